@@ -1,0 +1,38 @@
+# The two commands a newcomer needs are `make demo` and `make test`; both set up what they need first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup demo check test test-slow bench docs clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/demo/demo.py
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports --no-cache
+
+test: check
+	$(BIN)/pytest -n 2 --dist worksteal
+
+test-slow: setup
+	$(BIN)/pytest -m slow
+
+bench: setup
+	$(BIN)/python benchmarks/cpu.py
+
+docs: setup
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

@@ -1,0 +1,191 @@
+"""What the user wants: `Run` and its parts, small, typed, frozen and closed.
+
+A setting exists only where the plan cannot decide for the user. Every field carries the sentence that the
+settings reference, the JSON Schema and `tunesmith init` show, so this file is the one place to read.
+Cross-field rules that need the machine, the model or the data live where those are known, not here.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+class Settings(BaseModel):
+    """Base of all settings: an unknown key is an error and nothing changes after loading."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, validate_default=True
+    )
+
+
+def _whole_number(value: object) -> object:
+    """YAML reads `1e5` as text and JSON writers emit `65536.0`; both mean a whole number."""
+    if isinstance(value, str):
+        value = _number(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _number(value: object) -> object:
+    """YAML 1.1 reads `2e-4` as text, since it wants a dot: take it as the number it plainly is."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _not_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("needs a number, not yes/no")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_number), BeforeValidator(_not_bool)]
+Count = Annotated[int, BeforeValidator(_whole_number), BeforeValidator(_not_bool), Field(ge=1)]
+
+
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("is empty")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_not_blank)]
+FormatName = Literal[
+    "messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "text", "tokens"
+]
+
+
+class Dataset(Settings):
+    """One source of examples: a file, folder or glob (`path`), or a data set on the hub (`hub`)."""
+
+    path: Text | None = None
+    """File, folder or glob: .json, .jsonl, .csv, .parquet, .txt, also .gz and .zst."""
+    hub: Text | None = None
+    """Name of a data set on the Hugging Face hub."""
+    subset: Text | None = None
+    """Configuration of the hub data set."""
+    split: Text = "train"
+    """Split of the hub data set."""
+    name: Text | None = None
+    """Name in reports; the file's or data set's name when left out."""
+    format: FormatName | None = None
+    """Record format; recognised from the records when left out."""
+    fields: dict[str, Text] = {}
+    """Field names of this data, as `wanted: found`, e.g. `{prompt: question_text}`."""
+    weight: Annotated[Number, Field(gt=0, le=1000)] = 1.0
+    """How often each example is seen per epoch; 0.5 takes a different half each epoch."""
+    limit: Count | None = None
+    """Use only the first so many records."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Dataset:
+        if (self.path is None) == (self.hub is None):
+            raise ValueError("needs exactly one of `path` (a file, folder or glob) and `hub` (a hub data set)")
+        return self
+
+    @property
+    def title(self) -> str:
+        if self.name:
+            return self.name
+        if self.hub:
+            return self.hub
+        assert self.path
+        name = PurePath(self.path).name or self.path
+        for ending in (".gz", ".zst", ".zstd"):
+            name = name.removesuffix(ending)
+        return PurePath(name).stem or name
+
+
+class Lora(Settings):
+    """Low-rank adapters (`method: lora`)."""
+
+    rank: Annotated[Count, Field(le=4096)] = 16
+    """Rank of the adapters."""
+    alpha: Annotated[Number, Field(gt=0)] | None = None
+    """Scale: the adapter's output is multiplied by alpha / rank. Twice the rank when left out."""
+    dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    """Dropout on the adapter's input."""
+    targets: Literal["all-linear"] | list[Text] = "all-linear"
+    """`all-linear`, or patterns of module names such as `q_proj` or `layers.*.mlp.*`."""
+    layers: Text | None = None
+    """Decoder layers that get adapters: `top 8`, `bottom 4`, `0-7`, `3,5,7`; all when left out."""
+    rank_stabilised: bool = False
+    """Scale by alpha / sqrt(rank), which keeps large ranks learning."""
+
+
+def _as_list(value: object) -> object:
+    """`data: file.jsonl` and `data: {path: ...}` are what people write for one data set."""
+    if isinstance(value, str | dict):
+        value = [value]
+    if isinstance(value, list):
+        return [{"path": item} if isinstance(item, str) else item for item in value]
+    return value
+
+
+Datasets = Annotated[list[Dataset], BeforeValidator(_as_list)]
+
+
+class Run(Settings):
+    """A fine-tuning run: what the user wants. How it is done is the plan's."""
+
+    model: Text
+    """Model: a folder, a .gguf file, or a name on the Hugging Face hub."""
+    method: Literal["full", "lora"] = "lora"
+    """What is trained: every weight (`full`) or low-rank adapters (`lora`)."""
+    lora: Lora = Lora()
+    """Settings of the adapters; used with `method: lora`."""
+    data: Annotated[Datasets, Field(min_length=1)]
+    """Data sets to train on."""
+    eval: Datasets = []
+    """Held-out data sets; their loss is measured before, during and after training."""
+    chat_template: Text | None = None
+    """File with a chat template (Jinja) to use instead of the model's own."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """Which tokens are targets: all assistant turns, the last one only, or everything."""
+    sequence_length: Annotated[Count, Field(ge=8)] = 2048
+    """Longest sequence, in tokens; examples are packed into sequences of this length."""
+    too_long: Literal["truncate", "split", "drop"] = "truncate"
+    """What happens to examples longer than `sequence_length`."""
+    batch_tokens: Annotated[Count, Field(ge=8)] = 16384
+    """Tokens per optimizer step, over all devices. Micro-batches and accumulation follow from it."""
+    epochs: Annotated[Number, Field(gt=0, le=10000)] = 1.0
+    """Passes over the data."""
+    steps: Count | None = None
+    """Stop after so many optimizer steps, instead of after `epochs`."""
+    learning_rate: Annotated[Number, Field(gt=0)] | None = None
+    """Peak learning rate; 2e-4 for adapters and 2e-5 for all weights when left out."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """Shape of the learning rate after warm-up (wsd: warm-up, stable, decay)."""
+    warmup: Annotated[Number, Field(ge=0)] = 0.03
+    """Warm-up: a share of all steps when below 1, else a number of steps."""
+    optimizer: Literal["adamw", "adafactor", "sgd"] = "adamw"
+    """Optimizer."""
+    weight_decay: Annotated[Number, Field(ge=0, le=10)] = 0.0
+    """Weight decay, on matrices only."""
+    max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0
+    """Gradients with a larger norm are scaled down to it; null switches this off."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Arithmetic of the forward and backward pass; `auto` takes the best the device has."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; `auto` takes a GPU when there is one."""
+    deterministic: bool = False
+    """On a GPU: only kernels that give the same bits every time (slower). A CPU always does."""
+    seed: Annotated[int, BeforeValidator(_whole_number), Field(ge=0, lt=2**63)] = 0
+    """Seed of data order, initial adapters and dropout."""
+    eval_every: Count | None = None
+    """Steps between evaluations; ten times over the run when left out."""
+    save_every: Count | None = None
+    """Steps between checkpoints; every 100 steps and at the end of each epoch when left out."""
+    keep: Count = 2
+    """Newest checkpoints to keep; the best one by held-out loss is kept as well."""
+    max_minutes: Annotated[Number, Field(gt=0)] | None = None
+    """Save and stop in time to be done within so many minutes; `train` again continues."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for models whose code you have read."""
+    output: Text = "runs/default"
+    """Folder of the run: plan, events, checkpoints and the trained weights."""

@@ -1,0 +1,131 @@
+"""The shapes data has on its way from a file to the model; types only.
+
+    file --source--> Record --formats--> Conversation | Document | Tokens --chat--> Example
+         --store--> TokenStore --loader--> MicroBatch
+
+Legend: T tokens of a micro-batch, D documents in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a record came from, for messages to people."""
+
+    file: str
+    line: int
+    """Line of a .jsonl, .csv or .txt file; otherwise the record's number. Counted from 1."""
+    unit: str = "line"
+
+    def __str__(self) -> str:
+        return f"{self.file}, {self.unit} {self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record as it stands in the file."""
+
+    fields: dict[str, Any]
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn. `extra` holds what templates may use besides: tool_calls, name, tool_call_id, thinking..."""
+
+    role: str
+    content: str
+    weight: float | None = None
+    """Weight of this turn's target tokens; None leaves it to `train_on`."""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Plain text without turns; every token is a target."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A prompt and its continuation for models without a chat template; the continuation is the target."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A record that was tokenized elsewhere."""
+
+    ids: tuple[int, ...]
+    is_target: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One tokenized example: `ids[i]` is a target with weight `weights[i]`, where that is above 0.
+
+    A weight says how much the prediction *of this token* counts; the shift by one happens in the loader.
+    """
+
+    ids: np.ndarray
+    """int32 [tokens]"""
+    weights: np.ndarray
+    """float32 [tokens]"""
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Documents laid end to end; what one forward pass sees. Arrays are CPU torch tensors.
+
+    Position i predicts `labels[i]`, the next token of the same document, and counts `weights[i]` in the loss.
+    The last position of a document predicts nothing: weight 0.
+    """
+
+    tokens: Any
+    """int64 [T]"""
+    labels: Any
+    """int64 [T]; 0 where the weight is 0"""
+    weights: Any
+    """float32 [T]"""
+    positions: Any
+    """int64 [T], restarting at 0 in each document"""
+    boundaries: Any
+    """int32 [D+1]: document d is tokens[boundaries[d]:boundaries[d+1]]"""
+    longest: int
+    """Length of the longest document."""
+    sources: Any
+    """int64 [D]: the data set each document came from"""
+    origins: tuple[str, ...]
+    """[D]: where each document came from, for messages to people"""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """Everything one rank needs for one optimizer step."""
+
+    step: int
+    """Counted from 0."""
+    epoch: float
+    """Passes over the data when this step is done."""
+    micro_batches: tuple[MicroBatch, ...]
+    target_weight: float
+    """Sum of the target weights of the whole step, over all micro-batches of all ranks: the loss's divisor."""
+    tokens: int
+    """Tokens of the whole step, over all ranks."""
