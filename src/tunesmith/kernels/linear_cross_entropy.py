@@ -1,0 +1,110 @@
+"""Output head and cross-entropy together, a few rows at a time, so that the logits never exist as a whole.
+
+Only rows that are targets are computed. The gradient is taken in the same pass, while the logits of a chunk are
+still there; backward only scales it. Memory is one chunk of logits (`CHUNK_ELEMENTS`), whatever the number of
+tokens and the vocabulary.
+
+Legend: T tokens, N target rows, C rows of a chunk, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
+"""Logits held at a time. On a CPU, small enough for the last-level cache: 512 MiB chunks were a third slower."""
+
+
+def linear_cross_entropy(
+    hidden_th: torch.Tensor,
+    weight_vh: torch.Tensor,
+    labels_n: torch.Tensor,
+    weights_n: torch.Tensor,
+    rows_n: torch.Tensor,
+    *,
+    bias_v: torch.Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of `weights_n` times the cross-entropy of the rows `rows_n`, and each row's own loss (no gradient).
+
+    Logits are `(hidden @ weight.T + bias) * scale`, then soft-capped. `rows_n` must not repeat a row.
+    """
+    if chunk is None:
+        budget = CHUNK_ELEMENTS.get(hidden_th.device.type, CHUNK_ELEMENTS["cuda"])
+        chunk = max(16, budget // weight_vh.shape[0])
+    return _LinearCrossEntropy.apply(
+        hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, chunk
+    )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, chunk):
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needs_any = needs_hidden or needs_weight or needs_bias
+        n = labels_n.shape[0]
+        total = hidden_th.new_zeros((), dtype=torch.float32)
+        losses_n = hidden_th.new_zeros(n, dtype=torch.float32)
+        d_hidden = torch.zeros_like(hidden_th) if needs_hidden else None
+        d_weight = torch.zeros_like(weight_vh, dtype=torch.float32) if needs_weight else None
+        d_bias = torch.zeros_like(bias_v, dtype=torch.float32) if needs_bias else None
+        for start in range(0, n, chunk):
+            part = slice(start, min(start + chunk, n))
+            rows_ch = hidden_th.index_select(0, rows_n[part])
+            losses_c, d_logits_cv = _chunk(
+                rows_ch, weight_vh, bias_v, labels_n[part], weights_n[part], scale, softcap, needs_any
+            )
+            losses_n[part] = losses_c
+            total += (losses_c * weights_n[part]).sum()
+            if d_logits_cv is None:
+                continue
+            d_logits_cv = d_logits_cv.to(rows_ch.dtype)
+            if d_hidden is not None:
+                d_hidden.index_copy_(0, rows_n[part], d_logits_cv @ weight_vh)
+            if d_weight is not None:
+                d_weight += d_logits_cv.t() @ rows_ch
+            if d_bias is not None:
+                d_bias += d_logits_cv.float().sum(0)
+        ctx.gradients = (d_hidden, d_weight, d_bias)
+        ctx.dtypes = (hidden_th.dtype, weight_vh.dtype, bias_v.dtype if bias_v is not None else None)
+        ctx.mark_non_differentiable(losses_n)
+        return total, losses_n
+
+    @staticmethod
+    def backward(ctx, d_total, _):
+        if ctx.gradients is None:
+            raise RuntimeError("linear_cross_entropy keeps its gradient for one backward pass only")
+        scaled = [
+            None if gradient is None else gradient.mul_(d_total).to(dtype)
+            for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
+        ]
+        ctx.gradients = None
+        return *scaled, None, None, None, None, None, None
+
+
+def _chunk(rows_ch, weight_vh, bias_v, labels_c, weights_c, scale, softcap, needs_gradient):
+    """Losses of a few rows and the gradient of their weighted sum with respect to the raw logits."""
+    logits_cv = rows_ch @ weight_vh.t()
+    if bias_v is not None:
+        logits_cv += bias_v
+    logits_cv = logits_cv.float()
+    if scale != 1.0:
+        logits_cv *= scale
+    if softcap is not None:
+        logits_cv = torch.tanh(logits_cv.div_(softcap)).mul_(softcap)
+    largest_c, index_c = logits_cv.max(-1)
+    label_c = logits_cv.gather(1, labels_c[:, None]).squeeze(1)
+    probability_cv = torch.softmax(logits_cv, -1)
+    # The largest probability is at least 1/V, so its logarithm is exact where that of the label's may underflow.
+    log_total_c = largest_c - probability_cv.gather(1, index_c[:, None]).squeeze(1).log()
+    losses_c = log_total_c - label_c
+    if not needs_gradient:
+        return losses_c, None
+    d_logits_cv = probability_cv
+    d_logits_cv.scatter_add_(1, labels_c[:, None], torch.full_like(label_c, -1.0)[:, None])
+    d_logits_cv *= (weights_c * scale)[:, None]
+    if softcap is not None:
+        d_logits_cv *= 1 - (logits_cv / softcap) ** 2
+    return losses_c, d_logits_cv

@@ -1,0 +1,56 @@
+"""The plain truth each kernel is held against: short, slow, obviously right.
+
+Legend: N rows, T tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def linear_cross_entropy(
+    hidden_th: torch.Tensor,
+    weight_vh: torch.Tensor,
+    labels_n: torch.Tensor,
+    weights_n: torch.Tensor,
+    rows_n: torch.Tensor,
+    *,
+    bias_v: torch.Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of weighted cross-entropies of the rows named, and the loss of each, from the full logits matrix."""
+    logits = F.linear(hidden_th, weight_vh, bias_v).float() * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    losses = F.cross_entropy(logits[rows_n], labels_n, reduction="none")
+    return (losses * weights_n).sum(), losses.detach()
+
+
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: list[int],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Causal attention inside each document, by an explicit mask over all tokens. [T, heads, D] in and out."""
+    tokens = query.shape[0]
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    document = torch.zeros(tokens, dtype=torch.long)
+    for start in boundaries[1:-1]:
+        document[start:] += 1
+    position = torch.arange(tokens)
+    allowed = (document[:, None] == document[None]) & (position[:, None] >= position[None])
+    if window is not None:
+        allowed &= position[:, None] - position[None] < window
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~allowed.to(scores.device), float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)

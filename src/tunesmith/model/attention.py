@@ -1,0 +1,142 @@
+"""Packed attention as a registered attention function: causal, and never across documents.
+
+transformers hands every attention function the same arguments; the document boundaries travel as the keyword
+arguments that its own variable-length attention uses (`cu_seq_lens_q`, `max_length_q`). On a GPU in half
+precision this is torch's variable-length kernel; elsewhere SDPA, one document at a time.
+
+Legend: T tokens, D head dim; queries have more heads than keys in grouped attention.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+NAME = "tunesmith_packed"
+
+
+def register() -> str:
+    """Make packed attention known to transformers; returns the name to load models with."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, packed_attention)
+    return NAME
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """[1, heads, T, D] queries, keys and values to [1, T, heads, D]."""
+    if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None or s_aux is not None:
+        raise NotPackable("this model does not pass document boundaries to its attention")
+    assert query.shape[0] == 1, "packed documents lie end to end in one row"
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
+    if _has_kernel(query, dropout, softcap):
+        return _variable_length(query, key, value, cu_seq_lens_q, max_length_q, scale, window), None
+    return _by_document(query, key, value, cu_seq_lens_q.tolist(), scale, window, softcap, dropout), None
+
+
+class NotPackable(RuntimeError):
+    """The model's attention needs something that packed attention does not have."""
+
+
+def _has_kernel(query: torch.Tensor, dropout: float, softcap: float | None) -> bool:
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[-1] <= 256
+        and query.shape[-1] % 8 == 0
+        and dropout == 0.0
+        and softcap is None
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def _variable_length(query, key, value, boundaries, longest, scale, window) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    groups = query.shape[1] // key.shape[1]
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    options = {}
+    if groups > 1:
+        if "enable_gqa" in _variable_length_parameters():
+            options["enable_gqa"] = True
+        else:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    left = -1 if window is None else window - 1
+    out = varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        boundaries,
+        boundaries,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(left, 0),
+        **options,
+    )
+    return out.unsqueeze(0)
+
+
+@cache
+def _variable_length_parameters() -> frozenset[str]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _by_document(query, key, value, boundaries, scale, window, softcap, dropout) -> torch.Tensor:
+    outputs = []
+    for start, end in zip(boundaries[:-1], boundaries[1:], strict=True):
+        q, k, v = (tensor[:, :, start:end] for tensor in (query, key, value))
+        if softcap is not None:
+            outputs.append(_soft_capped(q, k, v, scale, window, softcap, dropout))
+            continue
+        is_windowed = window is not None and end - start > window
+        outputs.append(
+            F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=_window_mask(end - start, window, q.device) if is_windowed else None,
+                dropout_p=dropout,
+                is_causal=not is_windowed,
+                scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        )
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _soft_capped(q, k, v, scale, window, softcap, dropout) -> torch.Tensor:
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = softcap * torch.tanh((q @ k.transpose(2, 3)) * (scale / softcap))
+    mask = _window_mask(q.shape[2], window, q.device)
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
+    return F.dropout(weights, dropout) @ v
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    position = torch.arange(length, device=device)
+    distance = position[:, None] - position[None]
+    mask = distance >= 0
+    return mask if window is None else mask & (distance < window)

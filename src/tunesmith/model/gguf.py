@@ -1,0 +1,90 @@
+"""GGUF files, turned once into an ordinary model folder and kept in the cache.
+
+transformers can read GGUF, but slowly (it dequantizes in Python), it cannot save what it read, and it rebuilds
+the tokenizer from the vocabulary alone. Converting once gives a folder that loads in half a second and is the
+same for training, merging and export.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from tunesmith.errors import UserError
+
+CONVERTER = "2"
+"""Part of the cache key: raise it when the conversion changes."""
+
+
+def converted_folder(file: Path, cache: Path) -> Path:
+    """The model folder made from `file`, converting it first when that was not done before."""
+    folder = cache / "models" / f"{file.stem}-{_content_key(file)}"
+    if not (folder / "config.json").exists():
+        _convert(file, folder)
+    return folder
+
+
+def _content_key(file: Path) -> str:
+    """Size and both ends identify a model file well enough, without reading tens of gigabytes."""
+    size = file.stat().st_size
+    digest = hashlib.sha256(f"{CONVERTER}:{size}".encode())
+    with file.open("rb") as stream:
+        digest.update(stream.read(1 << 20))
+        stream.seek(max(0, size - (1 << 20)))
+        digest.update(stream.read())
+    return digest.hexdigest()[:16]
+
+
+def _convert(file: Path, folder: Path) -> None:
+    try:
+        import accelerate  # noqa: F401  (transformers needs it to place GGUF tensors)
+        import gguf
+    except ImportError as error:
+        raise UserError(
+            f"Reading {file.name} needs the packages gguf and accelerate: pip install 'tunesmith[gguf]'."
+        ) from error
+    import torch
+    from safetensors.torch import save_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        metadata = gguf.GGUFReader(str(file)).fields
+    except Exception as error:
+        raise UserError(f"{file} is not a readable GGUF file: {error}.") from error
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        _restore_pre_tokenizer(tokenizer, metadata)
+        tokenizer.save_pretrained(partial)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        save_model(model, str(partial / "model.safetensors"), metadata={"format": "pt"})
+        config = model.config
+        del config.quantization_config
+        config.architectures = [type(model).__name__]
+        model.generation_config.save_pretrained(partial)
+        config.save_pretrained(partial)
+        try:
+            os.replace(partial, folder)
+        except OSError:
+            if not (folder / "config.json").exists():  # not another process that was faster
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _restore_pre_tokenizer(tokenizer, metadata) -> None:
+    """transformers splits every byte-level vocabulary as GPT-2 does; SmolLM splits digits one by one."""
+    field = metadata.get("tokenizer.ggml.pre")
+    if field is not None and field.contents() == "smollm":
+        from tokenizers import pre_tokenizers
+
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )

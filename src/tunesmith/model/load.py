@@ -1,0 +1,192 @@
+"""From the name of a model to its config, tokenizer and weights.
+
+A model is a folder, a GGUF file or a name on the hub. What exists on this disk is never looked up on the hub.
+Nothing here changes the model; see `swap.py` for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunesmith import hub
+from tunesmith.config.schema import Run
+from tunesmith.errors import UserError
+from tunesmith.model.gguf import converted_folder
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from: `location` is what transformers takes, a folder or a hub name."""
+
+    location: str
+    is_local: bool
+
+    @property
+    def offline(self) -> bool:
+        """Look only at what is on this disk: the hub would be asked in vain, and for half a minute."""
+        return self.is_local or not hub.is_reachable()
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("TUNESMITH_CACHE") or Path.home() / ".cache" / "tunesmith")
+
+
+def locate(model: str) -> Source:
+    """Find the model, without loading it; raise UserError when it cannot be one."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return Source(str(converted_folder(path, cache_folder())), True)
+        raise UserError(f"model: {model} is a file; give a model folder, a .gguf file or a hub name.")
+    if path.is_dir():
+        if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+            raise UserError(f"model: {model} holds an adapter, not a model; give the base model it was made for.")
+        if (path / "config.json").exists():
+            return Source(str(path), True)
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) == 1:
+            return Source(str(converted_folder(ggufs[0], cache_folder())), True)
+        if ggufs:
+            raise UserError(f"model: {model} holds {len(ggufs)} GGUF files; name the one you mean.")
+        raise UserError(f"model: the folder {model} holds no config.json, so it is not a model folder.")
+    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or path.suffix == ".gguf"
+    if looks_like_path or not _is_hub_name(model):
+        raise UserError(f"model: {model} does not exist; give a model folder, a .gguf file or a hub name.")
+    return Source(model, False)
+
+
+def load_config(run: Run) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    source = locate(run.model)
+    with _reading(run, "config"):
+        return AutoConfig.from_pretrained(
+            source.location, trust_remote_code=run.trust_remote_code, local_files_only=source.offline
+        )
+
+
+def load_tokenizer(run: Run) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    source = locate(run.model)
+    with _reading(run, "tokenizer"):
+        return AutoTokenizer.from_pretrained(
+            source.location, trust_remote_code=run.trust_remote_code, local_files_only=source.offline
+        )
+
+
+def load_model(run: Run, *, dtype: str, device: str, attention: str = "sdpa") -> PreTrainedModel:
+    """The model with its weights in `dtype` ("fp32", "bf16", "fp16") on `device`, in evaluation mode."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    source = locate(run.model)
+    with _reading(run, "weights"), _quiet_loading():
+        model = AutoModelForCausalLM.from_pretrained(
+            source.location,
+            dtype=getattr(torch, DTYPES[dtype]),
+            attn_implementation=attention,
+            trust_remote_code=run.trust_remote_code,
+            use_safetensors=True,
+            local_files_only=source.offline,
+        )
+    return model.to(device).eval()
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Longest sequence the model was made for, where its config says so."""
+    text = config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def vocabulary_size(config: PreTrainedConfig) -> int:
+    return int(config.get_text_config().vocab_size)
+
+
+def model_fingerprint(run: Run) -> str:
+    """Identifies the weights a run starts from: file names and sizes of a folder, the commit of a hub model."""
+    import hashlib
+
+    source = locate(run.model)
+    if not source.is_local:
+        return f"hub:{source.location}:{getattr(load_config(run), '_commit_hash', None)}"
+    parts: list[Any] = []
+    for file in sorted(Path(source.location).glob("*")):
+        if file.suffix == ".safetensors":
+            with file.open("rb") as stream:  # the header names every tensor; both ends differ between models
+                head = stream.read(1 << 20)
+                stream.seek(max(0, file.stat().st_size - (1 << 20)))
+                tail = stream.read()
+            parts.append([file.name, file.stat().st_size, hashlib.sha256(head + tail).hexdigest()])
+        elif file.name == "config.json":
+            parts.append([file.name, hashlib.sha256(file.read_bytes()).hexdigest()])
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def parameter_count(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _is_hub_name(model: str) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _reading(run: Run, what: str):
+    """Turn the many ways in which reading a model fails into one sentence."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
+        source = locate(run.model)
+        if not source.is_local and source.offline:
+            raise UserError(
+                f"model: {run.model} is neither a folder here nor in the hub's cache, and the hub cannot be "
+                "reached; give the path of a model folder or a .gguf file."
+            ) from error
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if "trust_remote_code" in str(error):
+            first = "it brings Python code of its own; read that code, then say trust_remote_code: true"
+        raise UserError(f"model: the {what} of {run.model} could not be loaded: {first.rstrip('.')}.") from error
+
+
+@contextlib.contextmanager
+def _quiet_loading():
+    """transformers' own bars and hints would fight with the live display."""
+    from transformers.utils import logging as transformers_logging
+
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    transformers_logging.disable_progress_bar()
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        transformers_logging.enable_progress_bar()
