@@ -1,0 +1,199 @@
+"""From packed documents to the loss of their target tokens: the one way models are called, in training and evaluation.
+
+Two layouts. `packed`: documents end to end in one row, with attention that keeps them apart; nothing is padded.
+`padded`: one document a row with the model's own attention, for architectures that cannot do the first. `settle`
+tries them on the model at hand and compares with the model's own plain forward pass, so that an architecture
+nobody has seen is either computed rightly or refused.
+
+Legend: T tokens, N target tokens, D documents, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tunesmith.errors import UserError
+from tunesmith.kernels.linear_cross_entropy import linear_cross_entropy
+from tunesmith.model.attention import NAME as PACKED_ATTENTION
+from tunesmith.model.attention import NotPackable
+
+Layout = Literal["packed", "padded"]
+
+
+class Documents(Protocol):
+    """What is needed of a micro-batch; `data.types.MicroBatch` is one."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+    positions: torch.Tensor
+    boundaries: torch.Tensor
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """A micro-batch on the device. Which positions are targets was settled on the host, so nothing waits for it."""
+
+    tokens: torch.Tensor
+    """int64 [T]"""
+    positions: torch.Tensor
+    """int64 [T]"""
+    boundaries: torch.Tensor
+    """int32 [D+1]"""
+    longest: int
+    rows: torch.Tensor
+    """int64 [N]: the positions that predict a target"""
+    labels: torch.Tensor
+    """int64 [N]"""
+    weights: torch.Tensor
+    """float32 [N]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """How this model is called, as `settle` found it."""
+
+    layout: Layout
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+
+def to_device(batch: Documents, device: torch.device) -> Inputs:
+    rows = torch.nonzero(batch.weights).squeeze(1)
+    move = dict(device=device, non_blocking=True)
+    return Inputs(
+        tokens=batch.tokens.to(**move),
+        positions=batch.positions.to(**move),
+        boundaries=batch.boundaries.to(**move),
+        longest=batch.longest,
+        rows=rows.to(**move),
+        labels=batch.labels[rows].to(**move),
+        weights=batch.weights[rows].to(**move),
+    )
+
+
+def token_losses(model: nn.Module, inputs: Inputs, calling: Calling) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weighted sum of the target tokens' losses, to call backward on, and the loss of each target [N]."""
+    hidden_th = hidden_states(model, inputs, calling)
+    head = model.get_output_embeddings()
+    return linear_cross_entropy(
+        hidden_th,
+        head.weight,
+        inputs.labels,
+        inputs.weights,
+        inputs.rows,
+        bias_v=getattr(head, "bias", None),
+        scale=calling.logit_scale,
+        softcap=calling.softcap,
+    )
+
+
+def hidden_states(model: nn.Module, inputs: Inputs, calling: Calling) -> torch.Tensor:
+    """What the output head sees, for every token: [T, H]."""
+    if calling.layout == "packed":
+        output = model.base_model(
+            input_ids=inputs.tokens[None],
+            position_ids=inputs.positions[None],
+            use_cache=False,
+            cu_seq_lens_q=inputs.boundaries,
+            cu_seq_lens_k=inputs.boundaries,
+            max_length_q=inputs.longest,
+            max_length_k=inputs.longest,
+        )
+        return output[0][0]
+    documents = torch.repeat_interleave(
+        torch.arange(inputs.boundaries.shape[0] - 1, device=inputs.tokens.device), inputs.boundaries.diff()
+    )
+    shape = (inputs.boundaries.shape[0] - 1, inputs.longest)
+    tokens = inputs.tokens.new_zeros(shape)
+    mask = inputs.tokens.new_zeros(shape)
+    tokens[documents, inputs.positions] = inputs.tokens
+    mask[documents, inputs.positions] = 1
+    output = model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False)
+    return output[0][documents, inputs.positions]
+
+
+def settle(model: nn.Module, *, vocabulary: int) -> tuple[Calling, str | None]:
+    """The fastest way of calling this model that gives what the model itself gives.
+
+    Returns it with a sentence when it is not the fastest there is. Leaves the model with the attention that the
+    layout needs.
+    """
+    config = model.config.get_text_config()
+    softcap = getattr(config, "final_logit_softcapping", None)
+    scale = getattr(config, "logit_scale", None) or 1.0
+    if getattr(config, "logits_scaling", None):
+        scale = 1.0 / config.logits_scaling
+    inputs = _trial(vocabulary, next(model.parameters()).device)
+    was_training = model.training
+    model.eval()
+    own_attention = model.config._attn_implementation
+    if own_attention == PACKED_ATTENTION:
+        own_attention = "sdpa"
+    try:
+        model.set_attn_implementation(own_attention)
+        expected = _own_losses(model, inputs)
+        tolerance = 1e-4 if expected.dtype == torch.float64 else 0.05
+        reasons = []
+        for layout, attention in (("packed", PACKED_ATTENTION), ("padded", own_attention)):
+            calling = Calling(layout, scale, softcap)
+            try:
+                model.set_attn_implementation(attention)
+                with torch.no_grad():
+                    found = token_losses(model, inputs, calling)[1].to(expected.dtype)
+            except (NotPackable, TypeError, ValueError, RuntimeError) as error:
+                reasons.append(f"{layout}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+                continue
+            worst = (found - expected).abs().max().item()
+            if worst <= tolerance:
+                note = None if layout == "packed" else _slower(model, reasons)
+                return calling, note
+            reasons.append(f"{layout}: losses differ by {worst:.2g}")
+    finally:
+        model.train(was_training)
+    raise UserError(
+        f"{type(model).__name__} cannot be trained: calling it document by document does not give the model's own "
+        f"results ({'; '.join(reasons)})."
+    )
+
+
+def _trial(vocabulary: int, device: torch.device) -> Inputs:
+    """Three short documents of varied tokens, every position a target."""
+    lengths = (7, 3, 12)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (sum(lengths),), generator=generator)
+    boundaries = torch.tensor([0, 7, 10, 22], dtype=torch.int32)
+    return Inputs(
+        tokens=tokens.to(device),
+        positions=torch.cat([torch.arange(n) for n in lengths]).to(device),
+        boundaries=boundaries.to(device),
+        longest=max(lengths),
+        rows=torch.arange(sum(lengths), device=device),
+        labels=tokens.roll(-1).to(device),
+        weights=torch.ones(sum(lengths), device=device),
+    )
+
+
+@torch.no_grad()
+def _own_losses(model: nn.Module, inputs: Inputs) -> torch.Tensor:
+    """The losses by the model's own forward pass, one document at a time; float64 where the model is fp32."""
+    losses = []
+    bounds = inputs.boundaries.tolist()
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        logits = model(input_ids=inputs.tokens[None, start:end], use_cache=False).logits[0]
+        losses.append(F.cross_entropy(logits.float(), inputs.labels[start:end], reduction="none"))
+    found = torch.cat(losses)
+    return found.double() if next(model.parameters()).dtype == torch.float32 else found
+
+
+def _slower(model: nn.Module, reasons: list[str]) -> str:
+    return (
+        f"{type(model).__name__} does not take packed documents ({'; '.join(reasons)}); they are padded instead, "
+        "which is right but slower."
+    )

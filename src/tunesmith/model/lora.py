@@ -1,0 +1,289 @@
+"""Low-rank adapters: a swap of linear modules, and PEFT's file layout for what they learn.
+
+`attach` replaces each chosen linear by a `LoraLinear` that holds the frozen original and two small trainable
+matrices. The factors are kept in fp32 whatever the base's precision; products run in the input's. Files are
+those of the `peft` library, so either side loads what the other wrote. DoRA, biases and fully trained extra modules
+of other tools' adapters are refused by name when loading, not ignored.
+
+Legend: T tokens, I inputs, O outputs, R rank.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tunesmith.config.schema import Lora
+from tunesmith.errors import UserError
+
+PREFIX = "base_model.model."
+"""What PEFT puts before module names in adapter files."""
+
+
+class LoraLinear(nn.Module):
+    """`base(x) + scale * dropout(x) @ A.T @ B.T`, with the base frozen."""
+
+    def __init__(self, base: nn.Module, rank: int, scale: float, dropout: float = 0.0):
+        super().__init__()
+        inputs, outputs = _sizes(base)
+        device = base.weight.device
+        self.base = base.requires_grad_(False)
+        self.scale = scale
+        self.dropout = dropout
+        self.lora_a = nn.Parameter(torch.zeros(rank, inputs, device=device, dtype=torch.float32))
+        self.lora_b = nn.Parameter(torch.zeros(outputs, rank, device=device, dtype=torch.float32))
+
+    @property
+    def rank(self) -> int:
+        return self.lora_a.shape[0]
+
+    def reset(self, generator: torch.Generator) -> None:
+        """A as PEFT draws it (uniform within sqrt(1 / I)), B zero: the model starts as the base."""
+        bound = 1 / math.sqrt(self.lora_a.shape[1])
+        drawn = torch.rand(self.lora_a.shape, generator=generator, dtype=torch.float32)
+        with torch.no_grad():
+            self.lora_a.copy_(drawn * (2 * bound) - bound)
+            self.lora_b.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.base(x)
+        inner = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        low = F.linear(inner, self.lora_a.to(x.dtype))
+        return y + F.linear(low, (self.lora_b * self.scale).to(x.dtype))
+
+    def delta(self) -> torch.Tensor:
+        """What the adapter adds to the base's weight, in fp32, in the base's own layout."""
+        update = (self.lora_b @ self.lora_a) * self.scale
+        return update.t() if _is_transposed(self.base) else update
+
+
+def attach(model: nn.Module, settings: Lora, *, seed: int) -> list[str]:
+    """Freeze the model and put adapters on the linears that `settings` names; returns their names."""
+    targets = find_targets(model, settings)
+    alpha = settings.alpha if settings.alpha is not None else 2.0 * settings.rank
+    scale = alpha / (math.sqrt(settings.rank) if settings.rank_stabilised else settings.rank)
+    model.requires_grad_(False)
+    for name in targets:
+        adapter = LoraLinear(model.get_submodule(name), settings.rank, scale, settings.dropout)
+        adapter.reset(_generator(seed, name))
+        _replace(model, name, adapter)
+    return targets
+
+
+def find_targets(model: nn.Module, settings: Lora) -> list[str]:
+    """Names of the linears that get adapters; UserError when a pattern or the layer choice matches nothing."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    linears = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    candidates = [name for name, module in linears.items() if module is not head]
+    if settings.targets == "all-linear":
+        chosen = candidates
+    else:
+        chosen = []
+        for pattern in settings.targets:
+            matching = [name for name in linears if _matches(name, pattern)]
+            if not matching:
+                known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in candidates})) or "none"
+                raise UserError(f"lora.targets: '{pattern}' matches no linear of this model; it has {known}.")
+            if any(linears[name] is head for name in matching):
+                raise UserError(
+                    f"lora.targets: '{pattern}' matches the output head, which cannot carry an adapter here."
+                )
+            chosen += [name for name in matching if name not in chosen]
+    if settings.layers is not None:
+        layers = choose_layers(settings.layers, _layer_count(candidates))
+        chosen = [name for name in chosen if _layer_of(name) in layers]
+    if not chosen:
+        raise UserError("lora: no linear of this model is left to adapt; look at lora.targets and lora.layers.")
+    return chosen
+
+
+def choose_layers(text: str, count: int) -> frozenset[int]:
+    """`top 8`, `bottom 4`, `0-7`, `3,5,7` as layer numbers of a model with `count` layers."""
+    wanted: set[int] = set()
+    for part in text.split(","):
+        words = re.fullmatch(r"\s*(?:(top|bottom)\s+(\d+)|(\d+)\s*-\s*(\d+)|(\d+))\s*", part)
+        if words is None:
+            raise UserError(f"lora.layers: '{text}' is not understood; write `top 8`, `bottom 4`, `0-7` or `3,5,7`.")
+        side, number, first, last, single = words.groups()
+        if side == "top":
+            wanted |= set(range(max(0, count - int(number)), count))
+        elif side == "bottom":
+            wanted |= set(range(min(int(number), count)))
+        elif single is not None:
+            wanted.add(int(single))
+        else:
+            wanted |= set(range(int(first), int(last) + 1))
+    outside = sorted(layer for layer in wanted if layer >= count)
+    if outside or not wanted:
+        named = outside[0] if outside else text
+        raise UserError(f"lora.layers: there is no layer {named}; the model's layers are 0 to {count - 1}.")
+    return frozenset(wanted)
+
+
+def adapters(model: nn.Module) -> dict[str, LoraLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+
+def merge(model: nn.Module) -> int:
+    """Add every adapter to its base, in fp32 and rounded once, and put the bases back; returns how many."""
+    found = adapters(model)
+    for name, adapter in found.items():
+        weight = adapter.base.weight
+        with torch.no_grad():
+            weight.copy_((weight.float() + adapter.delta()).to(weight.dtype))
+        _replace(model, name, adapter.base)
+    return len(found)
+
+
+# PEFT's files
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, adapter in adapters(model).items():
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = adapter.lora_a.detach().cpu().contiguous()
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = adapter.lora_b.detach().cpu().contiguous()
+    return tensors
+
+
+def adapter_config(model: nn.Module, settings: Lora, base: str) -> dict[str, object]:
+    """The fields of PEFT's adapter_config.json that describe these adapters."""
+    found = adapters(model)
+    alpha = settings.alpha if settings.alpha is not None else 2.0 * settings.rank
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": settings.rank,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "lora_dropout": settings.dropout,
+        "use_rslora": settings.rank_stabilised,
+        "target_modules": _shortest_names(model, found),
+        "bias": "none",
+        "fan_in_fan_out": any(_is_transposed(adapter.base) for adapter in found.values()),
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    config: dict
+    tensors: dict[str, torch.Tensor]
+
+
+def read_adapter(folder: Path) -> AdapterFiles:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        tensors = load_file(folder / "adapter_model.safetensors")
+    except FileNotFoundError as error:
+        raise UserError(f"{folder} holds no adapter: {Path(error.filename or '').name} is missing.") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"The adapter in {folder} cannot be read: {error}.") from error
+    return AdapterFiles(config, tensors)
+
+
+def attach_saved(model: nn.Module, folder: Path) -> list[str]:
+    """Put the adapter stored in `folder` (ours or PEFT's) on the model; returns the adapted names."""
+    files = read_adapter(folder)
+    config = files.config
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"The adapter in {folder} is of type {config.get('peft_type')}; only LORA can be loaded.")
+    refused = [name for name in ("use_dora", "modules_to_save", "trainable_token_indices") if config.get(name)]
+    if config.get("bias", "none") != "none":
+        refused.append("bias")
+    if refused:
+        raise UserError(f"The adapter in {folder} uses {', '.join(refused)}, which is not supported.")
+    model.requires_grad_(False)
+    names = sorted({key.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for key in files.tensors})
+    modules = dict(model.named_modules())
+    for name in names:
+        if name not in modules or not _is_linear(modules[name]):
+            raise UserError(f"The adapter in {folder} is for a linear '{name}', which this model does not have.")
+        a = files.tensors.get(f"{PREFIX}{name}.lora_A.weight")
+        b = files.tensors.get(f"{PREFIX}{name}.lora_B.weight")
+        if a is None or b is None:
+            raise UserError(f"The adapter in {folder} is not a plain LoRA: '{name}' lacks one of its two factors.")
+        rank = a.shape[0]
+        alpha = _by_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", rank))
+        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        adapter = LoraLinear(modules[name], rank, scale, config.get("lora_dropout") or 0.0)
+        if adapter.lora_a.shape != a.shape or adapter.lora_b.shape != b.shape:
+            raise UserError(f"The adapter in {folder} does not fit this model: '{name}' has other sizes.")
+        with torch.no_grad():
+            adapter.lora_a.copy_(a)
+            adapter.lora_b.copy_(b)
+        _replace(model, name, adapter)
+    return names
+
+
+# helpers
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _is_transposed(module)
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """GPT-2's Conv1D: a linear whose weight is stored [I, O]."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    first, second = module.weight.shape
+    return (first, second) if _is_transposed(module) else (second, first)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """As in PEFT a plain word is the end of a name; stars and brackets make it a glob over the end of the name."""
+    return name == pattern or name.endswith("." + pattern) or fnmatch.fnmatchcase("." + name, "*." + pattern)
+
+
+def _layer_of(name: str) -> int | None:
+    """The decoder layer a module belongs to: the first number in its dotted name."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+
+
+def _layer_count(names: Iterable[str]) -> int:
+    return 1 + max((layer for name in names if (layer := _layer_of(name)) is not None), default=-1)
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    """Each adapter draws from its own stream, so its start depends on nothing but the seed and its name."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def _shortest_names(model: nn.Module, chosen: Iterable[str]) -> list[str]:
+    """Last parts of the names where those say exactly which modules are meant, else the full names."""
+    chosen = set(chosen)
+    endings = {name.rsplit(".", 1)[-1] for name in chosen}
+    everything = {name for name, module in model.named_modules() if _is_linear(module) or name in chosen}
+    bases = {name for name in everything if not name.endswith(".base")}
+    same_ending = {name for name in bases if name.rsplit(".", 1)[-1] in endings}
+    return sorted(endings if same_ending == chosen else chosen)
+
+
+def _by_pattern(patterns: dict | None, name: str, default: float) -> float:
+    for pattern, value in (patterns or {}).items():
+        if re.search(rf"(.*\.)?({pattern})$", name):
+            return value
+    return default
