@@ -10,7 +10,16 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 
 
 class Settings(BaseModel):
@@ -40,24 +49,25 @@ def _number(value: object) -> object:
 
 def _not_bool(value: object) -> object:
     if isinstance(value, bool):
-        raise ValueError("needs a number, not yes/no")
+        raise ValueError("it needs a number, not yes or no")
     return value
 
 
 Number = Annotated[float, BeforeValidator(_number), BeforeValidator(_not_bool)]
-Count = Annotated[int, BeforeValidator(_whole_number), BeforeValidator(_not_bool), Field(ge=1)]
+WholeNumber = Annotated[int, BeforeValidator(_whole_number), BeforeValidator(_not_bool)]
+Count = Annotated[WholeNumber, Field(ge=1)]
 
 
 def _not_blank(text: str) -> str:
     if not text.strip():
-        raise ValueError("is empty")
+        raise ValueError("it is blank")
+    if "\0" in text:
+        raise ValueError("it holds a null character")
     return text
 
 
 Text = Annotated[str, AfterValidator(_not_blank)]
-FormatName = Literal[
-    "messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "text", "tokens"
-]
+FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "text", "tokens"]
 
 
 class Dataset(Settings):
@@ -101,6 +111,27 @@ class Dataset(Settings):
         return PurePath(name).stem or name
 
 
+def _patterns(value: object) -> object:
+    """`targets: q_proj` and `targets: q_proj, v_proj` are what people write for a list."""
+    if not isinstance(value, str) or value == "all-linear" or not value.strip():
+        return value
+    if value.strip().lower().startswith(("all", "linear")):
+        raise ValueError("did you mean `all-linear`?")
+    return [part.strip() for part in value.split(",")]
+
+
+def _kind_of_targets(value: object) -> str:
+    """Chooses the branch that the user meant, so that a mistake gives one message and not two."""
+    return "patterns" if isinstance(value, list | tuple) else "name"
+
+
+Targets = Annotated[
+    Annotated[Literal["all-linear"], Tag("name")] | Annotated[list[Text], Field(min_length=1), Tag("patterns")],
+    Discriminator(_kind_of_targets),
+    BeforeValidator(_patterns),
+]
+
+
 class Lora(Settings):
     """Low-rank adapters (`method: lora`)."""
 
@@ -110,7 +141,7 @@ class Lora(Settings):
     """Scale: the adapter's output is multiplied by alpha / rank. Twice the rank when left out."""
     dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input."""
-    targets: Literal["all-linear"] | list[Text] = "all-linear"
+    targets: Targets = "all-linear"
     """`all-linear`, or patterns of module names such as `q_proj` or `layers.*.mlp.*`."""
     layers: Text | None = None
     """Decoder layers that get adapters: `top 8`, `bottom 4`, `0-7`, `3,5,7`; all when left out."""
@@ -134,7 +165,7 @@ class Run(Settings):
     """A fine-tuning run: what the user wants. How it is done is the plan's."""
 
     model: Text
-    """Model: a folder, a .gguf file, or a name on the Hugging Face hub."""
+    """A folder, a .gguf file, or a name on the Hugging Face hub."""
     method: Literal["full", "lora"] = "lora"
     """What is trained: every weight (`full`) or low-rank adapters (`lora`)."""
     lora: Lora = Lora()
@@ -175,7 +206,7 @@ class Run(Settings):
     """Where to run; `auto` takes a GPU when there is one."""
     deterministic: bool = False
     """On a GPU: only kernels that give the same bits every time (slower). A CPU always does."""
-    seed: Annotated[int, BeforeValidator(_whole_number), Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[WholeNumber, Field(ge=0, lt=2**63)] = 0
     """Seed of data order, initial adapters and dropout."""
     eval_every: Count | None = None
     """Steps between evaluations; ten times over the run when left out."""
