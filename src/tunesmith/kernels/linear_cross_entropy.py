@@ -34,9 +34,7 @@ def linear_cross_entropy(
     if chunk is None:
         budget = CHUNK_ELEMENTS.get(hidden_th.device.type, CHUNK_ELEMENTS["cuda"])
         chunk = max(16, budget // weight_vh.shape[0])
-    return _LinearCrossEntropy.apply(
-        hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, chunk
-    )
+    return _LinearCrossEntropy.apply(hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, chunk)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

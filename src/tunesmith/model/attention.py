@@ -10,6 +10,7 @@ Legend: T tokens, D head dim; queries have more heads than keys in grouped atten
 from __future__ import annotations
 
 import inspect
+import itertools
 from functools import cache
 
 import torch
@@ -105,7 +106,7 @@ def _variable_length_parameters() -> frozenset[str]:
 
 def _by_document(query, key, value, boundaries, scale, window, softcap, dropout) -> torch.Tensor:
     outputs = []
-    for start, end in zip(boundaries[:-1], boundaries[1:], strict=True):
+    for start, end in itertools.pairwise(boundaries):
         q, k, v = (tensor[:, :, start:end] for tensor in (query, key, value))
         if softcap is not None:
             outputs.append(_soft_capped(q, k, v, scale, window, softcap, dropout))

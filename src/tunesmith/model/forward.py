@@ -10,7 +10,8 @@ Legend: T tokens, N target tokens, D documents, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -66,7 +67,7 @@ class Calling:
 
 def to_device(batch: Documents, device: torch.device) -> Inputs:
     rows = torch.nonzero(batch.weights).squeeze(1)
-    move = dict(device=device, non_blocking=True)
+    move = {"device": device, "non_blocking": True}
     return Inputs(
         tokens=batch.tokens.to(**move),
         positions=batch.positions.to(**move),
@@ -139,7 +140,9 @@ def settle(model: nn.Module, *, vocabulary: int) -> tuple[Calling, str | None]:
     try:
         model.set_attn_implementation(own_attention)
         expected = _own_losses(model, inputs)
-        tolerance = 1e-4 if expected.dtype == torch.float64 else 0.05
+        tolerance, leak = (1e-4, 1e-5) if expected.dtype == torch.float64 else (0.05, 0.005)
+        changed = inputs.tokens.clone()
+        changed[:7] = (changed[:7] + 1) % vocabulary
         reasons = []
         for layout, attention in (("packed", PACKED_ATTENTION), ("padded", own_attention)):
             calling = Calling(layout, scale, softcap)
@@ -147,14 +150,20 @@ def settle(model: nn.Module, *, vocabulary: int) -> tuple[Calling, str | None]:
                 model.set_attn_implementation(attention)
                 with torch.no_grad():
                     found = token_losses(model, inputs, calling)[1].to(expected.dtype)
+                    # In half precision rounding hides a small leak from the comparison above. What stands in the
+                    # first document must not reach the others at all, whatever the precision.
+                    others = token_losses(model, replace(inputs, tokens=changed), calling)[1]
             except (NotPackable, TypeError, ValueError, RuntimeError) as error:
                 reasons.append(f"{layout}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
                 continue
             worst = (found - expected).abs().max().item()
-            if worst <= tolerance:
-                note = None if layout == "packed" else _slower(model, reasons)
-                return calling, note
-            reasons.append(f"{layout}: losses differ by {worst:.2g}")
+            if worst > tolerance:
+                reasons.append(f"{layout}: losses differ by {worst:.2g}")
+                continue
+            if (found[7:] - others.to(expected.dtype)[7:]).abs().max().item() > leak:
+                reasons.append(f"{layout}: documents see each other")
+                continue
+            return calling, None if layout == "packed" else _slower(model, reasons)
     finally:
         model.train(was_training)
     raise UserError(
@@ -185,7 +194,7 @@ def _own_losses(model: nn.Module, inputs: Inputs) -> torch.Tensor:
     """The losses by the model's own forward pass, one document at a time; float64 where the model is fp32."""
     losses = []
     bounds = inputs.boundaries.tolist()
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in itertools.pairwise(bounds):
         logits = model(input_ids=inputs.tokens[None, start:end], use_cache=False).logits[0]
         losses.append(F.cross_entropy(logits.float(), inputs.labels[start:end], reduction="none"))
     found = torch.cat(losses)
