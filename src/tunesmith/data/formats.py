@@ -1,20 +1,516 @@
-"""Records -> conversations, documents, completions or tokens, in the formats people have."""
+"""Records -> conversations, documents, completions or tokens, in the formats people have.
+
+A format is recognised by the names of its fields, over many records; `format:` and `fields:` of the data set
+insist and rename. Converting is strict where leniency would train something else than meant: an answer that is
+missing, a part that is no text, a label that is no token. How things become tokens is the business of `chat`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from tunesmith.config.schema import Dataset, FormatName
-from tunesmith.data.types import Completion, Conversation, Document, Record, Tokens
+from tunesmith.data.types import Completion, Conversation, Document, Message, Origin, Record, Tokens
+from tunesmith.errors import UserError
+
+if TYPE_CHECKING:
+    from tunesmith.config.schema import Dataset, FormatName
 
 Item = Conversation | Document | Completion | Tokens
 
+# What a record must have, in the order in which formats are tried; alternatives in one tuple.
+WANTED: dict[str, tuple[tuple[str, ...], ...]] = {
+    "tokens": (("input_ids",),),
+    "messages": (("messages",),),
+    "sharegpt": (("conversations", "conversation", "messages"),),
+    "alpaca": (("instruction",), ("output", "response")),
+    "prompt_completion": (("prompt",), ("completion", "response")),
+    "question_answer": (("question",), ("answer", "answers", "response")),
+    "text": (("text",),),
+}
+OPTIONAL = {
+    "labels", "attention_mask", "tools", "system", "system_prompt", "input", "history", "context", "choices",
+    "role", "content",
+}  # fmt: skip
+ROLES = {
+    "user": "user", "human": "user", "prompter": "user",
+    "assistant": "assistant", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant",
+    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+    "system": "system", "developer": "system",
+    "tool": "tool", "observation": "tool", "function": "tool", "function_response": "tool", "ipython": "tool",
+    "tool_response": "tool",
+    "function_call": "function_call", "tool_call": "function_call",
+}  # fmt: skip
+
 
 def recognise(sample: Sequence[Record], dataset: Dataset) -> FormatName:
-    """The format of these records."""
-    raise NotImplementedError
+    """The format of these records: the first in `WANTED` that fits all of them."""
+    assert sample
+    rows = [(_renamed(record, dataset), record.origin) for record in sample]
+    _check_mapping(sample, dataset)
+    if dataset.format:
+        for fields, origin in rows:
+            missing = _missing(fields, dataset.format)
+            if missing:
+                raise UserError(
+                    f"{origin}: `format: {dataset.format}` wants the field {missing}, but the record has "
+                    f"{_names(fields)}{_suggestion(rows)}."
+                )
+        return dataset.format
+    _refuse_preferences(rows, dataset)
+    fits = Counter(name for fields, _ in rows for name in WANTED if not _missing(fields, name))
+    for name in WANTED:
+        if fits[name] == len(rows):
+            return name  # type: ignore[return-value]
+    if fits:
+        name, count = fits.most_common(1)[0]
+        fields, origin = next(row for row in rows if _missing(row[0], name))
+        raise UserError(
+            f"{origin}: {count} of the first {len(rows)} records are in the {name} format, but this one lacks "
+            f"the field {_missing(fields, name)}: it has {_names(fields)}."
+        )
+    known = "; ".join(f"{name}: {', '.join(' or '.join(names) for names in wanted)}" for name, wanted in WANTED.items())
+    raise UserError(f"{rows[0][1]}: the fields {_names(rows[0][0])} fit no known format ({known}){_suggestion(rows)}.")
 
 
 def convert(record: Record, format: FormatName, dataset: Dataset) -> Item:
-    """What the record means."""
-    raise NotImplementedError
+    """What the record means, or a UserError that names its file and line."""
+    fields = _renamed(record, dataset)
+    missing = _missing(fields, format)
+    if missing:
+        raise UserError(f"{record.origin}: the field {missing} is missing: the record has {_names(fields)}.")
+    return _CONVERTERS[format](fields, record.origin, dataset)
+
+
+# One function a format
+
+
+def _convert_messages(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Conversation:
+    key = next(k for k in ("messages", "conversations", "conversation") if k in fields)
+    messages = _messages(fields[key], key, origin, dataset)
+    return _conversation([*_system(fields, messages, origin), *messages], origin, _tools(fields, origin))
+
+
+def _convert_alpaca(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Conversation:
+    messages: list[Message] = []
+    for turn in _listed(fields.get("history") or [], "history", origin):
+        if not isinstance(turn, list | tuple) or len(turn) != 2:
+            raise UserError(f"{origin}: `history` must be a list of [question, answer] pairs.")
+        messages += [_user(_text(turn[0], "history", origin)), _answer(turn[1], "history", origin)]
+    parts = [_text(fields.get(name) or "", name, origin) for name in ("instruction", "input")]
+    question = "\n\n".join(part for part in parts if part.strip())
+    if not question:
+        raise UserError(f"{origin}: `instruction` is empty.")
+    messages += [_user(question), _answer(*_first(fields, "output", "response"), origin)]
+    return _conversation([*_system(fields, messages, origin), *messages], origin)
+
+
+def _convert_prompt_completion(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Conversation | Completion:
+    completion, name = _first(fields, "completion", "response")
+    prompt = fields["prompt"]
+    if isinstance(prompt, list | dict) or isinstance(completion, list | dict):
+        asked = (
+            [_user(_text(prompt, "prompt", origin))]
+            if isinstance(prompt, str)
+            else _messages(prompt, "prompt", origin, dataset)
+        )
+        # Answers in the prompt are context: only the completion is trained.
+        asked = [replace(m, weight=0.0) if m.role == "assistant" else m for m in asked]
+        answered = (
+            _messages(completion, name, origin, dataset)
+            if isinstance(completion, list | dict)
+            else [_answer(completion, name, origin)]
+        )
+        messages = [*asked, *answered]
+        return _conversation([*_system(fields, messages, origin), *messages], origin, _tools(fields, origin))
+    prompt = _text("" if prompt is None else prompt, "prompt", origin)
+    answer = _answer(completion, name, origin)
+    system = _system(fields, [], origin)
+    if system:
+        return _conversation([*system, _user(prompt), answer], origin)
+    return Completion(prompt, answer.content)
+
+
+def _convert_question_answer(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Conversation:
+    if isinstance(fields.get("choices"), list):
+        raise UserError(
+            f"{origin}: a multiple-choice question (`choices`), whose `answer` is only a number; write the "
+            "choices into the question and the answer as text."
+        )
+    answer, name = _first(fields, "answer", "answers", "response")
+    if isinstance(answer, dict):
+        answer = answer.get("text")
+    if isinstance(answer, list):
+        answer = answer[0] if answer else None
+    question = _text(fields["question"], "question", origin)
+    context = fields.get("context")
+    if isinstance(context, str) and context.strip():
+        question = f"{context}\n\n{question}"
+    messages = [_user(question), _answer(answer, name, origin)]
+    return _conversation([*_system(fields, messages, origin), *messages], origin)
+
+
+def _convert_text(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Document:
+    text = _text(fields["text"], "text", origin)
+    if not text.strip():
+        raise UserError(f"{origin}: `text` is empty; remove the record.")
+    return Document(text)
+
+
+def _convert_tokens(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Tokens:
+    ids = _integers(fields["input_ids"], "input_ids", origin)
+    labels = fields.get("labels")
+    labels = ids if labels is None else _integers(labels, "labels", origin)
+    if len(labels) != len(ids):
+        raise UserError(f"{origin}: {len(ids)} `input_ids` but {len(labels)} `labels`.")
+    mask = fields.get("attention_mask")
+    if mask is not None:
+        mask = _integers(mask, "attention_mask", origin)
+        if len(mask) != len(ids):
+            raise UserError(f"{origin}: {len(ids)} `input_ids` but an `attention_mask` of {len(mask)}.")
+        seen = [i for i, value in enumerate(mask) if value]
+        if seen and seen[-1] - seen[0] + 1 != len(seen):
+            raise UserError(f"{origin}: `attention_mask` hides tokens in the middle, which is not supported.")
+        padding_free = slice(seen[0], seen[-1] + 1) if seen else slice(0)
+        ids, labels = ids[padding_free], labels[padding_free]
+    if not ids:
+        raise UserError(f"{origin}: `input_ids` is empty.")
+    if min(ids) < 0:
+        raise UserError(f"{origin}: `input_ids` holds the negative id {min(ids)}.")
+    for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
+        if label not in (-100, token):
+            shifted = labels[:-1] == ids[1:]
+            hint = "they are shifted by one already; give them unshifted" if shifted else "each must be -100 or the id"
+            raise UserError(f"{origin}: `labels` and `input_ids` differ at place {place} ({label}, {token}): {hint}.")
+    return Tokens(tuple(ids), tuple(label != -100 for label in labels))
+
+
+_CONVERTERS: dict[str, Callable[[dict[str, Any], Origin, Any], Item]] = {
+    "messages": _convert_messages,
+    "sharegpt": _convert_messages,
+    "alpaca": _convert_alpaca,
+    "prompt_completion": _convert_prompt_completion,
+    "question_answer": _convert_question_answer,
+    "text": _convert_text,
+    "tokens": _convert_tokens,
+}
+
+
+# Messages
+
+
+def _conversation(messages: list[Message], origin: Origin, tools: tuple[dict[str, Any], ...] = ()) -> Conversation:
+    """An assistant's turn that nobody asked for (a greeting at the start) is context, never a target."""
+    if not any(message.role == "assistant" for message in messages):
+        raise UserError(f"{origin}: the conversation has no assistant turn, so there is nothing to learn from it.")
+    asked = answered = False
+    for place, message in enumerate(messages):
+        asked = asked or message.role in ("user", "tool")
+        answered = answered or (asked and message.role == "assistant")
+        if message.role == "assistant" and not asked and message.weight is None:
+            messages[place] = replace(message, weight=0.0)
+    if not answered:
+        raise UserError(f"{origin}: no assistant turn of the conversation answers a user turn.")
+    return Conversation(tuple(messages), tools)
+
+
+def _messages(value: Any, name: str, origin: Origin, dataset: Dataset) -> list[Message]:
+    listed = [value] if isinstance(value, dict) else _listed(value, name, origin)
+    if not listed:
+        raise UserError(f"{origin}: `{name}` is empty.")
+    messages = [_message(item, f"`{name}` {n}", origin, dataset) for n, item in enumerate(listed, start=1)]
+    if messages and messages[0].role == "system" and not messages[0].content.strip():
+        messages = messages[1:]
+    return messages
+
+
+def _message(item: Any, where: str, origin: Origin, dataset: Dataset) -> Message:
+    if not isinstance(item, dict):
+        raise UserError(f"{origin}: {where} is not an object with `role` and `content`.")
+    role_key = _key(item, dataset.fields.get("role", "role"), "role", "from")
+    content_key = _key(item, dataset.fields.get("content", "content"), "content", "value", "text")
+    if role_key is None:
+        raise UserError(
+            f"{origin}: {where} has no `role`: it has {_names(item)}; if a field of another name holds it, "
+            "say `fields: {role: NAME, content: NAME}`."
+        )
+    role = ROLES.get(str(item[role_key]).strip().lower())
+    if role is None:
+        raise UserError(f"{origin}: {where} has the unknown role `{item[role_key]}`; known are {', '.join(ROLES)}.")
+    content, extra = _content(item.get(content_key) if content_key else None, where, origin)
+    for key in ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking"):
+        if isinstance(item.get(key), str) and item[key]:
+            extra["reasoning_content" if key in ("reasoning", "thinking") else key] = item[key]
+    calls = item.get("tool_calls") or item.get("function_call")
+    if role == "function_call":
+        role, calls, content = "assistant", content, ""
+    if calls:
+        extra["tool_calls"] = _tool_calls(calls, where, origin)
+    weight = _weight(item, where, origin)
+    if role == "assistant" and not content.strip() and "tool_calls" not in extra and weight != 0:
+        raise UserError(f"{origin}: {where} is an empty answer, which would teach the model to be silent.")
+    return Message(role, content, weight, extra)
+
+
+def _content(value: Any, where: str, origin: Origin) -> tuple[str, dict[str, Any]]:
+    """Text, or a list of parts; reasoning and tool calls among the parts go where templates look for them."""
+    extra: dict[str, Any] = {}
+    if value is None:
+        return "", extra
+    if isinstance(value, dict) and "type" in value:
+        value = [value]
+    if not isinstance(value, list):
+        return _text(value, where, origin), extra
+    texts = []
+    for part in value:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        if kind in ("text", "input_text", "output_text"):
+            texts.append(_text(_first(part, "text", "value", "content")[0], where, origin))
+        elif kind in ("reasoning", "thinking"):
+            extra["reasoning_content"] = _text(_first(part, kind, "value", "text")[0], where, origin)
+        elif kind in ("tool_call", "function_call"):
+            calls = _tool_calls(_first(part, "value", kind)[0] or part, where, origin)
+            extra["tool_calls"] = [*extra.get("tool_calls", []), *calls]
+        else:
+            raise UserError(f"{origin}: {where} holds a part of type `{kind}`; only text can be trained on.")
+    return "".join(texts), extra
+
+
+def _tool_calls(value: Any, where: str, origin: Origin) -> list[dict[str, Any]]:
+    """[{"type": "function", "function": {"name": ..., "arguments": {...}}}], as templates expect them."""
+    value = _parsed(value, f"tool call in {where}", origin)
+    calls = []
+    for call in value if isinstance(value, list) else [value]:
+        call = _parsed(call, f"tool call in {where}", origin)
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise UserError(f"{origin}: the tool call in {where} has no function `name`.")
+        arguments = function.get("arguments", function.get("parameters"))
+        if isinstance(arguments, str) and arguments.strip():
+            arguments = _parsed(arguments, f"arguments of the tool call in {where}", origin)
+        made = {
+            "type": "function",
+            "function": {"name": function["name"], "arguments": _no_nulls(arguments or {})},
+        }
+        calls.append({"id": call["id"], **made} if call.get("id") else made)
+    return calls
+
+
+def _tools(fields: dict[str, Any], origin: Origin) -> tuple[dict[str, Any], ...]:
+    value = fields.get("tools")
+    if not value:
+        return ()
+    value = _parsed(value, "`tools`", origin)
+    tools = []
+    for tool in value if isinstance(value, list) else [value]:
+        tool = _no_nulls(_parsed(tool, "`tools`", origin))
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise UserError(f"{origin}: an entry of `tools` has no `name`.")
+        tools.append(tool if "function" in tool else {"type": "function", "function": tool})
+    return tuple(tools)
+
+
+def _no_nulls(value: Any) -> Any:
+    """Parquet fills the fields that other records have with null; left in, templates would print them all."""
+    if isinstance(value, dict):
+        return {key: _no_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_no_nulls(inner) for inner in value]
+    return value
+
+
+def _weight(item: dict[str, Any], where: str, origin: Origin) -> float | None:
+    for key in ("weight", "loss_weight", "train"):
+        value = item.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, bool | int | float) or not math.isfinite(value) or value < 0:
+            raise UserError(f"{origin}: `{key}` of {where} must be a number from 0 up or true/false, not {value!r}.")
+        return float(value)
+    return None
+
+
+def _system(fields: dict[str, Any], messages: list[Message], origin: Origin) -> list[Message]:
+    """The record's system text as a message; joined with the one that the messages begin with, if any."""
+    value, name = _first(fields, "system", "system_prompt")
+    text = "" if value is None else _text(value, name, origin)
+    if not text.strip():
+        return []
+    if messages and messages[0].role == "system":
+        own = messages.pop(0)
+        text = own.content if own.content == text else f"{text}\n\n{own.content}"
+    return [Message("system", text)]
+
+
+def _user(text: str) -> Message:
+    return Message("user", text)
+
+
+def _answer(value: Any, name: str, origin: Origin) -> Message:
+    if value is None:
+        raise UserError(f"{origin}: `{name}` is null; an answer is needed.")
+    text = _text(value, name, origin)
+    if not text.strip():
+        raise UserError(f"{origin}: `{name}` is empty, which would teach the model to be silent.")
+    return Message("assistant", text)
+
+
+# Values
+
+
+def _text(value: Any, name: str, origin: Origin) -> str:
+    """Text; a number becomes text, as numeric answers are often written without quotes."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return json.dumps(value)
+    found = "null" if value is None else "true/false" if isinstance(value, bool) else f"a {type(value).__name__}"
+    raise UserError(f"{origin}: {name if '`' in name else f'`{name}`'} must be text, found {found}.")
+
+
+def _listed(value: Any, name: str, origin: Origin) -> list[Any]:
+    """A list, also as JSON text (a CSV column)."""
+    if isinstance(value, str):
+        value = _parsed(value, f"`{name}`", origin)
+    if not isinstance(value, list | tuple):
+        found = "null" if value is None else f"a {type(value).__name__}"
+        raise UserError(f"{origin}: `{name}` must be a list, found {found}.")
+    return list(value)
+
+
+def _parsed(value: Any, name: str, origin: Origin) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{origin}: the {name} is not valid JSON ({error}).") from error
+
+
+def _integers(value: Any, name: str, origin: Origin) -> list[int]:
+    values = _listed(value, name, origin)
+    for place, number in enumerate(values):
+        if type(number) is not int:
+            raise UserError(f"{origin}: `{name}` must be whole numbers, found {number!r} at place {place}.")
+    return values
+
+
+def _first(fields: dict[str, Any], *names: str) -> tuple[Any, str]:
+    """The first field of these names that is there, and its name."""
+    for name in names:
+        if fields.get(name) is not None:
+            return fields[name], name
+    return None, next((name for name in names if name in fields), names[0])
+
+
+def _key(item: dict[str, Any], *names: str) -> str | None:
+    present = [name for name in names if name in item]
+    return next((name for name in present if item[name] is not None), present[0] if present else None)
+
+
+# Names
+
+
+def _renamed(record: Record, dataset: Dataset) -> dict[str, Any]:
+    if not dataset.fields:
+        return record.fields
+    kept = {k: v for k, v in record.fields.items() if k not in dataset.fields.values()}
+    found = {w: record.fields[f] for w, f in dataset.fields.items() if f in record.fields}
+    return {**kept, **found}
+
+
+def _missing(fields: dict[str, Any], format: str) -> str:
+    for names in WANTED[format]:
+        if not any(name in fields for name in names):
+            return " or ".join(f"`{name}`" for name in names)
+    return ""
+
+
+def _check_mapping(sample: Sequence[Record], dataset: Dataset) -> None:
+    known = {name for wanted in WANTED.values() for names in wanted for name in names} | OPTIONAL
+    for wanted, found in dataset.fields.items():
+        if wanted not in known:
+            near = difflib.get_close_matches(wanted, known, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(sorted(known))}."
+            raise UserError(f"fields of {dataset.title}: no format wants a field `{wanted}`; {hint}")
+        if wanted not in ("role", "content") and not any(found in record.fields for record in sample):
+            raise UserError(
+                f"{sample[0].origin}: `fields` maps {wanted} to `{found}`, but the record has "
+                f"{_names(sample[0].fields)}."
+            )
+
+
+def _refuse_preferences(rows: list[tuple[dict[str, Any], Origin]], dataset: Dataset) -> None:
+    fields, origin = rows[0]
+    if "chosen" in fields and "rejected" in fields:
+        chosen = fields["chosen"]
+        context = next((name for name in ("prompt", "conversations", "messages", "question") if name in fields), None)
+        if isinstance(chosen, list) and len(chosen) > 1:
+            mapping = "{messages: chosen}"
+        elif context:
+            mapping = f"{{prompt: {context}, completion: chosen}}"
+        else:
+            mapping = "{text: chosen}"
+        raise UserError(
+            f"{origin}: `chosen` and `rejected` are preference data, which cannot be trained on yet; to train "
+            f"on the preferred answers alone say `fields: {mapping}`."
+        )
+    is_chat = any(not _missing(fields, name) for name in ("messages", "sharegpt", "prompt_completion"))
+    if is_chat and "labels" not in fields and isinstance(fields.get("label"), bool):
+        raise UserError(
+            f"{origin}: `label` is true or false for good and bad answers: preference data, which cannot be "
+            "trained on yet; keep the good answers and remove `label`."
+        )
+
+
+_LIKE_PROMPT = (
+    "prompt", "query", "question", "instruction", "input", "inputs", "problem", "user", "request", "human",
+    "source", "ask", "q", "context", "article", "document", "dialogue",
+)  # fmt: skip
+_LIKE_COMPLETION = (
+    "completion", "reply", "answer", "response", "output", "outputs", "solution", "assistant", "target",
+    "targets", "bot", "gpt", "result", "a", "summary", "highlights", "label_text",
+)  # fmt: skip
+_LIKE_TEXT = ("content", "body", "document", "article", "passage", "raw", "code", "story")
+
+
+def _suggestion(rows: list[tuple[dict[str, Any], Origin]]) -> str:
+    fields = rows[0][0]
+    chats = [k for k, v in fields.items() if isinstance(v, list) and v and isinstance(v[0], dict) and len(v[0]) > 1]
+    texts = [k for k, v in fields.items() if isinstance(v, str)]
+    by_name = {name.lower(): name for name in texts}
+    prompt = next((by_name[n] for n in _LIKE_PROMPT if n in by_name), None)
+    completion = next((by_name[n] for n in _LIKE_COMPLETION if n in by_name), None)
+    text = next((by_name[n] for n in _LIKE_TEXT if n in by_name), None)
+    if chats:
+        mapping = f"messages: {chats[0]}"
+        role = next((k for k, v in fields[chats[0]][0].items() if str(v).lower() in ROLES), None)
+        content = next((k for k, v in fields[chats[0]][0].items() if isinstance(v, str) and k != role), None)
+        if role and content and (role not in ("role", "from") or content not in ("content", "value", "text")):
+            mapping += f", role: {role}, content: {content}"
+    elif prompt and completion:
+        mapping = f"prompt: {prompt}, completion: {completion}"
+    elif len(texts) == 2 and not text:
+        first, second = (prompt, next(t for t in texts if t != prompt)) if prompt else texts
+        if completion == first:
+            first, second = second, first
+        mapping = f"prompt: {first}, completion: {second}"
+    elif text or (len(texts) == 1 and (len(fields) == 1 or len(fields[texts[0]]) > 100)):
+        mapping = f"text: {text or texts[0]}"
+    else:
+        return "; say which is which, e.g. `fields: {prompt: NAME, completion: NAME}`"
+    return f"; say `fields: {{{mapping}}}`"
+
+
+def _names(fields: dict[str, Any]) -> str:
+    names = [f"`{name}`" for name in fields]
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") or "no fields"

@@ -1,24 +1,440 @@
-"""Files, folders, globs and hub data sets -> records, one at a time, each with the place it came from."""
+"""Files, folders, globs and hub data sets -> records, one at a time, each with the place it came from.
+
+JSONL, CSV and Parquet are streamed, so memory does not grow with the file. What cannot be read is an error that
+names the file and the line; only blank lines are skipped. What the records mean is the business of
+`formats`.
+"""
 
 from __future__ import annotations
 
+import csv
+import difflib
+import functools
+import glob
+import gzip
+import hashlib
+import io
+import json
+import zlib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from tunesmith.config.schema import Dataset
-from tunesmith.data.types import Record
+from tunesmith.data.types import Origin, Record
+from tunesmith.errors import UserError
+
+if TYPE_CHECKING:
+    from tunesmith.config.schema import Dataset
+
+KINDS = {
+    ".json": "json",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+}
+COMPRESSED = (".gz", ".zst", ".zstd")
 
 
 def files(dataset: Dataset) -> list[Path]:
-    """The files behind `path`, sorted."""
-    raise NotImplementedError
+    """The files behind `path` (a file, a folder with all below it, or a glob), sorted.
+
+    In a folder or glob, files with other endings are left out, and so are texts (a README, a licence) that lie
+    beside record files.
+    """
+    assert dataset.path
+    path = Path(dataset.path).expanduser()
+    try:
+        if path.is_file():
+            found = [path]
+            if _kind(path) is None:
+                raise UserError(f"{path}: cannot read files that end in `{path.suffix}`; {_known_endings()}.")
+        elif path.is_dir():
+            found = _readable(path.rglob("*"), path)
+        elif glob.has_magic(str(path)):
+            found = _readable((Path(name) for name in glob.iglob(str(path), recursive=True)), path)
+        else:
+            raise UserError(f"{path}: no such file or folder{_near_miss(path)}.")
+        if all(file.stat().st_size == 0 for file in found):
+            raise UserError(f"{path}: {'the file is' if len(found) == 1 else 'all files are'} empty.")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
+    return found
 
 
 def read(dataset: Dataset) -> Iterator[Record]:
-    """The records, in the order of the files, at most `limit` of them."""
-    raise NotImplementedError
+    """The records, in the order of the files, at most `limit` of them; a UserError when there is none."""
+    count = 0
+    for record in islice(_read_all(dataset), dataset.limit):
+        count += 1
+        yield record
+    if not count:
+        raise UserError(f"{dataset.path or dataset.hub}: holds no records.")
 
 
 def fingerprint(dataset: Dataset) -> str:
-    """A hash of everything that decides which records `read` gives."""
-    raise NotImplementedError
+    """A hash of everything that decides which records `read` gives; the files' names do not."""
+    digest = hashlib.sha256(json.dumps(["source 1", dataset.split, dataset.limit]).encode())
+    if dataset.hub:
+        digest.update(f"{dataset.hub} {dataset.subset} {_load_hub(dataset)._fingerprint}".encode())
+        return digest.hexdigest()
+    for path in files(dataset):
+        digest.update("".join(path.suffixes[-2:]).lower().encode())
+        try:
+            with path.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
+    return digest.hexdigest()
+
+
+# Finding files
+
+
+def _kind(path: Path) -> str | None:
+    name = path.name.lower()
+    for ending in COMPRESSED:
+        if name.endswith(ending):
+            kind = KINDS.get(Path(name.removesuffix(ending)).suffix)
+            return None if kind == "parquet" else kind
+    return KINDS.get(path.suffix.lower())
+
+
+def _known_endings() -> str:
+    return f"known are {', '.join(KINDS)}, all but Parquet also with {' or '.join(COMPRESSED[:2])}"
+
+
+def _readable(candidates: Iterator[Path], where: Path) -> list[Path]:
+    side_files = {"dataset_info.json", "dataset_infos.json", "state.json"}
+    here = [
+        p
+        for p in sorted(candidates)
+        if not any(part.startswith(".") for part in _parts_below(p, where)) and p.is_file() and p.name not in side_files
+    ]
+    if not here:
+        raise UserError(f"{where}: no files there{_near_miss(where)}.")
+    found = [p for p in here if _kind(p)]
+    if not found:
+        endings = ", ".join(sorted({f"`{p.suffix or p.name}`" for p in here})[:5])
+        raise UserError(f"{where}: only files that cannot be read ({endings}); {_known_endings()}.")
+    return [p for p in found if _kind(p) != "text"] or found
+
+
+def _parts_below(path: Path, folder: Path) -> tuple[str, ...]:
+    return path.relative_to(folder).parts if path.is_relative_to(folder) else (path.name,)
+
+
+def _near_miss(path: Path) -> str:
+    folder = path.parent
+    while not folder.is_dir() and folder != folder.parent:
+        folder, path = folder.parent, folder
+    try:
+        names = [p.name for p in folder.iterdir() if not p.name.startswith(".")]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
+    near = near or [n for n in names if Path(n).stem.lower() == path.stem.lower()][:3]
+    return f"; did you mean {' or '.join(str(folder / name) for name in near)}?" if near else ""
+
+
+# Reading
+
+
+def _read_all(dataset: Dataset) -> Iterator[Record]:
+    if dataset.hub:
+        for number, row in enumerate(_load_hub(dataset), start=1):
+            yield Record(row, Origin(dataset.hub, number, "record"))
+        return
+    readers = {"jsonl": _read_jsonl, "json": _read_json, "csv": _read_csv, "text": _read_text}
+    for path in files(dataset):
+        kind = _kind(path)
+        try:
+            if kind == "parquet":
+                yield from _read_parquet(path)
+            else:
+                assert kind
+                with _open(path) as stream:
+                    yield from readers[kind](stream, path, dataset)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UserError(f"{path}: the compressed file is damaged or cut short ({error}).") from error
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror or error}).") from error
+
+
+def _open(path: Path) -> BinaryIO:
+    name = path.name.lower()
+    if name.endswith(".gz"):
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    if name.endswith((".zst", ".zstd")):
+        return io.BufferedReader(_Zstandard(path), 1 << 20)
+    return path.open("rb")
+
+
+class _Zstandard(io.RawIOBase):
+    """A .zst file, of one or more frames. The library's own reader does not notice one cut short."""
+
+    def __init__(self, path: Path):
+        import zstandard
+
+        self._library = zstandard
+        self._file = path.open("rb")
+        self._frame: Any = None
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            chunk = self._frame.unused_data if self._frame and self._frame.eof else b""
+            chunk = chunk or self._file.read(1 << 17)
+            if not chunk:
+                if self._frame and not self._frame.eof:
+                    raise EOFError("the last frame is not complete")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = self._library.ZstdDecompressor().decompressobj()
+            try:
+                self._ready = self._frame.decompress(chunk)
+            except self._library.ZstdError as error:
+                raise EOFError(str(error)) from error
+        size = min(len(buffer), len(self._ready))
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _lines(stream: BinaryIO, path: Path) -> Iterator[str]:
+    """Lines with their ends. Split at newlines alone: JSON texts may hold other separators such as U+2028."""
+    for number, line in enumerate(stream, start=1):
+        if number == 1:
+            if line.startswith((b"\xff\xfe", b"\xfe\xff")):
+                raise UserError(f"{path}: the text is UTF-16; save it as UTF-8.")
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        try:
+            yield line.decode()
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path}, line {number}: byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8; "
+                "save the file as UTF-8."
+            ) from error
+
+
+def _read_jsonl(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record]:
+    for number, line in enumerate(_lines(stream, path), start=1):
+        if line.strip():
+            origin = Origin(str(path), number)
+            yield Record(_as_fields(_parse(line, origin), origin), origin)
+
+
+def _read_json(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record]:
+    """An array of records, an object around one, a single record, or lines of JSON under the wrong ending."""
+    lines = _lines(stream, path)
+    start = ""
+    for line in lines:
+        start += line
+        if start.strip():
+            break
+    if start.lstrip().startswith("{") and _is_json(start):
+        rest = (line for line in lines if line.strip())
+        if next(rest, None) is not None:
+            with _open(path) as again:
+                yield from _read_jsonl(again, path, dataset)
+            return
+    value = _parse(start + "".join(lines), Origin(str(path), 1), whole_file=True) if start.strip() else []
+    for number, item in enumerate(_rows(value, path, dataset), start=1):
+        origin = Origin(str(path), number, "record")
+        yield Record(_as_fields(item, origin), origin)
+
+
+def _rows(value: Any, path: Path, dataset: Dataset) -> list[Any]:
+    if isinstance(value, list):
+        is_one_record = value and all(_is_message(item) for item in value)
+        return [value] if is_one_record else value
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: holds a single {_type_name(value)}, not records.")
+    record_fields = {
+        "messages",
+        "conversations",
+        "conversation",
+        "input_ids",
+        "prompt",
+        "chosen",
+        *dataset.fields.values(),
+    }
+    if record_fields & value.keys():
+        return [value]
+    lists = [key for key, inner in value.items() if isinstance(inner, list) and any(map(_is_rowlike, inner))]
+    if len(lists) > 1 and dataset.split in lists:
+        lists = [dataset.split]
+    if len(lists) > 1:
+        raise UserError(
+            f"{path}: holds several lists of records ({', '.join(lists)}); "
+            f"name one with `split:`, or keep them in files of their own."
+        )
+    return value[lists[0]] if lists else [value]
+
+
+def _is_rowlike(item: Any) -> bool:
+    return isinstance(item, dict) or (isinstance(item, list) and bool(item) and all(map(_is_message, item)))
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, dict) and ("role" in item or "from" in item) and ("content" in item or "value" in item)
+
+
+def _as_fields(value: Any, origin: Origin) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, list) and value and all(map(_is_message, value)):
+        return {"messages": value}
+    raise UserError(f"{origin}: expected an object with named fields, found a {_type_name(value)}.")
+
+
+def _type_name(value: Any) -> str:
+    names = {
+        str: "text",
+        bool: "yes/no value",
+        int: "number",
+        float: "number",
+        list: "list",
+        type(None): "null",
+    }
+    return names.get(type(value), type(value).__name__)
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        names = [name for name, _ in pairs]
+        twin = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the field `{twin}` appears twice in one object")
+    return fields
+
+
+# NaN and Infinity are what pandas writes for missing values: nothing there.
+_DECODER = json.JSONDecoder(object_pairs_hook=_no_twins, parse_constant=lambda name: None)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _parse(text: str, origin: Origin, whole_file: bool = False) -> Any:
+    try:
+        value = _DECODER.decode(text)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        where = Origin(origin.file, error.lineno) if whole_file else origin
+        raise UserError(f"{where}: not valid JSON at column {error.colno}: {_plain(error.msg)}.") from error
+    except UnicodeEncodeError as error:
+        raise UserError(f"{origin}: holds half of a surrogate pair (\\ud...), which is no character.") from error
+    except RecursionError as error:
+        raise UserError(f"{origin}: the JSON is nested too deeply.") from error
+    except ValueError as error:
+        raise UserError(f"{origin}: not usable JSON: {error}.") from error
+    return value
+
+
+def _plain(message: str) -> str:
+    message = message.removesuffix(" at").rstrip(".")
+    return message[:1].lower() + message[1:]
+
+
+def _read_csv(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record]:
+    lines = _lines(stream, path)
+    first = next(lines, "")
+    delimiter = "\t" if ".tsv" in path.suffixes else ","
+    if delimiter not in first:
+        delimiter = next((d for d in ";\t|" if d in first), delimiter)
+
+    csv.field_size_limit(2**31 - 1)
+    rows = csv.reader(_chain(first, lines), delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    last_line = 0
+    try:
+        for row in rows:
+            origin, last_line = Origin(str(path), last_line + 1), rows.line_num
+            if not any(row):
+                continue
+            if header is None:
+                header = [name.strip() for name in row]
+                twins = sorted({name for name in header if header.count(name) > 1})
+                if twins:
+                    raise UserError(f"{origin}: the column name `{twins[0]}` appears more than once.")
+                continue
+            if len(row) != len(header):
+                raise UserError(f"{origin}: {len(row)} fields, but the header names {len(header)}.")
+            yield Record(dict(zip(header, row, strict=True)), origin)
+    except csv.Error as error:
+        raise UserError(f"{path}, line {last_line + 1}: not valid CSV: {error}.") from error
+
+
+def _chain(first: str, lines: Iterator[str]) -> Iterator[str]:
+    yield first
+    yield from lines
+
+
+def _read_parquet(path: Path) -> Iterator[Record]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=512):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield Record(row, Origin(str(path), number, "record"))
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise UserError(f"{path}: not a Parquet file that can be read, at record {number + 1} ({reason}).") from error
+
+
+def _read_text(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record]:
+    """One file is one record: paragraphs alone would lose their context."""
+    text = "".join(_lines(stream, path)).replace("\r\n", "\n")
+    if text.strip():
+        yield Record({"text": text}, Origin(str(path), 1))
+
+
+# The hub
+
+
+def _load_hub(dataset: Dataset) -> Any:
+    assert dataset.hub
+    if Path(dataset.hub).expanduser().exists():
+        raise UserError(f"hub: {dataset.hub} is a file or folder here; say `path: {dataset.hub}`.")
+    return _load_hub_cached(dataset.hub, dataset.subset, dataset.split)
+
+
+@functools.lru_cache(maxsize=8)
+def _load_hub_cached(name: str, subset: str | None, split: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"hub: {name} needs the library `datasets` (pip install datasets); or give a file with `path:`."
+        ) from error
+    try:
+        return datasets.load_dataset(name, subset, split=split)
+    except Exception as error:  # the hub's libraries raise errors of many kinds; all mean the same to the user
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise UserError(
+            f"hub: {name} (split {split}) could not be loaded: {reason[:300]}; "
+            "check the name and the connection, or give the data as a file with `path:`."
+        ) from error
