@@ -8,7 +8,7 @@ Cross-field rules that need the machine, the model or the data live where those 
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -128,7 +128,7 @@ def _kind_of_targets(value: object) -> str:
 Targets = Annotated[
     Annotated[Literal["all-linear"], Tag("name")] | Annotated[list[Text], Field(min_length=1), Tag("patterns")],
     Discriminator(_kind_of_targets),
-    BeforeValidator(_patterns),
+    BeforeValidator(_patterns, json_schema_input_type=list[str] | Literal["all-linear"] | str),
 ]
 
 
@@ -158,7 +158,10 @@ def _as_list(value: object) -> object:
     return value
 
 
-Datasets = Annotated[list[Dataset], BeforeValidator(_as_list)]
+Datasets = Annotated[
+    list[Dataset],
+    BeforeValidator(_as_list, json_schema_input_type=list[Dataset | str] | Dataset | str),
+]
 
 
 class Run(Settings):
@@ -220,3 +223,27 @@ class Run(Settings):
     """Run Python code that comes with the model. Only for models whose code you have read."""
     output: Text = "runs/default"
     """Folder of the run: plan, events, checkpoints and the trained weights."""
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of what may stand in run.yaml, for editors and for the settings reference."""
+    schema = _standard_bounds(Run.model_json_schema())
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema | {"title": "Tunesmith run"}
+
+
+_JSON_SCHEMA_NAMES = {
+    "gt": "exclusiveMinimum",
+    "ge": "minimum",
+    "lt": "exclusiveMaximum",
+    "le": "maximum",
+    "min_length": "minItems",
+}
+
+
+def _standard_bounds(node: Any) -> Any:
+    """pydantic leaves its own names on bounds that stand behind a validator; editors know JSON Schema's."""
+    if isinstance(node, list):
+        return [_standard_bounds(item) for item in node]
+    if isinstance(node, dict):
+        return {_JSON_SCHEMA_NAMES.get(key, key): _standard_bounds(value) for key, value in node.items()}
+    return node

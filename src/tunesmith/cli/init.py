@@ -1,0 +1,249 @@
+"""`tunesmith init`: three questions and a look at the machine, then a commented run.yaml.
+
+The file is made from the schema, so each setting carries its sentence and its default. What is proposed is a
+sensible start for this machine, not a plan; `tunesmith plan` says what a run really needs.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+METHODS = ("lora", "full")
+
+
+def command(
+    path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("run.yaml"),
+    model: Annotated[str | None, typer.Option(help="Model: folder, .gguf file or hub name.")] = None,
+    data: Annotated[str | None, typer.Option(help="Data: file, folder or glob; hub:NAME for the hub.")] = None,
+    method: Annotated[str | None, typer.Option(help="lora (adapters) or full (every weight).")] = None,
+    output: Annotated[str | None, typer.Option(help="Folder of the run.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
+) -> None:
+    """Ask three questions, look at the machine, and write a commented run.yaml.
+
+    Answers given as options are not asked for.
+    """
+    from tunesmith.cli.output import say
+    from tunesmith.config.load import load
+    from tunesmith.errors import UserError
+
+    if path.is_dir():
+        path = path / "run.yaml"
+    if path.exists() and not force:
+        raise UserError(f"{path} exists already; name another file, or overwrite it with --force")
+    proposal = propose(method or "lora")
+    answers = _ask(model, data, method, proposal)
+    text = write_settings(answers, proposal, output or f"runs/{_run_name(answers.data)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise UserError(f"{path} cannot be written: {problem.strerror}") from None
+    load(path)  # what we write, we can read
+    say(f"Wrote {path} for {proposal.machine}. Next:")
+    say(f"  tunesmith check {path}    the data as the model will see it")
+    say(f"  tunesmith plan {path}     what the run will need, and why")
+    say(f"  tunesmith train {path}    train; run it again to continue")
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A start that fits this machine."""
+
+    machine: str
+    model: str
+    sequence_length: int
+    batch_tokens: int
+
+
+@dataclass(frozen=True)
+class Answers:
+    model: str
+    data: str
+    method: str
+
+
+def propose(method: str) -> Proposal:
+    """By the memory of the first GPU, else a model that a CPU can train while one watches."""
+    from tunesmith.plan.hardware import probe
+
+    machine = probe()
+    if not machine.gpus:
+        return Proposal(f"{machine.cores} CPU cores", "HuggingFaceTB/SmolLM2-135M-Instruct", 512, 4096)
+    gpu = machine.gpus[0]
+    gibibytes = gpu.memory / 2**30
+    # Every weight trained costs about 16 bytes with AdamW; a frozen one 2 in bf16.
+    room = gibibytes / 8 if method == "full" else gibibytes
+    for at_least, name, length, batch in _SIZES:
+        if room >= at_least:
+            return Proposal(f"{gpu.name}, {gibibytes:.0f} GiB", name, length, batch)
+    raise AssertionError("the last row takes everything")
+
+
+_SIZES = (
+    (60, "Qwen/Qwen3-14B", 4096, 65536),
+    (30, "Qwen/Qwen3-8B", 4096, 65536),
+    (15, "Qwen/Qwen3-4B", 2048, 32768),
+    (7, "Qwen/Qwen3-1.7B", 2048, 32768),
+    (3, "Qwen/Qwen3-0.6B", 1024, 16384),
+    (0, "HuggingFaceTB/SmolLM2-135M-Instruct", 1024, 16384),
+)
+"""GiB of GPU memory for adapters -> model, sequence length, tokens per step; with room for activations."""
+
+
+def write_settings(answers: Answers, proposal: Proposal, output: str) -> str:
+    """The text of run.yaml: the usual settings, then all others commented out with their defaults."""
+    from tunesmith.config.schema import Dataset, Lora, Run
+
+    key, source = ("hub", answers.data[4:]) if answers.data.startswith("hub:") else ("path", answers.data)
+    length = _fitting_length(answers.model, proposal.sequence_length)
+    active: dict[str, Any] = {
+        "model": answers.model,
+        "method": answers.method,
+        "sequence_length": length,
+        "batch_tokens": max(proposal.batch_tokens, length),
+        "epochs": 1,
+        "learning_rate": 2e-4 if answers.method == "lora" else 2e-5,
+        "output": output,
+    }
+    lora = {"rank": Lora().rank} if answers.method == "lora" else {}
+    lines = [
+        "# Settings of a fine-tuning run. Each line says what it is for; docs/settings.md has them all.",
+        "# Paths are relative to the folder in which tunesmith is started.",
+        "# Editors complete this file after `tunesmith schema > run.schema.json`, if its first line is",
+        "#   # yaml-language-server: $schema=run.schema.json",
+        "",
+        *(_line(Run, name, active[name]) for name in ("model", "method")),
+        "",
+        _headed("data:", Run, "data"),
+        _line(Dataset, key, source, "  - "),
+        *_defaults(Dataset, {"path", "hub"}, "    # "),
+        "",
+        _headed("# eval:", Run, "eval"),
+        "#   - path: held_out.jsonl",
+        "",
+        *(_line(Run, name, active[name]) for name in list(active)[2:]),
+        "",
+        _headed("lora:" if lora else "# lora:", Run, "lora"),
+        *(_line(Lora, name, value, "  ") for name, value in lora.items()),
+        *_defaults(Lora, set(lora), "  # " if lora else "#   "),
+        "",
+        "# The rest, with the defaults; take away the `# ` to change one.",
+        *_defaults(Run, {*active, "data", "eval", "lora"}, "# "),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _ask(model: str | None, data: str | None, method: str | None, proposal: Proposal) -> Answers:
+    """Options are checked and fail; typed answers are checked and asked again."""
+    from tunesmith.errors import UserError
+
+    missing = [name for name, given in (("--model", model), ("--data", data)) if given is None]
+    if missing and not _is_terminal():
+        raise UserError(f"there is no terminal to ask in; give {' and '.join(missing)}")
+    for check, given in ((_wrong_model, model), (_wrong_data, data), (_wrong_method, method)):
+        if given is not None and (wrong := check(_expand(given))):
+            raise UserError(wrong)
+    model = model or _prompt("Model (folder, .gguf file or hub name)", proposal.model, _wrong_model)
+    data = data or _prompt("Data (file, folder or glob; hub:NAME for the hub)", None, _wrong_data)
+    if method is None:
+        question = "Method (lora: adapters, full: every weight)"
+        method = _prompt(question, "lora", _wrong_method) if _is_terminal() else "lora"
+    return Answers(_expand(model), _expand(data), method)
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _prompt(question: str, default: str | None, check: Callable[[str], str | None]) -> str:
+    while True:
+        answer = typer.prompt(question, default=default).strip()
+        wrong = check(_expand(answer))
+        if not wrong:
+            return answer
+        typer.echo(f"  {wrong}")
+
+
+def _wrong_model(model: str) -> str | None:
+    if not model.strip():
+        return "the model is blank; name a folder, a .gguf file or a model on the hub"
+    looks_like_path = model.startswith((".", "/", "\\")) or model.endswith(".gguf") or model.count("/") > 1
+    if looks_like_path and not Path(model).exists():
+        return f"the model {model} does not exist"
+    return None
+
+
+def _wrong_data(data: str) -> str | None:
+    if not data.removeprefix("hub:").strip():
+        return "the data is blank; name a file, a folder or a glob, or hub:NAME"
+    if data.startswith("hub:") or Path(data).exists() or glob.glob(data, recursive=True):
+        return None
+    return f"the data {data} does not exist (write hub:{data} for a data set on the hub)"
+
+
+def _wrong_method(method: str) -> str | None:
+    return None if method in METHODS else f"the method {method!r} is not known; say {' or '.join(METHODS)}"
+
+
+def _expand(path: str) -> str:
+    """A shell turns ~ into the home folder; a prompt and a settings file do not."""
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+def _fitting_length(model: str, length: int) -> int:
+    """Not beyond what a model folder's config.json says the model can do."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+        longest = config.get("max_position_embeddings") or config.get("n_positions")
+    except (OSError, ValueError, AttributeError):
+        return length  # a hub name or another kind of file: `plan` and `train` will look
+    return min(length, longest) if isinstance(longest, int) and longest >= 8 else length
+
+
+def _run_name(data: str) -> str:
+    """`data/support.jsonl.gz` -> `support`."""
+    name = re.split(r"[/\\]", data.rstrip("/\\"))[-1].split(".")[0]
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-") or "default"
+
+
+def _line(model: Any, name: str, value: Any, lead: str = "") -> str:
+    return _headed(f"{lead}{name}: {_yaml(value)}", model, name)
+
+
+def _headed(setting: str, model: Any, name: str) -> str:
+    return f"{setting:<36} # {model.model_fields[name].description}"
+
+
+def _defaults(model: Any, without: set[str], lead: str) -> list[str]:
+    """The settings left to their defaults, commented out."""
+    return [
+        _line(model, name, field.get_default(call_default_factory=True), lead)
+        for name, field in model.model_fields.items()
+        if name not in without
+    ]
+
+
+def _yaml(value: Any) -> str:
+    """One value as YAML; text is quoted when anything could read it as something else."""
+    if (
+        isinstance(value, str)
+        and re.fullmatch(r"[A-Za-z_/.][A-Za-z0-9_/.-]*", value)
+        and value.lower() not in _NOT_TEXT
+    ):
+        return value
+    if isinstance(value, float):
+        return f"{value:g}" if value >= 0.001 or value == 0 else f"{value:.0e}".replace("e-0", "e-")
+    return json.dumps(value, ensure_ascii=False)
+
+
+_NOT_TEXT = {"null", "true", "false", "yes", "no", "on", "off", "y", "n", ".inf", ".nan", ".", "..", "..."}

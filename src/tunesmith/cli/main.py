@@ -1,0 +1,142 @@
+"""The command `tunesmith`: its verbs, and what happens when one of them fails.
+
+Each verb is a function `command` in a file of its own, which imports nothing but typer and the standard
+library until it runs; that keeps `tunesmith --help` quick. An error that the user can fix is one sentence on
+stderr and exit code 1. Anything else is our fault: one sentence, a traceback in a file, exit code 70.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from tunesmith import __version__
+from tunesmith.cli import doctor, init, schema
+from tunesmith.errors import UserError, UserErrors
+
+INTERRUPTED = 130
+OUR_FAULT = 70
+
+
+class Verbs(TyperGroup):
+    """The group of verbs; turns what they raise into a sentence and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (KeyboardInterrupt, typer.Abort):
+            _say_error("interrupted", label="")
+            raise typer.Exit(INTERRUPTED) from None
+        except UserErrors as problem:
+            _fail(problem.messages)
+        except UserError as problem:
+            _fail([str(problem)])
+        except BrokenPipeError:
+            raise  # typer ends quietly
+        except Exception as problem:
+            if _is_about_usage(problem):
+                raise  # typer shows the usage line and ends with 2
+            _report(problem)
+
+
+app = typer.Typer(
+    cls=Verbs,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tunesmith {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Fine-tunes language models on the hardware you have, and proves the result.
+
+    Begin with `tunesmith init`, which writes run.yaml; then `check` the data, see the `plan`, and `train`.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point; always ends by raising SystemExit."""
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="tunesmith")
+    finally:
+        _flush_quietly()
+
+
+app.command("init", rich_help_panel="Prepare")(init.command)
+app.command("schema", rich_help_panel="Look around")(schema.command)
+app.command("doctor", rich_help_panel="Look around")(doctor.command)
+
+
+def _fail(messages: Sequence[str]) -> None:
+    if os.environ.get("TUNESMITH_DEBUG"):
+        traceback.print_exc()
+    for message in messages:
+        _say_error(message)
+    raise typer.Exit(1)
+
+
+def _report(problem: Exception) -> None:
+    what = f"something unexpected happened: {type(problem).__name__}: {_one_line(str(problem))}"
+    if os.environ.get("TUNESMITH_DEBUG"):
+        traceback.print_exc()
+        _say_error(what)
+        raise typer.Exit(OUR_FAULT)
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="tunesmith-", suffix=".txt", delete=False, encoding="utf-8", errors="backslashreplace"
+        ) as file:
+            file.write(f"tunesmith {__version__}, Python {sys.version}\n{' '.join(sys.argv)}\n\n")
+            file.write(traceback.format_exc())
+    except OSError:
+        traceback.print_exc()
+        _say_error(f"{what}; please report it with the traceback above")
+    else:
+        _say_error(f"{what}; the traceback is in {file.name}, please report it")
+    raise typer.Exit(OUR_FAULT)
+
+
+def _say_error(message: str, label: str = "error: ") -> None:
+    """Plain typer, not rich: this must work when everything else is broken."""
+    try:
+        typer.echo(typer.style(label, fg=typer.colors.RED, bold=True) + message, err=True)
+    except UnicodeEncodeError:
+        typer.echo(label + message.encode("ascii", "backslashreplace").decode(), err=True)
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 300 else line[:297] + "..."
+
+
+def _is_about_usage(problem: Exception) -> bool:
+    """typer's own exceptions: wrong options and the like, and Exit."""
+    usage_error = typer.BadParameter.__mro__[1:-3]  # UsageError, ClickException, whichever click typer brings
+    return isinstance(problem, (typer.Exit, *usage_error))
+
+
+def _flush_quietly() -> None:
+    """A reader that went away (`tunesmith schema | head -1`) is no error, at exit neither."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (BrokenPipeError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1 if stream is sys.stdout else 2)
