@@ -1,0 +1,516 @@
+"""Checkpoints that can be trusted: killed at any instant, a run loses nothing that `save` has acknowledged.
+
+A checkpoint is a folder `step-00000123`: tensors in safetensors files, `state.json`, and `manifest.json`,
+written last, with size and SHA-256 of each file and of itself. It is written under a `.partial-` name, synced,
+read back, and only then renamed, so a folder without that suffix is whole unless the disk damaged it; that is
+checked before anything is loaded or counted. The manifest also names the lineage (a digest of all that
+determines the run's course): checkpoints of another lineage are left alone. Pickle is not used anywhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+from tunesmith.checkpoint.files import (
+    NO_LOCKS,
+    free_lock,
+    is_alive,
+    make_folder,
+    remove,
+    sha256_file,
+    sync_folder,
+    take_lock,
+    unique,
+    write_new,
+)
+from tunesmith.errors import UserError
+
+JSON = None | bool | int | float | str | list[Any] | tuple[Any, ...] | dict[str, Any]
+
+FORMAT = 1
+SHARD_BYTES = 4 * 2**30
+CHUNK_BYTES = 16 * 2**20
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    step: int
+    path: Path
+    lineage: str
+    metric: float | None
+    """Held-out loss at this step, where it was measured; lower is better."""
+
+
+class CheckpointStore:
+    """The checkpoints of one lineage in `folder`: the newest `keep`, and the best one by metric."""
+
+    def __init__(self, folder: Path, lineage: str, *, keep: int = 2, warn: Callable[[str], None] = log.warning):
+        if keep < 1:
+            raise ValueError(f"keep is {keep}, but at least one checkpoint must be kept")
+        self.folder = Path(folder)
+        self.lineage = lineage
+        self._keep = keep
+        self._warn = warn
+        self._warned: set[str] = set()
+        self._verified: dict[Path, tuple] = {}
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        state: Mapping[str, JSON],
+        *,
+        metric: float | None = None,
+    ) -> Checkpoint | None:
+        """Write a checkpoint; when this returns one, it is on the disk, read back and found right.
+
+        What the file system refuses (no room, read-only, no permission) costs a warning and gives None: try
+        again later. NaN and infinity, in the tensors, the state or the metric, are a UserError.
+        """
+        for name, tensor in tensors.items():
+            if not _is_finite(tensor):
+                raise UserError(
+                    f"{name} holds NaN or infinite values at step {step}, so this state was not saved; "
+                    "continue from the last checkpoint with a lower learning rate or other data"
+                )
+        if metric is not None and not math.isfinite(metric):
+            raise UserError(f"the metric is {metric} at step {step}, so this state was not saved")
+        metric = None if metric is None else float(metric)
+        try:
+            checkpoint = self._write(step, tensors, _encode_state(state), metric)
+        except (OSError, Damaged) as error:
+            self._warn(
+                f"No checkpoint was written at step {step} in {self.folder}: {_describe(error)}; "
+                "training goes on, the next save tries again, and older checkpoints are kept."
+            )
+            return None
+        try:
+            self._retain(checkpoint)
+        except OSError as error:
+            self._warn(f"Old checkpoints in {self.folder} could not be tidied up: {_describe(error)}.")
+        return checkpoint
+
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint that is whole, every byte of it read; damaged ones are named in a warning."""
+        self._clean()
+        self._verified.clear()
+        return next((found for found in self._find() if self._is_whole(found)), None)
+
+    def all(self) -> list[Checkpoint]:
+        """The whole checkpoints of this lineage, oldest first."""
+        by_step: dict[int, Checkpoint] = {}
+        for found in self._find():
+            if found.step not in by_step and self._is_whole(found):
+                by_step[found.step] = found
+        return [by_step[step] for step in sorted(by_step)]
+
+    def best(self) -> Checkpoint | None:
+        """The whole checkpoint with the lowest metric; of equals the earliest."""
+        return next((found for found in _by_metric(self._find()) if self._is_whole(found)), None)
+
+    def load(self, checkpoint: Checkpoint) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Tensors (on the CPU) and state; exactly the bytes that are checked are the bytes that are used."""
+        tensors: dict[str, torch.Tensor] = {}
+        state: dict[str, Any] = {}
+        try:
+            manifest = _read_manifest(checkpoint.path, checkpoint.step)
+            if manifest["lineage"] != self.lineage:
+                raise Damaged("it belongs to a run with other settings, data or model")
+            for name, expected in manifest["files"].items():
+                data = (checkpoint.path / name).read_bytes()
+                if len(data) != expected["size"] or hashlib.sha256(data).hexdigest() != expected["sha256"]:
+                    raise Damaged(f"{name} does not match its checksum")
+                if name == "state.json":
+                    state = json.loads(data)
+                else:
+                    tensors.update(safetensors.torch.load(data))
+        except (OSError, Damaged) as error:
+            raise UserError(
+                f"the checkpoint {checkpoint.path} cannot be loaded: {_describe(error)}; "
+                "`tunesmith train` again continues from the newest one that is whole"
+            ) from error
+        return tensors, state
+
+    def _write(self, step: int, tensors: Mapping[str, torch.Tensor], state: bytes, metric: float | None) -> Checkpoint:
+        make_folder(self.folder)
+        self._clean()
+        shards = _shards(tensors)
+        need = sum(tensor.nbytes for tensor in tensors.values()) + len(state)
+        need += need // 100 + 2**20  # headers, the manifest, blocks of the file system
+        free = shutil.disk_usage(self.folder).free
+        if free < need:
+            raise OSError(errno.ENOSPC, f"it needs {_megabytes(need)} and {_megabytes(free)} are free")
+
+        target = self.folder / f"step-{step:08d}"
+        partial = self.folder / f"{target.name}.partial-{unique()}"
+        partial.mkdir()
+        lock = None
+        try:
+            lock = _take_folder_lock(partial)
+            files = {name: write_new(partial / name, _encode_tensors(shard)) for name, shard in shards.items()}
+            files["state.json"] = write_new(partial / "state.json", [state])
+            manifest = {
+                "format": FORMAT,
+                "step": step,
+                "lineage": self.lineage,
+                "metric": metric,
+                "files": {name: {"size": size, "sha256": sha256} for name, (size, sha256) in files.items()},
+            }
+            write_new(partial / "manifest.json", [_encode_manifest(manifest)])
+            sync_folder(partial)
+            _verify(partial, step)
+            if os.path.lexists(target):
+                # Whatever is in the way stays whole, and findable by its lineage, until ours is in place.
+                target.rename(self.folder / f"{target.name}.aside-{secrets.token_hex(4)}")
+            partial.rename(target)
+            sync_folder(self.folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        finally:
+            free_lock(lock)
+        self._verified[target] = _signature(target)
+        return Checkpoint(step, target, self.lineage, metric)
+
+    def _retain(self, new: Checkpoint) -> None:
+        """Remove what is older than the newest `keep` whole ones, neither the best nor just written."""
+        found = self._find()
+        newest: list[Checkpoint] = []
+        for candidate in found:
+            if len(newest) == self._keep:
+                break
+            if all(candidate.step != other.step for other in newest) and self._problem(candidate) is None:
+                newest.append(candidate)
+        best = next((c for c in _by_metric(found) if self._problem(c) is None), new)
+        kept = [new, best, *newest]
+        oldest = newest[-1].step if len(newest) == self._keep else 0
+        for candidate in found:
+            is_surplus = candidate.step < oldest or any(candidate.step == other.step for other in kept)
+            if is_surplus and all(candidate.path != other.path for other in kept):
+                trash = self.folder / f".trash-{unique()}"
+                candidate.path.rename(trash)  # half-removed, it must not bear a checkpoint's name
+                sync_folder(self.folder)
+                remove(trash)
+
+    def _find(self) -> list[Checkpoint]:
+        """Checkpoints of this lineage, newest first, by their manifests alone."""
+        found, others = [], []
+        for path in self._entries():
+            match = _NAME.fullmatch(path.name)
+            if not match or path.name.split(".")[0] != f"step-{int(match[1]):08d}":
+                continue
+            try:
+                manifest = _read_manifest(path, int(match[1]))
+            except (OSError, Damaged) as error:
+                self._report(path, error)
+                continue
+            if manifest["lineage"] == self.lineage:
+                found.append(Checkpoint(manifest["step"], path, self.lineage, manifest["metric"]))
+            else:
+                others.append(path.name)
+        if others:
+            self._warn_once(
+                f"Checkpoints of a run with other settings, data or model are left alone in {self.folder}: "
+                f"{', '.join(sorted(others))}."
+            )
+        # Of two for one step, the one set aside is the older.
+        return sorted(found, key=lambda c: (-c.step, ".aside-" in c.path.name, c.path.name))
+
+    def _entries(self) -> list[Path]:
+        try:
+            return list(self.folder.iterdir())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UnreadableFolder(f"the checkpoints in {self.folder} cannot be listed: {_describe(error)}") from error
+
+    def _problem(self, checkpoint: Checkpoint) -> str | None:
+        """What is wrong with a checkpoint, read in full once for each state of its files."""
+        try:
+            signature = _signature(checkpoint.path)
+            if self._verified.get(checkpoint.path) != signature:
+                _verify(checkpoint.path, checkpoint.step)
+                self._verified[checkpoint.path] = signature
+        except Damaged as error:
+            self._report(checkpoint.path, error)
+            return str(error)
+        return None
+
+    def _is_whole(self, checkpoint: Checkpoint) -> bool:
+        try:
+            return self._problem(checkpoint) is None
+        except OSError as error:
+            self._report(checkpoint.path, error)
+            return False
+
+    def _report(self, path: Path, error: Exception) -> None:
+        if os.path.lexists(path):  # else another process has just removed or renamed it
+            self._warn_once(f"The checkpoint {path} is damaged and not used: {_describe(error)}.")
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            self._warn(message)
+
+    def _clean(self) -> None:
+        """Remove what killed processes have left half written or half removed."""
+        for path in self._entries():
+            partial = _PARTIAL.fullmatch(path.name)
+            if _TRASH.fullmatch(path.name) or (partial and _is_abandoned(path, int(partial[1]))):
+                try:
+                    remove(path)
+                except OSError as error:
+                    self._warn_once(f"The leftover {path} could not be removed: {_describe(error)}.")
+
+
+class RunLock:
+    """Held while a process writes a run folder; a second one is told who holds it. A kill frees it."""
+
+    def __init__(self, folder: Path, *, wait_s: float = 2.0, warn: Callable[[str], None] = log.warning):
+        self.folder = Path(folder)
+        self._wait_s = wait_s
+        self._warn = warn
+        self._fd: int | None = None
+
+    def __enter__(self) -> RunLock:
+        path = self.folder / ".lock"
+        try:
+            make_folder(self.folder)
+            give_up = time.monotonic() + self._wait_s  # a killed process holds it until its memory is freed
+            while (fd := take_lock(path, os.O_RDWR | os.O_CREAT)) is None and time.monotonic() < give_up:
+                time.sleep(0.05)
+            self._fd = fd
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                self._warn(f"The file system of {self.folder} has no locks: let only one process train there.")
+                return self
+            raise UserError(
+                f"the run folder {self.folder} cannot be written: {_describe(error)}; set `output` to another one"
+            ) from error
+        if self._fd is None:
+            holder = path.read_text(errors="replace").strip()
+            who = f"process {holder}" if holder.isdecimal() else "another process"
+            raise UserError(
+                f"{self.folder} is being written by {who}; wait until it is done, stop it, "
+                "or set `output` to another folder"
+            )
+        try:
+            os.truncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        except OSError:
+            pass  # a full disk: the lock holds all the same, only without a name on it
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        free_lock(self._fd)
+        self._fd = None
+
+
+class Damaged(Exception):
+    """What is wrong with a checkpoint, in words."""
+
+
+class UnreadableFolder(UserError, OSError):
+    """The folder is there and cannot be listed: `save` treats it as a failed write, resuming must not."""
+
+
+_NAME = re.compile(r"step-(\d{8,})(?:\.aside-[0-9a-f]{8})?", re.ASCII)
+_PARTIAL = re.compile(r"step-\d{8,}\.partial-([1-9]\d{0,8})-[0-9a-f]{8}", re.ASCII)
+_TRASH = re.compile(r"\.trash-[1-9]\d{0,8}-[0-9a-f]{8}", re.ASCII)
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """One pass without a mask in memory: NaN and infinity show in the smallest or the largest value."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    tensor = tensor.detach()
+    if tensor.element_size() == 1:  # fp8 has no comparisons
+        tensor = tensor.float()
+    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
+
+
+def _encode_state(state: Mapping[str, JSON]) -> bytes:
+    """JSON text from which the same values are read again; what JSON would change is refused."""
+
+    def check(value: object, where: str) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                if not isinstance(key, str):
+                    raise TypeError(f"{where} has the key {key!r}, which JSON would turn into text")
+                check(inner, f"{where}.{key}")
+        elif isinstance(value, list | tuple):
+            for index, inner in enumerate(value):
+                check(inner, f"{where}[{index}]")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{where} is {value}, so this state was not saved")
+
+    plain = dict(state)
+    check(plain, "state")
+    return json.dumps(plain, allow_nan=False).encode()
+
+
+def _shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """File name -> its tensors, each file of at most SHARD_BYTES unless one tensor alone is larger."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(f"{name} has dtype {tensor.dtype}, which a checkpoint cannot hold")
+        if shards[-1] and size + tensor.nbytes > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    if len(shards) == 1:
+        return {"tensors.safetensors": shards[0]}
+    return {f"tensors-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def _encode_tensors(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """A safetensors file in pieces: one tensor at a time in host memory, where the library wants them all."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps tensors aligned
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        start, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in order:
+        flat = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        view = memoryview(flat.numpy())
+        for start in range(0, len(view), CHUNK_BYTES):
+            yield view[start : start + CHUNK_BYTES]
+
+
+def _encode_manifest(manifest: Mapping[str, Any]) -> bytes:
+    """The one rendering of a manifest, with a checksum of itself: any other byte sequence is damage."""
+    body = json.dumps(manifest, indent=1, sort_keys=True)
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    return (json.dumps({**manifest, "sha256": digest}, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _read_manifest(path: Path, step: int) -> dict[str, Any]:
+    try:
+        data = (path / "manifest.json").read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise Damaged("manifest.json is missing") from None
+    try:
+        manifest = json.loads(data)
+    except (ValueError, RecursionError):
+        raise Damaged("manifest.json is truncated or garbled") from None
+    if not isinstance(manifest, dict) or not manifest.pop("sha256", None) or _encode_manifest(manifest) != data:
+        raise Damaged("manifest.json does not match its checksum")
+    if manifest.get("format") != FORMAT:
+        raise Damaged(f"its format is {manifest.get('format')}, and this version of tunesmith reads {FORMAT}")
+    if manifest["step"] != step:
+        raise Damaged(f"it is a copy of step {manifest['step']}")
+    return manifest
+
+
+def _verify(path: Path, step: int) -> None:
+    """Read every byte of a checkpoint; raises Damaged, or OSError where reading itself fails."""
+    for name, expected in _read_manifest(path, step)["files"].items():
+        file = path / name
+        try:
+            size = file.stat().st_size
+        except FileNotFoundError:
+            raise Damaged(f"{name} is missing") from None
+        if size != expected["size"]:
+            change = "truncated" if size < expected["size"] else "too long"
+            raise Damaged(f"{name} is {change}: {size} bytes instead of {expected['size']}")
+        if sha256_file(file) != expected["sha256"]:
+            raise Damaged(f"{name} does not match its checksum")
+        if name.endswith(".safetensors"):
+            try:
+                with safetensors.safe_open(file, framework="pt"):
+                    pass
+            except safetensors.SafetensorError as error:
+                raise Damaged(f"{name} is not a safetensors file ({error})") from None
+
+
+def _signature(path: Path) -> tuple:
+    """Changes whenever a file of the folder is written or replaced."""
+    stats = [(entry.name, entry.stat()) for entry in sorted(path.iterdir())]
+    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
+
+
+def _by_metric(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+    measured = [c for c in checkpoints if c.metric is not None]
+    return sorted(measured, key=lambda c: (c.metric, c.step))
+
+
+def _take_folder_lock(folder: Path) -> int | None:
+    """Shows other processes that this folder is being written; without locks they go by the pid in its name."""
+    try:
+        return take_lock(folder)
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            return None
+        raise
+
+
+def _is_abandoned(partial: Path, pid: int) -> bool:
+    """Whether its writer is dead. Containers give the next process the same pid, so ours proves nothing."""
+    if pid != os.getpid() and is_alive(pid):
+        return False
+    try:
+        lock = take_lock(partial)
+    except OSError as error:
+        return error.errno in NO_LOCKS
+    free_lock(lock)
+    return lock is not None
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, UnreadableFolder) or not isinstance(error, OSError):
+        return str(error)
+    reason = error.strerror or str(error)
+    return f"{reason} ({error.filename})" if error.filename else reason
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

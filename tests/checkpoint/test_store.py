@@ -1,0 +1,765 @@
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tunesmith.checkpoint import store as module
+from tunesmith.checkpoint.store import CheckpointStore, RunLock
+from tunesmith.errors import UserError
+
+from . import writer
+
+FILES = ["tensors.safetensors", "state.json", "manifest.json"]
+
+
+@pytest.fixture
+def warnings():
+    return []
+
+
+@pytest.fixture
+def store(tmp_path, warnings):
+    return CheckpointStore(tmp_path / "checkpoints", "lineage", keep=3, warn=warnings.append)
+
+
+def save(store, step, metric=None):
+    return store.save(step, {"weight": torch.full((4, 3), step + 0.5)}, {"step": step}, metric=metric)
+
+
+def reopen(store, warnings, keep=3):
+    return CheckpointStore(store.folder, store.lineage, keep=keep, warn=warnings.append)
+
+
+def steps(store):
+    return [checkpoint.step for checkpoint in store.all()]
+
+
+def names(store):
+    return sorted(path.name for path in store.folder.iterdir())
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor):
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert found.device.type == "cpu"
+    as_bytes = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (found, expected)]
+    assert torch.equal(*as_bytes)
+
+
+# What is saved comes back.
+
+
+def test_every_kind_of_tensor_comes_back_bit_for_bit(store):
+    base = torch.randn(6, 8)
+    tensors = {
+        "fp32": base,
+        "transposed": base.t(),
+        "strided": base[::2, 1::3],
+        "expanded": torch.randn(1, 5).expand(7, 5),
+        "shared": base,
+        "shared view": base[2:4],
+        "parameter": torch.nn.Parameter(torch.randn(3)),
+        "scalar": torch.tensor(1.25),
+        "scalar bf16": torch.tensor(-0.0, dtype=torch.bfloat16),
+        "empty": torch.empty(0),
+        "empty too": torch.empty(3, 0, 2, dtype=torch.int8),
+        "denormal": torch.tensor([5e-324, -0.0, 1.7e308], dtype=torch.float64),
+        "bf16": torch.randn(9).bfloat16(),
+        "fp16": torch.tensor([65504.0, 6e-8], dtype=torch.float16),
+        "fp8": torch.randn(7).to(torch.float8_e4m3fn),
+        "fp8 wide": torch.randn(3, 3).to(torch.float8_e5m2),
+        "bool": torch.tensor([True, False, True]),
+        "rng": torch.get_rng_state(),
+        'näme with ünicode / and "quotes"': torch.ones(1),
+    }
+    for dtype in (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32):
+        tensors[str(dtype)] = torch.tensor([0, 1, torch.iinfo(dtype).max], dtype=dtype)
+    saved = store.save(7, tensors, {})
+    loaded, _ = store.load(store.latest())
+    assert store.latest() == saved
+    assert set(loaded) == set(tensors)
+    for name, tensor in tensors.items():
+        assert_same(loaded[name], tensor)
+    assert set(safetensors.torch.load_file(saved.path / "tensors.safetensors")) == set(tensors)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.dictionaries(
+        st.text(),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False, allow_infinity=False),
+            lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+            max_leaves=10,
+        ),
+    )
+)
+def test_state_is_read_back_exactly(state):
+    found = json.loads(module._encode_state(state))
+    assert repr(found) == repr(state)  # repr tells 1 from 1.0 and 0.0 from -0.0
+
+
+def test_no_tensors_and_no_state_are_a_checkpoint_too(store):
+    store.save(0, {}, {})
+    assert store.load(store.latest()) == ({}, {})
+
+
+def test_large_checkpoints_are_split_into_several_files(store, monkeypatch):
+    monkeypatch.setattr(module, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 64)
+    tensors = {f"t{i}": torch.randn(n) for i, n in enumerate([100, 100, 100, 999, 1, 0, 250])}
+    saved = store.save(1, tensors, {"a": 1})
+    shards = sorted(path.name for path in saved.path.glob("*.safetensors"))
+    assert len(shards) == 5
+    assert shards[0] == "tensors-00001-of-00005.safetensors"
+    loaded, state = store.load(saved)
+    assert state == {"a": 1}
+    for name, tensor in tensors.items():
+        assert_same(loaded[name], tensor)
+    (saved.path / shards[1]).unlink()
+    assert store.latest() is None
+
+
+def test_the_same_content_gives_the_same_bytes(tmp_path):
+    paths = [save(CheckpointStore(tmp_path / name, "x"), 1, 0.5).path for name in "ab"]
+    for name in FILES:
+        assert (paths[0] / name).read_bytes() == (paths[1] / name).read_bytes()
+
+
+# What must not be saved is not.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_infinity_are_never_saved(store, dtype, bad):
+    save(store, 1)
+    weight = torch.zeros(5, 5)
+    weight[3, 2] = bad
+    with pytest.raises(UserError, match=r"layer.weight holds NaN or infinite.* step 2"):
+        store.save(2, {"fine": torch.ones(3), "layer.weight": weight.to(dtype)}, {})
+    assert names(store) == ["step-00000001"]
+
+
+def test_nan_in_fp8_without_infinity_is_found(store):
+    with pytest.raises(UserError, match="weight"):
+        store.save(2, {"weight": torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)}, {})
+
+
+def test_large_but_finite_values_are_saved(store):
+    assert store.save(1, {"weight": torch.full((1000,), 3e38)}, {})
+
+
+def test_nan_in_state_or_metric_is_refused_and_named(store):
+    with pytest.raises(UserError, match=r"state\.schedule\[1\]\.rate is nan"):
+        store.save(1, {}, {"schedule": [1, {"rate": float("nan")}]})
+    with pytest.raises(UserError, match="metric is inf"):
+        store.save(1, {}, {}, metric=float("inf"))
+    assert store.latest() is None
+
+
+def test_state_that_json_would_change_is_refused(store):
+    with pytest.raises(TypeError, match="key 3"):
+        store.save(1, {}, {"by step": {3: 4}})
+    with pytest.raises(TypeError):
+        store.save(1, {}, {"tensor": torch.ones(1)})
+
+
+# Damage is found, named, and stepped over.
+
+
+def damages():
+    for name in FILES:
+        yield pytest.param(lambda path, name=name: (path / name).unlink(), "is missing", id=f"{name} missing")
+        yield pytest.param(lambda path, name=name: (path / name).write_bytes(b""), name, id=f"{name} emptied")
+        yield pytest.param(
+            lambda path, name=name: (path / name).write_bytes((path / name).read_bytes() + b"\n"),
+            name,
+            id=f"{name} extended",
+        )
+        yield pytest.param(
+            lambda path, name=name: (path / name).write_bytes(bytes((path / name).stat().st_size)),
+            "checksum|garbled",
+            id=f"{name} zeroed",
+        )
+    yield pytest.param(lambda path: (shutil.rmtree(path), path.mkdir()), "manifest.json is missing", id="emptied")
+    yield pytest.param(lambda path: (shutil.rmtree(path), path.touch()), "manifest.json is missing", id="a file")
+    yield pytest.param(lambda path: (path / "manifest.json").write_text("[" * 100000), "garbled", id="nested garbage")
+
+
+@pytest.mark.parametrize(("damage", "said"), damages())
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(store, warnings, damage, said):
+    before, newest = save(store, 1), save(store, 2)
+    damage(newest.path)
+    assert store.latest() == before
+    assert len(warnings) == 1
+    assert str(newest.path) in warnings[0]
+    assert re.search(said, warnings[0])
+    assert store.load(before)[1] == {"step": 1}
+    with pytest.raises(UserError, match="step-00000002"):
+        store.load(newest)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_truncation_at_any_length_is_found(store, name):
+    before, newest = save(store, 1), save(store, 2)
+    whole = (newest.path / name).read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little") if name.endswith("safetensors") else 8
+    for length in {0, 1, 7, 8, 9, header - 1, header, header + 1, len(whole) // 2, len(whole) - 1}:
+        (newest.path / name).write_bytes(whole[:length])
+        assert store.latest() == before
+        with pytest.raises(UserError):
+            store.load(newest)
+    (newest.path / name).write_bytes(whole)
+    assert store.latest() == newest
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_anywhere_is_found(store, name):
+    before, newest = save(store, 1), save(store, 2)
+    file = newest.path / name
+    whole = file.read_bytes()
+    for position in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[position] ^= 1 << (position % 8)
+        file.write_bytes(flipped)
+        assert store.latest() == before, position
+    with pytest.raises(UserError):
+        store.load(newest)
+
+
+def test_damage_after_latest_is_found_by_load(store):
+    saved = save(store, 1)
+    assert store.latest() == saved
+    data = bytearray((saved.path / "tensors.safetensors").read_bytes())
+    data[-1] ^= 1
+    (saved.path / "tensors.safetensors").write_bytes(data)
+    with pytest.raises(UserError, match="checksum"):
+        store.load(saved)
+
+
+def test_extra_files_are_neither_loaded_nor_an_error(store, warnings):
+    saved = save(store, 1)
+    (saved.path / "notes.txt").write_text("the good one")
+    (saved.path / "tensors-00002.safetensors").write_bytes(b"garbage")
+    assert store.latest() == saved
+    assert set(store.load(saved)[0]) == {"weight"}
+    assert not warnings
+
+
+def test_when_all_are_damaged_there_is_none(store, warnings):
+    for step in (1, 2):
+        (save(store, step).path / "state.json").unlink()
+    assert store.latest() is None
+    assert store.best() is None
+    assert store.all() == []
+    assert len(warnings) == 2  # each named once
+
+
+def test_saving_over_a_damaged_checkpoint_replaces_it(store, warnings):
+    save(store, 1)
+    damaged = save(store, 2)
+    (damaged.path / "state.json").write_text("{}")
+    assert store.latest().step == 1
+    assert save(store, 2) == store.latest()
+    assert names(store) == ["step-00000001", "step-00000002"]
+
+
+def test_saving_a_step_again_replaces_it(store):
+    save(store, 1)
+    save(store, 2, metric=3.0)
+    again = store.save(2, {"other": torch.ones(2)}, {"again": True}, metric=1.0)
+    assert store.latest() == again
+    assert store.load(again)[1] == {"again": True}
+    assert names(store) == ["step-00000001", "step-00000002"]
+
+
+def test_a_checkpoint_set_aside_when_the_process_died_is_still_found(store):
+    save(store, 1)
+    saved = save(store, 2)
+    aside = saved.path.rename(store.folder / "step-00000002.aside-0123abcd")
+    assert store.latest().path == aside
+    assert steps(store) == [1, 2]
+    save(store, 2)
+    assert names(store) == ["step-00000001", "step-00000002"]
+
+
+# What else lies in the folder.
+
+
+def test_a_missing_folder_holds_no_checkpoints(store):
+    assert store.latest() is None
+    assert store.best() is None
+    assert store.all() == []
+    assert not store.folder.exists()
+
+
+def test_folders_that_only_look_newer_are_not_used(store, warnings):
+    saved = save(store, 5)
+    (store.folder / "step-00000100").mkdir()
+    shutil.copytree(saved.path, store.folder / "step-00000200")
+    for garbage in ("step-", "step-12", "step-0000000x", "step-00000009 (copy)", "step-00000300.bak", "latest"):
+        shutil.copytree(saved.path, store.folder / garbage)
+    (store.folder / "step-00000400").symlink_to(store.folder / "nowhere")
+    before = names(store)
+    assert store.latest() == saved
+    assert steps(store) == [5]
+    named = re.findall(r"/(step-[^/]*) is damaged", "\n".join(warnings))
+    assert sorted(named) == ["step-00000100", "step-00000200", "step-00000400"]
+    assert any("copy of step 5" in w for w in warnings)
+    for step in range(6, 12):
+        save(store, step)
+    assert set(before) - set(names(store)) == {"step-00000005"}
+
+
+def test_another_lineage_is_not_loaded_not_counted_not_deleted_and_named_once(store, warnings):
+    other = CheckpointStore(store.folder, "other", keep=9)
+    for step in (1, 3, 50, 60):
+        save(other, step, metric=0.1)
+    for step in range(1, 8):
+        save(store, step, metric=1.0)
+    assert store.latest().step == 7
+    assert steps(store) == [1, 5, 6, 7]
+    assert store.best().step == 1
+    store.latest()
+    assert "step-00000050" in warnings[0]
+    assert len([w for w in warnings if "step-00000050, step-00000060" in w]) <= 2  # again once one is set aside
+    assert steps(other) == [1, 3, 50, 60]
+    assert other.load(other.all()[0])[1] == {"step": 1}
+    with pytest.raises(UserError, match="other settings"):
+        store.load(other.latest())
+
+
+def test_leftovers_of_dead_processes_are_removed_and_those_of_live_ones_kept(store):
+    saved = save(store, 1)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    alive = subprocess.Popen(["sleep", "60"])
+    try:
+        leftovers = {
+            f"step-00000002.partial-{dead.pid}-00000000": False,
+            f".trash-{dead.pid}-00000000": False,
+            f"step-00000002.partial-{os.getpid()}-00000000": False,  # our pid, but no one writes it
+            f"step-00000002.partial-{alive.pid}-00000000": True,
+            "step-00000002.partial-mine": True,
+            ".trash-of-mine": True,
+        }
+        for name in leftovers:
+            shutil.copytree(saved.path, store.folder / name)
+        assert store.latest() == saved
+        assert set(names(store)) == {"step-00000001", *(name for name, stays in leftovers.items() if stays)}
+    finally:
+        alive.kill()
+        alive.wait()
+
+
+def test_a_checkpoint_being_written_is_left_alone_by_a_reader(store, monkeypatch):
+    save(store, 1)
+    real = module._verify
+
+    def look_meanwhile(path, step):
+        if "partial" in path.name:
+            assert CheckpointStore(store.folder, "lineage").latest().step == 1
+            assert path.exists()
+        real(path, step)
+
+    monkeypatch.setattr(module, "_verify", look_meanwhile)
+    assert save(store, 2) == store.latest()
+
+
+# The file system refuses.
+
+
+def failing(number):
+    def fail(*_args, **_kwargs):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("where", ["mkdir", "fsync", "rename", "write", "disk_usage"])
+def test_a_refused_write_costs_a_warning_and_nothing_else(store, warnings, monkeypatch, where, number):
+    before = save(store, 1)
+    with monkeypatch.context() as patch:
+        if where == "write":
+            patch.setattr(module, "_encode_tensors", failing(number))
+        else:
+            patch.setattr(shutil if where == "disk_usage" else os, where, failing(number))
+        assert save(store, 2) is None
+    assert len(warnings) == 1
+    assert "step 2" in warnings[0]
+    assert os.strerror(number) in warnings[0]
+    assert names(store) == ["step-00000001"]
+    assert store.latest() == before
+    assert save(store, 2) == store.latest()
+
+
+def test_free_space_is_looked_at_before_writing(store, warnings, monkeypatch):
+    save(store, 1)
+    usage = shutil.disk_usage(store.folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr(module, "write_new", failing(errno.EIO))
+    assert save(store, 2) is None
+    assert "1 MiB and 0 MiB are free" in warnings[0]
+
+
+def test_bytes_that_are_not_on_the_disk_are_not_acknowledged(store, warnings, monkeypatch):
+    save(store, 1)
+    real = module.write_new
+
+    def lossy(path, chunks):
+        result = real(path, chunks)
+        if path.name == "tensors.safetensors":
+            data = bytearray(path.read_bytes())
+            data[-3] ^= 4
+            path.write_bytes(data)
+        return result
+
+    monkeypatch.setattr(module, "write_new", lossy)
+    for step in range(2, 9):
+        assert save(store, step) is None
+    assert "checksum" in warnings[0]
+    assert names(store) == ["step-00000001"]
+
+
+def test_an_interrupt_while_saving_leaves_nothing_behind(store, monkeypatch):
+    save(store, 1)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_verify", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            save(store, 2)
+    assert names(store) == ["step-00000001"]
+
+
+def test_a_failed_tidy_up_does_not_lose_the_save(store, warnings, monkeypatch):
+    for step in (1, 2, 3):
+        save(store, step)
+    real = Path.rename
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Path,
+            "rename",
+            lambda path, to: failing(errno.EACCES)() if ".trash" in to.name else real(path, to),
+        )
+        assert save(store, 4).step == 4
+    assert "tidied" in warnings[0]
+    assert steps(store) == [1, 2, 3, 4]
+    save(store, 5)
+    assert steps(store) == [3, 4, 5]
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_deleted(store, monkeypatch):
+    for step in (1, 2, 3):
+        save(store, step, metric=float(step))
+    fresh = reopen(store, [])
+    real = module.sha256_file
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            module,
+            "sha256_file",
+            lambda path: failing(errno.EIO)() if path.parent.name == "step-00000001" else real(path),
+        )
+        assert save(fresh, 4).step == 4
+    assert steps(store) == [1, 2, 3, 4]
+
+
+@contextmanager
+def mounted(folder: Path, options: str):
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("mounting a file system needs root")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_costs_a_warning_and_room_made_later_is_used(tmp_path, warnings, monkeypatch):
+    with mounted(tmp_path / "small", "size=4m"):
+        store = CheckpointStore(tmp_path / "small" / "checkpoints", "x", warn=warnings.append)
+        first = save(store, 1)
+        filler = tmp_path / "small" / "filler"
+        filler.write_bytes(bytes(3 * 2**20 + 2**19))
+        assert save(store, 2) is None
+        assert "are free" in warnings[0]
+        # A disk that fills up while the files are written, after the look at the free space:
+        usage = shutil.disk_usage(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda _: usage)
+            assert store.save(2, {"big": torch.zeros(2**20)}, {}) is None
+        assert "No space left on device" in warnings[1]
+        assert names(store) == ["step-00000001"]
+        assert store.latest() == first
+        filler.unlink()
+        assert save(store, 2) == store.latest()
+
+
+def test_a_read_only_folder_costs_a_warning_and_is_still_read(tmp_path, warnings):
+    folder = tmp_path / "run"
+    with mounted(folder, "size=4m"):
+        store = CheckpointStore(folder / "checkpoints", "x", warn=warnings.append)
+        first = save(store, 1)
+        shutil.copytree(first.path, store.folder / ".trash-99-00000000")
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        assert save(store, 2) is None
+        assert "Read-only file system" in warnings[-1]
+        assert store.latest() == first
+        assert store.load(first)[1] == {"step": 1}
+        with pytest.raises(UserError, match="Read-only"), RunLock(folder):
+            pass
+        subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
+        assert save(store, 2) == store.latest()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_write_permission_costs_a_warning(store, warnings):
+    first = save(store, 1)
+    store.folder.chmod(0o555)
+    try:
+        assert save(store, 2) is None
+        assert "Permission denied" in warnings[0]
+        assert store.latest() == first
+    finally:
+        store.folder.chmod(0o755)
+
+
+def test_a_file_in_place_of_the_folder_is_a_clear_error_when_resuming(store, warnings):
+    store.folder.write_text("")
+    with pytest.raises(UserError, match="cannot be listed"):
+        store.latest()
+    assert save(store, 1) is None
+    assert len(warnings) == 1
+
+
+# Which are kept.
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    keep=st.integers(1, 3),
+    events=st.lists(
+        st.tuples(
+            st.integers(1, 3),  # steps since the last save
+            st.none() | st.integers(0, 4),  # metric
+            st.sampled_from(["", "", "", "damage", "reopen", "fail"]),
+        ),
+        max_size=12,
+    ),
+)
+def test_the_newest_whole_ones_and_the_best_are_kept_and_nothing_else(tmp_path_factory, keep, events):
+    """Held against a model of the folder: step -> (metric, whole)."""
+    folder = tmp_path_factory.mktemp("retention")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)
+        store = CheckpointStore(folder, "x", keep=keep, warn=lambda text: None)
+        model: dict[int, tuple[int | None, bool]] = {}
+        step = 0
+        for advance, metric, event in events:
+            step += advance
+            if event == "fail":
+                with pytest.MonkeyPatch.context() as broken:
+                    broken.setattr(module, "_encode_tensors", failing(errno.ENOSPC))
+                    assert save(store, step, metric) is None
+            else:
+                assert save(store, step, metric) is not None
+                model[step] = (metric, True)
+                whole = sorted((s for s in model if model[s][1]), reverse=True)
+                measured = [(model[s][0], s) for s in whole if model[s][0] is not None]
+                kept = {*whole[:keep], *([min(measured)[1]] if measured else [])}
+                if len(whole) >= keep:
+                    model = {s: v for s, v in model.items() if s in kept or s >= whole[keep - 1]}
+            if event == "damage" and model:
+                newest = max(model)
+                (folder / f"step-{newest:08d}" / "tensors.safetensors").write_bytes(b"")
+                model[newest] = (model[newest][0], False)
+            if event == "reopen":
+                store = CheckpointStore(folder, "x", keep=keep, warn=lambda text: None)
+            whole = sorted(s for s in model if model[s][1])
+            measured = [(model[s][0], s) for s in whole if model[s][0] is not None]
+            assert names(store) == [f"step-{s:08d}" for s in sorted(model)]
+            assert steps(store) == whole
+            assert getattr(store.latest(), "step", None) == (whole[-1] if whole else None)
+            assert getattr(store.best(), "step", None) == (min(measured)[1] if measured else None)
+
+
+def test_damage_never_costs_the_last_good_one(tmp_path):
+    store = CheckpointStore(tmp_path, "x", keep=1, warn=lambda text: None)
+    save(store, 1)
+    for step in range(2, 6):
+        saved = save(store, step)
+        assert steps(store) == [step]
+        (saved.path / "state.json").write_bytes(b"")
+        assert steps(store) == []
+    assert save(store, 9).step == 9
+    assert names(store) == ["step-00000009"]
+
+
+def test_a_step_saved_after_going_back_is_not_deleted_at_once(store):
+    for step in (10, 20, 30):
+        save(store, step)
+    assert save(store, 5).path.exists()
+    assert steps(store) == [5, 10, 20, 30]
+
+
+def test_at_least_one_is_kept(tmp_path):
+    with pytest.raises(ValueError, match="keep"):
+        CheckpointStore(tmp_path, "x", keep=0)
+
+
+# Kills.
+
+
+class Writers:
+    """The forking process of writer.py, and what its writers have acknowledged."""
+
+    def __init__(self, folder: Path):
+        command = [sys.executable, writer.__file__, str(folder)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+        self.acknowledged = -1
+
+    def run(self, step: int, *, dies_at: int = 0, kill_after: float = 0.0) -> None:
+        self.process.stdin.write(f"{step} {dies_at}\n")
+        for line in self.process.stdout:
+            word, *number = line.split()
+            if word == "dead":
+                return
+            if word == "saved":
+                self.acknowledged = max(self.acknowledged, int(number[0]))
+            elif not dies_at:
+                time.sleep(kill_after)
+                os.kill(int(number[0]), signal.SIGKILL)
+        raise AssertionError("the writers' parent has died")
+
+
+@pytest.fixture
+def writers(tmp_path):
+    writers = Writers(tmp_path / "checkpoints")
+    yield writers
+    writers.process.stdin.close()
+    writers.process.wait(10)
+    writers.process.stdout.close()
+
+
+def check_after_kill(folder: Path, acknowledged: int, had_best: tuple | None) -> tuple[int, tuple | None]:
+    """Newest step and best (metric, step) after a kill, with everything that must hold checked."""
+    warnings = []
+    store = CheckpointStore(folder, writer.LINEAGE, keep=writer.KEEP, warn=warnings.append)
+    latest = store.latest()
+    assert not warnings
+    assert (latest.step if latest else -1) >= acknowledged
+    for checkpoint in store.all():
+        tensors, state = store.load(checkpoint)
+        expected = writer.tensors(checkpoint.step)
+        assert set(tensors) == set(expected)
+        for name, tensor in expected.items():
+            assert_same(tensors[name], tensor)
+        assert state == writer.state(checkpoint.step)
+        assert checkpoint.metric == writer.metric(checkpoint.step)
+    best = store.best()
+    best = (best.metric, best.step) if best else None
+    assert had_best is None or best <= had_best
+    leftovers = set(names(store)) - {c.path.name for c in store.all()} if latest else set()
+    assert all(re.fullmatch(r"step-\d+\.aside-\w+", name) for name in leftovers), leftovers
+    return (latest.step if latest else -1), best
+
+
+def test_killed_at_random_moments_nothing_acknowledged_is_lost(tmp_path, writers):
+    chance = random.Random(0)
+    newest, best = -1, None
+    for _ in range(30):
+        writers.run(newest + 1, kill_after=chance.uniform(0, 0.06))
+        newest, best = check_after_kill(tmp_path / "checkpoints", writers.acknowledged, best)
+    assert newest > 20
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_killed_at_every_file_operation_nothing_acknowledged_is_lost(tmp_path, writers, again):
+    """Dying at the 1st, 2nd, 3rd... operation of resuming, saving and tidying up.
+
+    With `again`, the first step is one that is already there: at every instant one of the two is found.
+    """
+    folder = tmp_path / "checkpoints"
+    store = CheckpointStore(folder, writer.LINEAGE, keep=writer.KEEP)
+    newest, best, furthest = -1, None, 0
+    for dies_at in range(1, 100):
+        newest += 1
+        saved = store.save(newest, writer.tensors(newest), writer.state(newest), metric=writer.metric(newest))
+        assert len(names(store)) <= writer.KEEP + 1
+        best = min(best or (saved.metric, newest), (saved.metric, newest))
+        started = newest
+        writers.run(newest + (not again), dies_at=dies_at)
+        newest, best = check_after_kill(folder, max(newest, writers.acknowledged), best)
+        furthest = max(furthest, newest - started)
+    assert furthest >= 2 - again  # so every operation of at least one save and its tidying up was struck
+
+
+# One writer.
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from tunesmith.checkpoint.store import RunLock
+with RunLock(Path(sys.argv[1])):
+    if os.fork() == 0:
+        time.sleep(60)  # a data worker that outlives its parent must not keep the lock
+        os._exit(0)
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_process_is_told_who_holds_the_run_and_a_kill_frees_it(tmp_path):
+    folder = tmp_path / "run"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=f"written by process {holder.pid};"), RunLock(folder, wait_s=0.2):
+            pass
+        holder.kill()
+        holder.wait()
+        with RunLock(folder):
+            assert (folder / ".lock").read_text() == f"{os.getpid()}\n"
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)
+        holder.wait()
+        holder.stdout.close()
+
+
+def test_the_lock_is_free_after_use_and_after_an_error(tmp_path):
+    with pytest.raises(KeyError), RunLock(tmp_path):
+        raise KeyError
+    with RunLock(tmp_path), pytest.raises(UserError, match=str(os.getpid())), RunLock(tmp_path, wait_s=0):
+        pass
+    with RunLock(tmp_path):
+        pass
+
+
+def test_a_file_system_without_locks_is_said_and_does_not_stop_the_run(tmp_path, warnings, monkeypatch):
+    monkeypatch.setattr("fcntl.flock", failing(errno.ENOLCK))
+    with RunLock(tmp_path, warn=warnings.append):
+        pass
+    assert "no locks" in warnings[0]
+    store = CheckpointStore(tmp_path / "checkpoints", "x", warn=warnings.append)
+    assert save(store, 1) == store.latest()
+    assert len(warnings) == 1
