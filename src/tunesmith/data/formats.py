@@ -180,8 +180,9 @@ def _convert_tokens(fields: dict[str, Any], origin: Origin, dataset: Dataset) ->
         ids, labels = ids[padding_free], labels[padding_free]
     if not ids:
         raise UserError(f"{origin}: `input_ids` is empty.")
-    if min(ids) < 0:
-        raise UserError(f"{origin}: `input_ids` holds the negative id {min(ids)}.")
+    if min(ids) < 0 or max(ids) >= 2**31:
+        bad = min(ids) if min(ids) < 0 else max(ids)
+        raise UserError(f"{origin}: `input_ids` holds {bad}, which is no token id.")
     for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (-100, token):
             shifted = labels[:-1] == ids[1:]

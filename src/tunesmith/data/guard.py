@@ -1,20 +1,44 @@
-"""Refuse data that would train silently wrong, and warn about what looks wrong."""
+"""Refuse data that would train silently wrong, and warn about what looks wrong.
+
+Three moments: before anything is read (`check_encoder`), while examples are made (`Watch`), and when a data set is
+complete (`check_dataset`, `overlap_warnings`).
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tunesmith.data.chat import Encoder
-from tunesmith.data.types import Completion, Conversation, Document, Example, Record, Tokens
+from tunesmith.data.chat import TEMPLATE_DATE, Encoder, TemplateRefusal
+from tunesmith.data.types import (
+    Completion,
+    Conversation,
+    Document,
+    Example,
+    Message,
+    Origin,
+    Record,
+    Tokens,
+)
+from tunesmith.errors import UserError
 
 
 def check_encoder(encoder: Encoder, tokenizer: Any, vocab_size: int) -> list[str]:
     """Before any data is read: tokenizer, template and model fit together. Raises UserError; gives warnings."""
-    raise NotImplementedError
+    _check_vocabulary(tokenizer, vocab_size)
+    if not encoder.has_template:
+        if tokenizer.eos_token_id is None:
+            raise UserError(
+                "the tokenizer has no end-of-text token (eos_token), so the model would never learn to stop; "
+                "set one in the tokenizer, or give a `chat_template` that ends turns."
+            )
+        return []
+    return _check_template(encoder, tokenizer)
 
 
 @dataclass
@@ -24,31 +48,218 @@ class Watch:
     end_ids: frozenset[int]
     """`Encoder.end_ids`."""
     vocab_size: int
+    examples: int = 0
+    tokens: int = 0
+    targets: int = 0
+    first: Origin | None = None
+    untargeted: Finding = field(default_factory=lambda: Finding())
+    """Examples without any target."""
+    expecting_end: int = 0
+    """Examples whose targets should end with an end-of-turn token: all but those tokenized elsewhere."""
+    ended: int = 0
+    placeholders: dict[str, Finding] = field(default_factory=dict)
+    markup: dict[str, Finding] = field(default_factory=dict)
+    last: Origin | None = None
 
-    def see(
-        self, record: Record, item: Conversation | Document | Completion | Tokens, example: Example
-    ) -> None:
+    def see(self, record: Record, item: Conversation | Document | Completion | Tokens, example: Example) -> None:
         """Look at one example before it is cut to length; raises UserError for an id out of the vocabulary."""
-        raise NotImplementedError
+        ids, is_target = example.ids, example.weights > 0
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size):
+            bad = next(int(i) for i in ids if not 0 <= i < self.vocab_size)
+            raise UserError(
+                f"{record.origin}: the token id {bad} is out of the model's vocabulary of {self.vocab_size}; "
+                "was the data tokenized for another model?"
+            )
+        self.examples += 1
+        self.tokens += len(ids)
+        self.targets += int(is_target.sum())
+        self.first = self.first or record.origin
+        if not is_target.any():
+            self.untargeted.add(record.origin)
+        if not isinstance(item, Tokens):
+            self.expecting_end += 1
+            self.ended += bool(np.isin(ids[is_target], list(self.end_ids)).any())
+        if record.origin != self.last:  # one record may give several examples
+            self.last = record.origin
+            self._look_at_text(_texts(item), record.origin)
 
     def merge(self, other: Watch) -> None:
         """Add what another watch saw in later records of the same data set."""
-        raise NotImplementedError
+        for name in ("examples", "tokens", "targets", "expecting_end", "ended"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.first, self.last = self.first or other.first, other.last or self.last
+        self.untargeted.merge(other.untargeted)
+        for mine, theirs in ((self.placeholders, other.placeholders), (self.markup, other.markup)):
+            for text, finding in theirs.items():
+                mine.setdefault(text, Finding()).merge(finding)
 
     def warnings(self) -> list[str]:
-        raise NotImplementedError
+        found = []
+        for text, finding in sorted(self.placeholders.items(), key=lambda entry: -entry[1].count)[:5]:
+            found.append(
+                f"{finding.first}: the placeholder {text} is left in the text ({_records(finding.count)}); "
+                "the model will learn to say it."
+            )
+        for text, finding in sorted(self.markup.items(), key=lambda entry: -entry[1].count)[:5]:
+            found.append(
+                f"{finding.first}: the text holds {text}, which chat templates write themselves "
+                f"({_records(finding.count)}); give the bare text."
+            )
+        if self.untargeted.count and self.targets:
+            share = f"{self.untargeted.count} of {self.examples} examples have no target token"
+            found.append(f"{self.untargeted.first}: nothing is learned from this record ({share}).")
+        return found
+
+    def _look_at_text(self, texts: list[str], origin: Origin) -> None:
+        for pattern, hints, findings in (
+            (_PLACEHOLDER, ("{{",), self.placeholders),
+            (_MARKUP, ("<", "[/INST]"), self.markup),
+        ):
+            suspects = [text for text in texts if any(hint in text for hint in hints)]
+            seen = {match for text in suspects for match in pattern.findall(text)}
+            for match in sorted(seen):
+                if match in findings or len(findings) < 1000:
+                    findings.setdefault(match, Finding()).add(origin)
 
 
 def check_dataset(title: str, watch: Watch) -> None:
     """Raises UserError when the data set has no examples, no targets or never an end-of-turn target."""
-    raise NotImplementedError
+    if not watch.examples:
+        raise UserError(f"{title}: no examples are left.")
+    if not watch.targets:
+        raise UserError(
+            f"{title}: none of its {watch.examples} examples has a target token (the first is {watch.first}), so "
+            "nothing would be learned; check the weights of the messages, the labels and `train_on`."
+        )
+    if watch.expecting_end and not watch.ended:
+        raise UserError(
+            f"{title}: the end-of-turn token is a target in none of its {watch.examples} examples (the first is "
+            f"{watch.first}), so the model would never learn to stop; check the chat template."
+        )
 
 
 def example_hash(example: Example) -> int:
     """64 bits that identify the example's tokens."""
-    raise NotImplementedError
+    data = np.ascontiguousarray(example.ids, dtype=np.int32).tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def overlap_warnings(train: Mapping[str, np.ndarray], held_out: Mapping[str, np.ndarray]) -> list[str]:
     """Data set title -> uint64 example hashes, for training and held-out data: what is in both."""
-    raise NotImplementedError
+    found = []
+    for title, hashes in held_out.items():
+        for other, trained in train.items():
+            shared = int(np.isin(hashes, trained).sum())
+            if shared:
+                found.append(
+                    f"{shared} of the {len(hashes)} examples of {title} (held out) are also in {other} (training), so "
+                    "their loss says little about new data."
+                )
+    return found
+
+
+@dataclass
+class Finding:
+    """How often something was seen, and where first."""
+
+    count: int = 0
+    first: Origin | None = None
+
+    def add(self, origin: Origin) -> None:
+        self.count += 1
+        self.first = self.first or origin
+
+    def merge(self, other: Finding) -> None:
+        self.count += other.count
+        self.first = self.first or other.first
+
+
+_PLACEHOLDER = re.compile(r"\{\{\s*[A-Za-z_][\w .-]{0,40}\s*\}\}")
+_MARKUP = re.compile(r"<\|[A-Za-z_]+\|>|</?s>|\[/INST\]|<(?:start|end)_of_turn>|<(?:bos|eos)>")
+
+
+def _texts(item: Conversation | Document | Completion | Tokens) -> list[str]:
+    if isinstance(item, Conversation):
+        return [message.content for message in item.messages]
+    if isinstance(item, Completion):
+        return [item.prompt, item.completion]
+    return [item.text] if isinstance(item, Document) else []
+
+
+def _records(count: int) -> str:
+    return "1 record" if count == 1 else f"{count} records"
+
+
+def _check_vocabulary(tokenizer: Any, vocab_size: int) -> None:
+    token, highest = max(tokenizer.get_vocab().items(), key=lambda entry: entry[1], default=("", -1))
+    if highest >= vocab_size:
+        raise UserError(
+            f"the tokenizer knows {highest + 1} tokens (the last is {token!r}), but the model has embeddings for only "
+            f"{vocab_size}: they do not belong together."
+        )
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        number = getattr(tokenizer, f"{name}_id", None)
+        if number is not None and not 0 <= number < vocab_size:
+            raise UserError(
+                f"the tokenizer's {name} has the id {number}, but the model has embeddings for only {vocab_size}."
+            )
+
+
+def _check_template(encoder: Encoder, tokenizer: Any) -> list[str]:
+    words = ("vwkya", "qxzja", "vwkyb", "qxzjb")
+    messages = [Message("assistant" if n % 2 else "user", word) for n, word in enumerate(words)]
+    dicts = [{"role": message.role, "content": message.content} for message in messages]
+    try:
+        text = encoder.render(dicts)
+        asked = encoder.render(dicts[:3], generation=True)
+        unasked = encoder.render(dicts[:3])
+    except TemplateRefusal as error:
+        raise UserError(f"the chat template refuses a plain conversation of two questions: {error}.") from error
+
+    places = [text.find(word) for word in words]
+    for message, place in zip(dicts, places, strict=True):
+        if place < 0:
+            raise UserError(f"the chat template drops messages of the {message['role']}; give another `chat_template`.")
+    if places != sorted(places):
+        raise UserError("the chat template writes the messages in another order; give another `chat_template`.")
+    bos = tokenizer.bos_token_id
+    ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    if bos is not None and ids[:2] == [bos, bos]:
+        raise UserError(f"the chat template begins with {tokenizer.bos_token} twice; give one that writes it once.")
+
+    origin = Origin("a test conversation for the chat template", 1, "record")
+    examples = encoder.encode_all(Conversation(tuple(messages)), origin)
+    last = examples[0]
+    if not np.isin(last.ids[last.weights > 0], list(encoder.end_ids)).any():
+        raise UserError(
+            "the chat template ends the assistant's turn without an end-of-turn token among the targets, so the model "
+            "would never learn to stop; give a `chat_template` that ends it with one, such as the eos_token."
+        )
+
+    warnings = []
+    if encoder.folds_system:
+        warnings.append(
+            "the chat template has no system role: system messages are put in front of the first user message."
+        )
+    if len(examples) > 1:
+        warnings.append(
+            "the chat template writes earlier turns differently from the last one (it may drop reasoning): each turn "
+            "of a longer conversation becomes an example of its own."
+        )
+    if asked == unasked and text.startswith(asked):
+        header = text[len(asked) : places[3]]
+        if header.strip():
+            warnings.append(
+                f"the chat template has no generation prompt: what opens the assistant's turn ({header!r}) is "
+                "trained as part of the answer."
+            )
+    if encoder.bos_id is not None and ids[:1] != [encoder.bos_id]:
+        warnings.append(
+            f"the tokenizer begins texts with {tokenizer.bos_token}, but the chat template does not write it."
+        )
+    if encoder.writes_date:
+        warnings.append(
+            f"the chat template writes today's date: training always uses {TEMPLATE_DATE:%d %b %Y}, so that a run can "
+            "be repeated."
+        )
+    return warnings
