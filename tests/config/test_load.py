@@ -195,9 +195,7 @@ def test_a_yaml_bomb_is_refused_quickly(fail):
 
 
 def test_missing_files_and_folders(tmp_path):
-    with pytest.raises(
-        UserError, match=r"nowhere.yaml does not exist; `tunesmith init .*nowhere.yaml` writes one"
-    ):
+    with pytest.raises(UserError, match=r"nowhere.yaml does not exist; `tunesmith init .*nowhere.yaml` writes one"):
         load(tmp_path / "nowhere.yaml")
     with pytest.raises(UserError, match="is a folder"):
         load(tmp_path)
@@ -367,9 +365,9 @@ def test_any_damage_to_the_file_loads_or_is_explained(write, data):
     for _ in range(data.draw(st.integers(1, 4))):
         start = data.draw(st.integers(0, len(content)))
         stop = data.draw(st.integers(start, min(len(content), start + 12)))
-        piece = st.binary(max_size=4) | st.text(
-            alphabet="\t\n \"'#:-?[]{},&*!|>%@`<~\\0eux\ud7ff", max_size=5
-        ).map(str.encode)
+        piece = st.binary(max_size=4) | st.text(alphabet="\t\n \"'#:-?[]{},&*!|>%@`<~\\0eux\ud7ff", max_size=5).map(
+            str.encode
+        )
         content[start:stop] = data.draw(piece)
     path = write(bytes(content))
     sentences_or_run(lambda: load(path))

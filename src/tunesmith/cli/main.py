@@ -7,6 +7,7 @@ stderr and exit code 1. Anything else is our fault: one sentence, a traceback in
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import tempfile
@@ -47,6 +48,7 @@ class Verbs(TyperGroup):
 
 
 app = typer.Typer(
+    name="tunesmith",
     cls=Verbs,
     no_args_is_help=True,
     add_completion=False,
@@ -75,6 +77,9 @@ def root(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point; always ends by raising SystemExit."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # data may hold what a terminal cannot show; that is no error
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(args=None if arguments is None else list(arguments), prog_name="tunesmith")
     finally:
@@ -116,10 +121,7 @@ def _report(problem: Exception) -> None:
 
 def _say_error(message: str, label: str = "error: ") -> None:
     """Plain typer, not rich: this must work when everything else is broken."""
-    try:
-        typer.echo(typer.style(label, fg=typer.colors.RED, bold=True) + message, err=True)
-    except UnicodeEncodeError:
-        typer.echo(label + message.encode("ascii", "backslashreplace").decode(), err=True)
+    typer.echo(typer.style(label, fg=typer.colors.RED, bold=True) + message, err=True)
 
 
 def _one_line(text: str) -> str:

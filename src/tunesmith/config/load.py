@@ -104,9 +104,7 @@ def _read(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE + 1)
     except IsADirectoryError:
-        raise UserError(
-            f"{path} is a folder; name the settings file in it, such as {path / 'run.yaml'}"
-        ) from None
+        raise UserError(f"{path} is a folder; name the settings file in it, such as {path / 'run.yaml'}") from None
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; `tunesmith init {path}` writes one") from None
     except (OSError, ValueError) as problem:
@@ -130,9 +128,7 @@ def _read(path: Path) -> str:
 def _parse(text: str, source: str) -> _Settings:
     node = _compose(text, source)
     if node is None or (isinstance(node, yaml.ScalarNode) and node.tag == _TAG + "null"):
-        raise UserError(
-            f"{source} is empty; it needs at least `model` and `data` (`tunesmith init` writes an example)"
-        )
+        raise UserError(f"{source} is empty; it needs at least `model` and `data` (`tunesmith init` writes an example)")
     if not isinstance(node, yaml.MappingNode):
         found = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
         raise UserError(f"{source} holds {found} but needs `key: value` lines, such as `model: my-model`")
@@ -152,9 +148,7 @@ def _compose(text: str, source: str) -> yaml.Node | None:
         raise UserError(f"{place}: {_yaml_problem(problem)}") from None
     except yaml.reader.ReaderError as problem:
         line = text[: problem.position].count("\n") + 1
-        raise UserError(
-            f"{source}, line {line}: the character {problem.character!r} is not allowed here"
-        ) from None
+        raise UserError(f"{source}, line {line}: the character {problem.character!r} is not allowed here") from None
     except RecursionError:
         raise UserError(f"{source} is nested too deeply to be settings") from None
     except (ValueError, OverflowError) as problem:  # PyYAML on escapes such as "\UFFFFFFFF"
@@ -205,9 +199,7 @@ class _Reader:
     def value(self, node: yaml.Node, keys: Keys) -> Any:
         self.count += 1
         if self.count > MOST_VALUES:
-            raise UserError(
-                f"{self.source} stands for more than {MOST_VALUES:,} values, which no settings file does"
-            )
+            raise UserError(f"{self.source} stands for more than {MOST_VALUES:,} values, which no settings file does")
         if keys:  # a key has its own line already; what is missing altogether has none
             self.places.setdefault(keys, self._place(node))
         if isinstance(node, yaml.ScalarNode):
@@ -238,9 +230,7 @@ class _Reader:
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                self.errors.append(
-                    f"a key is a list or mapping but needs to be a name ({self._place(key_node)})"
-                )
+                self.errors.append(f"a key is a list or mapping but needs to be a name ({self._place(key_node)})")
             elif key_node.tag == _TAG + "merge":
                 merged += value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
             elif (key := key_node.value) in lines:
@@ -288,9 +278,7 @@ def _scalar(node: yaml.ScalarNode) -> Any:
         raise ValueError("is a number of more than 400 digits")
     try:
         plain = text.replace("_", "")
-        return (
-            int(plain) if kind == "int" else float(plain.lower().replace(".inf", "inf").replace(".nan", "nan"))
-        )
+        return int(plain) if kind == "int" else float(plain.lower().replace(".inf", "inf").replace(".nan", "nan"))
     except ValueError:
         raise ValueError(f"is {_show(text)}, which its tag says it is not") from None
 
@@ -317,9 +305,7 @@ def _apply(override: str, settings: _Settings) -> None:
         settings.errors.append(str(problem))
         return
     settings.errors += reader.errors
-    settings.places = {
-        k: place for k, place in settings.places.items() if k[: len(keys)] != keys
-    } | reader.places
+    settings.places = {k: place for k, place in settings.places.items() if k[: len(keys)] != keys} | reader.places
 
 
 def _override_node(text: str, override: str) -> yaml.Node:
@@ -369,8 +355,7 @@ def _datasets_as_lists(settings: _Settings) -> None:
             settings.values[key] = value = [value]
             start = (key,)
             settings.places = {
-                (key, 0, *k[1:]) if k[:1] == start and len(k) > 1 else k: place
-                for k, place in settings.places.items()
+                (key, 0, *k[1:]) if k[:1] == start and len(k) > 1 else k: place for k, place in settings.places.items()
             }
         if isinstance(value, list):
             settings.values[key] = [{"path": item} if isinstance(item, str) else item for item in value]
@@ -414,15 +399,9 @@ def _sentence(error: dict[str, Any], keys: Keys) -> str:
         choices = _choices(context["expected"])
         near = get_close_matches(str(value).lower(), choices, n=1, cutoff=0.6)
         hint = f"; did you mean `{near[0]}`?" if near else ""
-        return (
-            f"{name} is {_show(value)} but needs to be {_either([f'`{choice}`' for choice in choices])}{hint}"
-        )
+        return f"{name} is {_show(value)} but needs to be {_either([f'`{choice}`' for choice in choices])}{hint}"
     if kind == "value_error":
-        return (
-            f"{name} is {_show(value)}: {context['error']}"
-            if _is_plain(value)
-            else f"{name} {context['error']}"
-        )
+        return f"{name} is {_show(value)}: {context['error']}" if _is_plain(value) else f"{name} {context['error']}"
     if kind in _WANTED:
         return f"{name} is {_show(value)} but needs {_WANTED[kind]}"
     if kind in _BOUNDS:

@@ -61,8 +61,8 @@ Count = Annotated[WholeNumber, Field(ge=1)]
 def _not_blank(text: str) -> str:
     if not text.strip():
         raise ValueError("it is blank")
-    if "\0" in text:
-        raise ValueError("it holds a null character")
+    if "\0" in text or any("\ud800" <= char <= "\udfff" for char in text):
+        raise ValueError("it holds a character that no file name or text can have")
     return text
 
 
@@ -85,7 +85,7 @@ class Dataset(Settings):
     """Name in reports; the file's or data set's name when left out."""
     format: FormatName | None = None
     """Record format; recognised from the records when left out."""
-    fields: dict[str, Text] = {}
+    fields: dict[Text, Text] = {}
     """Field names of this data, as `wanted: found`, e.g. `{prompt: question_text}`."""
     weight: Annotated[Number, Field(gt=0, le=1000)] = 1.0
     """How often each example is seen per epoch; 0.5 takes a different half each epoch."""
@@ -182,7 +182,7 @@ class Run(Settings):
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Which tokens are targets: all assistant turns, the last one only, or everything."""
     sequence_length: Annotated[Count, Field(ge=8)] = 2048
-    """Longest sequence, in tokens; examples are packed into sequences of this length."""
+    """Longest sequence, in tokens (never more than the model was made for); examples are packed into such sequences."""
     too_long: Literal["truncate", "split", "drop"] = "truncate"
     """What happens to examples longer than `sequence_length`."""
     batch_tokens: Annotated[Count, Field(ge=8)] = 16384
@@ -214,7 +214,7 @@ class Run(Settings):
     eval_every: Count | None = None
     """Steps between evaluations; ten times over the run when left out."""
     save_every: Count | None = None
-    """Steps between checkpoints; every 100 steps and at the end of each epoch when left out."""
+    """Steps between checkpoints; every ten minutes and at the end of each epoch when left out."""
     keep: Count = 2
     """Newest checkpoints to keep; the best one by held-out loss is kept as well."""
     max_minutes: Annotated[Number, Field(gt=0)] | None = None

@@ -1,0 +1,66 @@
+"""The settings are few, closed, frozen and described; the generated page and JSON Schema follow them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tunesmith.config.load import from_mapping
+from tunesmith.config.schema import Dataset, Lora, Run, json_schema
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_there_are_fewer_than_60_settings_and_each_has_a_sentence():
+    fields = [field for model in (Run, Lora, Dataset) for field in model.model_fields.values()]
+    assert len(fields) < 60
+    for field in fields:
+        assert field.description
+        assert field.description.endswith(".")
+        assert "\n" not in field.description
+
+
+def test_a_run_cannot_be_changed():
+    run = from_mapping({"model": "m", "data": "a"})
+    with pytest.raises(ValidationError):
+        run.epochs = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("path", "title"),
+    [("a/b.jsonl", "b"), ("a/b.jsonl.gz", "b"), ("folder/", "folder"), ("data/*.json", "*"), ("x.y.parquet", "x.y")],
+)
+def test_a_data_set_is_named_after_its_file(path, title):
+    assert Dataset(path=path).title == title
+
+
+def test_the_json_schema_uses_the_words_that_editors_know():
+    schema = json_schema()
+    assert schema["properties"]["epochs"]["exclusiveMinimum"] == 0
+    assert schema["properties"]["sequence_length"]["minimum"] == 8
+    assert schema["required"] == ["model", "data"]
+    assert schema["additionalProperties"] is False
+    assert {"type": "string"} in schema["properties"]["data"]["anyOf"]  # data: file.jsonl
+
+
+def test_the_settings_page_is_up_to_date():
+    done = subprocess.run(
+        [sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_stale_page_fails_the_check(tmp_path):
+    (tmp_path / "generate.py").write_text((ROOT / "docs" / "generate.py").read_text())
+    (tmp_path / "settings.md").write_text("old")
+    command = [sys.executable, str(tmp_path / "generate.py")]
+    done = subprocess.run([*command, "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "docs/settings.md" in done.stderr
+    assert (tmp_path / "settings.md").read_text() == "old"
+    subprocess.run(command, check=True, capture_output=True)
+    assert subprocess.run([*command, "--check"], check=False).returncode == 0
