@@ -1,0 +1,292 @@
+"""The loader: step s -> the micro-batches of this rank.
+
+Which documents make up step s is a pure function of (data, seed, s): per epoch the mixed order is packed into
+sequences, those are shuffled, and the sequences of all epochs stand in one row, of which step s takes the next
+`sequences_per_step`. Ranks and micro-batches only deal out what the step holds; so a run resumes by asking for
+step s, on the same or another number of devices.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from math import ceil, floor, fsum
+from typing import NamedTuple
+
+import numpy as np
+
+from tunesmith.data.mix import epoch_order, exact, permutation
+from tunesmith.data.pack import pack
+from tunesmith.data.store import TokenStore
+from tunesmith.data.types import MicroBatch, StepBatch
+from tunesmith.errors import UserError
+
+WINDOW = 256
+"""Sequences packed together: enough to fill them well, few enough to keep the order random."""
+AHEAD = 2
+"""Steps prepared in advance."""
+_SHUFFLED_SEQUENCES = 2  # stream of random numbers; mix.py has 0 and 1
+
+
+class PackedDocument(NamedTuple):
+    """One document on its way into a micro-batch."""
+
+    ids: np.ndarray
+    weights: np.ndarray
+    source: int
+    origin: str
+
+
+class Loader:
+    """Training data of one rank, by step.
+
+    All ranks get the same number of micro-batches in a step, and at least one, since their collectives must
+    meet: a rank that has nothing left to do gets a micro-batch of two tokens whose weights are all 0.
+    """
+
+    total_steps: int
+    total_sequences: int
+    epoch_ends: tuple[int, ...]
+    """Numbers of finished steps at which one more whole pass over the data is complete."""
+
+    def __init__(
+        self,
+        stores: Sequence[TokenStore],
+        weights: Sequence[float],
+        *,
+        seed: int,
+        sequence_length: int,
+        sequences_per_step: int,
+        epochs: float = 1.0,
+        steps: int | None = None,
+        micro_batch: int = 1,
+        rank: int = 0,
+        ranks: int = 1,
+        pin: bool = False,
+    ):
+        """`steps`, when given, overrides `epochs`; `micro_batch` counts sequences; `pin` makes copies to a GPU
+        fast."""
+        if not any(len(store) for store in stores):
+            raise UserError("The training data holds no examples; check the paths under `data`.")
+        assert sequences_per_step >= 1
+        assert micro_batch >= 1
+        assert 0 <= rank < ranks
+        self._stores, self._weights, self._seed = tuple(stores), tuple(weights), seed
+        self._capacity, self._per_step, self._micro_batch = sequence_length, sequences_per_step, micro_batch
+        self._rank, self._ranks, self._pin = rank, ranks, pin
+        self._recent: OrderedDict[int, _Epoch] = OrderedDict()
+        self._lock = threading.Lock()
+
+        self._counts = self._sequences_by_epoch(epochs, steps and steps * sequences_per_step)
+        self._ends = np.cumsum(self._counts)
+        whole_epochs = len(self._counts) if steps else floor(exact(epochs))
+        self.total_sequences = int(self._ends[-1])
+        if steps:
+            self.total_sequences = steps * sequences_per_step
+        elif whole_epochs < len(self._counts):
+            unused = (1 - (exact(epochs) - whole_epochs)) * int(self._counts[-1])
+            self.total_sequences -= floor(unused)
+        self.total_steps = ceil(self.total_sequences / sequences_per_step)
+        ends = self._ends[:whole_epochs]
+        self.epoch_ends = tuple(np.unique(-(-ends[ends <= self.total_sequences] // sequences_per_step)).tolist())
+
+    def step(self, s: int) -> StepBatch:
+        """What this rank computes in step `s`; the same whenever and in whatever order it is asked for."""
+        sequences = self._sequences_of(s)
+        sources = np.concatenate([sources for sources, _ in sequences])
+        indices = np.concatenate([indices for _, indices in sequences])
+        mine = sequences[self._rank :: self._ranks]
+        count = ceil(ceil(len(sequences) / self._ranks) / self._micro_batch)
+        parts = [mine[len(mine) * i // count : len(mine) * (i + 1) // count] for i in range(count)]
+        return StepBatch(
+            step=s,
+            epoch=self.epoch_of(s),
+            micro_batches=tuple(
+                self._laid_out(part) if part else self._filler(int(sources[0]), int(indices[0])) for part in parts
+            ),
+            target_weight=fsum(
+                weight
+                for source, store in enumerate(self._stores)
+                for weight in store.target_weights[indices[sources == source]].tolist()
+            ),
+            tokens=sum(
+                int(store.lengths[indices[sources == source]].sum()) for source, store in enumerate(self._stores)
+            ),
+        )
+
+    def iterate(self, start: int = 0) -> Iterator[StepBatch]:
+        """The steps from `start` to the end; the next ones are prepared by a thread meanwhile."""
+        with ThreadPoolExecutor(1, thread_name_prefix="loader") as thread:
+            steps = iter(range(start, self.total_steps))
+            ahead = deque(thread.submit(self.step, s) for s in islice(steps, AHEAD))
+            try:
+                while ahead:
+                    batch = ahead.popleft().result()
+                    ahead.extend(thread.submit(self.step, s) for s in islice(steps, 1))
+                    yield batch
+            finally:
+                for future in ahead:
+                    future.cancel()
+
+    def epoch_of(self, s: int) -> float:
+        """Passes over the data when step `s` is done."""
+        done = min((s + 1) * self._per_step, self.total_sequences)
+        epoch = int(np.searchsorted(self._ends, done))
+        return epoch + 1 - int(self._ends[epoch] - done) / int(self._counts[epoch])
+
+    def _laid_out(self, sequences: list[tuple[np.ndarray, np.ndarray]]) -> MicroBatch:
+        documents = [
+            document(self._stores[source], index, source)
+            for sources, indices in sequences
+            for source, index in zip(sources.tolist(), indices.tolist(), strict=True)
+        ]
+        return micro_batch_of(documents, pin=self._pin)
+
+    def _filler(self, source: int, index: int) -> MicroBatch:
+        taken = document(self._stores[source], index, source)
+        idle = taken._replace(ids=taken.ids[:2], weights=np.zeros_like(taken.weights[:2]))
+        return micro_batch_of([idle], pin=self._pin)
+
+    # Which sequences
+
+    def _sequences_of(self, s: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Sources and indices of the documents in each sequence of step `s`, over all ranks."""
+        if not 0 <= s < self.total_steps:
+            raise IndexError(f"step {s} of {self.total_steps}")
+        at, end = s * self._per_step, min((s + 1) * self._per_step, self.total_sequences)
+        sequences = []
+        while at < end:
+            number = int(np.searchsorted(self._ends, at, side="right"))
+            epoch = self._epoch(number)
+            first = at - int(self._ends[number] - self._counts[number])
+            last = min(first + end - at, len(epoch))
+            sequences += [epoch.sequence(i) for i in range(first, last)]
+            at += last - first
+        return sequences
+
+    def _sequences_by_epoch(self, epochs: float, at_least: int | None) -> np.ndarray:
+        """int64: how many sequences each epoch packs into, for all epochs that are needed."""
+        needed = ceil(exact(epochs)) if at_least is None else None
+        if self._is_one_window:  # best fit decreasing sees the same lengths every time
+            count = len(self._epoch(0))
+            return np.full(needed or ceil(at_least / count), count, dtype=np.int64)
+        counts: list[int] = []
+        total = 0
+        while len(counts) < needed if needed else total < at_least:
+            counts.append(len(self._epoch(len(counts))))
+            total += counts[-1]
+        return np.array(counts, dtype=np.int64)
+
+    @property
+    def _is_one_window(self) -> bool:
+        """Every epoch has the same documents, and packs them all together."""
+        if any(weight != floor(weight) for weight in self._weights):
+            return False
+        pairs = zip(self._stores, self._weights, strict=True)
+        return _windows(sum(int(store.lengths.sum() * weight) for store, weight in pairs), self._capacity) == 1
+
+    def _epoch(self, number: int) -> _Epoch:
+        with self._lock:
+            if number not in self._recent:
+                self._recent[number] = self._packed(number)
+                if len(self._recent) > 2:
+                    self._recent.popitem(last=False)
+            self._recent.move_to_end(number)
+            return self._recent[number]
+
+    def _packed(self, number: int) -> _Epoch:
+        counts = [len(store) for store in self._stores]
+        sources, indices = epoch_order(counts, self._weights, self._seed, number)
+        lengths = np.empty(len(sources), dtype=np.int64)
+        for source, store in enumerate(self._stores):
+            is_here = sources == source
+            lengths[is_here] = store.lengths[indices[is_here]]
+        sequences = list(pack_in_windows(lengths, self._capacity))
+        order = permutation(len(sequences), self._seed, _SHUFFLED_SEQUENCES, number)
+        sequences = [sequences[i] for i in order.tolist()]
+        bounds = np.cumsum([0, *(len(sequence) for sequence in sequences)])
+        flat = np.concatenate(sequences) if sequences else np.empty(0, dtype=np.int64)
+        return _Epoch(sources[flat], indices[flat], bounds)
+
+
+def document(store: TokenStore, index: int, source: int) -> PackedDocument:
+    ids, weights, origin = store.example(index)
+    return PackedDocument(ids, weights, source, origin)
+
+
+def micro_batch_of(documents: Sequence[PackedDocument], *, pin: bool = False) -> MicroBatch:
+    """Documents laid end to end, labels shifted by one within each. The only place where this is done."""
+    import torch
+
+    lengths = np.array([len(d.ids) for d in documents], dtype=np.int64)
+    assert lengths.min() >= 1
+    tokens = np.concatenate([d.ids for d in documents]).astype(np.int64)
+    weights = np.concatenate([d.weights for d in documents]).astype(np.float32)
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    labels, weights = np.roll(tokens, -1), np.roll(weights, -1)
+    weights[bounds[1:] - 1] = 0  # the next token is another document's
+    labels[weights == 0] = 0
+    positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths)
+
+    def tensor(values: np.ndarray) -> torch.Tensor:
+        values_there = torch.from_numpy(values)
+        return values_there.pin_memory() if pin else values_there
+
+    return MicroBatch(
+        tokens=tensor(tokens),
+        labels=tensor(labels),
+        weights=tensor(weights),
+        positions=tensor(positions),
+        boundaries=tensor(bounds.astype(np.int32)),
+        longest=int(lengths.max()),
+        sources=tensor(np.array([d.source for d in documents], dtype=np.int64)),
+        origins=tuple(d.origin for d in documents),
+    )
+
+
+def evaluation_batches(
+    store: TokenStore, *, sequence_length: int, micro_batch: int, source: int = 0, pin: bool = False
+) -> Iterator[MicroBatch]:
+    """Every example once, packed, in a fixed order, a micro-batch at a time."""
+    sequences = pack_in_windows(store.lengths, sequence_length)
+    while together := list(islice(sequences, micro_batch)):
+        indices = np.concatenate(together).tolist()
+        yield micro_batch_of([document(store, index, source) for index in indices], pin=pin)
+
+
+def pack_in_windows(lengths: np.ndarray, capacity: int) -> Iterator[np.ndarray]:
+    """Pack neighbours: stretches of about `WINDOW` sequences' worth of documents, each on its own.
+
+    Packing an epoch as a whole would sort it by length, and short documents would only ever meet short ones.
+    """
+    total = int(lengths.sum())
+    windows = _windows(total, capacity)
+    begins = np.cumsum(lengths) - lengths
+    bounds = np.searchsorted(begins, [total * w // windows for w in range(windows + 1)])
+    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        for sequence in pack(lengths[first:last], capacity):
+            yield sequence + first
+
+
+def _windows(tokens: int, capacity: int) -> int:
+    return max(1, tokens // (WINDOW * capacity))
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """An epoch's documents, sequence after sequence."""
+
+    sources: np.ndarray
+    indices: np.ndarray
+    bounds: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def sequence(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        at = slice(self.bounds[i], self.bounds[i + 1])
+        return self.sources[at], self.indices[at]
