@@ -76,7 +76,7 @@ SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>", "<|start_header_id|>", "<|end_header_id|>",
     "<|eot_id|>", "<bos>", "<start_of_turn>", "<end_of_turn>",
 )  # fmt: skip
-WORDS = ("Hi", "Hello", "system", "user", "assistant", "model", "Be", "kind", "Bye", "four", "two", "\n\n", "ĠHi")
+WORDS = ("Hi", "Hello", "system", "user", "assistant", "model", "Be", "kind", "Bye", "four", "two", "\n\n")
 
 
 def byte_level(template: str | None, *, bos: str | None = None, eos: str = "<|im_end|>", adds_bos: bool = False):

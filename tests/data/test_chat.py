@@ -1,0 +1,316 @@
+"""Tokens and targets, against expectations written by hand: targets stand in square brackets."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tunesmith.config.schema import Dataset
+from tunesmith.data.chat import Encoder, read_template
+from tunesmith.data.formats import convert, recognise
+from tunesmith.data.types import Completion, Conversation, Document, Message, Origin, Record, Tokens
+from tunesmith.errors import UserError
+
+HERE = Origin("data.jsonl", 7)
+TWO_TURNS = Conversation(
+    (Message("user", "Hi"), Message("assistant", "Hello"), Message("user", "Bye"), Message("assistant", "two"))
+)
+
+
+def written(tokenizer, example) -> str:
+    names = [tokenizer.convert_ids_to_tokens(int(i)) for i in example.ids]
+    names = [name.replace("Ċ", "\\n").replace("\n", "\\n").replace("Ġ", "_").replace("▁", "_") for name in names]
+    return " ".join(f"[{n}]" if w else n for n, w in zip(names, example.weights, strict=True))
+
+
+def encoded(tokenizer, item, train_on="assistant", template=None) -> list[str]:
+    encoder = Encoder(tokenizer, template=template, train_on=train_on)
+    return [written(tokenizer, example) for example in encoder.encode_all(item, HERE)]
+
+
+SYSTEM = "<|im_start|> system \\n Be _ kind . <|im_end|> \\n "
+
+
+def test_chatml_targets_are_the_answers_with_their_end_but_not_the_newline_after_it(chatml):
+    assert encoded(chatml, TWO_TURNS) == [
+        SYSTEM + "<|im_start|> user \\n Hi <|im_end|> \\n <|im_start|> assistant \\n [Hello] [<|im_end|>] \\n "
+        "<|im_start|> user \\n Bye <|im_end|> \\n <|im_start|> assistant \\n [two] [<|im_end|>]"
+    ]
+
+
+def test_only_the_last_answer_is_a_target_with_train_on_last(chatml):
+    assert encoded(chatml, TWO_TURNS, "last") == [
+        SYSTEM + "<|im_start|> user \\n Hi <|im_end|> \\n <|im_start|> assistant \\n Hello <|im_end|> \\n "
+        "<|im_start|> user \\n Bye <|im_end|> \\n <|im_start|> assistant \\n [two] [<|im_end|>]"
+    ]
+
+
+def test_everything_but_bos_is_a_target_with_train_on_all(llama3):
+    short = Conversation(TWO_TURNS.messages[:2])
+    assert encoded(llama3, short, "all") == [
+        "<|begin|> [<|start_header_id|>] [user] [<|end_header_id|>] [\\n] [\\n] [Hi] [<|eot_id|>] "
+        "[<|start_header_id|>] [assistant] [<|end_header_id|>] [\\n\\n] [Hello] [<|eot_id|>]"
+    ]
+
+
+def test_bos_of_the_template_is_not_doubled_by_the_tokenizer(llama3):
+    (text,) = encoded(llama3, TWO_TURNS)
+    assert text.startswith("<|begin|> <|start_header_id|> user")
+    assert text.count("<|begin|>") == 1
+    assert text.endswith("<|end_header_id|> \\n\\n [two] [<|eot_id|>]")
+
+
+def test_no_token_straddles_prompt_and_answer(chatml):
+    answer = Conversation((Message("user", "Hi"), Message("assistant", "\nHello")))
+    # Tokenized in one go, the newline of the prompt and that of the answer would be one token.
+    assert encoded(chatml, answer)[0].endswith("<|im_start|> assistant \\n [\\n] [Hello] [<|im_end|>]")
+
+
+def test_a_system_message_goes_into_the_first_question_where_the_template_has_no_place_for_it(gemma):
+    item = Conversation((Message("system", "Be kind"), *TWO_TURNS.messages[:2]))
+    assert encoded(gemma, item) == [
+        "<bos> <start_of_turn> user \\n Be _ kind \\n \\n Hi <end_of_turn> \\n "
+        "<start_of_turn> model \\n [Hello] [<end_of_turn>]"
+    ]
+
+
+def test_each_turn_is_trained_as_it_is_generated_when_the_template_drops_earlier_reasoning(reasoning):
+    item = Conversation(
+        (
+            Message("user", "Hi"),
+            Message("assistant", "<think>\nfour\n</think>\n\nHello"),
+            Message("user", "Bye"),
+            Message("assistant", "two", extra={"reasoning_content": "kind"}),
+        )
+    )
+    asked = "<|im_start|> user \\n Hi <|im_end|> \\n <|im_start|> assistant \\n "
+    assert encoded(reasoning, item) == [
+        asked + "Hello <|im_end|> \\n <|im_start|> user \\n Bye <|im_end|> \\n <|im_start|> assistant \\n "
+        "[<think>] [\\n] [kind] [\\n] [</think>] [\\n] [\\n] [two] [<|im_end|>]",
+        asked + "[<think>] [\\n] [four] [\\n] [</think>] [\\n] [\\n] [Hello] [<|im_end|>]",
+    ]
+    assert len(encoded(reasoning, item, "last")) == 1
+
+
+def test_a_template_that_marks_what_is_generated_is_followed(marked):
+    assert encoded(marked, TWO_TURNS) == [
+        "<|im_start|> user \\n Hi <|im_end|> \\n <|im_start|> assistant \\n [Hello] [<|im_end|>] \\n "
+        "<|im_start|> user \\n Bye <|im_end|> \\n <|im_start|> assistant \\n [two] [<|im_end|>]"
+    ]
+    assert "Hello <|im_end|>" in encoded(marked, TWO_TURNS, "last")[0]
+
+
+def test_sentencepiece_puts_no_second_space_before_the_answer(inst):
+    item = Conversation((Message("user", "Hi"), Message("assistant", "four")))
+    again = Conversation((*item.messages, *item.messages))
+    turn = "<s> _[INST] _Hi _[/INST] [_four] [</s>]"
+    assert encoded(inst, item) == [turn]
+    assert encoded(inst, again) == [f"{turn} {turn}"]
+
+
+def test_a_message_s_own_weight_overrides_train_on(chatml):
+    user, answer = Message("user", "Hi", weight=0.5), Message("assistant", "Hello", weight=0.0)
+    item = Conversation((user, answer, Message("user", "Bye"), Message("assistant", "two", weight=2.0)))
+    example = Encoder(chatml, template=None, train_on="assistant").encode(item, HERE)
+    by_token = list(zip(chatml.convert_ids_to_tokens(example.ids.tolist()), example.weights.tolist(), strict=True))
+    assert ("Hi", 0.5) in by_token
+    assert ("Hello", 0.0) in by_token
+    assert ("Bye", 0.0) in by_token
+    assert ("two", 2.0) in by_token
+    assert by_token[-1] == ("<|im_end|>", 2.0) or by_token[-2] == ("<|im_end|>", 2.0)
+
+
+def test_tools_calls_and_their_results_reach_the_template(reasoning):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    tool = {"type": "function", "function": {"name": "add", "description": "Adds."}}
+    item = Conversation(
+        (
+            Message("user", "Hi"),
+            Message("assistant", "", extra={"tool_calls": [call]}),
+            Message("tool", '{"sum": 4}'),
+            Message("assistant", "four"),
+        ),
+        (tool,),
+    )
+    encoder = Encoder(reasoning, template=None, train_on="assistant")
+    (example,) = encoder.encode_all(item, HERE)
+    targets = reasoning.decode(example.ids[example.weights > 0].tolist())
+    assert targets == (
+        '<think>\n\n</think>\n\n<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call><|im_end|>'
+        "<think>\n\n</think>\n\nfour<|im_end|>"
+    )
+    assert '"description": "Adds."' in reasoning.decode(example.ids.tolist())
+
+
+def test_tools_are_refused_where_the_template_would_drop_them(chatml):
+    item = Conversation(TWO_TURNS.messages, ({"type": "function", "function": {"name": "add"}},))
+    with pytest.raises(UserError, match=r"data.jsonl, line 7: .*drops the description of the tool `add`"):
+        encoded(chatml, item)
+
+
+def test_without_a_template_a_completion_is_laid_out_as_it_is(base, inst):
+    assert encoded(base, Completion("two Hi", "four")) == ["<bos> two _ Hi [four] [<|endoftext|>]"]
+    assert encoded(base, Completion("two", "four"), "all") == ["<bos> [two] [four] [<|endoftext|>]"]
+    inst = pickle.loads(pickle.dumps(inst))
+    inst.chat_template = None
+    assert encoded(inst, Completion("Hi", " four")) == ["<s> _Hi [_four] [</s>]"]
+
+
+def test_with_a_template_a_completion_is_a_question_and_its_answer(chatml):
+    as_chat = Conversation((Message("user", "Hi"), Message("assistant", "Hello")))
+    assert encoded(chatml, Completion("Hi", "Hello")) == encoded(chatml, as_chat)
+
+
+def test_a_document_gets_the_tokenizer_s_bos_and_eos_and_is_all_target(base, chatml, inst):
+    assert encoded(base, Document("Hi two")) == ["<bos> [Hi] [_] [two] [<|endoftext|>]"]
+    assert encoded(chatml, Document("Hi")) == ["[Hi] [<|im_end|>]"]
+    assert encoded(inst, Document("Hi four")) == ["<s> [_Hi] [_four] [</s>]"]
+
+
+def test_tokens_stay_as_they_are(chatml):
+    example = Encoder(chatml, template=None, train_on="assistant").encode(Tokens((5, 6, 7), (False, True, True)), HERE)
+    assert example.ids.tolist() == [5, 6, 7]
+    assert example.weights.tolist() == [0, 1, 1]
+
+
+def test_a_conversation_without_a_template_says_what_to_do(base):
+    with pytest.raises(UserError, match=r"data.jsonl, line 7: the model has no chat template.*chat_template:"):
+        encoded(base, TWO_TURNS)
+
+
+def test_the_template_s_own_refusal_is_reported_with_the_record(gemma):
+    item = Conversation((*TWO_TURNS.messages[:2], Message("assistant", "two")))
+    with pytest.raises(UserError, match=r"data.jsonl, line 7: .*roles must alternate"):
+        encoded(gemma, item)
+
+
+def test_a_prompt_that_finished_turns_do_not_begin_with_is_refused(make_tokenizer):
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
+    )
+    with pytest.raises(UserError, match="asks for an answer with '<think>"):
+        encoded(make_tokenizer(template), TWO_TURNS)
+
+
+def test_a_template_that_drops_the_reasoning_it_should_train_on_is_refused(chatml):
+    item = Conversation((Message("user", "Hi"), Message("assistant", "two", extra={"reasoning_content": "four"})))
+    with pytest.raises(UserError, match="does not write all of the reasoning of message 2"):
+        encoded(chatml, item)
+
+
+def test_a_doubled_bos_in_the_data_is_refused(base):
+    with pytest.raises(UserError, match=r"data.jsonl, line 7: the example begins with <bos> twice"):
+        encoded(base, Document("<bos>Hi"))
+
+
+def test_a_greeting_before_the_first_question_is_context(chatml):
+    turns = (("assistant", "Hello"), ("user", "Hi"), ("assistant", "two"), ("user", "Bye"))
+    record = Record({"messages": [{"role": role, "content": text} for role, text in turns]}, HERE)
+    (text,) = encoded(chatml, convert(record, "messages", Dataset(path="data.jsonl")))
+    assert "assistant \\n Hello <|im_end|>" in text
+    assert text.endswith("[two] [<|im_end|>]")
+
+
+def test_the_prompt_for_generation_is_what_training_put_before_the_answer(chatml, llama3, gemma, inst):
+    for tokenizer in (chatml, llama3, gemma, inst):
+        encoder = Encoder(tokenizer, template=None, train_on="last")
+        messages = (Message("user", "Hi"), Message("assistant", "four"))
+        example = encoder.encode(Conversation(messages), HERE)
+        assert encoder.prompt(messages[:1]) == example.ids[example.weights == 0].tolist()
+
+
+def test_a_template_cannot_reach_out_of_its_sandbox(make_tokenizer):
+    evil = "{{ ''.__class__.__mro__[1].__subclasses__() }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(UserError, match="refuses"):
+        encoded(make_tokenizer(evil), TWO_TURNS)
+
+
+def test_a_broken_template_is_named_as_such(make_tokenizer):
+    with pytest.raises(UserError, match="not valid Jinja"):
+        encoded(make_tokenizer("{% for %}"), TWO_TURNS)
+
+
+def test_today_s_date_does_not_change_the_tokens(make_tokenizer):
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}"
+    assert encoded(make_tokenizer(template), TWO_TURNS)[0].startswith("2 6 _ J u l _ 2 0 2 4")
+
+
+def test_a_template_file_replaces_the_model_s_own(chatml, marked, tmp_path):
+    file = tmp_path / "chat.jinja"
+    file.write_text(marked.chat_template)
+    assert encoded(chatml, TWO_TURNS, template=read_template(str(file))) == encoded(marked, TWO_TURNS)
+    with pytest.raises(UserError, match=r"none.jinja cannot be read"):
+        read_template(str(tmp_path / "none.jinja"))
+
+
+def test_fingerprint_follows_all_that_decides_the_tokens(chatml, marked, base):
+    def fingerprint(tokenizer, template=None, train_on="assistant"):
+        return Encoder(tokenizer, template=template, train_on=train_on).fingerprint
+
+    made = {
+        fingerprint(chatml),
+        fingerprint(marked),
+        fingerprint(base),
+        fingerprint(chatml, train_on="all"),
+        fingerprint(chatml, template="{{ messages }}"),
+    }
+    assert len(made) == 5
+    assert fingerprint(chatml) == fingerprint(pickle.loads(pickle.dumps(chatml)))
+    assert fingerprint(chatml, template=marked.chat_template) == fingerprint(marked)
+
+
+def test_an_encoder_travels_to_another_process(reasoning):
+    encoder = Encoder(reasoning, template=None, train_on="assistant")
+    before = encoder.encode(TWO_TURNS, HERE)
+    after = pickle.loads(pickle.dumps(encoder)).encode(TWO_TURNS, HERE)
+    assert before.ids.tolist() == after.ids.tolist()
+    assert before.weights.tolist() == after.weights.tolist()
+
+
+TEXT = st.text(alphabet=st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=12).filter(str.strip)
+
+
+@settings(max_examples=60, deadline=None)
+@given(answers=st.lists(TEXT, min_size=1, max_size=3), question=TEXT)
+def test_targets_read_as_the_answers_whatever_they_say(chatml, answers, question):
+    messages = [m for answer in answers for m in (Message("user", question), Message("assistant", answer))]
+    encoder = Encoder(chatml, template=None, train_on="assistant")
+    (example,) = encoder.encode_all(Conversation(tuple(messages)), HERE)
+    assert chatml.decode(example.ids[example.weights > 0].tolist()) == "".join(f"{a}<|im_end|>" for a in answers)
+
+
+HI = "<|im_start|> user \\n Hi <|im_end|> \\n <|im_start|> assistant \\n "
+FORMATS = {
+    "messages": ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "two"}]}, HI),
+    "sharegpt": ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "two"}]}, HI),
+    "alpaca": (
+        {"instruction": "Hi", "input": "Bye", "output": "two"},
+        "<|im_start|> user \\n Hi \\n \\n Bye <|im_end|> \\n <|im_start|> assistant \\n ",
+    ),
+    "prompt_completion": ({"prompt": "Hi", "completion": "two"}, HI),
+    "question_answer": ({"question": "Hi", "answer": "two"}, HI),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_targets_of_every_chat_format(name, chatml):
+    fields, context = FORMATS[name]
+    dataset, record = Dataset(path="data.jsonl"), Record(fields, HERE)
+    assert recognise([record], dataset) == name
+    assert encoded(chatml, convert(record, name, dataset)) == [SYSTEM + context + "[two] [<|im_end|>]"]
+
+
+def test_targets_of_texts_and_tokens(chatml):
+    dataset = Dataset(path="data.jsonl")
+    for name, fields, expected in (
+        ("text", {"text": "Hi\nBye"}, "[Hi] [\\n] [Bye] [<|im_end|>]"),
+        ("tokens", {"input_ids": chatml("Hi two")["input_ids"], "labels": [-100, -100, chatml("two")["input_ids"][0]]},
+         "Hi _ [two]"),
+    ):  # fmt: skip
+        record = Record(fields, HERE)
+        assert recognise([record], dataset) == name
+        assert encoded(chatml, convert(record, name, dataset)) == [expected]
