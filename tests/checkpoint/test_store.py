@@ -530,11 +530,12 @@ def test_a_read_only_folder_costs_a_warning_and_is_still_read(tmp_path, warnings
         assert save(store, 2) == store.latest()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_write_permission_costs_a_warning(store, warnings):
     first = save(store, 1)
     store.folder.chmod(0o555)
     try:
+        if os.access(store.folder, os.W_OK):
+            pytest.skip("root may write anywhere")
         assert save(store, 2) is None
         assert "Permission denied" in warnings[0]
         assert store.latest() == first
@@ -685,7 +686,7 @@ def check_after_kill(folder: Path, acknowledged: int, had_best: tuple | None) ->
 def test_killed_at_random_moments_nothing_acknowledged_is_lost(tmp_path, writers):
     chance = random.Random(0)
     newest, best = -1, None
-    for _ in range(30):
+    for _ in range(25):
         writers.run(newest + 1, kill_after=chance.uniform(0, 0.06))
         newest, best = check_after_kill(tmp_path / "checkpoints", writers.acknowledged, best)
     assert newest > 20
@@ -700,7 +701,7 @@ def test_killed_at_every_file_operation_nothing_acknowledged_is_lost(tmp_path, w
     folder = tmp_path / "checkpoints"
     store = CheckpointStore(folder, writer.LINEAGE, keep=writer.KEEP)
     newest, best, furthest = -1, None, 0
-    for dies_at in range(1, 100):
+    for dies_at in range(1, 80):
         newest += 1
         saved = store.save(newest, writer.tensors(newest), writer.state(newest), metric=writer.metric(newest))
         assert len(names(store)) <= writer.KEEP + 1
