@@ -194,6 +194,11 @@ def test_a_yaml_bomb_is_refused_quickly(fail):
     assert "more than 20,000 values" in fail("\n".join(levels))[0]
 
 
+def test_nesting_is_bounded_through_aliases_too(fail):
+    levels = ["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{x: *a{n - 1}}}" for n in range(1, 100))]
+    assert fail("\n".join(levels)) == ["run.yaml is nested too deeply to be settings"]
+
+
 def test_missing_files_and_folders(tmp_path):
     with pytest.raises(UserError, match=r"nowhere.yaml does not exist; `tunesmith init .*nowhere.yaml` writes one"):
         load(tmp_path / "nowhere.yaml")

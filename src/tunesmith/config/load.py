@@ -23,6 +23,7 @@ from tunesmith.errors import UserError, UserErrors
 DEFAULT = "default"
 COMMAND_LINE = "command line"
 LARGEST_FILE = 1 << 20
+DEEPEST = 50
 MOST_VALUES = 20_000
 """Values in one file after aliases are followed: a few nested aliases can stand for billions."""
 
@@ -210,6 +211,8 @@ class _Reader:
                 return None
         if node in self.open_nodes:
             raise UserError(f"{_key(keys)} contains itself ({self._place(node)})")
+        if len(self.open_nodes) > DEEPEST:
+            raise UserError(f"{self.source} is nested too deeply to be settings")
         self.open_nodes.append(node)
         if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
             made: Any = [self.value(item, (*keys, number)) for number, item in enumerate(node.value)]
