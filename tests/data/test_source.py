@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tracemalloc
+from itertools import islice
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tunesmith.config.schema import Dataset
+from tunesmith.data import source
+from tunesmith.errors import UserError
+
+ROWS = [{"text": "one"}, {"text": "two\u2028still two"}, {"text": "drei ü"}]
+
+
+def put(folder, name, content) -> str:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def rows(path, **more):
+    return [record.fields for record in source.read(Dataset(path=str(path), **more))]
+
+
+def places(path, **more):
+    return [str(record.origin) for record in source.read(Dataset(path=str(path), **more))]
+
+
+def lines(records=ROWS, end="\n") -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + end for row in records)
+
+
+def test_every_container_gives_the_same_records(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    paths = [
+        tmp_path / "a.parquet",
+        put(tmp_path, "a.jsonl", lines()),
+        put(tmp_path, "b.jsonl", "\ufeff" + lines(end="\r\n")),
+        put(tmp_path, "c.jsonl", "\n\n" + lines(end="\n  \n").rstrip()),
+        put(tmp_path, "a.json", json.dumps(ROWS, indent=1)),
+        put(tmp_path, "b.json", json.dumps({"version": 1, "data": ROWS})),
+        put(tmp_path, "c.json", json.dumps({"test": ROWS[:1], "train": ROWS})),
+        put(tmp_path, "d.json", lines()),
+        put(tmp_path, "a.csv", "text,n\n" + "".join(f'"{row["text"]}",1\n' for row in ROWS)),
+        put(tmp_path, "b.csv", "\ufeffn;text\r\n" + "".join(f"1;{row['text']}\r\n" for row in ROWS)),
+        put(tmp_path, "a.tsv", "n\ttext\n" + "".join(f"1\t{row['text']}\n" for row in ROWS)),
+        put(tmp_path, "a.jsonl.gz", gzip.compress(lines().encode())),
+        put(tmp_path, "d.json.zst", zstandard.compress(lines().encode())),
+        put(tmp_path, "a.JSONL.zst", b"".join(zstandard.compress(lines([r]).encode()) for r in ROWS)),
+    ]
+    for path in paths:
+        assert [row["text"] for row in rows(path)] == [row["text"] for row in ROWS], path
+
+
+def test_lines_are_counted_as_an_editor_counts_them(tmp_path):
+    jsonl = put(tmp_path, "a.jsonl", '{"a": 1}\n\n{"a": 2}\n')
+    assert places(jsonl) == [f"{jsonl}, line 1", f"{jsonl}, line 3"]
+    table = put(tmp_path, "a.csv", 'a,b\n"two\nlines",1\n\nx,2\n')
+    assert places(table) == [f"{table}, line 2", f"{table}, line 5"]
+    assert rows(table)[0] == {"a": "two\nlines", "b": "1"}
+    array = put(tmp_path, "a.json", '[{"a": 1},\n\n{"a": 2}]')
+    assert places(array) == [f"{array}, record 1", f"{array}, record 2"]
+
+
+def test_a_text_file_is_one_record(tmp_path):
+    assert rows(put(tmp_path, "a.txt", "\ufeffOne.\r\n\r\nTwo.\n")) == [{"text": "One.\n\nTwo.\n"}]
+
+
+def test_a_single_conversation_is_one_record(tmp_path):
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    for content in (chat, {"messages": chat}, [{"messages": chat}], [chat]):
+        assert rows(put(tmp_path, "a.json", json.dumps(content))) == [{"messages": chat}]
+    assert rows(put(tmp_path, "a.jsonl", json.dumps(chat))) == [{"messages": chat}]
+
+
+def test_folders_and_globs_are_read_in_order_of_names(tmp_path):
+    put(tmp_path, "b/2.jsonl", '{"n": 3}')
+    put(tmp_path, "b/1.jsonl", '{"n": 2}')
+    put(tmp_path, "a.json", '[{"n": 1}]')
+    for name in ("README.md", "LICENSE", ".hidden/x.jsonl", "dataset_info.json"):
+        put(tmp_path, name, "not a record")
+    assert [row["n"] for row in rows(tmp_path)] == [1, 2, 3]
+    assert [row["n"] for row in rows(tmp_path / "**" / "*.jsonl")] == [2, 3]
+    assert [row["n"] for row in rows(tmp_path, limit=2)] == [1, 2]
+
+
+def test_a_folder_of_texts_is_read_and_a_hidden_folder_above_does_not_matter(tmp_path):
+    put(tmp_path, ".cache/books/a.txt", "A")
+    put(tmp_path, ".cache/books/b.md", "B")
+    assert [row["text"] for row in rows(tmp_path / ".cache" / "books")] == ["A", "B"]
+
+
+BROKEN = {
+    "cut off": ("a.jsonl", '{"a": 1}\n{"a": \n{"a": 3}\n', r"a\.jsonl, line 2: not valid JSON at column \d+"),
+    "not an object": ("a.jsonl", '{"a": 1}\n"text"\n', r"a\.jsonl, line 2: expected an object.*found a text"),
+    "a number": ("a.jsonl", "5\n", r"a\.jsonl, line 1: expected an object.*found a number"),
+    "twins": ("a.jsonl", '{"a": 1, "a": 2}\n', r"a\.jsonl, line 1: .*`a` appears twice"),
+    "not UTF-8": ("a.jsonl", b'{"a": 1}\n{"a": "\xe9"}\n', r"a\.jsonl, line 2: byte 8 \(0xe9\) is not UTF-8"),
+    "UTF-16": ("a.jsonl", '{"a": 1}'.encode("utf-16"), r"a\.jsonl: the text is UTF-16"),
+    "half a character": ("a.jsonl", '{"a": "\\ud800"}\n', r"a\.jsonl, line 1: .*surrogate"),
+    "too deep": ("a.jsonl", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", r"a\.jsonl, line 1: .*nested"),
+    "array": ("a.json", '[\n{"a": 1},\n{"a": }\n]', r"a\.json, line 3: not valid JSON"),
+    "array of numbers": ("a.json", "[1, 2]", r"a\.json, record 1: expected an object"),
+    "scalar": ("a.json", "3", r"a\.json: holds a single number"),
+    "several lists": ("a.json", '{"x": [{"a": 1}], "y": [{"a": 1}]}', r"several lists of records \(x, y\)"),
+    "no records": ("a.json", "[]", r"a\.json: holds no records"),
+    "blank": ("a.jsonl", "\n \n", r"a\.jsonl: holds no records"),
+    "empty": ("a.jsonl", "", r"a\.jsonl: the file is empty"),
+    "header only": ("a.csv", "a,b\n", r"a\.csv: holds no records"),
+    "short row": ("a.csv", "a,b\n1,2\n3\n", r"a\.csv, line 3: 1 fields, but the header names 2"),
+    "open quote": ("a.csv", 'a,b\n1,2\n"3,4\n5,6\n', r"a\.csv, line 3: not valid CSV"),
+    "twin columns": ("a.csv", "a,a\n1,2\n", r"a\.csv, line 1: the column name `a`"),
+    "no parquet": ("a.parquet", "hello", r"a\.parquet: not a Parquet file"),
+    "unknown ending": ("a.xlsx", "x", r"a\.xlsx: cannot read files that end in `\.xlsx`; known are \.json"),
+    "cut gzip": ("a.jsonl.gz", gzip.compress(lines(ROWS * 1000).encode())[:-20], r"gz: .*damaged or cut short"),
+    "no gzip": ("a.jsonl.gz", lines(), r"gz: .*damaged or cut short"),
+    "cut zst": ("a.jsonl.zst", zstandard.compress(os.urandom(9000).hex().encode())[:-20], r"zst: .*cut short"),
+    "no zst": ("a.jsonl.zst", lines(), r"zst: .*damaged"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_cannot_be_read_is_one_sentence_with_its_place(name, tmp_path):
+    file, content, message = BROKEN[name]
+    path = put(tmp_path, file, content)
+    with pytest.raises(UserError, match=message) as caught:
+        rows(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_nan_is_nothing(tmp_path):
+    assert rows(put(tmp_path, "a.jsonl", '{"a": NaN, "b": -Infinity}')) == [{"a": None, "b": None}]
+
+
+def test_records_before_a_broken_line_are_still_given(tmp_path):
+    records = source.read(Dataset(path=put(tmp_path, "a.jsonl", '{"a": 1}\n{"a": \n')))
+    assert next(records).fields == {"a": 1}
+
+
+def test_a_missing_file_names_what_is_near(tmp_path):
+    near = put(tmp_path, "support.jsonl", lines())
+    with pytest.raises(UserError, match=r"suport\.jsonl: no such file or folder; did you mean .*support\.jsonl\?"):
+        rows(tmp_path / "suport.jsonl")
+    with pytest.raises(UserError, match="did you mean"):
+        rows(near.replace(".jsonl", ".json"))
+    with pytest.raises(UserError, match="no files there"):
+        rows(tmp_path / "*.csv")
+    put(tmp_path, "other/x.bin", "x")
+    with pytest.raises(UserError, match=r"only files that cannot be read \(`\.bin`\)"):
+        rows(tmp_path / "other")
+
+
+def test_the_fingerprint_follows_content_and_limit_but_not_the_name(tmp_path):
+    def fingerprint(path, **more):
+        return source.fingerprint(Dataset(path=str(path), **more))
+
+    a, b = put(tmp_path, "a.jsonl", lines()), put(tmp_path, "b.jsonl", lines())
+    assert fingerprint(a) == fingerprint(b)
+    assert fingerprint(a) != fingerprint(a, limit=1)
+    before = fingerprint(tmp_path)
+    put(tmp_path, "b.jsonl", lines(ROWS[:2]))
+    assert fingerprint(a) != fingerprint(b)
+    assert fingerprint(tmp_path) != before
+
+
+def test_memory_does_not_grow_with_a_jsonl_file(tmp_path):
+    path = put(tmp_path, "a.jsonl", lines([{"text": "x" * 1000}] * 5000))
+    tracemalloc.start()
+    for _ in source.read(Dataset(path=path)):
+        pass
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+def test_only_as_much_is_read_as_is_asked_for(tmp_path):
+    path = put(tmp_path, "a.jsonl", lines() + "broken")
+    assert len(rows(path, limit=3)) == 3
+    assert len(list(islice(source.read(Dataset(path=path)), 3))) == 3
+
+
+def test_a_hub_name_that_is_a_folder_here_is_not_looked_up(tmp_path, monkeypatch):
+    put(tmp_path, "org/data/a.jsonl", lines())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="say `path: org/data`"):
+        list(source.read(Dataset(hub="org/data")))
+
+
+def test_hub_data_sets_come_through_the_datasets_library(monkeypatch):
+    import datasets
+
+    made = datasets.Dataset.from_list(ROWS)
+    asked = []
+
+    def load(name, subset, split):
+        asked.append((name, subset, split))
+        if name == "org/none":
+            raise ConnectionError("Couldn't reach the hub\nwith details")
+        return made
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    source._load_hub_cached.cache_clear()
+    dataset = Dataset(hub="org/some", subset="en", split="test", limit=2)
+    assert [(str(r.origin), r.fields) for r in source.read(dataset)] == [
+        ("org/some, record 1", ROWS[0]),
+        ("org/some, record 2", ROWS[1]),
+    ]
+    assert source.fingerprint(dataset) != source.fingerprint(Dataset(hub="org/some", subset="en", split="test"))
+    assert asked == [("org/some", "en", "test")]
+    with pytest.raises(UserError, match=r"org/none .*Couldn't reach the hub; check the name and the connection"):
+        list(source.read(Dataset(hub="org/none")))
+    source._load_hub_cached.cache_clear()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    content=st.binary(max_size=200),
+    ending=st.sampled_from([".json", ".jsonl", ".csv", ".txt", ".jsonl.gz", ".parquet"]),
+)
+def test_any_bytes_give_records_or_a_sentence(content, ending, tmp_path_factory):
+    path = put(tmp_path_factory.mktemp("any"), "a" + ending, content)
+    said = ""
+    try:
+        assert all(isinstance(row, dict) for row in rows(path))
+    except UserError as error:
+        said = str(error)
+    assert "\n" not in said
