@@ -65,9 +65,7 @@ def test_a_hundred_thousand_documents_take_no_time():
     assert time.perf_counter() - start < 2  # measured 0.05 s; quadratic packing would take minutes
 
 
-@pytest.mark.parametrize(
-    ("lengths", "said"), [([3, 9], "document 1 has 9 tokens"), ([3, 0], "document 1 is empty")]
-)
+@pytest.mark.parametrize(("lengths", "said"), [([3, 9], "document 1 has 9 tokens"), ([3, 0], "document 1 is empty")])
 def test_documents_that_cannot_be_packed_are_named(lengths, said):
     with pytest.raises(ValueError, match=said):
         pack(np.array(lengths), 8)

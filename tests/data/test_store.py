@@ -80,7 +80,7 @@ def test_a_pool_of_processes_makes_the_same_bytes_as_one(cache, monkeypatch):
     monkeypatch.setattr(store_module, "PARALLEL_FROM", 100)
     monkeypatch.setattr(store_module, "CHUNK", 16)
     noticed, seen = [], []
-    built(1000, "pool", workers=2, notice=noticed.extend, progress=lambda title, done: seen.append(done))
+    built(1000, "pool", workers=2, notice=noticed.extend, progress=lambda title, done, total: seen.append(done))
     assert noticed == list(range(1, 1001))
     assert seen == [*range(16, 1000, 16), 1000]
     assert "TOKENIZERS_PARALLELISM" not in os.environ

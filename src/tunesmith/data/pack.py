@@ -21,9 +21,7 @@ def pack(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     if lengths.min() < 1:
         raise ValueError(f"document {lengths.argmin()} is empty; packing needs at least one token in each")
     if lengths.max() > capacity:
-        raise ValueError(
-            f"document {lengths.argmax()} has {lengths.max()} tokens; a sequence holds {capacity} at most"
-        )
+        raise ValueError(f"document {lengths.argmax()} has {lengths.max()} tokens; a sequence holds {capacity} at most")
     longest_first = np.argsort(-lengths, kind="stable")
     sequence_of = np.empty(len(lengths), dtype=np.int64)
     sequence_of[longest_first] = _best_fit(lengths[longest_first], capacity)

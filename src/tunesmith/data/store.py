@@ -41,8 +41,8 @@ PARALLEL_FROM = 2000
 CHUNK = 256
 """Records that travel to a worker at a time."""
 
-Progress = Callable[[str, int], None]
-"""Called with a data set's title and the number of its records tokenized so far."""
+Progress = Callable[[str, int, int | None], None]
+"""Told what is being done, how far it is, and out of how much (None: not known)."""
 Encode = Callable[[list[Record]], tuple[list[Example], Any]]
 """Records to examples (none, one or several each), in order, and what was noticed on the way."""
 TooLong = Literal["truncate", "split", "drop"]
@@ -191,7 +191,7 @@ def build(
             with _disk_errors(root):
                 writer.add(chunk)
             if progress:
-                progress(title, writer.records)
+                progress(f"Tokenizing {title}", writer.records, None)
         facts = {"format": format, "warnings": list(warnings())}
         if not writer.examples:
             raise UserError(f"{title}: its {writer.records} records hold no examples; check its path and format.")
