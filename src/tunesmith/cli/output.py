@@ -77,7 +77,7 @@ def readable_bytes(count: float) -> str:
 
 def _console(stderr: bool) -> Console:
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and "COLUMNS" not in console._environ:
+    if not console.is_terminal:
         console.width = PIPE_WIDTH
     return console
 
