@@ -448,7 +448,10 @@ def _as_dict(message: Message) -> dict[str, Any]:
 
 
 def _common_prefix(a: str, b: str) -> str:
+    """What both begin with, up to the end of a word or tag."""
     size = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    while size and a[size - 1] not in ">\n ":
+        size -= 1
     return a[:size]
 
 

@@ -75,7 +75,9 @@ def recognise(sample: Sequence[Record], dataset: Dataset) -> FormatName:
             f"the field {_missing(fields, name)}: it has {_names(fields)}."
         )
     known = "; ".join(f"{name}: {', '.join(' or '.join(names) for names in wanted)}" for name, wanted in WANTED.items())
-    raise UserError(f"{rows[0][1]}: the fields {_names(rows[0][0])} fit no known format ({known}){_suggestion(rows)}.")
+    raise UserError(
+        f"{rows[0][1]}: found {_names(rows[0][0])}, which fits no known format ({known}){_suggestion(rows)}."
+    )
 
 
 def convert(record: Record, format: FormatName, dataset: Dataset) -> Item:

@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import json
+import os
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tunesmith.config.schema import Dataset
+from tunesmith.data import formats, source
+from tunesmith.data.types import Completion, Conversation, Document, Message, Origin, Record, Tokens
+from tunesmith.errors import UserError
+
+PLAIN = Dataset(path="data.jsonl")
+SHARED = Path(os.environ.get("TUNESMITH_SHARED_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
+
+
+def record(fields, line=7) -> Record:
+    return Record(fields, Origin("data.jsonl", line))
+
+
+def converted(fields, dataset=PLAIN):
+    one = record(fields)
+    return formats.convert(one, formats.recognise([one], dataset), dataset)
+
+
+def turns(item) -> list[tuple[str, str]]:
+    assert isinstance(item, Conversation)
+    return [(message.role, message.content) for message in item.messages]
+
+
+HELLO = [("user", "Hi"), ("assistant", "Hello")]
+
+
+def test_messages_with_text_parts_and_other_names_of_roles():
+    for user, assistant in (("user", "assistant"), ("human", "gpt"), ("User", "model")):
+        for content in (str, lambda t: [{"type": "text", "text": t}], lambda t: [{"type": "text", "value": t}]):
+            fields = {
+                "messages": [{"role": user, "content": content("Hi")}, {"role": assistant, "content": content("Hello")}]
+            }
+            assert turns(converted(fields)) == HELLO
+
+
+def test_messages_as_json_text_in_a_table():
+    fields = {"messages": json.dumps([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])}
+    assert turns(converted(fields)) == HELLO
+
+
+def test_weights_of_messages():
+    answers = [{"weight": 0.5}, {"loss_weight": 0}, {"train": True}, {"train": False}, {"weight": None}, {}]
+    messages = [{"role": "user", "content": "Hi"}]
+    messages += [{"role": "assistant", "content": "x", **answer} for answer in answers]
+    assert [m.weight for m in converted({"messages": messages}).messages[1:]] == [0.5, 0.0, 1.0, 0.0, None, None]
+
+
+def test_sharegpt_with_system_tools_calls_and_results():
+    tool = {"name": "add", "parameters": {"type": "object"}}
+    item = converted(
+        {
+            "conversations": [
+                {"from": "human", "value": "Hi"},
+                {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+                {"from": "observation", "value": '{"sum": 4}'},
+                {"from": "gpt", "value": "four"},
+            ],
+            "system": "Be kind.",
+            "tools": json.dumps([tool]),
+        }
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    assert item == Conversation(
+        (
+            Message("system", "Be kind."),
+            Message("user", "Hi"),
+            Message("assistant", "", extra={"tool_calls": [call]}),
+            Message("tool", '{"sum": 4}'),
+            Message("assistant", "four"),
+        ),
+        ({"type": "function", "function": tool},),
+    )
+
+
+def test_tool_calls_in_all_the_ways_people_write_them():
+    expected = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]
+    ways = [
+        {"tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]},
+        {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}]},
+        {"tool_calls": [{"name": "add", "arguments": {"a": 2, "filled_by_parquet": None}}]},
+        {"tool_calls": json.dumps([{"name": "add", "arguments": {"a": 2}}])},
+        {"function_call": {"name": "add", "arguments": '{"a": 2}'}},
+        {"content": [{"type": "tool_call", "value": '{"name": "add", "arguments": {"a": 2}}'}]},
+    ]
+    for way in ways:
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, **way}]
+        assert converted({"messages": messages}).messages[1].extra == {"tool_calls": expected}, way
+
+
+def test_reasoning_is_kept_apart_under_one_name():
+    for way in (
+        {"content": "four", "reasoning_content": "two and two"},
+        {"content": "four", "thinking": "two and two"},
+        {"content": [{"type": "thinking", "thinking": "two and two"}, {"type": "text", "text": "four"}]},
+    ):
+        message = converted({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", **way}]}).messages[1]
+        assert message == Message("assistant", "four", extra={"reasoning_content": "two and two"})
+
+
+def test_alpaca_with_input_system_history_and_response():
+    assert turns(converted({"instruction": "Hi", "output": "Hello"})) == HELLO
+    assert turns(converted({"instruction": "Hi", "input": "", "response": "Hello"})) == HELLO
+    fields = {"instruction": "Add", "input": "2 2", "output": "4", "system": "Be kind.", "history": [["Hi", "Hello"]]}
+    assert turns(converted(fields)) == [
+        ("system", "Be kind."),
+        *HELLO,
+        ("user", "Add\n\n2 2"),
+        ("assistant", "4"),
+    ]
+
+
+def test_prompt_and_completion_as_texts_or_as_messages():
+    assert converted({"prompt": "2+2=", "completion": "4"}) == Completion("2+2=", "4")
+    assert converted({"prompt": "2+2=", "response": 4}) == Completion("2+2=", "4")
+    assert turns(converted({"prompt": "Hi", "completion": "Hello", "system": "Be kind."}))[0] == ("system", "Be kind.")
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    item = converted({"prompt": [*chat, chat[0]], "completion": [chat[1]]})
+    assert turns(item) == HELLO * 2
+    assert [m.weight for m in item.messages] == [None, 0.0, None, None]
+
+
+def test_question_and_answer_with_context_and_lists_of_answers():
+    assert turns(converted({"question": "Hi", "answer": "Hello"})) == HELLO
+    assert turns(converted({"question": "2+2?", "answer": 4}))[1] == ("assistant", "4")
+    squad = {"context": "It is late.", "question": "How late?", "answers": {"text": ["very"], "answer_start": [0]}}
+    assert turns(converted(squad)) == [("user", "It is late.\n\nHow late?"), ("assistant", "very")]
+
+
+def test_text_and_tokens():
+    assert converted({"text": "Once"}) == Document("Once")
+    assert converted({"input_ids": [1, 2]}) == Tokens((1, 2), (True, True))
+    padded = {"input_ids": [0, 1, 2, 0], "labels": [-100, -100, 2, -100], "attention_mask": [0, 1, 1, 0]}
+    assert converted(padded) == Tokens((1, 2), (False, True))
+
+
+def test_fields_rename_also_inside_messages():
+    dataset = Dataset(path="d", fields={"prompt": "query", "completion": "reply"})
+    assert converted({"query": "Hi", "reply": "Hello"}, dataset) == Completion("Hi", "Hello")
+    dataset = Dataset(path="d", fields={"messages": "dialog", "role": "who", "content": "says"})
+    dialog = [{"who": "user", "says": "Hi"}, {"who": "bot", "says": "Hello"}]
+    assert turns(converted({"dialog": dialog}, dataset)) == HELLO
+    swapped = Dataset(path="d", fields={"prompt": "completion", "completion": "prompt"})
+    assert converted({"prompt": "Hello", "completion": "Hi"}, swapped) == Completion("Hi", "Hello")
+
+
+def test_the_format_is_recognised_from_all_records_and_can_be_insisted_on():
+    both = {"prompt": "Hi", "completion": "Hello", "text": "Hi Hello"}
+    assert formats.recognise([record(both)], PLAIN) == "prompt_completion"
+    assert formats.recognise([record(both), record({"text": "x"})], PLAIN) == "text"
+    assert formats.recognise([record(both)], Dataset(path="d", format="text")) == "text"
+    with pytest.raises(UserError, match=r"line 2: 1 of the first 2 records are in the text format, but this one lacks"):
+        formats.recognise([record({"text": "x"}, 1), record({"body": "x"}, 2)], PLAIN)
+    with pytest.raises(UserError, match=r"`format: text` wants the field `text`, but the record has `query`, `reply`"):
+        formats.recognise([record({"query": "Hi", "reply": "x"})], Dataset(path="d", format="text"))
+
+
+SUGGESTED = [
+    ({"query": "Hi", "reply": "Hello"}, "{prompt: query, completion: reply}"),
+    ({"id": 3, "Problem": "2+2", "Solution": "4"}, "{prompt: Problem, completion: Solution}"),
+    ({"dialog": [{"role": "user", "content": "Hi"}]}, "{messages: dialog}"),
+    ({"dialog": [{"who": "user", "says": "Hi"}]}, "{messages: dialog, role: who, content: says}"),
+    ({"id": 1, "body": "Once upon"}, "{text: body}"),
+    ({"left": "Hi", "right": "Hello"}, "{prompt: left, completion: right}"),
+]
+
+
+@pytest.mark.parametrize(("fields", "mapping"), SUGGESTED)
+def test_unknown_fields_are_named_with_a_mapping_that_works(fields, mapping):
+    with pytest.raises(UserError) as caught:
+        formats.recognise([record(fields)], PLAIN)
+    message = str(caught.value)
+    assert message.startswith("data.jsonl, line 7: ")
+    assert f"say `fields: {mapping}`" in message
+    assert all(f"`{name}`" in message for name in fields)
+    wanted = dict(pair.split(": ") for pair in mapping.strip("{}").split(", "))
+    formats.recognise([record(fields)], Dataset(path="d", fields=wanted))
+
+
+def chat(*answers, **more):
+    return {"messages": [{"role": "user", "content": "Hi"}, *({"role": "assistant", **a} for a in answers)], **more}
+
+
+REFUSED = [
+    ({"question": "Hi", "answer": None}, "`answer` is null"),
+    ({"question": "Hi", "answer": ""}, "`answer` is empty"),
+    ({"question": "Hi", "answer": " \n"}, "`answer` is empty"),
+    ({"question": "Hi", "answer": True}, "`answer` must be text, found true/false"),
+    ({"question": "Hi", "answers": []}, "`answers` is null"),
+    ({"question": "Hi", "choices": ["a", "b"], "answer": 1}, "multiple-choice"),
+    ({"prompt": "Hi", "completion": {"a": 1}}, "has no `role`"),
+    ({"instruction": "", "output": "x"}, "`instruction` is empty"),
+    ({"instruction": "Hi", "output": "x", "history": ["Hi"]}, "`history` must be a list of"),
+    ({"text": ""}, "`text` is empty"),
+    ({"text": None}, "`text` must be text, found null"),
+    ({"messages": None}, "`messages` must be a list, found null"),
+    ({"messages": []}, "`messages` is empty"),
+    ({"messages": ["Hi"]}, "`messages` 1 is not an object"),
+    (chat(), "no assistant turn"),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, "no assistant turn of the conversation answers"),
+    (chat({"content": ""}), "`messages` 2 is an empty answer"),
+    (chat({"content": None}), "`messages` 2 is an empty answer"),
+    (chat({"content": "x", "weight": -1}), "`weight` of `messages` 2 must be a number from 0 up"),
+    (chat({"content": [{"type": "image", "url": "x"}]}), "part of type `image`; only text"),
+    (chat({"content": "", "tool_calls": "{"}), "tool call in `messages` 2 is not valid JSON"),
+    (chat({"content": "", "tool_calls": [{"arguments": {}}]}), "has no function `name`"),
+    (chat({"content": "x"}, tools="["), "`tools` is not valid JSON"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "unknown role `robot`; known are user"),
+    ({"prompt": "Hi", "chosen": "a", "rejected": "b"}, "preference data.*{prompt: prompt, completion: chosen}"),
+    (chat({"content": "x"}, label=True), "`label` is true or false.*preference data"),
+    ({"input_ids": [1, 2], "labels": [1]}, "2 `input_ids` but 1 `labels`"),
+    ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "differ at place 0.*shifted by one already"),
+    ({"input_ids": [1, 2], "labels": [-100, 5]}, "differ at place 1"),
+    ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "hides tokens in the middle"),
+    ({"input_ids": [1, "2"]}, "must be whole numbers, found '2'"),
+    ({"input_ids": []}, "`input_ids` is empty"),
+    ({"input_ids": [-1]}, "holds -1, which is no token id"),
+    ({}, "found no fields, which fits no known format"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED)
+def test_what_would_train_wrong_is_refused_with_its_place(fields, message):
+    with pytest.raises(UserError, match=message) as caught:
+        converted(fields)
+    assert str(caught.value).startswith("data.jsonl, line 7: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_mapping_offered_for_preferred_answers_works():
+    fields = {"conversations": [{"from": "human", "value": "Hi"}], "chosen": {"from": "gpt", "value": "Hello"}}
+    dataset = Dataset(path="d", fields={"prompt": "conversations", "completion": "chosen"})
+    assert turns(converted({**fields, "rejected": {}}, dataset)) == HELLO
+
+
+def test_a_mapping_that_cannot_be_is_named():
+    with pytest.raises(UserError, match="no format wants a field `promt`; did you mean `prompt`"):
+        formats.recognise([record({"q": "Hi"})], Dataset(path="d", fields={"promt": "q"}))
+    with pytest.raises(UserError, match="maps prompt to `q`, but the record has `question`"):
+        formats.recognise([record({"question": "Hi"})], Dataset(path="d", fields={"prompt": "q"}))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "from", "value", "type", "text", "name"]), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(
+    ["messages", "conversations", "instruction", "output", "prompt", "completion", "question", "answer", "text",
+     "input_ids", "labels", "attention_mask", "tools", "system", "history", "chosen", "rejected", "label", "x"]
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(fields=st.dictionaries(NAMES, VALUES, max_size=4), insisted=st.sampled_from([None, *formats.WANTED]))
+def test_any_record_is_converted_or_refused_in_a_sentence(fields, insisted):
+    said = ""
+    try:
+        converted(fields, Dataset(path="d", format=insisted))
+    except UserError as error:
+        said = str(error)
+    assert not said or said.startswith("data.jsonl, line 7: ")
+
+
+PUBLIC = {
+    "gsm8k_train.jsonl": "question_answer",
+    "lf_alpaca_en_demo.json": "alpaca",
+    "lf_v1_sft_demo.jsonl": "messages",
+    "lf_glaive_toolcall_en_demo.json": "sharegpt",
+    "fastchat_dummy_conversation.json": "sharegpt",
+    "lf_c4_demo.jsonl": "text",
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_data_as_people_publish_it(name):
+    if not (SHARED / name).exists():
+        pytest.skip("the shared data sets are not here")
+    dataset = Dataset(path=str(SHARED / name))
+    records = list(islice(source.read(dataset), 300))
+    assert formats.recognise(records, dataset) == PUBLIC[name]
+    for one in records:
+        formats.convert(one, PUBLIC[name], dataset)
