@@ -161,11 +161,12 @@ def test_missing_settings_are_named_with_what_they_are(fail):
         (b"\x7fELF\0\0\xff\xfe", "is a binary file"),
         (b"abc\0def", "is a binary file"),
         ("model: a\n\tdata: b\n", "run.yaml, line 2: indented with a tab"),
-        ("model: a: b\n", "run.yaml, line 1: a second `: ` on the line"),
-        ("model: a\ndata\nepochs: 1\n", "not `key: value`"),
-        ("model: [a\nepochs: 1\n", "run.yaml, line 2"),
-        ("model: 'a\n", "run.yaml, line 2"),
-        ("model: *.jsonl\n", "needs quotes"),
+        ("model: a: b\n", "run.yaml, line 1: a second `: ` in one value"),
+        ("model: a\ndata\nepochs: 1\n", "run.yaml, line 2: not `key: value`"),
+        ("epochs: 1\nmodel: [a\nepochs: 1\n", "run.yaml, line 2: a bracket is opened but not closed"),
+        ("model: 'a\nepochs: 1\n", "run.yaml, line 1: a quote is opened but never closed"),
+        ("model: *.jsonl\n", "a value that begins with * or & needs quotes"),
+        ('model: "C:\\data"\n', "a backslash in double quotes; use single quotes"),
         ("model: a\n---\nmodel: b\n", "a second document begins"),
         ("model: a\nmodel: b\ndata: c\n", "`model` is given twice (run.yaml, lines 1 and 2)"),
         (
@@ -180,7 +181,7 @@ def test_missing_settings_are_named_with_what_they_are(fail):
         (b"x" * (2 << 20), "larger than 1 MiB"),
         ("model: " + "9" * 5000 + "\ndata: a\n", "`model` is a number of more than 400 digits"),
     ],
-    ids=range(24),
+    ids=range(25),
 )
 def test_a_file_that_is_not_settings_is_told_so(fail, content, words):
     messages = fail(content)
@@ -206,6 +207,11 @@ def test_missing_files_and_folders(tmp_path):
         load(tmp_path)
     with pytest.raises(UserError, match="cannot be read"):
         load(Path("a\0b"))
+    with pytest.raises(UserError, match="does not exist; the settings file comes before key=value"):
+        load(tmp_path / "epochs=3")
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match="is a data file"):
+        load(tmp_path / "a.jsonl")
     with pytest.raises(UserError, match="cannot be read: File name too long"):
         load(tmp_path / ("x" * 300))
 
@@ -286,7 +292,7 @@ def test_a_wrong_override_is_told_so(fail, override, message):
 
 def test_an_override_with_broken_brackets_is_one_sentence(fail):
     (message,) = fail(GOOD, "eval=[a")
-    assert message.startswith("`eval=[a`: not valid YAML")
+    assert message.startswith("`eval=[a`: a bracket is opened but not closed")
     assert message.endswith("(command line)")
 
 

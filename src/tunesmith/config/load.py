@@ -107,12 +107,17 @@ def _read(path: Path) -> str:
     except IsADirectoryError:
         raise UserError(f"{path} is a folder; name the settings file in it, such as {path / 'run.yaml'}") from None
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist; `tunesmith init {path}` writes one") from None
+        advice = (
+            "the settings file comes before key=value" if "=" in path.name else f"`tunesmith init {path}` writes one"
+        )
+        raise UserError(f"{path} does not exist; {advice}") from None
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or str(problem)
         raise UserError(f"{_plain(str(path))} cannot be read: {reason}") from None
     if len(content) > LARGEST_FILE:
         raise UserError(f"{path} is larger than 1 MiB, which no settings file is; is it a data file?")
+    if path.suffix.lower() in (".jsonl", ".csv", ".tsv", ".parquet"):
+        raise UserError(f"{path} is a data file; `tunesmith init --data {path}` writes a settings file for it")
     encoding = "utf-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
     try:
         text = content.decode(encoding)
@@ -144,7 +149,10 @@ def _compose(text: str, source: str) -> yaml.Node | None:
         loader = _Loader(text)  # looks for characters that YAML forbids
         return loader.get_single_node()
     except yaml.MarkedYAMLError as problem:
-        mark = problem.problem_mark or problem.context_mark
+        began = re.search(
+            "simple key|quoted scalar|flow", problem.context or ""
+        )  # there is the mistake, not at its end
+        mark = (problem.context_mark if began else None) or problem.problem_mark or problem.context_mark
         place = f"{source}, line {mark.line + 1}" if mark else source
         raise UserError(f"{place}: {_yaml_problem(problem)}") from None
     except yaml.reader.ReaderError as problem:
@@ -164,22 +172,17 @@ def _yaml_problem(problem: yaml.MarkedYAMLError) -> str:
     for pattern, advice in (
         (r"character '\\t'", "indented with a tab; YAML wants spaces"),
         (
-            r"mapping values are not allowed",
-            "a second `: ` on the line; put the value in quotes if it holds one",
+            "mapping values are not",
+            "a second `: ` in one value; quote it, or put a space after the `:` of the line before",
         ),
-        (r"could not find expected ':'", "not `key: value`; is the `:` or a space after it missing?"),
-        (r"expected <block end>", "indented unlike the lines above it, or a bracket or quote is not closed"),
-        (
-            r"but found another document|expected a single document",
-            "a second document begins; settings are one",
-        ),
-        (r"character '@'|character '`'|character '%'", "a value that begins with @, ` or % needs quotes"),
-        (
-            r"unexpected end of stream|found unexpected document",
-            "a quote or bracket is opened but never closed",
-        ),
-        (r"expected alphabetic", "a value that begins with * or & needs quotes"),
-        (r"found undefined alias", f"{text}; a value that begins with * needs quotes"),
+        ("could not find expected ':'", "not `key: value`; is the `:` or the space after it missing?"),
+        ("expected <block end>", "indented unlike the lines above it, or a bracket or quote is not closed"),
+        ("another document|single document", "a second document begins; settings are one"),
+        ("character '[@`%]'", "a value that begins with @, ` or % needs quotes"),
+        ("unexpected end of stream|unexpected document", "a quote is opened but never closed"),
+        (r"expected ',' or '[]}]'", "a bracket is opened but not closed, or a comma is missing"),
+        ("unknown escape character", "a backslash in double quotes; use single quotes"),
+        ("expected alphabetic|undefined alias", "a value that begins with * or & needs quotes"),
     ):
         if re.search(pattern, text):
             return advice
