@@ -115,3 +115,15 @@ def test_a_machine_that_cannot_be_looked_at_is_left_out(monkeypatch):
 def test_little_disk_space_is_a_problem(monkeypatch):
     monkeypatch.setattr(doctor, "LITTLE_DISK", 1 << 62)
     assert "free for this folder" in run().output
+
+
+def test_a_source_tree_that_is_not_installed_is_examined_too(monkeypatch):
+    def requires(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor.metadata, "requires", requires)
+    without(monkeypatch, datasets=None)
+    report = json.loads(run("--json").stdout)
+    assert "torch" in {package["name"] for package in report["packages"]}
+    assert any("versions wanted are not known" in problem["what"] for problem in report["problems"])
+    assert any(problem["fix"] == "pip install 'datasets'" for problem in report["problems"])

@@ -100,26 +100,16 @@ def _driver() -> str | None:
 def _packages(problems: list[dict[str, Any]]) -> list[dict[str, Any]]:
     wanted = _requirements(problems)
     rows = []
-    for name in dict.fromkeys([*(name for name in SHOWN if name in wanted), *wanted, *OPTIONAL]):
-        version, specifier = _version(name), wanted.get(name)
+    for name in dict.fromkeys([*SHOWN, *wanted]):
+        version, specifier, required = _version(name), wanted.get(name, ""), name not in OPTIONAL
         state = "ok" if version else "missing"
-        if specifier is not None:
-            if version is None:
-                problems.append(_problem(f"{name} is missing", f"pip install '{name}{specifier}'", True))
-            elif not specifier.contains(version, prereleases=True):
-                state = "does not fit"
-                problems.append(
-                    _problem(f"{name} {version} is not {specifier}", f"pip install '{name}{specifier}'", True)
-                )
-        rows.append(
-            {
-                "name": name,
-                "version": version,
-                "wanted": None if specifier is None else str(specifier),
-                "required": specifier is not None,
-                "state": state,
-            }
-        )
+        if version and specifier and not specifier.contains(version, prereleases=True):
+            state = "does not fit"
+        if required and state != "ok":
+            what = f"{name} is missing" if version is None else f"{name} {version} is not {specifier}"
+            problems.append(_problem(what, f"pip install '{name}{specifier}'", True))
+        row = {"name": name, "version": version, "wanted": str(specifier) or None, "required": required, "state": state}
+        rows.append(row)
     return rows
 
 
