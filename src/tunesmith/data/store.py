@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -152,7 +152,7 @@ def cache_folder() -> Path:
 def stored(key: str) -> Whole | None:
     """The whole examples kept under this key; None when there are none or they are damaged."""
     folder = cache_folder() / key
-    if not folder.exists():
+    if not os.path.exists(folder):  # Path.exists raises where a parent may not be read
         return None
     try:
         return _open(folder)
@@ -560,25 +560,31 @@ def _column(folder: Path, name: str, dtype: np.dtype, shape: tuple[int, ...], ma
 
 
 def _install(partial_folder: Path, folder: Path) -> None:
-    try:
-        partial_folder.rename(folder)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
+    while True:
+        try:
+            partial_folder.rename(folder)
+            break
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
         try:
             _open(folder)  # another process was faster; what it made is the same
+            break
         except _Damaged:
-            folder.rename(Path(tempfile.mkdtemp(prefix="partial-", dir=folder.parent)) / "damaged")
-            partial_folder.rename(folder)
+            aside = Path(tempfile.mkdtemp(prefix="partial-", dir=folder.parent))
+            with suppress(FileNotFoundError):
+                folder.rename(aside / "damaged")
+            shutil.rmtree(aside, ignore_errors=True)
     _sync_folder(folder.parent)
 
 
 def _remove_abandoned(root: Path) -> None:
     """What killed processes left behind; a living one writes more often than once a day."""
     for folder in root.glob("partial-*"):
-        newest = max((p.stat().st_mtime for p in [folder, *folder.glob("*")] if p.exists()), default=0)
-        if newest < time.time() - 86400 or (folder / "damaged").exists():
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            newest = max(path.stat().st_mtime for path in [folder, *folder.glob("*")])
+            if newest < time.time() - 86400:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _path(folder: Path, name: str) -> Path:
