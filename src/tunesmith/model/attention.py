@@ -105,19 +105,20 @@ def _variable_length_parameters() -> frozenset[str]:
 
 
 def _by_document(query, key, value, boundaries, scale, window, softcap, dropout) -> torch.Tensor:
+    lengths = [end - start for start, end in itertools.pairwise(boundaries)]
     outputs = []
-    for start, end in itertools.pairwise(boundaries):
-        q, k, v = (tensor[:, :, start:end] for tensor in (query, key, value))
+    # Split, not sliced: the gradient of a split is one concatenation, that of a slice a full-size tensor of zeros.
+    for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True):
         if softcap is not None:
             outputs.append(_soft_capped(q, k, v, scale, window, softcap, dropout))
             continue
-        is_windowed = window is not None and end - start > window
+        is_windowed = window is not None and q.shape[2] > window
         outputs.append(
             F.scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=_window_mask(end - start, window, q.device) if is_windowed else None,
+                attn_mask=_window_mask(q.shape[2], window, q.device) if is_windowed else None,
                 dropout_p=dropout,
                 is_causal=not is_windowed,
                 scale=scale,

@@ -106,12 +106,13 @@ def _gpus() -> tuple[Gpu, ...]:
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             name = pynvml.nvmlDeviceGetName(handle)
+            major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
             found.append(
                 Gpu(
                     name=name.decode() if isinstance(name, bytes) else name,
                     memory=int(memory.total),
                     free=int(memory.free),
-                    capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+                    capability=(int(major), int(minor)),
                 )
             )
         return tuple(found)

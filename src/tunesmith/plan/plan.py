@@ -65,6 +65,8 @@ class Memory(Part):
 class Plan(Part):
     version: Literal[1] = 1
     device: Device
+    threads: Positive
+    """Threads of the processor; on a CPU the last bits of a sum depend on it."""
     mesh: Mesh = Mesh()
     precision: Precision
     """Arithmetic of the forward and backward pass, and how the model's weights are held."""

@@ -54,6 +54,7 @@ def make_plan(run: Run, facts: ModelFacts, hardware: Hardware) -> Plan:
     micro, recompute, memory = _micro_batch(run, facts, device, precision, sequence_length, sequences, limit, decide)
     return Plan(
         device=device,
+        threads=hardware.cores,
         mesh=Mesh(),
         precision=precision,
         master_weights=master,
@@ -176,8 +177,8 @@ def _micro_batch(
     decide(
         "recomputation",
         "all layers",
-        f"even so, a rough estimate of {_gib(smallest.total)} is above the {_gib(limit)} that may be used: it may run out "
-        "of memory; a shorter sequence_length or method: lora needs less",
+        f"even so, a rough estimate of {_gib(smallest.total)} is above the {_gib(limit)} that may be used: it may run "
+        "out of memory; a shorter sequence_length or method: lora needs less",
     )
     return 1, "all", smallest
 

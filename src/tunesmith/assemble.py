@@ -1,0 +1,212 @@
+"""Run + Plan -> Job: the one place where every package meets."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+from tunesmith import __version__
+from tunesmith.checkpoint import run_folder
+from tunesmith.checkpoint.store import CheckpointStore
+from tunesmith.config.schema import Run
+from tunesmith.data.loader import Loader
+from tunesmith.data.prepare import Prepared, prepare
+from tunesmith.errors import UserError
+from tunesmith.evaluate.loss import HeldOut, held_out_losses, overall
+from tunesmith.infer.open import open_run
+from tunesmith.model import attention, load, lora
+from tunesmith.model.forward import settle
+from tunesmith.model.save import write_adapter, write_model
+from tunesmith.optim.build import Optimizer
+from tunesmith.plan.facts import from_config
+from tunesmith.plan.hardware import Hardware, probe
+from tunesmith.plan.plan import Plan
+from tunesmith.plan.search import make_plan
+from tunesmith.train.events import Evaluation
+from tunesmith.train.job import Job
+
+Progress = Callable[[str, int, int | None], None]
+"""Told what is being done, how far it is, and out of how much (None: not known)."""
+
+
+def plan_run(run: Run, hardware: Hardware | None = None) -> Plan:
+    """The plan for a run on this machine (or the hardware given). Reads the model's config, not its weights."""
+    return make_plan(run, from_config(load.load_config(run).to_dict()), hardware or probe())
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known before the weights are loaded: enough to find every mistake in settings and data."""
+
+    run: Run
+    plan: Plan
+    data: Prepared
+    identity: run_folder.Identity
+    checkpoints: CheckpointStore
+    resume_from: CheckpointStore
+
+
+def prepare_run(
+    run: Run,
+    *,
+    plan: Plan | None = None,
+    accept_changes: bool = False,
+    warn: Callable[[str], None],
+    progress: Progress | None = None,
+) -> Setting:
+    """Everything up to the weights: plan, tokens, and whether the run folder may be continued.
+
+    The folder must be locked. A run that is continued keeps the plan it was started with, since the last bits of its
+    losses depend on how steps are cut into micro-batches.
+    """
+    folder = Path(run.output)
+    before = run_folder.read_identity(folder)
+    chosen = plan or (run_folder.read_plan(folder) if before else None)
+    if chosen is None or (chosen.device == "cuda" and not torch.cuda.is_available()):
+        chosen = plan_run(run)
+    data = _prepare_data(run, chosen, progress)
+    identity = run_folder.identify(run, data=data.fingerprint, model=load.model_fingerprint(run))
+    if before is not None and before.lineage != identity.lineage and not accept_changes:
+        changes = "; ".join(run_folder.differences(before, identity))
+        raise UserError(
+            f"The run in {folder} was started differently: {changes}. Put it back, choose another output, or go on with "
+            "the changes by `tunesmith train --accept-changes`."
+        )
+    if before is not None and before.lineage != identity.lineage and plan is None:
+        chosen = plan_run(run)
+
+    def store(lineage: str) -> CheckpointStore:
+        return CheckpointStore(folder / "checkpoints", lineage, keep=run.keep, warn=warn)
+
+    checkpoints = store(identity.lineage)
+    resume_from = checkpoints
+    if before is not None and before.lineage != identity.lineage and checkpoints.latest() is None:
+        resume_from = store(before.lineage)
+    run_folder.write_plan(folder, chosen)
+    run_folder.write_identity(folder, identity)
+    return Setting(run, chosen, data, identity, checkpoints, resume_from)
+
+
+def assemble(setting: Setting) -> Job:
+    """Load the model, make it trainable, and put the job together."""
+    run, plan = setting.run, setting.plan
+    device = torch.device(plan.device)
+    make_reproducible(plan)
+    attention.register()
+    model = load.load_model(run, dtype=plan.precision, device=plan.device)
+    model.config.use_cache = False
+    calling, note = settle(model, vocabulary=load.vocabulary_size(model.config))
+    if run.method == "lora":
+        lora.attach(model, run.lora, seed=run.seed)
+    else:
+        model.requires_grad_(True)
+    if plan.recompute == "all":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = Optimizer(model.named_parameters(), run, master_weights=plan.master_weights)
+    loader = Loader(
+        setting.data.train,
+        [dataset.weight for dataset in run.data],
+        seed=run.seed,
+        sequence_length=plan.sequence_length,
+        sequences_per_step=plan.sequences_per_step,
+        epochs=run.epochs,
+        steps=run.steps,
+        micro_batch=plan.micro_batch,
+        ranks=plan.mesh.data_ranks,
+        pin=plan.device == "cuda",
+    )
+    folder = Path(run.output)
+
+    def evaluate(step: int) -> Evaluation:
+        began = time.monotonic()
+        results = held_out_losses(
+            model,
+            calling,
+            setting.data.evals,
+            device=device,
+            sequence_length=plan.sequence_length,
+            micro_batch=plan.micro_batch,
+        )
+        return Evaluation(
+            step=step,
+            loss=overall(results),
+            losses={result.title: result.loss for result in results},
+            target_tokens=sum(result.target_tokens for result in results),
+            seconds=round(time.monotonic() - began, 3),
+        )
+
+    def write_result() -> Path:
+        if run.method == "lora":
+            return write_adapter(model, run, folder / "adapter")
+        return write_model(model, load.load_tokenizer(run), folder / "model")
+
+    return Job(
+        run=run,
+        plan=plan,
+        folder=folder,
+        device=device,
+        model=model,
+        calling=calling,
+        loader=loader,
+        titles=tuple(store.title for store in setting.data.train),
+        optimizer=optimizer,
+        checkpoints=setting.checkpoints,
+        resume_from=setting.resume_from,
+        evaluate=evaluate if setting.data.evals else None,
+        write_result=write_result,
+        warnings=(*setting.data.warnings, *([note] if note else [])),
+    )
+
+
+def evaluate_run(
+    folder: Path, run: Run, *, with_base: bool = False, progress: Progress | None = None
+) -> tuple[list[HeldOut] | None, list[HeldOut], int | None]:
+    """Held-out losses of the run in `folder` on `run.eval`: before training if asked for, after it, and the
+    checkpoint's step where the run is not finished."""
+    plan = run_folder.read_plan(folder) or plan_run(run)
+    stores = _prepare_data(run.model_copy(update={"data": run.eval, "eval": []}), plan, progress).train
+    make_reproducible(plan)
+    attention.register()
+
+    def measure(model: torch.nn.Module) -> list[HeldOut]:
+        calling, _ = settle(model, vocabulary=load.vocabulary_size(model.config))
+        device = next(model.parameters()).device
+        return held_out_losses(model, calling, stores, device=device, sequence_length=plan.sequence_length)
+
+    before = None
+    if with_base:
+        before = measure(load.load_model(run, dtype=plan.precision, device=plan.device))
+    opened = open_run(folder)
+    return before, measure(opened.model), opened.step
+
+
+def versions() -> dict[str, str]:
+    return {"tunesmith": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def make_reproducible(plan: Plan) -> None:
+    """The same numbers every time: always on a CPU, on a GPU when the plan says so."""
+    if torch.get_num_threads() != plan.threads and plan.device == "cpu":
+        torch.set_num_threads(plan.threads)
+    if plan.deterministic and plan.device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def _prepare_data(run: Run, plan: Plan, progress: Progress | None) -> Prepared:
+    config = load.load_config(run)
+    tokenizer = load.load_tokenizer(run)
+    settled = run.model_copy(update={"sequence_length": plan.sequence_length})
+    with suppress(AttributeError):
+        tokenizer.model_max_length = int(1e30)  # our own guard counts and reports lengths
+    return prepare(
+        settled, tokenizer, load.vocabulary_size(config), max_length=load.max_positions(config), progress=progress
+    )

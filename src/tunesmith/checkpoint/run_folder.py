@@ -1,0 +1,155 @@
+"""The folder of a run: what it was started with, whether it may be continued, and what came of it.
+
+runs/NAME/  run.json       settings and fingerprints this run was started with
+            plan.json      how it is done
+            events.jsonl   what happened
+            checkpoints/   to continue from
+            adapter/       or model/: the trained weights
+            summary.json   written last: the run is finished
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunesmith.checkpoint.files import write_atomic
+from tunesmith.config.schema import Run
+from tunesmith.errors import UserError
+from tunesmith.plan.plan import Plan
+
+FREE_SETTINGS = frozenset(
+    {
+        "eval",
+        "eval_every",
+        "save_every",
+        "keep",
+        "max_minutes",
+        "output",
+        "device",
+        "deterministic",
+        "trust_remote_code",
+    }
+)
+"""Settings that may change between sittings of a run: none of them touches what the steps compute."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """All that determines the course of a run."""
+
+    settings: dict[str, Any]
+    data: str
+    """Fingerprint of the tokenized training data."""
+    model: str
+    """Fingerprint of the weights it starts from."""
+
+    @property
+    def lineage(self) -> str:
+        text = json.dumps([self.course, self.data, self.model], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @property
+    def course(self) -> dict[str, Any]:
+        """The settings that matter for the course. Data are known by their content, not by where they lie."""
+        kept = {key: value for key, value in self.settings.items() if key not in FREE_SETTINGS | {"data", "model"}}
+        if self.settings.get("method") != "lora":
+            kept.pop("lora", None)
+        return kept
+
+
+def identify(run: Run, *, data: str, model: str) -> Identity:
+    return Identity(run.model_dump(mode="json"), data, model)
+
+
+def differences(before: Identity, now: Identity) -> list[str]:
+    """What a continued run would do differently, one phrase each."""
+    old, new = _flat(before.course), _flat(now.course)
+    found = [
+        f"{key} was {_shown(old.get(key))} and is now {_shown(new.get(key))}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+    if before.data != now.data:
+        found.append("the training data are not the same")
+    if before.model != now.model:
+        found.append("the model's weights are not the same")
+    return found
+
+
+def read_identity(folder: Path) -> Identity | None:
+    content = _read_json(folder / "run.json")
+    if content is None:
+        return None
+    try:
+        return Identity(content["settings"], content["data"], content["model"])
+    except (KeyError, TypeError) as error:
+        raise UserError(
+            f"{folder / 'run.json'} is damaged: {error} is missing; choose another output folder."
+        ) from error
+
+
+def write_identity(folder: Path, identity: Identity) -> None:
+    content = {"settings": identity.settings, "data": identity.data, "model": identity.model}
+    _write_json(folder / "run.json", content)
+
+
+def read_run(folder: Path) -> Run:
+    """The settings of the run in `folder`, for what comes after training."""
+    identity = read_identity(folder)
+    if identity is None:
+        raise UserError(f"{folder} holds no run (there is no run.json); give the output folder of a run.")
+    return Run.model_validate(identity.settings)
+
+
+def read_plan(folder: Path) -> Plan | None:
+    content = _read_json(folder / "plan.json")
+    if content is None:
+        return None
+    try:
+        return Plan.model_validate(content)
+    except ValueError as error:
+        raise UserError(f"{folder / 'plan.json'} is not a plan: {str(error).splitlines()[0]}.") from error
+
+
+def write_plan(folder: Path, plan: Plan) -> None:
+    _write_json(folder / "plan.json", plan.model_dump(mode="json"))
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    return _read_json(folder / "summary.json")
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    _write_json(folder / "summary.json", summary)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}; repair it or choose another output folder.") from error
+
+
+def _write_json(path: Path, content: Any) -> None:
+    write_atomic(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+
+
+def _flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value)

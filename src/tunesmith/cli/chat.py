@@ -1,0 +1,62 @@
+"""`tunesmith chat`: talk to a trained run in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    prompt: Annotated[str | None, typer.Option(help="Ask this one thing, print the answer and end.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message to begin with.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, max=5.0, help="0 takes the likeliest token.")] = 0.7,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+) -> None:
+    """Talk to the model of a run. An empty line or Ctrl-D ends, Ctrl-C stops an answer, /new starts over."""
+    from tunesmith.cli import output
+    from tunesmith.infer.generate import stream
+    from tunesmith.infer.open import open_run
+
+    opened = open_run(folder)
+    if opened.step is not None:
+        output.note(f"The run is not finished; this is its checkpoint of step {opened.step}.")
+    beginning = [{"role": "system", "content": system}] if system else []
+    turns = list(beginning)
+
+    def answer() -> str:
+        pieces = stream(opened.model, opened.tokenizer, turns, max_new_tokens=max_tokens, temperature=temperature)
+        said = []
+        try:
+            for piece in pieces:
+                said.append(piece)
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            if prompt is not None:
+                raise
+        finally:
+            pieces.close()
+        sys.stdout.write("\n")
+        return "".join(said)
+
+    if prompt is not None:
+        turns.append({"role": "user", "content": prompt})
+        answer()
+        return
+    output.note("An empty line or Ctrl-D ends, Ctrl-C stops an answer, /new starts over.")
+    while True:
+        try:
+            question = input("you> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            break
+        if not question:
+            break
+        if question == "/new":
+            turns = list(beginning)
+            continue
+        turns.append({"role": "user", "content": question})
+        turns.append({"role": "assistant", "content": answer()})

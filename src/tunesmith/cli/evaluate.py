@@ -1,0 +1,55 @@
+"""`tunesmith eval`: held-out loss of a trained run, by data set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    data: Annotated[
+        list[str] | None, typer.Option("--data", help="Evaluate on these files instead of the run's own `eval`.")
+    ] = None,
+    base: Annotated[bool, typer.Option("--base", help="Also measure the model as it was before training.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure the held-out loss of a run's model, for each data set."""
+    import math
+
+    from tunesmith.checkpoint.run_folder import read_run
+    from tunesmith.cli import output
+    from tunesmith.config.schema import Dataset
+    from tunesmith.errors import UserError
+
+    run = read_run(folder)
+    if data:
+        run = run.model_copy(update={"eval": [Dataset(path=path) for path in data]})
+    if not run.eval:
+        raise UserError(f"The run in {folder} has no held-out data; name some with --data FILE.")
+    from tunesmith.assemble import evaluate_run
+
+    before, after, step = evaluate_run(folder, run, with_base=base)
+    rows = []
+    for index, result in enumerate(after):
+        first = before[index].loss if before else None
+        rows.append({"data": result.title, "before": first, "loss": result.loss, "target_tokens": result.target_tokens})
+    if as_json:
+        output.print_json({"run": str(folder), "checkpoint_step": step, "results": rows})
+        return
+    if step is not None:
+        output.note(f"The run is not finished; this is its checkpoint of step {step}.")
+    shown = [
+        (
+            row["data"],
+            *([f"{row['before']:.4f}"] if base else []),
+            f"{row['loss']:.4f}",
+            f"{math.exp(min(row['loss'], 50)):.3f}",
+            f"{row['target_tokens']:,.0f}",
+        )
+        for row in rows
+    ]
+    columns = ("data", *(["before"] if base else []), "loss", "perplexity", "target tokens")
+    output.say(output.table(columns, shown, right=columns[1:]))

@@ -1,0 +1,31 @@
+"""`tunesmith merge`: the adapter into the base, proved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    to: Annotated[Path, typer.Option("--to", help="New folder for the merged model.")],
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16; the base model's own when left out.")
+    ] = None,
+) -> None:
+    """Merge a run's adapter into its base model, and check that the result does the same."""
+    from tunesmith.cli import output
+    from tunesmith.errors import UserError
+
+    if precision not in (None, "fp32", "bf16", "fp16"):
+        raise UserError(f"--precision is {precision}; it can be fp32, bf16 or fp16.")
+    from tunesmith.infer.merge import merge_run
+
+    merged = merge_run(folder, to, precision=precision)
+    output.say(f"Merged {merged.adapters} adapters into {merged.folder} ({merged.precision}).")
+    output.say(
+        f"Proved on the files written: logits differ from base + adapter by {merged.difference:.1e} "
+        f"(the adapter itself changes them by {merged.effect:.1e})."
+    )

@@ -1,0 +1,56 @@
+"""Held-out loss, by data set, in bounded memory: one micro-batch at a time, logits in chunks, no gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tunesmith.data.loader import evaluation_batches
+from tunesmith.data.store import TokenStore
+from tunesmith.model.forward import Calling, to_device, token_losses
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Loss of one data set: the weighted mean over its target tokens."""
+
+    title: str
+    loss: float
+    target_tokens: float
+
+
+@torch.no_grad()
+def held_out_losses(
+    model: nn.Module,
+    calling: Calling,
+    stores: Sequence[TokenStore],
+    *,
+    device: torch.device,
+    sequence_length: int,
+    micro_batch: int = 1,
+    progress: Callable[[str, int], None] | None = None,
+) -> list[HeldOut]:
+    """The model must be in evaluation mode. `progress` is told the data set and the documents done."""
+    assert not model.training
+    results = []
+    for store in stores:
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        weight = 0.0
+        done = 0
+        for batch in evaluation_batches(store, sequence_length=sequence_length, micro_batch=micro_batch):
+            total += token_losses(model, to_device(batch, device), calling)[0].double()
+            weight += batch.weights.double().sum().item()
+            done += len(batch.origins)
+            if progress:
+                progress(store.title, done)
+        results.append(HeldOut(store.title, total.item() / weight if weight else float("nan"), weight))
+    return results
+
+
+def overall(results: Sequence[HeldOut]) -> float:
+    """Loss over all target tokens of all data sets."""
+    weight = sum(result.target_tokens for result in results)
+    return sum(result.loss * result.target_tokens for result in results) / weight

@@ -1,0 +1,113 @@
+"""Adapter into base, then proof: the merged model, read back from disk, gives what base and adapter give together.
+
+"More than rounding" is measured. The reference is base plus adapter in fp32. A merged file in the base's precision
+rounds each weight once; its logits may differ from the reference by what that precision explains, and by far less
+than the adapter itself changes them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tunesmith.checkpoint.run_folder import read_run
+from tunesmith.errors import UserError
+from tunesmith.infer.open import open_run, tokenizer_of
+from tunesmith.model import load, lora
+from tunesmith.model.save import write_model
+
+TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 4e-3}
+"""Largest relative difference of logits that rounding the weights once explains."""
+EFFECT_SHARE = 0.5
+"""And it must stay below this share of what the adapter changes."""
+TRIAL_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Merged:
+    folder: Path
+    adapters: int
+    precision: str
+    difference: float
+    """Of the merged model's logits from those of base and adapter, relative to their size."""
+    effect: float
+    """Of the adapter: how far it moves the logits, measured in the same way."""
+
+
+def merge_run(folder: Path, to: Path, *, precision: str | None = None) -> Merged:
+    """Write base + adapter of the run in `folder` as one model folder, and prove it. Fails without leaving a model.
+
+    The merged weights have the base's precision unless told otherwise.
+    """
+    run = read_run(folder)
+    if run.method != "lora":
+        raise UserError(f"{folder} was trained with method: {run.method}; its model folder needs no merging.")
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"{to} exists and is not empty; give a new folder.")
+    opened = open_run(folder, precision="fp32")
+    dtype = precision or _stored_precision(run)
+    tokens = _trial(opened.model, opened.device)
+    expected = _logits(opened.model, tokens)
+    base = _logits_without_adapters(opened.model, tokens)
+    adapters = lora.merge(opened.model)
+    opened.model.to(getattr(torch, load.DTYPES[dtype]))
+    to.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
+    try:
+        write_model(opened.model, tokenizer_of(run), partial / "model")
+        written = run.model_copy(update={"model": str(partial / "model")})
+        found = _logits(load.load_model(written, dtype="fp32", device=opened.device.type), tokens)
+        difference, effect = _distance(found, expected), _distance(base, expected)
+        if not difference <= TOLERANCE[dtype] or (effect > TOLERANCE[dtype] and difference > EFFECT_SHARE * effect):
+            raise UserError(
+                f"The merged model does not do what base and adapter do: its logits differ by {difference:.2g}, more than "
+                f"rounding to {dtype} explains ({TOLERANCE[dtype]:g}; the adapter's own effect is {effect:.2g}). Nothing "
+                "was written; merge with --precision fp32, or keep the adapter apart."
+            )
+        if to.exists():
+            to.rmdir()
+        (partial / "model").rename(to)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Merged(to, adapters, dtype, difference, effect)
+
+
+def _stored_precision(run) -> str:
+    """What the base's files are in; fp32 where they do not say."""
+    dtype = getattr(load.load_config(run), "dtype", None)
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
+
+
+def _trial(model: nn.Module, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = load.vocabulary_size(model.config)
+    length = min(TRIAL_TOKENS, load.max_positions(model.config) or TRIAL_TOKENS)
+    return torch.randint(vocabulary, (2, length), generator=generator).to(device)
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=tokens, use_cache=False).logits.float()
+
+
+def _logits_without_adapters(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    found = lora.adapters(model)
+    scales = {name: adapter.scale for name, adapter in found.items()}
+    for adapter in found.values():
+        adapter.scale = 0.0
+    try:
+        return _logits(model, tokens)
+    finally:
+        for name, adapter in found.items():
+            adapter.scale = scales[name]
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative to the spread of the logits of each position, since only their differences matter."""
+    found, expected = found - found.mean(-1, keepdim=True), expected - expected.mean(-1, keepdim=True)
+    return ((found - expected).norm() / expected.norm()).item()

@@ -1,0 +1,75 @@
+"""A run's trained model, from its folder: what comes after training reads files, never the trainer's memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tunesmith.checkpoint.run_folder import read_identity, read_plan, read_run
+from tunesmith.checkpoint.store import CheckpointStore
+from tunesmith.config.schema import Run
+from tunesmith.errors import UserError
+from tunesmith.model import load, lora
+from tunesmith.plan.plan import Device, Precision
+
+
+@dataclass(frozen=True)
+class Opened:
+    run: Run
+    model: nn.Module
+    tokenizer: object
+    device: torch.device
+    step: int | None
+    """The checkpoint it was taken from; None for the finished result."""
+
+
+def open_run(folder: Path, *, precision: Precision | None = None, device: Device | None = None) -> Opened:
+    """The trained model of a run, or of its newest checkpoint while it is not finished; adapters are attached."""
+    run = read_run(folder)
+    plan = read_plan(folder)
+    wanted = device or (plan.device if plan else "cpu")
+    place: Device = "cuda" if wanted == "cuda" and torch.cuda.is_available() else "cpu"
+    dtype = precision or (plan.precision if plan and place == plan.device else "fp32")
+    step = None
+    if (folder / "model" / "config.json").exists():
+        trained = run.model_copy(update={"model": str(folder / "model")})
+        model = load.load_model(trained, dtype=dtype, device=place)
+    else:
+        model = load.load_model(run, dtype=dtype, device=place)
+        if (folder / "adapter" / "adapter_config.json").exists():
+            lora.attach_saved(model, folder / "adapter")
+        else:
+            step = _from_checkpoint(model, run, folder)
+    return Opened(run, model.eval(), tokenizer_of(run), torch.device(place), step)
+
+
+def tokenizer_of(run: Run):
+    """The model's tokenizer, with the chat template the run was trained with."""
+    tokenizer = load.load_tokenizer(run)
+    if run.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(run.chat_template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"chat_template: {run.chat_template} cannot be read: {error.strerror}.") from error
+    return tokenizer
+
+
+@torch.no_grad()
+def _from_checkpoint(model: nn.Module, run: Run, folder: Path) -> int:
+    identity = read_identity(folder)
+    assert identity is not None
+    store = CheckpointStore(folder / "checkpoints", identity.lineage)
+    found = store.latest() if (folder / "checkpoints").is_dir() else None
+    if found is None:
+        raise UserError(f"{folder} holds no trained weights yet; run `tunesmith train` first.")
+    tensors, _ = store.load(found)
+    if run.method == "lora":
+        lora.attach(model, run.lora, seed=run.seed)
+    parameters = dict(model.named_parameters())
+    for name, value in tensors.items():
+        if name.startswith("weights/"):
+            parameters[name.removeprefix("weights/")].copy_(value)
+    return found.step

@@ -1,0 +1,67 @@
+"""Trained weights as files other programs read: PEFT's adapter layout, or an ordinary model folder.
+
+Both are written beside their place and moved there whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import nn
+
+from tunesmith.config.schema import Run
+from tunesmith.model.load import locate
+from tunesmith.model.lora import adapter_config, adapter_tensors
+
+
+def write_adapter(model: nn.Module, run: Run, folder: Path) -> Path:
+    """The adapters of `model`, for Tunesmith and the peft library alike."""
+    source = locate(run.model)
+    base = str(Path(source.location).resolve()) if source.is_local else source.location
+    with whole_folder(folder) as partial:
+        save_file(adapter_tensors(model), partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        (partial / "adapter_config.json").write_text(json.dumps(adapter_config(model, run.lora, base), indent=2) + "\n")
+    return folder
+
+
+def write_model(model: nn.Module, tokenizer, folder: Path) -> Path:
+    """The whole model with its tokenizer, in transformers' layout and in the precision the model is held in."""
+    with whole_folder(folder) as partial:
+        use_cache = model.config.use_cache
+        model.config.use_cache = True
+        try:
+            model.save_pretrained(partial)
+        finally:
+            model.config.use_cache = use_cache
+        tokenizer.save_pretrained(partial)
+    return folder
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder that takes the place of `folder` when everything in it was written and synced."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        for file in partial.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as stream:
+                    os.fsync(stream.fileno())
+        if folder.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
+            os.replace(folder, old / folder.name)
+            os.replace(partial, folder)
+            shutil.rmtree(old)
+        else:
+            os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,166 @@
+"""What happened in a run, as typed records: one JSON object a line in events.jsonl.
+
+The file only ever grows. After a kill the run continues from a checkpoint, so some steps may stand in it twice; a
+`resumed` record says from where, and `read` gives the history as if the run had never been interrupted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+FILE = "events.jsonl"
+
+
+@dataclass(frozen=True)
+class Event:
+    kind: ClassVar[str]
+
+
+@dataclass(frozen=True)
+class Started(Event):
+    kind = "started"
+    total_steps: int
+    trained_parameters: int
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Resumed(Event):
+    kind = "resumed"
+    step: int
+
+
+@dataclass(frozen=True)
+class Step(Event):
+    kind = "step"
+    step: int
+    """Steps done."""
+    epoch: float
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    target_tokens: float
+    """Sum of the target weights, which is their number unless messages have weights of their own."""
+    seconds: float
+    memory: int
+    """Peak bytes on the device so far."""
+    losses: dict[str, float] = field(default_factory=dict)
+    """Loss by data set."""
+    skipped: bool = False
+    """fp16 only: the gradients overflowed and the weights stayed as they were."""
+
+
+@dataclass(frozen=True)
+class Evaluation(Event):
+    kind = "evaluation"
+    step: int
+    loss: float
+    """Over all held-out target tokens."""
+    losses: dict[str, float]
+    target_tokens: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Checkpointed(Event):
+    kind = "checkpoint"
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Warned(Event):
+    kind = "warning"
+    message: str
+
+
+@dataclass(frozen=True)
+class Stopped(Event):
+    kind = "stopped"
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Finished(Event):
+    kind = "finished"
+    step: int
+    seconds: float
+    tokens_per_second: float
+    predicted_memory: int
+    measured_memory: int
+
+
+KINDS: dict[str, type[Event]] = {kind.kind: kind for kind in Event.__subclasses__()}
+
+
+class EventLog:
+    """Appends events to the run's file; a line that a kill cut short is removed first."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / FILE
+        _remove_partial_line(self.path)
+        self._stream = self.path.open("a", encoding="utf-8")
+
+    def write(self, event: Event) -> None:
+        record = {"event": event.kind, "time": round(time.time(), 3), **dataclasses.asdict(event)}
+        try:
+            self._stream.write(json.dumps(record, allow_nan=False) + "\n")
+            self._stream.flush()
+        except OSError:
+            pass  # a full disk costs lines of the log, not the run; the checkpoint's warning tells the user
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The run's events as one history: what a resumed run did again replaces what it did before."""
+    history: list[dict[str, Any]] = []
+    for record in _records(folder / FILE):
+        if record["event"] == "resumed":
+            history = [old for old in history if not _is_after(old, record["step"])]
+        history.append(record)
+    return history
+
+
+def _is_after(record: dict[str, Any], step: int) -> bool:
+    return record["event"] in ("step", "evaluation", "checkpoint", "stopped", "finished") and record["step"] > step
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as stream:
+        for line in stream:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue  # cut short by a kill
+            if isinstance(record, dict) and record.get("event") in KINDS:
+                yield record
+
+
+def _remove_partial_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("rb+") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        while size > 0:
+            start = max(0, size - 4096)
+            stream.seek(start)
+            block = stream.read(size - start)
+            newline = block.rfind(b"\n")
+            if newline >= 0:
+                stream.truncate(start + newline + 1)
+                return
+            size = start
+        stream.truncate(0)

@@ -1,0 +1,43 @@
+"""Everything a training run consists of, put together by `tunesmith.assemble` and run by `train.loop`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tunesmith.checkpoint.store import CheckpointStore
+from tunesmith.config.schema import Run
+from tunesmith.data.loader import Loader
+from tunesmith.model.forward import Calling
+from tunesmith.optim.build import Optimizer
+from tunesmith.plan.plan import Plan
+from tunesmith.train.events import Evaluation
+
+
+@dataclass(frozen=True)
+class Job:
+    run: Run
+    plan: Plan
+    folder: Path
+    device: torch.device
+    model: nn.Module
+    calling: Calling
+    """How the model is called."""
+    loader: Loader
+    titles: tuple[str, ...]
+    """Names of the training data sets, as the loader numbers them."""
+    optimizer: Optimizer
+    checkpoints: CheckpointStore
+    resume_from: CheckpointStore
+    """Where to look for a checkpoint to continue from: the same, unless changed settings were accepted."""
+    evaluate: Callable[[int], Evaluation] | None
+    """Held-out losses after so many steps; None without held-out data."""
+    write_result: Callable[[], Path]
+    """Writes the adapter or the model into the run folder and returns where."""
+    warnings: tuple[str, ...]
+    """What should be said before training starts."""
+    rank: int = 0

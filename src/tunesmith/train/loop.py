@@ -1,0 +1,266 @@
+"""The training loop: steps, evaluations, checkpoints, and stopping well.
+
+It obeys the plan and decides nothing about how to train. What it adds is order: evaluate before saving, so that a
+checkpoint knows its held-out loss; save before stopping; never save anything that is not finite.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tunesmith.checkpoint.run_folder import write_summary
+from tunesmith.errors import UserError
+from tunesmith.optim.schedule import learning_rate
+from tunesmith.train import events
+from tunesmith.train.job import Job
+from tunesmith.train.step import Interrupted, LossScale, TrainStep
+
+Observer = Callable[[events.Event], None]
+SAVE_SECONDS = 600.0
+"""Between checkpoints, when save_every leaves it open: a kill then costs ten minutes at most."""
+RETRY_SECONDS = 30.0
+"""Until the next try after a checkpoint could not be written."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    step: int
+    total_steps: int
+    is_finished: bool
+    reason: str
+    result: Path | None = None
+
+
+def train(job: Job, observe: Observer, *, started: float | None = None) -> Outcome:
+    """Run the job to its end, or to a signal or time limit; in each case everything done is saved."""
+    return _Loop(job, observe, time.monotonic() if started is None else started).run()
+
+
+class _Loop:
+    def __init__(self, job: Job, observe: Observer, started: float):
+        self.job = job
+        self.observe = observe
+        self.started = started
+        self.scale = LossScale() if job.plan.precision == "fp16" else None
+        self.step_of = TrainStep(
+            job.model,
+            job.calling,
+            job.optimizer,
+            device=job.device,
+            max_grad_norm=job.run.max_grad_norm,
+            seed=job.run.seed,
+            rank=job.rank,
+            loss_scale=self.scale,
+        )
+        self.total = job.loader.total_steps
+        self.done = 0
+        self.saved_at: int | None = None
+        self.metric_at: tuple[int, float] | None = None
+        self.first_loss: float | None = None
+        self.tokens = 0
+        self.busy_seconds = 0.0
+        self.slowest_step = 0.0
+        self.slowest_save = 1.0
+        self.next_save_time = 0.0
+        self.retry_time: float | None = None
+        """When to try again, after a checkpoint could not be written."""
+
+    def run(self) -> Outcome:
+        self._restore()
+        self.next_save_time = time.monotonic() + SAVE_SECONDS
+        with _signals() as asked_to_stop:
+            reason = self._steps(asked_to_stop)
+            if reason is not None:
+                is_saved = self._save()
+                kept = "everything is saved" if is_saved else "the last steps could not be saved"
+                self.observe(events.Stopped(self.done, f"{reason}; {kept}"))
+                return Outcome(self.done, self.total, False, reason)
+            return self._finish()
+
+    def _restore(self) -> None:
+        found = self.job.resume_from.latest()
+        if found is None:
+            return
+        tensors, state = self.job.resume_from.load(found)
+        self.job.optimizer.restore(tensors)
+        if self.scale:
+            self.scale.value, self.scale.clean_steps = state["loss_scale"], state["clean_steps"]
+        self.done = found.step
+        self.saved_at = found.step
+        self.first_loss = state["first_loss"]
+        self.observe(events.Resumed(found.step))
+
+    def _steps(self, asked_to_stop: Callable[[], str | None]) -> str | None:
+        """Train to the end; the reason when it stopped before that."""
+        job = self.job
+        job.model.train()
+        if self.done == 0:
+            self._evaluate()
+        for batch in job.loader.iterate(self.done):
+            reason = asked_to_stop() or self._out_of_time()
+            if reason is not None:
+                return reason
+            rate = learning_rate(
+                batch.step,
+                total=self.total,
+                peak=job.plan.learning_rate,
+                warmup=job.run.warmup,
+                shape=job.run.schedule,
+            )
+            began = time.monotonic()
+            try:
+                result = self.step_of(batch, rate, lambda: asked_to_stop() is not None)
+            except Interrupted:
+                return asked_to_stop()
+            seconds = time.monotonic() - began
+            self.done = batch.step + 1
+            self.tokens += batch.tokens
+            self.busy_seconds += seconds
+            self.slowest_step = max(self.slowest_step, seconds)
+            self.observe(
+                events.Step(
+                    step=self.done,
+                    epoch=round(batch.epoch, 6),
+                    loss=result.loss,
+                    learning_rate=rate,
+                    grad_norm=result.grad_norm,
+                    tokens=batch.tokens,
+                    target_tokens=batch.target_weight,
+                    seconds=round(seconds, 4),
+                    memory=peak_memory(job.device),
+                    losses={job.titles[source]: loss for source, loss in result.losses.items()},
+                    skipped=result.is_skipped,
+                )
+            )
+            if self._is_evaluation_due():
+                self._evaluate()
+            if self._is_save_due():
+                self._save()
+        return None
+
+    def _finish(self) -> Outcome:
+        job = self.job
+        if not self._save():
+            raise UserError(
+                f"Training is done, but its last checkpoint could not be written to {job.folder}; make room there and "
+                "run `tunesmith train` again: it continues from the checkpoint before."
+            )
+        try:
+            result = job.write_result()
+        except OSError as error:
+            raise UserError(
+                f"Training is done and saved, but the result could not be written to {job.folder}: "
+                f"{error.strerror or error}; make room there and run `tunesmith train` again."
+            ) from error
+        last = self.metric_at[1] if self.metric_at and self.metric_at[0] == self.done else None
+        event = events.Finished(
+            step=self.done,
+            seconds=round(time.monotonic() - self.started, 3),
+            tokens_per_second=round(self.tokens / self.busy_seconds, 2) if self.busy_seconds else 0.0,
+            predicted_memory=job.plan.memory.total,
+            measured_memory=peak_memory(job.device),
+        )
+        self.observe(event)
+        write_summary(
+            job.folder,
+            {"steps": self.done, "result": result.name, "held_out_before": self.first_loss, "held_out_after": last},
+        )
+        return Outcome(self.done, self.total, True, "finished", result)
+
+    def _evaluate(self) -> None:
+        if self.job.evaluate is None:
+            return
+        self.job.model.eval()
+        evaluation = self.job.evaluate(self.done)
+        self.job.model.train()
+        if self.done == 0:
+            self.first_loss = evaluation.loss
+        self.metric_at = (self.done, evaluation.loss)
+        self.observe(evaluation)
+
+    def _is_evaluation_due(self) -> bool:
+        every = self.job.run.eval_every or max(1, -(-self.total // 10))
+        return self.done % every == 0 or self.done == self.total
+
+    def _is_save_due(self) -> bool:
+        if self.done == self.total:
+            return False  # _finish saves
+        now = time.monotonic()
+        if self.retry_time is not None:
+            return now >= self.retry_time
+        if self.job.run.save_every is not None:
+            return self.done % self.job.run.save_every == 0
+        return now >= self.next_save_time or self.done in self.job.loader.epoch_ends
+
+    def _save(self) -> bool:
+        if self.saved_at == self.done:
+            return True
+        began = time.monotonic()
+        metric = self.metric_at[1] if self.metric_at and self.metric_at[0] == self.done else None
+        state = {
+            "step": self.done,
+            "first_loss": self.first_loss,
+            "loss_scale": self.scale.value if self.scale else None,
+            "clean_steps": self.scale.clean_steps if self.scale else None,
+        }
+        saved = self.job.checkpoints.save(self.done, self.job.optimizer.tensors(), state, metric=metric)
+        seconds = time.monotonic() - began
+        self.slowest_save = max(self.slowest_save, seconds)
+        if saved is None:
+            self.retry_time = time.monotonic() + RETRY_SECONDS
+            return False
+        self.retry_time = None
+        self.saved_at = self.done
+        self.next_save_time = time.monotonic() + SAVE_SECONDS
+        self.observe(events.Checkpointed(self.done, round(seconds, 3)))
+        return True
+
+    def _out_of_time(self) -> str | None:
+        limit = self.job.run.max_minutes
+        if limit is None:
+            return None
+        needed = 1.2 * self.slowest_step + 2 * self.slowest_save
+        if time.monotonic() - self.started + needed < 60 * limit:
+            return None
+        return f"max_minutes {limit:g} is nearly used up"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes: allocated on a GPU, resident of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@contextmanager
+def _signals() -> Iterator[Callable[[], str | None]]:
+    """The first Ctrl-C or SIGTERM asks for a stop; a second Ctrl-C stops at once."""
+    asked: list[str] = []
+
+    def handle(number: int, _frame: object) -> None:
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.append("stopped by Ctrl-C" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}")
+
+    previous = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, handle)
+    except ValueError:
+        pass  # not the main thread, where signals cannot be handled
+    try:
+        yield lambda: asked[0] if asked else None
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,170 @@
+"""One optimizer step: forward and backward over the micro-batches, clip, update. The same at every scale.
+
+The loss is the sum over target tokens divided by the number of target tokens in the whole step, so the gradient is
+the same however the step is cut into micro-batches. All randomness is drawn from (seed, step, micro-batch, rank), so
+a step is a pure function of the weights before it.
+
+Legend: N target tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tunesmith.data.types import MicroBatch, StepBatch
+from tunesmith.errors import UserError
+from tunesmith.model.forward import Calling, to_device, token_losses
+from tunesmith.optim.build import Optimizer
+
+
+class NotFinite(UserError):
+    """The loss or its gradient became NaN or infinite; the weights are still those before the step."""
+
+
+class Interrupted(Exception):
+    """Asked to stop between two micro-batches; the weights are still those before the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    loss: float
+    grad_norm: float
+    losses: dict[int, float]
+    """Loss by data set, as the loader numbers them."""
+    is_skipped: bool = False
+    """fp16: gradients overflowed at the present loss scale, and nothing was updated."""
+
+
+class LossScale:
+    """fp16's loss scaling: as large as the gradients allow, halved at each overflow."""
+
+    GROWTH_INTERVAL = 200
+
+    def __init__(self) -> None:
+        self.value = 2.0**15
+        self.clean_steps = 0
+
+    def update(self, overflowed: bool) -> None:
+        if overflowed:
+            self.value /= 2
+            self.clean_steps = 0
+            return
+        self.clean_steps += 1
+        if self.clean_steps == self.GROWTH_INTERVAL:
+            self.value *= 2
+            self.clean_steps = 0
+
+
+class TrainStep:
+    def __init__(
+        self,
+        model: nn.Module,
+        calling: Calling,
+        optimizer: Optimizer,
+        *,
+        device: torch.device,
+        max_grad_norm: float | None,
+        seed: int,
+        rank: int = 0,
+        loss_scale: LossScale | None = None,
+    ):
+        self.model = model
+        self.calling = calling
+        self.optimizer = optimizer
+        self.device = device
+        self.max_grad_norm = max_grad_norm
+        self.seed = seed
+        self.rank = rank
+        self.loss_scale = loss_scale
+
+    def __call__(
+        self, batch: StepBatch, learning_rate: float, should_stop: Callable[[], bool] = lambda: False
+    ) -> StepResult:
+        scale = self.loss_scale.value if self.loss_scale else 1.0
+        sums: dict[int, torch.Tensor] = {}
+        weights: dict[int, float] = {}
+        try:
+            for index, micro_batch in enumerate(batch.micro_batches):
+                if should_stop():
+                    raise Interrupted
+                self._draw_from(batch.step, index)
+                losses_n = self._forward_backward(micro_batch, scale / batch.target_weight)
+                self._add_by_source(micro_batch, losses_n, sums, weights)
+            totals = {source: total.item() for source, total in sums.items()}
+            loss = sum(totals.values()) / batch.target_weight
+            if not math.isfinite(loss):
+                raise NotFinite(_blame(batch, totals, "loss"))
+            grad_norm = self._clip(scale)
+            overflowed = not math.isfinite(grad_norm)
+            if self.loss_scale:
+                self.loss_scale.update(overflowed)
+                if self.loss_scale.value < 1:
+                    raise NotFinite(_blame(batch, totals, "gradient"))
+            elif overflowed:
+                raise NotFinite(_blame(batch, totals, "gradient"))
+            if not overflowed:
+                self.optimizer.step(learning_rate)
+        finally:
+            self.optimizer.zero_grad()
+        by_source = {source: total / weights[source] for source, total in totals.items() if weights[source] > 0}
+        return StepResult(loss, grad_norm if not overflowed else 0.0, by_source, overflowed)
+
+    def _forward_backward(self, micro_batch: MicroBatch, factor: float) -> torch.Tensor:
+        inputs = to_device(micro_batch, self.device)
+        total, losses_n = token_losses(self.model, inputs, self.calling)
+        (total * factor).backward()
+        return losses_n * inputs.weights
+
+    def _add_by_source(
+        self,
+        micro_batch: MicroBatch,
+        weighted_n: torch.Tensor,
+        sums: dict[int, torch.Tensor],
+        weights: dict[int, float],
+    ) -> None:
+        """Sum losses and target weights by data set. Which token is whose is known on the host already."""
+        is_target = micro_batch.weights > 0
+        sources_n = micro_batch.sources.repeat_interleave(micro_batch.boundaries.diff().long())[is_target]
+        weights_n = micro_batch.weights[is_target]
+        present = micro_batch.sources.unique().tolist()
+        for source in present:
+            mine = sources_n == source
+            part = weighted_n.sum() if len(present) == 1 else (weighted_n * mine.to(weighted_n)).sum()
+            sums[source] = sums[source] + part if source in sums else part
+            weights[source] = weights.get(source, 0.0) + weights_n[mine].sum().item()
+
+    def _clip(self, scale: float) -> float:
+        parameters = self.optimizer.parameters
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if scale != 1.0:
+            torch._foreach_div_(gradients, scale)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+        return norm.item()
+
+    def _draw_from(self, step: int, micro_batch: int) -> None:
+        text = f"{self.seed}:{step}:{micro_batch}:{self.rank}"
+        torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
+
+
+def _blame(batch: StepBatch, totals: dict[int, float], what: str) -> str:
+    """The step and the documents behind a value that is not finite: those of the data sets whose loss is not."""
+    bad = {source for source, total in totals.items() if not math.isfinite(total)} or set(totals)
+    origins = [
+        origin
+        for micro_batch in batch.micro_batches
+        for origin, source in zip(micro_batch.origins, micro_batch.sources.tolist(), strict=True)
+        if source in bad
+    ]
+    named = "; ".join(origins[:5]) + (f" and {len(origins) - 5} more" if len(origins) > 5 else "")
+    return (
+        f"The {what} of step {batch.step + 1} is not a finite number, so training stopped and nothing of this step was "
+        f"kept; the data behind it: {named}. A lower learning_rate or precision: fp32 usually helps."
+    )
