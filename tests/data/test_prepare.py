@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tunesmith.config.schema import Run
 from tunesmith.data import prepare as prepare_module
@@ -215,6 +217,57 @@ def test_prepared_data_feeds_the_loader(chatml):
     assert sum(len(batch.origins) for step in steps for batch in step.micro_batches) == 20 + 2 * 9
     spoken = np.concatenate([batch.tokens.numpy() for step in steps for batch in step.micro_batches])
     assert chatml.decode(spoken).count("Bye") == 18
+
+
+texts_people_write = st.sampled_from(
+    ["", " ", "Hi", "Hello four", "{{x}}", "<|im_end|>", "\u2028", "🙂", "a\x00b", "\n"]
+)
+values = st.one_of(st.none(), st.booleans(), st.integers(-3, 400), st.floats(), texts_people_write)
+messages = st.lists(
+    st.dictionaries(
+        st.sampled_from(["role", "from", "content", "value", "weight", "tool_calls"]),
+        st.one_of(st.sampled_from(["user", "assistant", "system", "tool", "human", "gpt"]), values),
+    ),
+    max_size=4,
+)
+record_values = st.one_of(values, messages, st.lists(st.integers(-101, 400), max_size=6))
+names = st.sampled_from(
+    ["messages", "conversations", "prompt", "completion", "instruction", "output", "text", "input_ids", "labels"]
+)
+said = st.text("Hi four\n{}<|>🙂é", min_size=1, max_size=60).filter(str.strip)
+files = st.one_of(
+    st.lists(st.dictionaries(names, record_values, max_size=4), min_size=1, max_size=4),
+    st.lists(st.builds(chat, texts_people_write, said, said, said), min_size=1, max_size=6),
+    st.lists(st.fixed_dictionaries({"text": said}), min_size=1, max_size=6),
+    st.lists(st.fixed_dictionaries({"prompt": texts_people_write, "completion": said}), min_size=1, max_size=6),
+    st.lists(
+        st.lists(st.integers(0, 300), max_size=90).map(lambda ids: {"input_ids": ids, "labels": ids}),
+        min_size=1,
+        max_size=6,
+    ),
+)
+
+
+@given(
+    files,
+    st.sampled_from(["assistant", "last", "all"]),
+    st.sampled_from(["truncate", "split", "drop"]),
+    st.integers(8, 60),
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_the_records_they_are_prepared_or_refused_in_a_sentence(chatml, lines, train_on, too_long, length):
+    write("train.jsonl", lines)
+    wanted = run(train_on=train_on, too_long=too_long, sequence_length=length)
+    try:
+        (store,) = prepare(wanted, chatml, VOCABULARY).train
+    except UserError as problem:
+        sentence = str(problem)
+    else:
+        sentence = ""
+        loader = Loader([store], [1.0], seed=0, sequence_length=length, sequences_per_step=2)
+        assert all(step.target_weight > 0 for step in loader.iterate())
+    assert "\n" not in sentence
+    assert "Traceback" not in sentence
 
 
 def test_titles_are_made_unique():

@@ -1,0 +1,291 @@
+"""`tunesmith check`: the data as the model will see it, in numbers and token by token.
+
+What is shown is taken out of the micro-batches that the trainer would be fed, not out of the tokenizer: a fault
+anywhere on the way would be seen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from tunesmith.config.schema import Run
+    from tunesmith.data.prepare import Prepared
+    from tunesmith.data.store import Progress, TokenStore
+    from tunesmith.data.types import MicroBatch
+
+SHOWN_TOKENS = 1000
+"""Of a longer example, the middle is left out."""
+
+
+def command(
+    config: Annotated[Path, typer.Argument(help="The run's settings.", metavar="RUN.YAML")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings to change, e.g. train_on=last.", metavar="[KEY=VALUE]...")
+    ] = None,
+    examples: Annotated[int, typer.Option(min=0, help="Examples to show of each data set.")] = 3,
+    dataset: Annotated[str | None, typer.Option(help="Show this data set only.")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show examples one token a line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, for programs.")] = False,
+) -> None:
+    """Show the data as the model will see it: counts, lengths, tokens, targets in colour, warnings."""
+    from tunesmith.cli.output import print_json, warn
+    from tunesmith.config.load import load
+    from tunesmith.model.load import load_tokenizer
+
+    run = load(config, overrides or []).run
+    tokenizer = load_tokenizer(run)
+    report = examine(run, tokenizer, examples=examples, dataset=dataset)
+    if as_json:
+        print_json(report)
+        return
+    _show(report, one_a_line=tokens)
+    for warning in report["warnings"]:
+        warn(warning)
+
+
+def examine(run: Run, tokenizer: Any, *, examples: int = 3, dataset: str | None = None) -> dict[str, Any]:
+    """Everything that `check` shows, as plain values."""
+    from tunesmith.assemble import plan_run
+    from tunesmith.data.loader import Loader
+    from tunesmith.data.prepare import prepare
+    from tunesmith.model.load import load_config, max_positions, vocabulary_size
+
+    # Data can be looked at on a machine without the GPU that the run will have.
+    plan = plan_run(run.model_copy(update={"device": "auto", "precision": "auto"}))
+
+    run = run.model_copy(update={"sequence_length": plan.sequence_length})
+    config = load_config(run)
+    with _progress() as progress:
+        prepared = prepare(run, tokenizer, vocabulary_size(config), max_length=max_positions(config), progress=progress)
+    loader = Loader(
+        prepared.train,
+        prepared.weights,
+        seed=run.seed,
+        sequence_length=plan.sequence_length,
+        sequences_per_step=plan.sequences_per_step,
+        epochs=run.epochs,
+        steps=run.steps,
+    )
+    return {
+        "sequence_length": plan.sequence_length,
+        "sequences_per_step": plan.sequences_per_step,
+        "sequences": loader.total_sequences,
+        "steps": loader.total_steps,
+        "epochs": loader.epoch_of(loader.total_steps - 1),
+        "datasets": [
+            _described(store, use, weight, plan.sequence_length)
+            | {"shown": [seen(store, i, tokenizer).plain() for i in range(min(examples, len(store)))]}
+            for store, use, weight in _chosen(prepared, dataset)
+        ],
+        "warnings": prepared.warnings,
+    }
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One example, token by token, as a micro-batch holds it."""
+
+    origin: str
+    ids: list[int]
+    texts: list[str]
+    """Of a character made of several tokens, the last one has the text."""
+    weights: list[float]
+    """Of each token as a target; 0 where it is only context."""
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def seen(store: TokenStore, index: int, tokenizer: Any) -> Seen:
+    from tunesmith.data.loader import document, micro_batch_of
+
+    return documents_of(micro_batch_of([document(store, index, 0)]), tokenizer)[0]
+
+
+def documents_of(batch: MicroBatch, tokenizer: Any) -> list[Seen]:
+    """A micro-batch read backwards: which tokens each document has, and which of them are predicted."""
+    documents = []
+    bounds = batch.boundaries.tolist()
+    for origin, start, end in zip(batch.origins, bounds[:-1], bounds[1:], strict=True):
+        ids = batch.tokens[start:end].tolist()
+        weights = [0.0, *batch.weights[start : end - 1].tolist()]
+        labels = batch.labels[start:end].tolist()
+        assert all(labels[i - 1] == ids[i] for i, weight in enumerate(weights) if weight), origin
+        documents.append(Seen(origin, ids, token_texts(tokenizer, ids), weights))
+    return documents
+
+
+def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The text of each token where it stands: joined, they are the text of all.
+
+    Tokens are decoded with those before them, since alone many lose a space or are half a character.
+    """
+    texts: list[str] = []
+    before, start = 0, 0  # what was written last, and what is not written yet
+    for end in range(1, len(ids) + 1):
+        known = tokenizer.decode(ids[before:start])
+        now = tokenizer.decode(ids[before:end])
+        if now.endswith("\ufffd") and end < len(ids) and end - start < 4:
+            texts.append("")
+            continue
+        texts.append(now[len(known) :])
+        before, start = start, end
+    return texts
+
+
+def _chosen(prepared: Prepared, name: str | None) -> Iterator[tuple[TokenStore, str, float | None]]:
+    from tunesmith.errors import UserError
+
+    everything = [
+        *((store, "train", weight) for store, weight in zip(prepared.train, prepared.weights, strict=True)),
+        *((store, "eval", None) for store in prepared.evals),
+    ]
+    titles = [store.title for store, _, _ in everything]
+    if name is not None and name not in titles:
+        raise UserError(f"--dataset: there is no data set {name}; there are {', '.join(titles)}.")
+    return (item for item in everything if name in (None, item[0].title))
+
+
+def _described(store: TokenStore, use: str, weight: float | None, length: int) -> dict[str, Any]:
+    from tunesmith.data.loader import pack_in_windows
+    from tunesmith.data.pack import fill
+
+    sequences = sum(1 for _ in pack_in_windows(store.lengths, length))
+    return {
+        "title": store.title,
+        "use": use,
+        "weight": weight,
+        **asdict(store.report),
+        "target_share": store.report.target_share,
+        "sequences": sequences,
+        "fill": fill(store.report.tokens, sequences, length),
+    }
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    from tunesmith.cli.output import stderr
+
+    with stderr().status("Reading the data") as status:
+        yield lambda what, done, total: status.update(f"{what}: {done:,} records")
+
+
+# Showing
+
+
+def _show(report: dict[str, Any], one_a_line: bool) -> None:
+    from tunesmith.cli.output import say, stdout, table
+
+    sets = report["datasets"]
+    columns = ("data set", "for", "weight", "format", "records", "examples", "truncated", "split", "dropped")
+    rows = [
+        (
+            one["title"],
+            one["use"],
+            None if one["weight"] is None else f"{one['weight']:g}",
+            one["format"],
+            f"{one['records']:,}",
+            f"{one['examples']:,}",
+            f"{one['truncated']:,}",
+            f"{one['split']:,}",
+            _dropped(one),
+        )
+        for one in sets
+    ]
+    say(table(columns, rows, title="Data", right=("weight", *columns[4:8])))
+    say()
+    columns = ("data set", "shortest", "median", "95%", "longest", "tokens", "targets", "sequences", "full")
+    rows = [
+        (
+            one["title"],
+            *(f"{one[name]:,}" for name in ("shortest", "median", "p95", "longest", "tokens")),
+            f"{one['target_share']:.1%}",
+            f"{one['sequences']:,}",
+            f"{one['fill']:.1%}",
+        )
+        for one in sets
+    ]
+    say(table(columns, rows, title="Lengths in tokens", right=columns[1:]))
+    say()
+    say(
+        f"Training: {report['sequences']:,} packed sequences of {report['sequence_length']:,} tokens, "
+        f"{report['sequences_per_step']:,} a step; steps: {report['steps']:,}, epochs: {report['epochs']:.4g}."
+    )
+    has_colour = stdout().color_system is not None and not stdout().no_color
+    for one in sets:
+        for number, shown in enumerate(one["shown"], start=1):
+            say()
+            targets = sum(weight > 0 for weight in shown["weights"])
+            say(
+                f"{one['title']}, example {number} ({shown['origin']}): {len(shown['ids']):,} tokens, "
+                f"{targets:,} of them targets, {'in colour' if has_colour else 'in [brackets]'}",
+                style="bold",
+            )
+            if one_a_line:
+                say(_token_table(shown))
+            else:
+                say(marked(shown["texts"], shown["weights"], has_colour))
+
+
+def marked(texts: Sequence[str], weights: Sequence[float], has_colour: bool) -> Text:
+    """The text with its targets in colour, shades alternating from token to token; or in brackets."""
+    from rich.text import Text
+
+    out = Text()
+    hidden = range(SHOWN_TOKENS // 2, len(texts) - SHOWN_TOKENS // 2)
+    was_target = False
+    for i, (text, weight) in enumerate(zip(texts, weights, strict=True)):
+        is_target = weight > 0
+        if not has_colour and is_target != was_target:
+            out.append("[" if is_target else "]")
+        was_target = is_target
+        if i in hidden:
+            if i == hidden.start:
+                out.append(f" ... {len(hidden):,} tokens not shown ... ", "italic")
+            continue
+        out.append(text.translate(_CONTROLS), _style(i, weight) if has_colour else None)
+    if was_target and not has_colour:
+        out.append("]")
+    return out
+
+
+# A control character in the data must not reach the terminal: it is shown by its picture.
+_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+
+
+def _style(i: int, weight: float) -> str:
+    if weight == 0:
+        return "dim" if i % 2 else "default"
+    if weight == 1:
+        return "green" if i % 2 else "bold green"
+    return "yellow" if i % 2 else "bold yellow"
+
+
+def _token_table(shown: dict[str, Any]) -> Any:
+    from rich.text import Text
+
+    from tunesmith.cli.output import table
+
+    rows = [
+        (i, token, Text(repr(text), "green" if weight else ""), f"{weight:g}" if weight else "")
+        for i, (token, text, weight) in enumerate(zip(shown["ids"], shown["texts"], shown["weights"], strict=True))
+    ]
+    return table(("position", "id", "text", "target weight"), rows, right=("position", "id", "target weight"))
+
+
+def _dropped(one: dict[str, Any]) -> str:
+    reasons = {
+        "too long": one["dropped_too_long"],
+        "targets cut off": one["dropped_targets_cut_off"],
+        "no targets": one["dropped_without_targets"],
+    }
+    return ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count) or "0"
