@@ -13,13 +13,13 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from tunesmith import __version__
-from tunesmith.cli import doctor, init, schema
+from tunesmith.cli import chat, check, doctor, evaluate, init, merge, plan, schema, train
 from tunesmith.errors import UserError, UserErrors
 
 INTERRUPTED = 130
@@ -33,12 +33,17 @@ class Verbs(TyperGroup):
         try:
             return super().invoke(ctx)
         except (KeyboardInterrupt, typer.Abort):
-            _say_error("interrupted", label="")
+            _say_error("interrupted", label="\n" if sys.stderr.isatty() else "")  # below the terminal's ^C
             raise typer.Exit(INTERRUPTED) from None
         except UserErrors as problem:
             _fail(problem.messages)
         except UserError as problem:
             _fail([str(problem)])
+        except ModuleNotFoundError as problem:
+            package = (problem.name or "").partition(".")[0]
+            if package == "tunesmith":
+                _report(problem)
+            _fail([f"the package {package} is missing; `tunesmith doctor` says how to get it"])
         except BrokenPipeError:
             raise  # typer ends quietly
         except Exception as problem:
@@ -86,12 +91,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _flush_quietly()
 
 
-app.command("init", rich_help_panel="Prepare")(init.command)
-app.command("schema", rich_help_panel="Look around")(schema.command)
-app.command("doctor", rich_help_panel="Look around")(doctor.command)
+for _panel, _verbs in {
+    "Prepare": {"init": init, "check": check, "plan": plan},
+    "Train": {"train": train, "eval": evaluate},
+    "Use the result": {"chat": chat, "merge": merge},
+    "Look around": {"doctor": doctor, "schema": schema},
+}.items():
+    for _name, _verb in _verbs.items():
+        app.command(_name, rich_help_panel=_panel)(_verb.command)
 
 
-def _fail(messages: Sequence[str]) -> None:
+def _fail(messages: Sequence[str]) -> NoReturn:
     if os.environ.get("TUNESMITH_DEBUG"):
         traceback.print_exc()
     for message in messages:
@@ -99,7 +109,7 @@ def _fail(messages: Sequence[str]) -> None:
     raise typer.Exit(1)
 
 
-def _report(problem: Exception) -> None:
+def _report(problem: Exception) -> NoReturn:
     what = f"something unexpected happened: {type(problem).__name__}: {_one_line(str(problem))}"
     if os.environ.get("TUNESMITH_DEBUG"):
         traceback.print_exc()
