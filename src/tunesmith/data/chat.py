@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -88,12 +89,16 @@ class Encoder:
         """The token with which the template ends an assistant's turn."""
         self.folds_system = False
         """The template has no place for a system message, so it goes in front of the first user message."""
+        self.mode: dict[str, bool] = {}
+        """Variables with which the template is asked for answers without reasoning."""
         if self.has_template:
+            self._marks = any("endgeneration" in text for text in self._templates.values())
             self._special |= self.end_ids
             self.turn_end_id = self._find_turn_end()
             self.end_ids |= {i for i in (self.turn_end_id,) if i is not None}
             self._special |= self.end_ids
             self.folds_system = self._has_no_system_role()
+            self.mode = self._find_mode()
 
     def encode(self, item: Conversation | Document | Completion | Tokens, origin: Origin) -> Example:
         """One example. Turns that the template rewrites once they are not the last are not targets in it."""
@@ -109,15 +114,19 @@ class Encoder:
             raise UserError(_NO_TEMPLATE)
         try:
             folded = self._fold_system(list(messages))
-            return self._start(self.render([_as_dict(m) for m in folded], tools, generation=True))[0]
+            return self._start(self.render([_as_dict(m) for m in folded], tools, True, self.mode))[0]
         except TemplateRefusal as error:
             raise UserError(f"the chat template refuses this conversation: {error}.") from error
 
     def render(
-        self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), generation: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+        generation: bool = False,
+        mode: dict[str, bool] | None = None,
     ) -> str:
         """The template's text for these messages. Raises TemplateRefusal."""
-        return self._render(messages, tools, generation)[0]
+        return self._render(messages, tools, generation, mode)[0]
 
     # Items
 
@@ -153,9 +162,9 @@ class Encoder:
                 messages.pop()
         try:
             chat = _Chat(messages, [_as_dict(m) for m in messages], item.tools, origin)
-            full, blocks = self._render(chat.dicts, chat.tools, generation=False)
+            full = self.render(chat.dicts, chat.tools)
             self._check_nothing_dropped(chat, full)
-            turns, spans = self._locate(chat, full, blocks)
+            turns, spans = self._locate(chat, full)
         except TemplateRefusal as error:
             raise UserError(f"{origin}: the chat template refuses this conversation: {error}.") from error
         main = self._lay_out(full, [t for t in turns if t.in_full], spans, origin)
@@ -166,75 +175,82 @@ class Encoder:
 
     # Where the targets are
 
-    def _locate(
-        self, chat: _Chat, full: str, blocks: list[tuple[int, int]]
-    ) -> tuple[list[_Turn], list[tuple[int, int, float]]]:
+    def _locate(self, chat: _Chat, full: str) -> tuple[list[_Turn], list[tuple[int, int, float]]]:
         """The assistant's turns, and spans of other messages whose weight was given."""
-        answers = [i for i, m in enumerate(chat.messages) if m.role == "assistant"]
-        wanted = {i: self._weight(m, i == answers[-1]) for i, m in enumerate(chat.messages)} if answers else {}
-        turns = []
-        if blocks:
-            turns = self._marked_turns(chat, full, blocks, [wanted[i] for i in answers])
-        for i in [] if blocks else answers:
-            if wanted[i] > 0 or self.train_on == "all":
-                turn = self._turn(chat, i, full, wanted[i])
-                if turn:
-                    turns.append(turn)
-        spans = []
+        last = max((i for i, m in enumerate(chat.messages) if m.role == "assistant"), default=-1)
+        usual = 1.0 if self.train_on == "all" else 0.0
+        turns, spans = [], []
         for i, message in enumerate(chat.messages):
-            if message.role != "assistant" and message.weight is not None:
-                usual = 1.0 if self.train_on == "all" else 0.0
-                if message.weight != usual:
-                    spans.append((*self._message_span(chat, i, full), message.weight))
+            if message.role == "assistant":
+                weight = self._weight(message, i == last)
+                turn = self._turn(chat, i, full, weight) if weight > 0 or self.train_on == "all" else None
+                turns += [turn] if turn else []
+            elif message.weight not in (None, usual):
+                spans.append((*self._message_span(chat, i, full), message.weight))
         return turns, spans
 
-    def _weight(self, message: Message, is_last: bool) -> float:
-        if message.weight is not None:
-            return message.weight
-        if message.role == "assistant":
-            return 1.0 if is_last or self.train_on != "last" else 0.0
-        return 1.0 if self.train_on == "all" else 0.0
+    def _weight(self, answer: Message, is_last: bool) -> float:
+        if answer.weight is not None:
+            return answer.weight
+        return 1.0 if is_last or self.train_on != "last" else 0.0
 
     def _turn(self, chat: _Chat, i: int, full: str, weight: float) -> _Turn | None:
-        prompt = self.render(chat.dicts[:i], chat.tools, generation=True)
-        is_last = i == len(chat.dicts) - 1
-        upto = full if is_last else self.render(chat.dicts[: i + 1], chat.tools)
-        if not upto.startswith(prompt):
+        place = self._marked_place(chat.dicts, i, chat.tools) or self._place(chat.dicts, i, chat.tools, full)
+        if place is None:
             if self.train_on == "all" and chat.messages[i].weight is None:
                 return None  # all of the full text is trained; there is no turn to set apart
-            same = len(_common_prefix(prompt, upto))
-            raise UserError(
-                f"{chat.origin}: the chat template asks for an answer with {prompt[same:][:40]!r}, but writes finished "
-                f"turns with {upto[same:][:40]!r} in its place, so what the model generates cannot be told; "
-                "give a `chat_template` that writes both alike."
-            )
-        answer = upto[len(prompt) :]
-        self._check_answer_kept(chat, i, answer)
-        ids, offsets = self._continue(answer)
-        kept = self._until_turn_end(answer, ids, offsets)
-        end = len(prompt) + (offsets[kept - 1][1] if kept else 0)
-        in_full = full.startswith(upto[:end])
+            raise self._unplaceable(chat, i)
+        self._check_answer_kept(chat, i, place.answer)
+        ids, offsets = self._continue(place.answer)
+        kept = self._until_turn_end(place.answer, ids, offsets)
+        written = place.answer[: offsets[kept - 1][1] if kept else 0]
+        in_full = full.startswith(place.prompt + written)
         if self.train_on == "all" and not in_full and chat.messages[i].weight is not None:
             self._message_span(chat, i, full)  # refuses: the weight has no place in the full text
-        return _Turn(prompt, len(prompt), end, ids[:kept], weight, in_full)
+        start = len(place.prompt)
+        return _Turn(place.prompt, start, start + len(written), ids[:kept], weight, in_full)
 
-    def _marked_turns(self, chat: _Chat, full: str, blocks: list[tuple[int, int]], weights: list[float]) -> list[_Turn]:
-        """The template says itself which characters the assistant generates, with {% generation %}."""
-        if len(blocks) != len(weights):
-            if len(set(weights)) > 1:
-                raise UserError(
-                    f"{chat.origin}: the chat template marks {len(blocks)} stretches as generated for {len(weights)} "
-                    "assistant turns, so single turns cannot be weighted."
-                )
-            weights = weights[:1] * len(blocks)
-        turns = []
-        for (start, end), weight in zip(blocks, weights, strict=True):
-            if weight > 0 or self.train_on == "all":
-                ids, offsets = self._continue(full[start:end])
-                kept = self._until_turn_end(full[start:end], ids, offsets)
-                end = start + (offsets[kept - 1][1] if kept else 0)
-                turns.append(_Turn(full[:start], start, end, ids[:kept], weight, True))
-        return turns
+    def _place(
+        self, dicts: list[dict[str, Any]], i: int, tools: Sequence[dict[str, Any]], full: str | None = None
+    ) -> _Place | None:
+        """What the template asks for turn i with, and what follows it in the finished turn."""
+        reasons = bool(dicts[i].get("reasoning_content")) or "</think>" in dicts[i]["content"]
+        for mode in _MODES:
+            if mode.get("enable_thinking", reasons) != reasons:
+                continue
+            prompt = self.render(dicts[:i], tools, generation=True, mode=mode)
+            if full is not None and i == len(dicts) - 1 and not mode:
+                upto = full
+            else:
+                upto = self.render(dicts[: i + 1], tools, mode=mode)
+            if upto.startswith(prompt):
+                return _Place(prompt, upto[len(prompt) :], mode)
+            shared = len(_common_prefix(prompt, upto))
+            # The template thinks for the model, of nothing, and finished turns leave that out.
+            if not reasons and _NO_THOUGHTS.fullmatch(prompt[shared:]):
+                return _Place(prompt, upto[shared:], mode)
+        return None
+
+    def _marked_place(self, dicts: list[dict[str, Any]], i: int, tools: Sequence[dict[str, Any]]) -> _Place | None:
+        """The template may say itself which characters are generated, with {% generation %}."""
+        if not self._marks:
+            return None
+        upto, blocks = self._render(dicts[: i + 1], tools)
+        if len(blocks) != sum(message["role"] == "assistant" for message in dicts[: i + 1]):
+            blocks = blocks[len(self._render(dicts[:i], tools)[1]) :]
+        else:
+            blocks = blocks[-1:]
+        return _Place(upto[: blocks[0][0]], upto[blocks[0][0] : blocks[-1][1]], {}) if blocks else None
+
+    def _unplaceable(self, chat: _Chat, i: int) -> UserError:
+        prompt = self.render(chat.dicts[:i], chat.tools, generation=True)
+        upto = self.render(chat.dicts[: i + 1], chat.tools)
+        same = len(_common_prefix(prompt, upto))
+        return UserError(
+            f"{chat.origin}: the chat template asks for an answer with {prompt[same:][:40]!r}, but writes finished "
+            f"turns with {upto[same:][:40]!r} in its place, so what the model generates cannot be told; "
+            "give a `chat_template` that writes both alike."
+        )
 
     def _message_span(self, chat: _Chat, i: int, full: str) -> tuple[int, int]:
         before = self.render(chat.dicts[:i], chat.tools) if i else ""
@@ -249,17 +265,20 @@ class Encoder:
     def _until_turn_end(self, text: str, ids: list[int], offsets: list[tuple[int, int]]) -> int:
         """How many tokens up to and including the end-of-turn token; all, where there is none.
 
-        At the end of a turn stand only special tokens and blanks (ChatML: `<|im_end|>` and a newline); the first
-        special one among them is where generation stops.
+        At the end of a turn stand only special tokens and blanks (ChatML: `<|im_end|>` and a newline). Generation
+        stops at the template's end-of-turn token among them; where that is not, at the last special one.
         """
         kept = len(ids)
+        last_special = 0
         for place in range(len(ids) - 1, -1, -1):
             start, end = offsets[place]
-            if ids[place] in self._special:
-                kept = place + 1
+            if ids[place] == self.turn_end_id:
+                kept = last_special = place + 1
+            elif ids[place] in self._special:
+                last_special = last_special or place + 1
             elif text[start:end].strip():
                 break
-        return kept
+        return min(kept, last_special) if last_special else kept
 
     # Tokens
 
@@ -327,11 +346,15 @@ class Encoder:
     # The template
 
     def _render(
-        self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], generation: bool
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[dict[str, Any]],
+        generation: bool = False,
+        mode: dict[str, bool] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name) or next(iter(self._templates.values()))
-        return _render(template, messages, list(tools) or None, generation, self._variables)
+        return _render(template, messages, list(tools) or None, generation, {**self._variables, **(mode or {})})
 
     def _make_fingerprint(self) -> str:
         parts = [VERSION, self.train_on, self._templates, self._variables, str(TEMPLATE_DATE)]
@@ -340,27 +363,44 @@ class Encoder:
         return digest.hexdigest()
 
     def _find_turn_end(self) -> int | None:
-        """The first added token after the answer; found with an answer that no template has in its own text."""
-        answer = "qxzj"
-        messages = [{"role": "user", "content": "vwky"}, {"role": "assistant", "content": answer}]
+        """The last special token that follows an answer both in the middle and at the end of a conversation.
+
+        Found with words that no template has in its own text. (In the middle the next question comes after it; at the
+        end, some templates add an end-of-text token of their own.)
+        """
+        words = ("vwkya", "qxzja", "vwkyb", "qxzjb")
+        messages = [{"role": "assistant" if n % 2 else "user", "content": word} for n, word in enumerate(words)]
         try:
             text = self.render(messages)
         except TemplateRefusal:
             return None  # the guard looks closer and says why
-        if answer not in text:
+        places = [text.find(word) for word in words]
+        if min(places) < 0 or places != sorted(places):
             return None
-        ids, _ = self._start(text[text.rindex(answer) + len(answer) :])
-        added = self.tokenizer.added_tokens_decoder
-        return next((i for i in ids if i in added or i in self._special), None)
+        middle = self._start(text[places[1] + 5 : places[2]])[0]
+        end = self._start(text[places[3] + 5 :])[0]
+        added = self._special | set(self.tokenizer.added_tokens_decoder)
+        common = [a for n, a in enumerate(end) if middle[: n + 1] == end[: n + 1] and a in added]
+        return next(iter((common or [i for i in end if i in added])[::-1]), None)
+
+    def _find_mode(self) -> dict[str, bool]:
+        """How the template is asked for answers without reasoning."""
+        messages = [{"role": "user", "content": "vwkya"}, {"role": "assistant", "content": "qxzja"}]
+        try:
+            place = self._place(messages, 1, ())
+        except TemplateRefusal:
+            return {}
+        return place.mode if place else {}
 
     def _has_no_system_role(self) -> bool:
-        asked = [{"role": "user", "content": "vwky"}]
+        """Looked for in a finished conversation: some templates write the system message in prompts alone."""
+        chat = [{"role": "user", "content": "vwkya"}, {"role": "assistant", "content": "qxzja"}]
         try:
-            self.render(asked)
+            self.render(chat)
         except TemplateRefusal:
             return False
         try:
-            return "qxzj" not in self.render([{"role": "system", "content": "qxzj"}, *asked])
+            return "qxzjb" not in self.render([{"role": "system", "content": "qxzjb"}, *chat])
         except TemplateRefusal:
             return True
 
@@ -385,12 +425,6 @@ class Encoder:
                     f"{chat.origin}: the chat template drops the {message.role} message (number {number}); "
                     "give a `chat_template` that writes it."
                 )
-            for call in message.extra.get("tool_calls", ()):
-                if call["function"]["name"] not in full:
-                    raise UserError(
-                        f"{chat.origin}: the chat template drops the call of the tool `{call['function']['name']}` "
-                        f"(message {number}); give a `chat_template` that knows tools."
-                    )
         for tool in chat.tools:
             if tool["function"]["name"] not in full:
                 raise UserError(
@@ -400,6 +434,12 @@ class Encoder:
 
     def _check_answer_kept(self, chat: _Chat, i: int, answer: str) -> None:
         message = chat.messages[i]
+        for call in message.extra.get("tool_calls", ()):
+            if call["function"]["name"] not in answer:
+                raise UserError(
+                    f"{chat.origin}: the chat template drops the call of the tool `{call['function']['name']}` "
+                    f"(message {i + 1}); give a `chat_template` that knows tools."
+                )
         for name, part in (("answer", message.content), ("reasoning", message.extra.get("reasoning_content", ""))):
             if not _holds(answer, part):
                 raise UserError(
@@ -408,6 +448,15 @@ class Encoder:
                 )
 
 
+# Templates of reasoning models open an answer for thinking, or not; which of the two a finished turn fits, shows.
+_MODES: tuple[dict[str, bool], ...] = (
+    {},
+    {"enable_thinking": False, "thinking": False},
+    {"enable_thinking": True, "thinking": True},
+)
+_NO_THOUGHTS = re.compile(
+    r"\s*(<think>\s*</think>|<\|channel>\w*\s*<channel\|>|<\|START_THINKING\|><\|END_THINKING\|>)\s*"
+)
 _NO_TEMPLATE = (
     "the model has no chat template, so a conversation cannot be written for it; give one with `chat_template:`, or "
     "train on prompt and completion texts (`format: prompt_completion`) or on plain text."
@@ -420,6 +469,15 @@ class _Chat:
     dicts: list[dict[str, Any]]
     tools: tuple[dict[str, Any], ...]
     origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an answer stands: after which prompt, and how the template's variables were set for it."""
+
+    prompt: str
+    answer: str
+    mode: dict[str, bool]
 
 
 @dataclass(frozen=True, slots=True)
