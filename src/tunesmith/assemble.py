@@ -76,8 +76,8 @@ def prepare_run(
     if before is not None and before.lineage != identity.lineage and not accept_changes:
         changes = "; ".join(run_folder.differences(before, identity))
         raise UserError(
-            f"The run in {folder} was started differently: {changes}. Put it back, choose another output, or go on with "
-            "the changes by `tunesmith train --accept-changes`."
+            f"The run in {folder} was started differently: {changes}. Put it back, choose another output, or go on "
+            "with the changes by `tunesmith train --accept-changes`."
         )
     if before is not None and before.lineage != identity.lineage and plan is None:
         chosen = plan_run(run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -129,9 +128,10 @@ class Display:
         output.say(f"step {event.step}: {event.reason}")
 
     def _finished(self, event: events.Finished) -> None:
+        measured, predicted = (output.readable_bytes(n) for n in (event.measured_memory, event.predicted_memory))
         output.say(
             f"{event.step} steps in {_clock(event.seconds)}, {event.tokens_per_second:,.0f} tokens/s; peak memory "
-            f"{output.readable_bytes(event.measured_memory)} (predicted {output.readable_bytes(event.predicted_memory)})"
+            f"{measured} (predicted {predicted})"
         )
 
     def _progress(self, name: str, done: int, total: int | None, facts: str) -> None:
@@ -155,13 +155,16 @@ def read_plan_file(path: Path) -> Plan:
     except OSError as error:
         raise UserError(f"The plan {path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        problem = getattr(error, "errors", lambda: [{"loc": (), "msg": str(error)}])()[0]
-        where = ".".join(str(part) for part in problem["loc"])
-        raise UserError(f"{path} is not a plan: {where + ': ' if where else ''}{problem['msg']}.") from error
+        raise UserError(f"{path} is not a plan: {_first_problem(error)}.") from error
 
 
-def is_terminal() -> bool:
-    return sys.stdin.isatty() and sys.stdout.isatty()
+def _first_problem(error: ValueError) -> str:
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return str(error)
+    problem = error.errors()[0]
+    return f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
 
 
 def _clock(seconds: float) -> str:

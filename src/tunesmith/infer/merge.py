@@ -65,9 +65,9 @@ def merge_run(folder: Path, to: Path, *, precision: str | None = None) -> Merged
         difference, effect = _distance(found, expected), _distance(base, expected)
         if not difference <= TOLERANCE[dtype] or (effect > TOLERANCE[dtype] and difference > EFFECT_SHARE * effect):
             raise UserError(
-                f"The merged model does not do what base and adapter do: its logits differ by {difference:.2g}, more than "
-                f"rounding to {dtype} explains ({TOLERANCE[dtype]:g}; the adapter's own effect is {effect:.2g}). Nothing "
-                "was written; merge with --precision fp32, or keep the adapter apart."
+                f"The merged model does not do what base and adapter do: its logits differ by {difference:.2g}, more "
+                f"than rounding to {dtype} explains ({TOLERANCE[dtype]:g}; the adapter's own effect is {effect:.2g}). "
+                "Nothing was written; merge with --precision fp32, or keep the adapter apart."
             )
         if to.exists():
             to.rmdir()

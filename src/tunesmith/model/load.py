@@ -93,7 +93,7 @@ def load_model(run: Run, *, dtype: str, device: str, attention: str = "sdpa") ->
     from transformers import AutoModelForCausalLM
 
     source = locate(run.model)
-    with _reading(run, "weights"), _quiet_loading():
+    with _reading(run, "weights"), quiet():
         model = AutoModelForCausalLM.from_pretrained(
             source.location,
             dtype=getattr(torch, DTYPES[dtype]),
@@ -177,7 +177,7 @@ def _reading(run: Run, what: str):
 
 
 @contextlib.contextmanager
-def _quiet_loading():
+def quiet():
     """transformers' own bars and hints would fight with the live display."""
     from transformers.utils import logging as transformers_logging
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tunesmith.config.schema import Run
-from tunesmith.model.load import locate
+from tunesmith.model.load import locate, quiet
 from tunesmith.model.lora import adapter_config, adapter_tensors
 
 
@@ -37,7 +37,8 @@ def write_model(model: nn.Module, tokenizer, folder: Path) -> Path:
         use_cache = model.config.use_cache
         model.config.use_cache = True
         try:
-            model.save_pretrained(partial)
+            with quiet():
+                model.save_pretrained(partial)
         finally:
             model.config.use_cache = use_cache
         tokenizer.save_pretrained(partial)
