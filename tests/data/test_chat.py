@@ -271,6 +271,78 @@ def test_an_encoder_travels_to_another_process(reasoning):
     assert before.weights.tolist() == after.weights.tolist()
 
 
+def loop(body: str, ask: str = "<|im_start|>assistant\\n") -> str:
+    opened = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}" + body + "{% endfor %}"
+    return opened + "{% if add_generation_prompt %}" + f"{{{{ '{ask}' }}}}" + "{% endif %}"
+
+
+def targets(tokenizer, item, **more) -> list[str]:
+    encoder = Encoder(tokenizer, template=None, train_on="assistant", **more)
+    return [tokenizer.decode(e.ids[e.weights > 0].tolist()) for e in encoder.encode_all(item, HERE)]
+
+
+def test_a_turn_ends_at_its_end_token_not_at_that_of_a_tool_call_nor_at_that_of_the_text(make_tokenizer):
+    ends_call = loop(
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name + '<|eot_id|>' }}{% endfor %}"
+        "{{ '<|im_end|>\\n' }}"
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    item = Conversation((Message("user", "Hi"), Message("assistant", "", extra={"tool_calls": [call]})))
+    assert targets(make_tokenizer(ends_call, eos="<|endoftext|>"), item) == ["add<|eot_id|><|im_end|>"]
+    ends_text = (
+        loop("{{ m.content + '<|im_end|>\\n' }}") + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    )
+    tokenizer = make_tokenizer(ends_text, eos="<|endoftext|>")
+    assert targets(tokenizer, TWO_TURNS) == ["Hello<|im_end|>two<|im_end|>"]
+    assert Encoder(tokenizer, template=None, train_on="last").turn_end_id == tokenizer.convert_tokens_to_ids(
+        "<|im_end|>"
+    )
+
+
+def test_a_dropped_tool_call_is_refused_though_the_tool_is_described(make_tokenizer):
+    described = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + loop("{{ m.content + '<|im_end|>' }}")
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    answer = Message("assistant", "", extra={"tool_calls": [call]})
+    item = Conversation((Message("user", "Hi"), answer), ({"type": "function", "function": {"name": "add"}},))
+    with pytest.raises(UserError, match=r"line 7: the chat template drops the call of the tool `add` \(message 2\)"):
+        targets(make_tokenizer(described), item)
+
+
+def test_arguments_go_to_the_template_as_text_where_it_wants_text(make_tokenizer):
+    joined = loop(
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}"
+        "{{ '<|im_end|>' }}"
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    item = Conversation((Message("user", "Hi"), Message("assistant", "", extra={"tool_calls": [call]})))
+    assert targets(make_tokenizer(joined), item) == ['add{"a": 2}<|im_end|>']
+
+
+def test_answers_follow_the_empty_thoughts_that_a_prompt_ends_with(make_tokenizer):
+    tokenizer = make_tokenizer(loop("{{ m.content + '<|im_end|>' }}", "<|im_start|>assistant\\n<think></think>"))
+    asked = "<|im_start|> user \\n Hi <|im_end|> <|im_start|> assistant \\n "
+    assert encoded(tokenizer, TWO_TURNS) == [
+        asked + "<think> </think> [Hello] [<|im_end|>]",
+        asked + "Hello <|im_end|> <|im_start|> user \\n Bye <|im_end|> <|im_start|> assistant \\n "
+        "<think> </think> [two] [<|im_end|>]",
+    ]
+
+
+def test_the_mode_without_thinking_is_used_where_only_that_fits_the_answers(make_tokenizer):
+    thinks = "('</think>' if enable_thinking is defined and not enable_thinking else '<think>')"
+    ask = f"<|im_start|>assistant\\n' + {thinks} + '"
+    body = (
+        "{% if m.role == 'assistant' %}{{ '<think>' + m.reasoning_content if m.reasoning_content else '' }}"
+        "{{ '</think>' }}{% endif %}{{ m.content + '<|im_end|>' }}"
+    )
+    tokenizer = make_tokenizer(loop(body, ask))
+    thoughtful = Message("assistant", "two", extra={"reasoning_content": "four"})
+    assert targets(tokenizer, TWO_TURNS) == ["Hello<|im_end|>two<|im_end|>"]
+    assert targets(tokenizer, Conversation((TWO_TURNS.messages[0], thoughtful))) == ["four</think>two<|im_end|>"]
+    encoder = Encoder(tokenizer, template=None, train_on="last")
+    assert tokenizer.decode(encoder.prompt(TWO_TURNS.messages[:1])).endswith("assistant\n</think>")
+
+
 TEXT = st.text(alphabet=st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=12).filter(str.strip)
 
 

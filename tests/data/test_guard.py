@@ -31,6 +31,12 @@ def test_templates_with_a_peculiarity_are_reported(gemma, reasoning, make_tokeni
     plain = "{% for m in messages %}" + BODY + "{% endfor %}"
     assert "no generation prompt" in " ".join(checked(make_tokenizer(plain)))
     assert "26 Jul 2024" in " ".join(checked(make_tokenizer("{{ strftime_now('%Y') }}" + plain + ASK)))
+    thinks = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.reasoning_content %}"
+        "{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}{{ m.content + '<|im_end|>' }}{% endfor %}"
+    )
+    always = make_tokenizer(thinks + ASK.replace("' }}", "<think>' }}"))
+    assert "answers need their `reasoning_content`" in " ".join(checked(always))
     with_bos = make_tokenizer(plain + ASK, bos="<bos>", adds_bos=True)
     assert "begins texts with <bos>, but the chat template does not" in " ".join(checked(with_bos))
 

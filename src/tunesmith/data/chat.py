@@ -160,9 +160,13 @@ class Encoder:
         if self.train_on != "all":
             while messages and messages[-1].role != "assistant" and not messages[-1].weight:
                 messages.pop()
+        chat = _Chat(messages, [_as_dict(m) for m in messages], item.tools, origin)
         try:
-            chat = _Chat(messages, [_as_dict(m) for m in messages], item.tools, origin)
-            full = self.render(chat.dicts, chat.tools)
+            try:
+                full = self.render(chat.dicts, chat.tools)
+            except TemplateRefusal:  # some templates want the arguments of tool calls as text
+                chat = replace(chat, dicts=[_as_dict(m, text_arguments=True) for m in messages])
+                full = self.render(chat.dicts, chat.tools)
             self._check_nothing_dropped(chat, full)
             turns, spans = self._locate(chat, full)
         except TemplateRefusal as error:
@@ -227,7 +231,8 @@ class Encoder:
                 return _Place(prompt, upto[len(prompt) :], mode)
             shared = len(_common_prefix(prompt, upto))
             # The template thinks for the model, of nothing, and finished turns leave that out.
-            if not reasons and _NO_THOUGHTS.fullmatch(prompt[shared:]):
+            is_skipped = not reasons and _NO_THOUGHTS.fullmatch(prompt[shared:])
+            if is_skipped and not upto[shared:].lstrip().startswith("</"):
                 return _Place(prompt, upto[shared:], mode)
         return None
 
@@ -381,6 +386,8 @@ class Encoder:
         end = self._start(text[places[3] + 5 :])[0]
         added = self._special | set(self.tokenizer.added_tokens_decoder)
         common = [a for n, a in enumerate(end) if middle[: n + 1] == end[: n + 1] and a in added]
+        if self.tokenizer.eos_token_id in common:
+            return self.tokenizer.eos_token_id
         return next(iter((common or [i for i in end if i in added])[::-1]), None)
 
     def _find_mode(self) -> dict[str, bool]:
@@ -498,10 +505,16 @@ def _append(ids: list[int], weights: list[float], more: list[int], weight: float
     weights.extend([weight] * len(more))
 
 
-def _as_dict(message: Message) -> dict[str, Any]:
+def _as_dict(message: Message, text_arguments: bool = False) -> dict[str, Any]:
     made = {"role": message.role, "content": message.content, **message.extra}
     if "reasoning_content" in made:  # templates disagree on the name
         made["reasoning"] = made["thinking"] = made["reasoning_content"]
+    if text_arguments and "tool_calls" in made:
+        functions = [(call, call["function"]) for call in made["tool_calls"]]
+        made["tool_calls"] = [
+            {**call, "function": {**f, "arguments": json.dumps(f["arguments"], ensure_ascii=False)}}
+            for call, f in functions
+        ]
     return made
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -227,8 +227,18 @@ def _check_template(encoder: Encoder, tokenizer: Any) -> list[str]:
     if bos is not None and ids[:2] == [bos, bos]:
         raise UserError(f"the chat template begins with {tokenizer.bos_token} twice; give one that writes it once.")
 
+    warnings = []
     origin = Origin("a test conversation for the chat template", 1, "record")
-    examples = encoder.encode_all(Conversation(tuple(messages)), origin)
+    try:
+        examples = encoder.encode_all(Conversation(tuple(messages)), origin)
+    except UserError as error:
+        thoughts = {"reasoning_content": "vwkyc"}
+        thoughtful = tuple(replace(m, extra=thoughts) if m.role == "assistant" else m for m in messages)
+        try:
+            examples = encoder.encode_all(Conversation(thoughtful), origin)
+        except UserError:
+            raise error from None
+        warnings.append("the chat template always lets the model think: answers need their `reasoning_content`.")
     last = examples[0]
     if not np.isin(last.ids[last.weights > 0], list(encoder.end_ids)).any():
         raise UserError(
@@ -236,7 +246,6 @@ def _check_template(encoder: Encoder, tokenizer: Any) -> list[str]:
             "would never learn to stop; give a `chat_template` that ends it with one, such as the eos_token."
         )
 
-    warnings = []
     if encoder.folds_system:
         warnings.append(
             "the chat template has no system role: system messages are put in front of the first user message."
@@ -245,6 +254,11 @@ def _check_template(encoder: Encoder, tokenizer: Any) -> list[str]:
         warnings.append(
             "the chat template writes earlier turns differently from the last one (it may drop reasoning): each turn "
             "of a longer conversation becomes an example of its own."
+        )
+    if encoder.mode:
+        warnings.append(
+            "answers without reasoning are trained in the chat template's mode without thinking "
+            "(`enable_thinking: false`); ask for answers in that mode too."
         )
     if asked == unasked and text.startswith(asked):
         header = text[len(asked) : places[3]]
