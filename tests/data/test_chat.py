@@ -170,6 +170,10 @@ def test_a_document_gets_the_tokenizer_s_bos_and_eos_and_is_all_target(base, cha
     assert encoded(inst, Document("Hi four")) == ["<s> [_Hi] [_four] [</s>]"]
 
 
+def test_an_empty_document_gives_no_example(base):
+    assert encoded(base, Document("")) == encoded(base, Document(" \n")) == []
+
+
 def test_tokens_stay_as_they_are(chatml):
     example = Encoder(chatml, template=None, train_on="assistant").encode(Tokens((5, 6, 7), (False, True, True)), HERE)
     assert example.ids.tolist() == [5, 6, 7]

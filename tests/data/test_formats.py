@@ -83,6 +83,10 @@ def test_sharegpt_with_system_tools_calls_and_results():
     )
 
 
+def test_conversations_as_pairs():
+    assert turns(converted({"conversation": [{"input": "Hi", "output": "Hello"}]})) == HELLO
+
+
 def test_tool_calls_in_all_the_ways_people_write_them():
     expected = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]
     ways = [
@@ -111,6 +115,8 @@ def test_reasoning_is_kept_apart_under_one_name():
 def test_alpaca_with_input_system_history_and_response():
     assert turns(converted({"instruction": "Hi", "output": "Hello"})) == HELLO
     assert turns(converted({"instruction": "Hi", "input": "", "response": "Hello"})) == HELLO
+    dolly = {"instruction": "How late?", "context": "It is late.", "response": "very", "category": "qa"}
+    assert turns(converted(dolly))[0] == ("user", "How late?\n\nIt is late.")
     fields = {"instruction": "Add", "input": "2 2", "output": "4", "system": "Be kind.", "history": [["Hi", "Hello"]]}
     assert turns(converted(fields)) == [
         ("system", "Be kind."),
@@ -201,7 +207,6 @@ REFUSED = [
     ({"prompt": "Hi", "completion": {"a": 1}}, "has no `role`"),
     ({"instruction": "", "output": "x"}, "`instruction` is empty"),
     ({"instruction": "Hi", "output": "x", "history": ["Hi"]}, "`history` must be a list of"),
-    ({"text": ""}, "`text` is empty"),
     ({"text": None}, "`text` must be text, found null"),
     ({"messages": None}, "`messages` must be a list, found null"),
     ({"messages": []}, "`messages` is empty"),

@@ -105,7 +105,12 @@ class Encoder:
         return self._encode(item, origin)[0]
 
     def encode_all(self, item: Conversation | Document | Completion | Tokens, origin: Origin) -> list[Example]:
-        """All examples of the item: one, and one more for each turn that the template rewrites later on."""
+        """All examples of the item: one, and one more for each turn that the template rewrites later on.
+
+        An empty document gives none.
+        """
+        if isinstance(item, Document) and not item.text.strip():
+            return []
         return self._encode(item, origin)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
@@ -149,7 +154,7 @@ class Encoder:
             _append(ids, weights, self._continue(item.completion)[0], 1.0)
         else:
             _append(ids, weights, self._start(item.completion)[0], 1.0)
-        if self.tokenizer.eos_token_id is not None and ids[-1] != self.tokenizer.eos_token_id:
+        if self.tokenizer.eos_token_id is not None and ids[-1:] != [self.tokenizer.eos_token_id]:
             _append(ids, weights, [self.tokenizer.eos_token_id], 1.0)
         return [self._example(ids, weights, origin)]
 

@@ -104,7 +104,8 @@ def _convert_alpaca(fields: dict[str, Any], origin: Origin, dataset: Dataset) ->
         if not isinstance(turn, list | tuple) or len(turn) != 2:
             raise UserError(f"{origin}: `history` must be a list of [question, answer] pairs.")
         messages += [_user(_text(turn[0], "history", origin)), _answer(turn[1], "history", origin)]
-    parts = [_text(fields.get(name) or "", name, origin) for name in ("instruction", "input")]
+    more, name = _first(fields, "input", "context")
+    parts = [_text(fields["instruction"] or "", "instruction", origin), _text(more or "", name, origin)]
     question = "\n\n".join(part for part in parts if part.strip())
     if not question:
         raise UserError(f"{origin}: `instruction` is empty.")
@@ -158,10 +159,7 @@ def _convert_question_answer(fields: dict[str, Any], origin: Origin, dataset: Da
 
 
 def _convert_text(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Document:
-    text = _text(fields["text"], "text", origin)
-    if not text.strip():
-        raise UserError(f"{origin}: `text` is empty; remove the record.")
-    return Document(text)
+    return Document(_text(fields["text"], "text", origin))
 
 
 def _convert_tokens(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Tokens:
@@ -226,6 +224,9 @@ def _messages(value: Any, name: str, origin: Origin, dataset: Dataset) -> list[M
     listed = [value] if isinstance(value, dict) else _listed(value, name, origin)
     if not listed:
         raise UserError(f"{origin}: `{name}` is empty.")
+    if all(isinstance(item, dict) and item.keys() == {"input", "output"} for item in listed):
+        turns = (("user", "input"), ("assistant", "output"))
+        listed = [{"role": role, "content": pair[side]} for pair in listed for role, side in turns]
     messages = [_message(item, f"`{name}` {n}", origin, dataset) for n, item in enumerate(listed, start=1)]
     if messages and messages[0].role == "system" and not messages[0].content.strip():
         messages = messages[1:]
