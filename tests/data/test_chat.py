@@ -359,6 +359,19 @@ def test_targets_read_as_the_answers_whatever_they_say(chatml, answers, question
     assert chatml.decode(example.ids[example.weights > 0].tolist()) == "".join(f"{a}<|im_end|>" for a in answers)
 
 
+@settings(max_examples=40, deadline=None)
+@given(texts=st.lists(TEXT, min_size=2, max_size=4).filter(lambda texts: len(texts) % 2 == 0))
+def test_the_tokens_read_as_the_template_s_own_text(chatml, llama3, gemma, marked, texts):
+    messages = [Message("assistant" if n % 2 else "user", text) for n, text in enumerate(texts)]
+    for tokenizer in (chatml, llama3, gemma, marked):
+        encoder = Encoder(tokenizer, template=None, train_on="assistant")
+        (example,) = encoder.encode_all(Conversation(tuple(messages)), HERE)
+        text = tokenizer.apply_chat_template([{"role": m.role, "content": m.content} for m in messages], tokenize=False)
+        assert tokenizer.decode(example.ids.tolist()) == text.rstrip("\n")
+        last = tokenizer.decode(example.ids[example.weights > 0].tolist())
+        assert last.endswith(messages[-1].content.strip() + tokenizer.eos_token) or tokenizer in (chatml, marked)
+
+
 HI = "<|im_start|> user \\n Hi <|im_end|> \\n <|im_start|> assistant \\n "
 FORMATS = {
     "messages": ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "two"}]}, HI),
