@@ -249,6 +249,7 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
+    module.train(model.training)
     setattr(model.get_submodule(parent), child, module)
 
 

@@ -1,0 +1,41 @@
+"""Packed attention: causal, inside documents only, on every path the CPU has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tunesmith.kernels import reference
+from tunesmith.model.attention import NotPackable, packed_attention
+
+
+@pytest.mark.parametrize("window", [None, 3, 100])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_documents_do_not_see_each_other(window, softcap, kv_heads):
+    generator = torch.Generator().manual_seed(0)
+    bounds = [0, 5, 6, 14]
+    query = torch.randn(14, 4, 8, generator=generator, requires_grad=True)
+    key, value = (torch.randn(14, kv_heads, 8, generator=generator, requires_grad=True) for _ in range(2))
+    expected = reference.packed_attention(query, key, value, bounds, scale=0.3, window=window, softcap=softcap)
+    found, _ = packed_attention(
+        torch.nn.Module(),
+        *(tensor.transpose(0, 1)[None] for tensor in (query, key, value)),
+        None,
+        scaling=0.3,
+        sliding_window=window,
+        softcap=softcap,
+        cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32),
+        max_length_q=8,
+    )
+    torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-5)
+    direction = torch.randn(found[0].shape, generator=generator)
+    wanted = torch.autograd.grad(expected, (query, key, value), direction)
+    for gradient, want in zip(torch.autograd.grad(found[0], (query, key, value), direction), wanted, strict=True):
+        torch.testing.assert_close(gradient, want, rtol=1e-5, atol=1e-5)
+
+
+def test_without_boundaries_it_refuses():
+    tensor = torch.zeros(1, 1, 2, 8)
+    with pytest.raises(NotPackable):
+        packed_attention(torch.nn.Module(), tensor, tensor, tensor, None)

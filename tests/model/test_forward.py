@@ -1,0 +1,100 @@
+"""Models are called packed where that gives the model's own results, else padded, else not at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen3Config,
+)
+
+from tunesmith.errors import UserError
+from tunesmith.model import attention
+from tunesmith.model.forward import Calling, _own_losses, _trial, settle, token_losses
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+HEAD = {"head_dim": 8}
+IDS = {"bos_token_id": 1, "eos_token_id": 2}
+BY_LAYOUT = {
+    "packed": [
+        LlamaConfig(**SMALL),
+        MistralConfig(**SMALL, sliding_window=4),
+        Qwen3Config(**SMALL, **HEAD),
+        Gemma2Config(**SMALL, **HEAD, sliding_window=4),
+        MixtralConfig(**SMALL, num_local_experts=4),
+        GraniteConfig(**SMALL, logits_scaling=3.0),
+        GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, initializer_range=0.2, **IDS),
+    ],
+    "padded": [
+        BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=100, initializer_range=0.2, **IDS),
+        FalconConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=100, initializer_range=0.2, **IDS
+        ),
+    ],
+}
+CASES = [(layout, config) for layout, configs in BY_LAYOUT.items() for config in configs]
+
+
+def build(config) -> torch.nn.Module:
+    torch.manual_seed(0)
+    attention.register()
+    return AutoModelForCausalLM.from_config(config).float().eval()
+
+
+@pytest.mark.parametrize(("layout", "config"), CASES, ids=[config.model_type for _, config in CASES])
+def test_each_family_is_called_the_fastest_right_way(layout, config):
+    model = build(config)
+    calling, note = settle(model, vocabulary=100)
+    assert calling.layout == layout
+    assert (note is None) == (layout == "packed")
+    inputs = _trial(100, torch.device("cpu"))
+    found = token_losses(model, inputs, calling)[1]
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(found.double(), _own_losses(model, inputs), rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_leaks_between_rows_is_refused():
+    model = build(LlamaConfig(**SMALL))
+    plain = model.base_model.forward
+
+    def leaking(input_ids=None, **kwargs):
+        output = plain(input_ids=input_ids, **kwargs)
+        if input_ids.shape[0] > 1 or "cu_seq_lens_q" in kwargs:
+            output.last_hidden_state = output.last_hidden_state + 1
+        return output
+
+    model.base_model.forward = leaking
+    with pytest.raises(UserError, match="cannot be trained"):
+        settle(model, vocabulary=100)
+
+
+def test_packed_and_padded_give_the_same_gradients():
+    model = build(LlamaConfig(**SMALL))
+    inputs = _trial(100, torch.device("cpu"))
+    gradients = []
+    for layout, implementation in (("packed", attention.NAME), ("padded", "sdpa")):
+        model.set_attn_implementation(implementation)
+        total, _ = token_losses(model, inputs, Calling(layout))
+        gradients.append(torch.autograd.grad(total, [p for p in model.parameters() if p.requires_grad]))
+    for packed, padded in zip(*gradients, strict=True):
+        torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-5)

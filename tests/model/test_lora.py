@@ -1,0 +1,174 @@
+"""Adapters: what they match, how they start, and that the peft library and ours read each other's files."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from tunesmith.config.schema import Lora, Run
+from tunesmith.errors import UserError
+from tunesmith.model import lora
+from tunesmith.model.save import write_adapter
+
+TOKENS = torch.arange(3, 40)[None]
+
+
+def load(folder: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def shake(model: torch.nn.Module, seed: int = 1) -> None:
+    """Give the adapters an effect; B starts at zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for adapter in lora.adapters(model).values():
+            adapter.lora_b.copy_(torch.randn(adapter.lora_b.shape, generator=generator) * 0.1)
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    return model(TOKENS).logits
+
+
+def test_adapters_start_as_the_base_model(tiny_model):
+    model = load(tiny_model)
+    before = logits(model)
+    lora.attach(model, Lora(rank=4), seed=0)
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=0)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 2 * 7
+    assert all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Lora(rank=4),
+        Lora(rank=4, alpha=3, rank_stabilised=True),
+        Lora(rank=2, targets=["q_proj", "mlp.*_proj"], layers="top 1"),
+    ],
+)
+def test_peft_loads_our_files_and_gives_the_same_logits(tiny_model, tmp_path, settings):
+    peft = pytest.importorskip("peft")
+    model = load(tiny_model)
+    lora.attach(model, settings, seed=0)
+    shake(model)
+    write_adapter(model, Run(model=str(tiny_model), data="x", lora=settings), tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(load(tiny_model), tmp_path / "adapter").eval()
+    torch.testing.assert_close(logits(theirs), logits(model), rtol=1e-5, atol=1e-5)
+    assert (logits(model) - logits(load(tiny_model))).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 2}, "rank_pattern": {"v_proj": 3}}]
+)
+def test_we_load_files_made_by_peft(tiny_model, tmp_path, changes):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", init_lora_weights=False, **changes)
+    theirs = peft.get_peft_model(load(tiny_model), config).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    model = load(tiny_model)
+    lora.attach_saved(model, tmp_path / "adapter")
+    torch.testing.assert_close(logits(model), logits(theirs), rtol=1e-5, atol=1e-5)
+
+
+def test_gpt2s_transposed_linears_go_to_peft_and_back(tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, bos_token_id=1, eos_token_id=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
+    model = load(tmp_path / "base")
+    settings = Lora(rank=4)
+    lora.attach(model, settings, seed=0)
+    shake(model)
+    write_adapter(model, Run(model=str(tmp_path / "base"), data="x", lora=settings), tmp_path / "adapter")
+    with_adapter = logits(model)
+    theirs = peft.PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter").eval()
+    torch.testing.assert_close(logits(theirs), with_adapter, rtol=1e-5, atol=1e-5)
+    lora.merge(model)
+    torch.testing.assert_close(logits(model), with_adapter, rtol=1e-4, atol=1e-5)
+
+
+def test_merging_gives_the_same_logits_without_adapters(tiny_model):
+    model = load(tiny_model)
+    lora.attach(model, Lora(rank=4), seed=0)
+    shake(model)
+    expected = logits(model)
+    assert lora.merge(model) == 14
+    assert not lora.adapters(model)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_start_depends_on_seed_and_name_alone(tiny_model):
+    wide, narrow = load(tiny_model), load(tiny_model)
+    lora.attach(wide, Lora(rank=4), seed=3)
+    lora.attach(narrow, Lora(rank=4, targets=["v_proj"]), seed=3)
+    name = "model.layers.1.self_attn.v_proj"
+    assert torch.equal(lora.adapters(wide)[name].lora_a, lora.adapters(narrow)[name].lora_a)
+    other = load(tiny_model)
+    lora.attach(other, Lora(rank=4), seed=4)
+    assert not torch.equal(lora.adapters(wide)[name].lora_a, lora.adapters(other)[name].lora_a)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("top 2", {6, 7}), ("bottom 3", {0, 1, 2}), ("0-2", {0, 1, 2}), ("3,5, 7", {3, 5, 7}), ("top 99", set(range(8)))],
+)
+def test_layers_are_chosen_as_written(text, expected):
+    assert lora.choose_layers(text, 8) == expected
+
+
+@pytest.mark.parametrize("text", ["the top ones", "", "9", "2-12", "5-2", "-1"])
+def test_layers_that_are_not_there_are_named(text):
+    with pytest.raises(UserError, match=r"lora\.layers"):
+        lora.choose_layers(text, 8)
+
+
+def test_a_target_that_matches_nothing_is_an_error_that_names_what_there_is(tiny_model):
+    with pytest.raises(UserError, match=r"'qproj' matches no linear.*q_proj"):
+        lora.find_targets(load(tiny_model), Lora(targets=["qproj"]))
+
+
+def test_the_output_head_is_not_a_target(tiny_model):
+    assert not any("lm_head" in name for name in lora.find_targets(load(tiny_model), Lora()))
+    with pytest.raises(UserError, match="output head"):
+        lora.find_targets(load(tiny_model), Lora(targets=["lm_head"]))
+
+
+def test_adapters_that_do_more_than_lora_are_refused_by_name(tiny_model, tmp_path):
+    model = load(tiny_model)
+    lora.attach(model, Lora(rank=2), seed=0)
+    folder = write_adapter(model, Run(model=str(tiny_model), data="x", lora=Lora(rank=2)), tmp_path / "adapter")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    with pytest.raises(UserError, match="use_dora"):
+        lora.attach_saved(load(tiny_model), folder)
+
+
+def test_dropout_acts_in_training_only_and_keeps_the_mean(tiny_model):
+    model = load(tiny_model)
+    lora.attach(model, Lora(rank=4, dropout=0.5), seed=0)
+    shake(model)
+    assert torch.equal(logits(model), logits(model))
+    adapter = next(iter(lora.adapters(model).values())).train()
+    x = torch.ones(1, adapter.lora_a.shape[1])
+    torch.manual_seed(0)
+    mean = torch.stack([adapter(x) for _ in range(4000)]).mean(0)
+    torch.testing.assert_close(mean, adapter.eval()(x), rtol=0.05, atol=0.05)
+
+
+def test_the_scale_is_alpha_over_rank_or_its_root(tiny_model):
+    for settings, scale in (
+        (Lora(rank=4), 2.0),
+        (Lora(rank=4, alpha=4), 1.0),
+        (Lora(rank=9, alpha=6, rank_stabilised=True), 6 / math.sqrt(9)),
+    ):
+        model = load(tiny_model)
+        lora.attach(model, settings, seed=0)
+        assert {adapter.scale for adapter in lora.adapters(model).values()} == {scale}
