@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from tunesmith.evaluate.loss import HeldOut, held_out_losses, overall
 from tunesmith.infer.open import open_run
 from tunesmith.model import attention, load, lora
 from tunesmith.model.forward import settle
-from tunesmith.model.save import write_adapter, write_model
+from tunesmith.model.save import remove_leftovers, write_adapter, write_model
 from tunesmith.optim.build import Optimizer
 from tunesmith.plan.facts import from_config
 from tunesmith.plan.hardware import Hardware, probe
@@ -73,22 +73,27 @@ def prepare_run(
         chosen = plan_run(run)
     data = _prepare_data(run, chosen, progress)
     identity = run_folder.identify(run, data=data.fingerprint, model=load.model_fingerprint(run))
-    if before is not None and before.lineage != identity.lineage and not accept_changes:
+    has_changed = before is not None and before.lineage != identity.lineage
+    if has_changed and not accept_changes:
         changes = "; ".join(run_folder.differences(before, identity))
         raise UserError(
             f"The run in {folder} was started differently: {changes}. Put it back, choose another output, or go on "
             "with the changes by `tunesmith train --accept-changes`."
         )
-    if before is not None and before.lineage != identity.lineage and plan is None:
+    if has_changed and plan is None:
         chosen = plan_run(run)
+    if before is not None:
+        earlier = (before.lineage, *before.earlier) if has_changed else before.earlier
+        identity = replace(identity, earlier=tuple(one for one in earlier if one != identity.lineage))
 
     def store(lineage: str) -> CheckpointStore:
         return CheckpointStore(folder / "checkpoints", lineage, keep=run.keep, warn=warn)
 
     checkpoints = store(identity.lineage)
     resume_from = checkpoints
-    if before is not None and before.lineage != identity.lineage and checkpoints.latest() is None:
-        resume_from = store(before.lineage)
+    if identity.earlier:  # until the first checkpoint with the changes, the newest is one from before them
+        stores = [checkpoints, *map(store, identity.earlier)]
+        resume_from = max(stores, key=lambda one: found.step if (found := one.latest()) else -1)
     run_folder.write_plan(folder, chosen)
     run_folder.write_identity(folder, identity)
     return Setting(run, chosen, data, identity, checkpoints, resume_from)
@@ -143,9 +148,11 @@ def assemble(setting: Setting) -> Job:
         )
 
     def write_result() -> Path:
+        target = folder / ("adapter" if run.method == "lora" else "model")
+        remove_leftovers(target)
         if run.method == "lora":
-            return write_adapter(model, run, folder / "adapter")
-        return write_model(model, load.load_tokenizer(run), folder / "model")
+            return write_adapter(model, run, target)
+        return write_model(model, load.load_tokenizer(run), target)
 
     return Job(
         run=run,

@@ -47,6 +47,8 @@ class Identity:
     """Fingerprint of the tokenized training data."""
     model: str
     """Fingerprint of the weights it starts from."""
+    earlier: tuple[str, ...] = ()
+    """Lineages it was continued from when changes were accepted, newest first."""
 
     @property
     def lineage(self) -> str:
@@ -86,7 +88,7 @@ def read_identity(folder: Path) -> Identity | None:
     if content is None:
         return None
     try:
-        return Identity(content["settings"], content["data"], content["model"])
+        return Identity(content["settings"], content["data"], content["model"], tuple(content.get("earlier", ())))
     except (KeyError, TypeError) as error:
         raise UserError(
             f"{folder / 'run.json'} is damaged: {error} is missing; choose another output folder."
@@ -95,7 +97,7 @@ def read_identity(folder: Path) -> Identity | None:
 
 def write_identity(folder: Path, identity: Identity) -> None:
     content = {"settings": identity.settings, "data": identity.data, "model": identity.model}
-    _write_json(folder / "run.json", content)
+    _write_json(folder / "run.json", content | ({"earlier": identity.earlier} if identity.earlier else {}))
 
 
 def read_run(folder: Path) -> Run:
@@ -138,7 +140,12 @@ def _read_json(path: Path) -> Any:
 
 
 def _write_json(path: Path, content: Any) -> None:
-    write_atomic(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+    try:
+        write_atomic(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written: {error.strerror or error}; make room there or choose another output."
+        ) from error
 
 
 def _flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -67,5 +67,5 @@ def command(
         log.close()
     if not outcome.is_finished:
         output.say(f"Stopped after step {outcome.step} of {outcome.total_steps}; `tunesmith train` again continues.")
-        raise typer.Exit(130 if "Ctrl-C" in outcome.reason else 0)
+        raise typer.Exit(130 if "Ctrl-C" in outcome.reason else 143 if "SIGTERM" in outcome.reason else 0)
     output.say(f"Done. The trained weights are in {outcome.result}; try `tunesmith chat {folder}`.")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -45,11 +46,17 @@ def write_model(model: nn.Module, tokenizer, folder: Path) -> Path:
     return folder
 
 
+def remove_leftovers(folder: Path) -> None:
+    """What killed processes have left of `folder`. Only for those who know that no other process writes it now."""
+    for leftover in folder.parent.glob(f".{folder.name}.partial-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder that takes the place of `folder` when everything in it was written and synced."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
     try:
         yield partial
         partial.chmod(0o755)
@@ -58,11 +65,13 @@ def whole_folder(folder: Path) -> Iterator[Path]:
                 with file.open("rb") as stream:
                     os.fsync(stream.fileno())
         if folder.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-old-", dir=folder.parent))
+            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
             os.replace(folder, old / folder.name)
             os.replace(partial, folder)
             shutil.rmtree(old)
         else:
             os.replace(partial, folder)
+    except SafetensorError as error:  # how its library says that the disk is full
+        raise OSError(str(error)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

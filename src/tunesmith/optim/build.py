@@ -78,11 +78,18 @@ class Optimizer:
                 f"The checkpoint was made for other trained weights: '{different}' is in one of the two only."
             )
         for name, weight in self.masters.items():
+            if (there := tensors[f"weights/{name}"].shape) != weight.shape:
+                raise UserError(
+                    f"The checkpoint's '{name}' has the shape {tuple(there)}, and that of these settings is "
+                    f"{tuple(weight.shape)}; put lora.rank or the model back, or choose another output."
+                )
             weight.copy_(tensors[f"weights/{name}"])
         state: dict[nn.Parameter, dict[str, torch.Tensor]] = {weight: {} for weight in self.masters.values()}
+        keys = {name.split("/")[1] for name in tensors if name.startswith("optimizer/")}
+        is_ours = keys <= _STATE[type(self.inner)]  # else another optimizer was chosen since, which starts afresh
         for full_name, value in tensors.items():
             kind, _, rest = full_name.partition("/")
-            if kind == "optimizer":
+            if kind == "optimizer" and is_ours:
                 key, _, name = rest.partition("/")
                 weight = self.masters[name]
                 on_host = key == "step" and not _is_fused(self.inner)
@@ -94,6 +101,13 @@ class Optimizer:
     @torch.no_grad()
     def _copy_masters(self) -> None:
         torch._foreach_copy_(list(self.weights.values()), list(self.masters.values()))
+
+
+_STATE = {
+    torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
+    torch.optim.Adafactor: {"step", "row_var", "col_var", "variance"},
+    torch.optim.SGD: {"momentum_buffer"},
+}
 
 
 def _gather_into(master: nn.Parameter):

@@ -6,6 +6,7 @@ The file only ever grows. After a kill the run continues from a checkpoint, so s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
+
+from tunesmith.errors import UserError
 
 FILE = "events.jsonl"
 
@@ -107,8 +110,13 @@ class EventLog:
 
     def __init__(self, folder: Path):
         self.path = folder / FILE
-        _remove_partial_line(self.path)
-        self._stream = self.path.open("a", encoding="utf-8")
+        try:
+            _remove_partial_line(self.path)
+            self._stream = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written: {error.strerror or error}; make room there or choose another output."
+            ) from error
 
     def write(self, event: Event) -> None:
         record = {"event": event.kind, "time": round(time.time(), 3), **dataclasses.asdict(event)}
@@ -119,21 +127,32 @@ class EventLog:
             pass  # a full disk costs lines of the log, not the run; the checkpoint's warning tells the user
 
     def close(self) -> None:
-        self._stream.close()
+        with contextlib.suppress(OSError):  # writes what is left, which a full disk refuses once more
+            self._stream.close()
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """The run's events as one history: what a resumed run did again replaces what it did before."""
+    """The run's events as one history: what a resumed run did again replaces what it did before.
+
+    A sitting that was killed before its first checkpoint is begun anew, which no `resumed` record says.
+    """
     history: list[dict[str, Any]] = []
+    has_just_started = False
     for record in _records(folder / FILE):
-        if record["event"] == "resumed":
-            history = [old for old in history if not _is_after(old, record["step"])]
+        if record["event"] == "started":
+            has_just_started = True
+        elif "step" in record:
+            if record["event"] == "resumed":
+                history = [old for old in history if not _is_after(old, record["step"])]
+            elif has_just_started:
+                history = [old for old in history if not _is_after(old, -1)]
+            has_just_started = False
         history.append(record)
     return history
 
 
 def _is_after(record: dict[str, Any], step: int) -> bool:
-    return record["event"] in ("step", "evaluation", "checkpoint", "stopped", "finished") and record["step"] > step
+    return record.get("step", -1) > step and record["event"] != "resumed"
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

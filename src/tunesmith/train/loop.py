@@ -6,6 +6,7 @@ checkpoint knows its held-out loss; save before stopping; never save anything th
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from tunesmith.errors import UserError
 from tunesmith.optim.schedule import learning_rate
 from tunesmith.train import events
 from tunesmith.train.job import Job
-from tunesmith.train.step import Interrupted, LossScale, TrainStep
+from tunesmith.train.step import Interrupted, LossScale, NotFinite, TrainStep
 
 Observer = Callable[[events.Event], None]
 SAVE_SECONDS = 600.0
@@ -88,6 +89,11 @@ class _Loop:
         found = self.job.resume_from.latest()
         if found is None:
             return
+        if found.step > self.total:
+            raise UserError(
+                f"The run in {self.job.folder} is at step {found.step} already, beyond the {self.total} steps of these "
+                "settings; raise epochs or steps, or choose another output."
+            )
         tensors, state = self.job.resume_from.load(found)
         self.job.optimizer.restore(tensors)
         if self.scale:
@@ -95,13 +101,15 @@ class _Loop:
         self.done = found.step
         self.saved_at = found.step
         self.first_loss = state["first_loss"]
+        if found.metric is not None:
+            self.metric_at = (found.step, found.metric)
         self.observe(events.Resumed(found.step))
 
     def _steps(self, asked_to_stop: Callable[[], str | None]) -> str | None:
         """Train to the end; the reason when it stopped before that."""
         job = self.job
         job.model.train()
-        if self.done == 0:
+        if self.done == 0 and self.metric_at is None:
             self._evaluate()
         for batch in job.loader.iterate(self.done):
             reason = asked_to_stop() or self._out_of_time()
@@ -180,6 +188,17 @@ class _Loop:
         self.job.model.eval()
         evaluation = self.job.evaluate(self.done)
         self.job.model.train()
+        if not math.isfinite(evaluation.loss):
+            bad = ", ".join(title for title, loss in evaluation.losses.items() if not math.isfinite(loss))
+            raise NotFinite(
+                f"The held-out loss after step {self.done} is not a finite number, so training stopped and these "
+                f"weights were not saved; the data behind it: {bad}. "
+                + (
+                    "A lower learning_rate or precision: fp32 usually helps."
+                    if self.done
+                    else "The model has not been trained yet: its weights are damaged or do not suit this precision."
+                )
+            )
         if self.done == 0:
             self.first_loss = evaluation.loss
         self.metric_at = (self.done, evaluation.loss)

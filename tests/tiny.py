@@ -1,0 +1,245 @@
+"""Data and settings so small that a whole run takes a second, and a way of starting many runs cheaply.
+
+Importing torch and transformers takes far longer than a tiny run, so `Runs` starts one process that imports them and
+forks a child for each run. A child is a process like any other: it can be killed at any instant, by a signal from
+outside or by a `Die` that strikes at the Nth call of a function.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+SETTINGS: dict[str, Any] = {
+    "method": "lora",
+    "lora": {"rank": 4, "dropout": 0.1},
+    "data": [{"path": "train.jsonl"}],
+    "eval": [{"path": "held_out.jsonl"}],
+    "sequence_length": 64,
+    "batch_tokens": 256,
+    "epochs": 3,
+    "learning_rate": 5e-3,
+    "save_every": 2,
+    "eval_every": 4,
+    "precision": "fp32",
+    "device": "cpu",
+    "output": "run",
+}
+
+
+def write_data(path: Path, count: int, *, seed: int = 0) -> Path:
+    """Questions and answers of varied length, each different."""
+    chance = random.Random(seed)
+    words = ["red", "blue", "seven", "ten", "cat", "tree", "yes", "no", "sun"]
+
+    def text(most: int) -> str:
+        return " ".join(chance.choices(words, k=chance.randint(1, most)))
+
+    records = [
+        {"messages": [{"role": "user", "content": text(2)}, {"role": "assistant", "content": f"{n} {text(3)}"}]}
+        for n in range(count)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def write_all(folder: Path, model: Path, **changes: Any) -> Path:
+    """Data, run.yaml (JSON is YAML) and a plan with four micro-batches a step, for `tunesmith train` in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_data(folder / "train.jsonl", 20)
+    write_data(folder / "held_out.jsonl", 4, seed=1)
+    settings = {"model": str(model), **SETTINGS, **changes}
+    (folder / "run.yaml").write_text(json.dumps(settings, indent=1) + "\n")
+    from tunesmith.assemble import plan_run
+    from tunesmith.config.load import from_mapping
+
+    run = from_mapping(settings)
+    plan = plan_run(run).model_copy(update={"threads": 1, "micro_batch": 1})
+    (folder / "plan.json").write_text(plan.model_dump_json())
+    return folder
+
+
+@dataclass(frozen=True)
+class Die:
+    """Send `signal` to the run itself, before or after the `count`-th call of `function` (`module:Class.name`)."""
+
+    function: str
+    count: int = 1
+    after: bool = False
+    signal: int = signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    """Exit code, or minus the number of the signal that ended it."""
+    out: str
+    err: str
+    seconds: float
+
+
+class Runs:
+    """`tunesmith` in children of one warm process; every run has the same environment."""
+
+    def __init__(self, cache: Path):
+        environment = {
+            **os.environ,
+            "TUNESMITH_CACHE": str(cache),
+            "PYTHONPATH": str(Path(__file__).parent),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tiny"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def __call__(self, folder: Path, *arguments: str, **options: Any) -> Ended:
+        """Run `tunesmith ARGUMENTS` in `folder` to its end; for the options see `start`."""
+        self.start(folder, *arguments, **options)
+        return self.wait()
+
+    def start(
+        self,
+        folder: Path,
+        *arguments: str,
+        die: Die | Sequence[Die] = (),
+        kill_after: float | None = None,
+        constants: dict[str, Any] | None = None,
+    ) -> int:
+        """Start it and return its process id; `wait` gives its end, before which no other can be started.
+
+        With `kill_after`, it is killed after so many seconds; `constants` (`module:NAME`) get other values in it.
+        """
+        order = {
+            "folder": str(folder),
+            "arguments": arguments,
+            "die": [asdict(one) for one in ([die] if isinstance(die, Die) else die)],
+            "kill_after": kill_after,
+            "constants": constants or {},
+        }
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def wait(self) -> Ended:
+        return Ended(**json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(20)
+        self._process.stdout.close()
+
+
+def outcome(run: Path) -> dict[str, object]:
+    """All that must be the same: files byte for byte, and the history without clock times and memory."""
+    from tunesmith.train import events
+
+    newest = max((run / "checkpoints").glob("step-????????"))
+    result = run / "adapter" if (run / "adapter").exists() else run / "model"
+    files = [newest / "tensors.safetensors", newest / "state.json", newest / "manifest.json", run / "summary.json"]
+    files += sorted(file for file in result.iterdir() if file.is_file())
+    history = [
+        {key: value for key, value in record.items() if key not in ("time", "seconds", "memory")}
+        for record in events.read(run)
+        if record["event"] in ("step", "evaluation")
+    ]
+    return {str(file.relative_to(run)): file.read_bytes() for file in files} | {"history": history}
+
+
+def assert_same(found: Path, expected: Path) -> None:
+    mine, theirs = outcome(found), outcome(expected)
+    assert mine.keys() == theirs.keys()
+    assert mine["history"] == theirs["history"]
+    assert [name for name in mine if mine[name] != theirs[name]] == []
+
+
+def serve() -> None:
+    """The warm process: one order a line, answered by the child's process id and, when it has ended, by how."""
+    import transformers.models.llama.modeling_llama  # noqa: F401  (the import is the point)
+
+    import tunesmith.assemble  # noqa: F401
+    from tunesmith.cli.main import main
+
+    for line in sys.stdin:
+        order = json.loads(line)
+        folder = Path(order["folder"])
+        began = time.monotonic()
+        child = os.fork()
+        if child == 0:
+            _be_a_run(main, folder, order)
+        print(child, flush=True)
+        if order["kill_after"] is not None:
+            time.sleep(order["kill_after"])
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        ended = Ended(
+            os.waitstatus_to_exitcode(status),
+            (folder / "stdout.txt").read_text(),
+            (folder / "stderr.txt").read_text(),
+            time.monotonic() - began,
+        )
+        print(json.dumps(asdict(ended)), flush=True)
+
+
+def _be_a_run(main, folder: Path, order: dict[str, Any]) -> None:
+    code = 99
+    try:
+        os.chdir(folder)
+        for name, stream in (("stdout.txt", 1), ("stderr.txt", 2)):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+        for name, value in order["constants"].items():
+            owner, name = _find(name)
+            setattr(owner, name, value)
+        for die in order["die"]:
+            _arm(Die(**die))
+        try:
+            main(order["arguments"])
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _find(where: str) -> tuple[Any, str]:
+    """`module:Class.name` -> the class and "name"."""
+    module, _, dotted = where.partition(":")
+    *owners, name = dotted.split(".")
+    owner = importlib.import_module(module)
+    for part in owners:
+        owner = getattr(owner, part)
+    return owner, name
+
+
+def _arm(die: Die) -> None:
+    owner, name = _find(die.function)
+    real = getattr(owner, name)
+    calls = 0
+
+    def deadly(*arguments, **options):
+        nonlocal calls
+        calls += 1
+        strikes = calls == die.count
+        if strikes and not die.after:
+            os.kill(os.getpid(), die.signal)
+        result = real(*arguments, **options)
+        if strikes and die.after:
+            os.kill(os.getpid(), die.signal)
+        return result
+
+    setattr(owner, name, deadly)
+
+
+if __name__ == "__main__":
+    serve()
