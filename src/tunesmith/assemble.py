@@ -112,7 +112,7 @@ def assemble(setting: Setting) -> Job:
         lora.attach(model, run.lora, seed=run.seed)
     else:
         model.requires_grad_(True)
-    if plan.recompute == "all":
+    if plan.recompute_layers > 0:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = Optimizer(model.named_parameters(), run, master_weights=plan.master_weights)
     loader = Loader(

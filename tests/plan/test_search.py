@@ -84,8 +84,8 @@ def test_a_gpu_that_is_not_there_is_refused():
 def test_recomputation_only_when_memory_is_short():
     roomy = make_plan(run(), from_config(LLAMA_8B), machine(gpu=gpu(141)))
     tight = make_plan(run(), from_config(LLAMA_8B), machine(gpu=gpu(24)))
-    assert roomy.recompute == "none"
-    assert tight.recompute == "all"
+    assert roomy.recompute_layers == 0
+    assert tight.recompute_layers == 32
     assert "would need" in why(tight, "recomputation")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tunesmith.config.schema import Run
 from tunesmith.plan.facts import ModelFacts
-from tunesmith.plan.plan import Device, Memory, Precision, Recompute
+from tunesmith.plan.plan import Device, Memory, Precision
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4, "adafactor": 0.1}
@@ -12,7 +12,7 @@ OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4, "adafactor": 0.1}
 
 
 def estimate(
-    run: Run, facts: ModelFacts, *, device: Device, precision: Precision, tokens: int, recompute: Recompute
+    run: Run, facts: ModelFacts, *, device: Device, precision: Precision, tokens: int, recompute_layers: int
 ) -> Memory:
     width = BYTES[precision]
     if run.method == "full":
@@ -24,9 +24,10 @@ def estimate(
         trained = facts.adapter_parameters(run.lora.rank)
         weights = facts.parameters * width + trained * 4
         gradients = trained * 4
-    facts.vocabulary * facts.hidden * 4 if run.method == "full" else 0
     per_token = _layer_bytes_per_token(facts, width)
-    kept = facts.layers * facts.hidden * width + per_token if recompute == "all" else facts.layers * per_token
+    kept = (facts.layers - recompute_layers) * per_token
+    if recompute_layers:
+        kept += recompute_layers * facts.hidden * width + per_token
     return Memory(
         weights=weights,
         gradients=gradients,

@@ -12,7 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Device = Literal["cpu", "cuda"]
 Precision = Literal["fp32", "bf16", "fp16"]
-Recompute = Literal["none", "all"]
+Products = Literal["plain", "fp8"]
+Storage = Literal["plain", "nf4", "int8"]
+Attention = Literal["flash-attn-4", "varlen", "sdpa"]
+OptimizerStates = Literal["fp32", "bf16", "int8"]
+Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hybrid", "hierarchical"]
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -68,8 +72,17 @@ class Plan(Part):
     threads: Positive
     """Threads of the processor; on a CPU the last bits of a sum depend on it."""
     mesh: Mesh = Mesh()
+    sharding: Sharding = "none"
+    """How weights, gradients and optimizer states lie over the ranks that see different data."""
     precision: Precision
     """Arithmetic of the forward and backward pass, and how the model's weights are held."""
+    products: Products = "plain"
+    """Arithmetic of the large products: that of `precision`, or fp8 (compute capability 8.9 and above)."""
+    storage: Storage = "plain"
+    """How frozen base weights are held: in `precision`, or quantized."""
+    attention: Attention
+    is_compiled: bool
+    """Each decoder layer is compiled."""
     master_weights: bool
     """Trained weights are also kept in fp32, and updated there."""
     sequence_length: Positive
@@ -77,8 +90,13 @@ class Plan(Part):
     """Packed sequences in one optimizer step, over all ranks."""
     micro_batch: Positive
     """Packed sequences in one forward pass of one rank."""
-    recompute: Recompute
-    """Layers whose activations are computed again in the backward pass instead of being kept."""
+    recompute_layers: Annotated[int, Field(ge=0)] = 0
+    """Decoder layers whose activations are computed again in the backward pass instead of being kept."""
+    offload_activations: bool = False
+    """Activations wait in host memory between forward and backward."""
+    optimizer_states: OptimizerStates = "fp32"
+    offload_optimizer: bool = False
+    """Optimizer states live in host memory."""
     learning_rate: float
     deterministic: bool
     memory: Memory

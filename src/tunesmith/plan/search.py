@@ -13,7 +13,7 @@ from tunesmith.errors import UserError
 from tunesmith.plan.facts import ModelFacts
 from tunesmith.plan.hardware import Hardware
 from tunesmith.plan.memory import estimate
-from tunesmith.plan.plan import Device, Memory, Mesh, Plan, Precision, Reason, Recompute
+from tunesmith.plan.plan import Attention, Device, Memory, Mesh, Plan, Precision, Reason
 
 Decide = Callable[[str, object, str], None]
 """Writes down a decision: topic, choice, reason."""
@@ -57,11 +57,13 @@ def make_plan(run: Run, facts: ModelFacts, hardware: Hardware) -> Plan:
         threads=hardware.cores,
         mesh=Mesh(),
         precision=precision,
+        attention=_attention(facts, hardware, device, precision),
+        is_compiled=device == "cuda",
         master_weights=master,
         sequence_length=sequence_length,
         sequences_per_step=sequences,
         micro_batch=micro,
-        recompute=recompute,
+        recompute_layers=recompute,
         learning_rate=_learning_rate(run, decide),
         deterministic=_deterministic(run, device, decide),
         memory=memory,
@@ -119,6 +121,11 @@ def _precision(run: Run, hardware: Hardware, device: Device, decide: Decide) -> 
     return run.precision
 
 
+def _attention(facts: ModelFacts, hardware: Hardware, device: Device, precision: Precision) -> Attention:
+    has_kernel = device == "cuda" and precision != "fp32" and hardware.gpus[0].capability >= (8, 0)
+    return "varlen" if has_kernel and facts.head_dim <= 256 and facts.head_dim % 8 == 0 else "sdpa"
+
+
 def _sequence_length(run: Run, facts: ModelFacts, decide: Decide) -> int:
     limit = facts.positions
     if limit is not None and run.sequence_length > limit:
@@ -141,18 +148,22 @@ def _micro_batch(
     sequences: int,
     limit: int,
     decide: Decide,
-) -> tuple[int, Recompute, Memory]:
+) -> tuple[int, int, Memory]:
     """The largest useful micro-batch that fits without recomputation; with it, when nothing fits without."""
 
-    def memory_of(micro: int, recompute: Recompute) -> Memory:
+    def memory_of(micro: int, recompute_layers: int) -> Memory:
         return estimate(
-            run, facts, device=device, precision=precision, tokens=micro * sequence_length, recompute=recompute
+            run,
+            facts,
+            device=device,
+            precision=precision,
+            tokens=micro * sequence_length,
+            recompute_layers=recompute_layers,
         )
 
     useful = max(1, MICRO_BATCH_TOKENS[device] // sequence_length)
     sizes = [size for size in range(min(sequences, useful), 0, -1) if sequences % size == 0 or size == 1]
-    modes: tuple[Recompute, ...] = ("none", "all")
-    for recompute in modes:
+    for recompute in (0, facts.layers):
         for micro in sizes:
             memory = memory_of(micro, recompute)
             if memory.total > limit:
@@ -163,24 +174,24 @@ def _micro_batch(
                 micro,
                 f"{rounds} forward pass{'es'[: 2 * (rounds > 1)]} a step, about {_gib(memory.total)} at the peak",
             )
-            if recompute == "none":
+            if not recompute:
                 decide("recomputation", "none", f"everything fits into the {_gib(limit)} that may be used")
             else:
-                needed = _gib(memory_of(1, "none").total)
+                needed = _gib(memory_of(1, 0).total)
                 decide(
                     "recomputation",
                     "all layers",
                     f"keeping all activations would need about {needed} of {_gib(limit)}",
                 )
             return micro, recompute, memory
-    smallest = memory_of(1, "all")
+    smallest = memory_of(1, facts.layers)
     decide(
         "recomputation",
         "all layers",
         f"even so, a rough estimate of {_gib(smallest.total)} is above the {_gib(limit)} that may be used: it may run "
         "out of memory; a shorter sequence_length or method: lora needs less",
     )
-    return 1, "all", smallest
+    return 1, facts.layers, smallest
 
 
 def _learning_rate(run: Run, decide: Decide) -> float:
