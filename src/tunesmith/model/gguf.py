@@ -7,9 +7,12 @@ same for training, merging and export.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -55,12 +58,14 @@ def _convert(file: Path, folder: Path) -> None:
     except Exception as error:
         raise UserError(f"{file} is not a readable GGUF file: {error}.") from error
     folder.parent.mkdir(parents=True, exist_ok=True)
+    print(f"Converting {file.name}, this once; the result is kept in {folder}", file=sys.stderr, flush=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        _restore_pre_tokenizer(tokenizer, metadata)
-        tokenizer.save_pretrained(partial)
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        with contextlib.redirect_stderr(io.StringIO()):  # transformers' bars fight with a live display; errors raise
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            _restore_pre_tokenizer(tokenizer, metadata)
+            tokenizer.save_pretrained(partial)
+            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
         save_model(model, str(partial / "model.safetensors"), metadata={"format": "pt"})
         config = model.config
         del config.quantization_config
