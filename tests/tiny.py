@@ -95,9 +95,10 @@ class Runs:
         environment = {
             **os.environ,
             "TUNESMITH_CACHE": str(cache),
-            "PYTHONPATH": str(Path(__file__).parent),
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tiny"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -163,6 +164,16 @@ def assert_same(found: Path, expected: Path) -> None:
     assert [name for name in mine if mine[name] != theirs[name]] == []
 
 
+def wait_until_stopped(pid: int) -> None:
+    """Until the run has sent itself SIGSTOP, or has ended."""
+    give_up = time.monotonic() + 60
+    while os.path.exists(status := f"/proc/{pid}/stat"):
+        if Path(status).read_text().rpartition(")")[2].split()[0] in "TZ":
+            return
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
 def serve() -> None:
     """The warm process: one order a line, answered by the child's process id and, when it has ended, by how."""
     import transformers.models.llama.modeling_llama  # noqa: F401  (the import is the point)
@@ -195,6 +206,7 @@ def _be_a_run(main, folder: Path, order: dict[str, Any]) -> None:
     code = 99
     try:
         os.chdir(folder)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background have it ignored
         for name, stream in (("stdout.txt", 1), ("stderr.txt", 2)):
             os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
         for name, value in order["constants"].items():

@@ -68,34 +68,44 @@ def prepare_run(
     """
     folder = Path(run.output)
     before = run_folder.read_identity(folder)
-    chosen = plan or (run_folder.read_plan(folder) if before else None)
+    planned = run_folder.read_plan(folder) if before else None
+    model = load.model_fingerprint(run)
+    chosen = plan
+    if plan is not None:
+        _check_agreement(run, plan)
+    elif before is not None and before.is_like(run_folder.identify(run, data=before.data, model=model)):
+        chosen = planned
     if chosen is None or (chosen.device == "cuda" and not torch.cuda.is_available()):
         chosen = plan_run(run)
+    if run.method == "lora" and (run.lora.targets != "all-linear" or run.lora.layers is not None):
+        lora.find_targets(load.load_skeleton(run), run.lora)
     data = _prepare_data(run, chosen, progress)
-    identity = run_folder.identify(run, data=data.fingerprint, model=load.model_fingerprint(run))
-    has_changed = before is not None and before.lineage != identity.lineage
-    if has_changed and not accept_changes:
-        changes = "; ".join(run_folder.differences(before, identity))
+    identity = run_folder.identify(run, data=data.fingerprint, model=model)
+    has_changed = before is not None and not before.is_like(identity)
+    if has_changed and not run_folder.has_checkpoints(folder):
+        before, has_changed = None, False  # nothing was trained yet that could be continued
+    changes = run_folder.differences(before, identity) if has_changed else []
+    if plan is not None and planned is not None and before is not None and not has_changed:
+        changes = run_folder.plan_differences(planned, plan)
+    if changes and not accept_changes:
         raise UserError(
-            f"The run in {folder} was started differently: {changes}. Put it back, choose another output, or go on "
-            "with the changes by `tunesmith train --accept-changes`."
+            f"The run in {folder} was started differently: {'; '.join(changes)}. Put it back, choose another output, "
+            "or go on with the changes by `tunesmith train --accept-changes`."
         )
-    if has_changed and plan is None:
-        chosen = plan_run(run)
     if before is not None:
         earlier = (before.lineage, *before.earlier) if has_changed else before.earlier
         identity = replace(identity, earlier=tuple(one for one in earlier if one != identity.lineage))
 
     def store(lineage: str) -> CheckpointStore:
-        return CheckpointStore(folder / "checkpoints", lineage, keep=run.keep, warn=warn)
+        related = (identity.lineage, *identity.earlier)
+        return CheckpointStore(folder / "checkpoints", lineage, keep=run.keep, warn=warn, relatives=related)
 
     checkpoints = store(identity.lineage)
     resume_from = checkpoints
     if identity.earlier:  # until the first checkpoint with the changes, the newest is one from before them
         stores = [checkpoints, *map(store, identity.earlier)]
         resume_from = max(stores, key=lambda one: found.step if (found := one.latest()) else -1)
-    run_folder.write_plan(folder, chosen)
-    run_folder.write_identity(folder, identity)
+    run_folder.write_start(folder, identity, chosen)
     return Setting(run, chosen, data, identity, checkpoints, resume_from)
 
 
@@ -206,6 +216,22 @@ def make_reproducible(plan: Plan) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+
+
+def _check_agreement(run: Run, plan: Plan) -> None:
+    """A plan made by hand decides what the settings leave open; what they say, it may not contradict."""
+    sequences = max(1, round(run.batch_tokens / plan.sequence_length))
+    for setting, wanted, name in (
+        ("learning_rate", run.learning_rate, "learning_rate"),
+        ("sequence_length", run.sequence_length, "sequence_length"),
+        ("batch_tokens", sequences, "sequences_per_step"),
+    ):
+        planned = getattr(plan, name)
+        if setting in run.model_fields_set and wanted is not None and wanted != planned:
+            raise UserError(
+                f"The plan's {name} is {planned}, but {setting} in the settings makes it {wanted}; change one of the "
+                "two, or leave --plan out."
+            )
 
 
 def _prepare_data(run: Run, plan: Plan, progress: Progress | None) -> Prepared:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,9 @@ class Identity:
     def lineage(self) -> str:
         text = json.dumps([self.course, self.data, self.model], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def is_like(self, other: Identity) -> bool:
+        return self.lineage == other.lineage
 
     @property
     def course(self) -> dict[str, Any]:
@@ -100,6 +104,11 @@ def write_identity(folder: Path, identity: Identity) -> None:
     _write_json(folder / "run.json", content | ({"earlier": identity.earlier} if identity.earlier else {}))
 
 
+def has_checkpoints(folder: Path) -> bool:
+    """Whether there is anything to continue from, whole or damaged."""
+    return any((folder / "checkpoints").glob("step-*"))
+
+
 def read_run(folder: Path) -> Run:
     """The settings of the run in `folder`, for what comes after training."""
     identity = read_identity(folder)
@@ -118,12 +127,31 @@ def read_plan(folder: Path) -> Plan | None:
         raise UserError(f"{folder / 'plan.json'} is not a plan: {str(error).splitlines()[0]}.") from error
 
 
-def write_plan(folder: Path, plan: Plan) -> None:
+def write_start(folder: Path, identity: Identity, plan: Plan) -> None:
+    """What the run is and how it is done. Killed in between, no plan is left that belongs to other settings."""
+    if plan != read_plan(folder):
+        with _writing(folder / "plan.json"):
+            (folder / "plan.json").unlink(missing_ok=True)
+    write_identity(folder, identity)
     _write_json(folder / "plan.json", plan.model_dump(mode="json"))
 
 
+def plan_differences(before: Plan, now: Plan) -> list[str]:
+    """What a plan would do differently to the bits of a continued run, one phrase each."""
+    fate = {"memory", "memory_limit", "reasons", "device"}
+    old, new = (_flat(plan.model_dump(mode="json", exclude=fate)) for plan in (before, now))
+    return [
+        f"the plan's {key} was {_shown(old.get(key))} and is now {_shown(new[key])}"
+        for key in new
+        if old.get(key) != new[key]
+    ]
+
+
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    return _read_json(folder / "summary.json")
+    summary = _read_json(folder / "summary.json")
+    if summary is not None and not (isinstance(summary, dict) and {"steps", "result"} <= summary.keys()):
+        raise UserError(f"{folder / 'summary.json'} is damaged; remove it and run `tunesmith train` again.")
+    return summary
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
@@ -140,8 +168,14 @@ def _read_json(path: Path) -> Any:
 
 
 def _write_json(path: Path, content: Any) -> None:
-    try:
+    with _writing(path):
         write_atomic(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(
             f"{path} cannot be written: {error.strerror or error}; make room there or choose another output."

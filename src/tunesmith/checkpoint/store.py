@@ -19,7 +19,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,14 +61,26 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one lineage in `folder`: the newest `keep`, and the best one by metric."""
+    """The checkpoints of one lineage in `folder`: the newest `keep`, and the best one by metric.
 
-    def __init__(self, folder: Path, lineage: str, *, keep: int = 2, warn: Callable[[str], None] = log.warning):
+    Those of other lineages are left alone, which a warning says unless they are `relatives`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        lineage: str,
+        *,
+        keep: int = 2,
+        warn: Callable[[str], None] = log.warning,
+        relatives: Collection[str] = (),
+    ):
         if keep < 1:
             raise ValueError(f"keep is {keep}, but at least one checkpoint must be kept")
         self.folder = Path(folder)
         self.lineage = lineage
         self._keep = keep
+        self._relatives = relatives
         self._warn = warn
         self._warned: set[str] = set()
         self._verified: dict[Path, tuple] = {}
@@ -225,7 +237,7 @@ class CheckpointStore:
                 continue
             if manifest["lineage"] == self.lineage:
                 found.append(Checkpoint(manifest["step"], path, self.lineage, manifest["metric"]))
-            else:
+            elif manifest["lineage"] not in self._relatives:
                 others.append(path.name)
         if others:
             self._warn_once(

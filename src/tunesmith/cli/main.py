@@ -130,8 +130,15 @@ def _report(problem: Exception) -> NoReturn:
 
 
 def _say_error(message: str, label: str = "error: ") -> None:
-    """Plain typer, not rich: this must work when everything else is broken."""
-    typer.echo(typer.style(label, fg=typer.colors.RED, bold=True) + message, err=True)
+    """Plain typer, not rich: this must work when everything else is broken.
+
+    Messages quote settings and data, which may hold anything; what is shown is one line that does no harm.
+    """
+    line = " ".join(part.strip() for part in message.splitlines())
+    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
+    if len(line) > 1000:
+        line = f"{line[:600]} ... {line[-300:]}"
+    typer.echo(typer.style(label, fg=typer.colors.RED, bold=True) + line, err=True)
 
 
 def _one_line(text: str) -> str:

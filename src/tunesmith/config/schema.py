@@ -53,9 +53,16 @@ def _not_bool(value: object) -> object:
     return value
 
 
+def _not_absurd(count: int) -> int:
+    """A slip of the keyboard, and too much for the arithmetic further on."""
+    if count > 10**15:
+        raise ValueError("it is larger than anything there is to count")
+    return count
+
+
 Number = Annotated[float, BeforeValidator(_number), BeforeValidator(_not_bool)]
 WholeNumber = Annotated[int, BeforeValidator(_whole_number), BeforeValidator(_not_bool)]
-Count = Annotated[WholeNumber, Field(ge=1)]
+Count = Annotated[WholeNumber, Field(ge=1), AfterValidator(_not_absurd)]
 
 
 def _not_blank(text: str) -> str:

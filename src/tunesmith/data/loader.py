@@ -27,6 +27,8 @@ from tunesmith.errors import UserError
 
 WINDOW = 256
 """Sequences packed together: enough to fill them well, few enough to keep the order random."""
+MOST_EPOCHS = 10_000_000
+"""Passes over the data beyond which `steps` or `batch_tokens` is a slip of the keyboard."""
 AHEAD = 2
 """Steps prepared in advance."""
 _SHUFFLED_SEQUENCES = 2  # stream of random numbers; mix.py has 0 and 1
@@ -171,6 +173,11 @@ class Loader:
     def _sequences_by_epoch(self, epochs: float, at_least: int | None) -> np.ndarray:
         """int64: how many sequences each epoch packs into, for all epochs that are needed."""
         needed = ceil(exact(epochs)) if at_least is None else None
+        if at_least is not None and at_least > MOST_EPOCHS * max(1, len(self._epoch(0))):
+            raise UserError(
+                f"steps and batch_tokens ask for {at_least:,} sequences, which is more than {MOST_EPOCHS:,} passes "
+                "over the data; lower one of them."
+            )
         if self._is_one_window:  # best fit decreasing sees the same lengths every time
             count = len(self._epoch(0))
             return np.full(needed or ceil(at_least / count), count, dtype=np.int64)

@@ -105,6 +105,16 @@ def load_model(run: Run, *, dtype: str, device: str, attention: str = "sdpa") ->
     return model.to(device).eval()
 
 
+def load_skeleton(run: Run) -> PreTrainedModel:
+    """The model's modules without weights, on the meta device: what it is made of, in a moment."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(run)
+    with _reading(run, "config"), quiet(), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=run.trust_remote_code)
+
+
 def max_positions(config: PreTrainedConfig) -> int | None:
     """Longest sequence the model was made for, where its config says so."""
     text = config.get_text_config()
