@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
+from typer.testing import CliRunner
 
+from tunesmith.cli.main import app
 from tunesmith.config.load import load
 from tunesmith.errors import UserError
 
@@ -71,7 +74,7 @@ def test_the_settings_load_and_name_files_that_exist(monkeypatch):
         assert Path(dataset.path).is_file()
 
 
-def test_the_demo_trains_asks_and_measures_with_any_model(demo, tiny_model, tmp_path, capfd):
+def test_the_demo_trains_asks_measures_and_proposes_what_works_with_any_model(demo, tiny_model, tmp_path, capfd):
     before = demo.ask_untouched(str(tiny_model))
     run = demo.new_run_folder(tmp_path / "runs")
     demo.train(str(tiny_model), run, "steps=12", "lora.layers=", "learning_rate=2e-2", "device=cpu")
@@ -82,6 +85,16 @@ def test_the_demo_trains_asks_and_measures_with_any_model(demo, tiny_model, tmp_
     assert before != after
     assert "step 12" in capfd.readouterr().out
     assert demo.new_run_folder(tmp_path / "runs") != run
+
+    proposed = re.findall(r"bin/tunesmith (\w+) (.*)", demo.what_next(str(tiny_model), run))
+    assert [verb for verb, _ in proposed] == ["chat", "eval", "merge", "check"]
+    more = {"chat": ["--prompt", "Who are you?", "--max-tokens", "4"], "merge": ["--to", str(tmp_path / "merged")]}
+    for verb, arguments in proposed:
+        done = CliRunner().invoke(app, [verb, *arguments.split(), *more.get(verb, [])])
+        assert done.exit_code == 0, done.output
+        assert done.output.strip()
+    config = json.loads((tmp_path / "merged" / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["LlamaForCausalLM"]
 
 
 def test_training_that_fails_stops_the_demo(demo, tiny_model, tmp_path):

@@ -27,9 +27,9 @@ SHOWN_TOKENS = 1000
 
 
 def command(
-    config: Annotated[Path, typer.Argument(help="The run's settings.", metavar="RUN.YAML")],
+    config: Annotated[Path, typer.Argument(help="The run's settings.", show_default=False)] = Path("run.yaml"),
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings to change, e.g. train_on=last.", metavar="KEY=VALUE")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's.")
     ] = None,
     examples: Annotated[int, typer.Option(min=0, help="Examples to show of each data set.")] = 3,
     dataset: Annotated[str | None, typer.Option(help="Show this data set only.")] = None,
