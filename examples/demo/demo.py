@@ -166,7 +166,7 @@ def new_run_folder(parent: Path) -> Path:
 
 def side_by_side(questions: Sequence[str], before: Sequence[str], after: Sequence[str]) -> Table:
     table = Table(title="The same questions, before and after", title_justify="left", title_style="bold")
-    table.show_lines = True
+    table.show_lines = table.expand = True
     table.add_column("question", ratio=2)
     table.add_column("before", ratio=5)
     table.add_column("after", ratio=5, style="green")

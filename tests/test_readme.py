@@ -1,0 +1,76 @@
+"""What the pages for newcomers say is there, is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from tunesmith.cli.main import app
+from tunesmith.config.load import from_mapping
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+VERBS = set(typer.main.get_command(app).commands)
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def test_the_table_of_commands_has_every_verb_and_no_other():
+    assert set(re.findall(r"^\| `tunesmith (\w+)", README, re.MULTILINE)) == VERBS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_command_of_tunesmith_and_make_that_is_named_exists(page):
+    text = page.read_text(encoding="utf-8")
+    commands = re.findall(r"(?:^\$ |`|/bin/)tunesmith ([a-z]+)", text, re.MULTILINE)
+    assert set(commands) <= VERBS
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(re.findall(r"(?:^ *|`)make ([a-z-]+)", text, re.MULTILINE)) <= set(targets)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_link_and_every_test_that_is_named_resolves(page):
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        if "://" not in link:
+            assert (page.parent / link).exists(), link
+    for test in re.findall(r"`(tests/[\w/]+\.py)`", text):
+        assert (ROOT / test).is_file(), test
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_whole_run_yaml_is_valid(page):
+    for block in re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        settings = yaml.safe_load(block)
+        if "model" in settings:
+            from_mapping(settings)
+
+
+def test_each_promise_names_its_test():
+    table = README.split("## What works today")[1].split("##")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) >= 10
+    assert all(re.search(r"`tests/[\w/]+\.py` \|$", row) for row in rows)
+
+
+def test_every_file_that_the_design_says_is_there_exists():
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    today = text.split("Today:")[1].split("Planned:")[0]
+    folder = ""
+    found = 0
+    for line in today.splitlines():
+        match = re.match(r" {6}(?:(\w+)/ +|(?=\w+\.py)| {13})(\w+\.py)?", line)
+        if not match:
+            continue
+        folder = match[1] or ("" if re.match(r" {6}\w", line) else folder)
+        if match[2]:
+            found += 1
+            assert (ROOT / "src" / "tunesmith" / folder / match[2]).is_file(), f"{folder}/{match[2]}"
+    assert found > 30
