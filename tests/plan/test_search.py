@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunesmith.config.schema import Run
@@ -106,6 +106,7 @@ def test_a_batch_smaller_than_a_sequence_is_refused():
         make_plan(run(batch_tokens=512), from_config(SMOL), machine())
 
 
+@settings(max_examples=40)
 @given(
     st.integers(8, 8192),
     st.integers(1, 64),
@@ -114,22 +115,11 @@ def test_a_batch_smaller_than_a_sequence_is_refused():
     st.sampled_from(["adamw", "sgd", "adafactor"]),
 )
 def test_every_plan_covers_the_batch_and_survives_json(length, sequences, method, size, optimizer):
-    settings = run(sequence_length=length, batch_tokens=length * sequences, method=method, optimizer=optimizer)
-    plan = make_plan(settings, from_config(LLAMA_8B), machine(gpu=gpu(size)))
+    wanted = run(sequence_length=length, batch_tokens=length * sequences, method=method, optimizer=optimizer)
+    plan = make_plan(wanted, from_config(LLAMA_8B), machine(gpu=gpu(size)))
     assert plan.sequences_per_step == sequences
     assert plan.micro_batch * plan.accumulation >= sequences
     assert plan.micro_batch * (plan.accumulation - 1) < sequences
     assert Plan.model_validate(json.loads(plan.model_dump_json())) == plan
     assert all(getattr(plan.memory, name) >= 0 for name in type(plan.memory).model_fields)
-    assert make_plan(settings, from_config(LLAMA_8B), machine(gpu=gpu(size))) == plan
-
-
-def test_facts_count_the_parameters_of_known_models():
-    assert from_config(LLAMA_8B).parameters == pytest.approx(8_030_261_248, rel=1e-4)
-    assert from_config(SMOL).parameters == pytest.approx(134_515_008, rel=1e-4)
-    assert from_config(LLAMA_8B).adapter_parameters(16) == 41_943_040
-
-
-def test_a_config_without_sizes_is_one_sentence():
-    with pytest.raises(UserError, match="hidden_size"):
-        from_config({"architectures": ["Mystery"]})
+    assert make_plan(wanted, from_config(LLAMA_8B), machine(gpu=gpu(size))) == plan

@@ -1,15 +1,47 @@
-"""What this machine has: processors, memory, GPUs. Asks the system and the GPU driver, never torch."""
+"""What there is to run on: this machine, probed, or machines by name.
+
+Asks the system and the GPU driver, never torch. Named hardware ("2 nodes of 4 x A100-80G, nvlink, 50 Gbit/s") gives
+the same result everywhere: nothing of the machine that plans goes into it. Rates come from the catalogue, or were
+measured on this machine by `tunesmith plan --calibrate`.
+"""
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import platform
+import re
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
+from pydantic import ValidationError
 
+from tunesmith.errors import UserError
+from tunesmith.plan import catalogue
 from tunesmith.plan.plan import Part
+
+GIB = 2**30
+ATTAINABLE = {"fp32": 0.75, "half": 0.72, "fp8": 0.68}
+"""Share of the published rate that large products reach (bf16 on an H200: 0.67 to 0.77; fp8: 0.64 to 0.73)."""
+COPY = 0.88
+"""Share of the published bandwidth that a copy reaches (H200: 0.89)."""
+
+
+class Rates(Part):
+    """What a device really does, in operations and bytes a second."""
+
+    fp32: float
+    half: float
+    """fp16 and bf16."""
+    fp8: float = 0.0
+    bandwidth: float
+    host_link: float
+    """To host memory and back, each way."""
+    is_measured: bool = False
 
 
 class Gpu(Part):
@@ -19,7 +51,9 @@ class Gpu(Part):
     free: int
     """Bytes free now."""
     capability: tuple[int, int]
-    """Compute capability; bf16 needs 8.0."""
+    """Compute capability; bf16 needs 8.0, fp8 8.9."""
+    rates: Rates | None = None
+    """None where the GPU is not known; then a guess is made, and said."""
 
 
 class Hardware(Part):
@@ -33,19 +67,137 @@ class Hardware(Part):
     has_fast_bf16: bool
     """The processor has bf16 arithmetic."""
     gpus: tuple[Gpu, ...] = ()
+    """Of one node; all nodes are equal."""
+    nodes: int = 1
+    link: float = 0.0
+    """Bytes a second from one GPU to the others of its node, as published."""
+    network: float = 0.0
+    """Bytes a second from one node to the others, as published."""
+    disk: int = 0
+    """Bytes free where runs are written."""
+    is_named: bool = False
+    """Named, not probed: nothing is known of what is free on it now."""
+
+    @property
+    def gpu_count(self) -> int:
+        return self.nodes * len(self.gpus)
 
 
 def probe() -> Hardware:
     memory = psutil.virtual_memory()
     limit = _cgroup_limit() or memory.total
+    gpus = _gpus()
     return Hardware(
         processor=_processor_name(),
         cores=usable_cores(),
         memory=min(memory.total, limit),
         available=min(memory.available, limit),
         has_fast_bf16=has_fast_bf16(),
-        gpus=_gpus(),
+        gpus=gpus,
+        link=_link(gpus),
+        disk=shutil.disk_usage(Path.cwd()).free,
     )
+
+
+def named(text: str) -> Hardware:
+    """Hardware from a description in words, or from the small YAML file of this name."""
+    path = Path(text).expanduser()
+    if path.suffix in (".yaml", ".yml", ".json"):
+        return _from_file(path)
+    nodes, count, gpu, options = 1, 1, "", {}
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise UserError('hardware: it is blank; say for example "2 nodes of 4 x A100-80G, nvlink, 50 Gbit/s".')
+    found = re.fullmatch(
+        r"(?:(\d+)\s*nodes?\s*(?:of|x|with|:)?\s*)?(.+?)(?:\s*(?:x|on)\s*(\d+)\s*nodes?)?", parts[0], re.I
+    )
+    assert found
+    nodes = int(found[1] or found[3] or 1)
+    count_and_name = re.fullmatch(r"(\d+)\s*[x*\u00d7]\s*(.+)", found[2], re.I)
+    count, gpu = (int(count_and_name[1]), count_and_name[2]) if count_and_name else (1, found[2])
+    for part in parts[1:]:
+        options |= _option(part, nodes)
+    return build(gpu=gpu, gpus=count, nodes=nodes, **options)
+
+
+def build(
+    *,
+    gpu: str | Gpu,
+    gpus: int = 1,
+    nodes: int = 1,
+    link: float | str | None = None,
+    network: float | None = None,
+    host_memory: int | None = None,
+    cores: int | None = None,
+) -> Hardware:
+    """Named hardware from its parts; sizes in bytes, speeds in bytes a second."""
+    if not (1 <= gpus <= 64 and 1 <= nodes <= 10_000):
+        raise UserError(f"hardware: {nodes:,} nodes of {gpus:,} GPUs are no machine; a node has 1 to 64 GPUs.")
+    if nodes > 1 and not network:
+        raise UserError("hardware: with several nodes, say how fast the link between them is, e.g. `50 Gbit/s`.")
+    default_link = 24e9
+    if isinstance(gpu, str):
+        model = catalogue.gpu_called(gpu)
+        default_link = model.link * 1e9
+        if link == "pcie":
+            link = model.pcie * 1e9
+        gpu = Gpu(
+            name=model.name,
+            memory=model.mib * 2**20,
+            free=model.mib * 2**20,
+            capability=model.capability,
+            rates=rates_of(model),
+        )
+    speed = default_link if link is None or isinstance(link, str) else link
+    host = host_memory or max(64 * GIB, 2 * gpus * gpu.memory)
+    return Hardware(
+        processor="named",
+        cores=cores or 8 * gpus,
+        memory=host,
+        available=host,
+        has_fast_bf16=True,
+        gpus=(gpu,) * gpus,
+        nodes=nodes,
+        link=speed if gpus > 1 else 0.0,
+        network=network if network and nodes > 1 else 0.0,
+        disk=1 << 50,
+        is_named=True,
+    )
+
+
+def rates_of(model: catalogue.GpuModel) -> Rates:
+    return Rates(
+        fp32=ATTAINABLE["fp32"] * model.fp32 * 1e12,
+        half=ATTAINABLE["half"] * model.half * 1e12,
+        fp8=ATTAINABLE["fp8"] * model.fp8 * 1e12,
+        bandwidth=COPY * model.bandwidth * 1e9,
+        host_link=model.pcie * 1e9,
+    )
+
+
+def guessed_rates(gpu: Gpu) -> Rates:
+    """For a GPU nobody here has heard of: those of a modest one of its generation."""
+    half = 40e12 if gpu.capability < (8, 0) else 90e12 if gpu.capability < (9, 0) else 350e12
+    return Rates(fp32=half / 6, half=half, fp8=2 * half, bandwidth=half * 0.006, host_link=12e9)
+
+
+def measured_rates_file() -> Path:
+    cache = os.environ.get("TUNESMITH_CACHE") or Path.home() / ".cache" / "tunesmith"
+    return Path(cache) / "rates.json"
+
+
+def measured_rates() -> dict[str, Rates]:
+    """By GPU name, as `tunesmith plan --calibrate` measured them on this machine."""
+    try:
+        content = json.loads(measured_rates_file().read_text(encoding="utf-8"))
+        return {name: Rates.model_validate(rates) for name, rates in content.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{measured_rates_file()} cannot be read ({str(error).splitlines()[0]}); delete it, or measure again with "
+            "`tunesmith plan --calibrate`."
+        ) from error
 
 
 def usable_cores() -> int:
@@ -100,6 +252,7 @@ def _gpus() -> tuple[Gpu, ...]:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return ()
+    measured = measured_rates()
     try:
         found = []
         for index in _visible(pynvml.nvmlDeviceGetCount()):
@@ -107,12 +260,15 @@ def _gpus() -> tuple[Gpu, ...]:
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             name = pynvml.nvmlDeviceGetName(handle)
             major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+            name = name.decode() if isinstance(name, bytes) else name
+            model = catalogue.find_gpu(name)
             found.append(
                 Gpu(
-                    name=name.decode() if isinstance(name, bytes) else name,
+                    name=name,
                     memory=int(memory.total),
                     free=int(memory.free),
                     capability=(int(major), int(minor)),
+                    rates=measured.get(name) or (rates_of(model) if model else None),
                 )
             )
         return tuple(found)
@@ -136,3 +292,97 @@ def _visible(count: int) -> list[int]:
             break  # CUDA ignores what follows an invalid number
         visible.append(int(part))
     return visible
+
+
+def _link(gpus: tuple[Gpu, ...]) -> float:
+    """What the catalogue says; `tunesmith network` measures it."""
+    if len(gpus) < 2:
+        return 0.0
+    model = catalogue.find_gpu(gpus[0].name)
+    return 1e9 * (model.link if model else 12)
+
+
+def _option(text: str, nodes: int) -> dict[str, Any]:
+    """One part of a description after the first: a link, a speed, host memory, cores."""
+    if re.fullmatch(r"nvlink|nvswitch|xgmi", text, re.I):
+        return {"link": "nvlink"}
+    if re.fullmatch(r"pci-?e?(\s*\d(\.0)?)?", text, re.I):
+        return {"link": "pcie"}
+    speed = re.fullmatch(
+        r"([\d.]+)\s*(gbit/s|gbps|gb/s|g)(?:\s*(?:between|network|infiniband|ethernet|ib).*)?", text, re.I
+    )
+    if speed and re.fullmatch(r"[\d]+(\.\d+)?", speed[1]):
+        is_bytes = "GB/s" in speed[2]
+        value = float(speed[1]) * 1e9 / (1 if is_bytes else 8)
+        return {"network": value} if nodes > 1 else {"link": value}
+    size = re.fullmatch(r"(\d+)\s*(g|t)i?b?\s*(?:of\s*)?(?:host|ram|memory|host memory)", text, re.I)
+    if size:
+        return {"host_memory": int(size[1]) * GIB * (1024 if size[2].lower() == "t" else 1)}
+    cores = re.fullmatch(r"(\d+)\s*cores?", text, re.I)
+    if cores:
+        return {"cores": int(cores[1])}
+    raise UserError(
+        f"hardware: '{text}' is not understood; after the GPUs may come nvlink or pcie, a speed like `50 Gbit/s`, "
+        "`512 GB host memory` and `64 cores`, each after a comma."
+    )
+
+
+def _from_file(path: Path) -> Hardware:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"hardware: {path} cannot be read: {error.strerror or error}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"hardware: {path} is not YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(content, Mapping):
+        raise UserError(f"hardware: {path} should say `gpu: A100-80G`, `gpus: 4` and the like.")
+    try:
+        wanted = _Description.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"hardware: {path}: {where}: {first['msg']}.") from error
+    return wanted.hardware()
+
+
+class _Custom(Part):
+    """A GPU that the catalogue does not have."""
+
+    name: str
+    memory_gib: float
+    capability: tuple[int, int]
+    half_tflops: float
+    fp32_tflops: float
+    fp8_tflops: float = 0.0
+    bandwidth_gb: float
+
+    def gpu(self) -> Gpu:
+        size = int(self.memory_gib * GIB)
+        rates = Rates(
+            fp32=ATTAINABLE["fp32"] * self.fp32_tflops * 1e12,
+            half=ATTAINABLE["half"] * self.half_tflops * 1e12,
+            fp8=ATTAINABLE["fp8"] * self.fp8_tflops * 1e12,
+            bandwidth=COPY * self.bandwidth_gb * 1e9,
+            host_link=24e9,
+        )
+        return Gpu(name=self.name, memory=size, free=size, capability=self.capability, rates=rates)
+
+
+class _Description(Part):
+    gpu: str | _Custom
+    gpus: int = 1
+    nodes: int = 1
+    link: str | None = None
+    network: str | None = None
+    host_memory: str | None = None
+    cores: int | None = None
+
+    def hardware(self) -> Hardware:
+        options: dict[str, Any] = {}
+        for text, nodes in ((self.link, 1), (self.network, 2), (self.host_memory and f"{self.host_memory} host", 1)):
+            if text:
+                options |= _option(text, nodes)
+        gpu = self.gpu if isinstance(self.gpu, str) else self.gpu.gpu()
+        return build(gpu=gpu, gpus=self.gpus, nodes=self.nodes, cores=self.cores, **options)

@@ -1,47 +1,304 @@
-"""Peak memory of one rank, roughly: enough to decide on recomputation and micro-batches."""
+"""Memory of one rank over one optimizer step, by category: the peak is the peak of a timeline, not a sum of maxima.
+
+Five moments can be the peak: the end of the forward pass, the loss, the backward pass at its first layer (the last of
+the model, while all activations are still there) and at its last (when all gradients are), and the optimizer's step.
+Pure arithmetic on sizes; nothing here knows what fits.
+"""
 
 from __future__ import annotations
 
-from tunesmith.config.schema import Run
-from tunesmith.plan.facts import ModelFacts
-from tunesmith.plan.plan import Device, Memory, Precision
+from tunesmith.plan.choice import Choice, Task
+from tunesmith.plan.facts import Layer
+from tunesmith.plan.plan import Memory, Moment, Sharding
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4, "adafactor": 0.1}
-"""Bytes of state for each trained parameter."""
+MIB = 2**20
+QUANTIZED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0 + 2 / 128}
+"""Bytes of a quantized weight: nf4 with 8-bit scales of 64 values, and fp32 scales of 256 of those."""
+STATES = {"adamw": 2, "sgd": 1, "adafactor": 0}
+"""Values of optimizer state for each trained parameter."""
+STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}
+LOGITS = {"cpu": 1 << 23, "cuda": 1 << 27}
+"""Logits the loss holds at a time; the same as `kernels.linear_cross_entropy.CHUNK_ELEMENTS`."""
+LOGIT_BYTES = 8
+"""Of one logit at the worst moment: fp32 logits and their fp32 softmax."""
+CONTEXT = {"cpu": 450 * MIB, "cuda": 650 * MIB}
+COLLECTIVES = 300 * MIB
+"""What NCCL takes once there is more than one rank."""
+FRAGMENTATION = {"cpu": 0.08, "cuda": 0.03}
+HOST_PROCESS = 3 * 2**30
+"""Host memory of one rank without weights: Python, torch, CUDA's libraries."""
+LOADS_WHOLE = True
+"""A plain model on one GPU is read into host memory as a whole first; all else is read layer by layer."""
 
 
-def estimate(
-    run: Run, facts: ModelFacts, *, device: Device, precision: Precision, tokens: int, recompute_layers: int
-) -> Memory:
-    width = BYTES[precision]
-    if run.method == "full":
-        trained = facts.parameters
-        master = 0 if precision == "fp32" else 4
-        weights = trained * (width + master)
-        gradients = trained * 4 if precision == "fp32" else trained * (4 + width)
-    else:
-        trained = facts.adapter_parameters(run.lora.rank)
-        weights = facts.parameters * width + trained * 4
-        gradients = trained * 4
-    per_token = _layer_bytes_per_token(facts, width)
-    kept = (facts.layers - recompute_layers) * per_token
-    if recompute_layers:
-        kept += recompute_layers * facts.hidden * width + per_token
-    return Memory(
-        weights=weights,
-        gradients=gradients,
-        optimizer=int(trained * OPTIMIZER_BYTES[run.optimizer]),
-        activations=tokens * (kept + 4 * facts.hidden * width),
-        loss=(1 << 28)
-        if device == "cpu"
-        else (1 << 30) + (facts.vocabulary * facts.hidden * 4 if run.method == "full" else 0),
-        overhead=(1 << 29) if device == "cpu" else (1 << 30),
+def timeline(task: Task, choice: Choice) -> list[Moment]:
+    """The memory of one rank at each moment of a step that may be its peak."""
+    facts, width = task.facts, task.width
+    is_full = not task.has_adapters
+    static = _static(task, choice)
+    tokens = choice.tokens(task)
+    saved, one_layer = _activations(task, choice, tokens)
+    gradients = _gradients(task, choice)
+    kept_gradients = gradients if choice.accumulation(task) > 1 else 0.0  # those of the micro-batches before
+    gathered, gathered_head, unit = _gathered(task, choice)
+    spread = choice.tensor
+    hidden = tokens * facts.hidden * width
+    head = facts.embedding / spread
+    chunk = min(LOGITS[task.device], tokens * facts.vocabulary) / spread
+    loss = chunk * LOGIT_BYTES + hidden
+    head_gradient = head * (4 + width) if is_full and facts.has_head else 0.0
+    widest = max(kind.intermediate for kind in facts.kinds) * width * tokens / spread
+    backward = 3 * widest + 3 * hidden
+    forward = (1 if choice.is_compiled else 2) * widest + hidden
+    largest = (
+        max(facts.embedding, max(one.inputs * one.outputs for kind in facts.kinds for one in kind.linears)) / spread
     )
+    own_gradient = largest * width if task.has_masters else 0.0
+    dequantized = _dequantized(task, choice)
+
+    def moment(name: str, **parts: float) -> Moment:
+        sizes = {**static, **parts}
+        if task.device == "cuda":
+            sizes["context"] = CONTEXT["cuda"] + (COLLECTIVES if choice.ranks > 1 else 0)
+        else:
+            sizes["context"] = CONTEXT["cpu"]
+        sizes["fragmentation"] = FRAGMENTATION[task.device] * sum(
+            sizes.get(part, 0.0) for part in ("activations", "gradients", "loss", "gathered", "workspace")
+        )
+        return Moment(name=name, memory=Memory(**{part: max(0, round(size)) for part, size in sizes.items()}))
+
+    return [
+        moment(
+            "end of the forward pass",
+            activations=saved,
+            gradients=kept_gradients,
+            gathered=gathered,
+            quantization=dequantized,
+            workspace=forward,
+        ),
+        moment("loss", activations=saved, gradients=kept_gradients, gathered=gathered_head, loss=loss + head_gradient),
+        moment(
+            "first layer of the backward pass",
+            activations=saved + (one_layer if choice.recompute_layers else 0.0),
+            gradients=max(kept_gradients, head * 4 if is_full and facts.has_head else 0.0),
+            gathered=gathered + unit,
+            quantization=dequantized,
+            workspace=backward + hidden,
+        ),
+        moment(
+            "last layer of the backward pass",
+            activations=one_layer,
+            gradients=gradients,
+            gathered=gathered + unit,
+            quantization=dequantized,
+            workspace=backward + own_gradient,
+        ),
+        moment("optimizer step", gradients=gradients, workspace=_optimizer_workspace(task, choice, largest)),
+    ]
 
 
-def _layer_bytes_per_token(facts: ModelFacts, width: int) -> int:
-    """What one decoder layer keeps for backward: norms in fp32 and out, q, k, v before and after rotation,
-    attention's output, and gate, up, their activation and product."""
-    attention = (4 * facts.heads + 4 * facts.kv_heads) * facts.head_dim
-    return width * (4 * facts.hidden + attention + 5 * facts.intermediate) + 4 * 4 * facts.hidden
+def peak(moments: list[Moment]) -> Moment:
+    return max(moments, key=lambda moment: moment.memory.total)
+
+
+def host_memory(task: Task, choice: Choice) -> int:
+    """Peak of all ranks of a node in host memory: loading, then what is offloaded."""
+    per_node = max(1, choice.ranks // task.hardware.nodes)
+    if task.device == "cpu":
+        return peak(timeline(task, choice)).memory.total
+    is_whole = LOADS_WHOLE and choice.ranks == 1 and choice.storage == "plain"
+    loading = task.facts.parameters * task.width if is_whole else per_node * task.facts.largest_layer * 4
+    offloaded = 0.0
+    if choice.offload_optimizer:
+        states = _states(task, choice)
+        offloaded += (
+            per_node * _held(task, choice)[1] * (states + (4 if task.has_masters else 0) + 4) * _share(choice, "states")
+        )
+    if choice.offload_activations:
+        offloaded += per_node * _activations(task, choice, choice.tokens(task), on_device=False)[0]
+    return round(per_node * HOST_PROCESS + max(loading, offloaded))
+
+
+def share(sharding: Sharding, what: str, data_ranks: int, shard: int) -> float:
+    """The part of `what` (weights, gradients or states) that one rank holds between uses."""
+    whole = {
+        "none": (),
+        "ddp": (),
+        "zero1": ("states",),
+        "zero2": ("states", "gradients"),
+        "zero3": ("states", "gradients", "weights"),
+        "hybrid": ("states", "gradients", "weights"),
+        "hierarchical": ("states", "gradients", "weights"),
+    }[sharding]
+    if what not in whole:
+        return 1.0
+    return 1 / (shard if sharding == "hybrid" else data_ranks)
+
+
+def model_states(
+    parameters: int,
+    sharding: Sharding,
+    ranks: int,
+    *,
+    weights: float = 2.0,
+    gradients: float = 2.0,
+    states: float = 12.0,
+    offload_states: bool = False,
+    offload_weights: bool = False,
+) -> float:
+    """Bytes a rank holds of weights, gradients and states alone, given their bytes a parameter: what is published."""
+    held = 0.0 if offload_weights else weights * share(sharding, "weights", ranks, ranks)
+    if not offload_states:
+        held += gradients * share(sharding, "gradients", ranks, ranks) + states * share(
+            sharding, "states", ranks, ranks
+        )
+    return parameters * held
+
+
+# parts
+
+
+def _share(choice: Choice, what: str) -> float:
+    return share(choice.sharding, what, choice.data_ranks, choice.shard)
+
+
+def _held(task: Task, choice: Choice) -> tuple[float, float]:
+    """Base and trained parameters of this rank's part of the model, before they are sharded over data ranks."""
+    facts = task.facts
+    body = facts.total(lambda kind: kind.parameters) / choice.tensor
+    ends = (facts.embedding + facts.head) / choice.tensor + facts.extra
+    if choice.pipeline > 1:
+        body *= -(-facts.layers // choice.pipeline) / facts.layers
+        ends = facts.embedding / choice.tensor + facts.extra  # the first stage or the last
+    base = body + ends
+    if not task.has_adapters:
+        return base, base
+    return base, task.trained / choice.tensor / choice.pipeline
+
+
+def _static(task: Task, choice: Choice) -> dict[str, float]:
+    base, trained = _held(task, choice)
+    weights = base * task.width
+    if choice.storage != "plain":
+        matrices = task.facts.matrices / choice.tensor / choice.pipeline
+        weights -= matrices * (task.width - QUANTIZED[choice.storage])
+    on_device = not choice.offload_optimizer
+    states = _share(choice, "states")
+    return {
+        "weights": weights * _share(choice, "weights"),
+        "adapter": 4 * trained * _share(choice, "weights") if task.has_adapters else 0.0,
+        "master": 4 * trained * states if task.has_masters and on_device else 0.0,
+        "optimizer": trained * _states(task, choice) * states if on_device else 0.0,
+    }
+
+
+def _states(task: Task, choice: Choice) -> float:
+    """Bytes of optimizer state for each trained parameter."""
+    if task.optimizer == "adafactor":  # a row and a column of each matrix
+        facts = task.facts
+        widths = task.adapted[1] if task.has_adapters else facts.total(lambda kind: kind.widths) + facts.vocabulary
+        return min(4.0, 4 * widths / max(1, task.trained))
+    return STATES.get(task.optimizer, 2) * STATE_BYTES[choice.optimizer_states]
+
+
+def _gradients(task: Task, choice: Choice) -> float:
+    """All of them, in fp32: that is how they are gathered, whatever the precision."""
+    return 4 * _held(task, choice)[1] * _share(choice, "gradients")
+
+
+def _gathered(task: Task, choice: Choice) -> tuple[float, float, float]:
+    """Whole parameters out of shards with the buffers of collectives, in the layers and at the loss, and the
+    gradients of one layer on their way."""
+    facts = task.facts
+    if choice.ranks == 1 or choice.sharding == "none":
+        return 0.0, 0.0, 0.0
+    layer = max(kind.parameters for kind in facts.kinds) / choice.tensor
+    matrices = max(kind.matrices for kind in facts.kinds) / choice.tensor
+    unit = layer * task.width if not task.has_adapters else 0.0
+    if choice.sharding in ("ddp", "zero1"):
+        buckets = min(50 * MIB, 4 * _held(task, choice)[1])
+        return buckets, buckets, 0.0
+    if choice.sharding == "zero2":
+        return 50 * MIB, 50 * MIB, 2 * unit
+    width = layer * task.width
+    if choice.storage != "plain":  # 4 bits on the wire too
+        width -= matrices * (task.width - QUANTIZED[choice.storage])
+    head = facts.embedding / choice.tensor * task.width
+    kept = _held(task, choice)[0] * task.width / choice.shard if choice.sharding == "hierarchical" else 0.0
+    return kept + 2 * width, kept + head + width, 2 * unit  # the layer in use and the next one
+
+
+def _dequantized(task: Task, choice: Choice) -> float:
+    if choice.storage == "plain":
+        return 0.0
+    largest = max(linear.count * linear.inputs * linear.outputs for kind in task.facts.kinds for linear in kind.linears)
+    return largest / choice.tensor * task.width
+
+
+def layer_bytes(task: Task, kind: Layer, *, is_compiled: bool, products: str = "plain", tensor: int = 1) -> float:
+    """What a layer keeps for backward, for each token. Eager: as autograd's own hooks count it. Compiled: norms and
+    activations are computed again from what stands before them, save where an adapter keeps its input."""
+    width, hidden, is_full = task.width, task.facts.hidden, not task.has_adapters
+    qk_norms = (kind.query + kind.key) if kind.has_qk_norm else 0
+    experts = any(linear.count > 1 for linear in kind.linears)
+    if is_compiled:
+        into_products = 1 if products == "fp8" and is_full else width
+        norms = kind.norms * hidden * (width + into_products) + kind.post_norms * hidden * width + qk_norms * width
+        attention = 2 * (kind.query + kind.key) * width
+        values = 2 if is_full or kind.mlp_values != 4 else 3
+    else:
+        # An RMS norm keeps its input in fp32 and, where its own weight is trained, what it multiplies with that.
+        kept = {"rms": 4, "wide": 4, "layer": width}[kind.norm]
+        trained = {"rms": width, "wide": 4, "layer": 0}[kind.norm] if is_full else 0
+        inputs = 1 if kind.is_parallel else kind.norms
+        norms = hidden * (inputs * kept + kind.norms * (width + trained) + kind.post_norms * (kept + trained))
+        norms += qk_norms * (kept + trained)
+        attention = 2 * (kind.query + kind.key) * width
+        attention += (kind.query + kind.key) * width if kind.is_qkv_fused else 0  # the values keep all three alive
+        attention += kind.query * width if task.device == "cpu" else 0  # heads last: a copy
+        values = kind.mlp_values
+    if experts and not is_full:
+        values -= 1  # frozen experts do not keep their inputs
+    attention += 4 * task.facts.heads
+    if not task.facts.has_fused_attention:
+        attention += 8 * task.facts.heads * min(task.document_length, kind.window or task.document_length)
+    mlp = values * kind.intermediate * width + (2 if is_full else 1) * kind.copies * hidden * width
+    adapter = 0.0
+    if task.has_adapters:
+        linears = [linear for linear in kind.linears if linear.is_adaptable]
+        adapter = len(linears) * task.lora.rank * width
+        if task.lora.dropout:  # each linear drops for itself: its input again, and which values were dropped
+            adapter += sum(linear.inputs for linear in linears) * (width + 1)
+    return (norms + attention + mlp + adapter) / tensor
+
+
+def _activations(task: Task, choice: Choice, tokens: float, *, on_device: bool = True) -> tuple[float, float]:
+    """What all layers of this rank keep, and one layer alone, recomputed or not."""
+    facts = task.facts
+
+    def of(kind: Layer) -> float:
+        return tokens * layer_bytes(
+            task, kind, is_compiled=choice.is_compiled, products=choice.products, tensor=choice.tensor
+        )
+
+    boundary = tokens * facts.hidden * task.width / choice.tensor
+    one = max(of(kind) for kind in facts.kinds)
+    share = choice.recompute_layers / facts.layers
+    saved = (facts.total(of) * (1 - share) + share * facts.layers * boundary) * task.backward_share
+    if choice.pipeline > 1:
+        flying = min(choice.pipeline, choice.accumulation(task))
+        saved *= -(-facts.layers // choice.pipeline) / facts.layers * flying
+    if choice.offload_activations and on_device:
+        saved = min(saved, 2 * max(one, boundary))  # the layer in use and the one on its way
+    casts = 2 * task.adapted[0] * task.width / choice.tensor / choice.pipeline  # factors in the products' precision
+    return saved + 2 * boundary + casts, one
+
+
+def _optimizer_workspace(task: Task, choice: Choice, largest: float) -> float:
+    if task.has_adapters:
+        largest = min(largest, task.trained)
+    if task.optimizer == "adafactor":
+        return 3 * 4 * largest
+    if choice.optimizer_states == "int8":
+        return 2 * 4 * largest
+    return 0.0

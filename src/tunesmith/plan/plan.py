@@ -6,7 +6,7 @@ closed and frozen like the run it belongs to, and may be edited by hand.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -22,6 +22,10 @@ Positive = Annotated[int, Field(ge=1)]
 
 class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    def changed(self, **changes: Any) -> Self:
+        """A copy with other values, checked, and without what was computed from the old ones."""
+        return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | changes)
 
 
 class Mesh(Part):
@@ -52,17 +56,67 @@ class Reason(Part):
 
 
 class Memory(Part):
-    """Predicted peak memory of one rank, in bytes, by category."""
+    """Memory of one rank at one moment, in bytes, by what it is for."""
 
     weights: int = 0
+    """As the forward pass uses them, in the plan's storage."""
+    adapter: int = 0
+    master: int = 0
+    """fp32 copies of trained weights that are held in half precision."""
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
+    """What the forward pass keeps for the backward pass."""
     loss: int = 0
-    overhead: int = 0
+    """A chunk of logits, and the gradients of head and hidden states."""
+    gathered: int = 0
+    """Whole parameters out of shards, and buffers of collectives."""
+    quantization: int = 0
+    """Weights of a layer taken out of 4 or 8 bits."""
+    workspace: int = 0
+    """Short-lived tensors."""
+    context: int = 0
+    """What the driver, its libraries and the process itself take."""
+    fragmentation: int = 0
+    """What the allocator holds and cannot use."""
 
     @property
     def total(self) -> int:
+        return sum(getattr(self, name) for name in type(self).model_fields)
+
+    @property
+    def allocated(self) -> int:
+        """What the framework's own count of allocated memory sees."""
+        return self.total - self.context - self.fragmentation
+
+
+class Moment(Part):
+    """A moment within an optimizer step, and the memory then."""
+
+    name: str
+    memory: Memory
+
+
+class Time(Part):
+    """Seconds of one optimizer step, by what they are spent on; what runs beside something else counts once."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    adapter: float = 0.0
+    loss: float = 0.0
+    recomputation: float = 0.0
+    quantization: float = 0.0
+    optimizer: float = 0.0
+    communication: float = 0.0
+    offload: float = 0.0
+    bubbles: float = 0.0
+    """Pipeline stages that wait for each other."""
+    host: float = 0.0
+    """The processor starts kernels more slowly than the GPU runs them."""
+
+    @property
+    def total(self) -> float:
         return sum(getattr(self, name) for name in type(self).model_fields)
 
 
@@ -100,8 +154,17 @@ class Plan(Part):
     learning_rate: float
     deterministic: bool
     memory: Memory
+    """Predicted, at the peak of the step."""
+    peak: str = ""
+    """The moment of the peak."""
     memory_limit: int
     """What the device has for this run, in bytes."""
+    host_memory: int = 0
+    """Predicted peak of all ranks of a node in host memory, in bytes."""
+    time: Time = Time()
+    """Predicted, of one step."""
+    beyond: tuple[str, ...] = ()
+    """What this plan needs that the installed Tunesmith cannot do yet; such a plan can be looked at, not run."""
     reasons: tuple[Reason, ...] = ()
 
     @property
@@ -109,3 +172,12 @@ class Plan(Part):
         """Micro-batches one rank runs for one step, at most."""
         per_rank = -(-self.sequences_per_step // self.mesh.data_ranks)
         return -(-per_rank // self.micro_batch)
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.memory_limit
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Predicted, over all ranks."""
+        return self.sequences_per_step * self.sequence_length / self.time.total if self.time.total else 0.0

@@ -1,36 +1,145 @@
-"""From the run, the model's facts and the hardware to a plan: a first, simple planner.
+"""From the run, the model's facts and the hardware to a plan: enumerate, discard what does not fit, rank.
 
-It decides device, precision, the cut of a step into micro-batches and whether to recompute, by rough estimates, and
-gives a reason for each. Pure: the same arguments give the same plan.
+Choices are looked at in tiers: first those that change nothing but speed, then quantization, then offload; a tier is
+entered only when nothing before it fits. Within a tier the least time wins, and among equals the simplest. Pure: the
+same arguments give the same plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
+from tunesmith.plan import memory, rules, speed
+from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import ModelFacts
 from tunesmith.plan.hardware import Hardware
-from tunesmith.plan.memory import estimate
-from tunesmith.plan.plan import Attention, Device, Memory, Mesh, Plan, Precision, Reason
+from tunesmith.plan.plan import Device, Mesh, Moment, Plan, Precision, Reason, Time
 
+MARGIN = {"known": 0.04, "uncertain": 0.12, "cpu": 0.15}
+"""Share of the free memory that a plan leaves alone."""
+MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
+"""More tokens in one forward pass bring no more speed on these devices."""
+EQUAL = 0.05
+"""Choices whose times differ by less than this are equals: predictions are no better."""
+SAME = 0.01
+"""Among choices of the same kind, more memory must bring more than this."""
 Decide = Callable[[str, object, str], None]
 """Writes down a decision: topic, choice, reason."""
-MARGIN = 0.85
-"""Share of the free memory a plan may count on; the estimates are rough."""
-MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
-"""More tokens in one forward pass bring no more speed on these devices."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    choice: Choice
+    peak: Moment
+    time: Time
+
+    @property
+    def bytes(self) -> int:
+        return self.peak.memory.total
+
+
+@dataclass(frozen=True)
+class Search:
+    """All that is known after planning: the plan, how it was found, and what else there was."""
+
+    plan: Plan
+    task: Task
+    chosen: Candidate
+    tiers: tuple[tuple[Candidate, ...], ...]
+    """What was looked at, fitting or not."""
+
+    @property
+    def timeline(self) -> list[Moment]:
+        return memory.timeline(self.task, self.chosen.choice)
 
 
 def make_plan(run: Run, facts: ModelFacts, hardware: Hardware) -> Plan:
+    return search(run, facts, hardware).plan
+
+
+def search(
+    run: Run,
+    facts: ModelFacts,
+    hardware: Hardware,
+    *,
+    pins: Mapping[str, Any] | None = None,
+    is_limited: bool | None = None,
+) -> Search:
+    """Look for the best plan. `pins` fixes what may be chosen; `is_limited` keeps to what this version can execute,
+    which it does unless the hardware is a named one."""
+    limited = not hardware.is_named if is_limited is None else is_limited
     reasons: list[Reason] = []
 
     def decide(topic: str, choice: object, why: str) -> None:
         reasons.append(Reason(topic=topic, choice=str(choice), why=why))
 
+    task, products = make_task(run, facts, hardware, decide)
+    margin = _margin(task, decide)
+    free = task.gpu.free if task.device == "cuda" else hardware.available
+    limit = int((1 - margin) * free)
+    pinned = {"products": products, **(pins or {})}
+    tiers: list[tuple[Candidate, ...]] = []
+    chosen: Candidate | None = None
+    why_not = _Refused()
+    for tier in _tiers(task):
+        candidates = tuple(_candidates(task, tier, pinned, limit, limited, why_not))
+        tiers.append(candidates)
+        chosen = _best([candidate for candidate in candidates if candidate.bytes <= limit])
+        if chosen:
+            break
+    every = [candidate for tier in tiers for candidate in tier]
+    if not every:
+        raise UserError(f"This run cannot be planned: {why_not.first or 'nothing is left to choose'}.")
+    found = chosen or min(every, key=lambda candidate: candidate.bytes)
+    _explain(task, found, every, limit, chosen is not None, limited, decide)
+    choice = found.choice
+    plan = Plan(
+        device=task.device,
+        threads=hardware.cores,
+        mesh=Mesh(
+            replicate=choice.replicate,
+            shard=choice.shard,
+            tensor=choice.tensor,
+            context=choice.context,
+            pipeline=choice.pipeline,
+        ),
+        sharding=choice.sharding,
+        precision=task.precision,
+        products=choice.products,
+        storage=choice.storage,
+        attention=choice.attention,
+        is_compiled=choice.is_compiled,
+        master_weights=task.has_masters,
+        sequence_length=task.sequence_length,
+        sequences_per_step=task.sequences,
+        micro_batch=choice.micro_batch,
+        recompute_layers=choice.recompute_layers,
+        offload_activations=choice.offload_activations,
+        optimizer_states=choice.optimizer_states,
+        offload_optimizer=choice.offload_optimizer,
+        learning_rate=_learning_rate(run, decide),
+        deterministic=_deterministic(run, task.device, decide),
+        memory=found.peak.memory,
+        peak=found.peak.name,
+        memory_limit=limit,
+        host_memory=memory.host_memory(task, choice),
+        time=found.time,
+        beyond=rules.beyond(task, choice),
+        reasons=tuple(reasons),
+    )
+    return Search(plan, task, found, tuple(tiers))
+
+
+def make_task(run: Run, facts: ModelFacts, hardware: Hardware, decide: Decide) -> tuple[Task, str]:
+    """What is settled before anything is searched for, and the arithmetic of the products."""
     device = _device(run, hardware, decide)
-    precision = _precision(run, hardware, device, decide)
+    precision, products = _precision(run, hardware, device, decide)
     sequence_length = _sequence_length(run, facts, decide)
     if run.batch_tokens < sequence_length:
         raise UserError(
@@ -38,38 +147,175 @@ def make_plan(run: Run, facts: ModelFacts, hardware: Hardware) -> Plan:
             "least one sequence; raise batch_tokens or lower sequence_length."
         )
     sequences = max(1, round(run.batch_tokens / sequence_length))
+    counted = f"{sequences} sequence{'s'[: sequences > 1]}"
     decide(
-        "batch",
-        f"{sequences} sequence{'s'[: sequences > 1]} a step",
-        f"batch_tokens {run.batch_tokens:,} is {sequences} packed sequences of {sequence_length:,} tokens",
+        "batch", f"{counted} a step", f"batch_tokens {run.batch_tokens:,} is {counted} of {sequence_length:,} tokens"
     )
-    master = run.method == "full" and precision != "fp32"
-    if master:
-        decide(
-            "weights",
-            f"{precision} with fp32 masters",
-            f"updates smaller than {precision}'s steps would be lost",
-        )
-    limit = int(MARGIN * (hardware.gpus[0].free if device == "cuda" else hardware.available))
-    micro, recompute, memory = _micro_batch(run, facts, device, precision, sequence_length, sequences, limit, decide)
-    return Plan(
+    task = Task(
+        facts=facts,
+        hardware=hardware,
         device=device,
-        threads=hardware.cores,
-        mesh=Mesh(),
         precision=precision,
-        attention=_attention(facts, hardware, device, precision),
-        is_compiled=device == "cuda",
-        master_weights=master,
+        method=run.method,
+        lora=run.lora,
+        optimizer=run.optimizer,
         sequence_length=sequence_length,
-        sequences_per_step=sequences,
-        micro_batch=micro,
-        recompute_layers=recompute,
-        learning_rate=_learning_rate(run, decide),
-        deterministic=_deterministic(run, device, decide),
-        memory=memory,
-        memory_limit=limit,
-        reasons=tuple(reasons),
+        sequences=sequences,
+        document_length=sequence_length,
     )
+    if task.has_masters:
+        decide("weights", f"{precision} with fp32 masters", f"updates smaller than {precision}'s steps would be lost")
+    return task, products
+
+
+# enumeration
+
+
+class _Refused:
+    """Remembers the first reason for which something was not even looked at."""
+
+    first: str | None = None
+
+
+def _tiers(task: Task) -> list[dict[str, Any]]:
+    """What is tried when nothing before it fits. `axes`: split single sequences and layers over ranks, too."""
+    plain = {"storage": "nf4" if task.method == "qlora" else "plain"}
+    if task.device == "cpu":
+        return [plain]
+    if task.has_adapters:
+        small: dict[str, Any] = {"storage": "nf4"}
+        offloads = [{**small, "offload_activations": True}]
+    else:
+        small = {"optimizer_states": "int8"} if task.optimizer == "adamw" else {}
+        offloads = [{"offload_optimizer": True}, {**small, "offload_optimizer": True, "offload_activations": True}]
+    tiers = [tier for one in (plain, small) for tier in (one, {**one, "axes": True})]
+    tiers += [{**one, "axes": True} for one in offloads]
+    return [tier for index, tier in enumerate(tiers) if tier not in tiers[:index]]
+
+
+def _candidates(
+    task: Task, tier: Mapping[str, Any], pins: Mapping[str, Any], limit: int, is_limited: bool, why_not: _Refused
+) -> Iterator[Candidate]:
+    base = Choice(
+        attention=rules.attention_for(task, is_limited=is_limited),
+        is_compiled=task.device == "cuda",
+        **{name: value for name, value in tier.items() if name != "axes"},
+    )
+    fixed = {name: value for name, value in pins.items() if name != "recompute_layers"}
+    layers = pins.get("recompute_layers")
+    seen: set[Choice] = set()
+    has_axes = tier.get("axes", False) or task.sequences < task.hardware.gpu_count
+    for mesh in _meshes(task, is_limited, has_axes=has_axes):
+        for micro_batch in _micro_batches(task, mesh):
+            choice = dataclasses.replace(base, **{**mesh, "micro_batch": micro_batch, **fixed})
+            if choice in seen:
+                continue
+            seen.add(choice)
+            refusal = rules.refused(task, choice)
+            if refusal is None and is_limited and (missing := rules.beyond(task, choice)):
+                refusal = f"this version of Tunesmith cannot do {missing[0]}"
+            if refusal is not None:
+                why_not.first = why_not.first or refusal
+                continue
+            yield from _recomputing(task, choice, layers, limit, is_limited)
+
+
+def _recomputing(task: Task, choice: Choice, layers: int | None, limit: int, is_limited: bool) -> Iterator[Candidate]:
+    """The choice with as much recomputation as it needs: none when it fits without."""
+    evaluate = functools.partial(_evaluate, task, choice)
+    if layers is not None:
+        yield evaluate(min(layers, task.facts.layers))
+        return
+    plain = evaluate(0)
+    yield plain
+    if plain.bytes <= limit:
+        return
+    every = evaluate(task.facts.layers)
+    yield every
+    if every.bytes > limit or (is_limited and "some" not in rules.EXECUTABLE["recompute"]):
+        return
+    low, high = 0, task.facts.layers  # the fewest layers that do
+    while high - low > 1:
+        middle = (low + high) // 2
+        if evaluate(middle).bytes <= limit:
+            high = middle
+        else:
+            low = middle
+    if high < task.facts.layers:
+        yield evaluate(high)
+
+
+def _evaluate(task: Task, choice: Choice, recompute_layers: int) -> Candidate:
+    choice = dataclasses.replace(choice, recompute_layers=recompute_layers)
+    return Candidate(choice, memory.peak(memory.timeline(task, choice)), speed.step_time(task, choice))
+
+
+def _meshes(task: Task, is_limited: bool, *, has_axes: bool) -> Iterator[dict[str, Any]]:
+    """Ways to lay ranks over the GPUs; all of them are used where the batch has work for all."""
+    hardware = task.hardware
+    if task.device == "cpu" or hardware.gpu_count == 1 or (is_limited and "ddp" not in rules.EXECUTABLE["sharding"]):
+        yield {}
+        return
+    per_node, nodes = len(hardware.gpus), hardware.nodes
+    powers = [size for size in (1, 2, 4, 8, 16) if per_node % size == 0] if has_axes else [1]
+    for tensor in powers:
+        for context in powers:
+            if tensor * context > per_node or (context > 1 and task.sequences >= hardware.gpu_count):
+                continue
+            here = per_node // (tensor * context)
+            while here > 1 and here * nodes > task.sequences:
+                here //= 2
+            ranks = here * nodes
+            mesh = {"tensor": tensor, "context": context}
+            if ranks == 1:
+                yield mesh
+                continue
+            yield {**mesh, "sharding": "ddp", "replicate": ranks}
+            for sharding in ("zero1", "zero2", "zero3"):
+                yield {**mesh, "sharding": sharding, "shard": ranks}
+            if nodes > 1 and here > 1:
+                yield {**mesh, "sharding": "hybrid", "shard": here, "replicate": nodes}
+                yield {**mesh, "sharding": "hierarchical", "shard": here, "replicate": nodes}
+
+
+def _micro_batches(task: Task, mesh: Mapping[str, Any]) -> list[int]:
+    per_rank = -(-task.sequences // (mesh.get("replicate", 1) * mesh.get("shard", 1)))
+    most = max(1, min(per_rank, MICRO_BATCH_TOKENS[task.device] // task.sequence_length))
+    sizes = {size for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, most) if size <= most}
+    even = [size for size in sizes if per_rank % size == 0]
+    return sorted(even, reverse=True)
+
+
+def _best(fitting: list[Candidate]) -> Candidate | None:
+    """The quickest; among those that are as quick, the simplest, then the one that needs the least memory.
+
+    Hierarchical sharding is for states that hybrid sharding cannot hold.
+    """
+    if any(one.choice.sharding == "hybrid" for one in fitting):
+        fitting = [one for one in fitting if one.choice.sharding != "hierarchical"]
+    if not fitting:
+        return None
+    least = min(one.time.total for one in fitting)
+    equals = [one for one in fitting if one.time.total <= least * (1 + EQUAL)]
+    simplest = min(rules.complexity(one.choice) for one in equals)
+    simple = [one for one in equals if rules.complexity(one.choice) == simplest]
+    least = min(one.time.total for one in simple)
+    return min((one for one in simple if one.time.total <= least * (1 + SAME)), key=lambda one: one.bytes)
+
+
+# decisions that need no search
+
+
+def _margin(task: Task, decide: Decide) -> float:
+    if task.device == "cpu":
+        return MARGIN["cpu"]
+    doubts = [task.facts.note] if task.facts.note else []
+    if task.gpu.rates is None:
+        doubts.append(f"{task.gpu.name} is not in the catalogue, so its speed is a guess")
+    if doubts:
+        decide("margin", f"{MARGIN['uncertain']:.0%} of the memory", "; ".join(doubts))
+        return MARGIN["uncertain"]
+    return MARGIN["known"]
 
 
 def _device(run: Run, hardware: Hardware, decide: Decide) -> Device:
@@ -80,50 +326,46 @@ def _device(run: Run, hardware: Hardware, decide: Decide) -> Device:
     if run.device != "auto":
         decide("device", run.device, "asked for")
         return run.device
-    if hardware.gpus:
-        decide("device", "cuda", f"{hardware.gpus[0].name} is here")
-        return "cuda"
-    decide("device", "cpu", "no GPU was found")
-    return "cpu"
+    if not hardware.gpus:
+        decide("device", "cpu", "no GPU was found")
+        return "cpu"
+    names = f"{hardware.gpu_count} x {hardware.gpus[0].name}" if hardware.gpu_count > 1 else hardware.gpus[0].name
+    decide("device", "cuda", f"{names} {'was named' if hardware.is_named else 'is here'}")
+    return "cuda"
 
 
-def _precision(run: Run, hardware: Hardware, device: Device, decide: Decide) -> Precision:
+def _precision(run: Run, hardware: Hardware, device: Device, decide: Decide) -> tuple[Precision, str]:
     gpu = hardware.gpus[0] if device == "cuda" else None
-    has_bf16 = gpu.capability >= (8, 0) if gpu else hardware.has_fast_bf16
+    has_bf16 = gpu.capability >= rules.BF16 if gpu else hardware.has_fast_bf16
     where = gpu.name if gpu else "this processor"
-    if run.precision == "auto":
+    wanted: str = run.precision
+    if wanted == "fp8":
+        if gpu and gpu.capability >= rules.FP8:
+            decide("precision", "bf16 with fp8 products", "asked for")
+            return "bf16", "fp8"
+        raise UserError(
+            f"precision is fp8, but {where} has no fp8 arithmetic (compute capability 8.9 and more); leave it out."
+        )
+    if wanted == "auto":
         if has_bf16:
             decide("precision", "bf16", f"{where} has bf16 arithmetic, and bf16 needs no loss scaling")
-            return "bf16"
+            return "bf16", "plain"
         if gpu:
             decide("precision", "fp16", f"{where} has no bf16 arithmetic; fp16 runs with loss scaling")
-            return "fp16"
-        decide(
-            "precision",
-            "fp32",
-            "this processor has no bf16 arithmetic, and emulating it is far slower than fp32",
-        )
-        return "fp32"
-    if run.precision != "fp32" and device == "cpu" and not has_bf16:
-        decide(
-            "precision",
-            "fp32",
-            f"{run.precision} was asked for, but this processor computes it far slower than fp32",
-        )
-        return "fp32"
-    if run.precision == "fp16" and device == "cpu":
+            return "fp16", "plain"
+        decide("precision", "fp32", "this processor has no bf16 arithmetic, and emulating it is far slower than fp32")
+        return "fp32", "plain"
+    if wanted != "fp32" and device == "cpu" and not has_bf16:
+        decide("precision", "fp32", f"{wanted} was asked for, but this processor computes it far slower than fp32")
+        return "fp32", "plain"
+    if wanted == "fp16" and device == "cpu":
         decide("precision", "bf16", "fp16 was asked for, but processors train in bf16, which has the wider range")
-        return "bf16"
-    if run.precision == "bf16" and not has_bf16:
+        return "bf16", "plain"
+    if wanted == "bf16" and not has_bf16:
         decide("precision", "fp16", f"bf16 was asked for, but {where} has none; fp16 runs with loss scaling")
-        return "fp16"
-    decide("precision", run.precision, "asked for")
-    return run.precision
-
-
-def _attention(facts: ModelFacts, hardware: Hardware, device: Device, precision: Precision) -> Attention:
-    has_kernel = device == "cuda" and precision != "fp32" and hardware.gpus[0].capability >= (8, 0)
-    return "varlen" if has_kernel and facts.head_dim <= 256 and facts.head_dim % 8 == 0 else "sdpa"
+        return "fp16", "plain"
+    decide("precision", wanted, "asked for")
+    return cast(Precision, wanted), "plain"
 
 
 def _sequence_length(run: Run, facts: ModelFacts, decide: Decide) -> int:
@@ -139,66 +381,21 @@ def _sequence_length(run: Run, facts: ModelFacts, decide: Decide) -> int:
     return run.sequence_length
 
 
-def _micro_batch(
-    run: Run,
-    facts: ModelFacts,
-    device: Device,
-    precision: Precision,
-    sequence_length: int,
-    sequences: int,
-    limit: int,
-    decide: Decide,
-) -> tuple[int, int, Memory]:
-    """The largest useful micro-batch that fits without recomputation; with it, when nothing fits without."""
-
-    def memory_of(micro: int, recompute_layers: int) -> Memory:
-        return estimate(
-            run,
-            facts,
-            device=device,
-            precision=precision,
-            tokens=micro * sequence_length,
-            recompute_layers=recompute_layers,
-        )
-
-    useful = max(1, MICRO_BATCH_TOKENS[device] // sequence_length)
-    sizes = [size for size in range(min(sequences, useful), 0, -1) if sequences % size == 0 or size == 1]
-    for recompute in (0, facts.layers):
-        for micro in sizes:
-            memory = memory_of(micro, recompute)
-            if memory.total > limit:
-                continue
-            rounds = -(-sequences // micro)
-            decide(
-                "micro-batch",
-                micro,
-                f"{rounds} forward pass{'es'[: 2 * (rounds > 1)]} a step, about {_gib(memory.total)} at the peak",
-            )
-            if not recompute:
-                decide("recomputation", "none", f"everything fits into the {_gib(limit)} that may be used")
-            else:
-                needed = _gib(memory_of(1, 0).total)
-                decide(
-                    "recomputation",
-                    "all layers",
-                    f"keeping all activations would need about {needed} of {_gib(limit)}",
-                )
-            return micro, recompute, memory
-    smallest = memory_of(1, facts.layers)
-    decide(
-        "recomputation",
-        "all layers",
-        f"even so, a rough estimate of {_gib(smallest.total)} is above the {_gib(limit)} that may be used: it may run "
-        "out of memory; a shorter sequence_length or method: lora needs less",
-    )
-    return 1, facts.layers, smallest
-
-
 def _learning_rate(run: Run, decide: Decide) -> float:
-    if run.learning_rate is not None:
-        return run.learning_rate
-    rate = 2e-4 if run.method == "lora" else 2e-5
-    decide("learning rate", f"{rate:g}", f"usual for method: {run.method}")
+    usual = 2e-5 if run.method == "full" else 2e-4
+    rate = usual if run.learning_rate is None else run.learning_rate
+    if run.learning_rate is None:
+        decide("learning rate", f"{rate:g}", f"usual for method: {run.method}")
+    if not usual / 20 <= rate <= usual * 20:
+        decide("learning rate", f"{rate:g}", f"unusual: {usual:g} is common for method: {run.method}")
+    elif run.batch_tokens > 2**20 or run.batch_tokens < 2**11:
+        size = "large" if run.batch_tokens > 2**20 else "small"
+        direction = "higher" if size == "large" else "lower"
+        decide(
+            "learning rate",
+            f"{rate:g}",
+            f"{run.batch_tokens:,} tokens a step is an unusually {size} batch, for which a {direction} rate may suit",
+        )
     return rate
 
 
@@ -208,5 +405,102 @@ def _deterministic(run: Run, device: str, decide: Decide) -> bool:
     return device == "cpu" or run.deterministic
 
 
-def _gib(size: int) -> str:
+# why
+
+
+def _explain(
+    task: Task, found: Candidate, every: list[Candidate], limit: int, fits: bool, is_limited: bool, decide: Decide
+) -> None:
+    choice, layers = found.choice, task.facts.layers
+    has = f"the {_gib(limit)} that may be used"
+    if task.device == "cuda" and task.hardware.gpu_count > choice.ranks:
+        idle = task.hardware.gpu_count - choice.ranks
+        why = "this version trains on one GPU" if is_limited else "the batch has too few sequences for all"
+        decide("ranks", choice.ranks, f"{idle} GPU{'s'[: idle > 1]} stay idle: {why}")
+    if choice.ranks > 1:
+        decide("sharding", _sharding_words(choice), _why_sharding(task, found, every, limit))
+    if choice.storage != "plain":
+        if task.method == "qlora":
+            decide("storage", choice.storage, "method: qlora holds the frozen base in 4 bits")
+        else:
+            least = min((one.bytes for one in every if one.choice.storage == "plain"), default=0)
+            decide("storage", choice.storage, f"in {task.precision} the base needs at least {_gib(least)} of {has}")
+    if choice.optimizer_states != "fp32":
+        least = min((one.bytes for one in every if one.choice.optimizer_states == "fp32"), default=0)
+        decide("optimizer states", choice.optimizer_states, f"in fp32 at least {_gib(least)} are needed of {has}")
+    if choice.offload_optimizer:
+        least = min((one.bytes for one in every if not one.choice.offload_optimizer), default=0)
+        decide("offload", "optimizer states to host memory", f"all else needs at least {_gib(least)} of {has}")
+    if choice.offload_activations:
+        decide("offload", "activations to host memory", f"nothing else fits into {has}")
+    rounds = choice.accumulation(task)
+    decide(
+        "micro-batch",
+        choice.micro_batch,
+        f"{rounds} forward pass{'es'[: 2 * (rounds > 1)]} a step, about {_gib(found.bytes)} at the peak",
+    )
+    if not fits:
+        decide(
+            "recomputation",
+            "all layers" if choice.recompute_layers else "none",
+            f"even so, about {_gib(found.bytes)} are needed of {has}: it may run out of memory; a shorter "
+            "sequence_length or method: lora needs less",
+        )
+    elif choice.recompute_layers == 0:
+        decide("recomputation", "none", f"everything fits into {has}")
+    else:
+        same = [one.bytes for one in every if _but_recompute(one.choice) == _but_recompute(choice)]
+        needed = _gib(max(same))
+        count = "all layers" if choice.recompute_layers == layers else f"{choice.recompute_layers} of {layers} layers"
+        decide("recomputation", count, f"keeping all activations would need about {needed} of {has}")
+    host = memory.host_memory(task, choice)
+    if task.device == "cuda" and host > task.hardware.available:
+        decide(
+            "host memory",
+            _gib(host),
+            f"only {_gib(task.hardware.available)} are free: loading the model may be killed by the system",
+        )
+
+
+def _but_recompute(choice: Choice) -> Choice:
+    return dataclasses.replace(choice, recompute_layers=0)
+
+
+def _sharding_words(choice: Choice) -> str:
+    words = {
+        "ddp": f"replicated on {choice.data_ranks}",
+        "hybrid": f"hybrid, {choice.shard} a node times {choice.replicate}",
+        "hierarchical": f"hierarchical, {choice.shard} a node times {choice.replicate}",
+        "none": "none",
+    }.get(choice.sharding, f"{choice.sharding} over {choice.data_ranks}")
+    for axis in ("tensor", "context", "pipeline"):
+        if getattr(choice, axis) > 1:
+            words += f", {axis} {getattr(choice, axis)}"
+    return words
+
+
+def _why_sharding(task: Task, found: Candidate, every: list[Candidate], limit: int) -> str:
+    """What the choice is better than, by the model's own numbers."""
+
+    def best(sharding: str) -> Candidate | None:
+        kind = [one for one in every if one.choice.sharding == sharding]
+        return _best([one for one in kind if one.bytes <= limit]) or min(kind, key=lambda one: one.bytes, default=None)
+
+    chosen = found.choice.sharding
+    if chosen == "ddp":
+        return "a whole copy fits on each GPU, which costs the least communication"
+    parts = []
+    replicated = best("ddp")
+    if replicated and replicated.bytes > limit:
+        parts.append(f"a copy on each GPU needs {_gib(replicated.bytes)} of {_gib(limit)}")
+    if chosen in ("hybrid", "hierarchical") and (full := best("zero3")):
+        ratio = full.time.total / found.time.total
+        gigabits = task.hardware.network * 8 / 1e9
+        parts.append(f"sharding over all nodes would take {ratio:.1f} times as long over {gigabits:.0f} Gbit/s")
+    elif replicated and replicated.bytes <= limit:
+        parts.append(f"{1 - found.time.total / replicated.time.total:.0%} less time than a copy on each GPU")
+    return "; ".join(parts) or "the least time of what fits"
+
+
+def _gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"

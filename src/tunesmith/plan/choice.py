@@ -1,0 +1,122 @@
+"""What is given for a plan (`Task`) and what the planner may choose (`Choice`): the arguments of both models.
+
+Plain dataclasses, since a search makes hundreds of choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from tunesmith.config.schema import Lora
+from tunesmith.plan.facts import ModelFacts
+from tunesmith.plan.hardware import Gpu, Hardware, Rates, guessed_rates
+from tunesmith.plan.plan import Attention, Device, OptimizerStates, Precision, Products, Sharding, Storage
+
+Method = Literal["full", "lora", "qlora"]
+WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of a value."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be done, and on what."""
+
+    facts: ModelFacts
+    hardware: Hardware
+    device: Device
+    precision: Precision
+    method: Method
+    lora: Lora
+    optimizer: str
+    sequence_length: int
+    sequences: int
+    """Packed sequences of one optimizer step, over all ranks."""
+    document_length: int
+    """Tokens that attend to each other; the sequence length unless more is known."""
+
+    @property
+    def gpu(self) -> Gpu:
+        return self.hardware.gpus[0]
+
+    @cached_property
+    def rates(self) -> Rates:
+        if self.device == "cuda":
+            return self.gpu.rates or guessed_rates(self.gpu)
+        # Measured with PyTorch on two ARM cores: 23 GFLOP/s a core.
+        half = 40e9 if self.hardware.has_fast_bf16 else 0.1e9
+        cores = self.hardware.cores
+        return Rates(fp32=20e9 * cores, half=half * cores, bandwidth=min(8e9 * cores, 80e9), host_link=1e12)
+
+    @property
+    def width(self) -> int:
+        return WIDTH[self.precision]
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.method != "full"
+
+    @property
+    def has_masters(self) -> bool:
+        return not self.has_adapters and self.precision != "fp32"
+
+    @cached_property
+    def adapted(self) -> tuple[int, int]:
+        """Parameters of the adapters, and inputs and outputs of the adapted linears."""
+        return self.facts.adapted(self.lora) if self.has_adapters else (0, 0)
+
+    @cached_property
+    def trained(self) -> int:
+        return self.adapted[0] if self.has_adapters else self.facts.parameters
+
+    @cached_property
+    def backward_share(self) -> float:
+        """The part of the layers that the backward pass goes through, from the top."""
+        if not self.has_adapters:
+            return 1.0
+        return self.facts.layers_with_backward(self.lora) / self.facts.layers
+
+    @property
+    def step_tokens(self) -> int:
+        return self.sequences * self.sequence_length
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way of doing it. Axes of size 1 do nothing."""
+
+    micro_batch: int = 1
+    recompute_layers: int = 0
+    products: Products = "plain"
+    storage: Storage = "plain"
+    attention: Attention = "sdpa"
+    is_compiled: bool = False
+    offload_activations: bool = False
+    optimizer_states: OptimizerStates = "fp32"
+    offload_optimizer: bool = False
+    sharding: Sharding = "none"
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+
+    @property
+    def data_ranks(self) -> int:
+        return self.replicate * self.shard
+
+    @property
+    def ranks(self) -> int:
+        return self.data_ranks * self.tensor * self.context * self.pipeline
+
+    def accumulation(self, task: Task) -> int:
+        """Micro-batches of one rank in one step, at most."""
+        return -(-self._per_rank(task) // self.micro_batch)
+
+    def tokens(self, task: Task) -> float:
+        """Tokens of one micro-batch on one rank."""
+        return min(self.micro_batch, self._per_rank(task)) * task.sequence_length / self.context
+
+    def _per_rank(self, task: Task) -> int:
+        return -(-task.sequences // self.data_ranks)

@@ -1,0 +1,268 @@
+"""From the name of a model to its facts, without loading it: config.json of a folder or of the hub, a GGUF's header.
+
+No torch and no transformers, unless the architecture has no formula: then the model is built on the meta device,
+which takes seconds and is said.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from tunesmith import hub
+from tunesmith.errors import UserError
+from tunesmith.plan.facts import Layer, Linear, ModelFacts, family_of, from_config
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a model is: a folder with config.json, a GGUF file, or a name on the hub."""
+
+    kind: Literal["folder", "gguf", "hub"]
+    location: str
+
+
+def find(model: str) -> Found:
+    """Find the model, without reading it; raise UserError when it cannot be one."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return Found("gguf", str(path))
+        raise UserError(f"model: {model} is a file; give a model folder, a .gguf file or a hub name.")
+    if path.is_dir():
+        if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+            raise UserError(f"model: {model} holds an adapter, not a model; give the base model it was made for.")
+        if (path / "config.json").exists():
+            return Found("folder", str(path))
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) == 1:
+            return Found("gguf", str(ggufs[0]))
+        if ggufs:
+            raise UserError(f"model: {model} holds {len(ggufs)} GGUF files; name the one you mean.")
+        raise UserError(f"model: the folder {model} holds no config.json, so it is not a model folder.")
+    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or path.suffix == ".gguf"
+    if looks_like_path or not _is_hub_name(model):
+        raise UserError(f"model: {model} does not exist; give a model folder, a .gguf file or a hub name.")
+    return Found("hub", model)
+
+
+def read_facts(model: str, *, trust_remote_code: bool = False) -> ModelFacts:
+    """Facts of the model of this name: by formula, or by building it without weights."""
+    config = read_config(model)
+    if family_of(config) is not None:
+        return from_config(config)
+    try:
+        return build_facts(config, trust_remote_code=trust_remote_code)
+    except (ImportError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError):
+        return from_config(config)  # whose note says that it is a guess
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """The contents of the model's config.json, or what a GGUF's header says in its words."""
+    found = find(model)
+    if found.kind == "gguf":
+        return gguf_config(Path(found.location))
+    if found.kind == "folder":
+        path = Path(found.location) / "config.json"
+    else:
+        path = _from_hub(found.location)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model: {path} cannot be read: {str(error).splitlines()[0]}.") from error
+    if not isinstance(config, dict):
+        raise UserError(f"model: {path} holds no settings; it is damaged.")
+    return config
+
+
+def build_facts(config: Mapping[str, Any], *, trust_remote_code: bool = False) -> ModelFacts:
+    """Facts of an architecture without a formula, from the model itself, built without weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = AutoConfig.for_model(**dict(config))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(made, trust_remote_code=trust_remote_code)
+    rough = from_config(made.to_dict())
+    layers: dict[str, list[tuple[str, Any]]] = {}
+    for name, parameter in model.named_parameters():
+        prefix, index = _layer(name)
+        if index is not None and "vision" not in prefix and "visual" not in prefix and "audio" not in prefix:
+            layers.setdefault(f"{prefix}.{index}", []).append((name, parameter))
+    active = getattr(made.get_text_config(), "num_experts_per_tok", None) or 1
+    kinds: list[Layer] = []
+    pattern: list[int] = []
+    for place, parameters in layers.items():
+        prefix = place.rpartition(".")[0]
+        linears = tuple(
+            Linear(
+                name=name.removeprefix(place + ".").removesuffix(".weight"),
+                inputs=parameter.shape[-1],
+                outputs=parameter.shape[-2],
+                count=parameter.shape[0] if parameter.ndim == 3 else 1,
+                active=min(active, parameter.shape[0]) if parameter.ndim == 3 else 1,
+                is_adaptable=parameter.ndim == 2,
+            )
+            for name, parameter in parameters
+            if parameter.ndim in (2, 3)
+        )
+        usual = rough.kinds[0]
+        other = sum(parameter.numel() for _, parameter in parameters if parameter.ndim not in (2, 3))
+        kind = usual.changed(prefix=prefix, linears=linears, other=other)
+        if kind not in kinds:
+            kinds.append(kind)
+        pattern.append(kinds.index(kind))
+    if not kinds:
+        raise ValueError("it has no layers")
+    inside = sum(parameter.numel() for parameters in layers.values() for _, parameter in parameters)
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is model.get_input_embeddings().weight
+    facts = rough.changed(
+        kinds=tuple(kinds),
+        pattern=tuple(pattern),
+        tied=tied,
+        has_head=head is not None,
+        extra=0,
+        note=f"{rough.architecture} has no formula here: its sizes are those of the model built without weights, and "
+        "what its layers keep for backward is an estimate",
+    )
+    everything = sum(parameter.numel() for parameter in model.parameters())
+    return facts.changed(extra=everything - inside - facts.embedding - facts.head)
+
+
+# GGUF
+
+
+_GGUF_NAMES = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "context_length": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "attention.sliding_window": "sliding_window",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+_GGUF_FAMILIES = {
+    "gptneox": "gpt_neox",
+    "gemma3": "gemma3_text",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "phi2": "phi",
+}
+_GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_GGUF_STRING, _GGUF_ARRAY = 8, 9
+
+
+def gguf_config(file: Path) -> dict[str, Any]:
+    """What the header of a GGUF file says, in the words of config.json."""
+    try:
+        with file.open("rb") as stream:
+            values, tensors = _read_gguf(stream)
+    except OSError as error:
+        raise UserError(f"model: {file} cannot be read: {error.strerror or error}.") from error
+    except (struct.error, ValueError, MemoryError, OverflowError) as error:
+        raise UserError(f"model: {file} is not a readable GGUF file: {error}.") from error
+    family = str(values.get("general.architecture"))
+    config: dict[str, Any] = {"model_type": _GGUF_FAMILIES.get(family, family)}
+    for name, wanted in _GGUF_NAMES.items():
+        value = values.get(f"{family}.{name}")
+        if isinstance(value, int):
+            config[wanted] = value
+    if family == "llama" and config.get("num_local_experts"):
+        config["model_type"] = "mixtral"
+    config.setdefault("vocab_size", values.get("tokenizer.ggml.tokens"))
+    config["tie_word_embeddings"] = "output.weight" not in tensors
+    return config
+
+
+def _read_gguf(stream: BinaryIO) -> tuple[dict[str, Any], set[str]]:
+    """Scalars and strings by key (arrays: their length), and the names of the tensors."""
+    magic, version, tensor_count, value_count = struct.unpack("<4sIQQ", stream.read(24))
+    if magic != b"GGUF" or version < 2:
+        raise ValueError("it does not begin as one")
+    if tensor_count > 1 << 20 or value_count > 1 << 16:
+        raise ValueError("its header is damaged")
+
+    def number(code: str) -> Any:
+        size = struct.calcsize(code)
+        return struct.unpack("<" + code, stream.read(size))[0]
+
+    def text() -> str:
+        size = number("Q")
+        if size > 1 << 26:
+            raise ValueError("its header is damaged")
+        return stream.read(size).decode("utf-8", "replace")
+
+    def value(kind: int) -> Any:
+        if kind == _GGUF_STRING:
+            return text()
+        if kind != _GGUF_ARRAY:
+            if kind not in _GGUF_SCALARS:
+                raise ValueError("its header is damaged")
+            return number(_GGUF_SCALARS[kind])
+        inner, count = number("I"), number("Q")
+        if inner in (_GGUF_STRING, _GGUF_ARRAY):
+            for _ in range(count):
+                value(inner)
+        elif inner in _GGUF_SCALARS:
+            stream.seek(count * struct.calcsize(_GGUF_SCALARS[inner]), 1)
+        else:
+            raise ValueError("its header is damaged")
+        return count
+
+    values = {text(): value(number("I")) for _ in range(value_count)}
+    tensors = set()
+    for _ in range(tensor_count):
+        tensors.add(text())
+        stream.seek(8 * number("I") + 12, 1)
+    return values, tensors
+
+
+# helpers
+
+
+def _layer(name: str) -> tuple[str, str | None]:
+    """`model.layers.3.mlp.up.weight` -> (`model.layers`, `3`)."""
+    parts = name.split(".")
+    for position, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[:position]), part
+    return name, None
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    is_offline = not hub.is_reachable()
+    try:
+        return Path(hf_hub_download(name, "config.json", local_files_only=is_offline))
+    except LocalEntryNotFoundError as error:
+        raise UserError(
+            f"model: {name} is neither a folder here nor in the hub's cache, and the hub cannot be reached; give the "
+            "path of a model folder or a .gguf file."
+        ) from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(f"model: the config of {name} could not be loaded: {first.rstrip('.')}.") from error
+
+
+def _is_hub_name(model: str) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return True

@@ -1,0 +1,187 @@
+"""What may go with what, each with its reason in one sentence, and what the installed Tunesmith can execute.
+
+`refused` is about the world: such a choice would make no sense anywhere. `beyond` is about this version: a choice that
+is sound, predicted and shown, but that `train` cannot do yet. Switching a capability on is a line in `EXECUTABLE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tunesmith.plan.choice import Choice, Task
+from tunesmith.plan.plan import Attention
+
+EXECUTABLE: dict[str, frozenset[object]] = {
+    "method": frozenset({"full", "lora"}),
+    "products": frozenset({"plain"}),
+    "storage": frozenset({"plain"}),
+    "attention": frozenset({"varlen", "sdpa"}),
+    "recompute": frozenset({"none", "all"}),  # also "some": a number of layers in between
+    "offload_activations": frozenset({False}),
+    "optimizer_states": frozenset({"fp32"}),
+    "offload_optimizer": frozenset({False}),
+    "sharding": frozenset({"none"}),
+    "axes": frozenset(),  # of "tensor", "context", "pipeline"
+}
+"""What `tunesmith train` of this version can do; the planner chooses nothing else for this machine."""
+
+WORDS = {
+    "method": "method: {}",
+    "products": "{} products",
+    "storage": "weights in {}",
+    "attention": "attention by {}",
+    "recompute": "recomputing {} layers",
+    "offload_activations": "activations in host memory",
+    "optimizer_states": "optimizer states in {}",
+    "offload_optimizer": "optimizer states in host memory",
+    "sharding": "{} over several ranks",
+}
+
+FLASH_ATTENTION = (8, 0)
+BF16 = (8, 0)
+FP8 = (8, 9)
+"""Compute capability that each needs."""
+
+Refusal = tuple[Callable[[Task, Choice], bool], str]
+
+REFUSALS: tuple[Refusal, ...] = (
+    (
+        lambda task, _: not task.facts.is_causal,
+        "encoder-decoder models cannot be trained here, decoders only",
+    ),
+    (
+        lambda task, choice: choice.products == "fp8" and (task.device == "cpu" or task.gpu.capability < FP8),
+        "fp8 products need a GPU of compute capability 8.9 or more",
+    ),
+    (
+        lambda task, choice: choice.products == "fp8" and choice.storage != "plain",
+        "fp8 products need the base in fp8, not in 4 or 8 bits of another kind",
+    ),
+    (
+        lambda task, choice: choice.storage != "plain" and not task.has_adapters,
+        "weights that are trained cannot be held in 4 or 8 bits",
+    ),
+    (
+        lambda task, choice: choice.storage != "plain" and task.device == "cpu",
+        "quantized weights need a GPU",
+    ),
+    (
+        lambda task, choice: task.method == "qlora" and choice.storage == "plain",
+        "method: qlora holds the base in 4 bits",
+    ),
+    (
+        lambda task, choice: choice.optimizer_states != "fp32" and (task.optimizer != "adamw" or task.has_adapters),
+        "smaller optimizer states are for AdamW over all weights; those of adapters are small already",
+    ),
+    (
+        lambda task, choice: (choice.offload_optimizer or choice.offload_activations) and task.device == "cpu",
+        "on a CPU everything is in host memory already",
+    ),
+    (
+        lambda task, choice: choice.offload_optimizer and task.has_adapters,
+        "the optimizer states of adapters are too small to be worth moving",
+    ),
+    (
+        lambda task, choice: choice.sharding in ("zero1", "zero2") and task.has_adapters,
+        "gradients and states of adapters are too small to shard",
+    ),
+    (
+        lambda task, choice: choice.sharding in ("hybrid", "hierarchical") and task.hardware.nodes == 1,
+        "hybrid and hierarchical sharding are for several nodes",
+    ),
+    (
+        lambda task, choice: choice.sharding == "none" and choice.data_ranks > 1,
+        "several ranks need a way to share the work",
+    ),
+    (
+        lambda task, choice: choice.data_ranks > task.sequences,
+        "a step has fewer sequences than there are ranks",
+    ),
+    (
+        lambda task, choice: choice.tensor > 1 and task.facts.kv_heads % choice.tensor != 0,
+        "tensor parallelism splits whole key heads",
+    ),
+    (
+        lambda task, choice: choice.tensor * choice.context > max(1, len(task.hardware.gpus)),
+        "tensor and context parallelism stay within a node",
+    ),
+    (
+        lambda task, choice: choice.pipeline > task.facts.layers,
+        "a pipeline stage has at least one layer",
+    ),
+    (
+        lambda task, choice: choice.attention != "sdpa" and not _has_kernel(task),
+        "packed attention kernels need half precision, head sizes of 8 to 256 and compute capability 8.0",
+    ),
+    (
+        lambda task, choice: choice.recompute_layers > task.facts.layers,
+        "there are not so many layers to recompute",
+    ),
+)
+
+
+def refused(task: Task, choice: Choice) -> str | None:
+    """Why this cannot be, or None."""
+    return next((why for applies, why in REFUSALS if applies(task, choice)), None)
+
+
+def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
+    """What of this choice the installed Tunesmith cannot execute."""
+    wanted = {
+        "method": task.method,
+        "products": choice.products,
+        "storage": choice.storage,
+        "attention": choice.attention,
+        "recompute": _recompute(task, choice),
+        "offload_activations": choice.offload_activations,
+        "optimizer_states": choice.optimizer_states,
+        "offload_optimizer": choice.offload_optimizer,
+        "sharding": choice.sharding,
+    }
+    missing = [WORDS[name].format(value) for name, value in wanted.items() if value not in EXECUTABLE[name]]
+    axes = {"tensor": choice.tensor, "context": choice.context, "pipeline": choice.pipeline}
+    missing += [f"{axis} parallelism" for axis, size in axes.items() if size > 1 and axis not in EXECUTABLE["axes"]]
+    return tuple(missing)
+
+
+def attention_for(task: Task, *, is_limited: bool) -> Attention:
+    """The best kernel for packed documents that the device (and, where limited, this version) has."""
+    if not _has_kernel(task):
+        return "sdpa"
+    is_new = task.gpu.capability >= (9, 0)
+    if is_new and (not is_limited or "flash-attn-4" in EXECUTABLE["attention"]):
+        return "flash-attn-4"
+    return "varlen"
+
+
+def _has_kernel(task: Task) -> bool:
+    return (
+        task.device == "cuda"
+        and task.width == 2
+        and task.gpu.capability >= FLASH_ATTENTION
+        and task.facts.head_dim <= 256
+        and task.facts.head_dim % 8 == 0
+        and task.facts.has_fused_attention
+    )
+
+
+def _recompute(task: Task, choice: Choice) -> str:
+    if choice.recompute_layers == 0:
+        return "none"
+    return "all" if choice.recompute_layers == task.facts.layers else "some"
+
+
+def complexity(choice: Choice) -> int:
+    """How much a choice asks of those who must understand it; the simpler of equals wins."""
+    sharding = {"none": 0, "ddp": 0, "zero3": 1, "zero1": 3, "zero2": 3, "hybrid": 2, "hierarchical": 4}
+    return (
+        sharding[choice.sharding]
+        + 3 * (choice.tensor > 1)
+        + 3 * (choice.context > 1)
+        + 4 * (choice.pipeline > 1)
+        + (choice.recompute_layers > 0)
+        + 2 * (choice.storage != "plain")
+        + 2 * (choice.optimizer_states != "fp32")
+        + 3 * choice.offload_activations
+        + 4 * choice.offload_optimizer
+    )

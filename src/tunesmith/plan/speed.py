@@ -1,0 +1,304 @@
+"""Seconds of one optimizer step: products at the rate of their shapes, attention by document length, passes over
+memory, communication and offload beside what they can hide behind, and the processor that starts it all.
+
+Rates are the hardware's attainable ones. The constants below are what is left: each says where it comes from.
+Pure arithmetic; nothing here knows what fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tunesmith.plan import memory
+from tunesmith.plan.choice import Choice, Task
+from tunesmith.plan.plan import Sharding, Time
+
+HALF_RATE_TOKENS = 0.6e-12
+"""Products over this many tokens (for each operation a second of the device) run at half their rate: 430 on an H200."""
+HALF_RATE_TOKENS_CPU = 60
+HALF_RATE_WIDTH = 0.2e-12
+"""The same for the narrower side of the matrix: 140 on an H200, a tenth of that on small GPUs."""
+ATTENTION = {  # share of the half-precision rate, and document length at which half of it is reached
+    # Measured on an H200: flash-attn-4 289 and 566 TFLOP/s at 1k and 4k tokens, the built-in kernel 188 and 306.
+    ("flash-attn-4", "new"): (1.17, 1900),
+    ("varlen", "new"): (0.55, 1080),
+    ("flash-attn-4", "old"): (0.85, 900),
+    ("varlen", "old"): (0.85, 700),
+    ("sdpa", "new"): (0.55, 1080),
+    ("sdpa", "old"): (0.5, 700),
+}
+ATTENTION_BACKWARD = 2.5 / 0.85
+"""Backward against forward: 2.5 times the operations, at 0.85 of the rate."""
+ELEMENTWISE = {"hidden": 22, "attention": 4, "intermediate": 9}
+"""Passes over values of each width in norms, rotation, residuals and activations, forward and backward, compiled."""
+EAGER = 2.6
+"""Eager code makes so many times the passes."""
+FORWARD_ELEMENTWISE = 0.4
+"""The forward pass's part of them."""
+ADAPTER_PASSES = 4.5
+"""Over inputs and outputs of adapted linears (a probe on an H200 spent 95 of 755 ms there)."""
+FP8_PASSES = 3.0
+"""Over inputs and outputs of products, to scale and convert them."""
+UNFUSED_ATTENTION = (38, 42)
+"""Bytes passed over for each score in the forward and the backward pass, where no kernel keeps scores on the chip."""
+LAUNCH = 6e-6
+"""Seconds of the processor to start a kernel."""
+KERNELS = {True: (14, 30), False: (60, 130)}
+"""Kernels of a layer, forward and backward, compiled or not."""
+STEP = 2e-3
+"""Seconds of a step outside of everything: batch, clipping, logging."""
+LINK, NETWORK = 0.75, 0.9
+"""Share of a link's published speed that a collective reaches, within and between nodes."""
+HIDDEN_SHARE = 0.8
+"""Communication and copies hide behind this share of the computation beside them."""
+EXPOSED = 0.05
+"""Of a collective, at least this share is seen: the first and the last one of a pass have nothing to hide behind."""
+HOST_UPDATE = 20e9
+"""Bytes a second at which a processor updates optimizer states, for each 8 cores."""
+
+
+def step_time(task: Task, choice: Choice) -> Time:
+    """Of one optimizer step, on the slowest rank."""
+    rounds = choice.accumulation(task)
+    forward, backward, recomputed = _passes(task, choice)
+    compute = forward.total + backward.total + recomputed
+    time = {part: rounds * (getattr(forward, part) + getattr(backward, part)) for part in Time.model_fields}
+    time["recomputation"] = rounds * recomputed
+    time["optimizer"], host_update = _optimizer(task, choice)
+    time["communication"] = _communication(task, choice, rounds, forward.total, backward.total + recomputed)
+    time["offload"] = host_update + rounds * _activation_traffic(task, choice, compute)
+    time["bubbles"] = _bubbles(choice, rounds, compute)
+    time["host"] = (rounds * max(0.0, _launches(task, choice) - compute) if task.device == "cuda" else 0.0) + STEP
+    return Time(**time)
+
+
+def values_sent(sharding: Sharding, rounds: int = 1) -> tuple[float, float]:
+    """Values a trained parameter costs in gathers and in reductions of one step, in units of all parameters."""
+    gathers, reductions = {
+        "none": (0, 0),
+        "ddp": (1, 1),  # an all-reduce is a reduction and a gather
+        "zero1": (1, 1),
+        "zero2": (1, rounds),
+        "zero3": (2 * rounds, rounds),
+        "hybrid": (2 * rounds, rounds),
+        "hierarchical": (2 * rounds, rounds),
+    }[sharding]
+    return gathers, reductions
+
+
+def bits_between_nodes(parameters: float, nodes: int, *, rounds: int = 1, bits: int = 16) -> float:
+    """What full sharding sends from each node to each other one in a step: its own share, for every collective."""
+    return sum(values_sent("zero3", rounds)) * bits * parameters / nodes
+
+
+# compute
+
+
+def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
+    """Forward and backward of one micro-batch, and what recomputation adds to the backward pass."""
+    facts, rates, tokens = task.facts, task.rates, choice.tokens(task)
+    split = choice.tensor * choice.pipeline
+    product_rate = _product_rate(task, choice, tokens)
+    forward_flops = 2 * facts.active * tokens / split
+    products = forward_flops / product_rate
+    attention = _attention(task, choice) * tokens / split
+    elementwise = _elementwise_bytes(task, choice) * tokens / split / rates.bandwidth
+    adapter = task.adapted[1] * ADAPTER_PASSES * task.width * tokens / split / rates.bandwidth
+    adapter += 6 * task.adapted[0] * tokens / split / (0.5 * product_rate)
+    adapter *= 1 if choice.is_compiled else 1.5
+    quantization = _quantization(task, choice, tokens) / split
+    head = 2 * facts.embedding * tokens / choice.tensor / (rates.fp32 if task.width == 4 else rates.half)
+    logits = 20 * facts.vocabulary * tokens / choice.tensor / rates.bandwidth
+    weight_gradients = 0 if task.has_adapters else 1
+    share = task.backward_share
+    forward = Time(
+        products=products,
+        attention=attention,
+        elementwise=FORWARD_ELEMENTWISE * elementwise,
+        adapter=adapter / 3,
+        quantization=quantization / 2,
+        loss=head * (2 + weight_gradients) + logits,
+    )
+    backward = Time(
+        products=products * (1 + weight_gradients) * share,
+        attention=attention * ATTENTION_BACKWARD * share,
+        elementwise=(1 - FORWARD_ELEMENTWISE) * elementwise * share,
+        adapter=adapter * 2 / 3,
+        quantization=quantization / 2 * share,
+    )
+    again = products + attention + FORWARD_ELEMENTWISE * elementwise + adapter / 3 + quantization / 2
+    return forward, backward, again * share * choice.recompute_layers / facts.layers
+
+
+def _product_rate(task: Task, choice: Choice, tokens: float) -> float:
+    rates = task.rates
+    if choice.products == "fp8":
+        best = rates.fp8 or rates.half
+    else:
+        best = rates.fp32 if task.width == 4 else rates.half
+    if task.device == "cpu":
+        return best * tokens / (tokens + HALF_RATE_TOKENS_CPU)
+    narrow = min(task.facts.hidden, min(kind.intermediate for kind in task.facts.kinds)) / choice.tensor
+    rows = tokens
+    experts = max(linear.count / linear.active for kind in task.facts.kinds for linear in kind.linears)
+    if experts > 1:
+        rows /= experts  # an expert sees its part of the tokens only
+    return best * rows / (rows + HALF_RATE_TOKENS * best) * narrow / (narrow + HALF_RATE_WIDTH * best)
+
+
+def _attention(task: Task, choice: Choice) -> float:
+    """Seconds of a token's forward pass in all layers."""
+    facts, rates = task.facts, task.rates
+    flops = facts.attention_flops(task.document_length)
+    if task.device == "cpu":
+        return flops / (0.5 * (rates.fp32 if task.width == 4 else rates.half))
+    generation = "new" if task.gpu.capability >= (9, 0) else "old"
+    share, half_length = ATTENTION[choice.attention, generation]
+    length = task.document_length
+    best = rates.half if task.width == 2 else rates.fp32
+    if facts.has_fused_attention:
+        return flops / (best * share * length / (length + half_length))
+    seconds = 2 * flops / (0.4 * best)  # also what lies in the future is computed
+    if scores := facts.total(lambda kind: facts.heads * min(length, kind.window or length)):
+        passes = (UNFUSED_ATTENTION[0] + UNFUSED_ATTENTION[1]) / (1 + ATTENTION_BACKWARD)
+        seconds += passes * scores / rates.bandwidth
+    return seconds
+
+
+def _elementwise_bytes(task: Task, choice: Choice) -> float:
+    facts = task.facts
+    values = facts.total(
+        lambda kind: (
+            ELEMENTWISE["hidden"] * facts.hidden * (kind.norms + kind.post_norms) / 2
+            + ELEMENTWISE["attention"] * (kind.query + kind.key)
+            + ELEMENTWISE["intermediate"] * kind.intermediate
+            + 8 * kind.copies * facts.hidden
+        )
+    )
+    return values * task.width * (1 if choice.is_compiled else EAGER)
+
+
+def _quantization(task: Task, choice: Choice, tokens: float) -> float:
+    """Seconds to take weights out of 4 or 8 bits, or to scale the operands of fp8 products."""
+    seconds = 0.0
+    if choice.storage != "plain":
+        seconds += 2 * task.facts.matrices * (memory.QUANTIZED[choice.storage] + 2 * task.width) / task.rates.bandwidth
+    if choice.products == "fp8":
+        widths = task.facts.total(lambda kind: kind.widths)
+        seconds += FP8_PASSES * task.width * widths * tokens / task.rates.bandwidth
+        if not task.has_adapters:
+            seconds += 6 * task.facts.matrices / task.rates.bandwidth
+    return seconds
+
+
+def _launches(task: Task, choice: Choice) -> float:
+    """Seconds the processor needs to start the kernels of one micro-batch."""
+    forward, backward = KERNELS[choice.is_compiled]
+    again = forward * choice.recompute_layers / task.facts.layers
+    adapter = 0 if choice.is_compiled or not task.has_adapters else 70
+    return LAUNCH * task.facts.layers / choice.pipeline * (forward + backward + again + adapter)
+
+
+# the rest
+
+
+def _optimizer(task: Task, choice: Choice) -> tuple[float, float]:
+    """Seconds of the update on the device, and on the host where the states live there."""
+    base = task.trained / choice.tensor / choice.pipeline
+    held = base * memory.share(choice.sharding, "states", choice.data_ranks, choice.shard)
+    states = memory.STATES.get(task.optimizer, 2) * memory.STATE_BYTES[choice.optimizer_states]
+    passes = 2 * states + 3 * 4 + (4 + task.width if task.has_masters else 4)
+    if not choice.offload_optimizer:
+        return held * passes / task.rates.bandwidth, 0.0
+    link = held * (4 + task.width) / task.rates.host_link
+    ranks_here = max(1, choice.ranks // task.hardware.nodes)
+    update = ranks_here * held * passes / (HOST_UPDATE * max(1.0, task.hardware.cores / 8))
+    return 0.0, link + update
+
+
+def _communication(task: Task, choice: Choice, rounds: int, forward: float, backward: float) -> float:
+    """What is seen of collectives after they ran beside the forward and backward passes."""
+    seen = 0.0
+    facts, tokens = task.facts, choice.tokens(task)
+    if choice.tensor > 1:  # four gathers or scatters of the hidden states in a layer, each way, nothing to hide behind
+        moved = 8 * facts.layers / choice.pipeline * tokens * facts.hidden * task.width
+        seen += rounds * moved * (choice.tensor - 1) / choice.tensor / (LINK * task.hardware.link)
+    if choice.context > 1:  # keys and values go round
+        moved = 3 * facts.total(lambda kind: 2 * kind.key) / choice.pipeline * tokens * task.width
+        seen += rounds * max(
+            0.0, moved * (choice.context - 1) / (LINK * task.hardware.link) - HIDDEN_SHARE * (forward + backward)
+        )
+    if choice.data_ranks == 1 or choice.sharding == "none":
+        return seen
+    split = choice.tensor * choice.pipeline
+    base = facts.parameters / split
+    gathered = base * task.width
+    if choice.storage != "plain":
+        gathered -= facts.matrices / split * (task.width - memory.QUANTIZED[choice.storage])
+    reduced = task.trained / split * (4 if task.has_adapters else task.width)
+    if choice.sharding in ("ddp", "zero1", "zero2"):
+        one = _collective(task, choice, reduced, everywhere=True)
+        gather = 0.0 if choice.sharding == "ddp" else one
+        reduction = 2 * one if choice.sharding == "ddp" else one
+        times = rounds if choice.sharding == "zero2" else 1
+        return seen + times * _seen(reduction, backward) + gather
+    gather_forward = _collective(task, choice, gathered, everywhere=choice.sharding != "hybrid")
+    gather_backward = _collective(task, choice, gathered, everywhere=choice.sharding == "zero3")
+    reduction = _collective(task, choice, reduced, everywhere=choice.sharding != "hybrid")
+    seen += rounds * (_seen(gather_forward, forward) + _seen(gather_backward + reduction, backward))
+    if choice.sharding == "hybrid" and choice.replicate > 1:
+        # Each rank reduces its shard with its peers in the other nodes, all over the same link, in the last round.
+        share = (choice.replicate - 1) / choice.replicate
+        seen += _seen(2 * share * reduced / _between(task), backward)
+    return seen
+
+
+def _collective(task: Task, choice: Choice, size: float, *, everywhere: bool) -> float:
+    """Seconds to gather or reduce-scatter `size` bytes over all data ranks, or over those of a node."""
+    hardware = task.hardware
+    per_node = min(choice.data_ranks, len(hardware.gpus)) if everywhere else choice.shard
+    within = size * (per_node - 1) / per_node / (LINK * hardware.link) if per_node > 1 else 0.0
+    nodes = hardware.nodes if everywhere and choice.data_ranks > per_node else 1
+    return max(within, size * (nodes - 1) / nodes / (NETWORK * hardware.network) if nodes > 1 else 0.0)
+
+
+def _between(task: Task) -> float:
+    hardware = task.hardware
+    return NETWORK * hardware.network if hardware.nodes > 1 else LINK * hardware.link
+
+
+def _seen(communication: float, compute: float) -> float:
+    return max(communication - HIDDEN_SHARE * compute, EXPOSED * communication)
+
+
+def _activation_traffic(task: Task, choice: Choice, compute: float) -> float:
+    if not choice.offload_activations:
+        return 0.0
+    kept = sum(
+        count * memory.layer_bytes(task, kind, is_compiled=choice.is_compiled, tensor=choice.tensor)
+        for kind, count in task.facts.counts
+    )
+    kept = (
+        kept * (1 - choice.recompute_layers / task.facts.layers)
+        + task.facts.hidden * task.width * choice.recompute_layers
+    )
+    return _seen(2 * kept * choice.tokens(task) / choice.pipeline / task.rates.host_link, compute)
+
+
+def _bubbles(choice: Choice, rounds: int, compute: float) -> float:
+    """One forward, one backward: each step starts and ends with stages that wait."""
+    return (choice.pipeline - 1) * compute if choice.pipeline > 1 and rounds else 0.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run takes in all."""
+
+    hours: float
+    gpu_hours: float
+    money: float | None
+
+
+def cost(seconds: float, ranks: int, price: float | None) -> Cost:
+    hours = seconds / 3600
+    return Cost(hours, hours * ranks, None if price is None else hours * ranks * price)
