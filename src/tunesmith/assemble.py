@@ -22,9 +22,12 @@ from tunesmith.errors import UserError
 from tunesmith.evaluate.loss import HeldOut, held_out_losses, overall
 from tunesmith.infer.open import open_run
 from tunesmith.model import attention, load, lora
-from tunesmith.model.forward import settle
+from tunesmith.model.forward import Shape, settle
+from tunesmith.model.fp8 import use_fp8_products
+from tunesmith.model.fuse import fuse
 from tunesmith.model.save import remove_leftovers, write_adapter, write_model
 from tunesmith.optim.build import Optimizer
+from tunesmith.parallel.apply import apply
 from tunesmith.plan.facts import from_config
 from tunesmith.plan.hardware import Hardware, probe
 from tunesmith.plan.plan import Plan
@@ -118,12 +121,7 @@ def assemble(setting: Setting) -> Job:
     model = load.load_model(run, dtype=plan.precision, device=plan.device)
     model.config.use_cache = False
     calling, note = settle(model, vocabulary=load.vocabulary_size(model.config))
-    if run.method == "lora":
-        lora.attach(model, run.lora, seed=run.seed)
-    else:
-        model.requires_grad_(True)
-    if plan.recompute_layers > 0:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    make_trainable(model, run, plan)
     optimizer = Optimizer(model.named_parameters(), run, master_weights=plan.master_weights)
     loader = Loader(
         setting.data.train,
@@ -178,8 +176,27 @@ def assemble(setting: Setting) -> Job:
         resume_from=setting.resume_from,
         evaluate=evaluate if setting.data.evals else None,
         write_result=write_result,
+        shape=micro_batch_shape(plan),
         warnings=(*setting.data.warnings, *([note] if note else [])),
     )
+
+
+def make_trainable(model: torch.nn.Module, run: Run, plan: Plan) -> None:
+    """Adapters or all weights, then everything that makes the steps fast and fit."""
+    if run.method == "lora":
+        lora.attach(model, run.lora, seed=run.seed)
+        fuse(model, fp8=plan.products == "fp8")
+    else:
+        model.requires_grad_(True)
+        if plan.products == "fp8":
+            use_fp8_products(model)
+    apply(model, plan)
+
+
+def micro_batch_shape(plan: Plan) -> Shape | None:
+    if not plan.is_compiled:
+        return None
+    return Shape(tokens=plan.micro_batch * plan.sequence_length, longest=plan.sequence_length)
 
 
 def evaluate_run(

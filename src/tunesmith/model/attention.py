@@ -2,7 +2,8 @@
 
 transformers hands every attention function the same arguments; the document boundaries travel as the keyword
 arguments that its own variable-length attention uses (`cu_seq_lens_q`, `max_length_q`). On a GPU in half
-precision this is torch's variable-length kernel; elsewhere SDPA, one document at a time.
+precision this is flash-attn-4 where installed, else torch's variable-length kernel; elsewhere SDPA, one document at a
+time.
 
 Legend: T tokens, D head dim; queries have more heads than keys in grouped attention.
 """
@@ -15,6 +16,8 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
+
+from tunesmith.kernels import flash4
 
 NAME = "tunesmith_packed"
 
@@ -49,6 +52,9 @@ def packed_attention(
     assert query.shape[0] == 1, "packed documents lie end to end in one row"
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
+    if _has_flash4(query, dropout):
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return flash4.flash4(q, k, v, cu_seq_lens_q, max_length_q, scale, window, softcap).unsqueeze(0), None
     if _has_kernel(query, dropout, softcap):
         return _variable_length(query, key, value, cu_seq_lens_q, max_length_q, scale, window), None
     return _by_document(query, key, value, cu_seq_lens_q.tolist(), scale, window, softcap, dropout), None
@@ -56,6 +62,11 @@ def packed_attention(
 
 class NotPackable(RuntimeError):
     """The model's attention needs something that packed attention does not have."""
+
+
+def _has_flash4(query: torch.Tensor, dropout: float) -> bool:
+    is_right = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] in (64, 96, 128)
+    return query.is_cuda and is_right and dropout == 0.0 and flash4.is_available()
 
 
 def _has_kernel(query: torch.Tensor, dropout: float, softcap: float | None) -> bool:

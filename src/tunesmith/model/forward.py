@@ -65,14 +65,37 @@ class Calling:
     softcap: float | None = None
 
 
-def to_device(batch: Documents, device: torch.device) -> Inputs:
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes every micro-batch is brought to, so that compiled layers see one shape: a last document of padding fills
+    the tokens up, and the longest document counts as this long."""
+
+    tokens: int
+    longest: int
+
+
+def to_device(batch: Documents, device: torch.device, shape: Shape | None = None) -> Inputs:
     rows = torch.nonzero(batch.weights).squeeze(1)
     move = {"device": device, "non_blocking": True}
+    tokens, positions, boundaries, longest = batch.tokens, batch.positions, batch.boundaries, batch.longest
+    if shape is not None:
+        longest = shape.longest
+        filler = shape.tokens - tokens.shape[0]
+        assert filler >= 0
+        tokens = F.pad(tokens, (0, filler))
+        # Cut like documents, so that no filler is longer than `longest`; one of length 0 where nothing is missing.
+        cuts = torch.arange(0, filler, longest)[1:]
+        positions = torch.cat([positions, torch.arange(filler) % longest])
+        ends = torch.cat([cuts, torch.tensor([filler])]) + batch.tokens.shape[0]
+        boundaries = torch.cat([boundaries, ends.to(boundaries.dtype)])
+    boundaries = boundaries.to(**move)
+    if shape is not None:
+        torch._dynamo.maybe_mark_dynamic(boundaries, 0)
     return Inputs(
-        tokens=batch.tokens.to(**move),
-        positions=batch.positions.to(**move),
-        boundaries=batch.boundaries.to(**move),
-        longest=batch.longest,
+        tokens=tokens.to(**move),
+        positions=positions.to(**move),
+        boundaries=boundaries,
+        longest=longest,
         rows=rows.to(**move),
         labels=batch.labels[rows].to(**move),
         weights=batch.weights[rows].to(**move),

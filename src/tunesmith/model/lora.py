@@ -38,6 +38,8 @@ class LoraLinear(nn.Module):
         inputs, outputs = _sizes(base)
         device = base.weight.device
         self.base = base.requires_grad_(False)
+        self.joint: nn.Module | None = None
+        self.index = 0
         self.scale = scale
         self.dropout = dropout
         self.lora_a = nn.Parameter(torch.zeros(rank, inputs, device=device, dtype=torch.float32))
@@ -55,7 +57,15 @@ class LoraLinear(nn.Module):
             self.lora_a.copy_(drawn * (2 * bound) - bound)
             self.lora_b.zero_()
 
+    def join(self, product: nn.Module, index: int) -> None:
+        """From now on `product` computes this linear, as its part `index`, and holds the base's weight."""
+        self.base = nn.Identity()
+        self.joint = product
+        self.index = index
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.joint is not None:
+            return self.joint.part(x, self.index)
         y = self.base(x)
         inner = F.dropout(x, self.dropout, self.training) if self.dropout else x
         low = F.linear(inner, self.lora_a.to(x.dtype))
@@ -277,9 +287,8 @@ def _shortest_names(model: nn.Module, chosen: Iterable[str]) -> list[str]:
     """Last parts of the names where those say exactly which modules are meant, else the full names."""
     chosen = set(chosen)
     endings = {name.rsplit(".", 1)[-1] for name in chosen}
-    everything = {name for name, module in model.named_modules() if _is_linear(module) or name in chosen}
-    bases = {name for name in everything if not name.endswith(".base")}
-    same_ending = {name for name in bases if name.rsplit(".", 1)[-1] in endings}
+    linears = {name for name, module in model.named_modules() if _is_linear(module) or name in chosen}
+    same_ending = {name for name in linears if name.rsplit(".", 1)[-1] in endings}
     return sorted(endings if same_ending == chosen else chosen)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from tunesmith.checkpoint.store import CheckpointStore
 from tunesmith.config.schema import Run
 from tunesmith.data.loader import Loader
-from tunesmith.model.forward import Calling
+from tunesmith.model.forward import Calling, Shape
 from tunesmith.optim.build import Optimizer
 from tunesmith.plan.plan import Plan
 from tunesmith.train.events import Evaluation
@@ -40,4 +40,6 @@ class Job:
     """Writes the adapter or the model into the run folder and returns where."""
     warnings: tuple[str, ...]
     """What should be said before training starts."""
+    shape: Shape | None = None
+    """The one shape of micro-batches that compiled layers see."""
     rank: int = 0

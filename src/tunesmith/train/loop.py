@@ -59,6 +59,7 @@ class _Loop:
             seed=job.run.seed,
             rank=job.rank,
             loss_scale=self.scale,
+            shape=job.shape,
         )
         self.total = job.loader.total_steps
         self.done = 0

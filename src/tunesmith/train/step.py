@@ -19,7 +19,7 @@ from torch import nn
 
 from tunesmith.data.types import MicroBatch, StepBatch
 from tunesmith.errors import UserError
-from tunesmith.model.forward import Calling, to_device, token_losses
+from tunesmith.model.forward import Calling, Shape, to_device, token_losses
 from tunesmith.optim.build import Optimizer
 
 
@@ -73,6 +73,7 @@ class TrainStep:
         seed: int,
         rank: int = 0,
         loss_scale: LossScale | None = None,
+        shape: Shape | None = None,
     ):
         self.model = model
         self.calling = calling
@@ -82,6 +83,7 @@ class TrainStep:
         self.seed = seed
         self.rank = rank
         self.loss_scale = loss_scale
+        self.shape = shape
 
     def __call__(
         self, batch: StepBatch, learning_rate: float, should_stop: Callable[[], bool] = lambda: False
@@ -116,7 +118,7 @@ class TrainStep:
         return StepResult(loss, grad_norm if not overflowed else 0.0, by_source, overflowed)
 
     def _forward_backward(self, micro_batch: MicroBatch, factor: float) -> torch.Tensor:
-        inputs = to_device(micro_batch, self.device)
+        inputs = to_device(micro_batch, self.device, self.shape)
         total, losses_n = token_losses(self.model, inputs, self.calling)
         (total * factor).backward()
         return losses_n * inputs.weights

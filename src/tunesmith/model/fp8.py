@@ -1,0 +1,34 @@
+"""Trained linears whose three products run in fp8; the weights stay what they are."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from tunesmith.kernels.fp8 import fp8_linear
+from tunesmith.model.fuse import FP8_MULTIPLE
+
+
+class Fp8Linear(nn.Linear):
+    """An `nn.Linear` by another way of multiplying; takes over the parameters of the one it replaces."""
+
+    def __init__(self, linear: nn.Linear):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x):
+        y = fp8_linear(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias
+
+
+def use_fp8_products(model: nn.Module) -> int:
+    """Swap the trained linears of the decoder layers; the output head is left out, where rounding costs most."""
+    head = model.get_output_embeddings()
+    swapped = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            fits = type(child) is nn.Linear and child is not head
+            if fits and all(size % FP8_MULTIPLE == 0 for size in child.weight.shape):
+                setattr(parent, name, Fp8Linear(child))
+                swapped += 1
+    return swapped
