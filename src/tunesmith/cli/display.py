@@ -7,7 +7,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 from tunesmith.cli import output
 from tunesmith.errors import UserError
@@ -29,7 +39,7 @@ class Display:
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            _Count(),
             TextColumn("{task.fields[facts]}"),
             TimeElapsedColumn(),
             TextColumn("left"),
@@ -143,6 +153,13 @@ class Display:
             self._task = self._bar.add_task(name, total=total, completed=done, facts=facts)
         else:
             self._bar.update(self._task, description=name, completed=done, total=total, facts=facts)
+
+
+class _Count(ProgressColumn):
+    """How far of how much; nothing where that is not known."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}")
 
 
 def read_plan_file(path: Path) -> Plan:
