@@ -185,7 +185,7 @@ def make_trainable(model: torch.nn.Module, run: Run, plan: Plan) -> None:
     """Adapters or all weights, then everything that makes the steps fast and fit."""
     if run.method == "lora":
         lora.attach(model, run.lora, seed=run.seed)
-        fuse(model, fp8=plan.products == "fp8")
+        fuse(model, fp8=plan.products == "fp8", whole_mlps=plan.device == "cuda")
     else:
         model.requires_grad_(True)
         if plan.products == "fp8":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
 from tunesmith.kernels import reference
@@ -41,5 +39,97 @@ def check_cross_entropy(device: str, dtypes=(torch.float32, torch.float16)) -> N
     print(f"cross_entropy: {cases} cases")
 
 
-if __name__ == "__main__":
-    check_cross_entropy(sys.argv[1])
+def check_add_lowrank(device: str, dtypes=(torch.float32, torch.float16)) -> None:
+    from tunesmith.kernels.add_lowrank import add_lowrank_
+
+    cases = 0
+    for dtype in dtypes:
+        for rows, columns, rank in ((1, 1, 1), (65, 300, 16), (7, 513, 33)):
+            generator = torch.Generator().manual_seed(rows)
+            y = torch.randn(rows, columns, generator=generator).to(dtype).to(device)
+            low = torch.randn(rows, rank, generator=generator).to(dtype).to(device)
+            up = torch.randn(columns, rank, generator=generator).to(dtype).to(device).t()
+            expected = y.double() + low.double() @ up.double()
+            found = add_lowrank_(y, low, up)
+            assert found is y
+            assert (found.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm(), (
+                dtype,
+                rows,
+                columns,
+                rank,
+            )
+            cases += 1
+    print(f"add_lowrank: {cases} cases")
+
+
+def check_swiglu(device: str, dtypes=(torch.float32, torch.float16), fp8: bool = False) -> None:
+    from tunesmith.kernels.swiglu import swiglu, swiglu_backward
+
+    cases = 0
+    for dtype in dtypes:
+        for tokens, intermediate, rank in ((1, 16, 1), (37, 130, 4), (64, 256, 16), (5, 48, 33)):
+            generator = torch.Generator().manual_seed(tokens)
+
+            def draw(*shape: int, generator=generator, dtype=dtype) -> torch.Tensor:
+                return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+            y, low = draw(tokens, 2 * intermediate), draw(tokens, 2 * rank) * 0.3
+            b_gate, b_up, d_act = draw(intermediate, rank), draw(intermediate, rank), draw(tokens, intermediate)
+            scale_in = torch.rand(2 * intermediate, generator=generator).to(device) + 0.5
+            exact = y.double().requires_grad_()
+            expected = reference.swiglu(exact, low.double(), b_gate.double(), b_up.double())
+            (gradient,) = torch.autograd.grad(expected, exact, d_act.double())
+            act, values, scale = swiglu(y, low, b_gate, b_up, fp8)
+            d_y, d_values, d_scale, again = swiglu_backward(d_act, y, low, b_gate, b_up, scale_in, fp8)
+            tolerance = TOLERANCE[dtype]
+            for found, want in ((act, expected), (again, expected), (d_y, gradient)):
+                assert (found.double() - want).norm() <= tolerance * want.norm(), (dtype, tokens, intermediate, rank)
+            if fp8:
+                for found, want in ((values.float() * scale, act), (d_values.float() * d_scale, d_y * scale_in)):
+                    error = (found - want.float()).abs() / want.float().abs().amax(1, keepdim=True)
+                    assert error.max() <= 2**-4, (tokens, intermediate, rank, error.max())
+            cases += 1
+    print(f"swiglu: {cases} cases")
+
+
+def check_lowrank_mlp(device: str, dtype=torch.float32, fp8: bool = False) -> None:
+    """The MLP as one operation against the same by plain linears, all gradients included."""
+    from tunesmith.kernels.lowrank import quantize_rows
+    from tunesmith.kernels.lowrank_mlp import FrozenWeights, lowrank_mlp
+
+    tokens, hidden, intermediate, rank = 40, 32, 64, 4
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, size: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * size).to(dtype).to(device)
+
+    gate_up, down = draw(2 * intermediate, hidden, size=0.2), draw(hidden, intermediate, size=0.2)
+    leaves = [
+        draw(tokens, hidden),
+        draw(2 * rank, hidden, size=0.2),
+        draw(intermediate, rank),
+        draw(intermediate, rank),
+    ]
+    leaves += [draw(rank, intermediate, size=0.2), draw(hidden, rank)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    frozen = FrozenWeights(gate_up, None, down, None)
+    if fp8:
+        (g8, g_scale), (d8, d_scale) = quantize_rows(gate_up), quantize_rows(down)
+        frozen = FrozenWeights(g8, g_scale.squeeze(1), d8, d_scale.squeeze(1))
+    found = lowrank_mlp(leaves[0], frozen, *leaves[1:])
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    x, a_gate_up, b_gate, b_up, a_down, b_down = exact
+    act = reference.swiglu(x @ gate_up.double().t(), x @ a_gate_up.t(), b_gate, b_up)
+    expected = act @ down.double().t() + act @ a_down.t() @ b_down.t()
+    direction = torch.randn(found.shape, generator=generator).to(found)
+    tolerance = 0.12 if fp8 else {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    pairs = [(found, expected)]
+    pairs += zip(
+        torch.autograd.grad(found, leaves, direction),
+        torch.autograd.grad(expected, exact, direction.double()),
+        strict=True,
+    )
+    for number, (one, want) in enumerate(pairs):
+        error = ((one.double() - want).norm() / want.norm()).item()
+        assert error < tolerance, (number, error)
+    print("mlp: ok")

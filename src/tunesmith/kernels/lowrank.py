@@ -78,6 +78,17 @@ class _LowRankFp8(torch.autograd.Function):
         return d_x, None, None, g_tr.t() @ x_tk, g_tn.t() @ low_tr, None
 
 
+def product_fp8(
+    x8: torch.Tensor, scale_t: torch.Tensor, weight8_nk: torch.Tensor, scale_n: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """`(x8 * scale_t) @ (weight8 * scale_n).T`, in `dtype` (bf16 on a GPU)."""
+    if x8.is_cuda:
+        return torch._scaled_mm(
+            x8, weight8_nk.t(), scale_t, scale_n.view(1, -1), out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    return ((x8.float() * scale_t) @ (weight8_nk.float() * scale_n.reshape(-1, 1)).t()).to(dtype)
+
+
 # The large product with the small one added in place: opaque to the compiler, which would copy the sum.
 
 
@@ -87,7 +98,7 @@ def product_plus_small(
 ) -> torch.Tensor:
     """`x @ weight + low @ up (+ bias)`."""
     y = x @ weight if bias is None else torch.addmm(bias, x, weight)
-    return y.addmm_(low, up)
+    return _add_small_(y, low, up)
 
 
 @product_plus_small.register_fake
@@ -106,15 +117,17 @@ def product_plus_small_fp8(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """`(x8 * scale_t) @ (weight8 * scale_n).T + low @ up`, in `dtype`."""
-    if x8.is_cuda:
-        y = torch._scaled_mm(
-            x8, weight8_nk.t(), scale_t, scale_n.view(1, -1), out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-        return y.addmm_(low, up)
-    y = (x8.float() * scale_t) @ (weight8_nk.float() * scale_n[:, None]).t()
-    return y.to(dtype).addmm_(low, up)
+    return _add_small_(product_fp8(x8, scale_t, weight8_nk, scale_n, dtype), low, up)
 
 
 @product_plus_small_fp8.register_fake
 def _(x8, scale_t, weight8_nk, scale_n, low, up, dtype):
     return low.new_empty(x8.shape[0], weight8_nk.shape[0], dtype=dtype)
+
+
+def _add_small_(y: torch.Tensor, low: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    if not y.is_cuda:
+        return y.addmm_(low, up)
+    from tunesmith.kernels.add_lowrank import add_lowrank_
+
+    return add_lowrank_(y, low, up)

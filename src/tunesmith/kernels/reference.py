@@ -54,3 +54,11 @@ def packed_attention(
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~allowed.to(scores.device), float("-inf"))
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+
+
+def swiglu(y_t2i: torch.Tensor, low_t2r: torch.Tensor, b_gate_ir: torch.Tensor, b_up_ir: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, where gate and up lie side by side and each gets its low-rank part first."""
+    intermediate, rank = b_gate_ir.shape
+    gate = y_t2i[:, :intermediate] + low_t2r[:, :rank] @ b_gate_ir.t()
+    up = y_t2i[:, intermediate:] + low_t2r[:, rank:] @ b_up_ir.t()
+    return F.silu(gate) * up

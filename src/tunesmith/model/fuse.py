@@ -9,6 +9,7 @@ where they were, under their names, so checkpoints and adapter files do not chan
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tunesmith.kernels.lowrank import lowrank_linear, lowrank_linear_fp8, quantize_rows
@@ -20,9 +21,18 @@ FP8_MULTIPLE = 16
 """fp8 products need sizes that are multiples of this."""
 
 
-def fuse(model: nn.Module, *, fp8: bool) -> int:
-    """Group the model's adapters; returns the number of groups. Adapters with dropout or other bases are left alone."""
+def fuse(model: nn.Module, *, fp8: bool, whole_mlps: bool = False) -> int:
+    """Group the model's adapters; returns the number of groups. Adapters with dropout or other bases are left alone.
+
+    `whole_mlps` makes one operation of each gated MLP (needs a GPU).
+    """
     groups = 0
+    if whole_mlps:
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if _is_gated_mlp(child):
+                    setattr(parent, name, JointMlp(child, fp8=fp8))
+                    groups += 1
     for parent in list(model.modules()):
         taken: set[str] = set()
         adapted = {name: child for name, child in parent.named_children() if _can_fuse(child)}
@@ -75,6 +85,60 @@ class JointProduct(nn.Module):
         else:
             y_tn = lowrank_linear(x_tk, self.weight_nk, a_rk, b_nr, self.bias_n)
         return y_tn.view(*x.shape[:-1], -1).split(self.sizes, dim=-1)
+
+
+class JointMlp(nn.Module):
+    """A gated MLP with adapters on all its linears, as one operation; takes the place of the model's own."""
+
+    def __init__(self, mlp: nn.Module, *, fp8: bool):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        gate_up = torch.cat([mlp.gate_proj.base.weight.detach(), mlp.up_proj.base.weight.detach()])
+        down = mlp.down_proj.base.weight.detach()
+        gate_up_scale = down_scale = None
+        if fp8 and all(size % FP8_MULTIPLE == 0 for size in gate_up.shape):
+            (gate_up, gate_up_scale), (down, down_scale) = quantize_rows(gate_up), quantize_rows(down)
+            gate_up_scale, down_scale = gate_up_scale.squeeze(1), down_scale.squeeze(1)
+        self.register_buffer("gate_up", gate_up, persistent=False)
+        self.register_buffer("gate_up_scale", gate_up_scale, persistent=False)
+        self.register_buffer("down", down, persistent=False)
+        self.register_buffer("down_scale", down_scale, persistent=False)
+        for member in (self.gate_proj, self.up_proj, self.down_proj):
+            member.base = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from tunesmith.kernels.lowrank_mlp import FrozenWeights, lowrank_mlp
+
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        out = lowrank_mlp(
+            x.reshape(-1, x.shape[-1]),
+            FrozenWeights(self.gate_up, self.gate_up_scale, self.down, self.down_scale),
+            torch.cat([gate.lora_a, up.lora_a]).to(x.dtype),
+            *((member.lora_b * member.scale).to(x.dtype) for member in (gate, up)),
+            down.lora_a.to(x.dtype),
+            (down.lora_b * down.scale).to(x.dtype),
+        )
+        return out.view(x.shape)
+
+
+def _is_gated_mlp(module: nn.Module) -> bool:
+    """`down_proj(silu(gate_proj(x)) * up_proj(x))` and nothing else: tried on the module itself."""
+    children = dict(module.named_children())
+    linears = [children.pop(name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    act = children.pop("act_fn", None)
+    if children or act is None or next(module.parameters(recurse=False), None) is not None:
+        return False
+    if not all(linear is not None and _can_fuse(linear) and linear.base.bias is None for linear in linears):
+        return False
+    gate, up, down = linears
+    if gate.rank != up.rank:
+        return False
+    weight = gate.base.weight
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, weight.shape[1], generator=generator).to(weight)
+    with torch.no_grad():
+        expected = down(F.silu(gate(x)) * up(x))
+        return torch.allclose(module(x), expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
 
 
 def _can_fuse(module: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from tunesmith.optim.build import Optimizer
 
 
 class NotFinite(UserError):
-    """The loss or its gradient became NaN or infinite; the weights are still those before the step."""
+    """The loss or its gradient became NaN or infinite; nothing may be saved any more."""
 
 
 class Interrupted(Exception):
@@ -98,24 +98,33 @@ class TrainStep:
                 self._draw_from(batch.step, index)
                 losses_n = self._forward_backward(micro_batch, scale / batch.target_weight)
                 self._add_by_source(micro_batch, losses_n, sums, weights)
-            totals = {source: total.item() for source, total in sums.items()}
-            loss = sum(totals.values()) / batch.target_weight
-            if not math.isfinite(loss):
-                raise NotFinite(_blame(batch, totals, "loss"))
-            grad_norm = self._clip(scale)
-            overflowed = not math.isfinite(grad_norm)
-            if self.loss_scale:
-                self.loss_scale.update(overflowed)
-                if self.loss_scale.value < 1:
-                    raise NotFinite(_blame(batch, totals, "gradient"))
-            elif overflowed:
-                raise NotFinite(_blame(batch, totals, "gradient"))
-            if not overflowed:
+            norm = self._clip(scale)
+            # A GPU is not made to wait for the host: there the update is queued before the loss is looked at. Should
+            # the loss not be finite, the run ends here as well, and nothing of this step is ever saved.
+            looks_first = self.device.type == "cpu" or self.loss_scale is not None
+            if not looks_first:
+                self.optimizer.step(learning_rate)
+            *found, grad_norm = torch.stack([*sums.values(), norm]).tolist()
+            totals = dict(zip(sums, found, strict=True))
+            overflowed = self._check(batch, totals, grad_norm)
+            if looks_first and not overflowed:
                 self.optimizer.step(learning_rate)
         finally:
             self.optimizer.zero_grad()
         by_source = {source: total / weights[source] for source, total in totals.items() if weights[source] > 0}
+        loss = sum(totals.values()) / batch.target_weight
         return StepResult(loss, grad_norm if not overflowed else 0.0, by_source, overflowed)
+
+    def _check(self, batch: StepBatch, totals: dict[int, float], grad_norm: float) -> bool:
+        """Whether fp16 gradients overflowed; NotFinite for everything else that is not finite."""
+        if not all(math.isfinite(total) for total in totals.values()):
+            raise NotFinite(_blame(batch, totals, "loss"))
+        overflowed = not math.isfinite(grad_norm)
+        if self.loss_scale:
+            self.loss_scale.update(overflowed)
+        if overflowed and (self.loss_scale is None or self.loss_scale.value < 1):
+            raise NotFinite(_blame(batch, totals, "gradient"))
+        return overflowed
 
     def _forward_backward(self, micro_batch: MicroBatch, factor: float) -> torch.Tensor:
         inputs = to_device(micro_batch, self.device, self.shape)
@@ -141,7 +150,8 @@ class TrainStep:
             sums[source] = sums[source] + part if source in sums else part
             weights[source] = weights.get(source, 0.0) + weights_n[mine].sum().item()
 
-    def _clip(self, scale: float) -> float:
+    def _clip(self, scale: float) -> torch.Tensor:
+        """Unscale and clip the gradients; returns their norm before, without waiting for it."""
         parameters = self.optimizer.parameters
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if scale != 1.0:
@@ -149,7 +159,7 @@ class TrainStep:
         norm = torch.nn.utils.get_total_norm(gradients)
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
-        return norm.item()
+        return norm.float()
 
     def _draw_from(self, step: int, micro_batch: int) -> None:
         text = f"{self.seed}:{step}:{micro_batch}:{self.rank}"

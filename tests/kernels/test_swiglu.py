@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreted import run_interpreted
+
+
+def test_the_kernels_are_right_in_the_interpreter():
+    assert "swiglu: 8 cases" in run_interpreted("check_swiglu")
+
+
+def test_the_whole_mlp_equals_its_parts_in_the_interpreter():
+    assert "mlp: ok" in run_interpreted("check_lowrank_mlp")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_kernels_are_right_on_the_gpu():
+    from kernel_cases import check_lowrank_mlp, check_swiglu
+
+    check_swiglu("cuda", (torch.bfloat16,), fp8=True)
+    check_lowrank_mlp("cuda", torch.bfloat16)
+    check_lowrank_mlp("cuda", torch.bfloat16, fp8=True)
