@@ -1,4 +1,4 @@
-"""The first planner: each choice with its reason, pure, and never silently other than asked."""
+"""The search: each choice with its reason, pure, and never silently other than asked."""
 
 from __future__ import annotations
 
@@ -8,35 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.plan.facts import from_config
-from tunesmith.plan.hardware import Gpu, Hardware
+from tunesmith.plan.hardware import Gpu, Hardware, named
 from tunesmith.plan.plan import Plan
-from tunesmith.plan.search import make_plan
+from tunesmith.plan.search import make_plan, search
 
-GIB = 2**30
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-}
-SMOL = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
+from .shapes import GIB, MODEL, run, why
+
+LLAMA_8B, SMOL = MODEL["Llama-3.1-8B"], MODEL["SmolLM2-135M"].changed(positions=8192)
 
 
 def machine(*, bf16=False, gpu: Gpu | None = None, memory=16 * GIB) -> Hardware:
@@ -47,14 +27,6 @@ def machine(*, bf16=False, gpu: Gpu | None = None, memory=16 * GIB) -> Hardware:
 
 def gpu(size: int, capability=(9, 0), name="GPU") -> Gpu:
     return Gpu(name=name, memory=size * GIB, free=size * GIB, capability=capability)
-
-
-def run(**settings) -> Run:
-    return Run(model="m", data="d", **settings)
-
-
-def why(plan: Plan, topic: str) -> str:
-    return next(f"{reason.choice}: {reason.why}" for reason in plan.reasons if reason.topic == topic)
 
 
 @pytest.mark.parametrize(
@@ -71,39 +43,39 @@ def why(plan: Plan, topic: str) -> str:
     ],
 )
 def test_precision_is_what_the_device_does_well_and_says_so(wanted, hardware, precision, reason):
-    plan = make_plan(run(precision=wanted), from_config(SMOL), hardware)
+    plan = make_plan(run(precision=wanted), SMOL, hardware)
     assert plan.precision == precision
     assert reason in why(plan, "precision")
 
 
 def test_a_gpu_that_is_not_there_is_refused():
     with pytest.raises(UserError, match="no NVIDIA GPU"):
-        make_plan(run(device="cuda"), from_config(SMOL), machine())
+        make_plan(run(device="cuda"), SMOL, machine())
 
 
 def test_recomputation_only_when_memory_is_short():
-    roomy = make_plan(run(), from_config(LLAMA_8B), machine(gpu=gpu(141)))
-    tight = make_plan(run(), from_config(LLAMA_8B), machine(gpu=gpu(24)))
+    roomy = make_plan(run(), LLAMA_8B, machine(gpu=gpu(141)))
+    tight = make_plan(run(), LLAMA_8B, machine(gpu=gpu(24)))
     assert roomy.recompute_layers == 0
-    assert tight.recompute_layers == 32
+    assert 0 < tight.recompute_layers <= 32
     assert "would need" in why(tight, "recomputation")
 
 
 def test_what_cannot_fit_is_said_before_it_runs_out_of_memory():
-    plan = make_plan(run(method="full"), from_config(LLAMA_8B), machine(gpu=gpu(16)))
+    plan = make_plan(run(method="full"), LLAMA_8B, machine(gpu=gpu(16)))
     assert "may run out of memory" in why(plan, "recomputation")
 
 
 def test_a_sequence_longer_than_the_model_is_refused_when_asked_for_and_shortened_when_not():
-    short = SMOL | {"max_position_embeddings": 1024}
+    short = SMOL.changed(positions=1024)
     with pytest.raises(UserError, match=r"sequence_length is 4096.*1024"):
-        make_plan(run(sequence_length=4096), from_config(short), machine())
-    assert make_plan(run(), from_config(short), machine()).sequence_length == 1024
+        make_plan(run(sequence_length=4096), short, machine())
+    assert make_plan(run(), short, machine()).sequence_length == 1024
 
 
 def test_a_batch_smaller_than_a_sequence_is_refused():
     with pytest.raises(UserError, match=r"batch_tokens is 512.*2048"):
-        make_plan(run(batch_tokens=512), from_config(SMOL), machine())
+        make_plan(run(batch_tokens=512), SMOL, machine())
 
 
 @settings(max_examples=40)
@@ -116,10 +88,78 @@ def test_a_batch_smaller_than_a_sequence_is_refused():
 )
 def test_every_plan_covers_the_batch_and_survives_json(length, sequences, method, size, optimizer):
     wanted = run(sequence_length=length, batch_tokens=length * sequences, method=method, optimizer=optimizer)
-    plan = make_plan(wanted, from_config(LLAMA_8B), machine(gpu=gpu(size)))
+    plan = make_plan(wanted, LLAMA_8B, machine(gpu=gpu(size)))
     assert plan.sequences_per_step == sequences
     assert plan.micro_batch * plan.accumulation >= sequences
     assert plan.micro_batch * (plan.accumulation - 1) < sequences
     assert Plan.model_validate(json.loads(plan.model_dump_json())) == plan
     assert all(getattr(plan.memory, name) >= 0 for name in type(plan.memory).model_fields)
-    assert make_plan(wanted, from_config(LLAMA_8B), machine(gpu=gpu(size))) == plan
+    assert make_plan(wanted, LLAMA_8B, machine(gpu=gpu(size))) == plan
+
+
+TIERS = st.sampled_from(["full", "lora"])
+
+
+@settings(max_examples=25)
+@given(TIERS, st.sampled_from(sorted(MODEL)), st.lists(st.integers(4, 400), min_size=2, max_size=4, unique=True))
+def test_more_memory_never_makes_a_plan_worse(method, model, sizes):
+    """Worse: further down the tiers (quantized, offloaded), or slower by more than what counts as equal."""
+    wanted = run(method=method, batch_tokens=8192)
+    before = None
+    for size in sorted(sizes):
+        hardware = machine(gpu=gpu(size, name="NVIDIA H200"))
+        found = search(wanted, MODEL[model], hardware, is_limited=False)
+        now = (not found.plan.fits, len(found.tiers), found.plan.time.total)
+        if before is not None:
+            assert now[:2] <= before[:2]
+            assert now[:2] < before[:2] or now[2] <= before[2] * 1.07
+        before = now
+
+
+def test_a_plan_that_fits_stays_within_the_margin():
+    for model in MODEL.values():
+        plan = make_plan(run(), model, machine(gpu=gpu(80)))
+        assert plan.fits == (plan.memory.total <= plan.memory_limit)
+        assert plan.memory_limit < 80 * GIB
+
+
+def test_unknown_gpus_and_guessed_models_keep_a_larger_margin():
+    known = machine(gpu=gpu(80).changed(rates=named("H100").gpus[0].rates))
+    unknown = machine(gpu=gpu(80, name="Mystery 9000"))
+    guessed = LLAMA_8B.changed(note="a guess")
+    sure = make_plan(run(), LLAMA_8B, known)
+    assert make_plan(run(), LLAMA_8B, unknown).memory_limit < sure.memory_limit
+    assert make_plan(run(), guessed, known).memory_limit < sure.memory_limit
+    assert "Mystery 9000 is not in the catalogue" in why(make_plan(run(), LLAMA_8B, unknown), "margin")
+    assert "a guess" in why(make_plan(run(), guessed, known), "margin")
+
+
+def test_a_machine_with_several_gpus_gets_what_this_version_can_execute():
+    several = machine().changed(gpus=(gpu(80), gpu(80)), link=300e9)
+    plan = make_plan(run(), LLAMA_8B, several)
+    assert plan.beyond == ()
+    assert plan.mesh.ranks == 1
+    assert "stay idle" in why(plan, "ranks")
+
+
+def test_unusual_learning_rates_and_batches_are_pointed_out():
+    for wanted in ({"learning_rate": 0.5}, {"batch_tokens": 2**22}, {"batch_tokens": 1024, "sequence_length": 256}):
+        assert "unusual" in " ".join(reason.why for reason in make_plan(run(**wanted), SMOL, machine()).reasons)
+
+
+def test_encoder_decoder_models_are_refused_in_a_sentence():
+    t5 = from_config({"model_type": "t5", "d_model": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 100, "d_ff": 9})
+    with pytest.raises(UserError, match="encoder-decoder"):
+        make_plan(run(), t5, machine())
+
+
+def test_pins_are_obeyed():
+    found = search(run(), LLAMA_8B, machine(gpu=gpu(141)), pins={"micro_batch": 1, "recompute_layers": 7})
+    assert (found.plan.micro_batch, found.plan.recompute_layers) == (1, 7)
+    with pytest.raises(UserError, match="4 or 8 bits"):
+        search(run(method="full"), SMOL, machine(gpu=gpu(141)), pins={"storage": "nf4"})
+
+
+def test_host_memory_that_is_too_small_for_loading_is_said():
+    plan = make_plan(run(), LLAMA_8B, machine(gpu=gpu(80), memory=8 * GIB))
+    assert "may be killed" in why(plan, "host memory")

@@ -44,10 +44,10 @@ class Task:
     def rates(self) -> Rates:
         if self.device == "cuda":
             return self.gpu.rates or guessed_rates(self.gpu)
-        # Measured with PyTorch on two ARM cores: 23 GFLOP/s a core.
-        half = 40e9 if self.hardware.has_fast_bf16 else 0.1e9
+        # Measured with PyTorch on two ARM cores: 23 GFLOP/s a core, with all its overheads.
+        half = 60e9 if self.hardware.has_fast_bf16 else 0.1e9
         cores = self.hardware.cores
-        return Rates(fp32=20e9 * cores, half=half * cores, bandwidth=min(8e9 * cores, 80e9), host_link=1e12)
+        return Rates(fp32=30e9 * cores, half=half * cores, bandwidth=min(15e9 * cores, 120e9), host_link=1e12)
 
     @property
     def width(self) -> int:

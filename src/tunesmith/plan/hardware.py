@@ -8,6 +8,7 @@ measured on this machine by `tunesmith plan --calibrate`.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import os
 import platform
@@ -75,6 +76,8 @@ class Hardware(Part):
     """Bytes a second from one node to the others, as published."""
     disk: int = 0
     """Bytes free where runs are written."""
+    has_flash_attention_4: bool = False
+    """The package flash-attn-4 is installed."""
     is_named: bool = False
     """Named, not probed: nothing is known of what is free on it now."""
 
@@ -96,6 +99,7 @@ def probe() -> Hardware:
         gpus=gpus,
         link=_link(gpus),
         disk=shutil.disk_usage(Path.cwd()).free,
+        has_flash_attention_4=bool(gpus) and _has_flash_attention_4(),
     )
 
 
@@ -161,6 +165,7 @@ def build(
         link=speed if gpus > 1 else 0.0,
         network=network if network and nodes > 1 else 0.0,
         disk=1 << 50,
+        has_flash_attention_4=True,
         is_named=True,
     )
 
@@ -292,6 +297,14 @@ def _visible(count: int) -> list[int]:
             break  # CUDA ignores what follows an invalid number
         visible.append(int(part))
     return visible
+
+
+def _has_flash_attention_4() -> bool:
+    """Without importing it, which would import torch."""
+    found = importlib.util.find_spec("flash_attn")
+    return (
+        any((Path(place) / "cute").is_dir() for place in (found.submodule_search_locations or ())) if found else False
+    )
 
 
 def _link(gpus: tuple[Gpu, ...]) -> float:

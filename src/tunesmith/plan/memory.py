@@ -17,10 +17,10 @@ QUANTIZED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0 + 2 / 128}
 STATES = {"adamw": 2, "sgd": 1, "adafactor": 0}
 """Values of optimizer state for each trained parameter."""
 STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}
-LOGITS = {"cpu": 1 << 23, "cuda": 1 << 27}
+LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits the loss holds at a time; the same as `kernels.linear_cross_entropy.CHUNK_ELEMENTS`."""
-LOGIT_BYTES = 8
-"""Of one logit at the worst moment: fp32 logits and their fp32 softmax."""
+LOGIT_BYTES = {"cpu": 8, "cuda": 2}
+"""Of one logit at the worst moment: on a CPU fp32 logits and softmax; on a GPU the gradient replaces them."""
 CONTEXT = {"cpu": 450 * MIB, "cuda": 650 * MIB}
 COLLECTIVES = 300 * MIB
 """What NCCL takes once there is more than one rank."""
@@ -45,7 +45,7 @@ def timeline(task: Task, choice: Choice) -> list[Moment]:
     hidden = tokens * facts.hidden * width
     head = facts.embedding / spread
     chunk = min(LOGITS[task.device], tokens * facts.vocabulary) / spread
-    loss = chunk * LOGIT_BYTES + hidden
+    loss = chunk * max(LOGIT_BYTES[task.device], width) + hidden
     head_gradient = head * (4 + width) if is_full and facts.has_head else 0.0
     widest = max(kind.intermediate for kind in facts.kinds) * width * tokens / spread
     backward = 3 * widest + 3 * hidden
@@ -179,9 +179,11 @@ def _held(task: Task, choice: Choice) -> tuple[float, float]:
 def _static(task: Task, choice: Choice) -> dict[str, float]:
     base, trained = _held(task, choice)
     weights = base * task.width
+    matrices = task.facts.matrices / choice.tensor / choice.pipeline
     if choice.storage != "plain":
-        matrices = task.facts.matrices / choice.tensor / choice.pipeline
         weights -= matrices * (task.width - QUANTIZED[choice.storage])
+    elif choice.products == "fp8" and task.has_adapters:  # the frozen base, quantized once
+        weights -= matrices * (task.width - 1)
     on_device = not choice.offload_optimizer
     states = _share(choice, "states")
     return {
@@ -245,7 +247,8 @@ def layer_bytes(task: Task, kind: Layer, *, is_compiled: bool, products: str = "
         into_products = 1 if products == "fp8" and is_full else width
         norms = kind.norms * hidden * (width + into_products) + kind.post_norms * hidden * width + qk_norms * width
         attention = 2 * (kind.query + kind.key) * width
-        values = 2 if is_full or kind.mlp_values != 4 else 3
+        # The partitioner, or the fused MLP of adapters, computes the activation again; with dropout it is kept.
+        values = 3 if task.has_adapters and task.lora.dropout and kind.mlp_values == 4 else 2
     else:
         # An RMS norm keeps its input in fp32 and, where its own weight is trained, what it multiplies with that.
         kept = {"rms": 4, "wide": 4, "layer": width}[kind.norm]

@@ -13,10 +13,10 @@ from tunesmith.plan.plan import Attention
 
 EXECUTABLE: dict[str, frozenset[object]] = {
     "method": frozenset({"full", "lora"}),
-    "products": frozenset({"plain"}),
+    "products": frozenset({"plain", "fp8"}),
     "storage": frozenset({"plain"}),
-    "attention": frozenset({"varlen", "sdpa"}),
-    "recompute": frozenset({"none", "all"}),  # also "some": a number of layers in between
+    "attention": frozenset({"flash-attn-4", "varlen", "sdpa"}),
+    "recompute": frozenset({"none", "some", "all"}),
     "offload_activations": frozenset({False}),
     "optimizer_states": frozenset({"fp32"}),
     "offload_optimizer": frozenset({False}),
@@ -148,10 +148,8 @@ def attention_for(task: Task, *, is_limited: bool) -> Attention:
     """The best kernel for packed documents that the device (and, where limited, this version) has."""
     if not _has_kernel(task):
         return "sdpa"
-    is_new = task.gpu.capability >= (9, 0)
-    if is_new and (not is_limited or "flash-attn-4" in EXECUTABLE["attention"]):
-        return "flash-attn-4"
-    return "varlen"
+    is_there = task.hardware.has_flash_attention_4 and (not is_limited or "flash-attn-4" in EXECUTABLE["attention"])
+    return "flash-attn-4" if is_there else "varlen"
 
 
 def _has_kernel(task: Task) -> bool:
@@ -171,11 +169,13 @@ def _recompute(task: Task, choice: Choice) -> str:
     return "all" if choice.recompute_layers == task.facts.layers else "some"
 
 
-def complexity(choice: Choice) -> int:
-    """How much a choice asks of those who must understand it; the simpler of equals wins."""
+def complexity(task: Task, choice: Choice) -> int:
+    """How much a choice asks of those who must understand it, and of the network; the simpler of equals wins."""
     sharding = {"none": 0, "ddp": 0, "zero3": 1, "zero1": 3, "zero2": 3, "hybrid": 2, "hierarchical": 4}
+    is_flat = choice.sharding in ("zero1", "zero2", "zero3") and task.hardware.nodes > 1
     return (
         sharding[choice.sharding]
+        + 2 * is_flat  # every layer waits for the link between nodes
         + 3 * (choice.tensor > 1)
         + 3 * (choice.context > 1)
         + 4 * (choice.pipeline > 1)

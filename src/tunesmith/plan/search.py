@@ -90,7 +90,7 @@ def search(
     for tier in _tiers(task):
         candidates = tuple(_candidates(task, tier, pinned, limit, limited, why_not))
         tiers.append(candidates)
-        chosen = _best([candidate for candidate in candidates if candidate.bytes <= limit])
+        chosen = _best(task, [candidate for candidate in candidates if candidate.bytes <= limit])
         if chosen:
             break
     every = [candidate for tier in tiers for candidate in tier]
@@ -286,7 +286,7 @@ def _micro_batches(task: Task, mesh: Mapping[str, Any]) -> list[int]:
     return sorted(even, reverse=True)
 
 
-def _best(fitting: list[Candidate]) -> Candidate | None:
+def _best(task: Task, fitting: list[Candidate]) -> Candidate | None:
     """The quickest; among those that are as quick, the simplest, then the one that needs the least memory.
 
     Hierarchical sharding is for states that hybrid sharding cannot hold.
@@ -297,8 +297,8 @@ def _best(fitting: list[Candidate]) -> Candidate | None:
         return None
     least = min(one.time.total for one in fitting)
     equals = [one for one in fitting if one.time.total <= least * (1 + EQUAL)]
-    simplest = min(rules.complexity(one.choice) for one in equals)
-    simple = [one for one in equals if rules.complexity(one.choice) == simplest]
+    simplest = min(rules.complexity(task, one.choice) for one in equals)
+    simple = [one for one in equals if rules.complexity(task, one.choice) == simplest]
     least = min(one.time.total for one in simple)
     return min((one for one in simple if one.time.total <= least * (1 + SAME)), key=lambda one: one.bytes)
 
@@ -484,7 +484,9 @@ def _why_sharding(task: Task, found: Candidate, every: list[Candidate], limit: i
 
     def best(sharding: str) -> Candidate | None:
         kind = [one for one in every if one.choice.sharding == sharding]
-        return _best([one for one in kind if one.bytes <= limit]) or min(kind, key=lambda one: one.bytes, default=None)
+        return _best(task, [one for one in kind if one.bytes <= limit]) or min(
+            kind, key=lambda one: one.bytes, default=None
+        )
 
     chosen = found.choice.sharding
     if chosen == "ddp":

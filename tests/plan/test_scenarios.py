@@ -1,0 +1,129 @@
+"""What an expert would choose, on hardware people have, and the reason given for it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tunesmith.plan import speed
+from tunesmith.plan.hardware import named
+from tunesmith.plan.plan import Plan
+from tunesmith.plan.search import Search, search
+
+from .shapes import GIB, MODEL, run, why
+
+
+def plan(model: str, hardware: str, **settings) -> Plan:
+    return found(model, hardware, **settings).plan
+
+
+def found(model: str, hardware: str, **settings) -> Search:
+    return search(run(**settings), MODEL[model], named(hardware))
+
+
+def test_7b_on_a_t4_is_quantized_and_in_fp16():
+    chosen = plan("Llama-2-7B", "T4")
+    assert chosen.fits
+    assert (chosen.precision, chosen.storage, chosen.products) == ("fp16", "nf4", "plain")
+    assert "no bf16" in why(chosen, "precision")
+    assert "in fp16 the base needs at least" in why(chosen, "storage")
+
+
+def test_8b_on_a_24_gb_card_recomputes_and_is_not_quantized():
+    chosen = plan("Llama-3.1-8B", "RTX 3090")
+    assert chosen.fits
+    assert (chosen.precision, chosen.storage) == ("bf16", "plain")
+    assert chosen.recompute_layers > 0
+    assert "keeping all activations would need" in why(chosen, "recomputation")
+    assert not any(reason.topic == "offload" for reason in chosen.reasons)
+
+
+def test_70b_on_two_24_gb_cards_is_quantized_and_sharded():
+    chosen = plan("Llama-2-70B", "2 x RTX 3090", sequence_length=512, batch_tokens=4096)
+    assert chosen.fits
+    assert (chosen.storage, chosen.sharding, chosen.mesh.shard) == ("nf4", "zero3", 2)
+    assert "a copy on each GPU needs" in why(chosen, "sharding")
+
+
+def test_7b_full_on_one_node_of_four_is_fully_sharded_without_saving_more():
+    chosen = plan("Llama-2-7B", "4 x A100-80G, nvlink", method="full", sequence_length=1024, batch_tokens=65536)
+    assert chosen.fits
+    assert (chosen.sharding, chosen.mesh.ranks) == ("zero3", 4)
+    assert "a copy on each GPU needs" in why(chosen, "sharding")
+    assert chosen.optimizer_states == "fp32"
+    assert not chosen.offload_optimizer
+
+
+def test_7b_full_on_two_nodes_with_a_slow_link_is_hybrid():
+    hardware = "2 nodes of 4 x A100-80G, nvlink, 50 Gbit/s"
+    for tokens in (16384, 65536, 262144):
+        result = found("Llama-2-7B", hardware, method="full", sequence_length=1024, batch_tokens=tokens)
+        chosen = result.plan
+        assert (chosen.sharding, chosen.mesh.shard, chosen.mesh.replicate) == ("hybrid", 4, 2)
+        assert "sharding over all nodes would take" in why(chosen, "sharding")
+        flat = dataclasses.replace(result.chosen.choice, sharding="zero3", shard=8, replicate=1)
+        assert speed.step_time(result.task, flat).total > chosen.time.total
+
+
+def test_a_fast_link_between_nodes_makes_full_sharding_a_match():
+    slow, fast = (
+        found("Llama-2-7B", f"2 nodes of 4 x A100-80G, {link}", method="full", batch_tokens=131072)
+        for link in ("10 Gbit/s", "3200 Gbit/s")
+    )
+
+    def ratio(result: Search) -> float:
+        flat = dataclasses.replace(result.chosen.choice, sharding="zero3", shard=8, replicate=1)
+        return speed.step_time(result.task, flat).total / result.plan.time.total
+
+    assert ratio(slow) > 1.3
+    assert ratio(fast) < 1.1
+
+
+def test_40b_full_on_eight_a100_needs_smaller_states_before_anything_is_offloaded():
+    chosen = plan("Falcon-40B", "8 x A100-80G", method="full", batch_tokens=65536)
+    assert chosen.fits
+    assert (chosen.sharding, chosen.optimizer_states) == ("zero3", "int8")
+    assert chosen.recompute_layers > 0
+    assert not chosen.offload_optimizer
+    assert "in fp32 at least" in why(chosen, "optimizer states")
+
+
+def test_40b_full_on_eight_small_a100_is_offloaded_as_the_last_resort():
+    chosen = plan("Falcon-40B", "8 x A100-40G, 2000 GB host memory", method="full", batch_tokens=65536)
+    assert chosen.offload_optimizer
+    assert "host memory" in why(chosen, "offload")
+
+
+def test_180b_lora_on_eight_a100_is_sharded_and_not_quantized():
+    chosen = plan("Falcon-180B", "8 x A100-80G", batch_tokens=65536)
+    assert chosen.fits
+    assert (chosen.sharding, chosen.storage) == ("zero3", "plain")
+    assert chosen.memory.weights < 48 * GIB
+
+
+def test_8b_lora_on_an_h200_saves_nothing():
+    chosen = plan("Llama-3.1-8B", "H200", sequence_length=4096, batch_tokens=65536)
+    assert chosen.fits
+    assert chosen.recompute_layers == 0
+    assert (chosen.storage, chosen.products, chosen.sharding) == ("plain", "plain", "none")
+    assert "everything fits" in why(chosen, "recomputation")
+
+
+def test_small_models_on_many_gpus_are_replicated():
+    chosen = plan("Llama-3.2-1B", "8 x H100", batch_tokens=131072)
+    assert chosen.sharding == "ddp"
+    assert "whole copy fits" in why(chosen, "sharding")
+
+
+def test_one_long_sequence_is_split_over_the_gpus():
+    chosen = plan("Llama-3.1-8B", "8 x H100", sequence_length=65536, batch_tokens=65536)
+    assert chosen.mesh.ranks == 8
+    assert chosen.mesh.context * chosen.mesh.tensor == 8
+
+
+def test_named_hardware_gives_the_same_plan_whatever_the_machine(monkeypatch):
+    from tunesmith.plan import hardware
+
+    before = plan("Llama-3.1-8B", "H200")
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 3)
+    monkeypatch.setattr(hardware, "has_fast_bf16", lambda: False)
+    assert plan("Llama-3.1-8B", "H200") == before

@@ -1,0 +1,129 @@
+"""The speed model against what was measured and published, and against plain sense."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tunesmith.plan import speed
+from tunesmith.plan.choice import Choice
+
+from .shapes import MODEL, task
+
+COMPILED = Choice(is_compiled=True, attention="varlen")
+EAGER = Choice(attention="varlen")
+SLOW_NODES = "2 nodes of 4 x A100-80G, nvlink, 50 Gbit/s"
+
+
+def tokens_per_second(given, choice: Choice) -> float:
+    return given.step_tokens / speed.step_time(given, choice).total
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware", "method", "length", "micro_batch", "choice", "published"),
+    [
+        # One H200, measured: compiled layers with swapped linears, and Liger's eager ones.
+        ("Llama-3.1-8B", "H200", "lora", 4096, 4, COMPILED, 15_468),
+        ("Llama-3.1-8B", "H200", "lora", 4096, 4, replace(COMPILED, attention="flash-attn-4"), 15_747),
+        ("Llama-3.1-8B", "H200", "lora", 4096, 4, replace(COMPILED, products="fp8"), 21_236),
+        ("Llama-3.1-8B", "H200", "lora", 4096, 4, replace(EAGER, recompute_layers=32), 8_917),
+        ("Llama-3.1-8B", "H200", "lora", 4096, 4, EAGER, 12_812),
+        ("Llama-3.1-8B", "H200", "qlora", 2048, 4, replace(COMPILED, storage="nf4"), 15_617),
+        ("Llama-2-7B", "H200", "full", 1024, 16, COMPILED, 14_488),
+        ("Llama-2-7B", "H200", "full", 1024, 16, replace(COMPILED, products="fp8"), 19_768),
+        # vectorlm's table, A100s; with recomputation.
+        ("Llama-3.1-8B", "A100-80G", "full", 2048, 8, replace(EAGER, recompute_layers=32), 3_550),
+        ("Llama-3.1-8B", "A100-80G", "lora", 2048, 8, replace(EAGER, recompute_layers=32), 4_079),
+    ],
+)
+def test_one_gpu_is_near_what_was_measured(model, hardware, method, length, micro_batch, choice, published):
+    given = task(model, hardware, method, length, micro_batch)
+    assert tokens_per_second(given, replace(choice, micro_batch=micro_batch)) == pytest.approx(published, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("choice", "published"),
+    [
+        (EAGER, 5_762),
+        (COMPILED, 6_667),
+        (replace(COMPILED, products="fp8"), 8_532),
+    ],
+)
+def test_eight_h100_are_near_what_torchtitan_publishes(choice, published):
+    """Llama-3.1-8B, full, 8,192 tokens; selective recomputation, taken for half of the layers."""
+    given = task("Llama-3.1-8B", "8 x H100", "full", 8192, 8)
+    sharded = replace(choice, sharding="zero3", shard=8, recompute_layers=16)
+    assert tokens_per_second(given, sharded) / 8 == pytest.approx(published, rel=0.4)
+
+
+def test_the_published_ladder_from_full_sharding_across_nodes_to_hybrid():
+    """Llama-2-7B at 1,024 tokens: 1,500 over two nodes, 8,000 on one with recomputation, 16,000 with fused attention,
+    24,000 with hybrid sharding."""
+    unfused = MODEL["Llama-2-7B"].changed(has_fused_attention=False)
+    plain = replace(EAGER, attention="sdpa", sharding="zero3")
+    naive = tokens_per_second(task(unfused, SLOW_NODES, "full", 1024, 8), replace(plain, shard=8))
+    one_node = replace(plain, shard=4, micro_batch=8, recompute_layers=32)
+    recomputing = tokens_per_second(task(unfused, "4 x A100-80G", "full", 1024, 32), one_node)
+    fused_choice = replace(one_node, attention="varlen", recompute_layers=0)
+    fused = tokens_per_second(task("Llama-2-7B", "4 x A100-80G", "full", 1024, 32), fused_choice)
+    hybrid_choice = replace(fused_choice, sharding="hybrid", replicate=2)
+    hybrid = tokens_per_second(task("Llama-2-7B", SLOW_NODES, "full", 1024, 64), hybrid_choice)
+    assert naive < recomputing < fused < hybrid
+    assert recomputing / naive == pytest.approx(8_000 / 1_500, rel=0.35)
+    assert fused / recomputing == pytest.approx(16_000 / 8_000, rel=0.35)
+    assert hybrid / fused == pytest.approx(24_000 / 16_000, rel=0.35)
+
+
+@pytest.mark.parametrize(("sharding", "values"), [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3), ("hybrid", 3)])
+def test_communication_in_values_a_parameter(sharding, values):
+    assert sum(speed.values_sent(sharding)) == values
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 16])
+def test_full_sharding_sends_48_bits_a_parameter_over_the_nodes(nodes):
+    assert speed.bits_between_nodes(7e9, nodes) == 48 * 7e9 / nodes
+
+
+def test_full_sharding_over_a_slow_link_takes_as_long_as_its_bits():
+    given = task("Llama-2-7B", SLOW_NODES, "full", 1024, 8)
+    bits = speed.bits_between_nodes(given.facts.parameters, 2)
+    time = speed.step_time(given, replace(EAGER, sharding="zero3", shard=8))
+    assert time.communication == pytest.approx(bits / (speed.NETWORK * 50e9), rel=0.25)
+
+
+def test_what_costs_time_costs_time():
+    given = task("Llama-3.1-8B", "H200", "lora", 4096, 4)
+    base = replace(COMPILED, micro_batch=4)
+    plain = speed.step_time(given, base).total
+    assert speed.step_time(given, replace(base, recompute_layers=32)).total > plain
+    assert speed.step_time(given, replace(base, recompute_layers=8)).total > plain
+    assert speed.step_time(given, replace(base, storage="nf4")).total > plain
+    assert speed.step_time(given, replace(base, is_compiled=False)).total > plain
+    assert speed.step_time(given, replace(base, products="fp8")).total < plain
+    assert speed.step_time(given, replace(base, micro_batch=1)).total > plain
+
+
+def test_long_documents_cost_more_than_short_ones_in_the_same_sequence():
+    given = task("Llama-3.1-8B", "H200", "lora", 16384, 1)
+    short = replace(given, document_length=512)
+    assert speed.step_time(short, COMPILED).attention < 0.3 * speed.step_time(given, COMPILED).attention
+
+
+def test_a_tiny_model_is_bound_by_the_processor_that_starts_its_kernels():
+    time = speed.step_time(task("SmolLM2-135M", "H200", "lora", 512, 1), EAGER)
+    assert time.host > 0.5 * time.total
+
+
+def test_a_step_on_a_slow_cpu_is_near_what_was_measured():
+    """57 tokens a second, all weights of SmolLM2-135M in fp32 on two slow cores; 73 with adapters on all layers."""
+    base = task("SmolLM2-135M", "T4", "full", 512, 1, device="cpu", precision="fp32")
+    base = replace(base, hardware=base.hardware.changed(cores=2))
+    assert tokens_per_second(base, Choice()) == pytest.approx(57, rel=0.35)
+    adapters = replace(base, method="lora")
+    assert tokens_per_second(adapters, Choice()) == pytest.approx(73, rel=0.35)
+
+
+def test_cost_is_hours_times_gpus_times_price():
+    found = speed.cost(7200, 4, 2.5)
+    assert (found.hours, found.gpu_hours, found.money) == (2.0, 8.0, 20.0)
