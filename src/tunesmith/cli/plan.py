@@ -1,11 +1,38 @@
-"""`tunesmith plan`: what would happen, and why, without loading the model."""
+"""`tunesmith plan`: what would happen, what it needs, why, and what else is possible, without loading the model."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from tunesmith.config.schema import Run
+    from tunesmith.plan.facts import ModelFacts
+    from tunesmith.plan.hardware import Hardware
+    from tunesmith.plan.plan import Memory, Plan
+    from tunesmith.plan.search import Search
+
+BAR = 60
+"""Columns of the memory bar."""
+MARKS = {
+    "weights": ("W", "blue"),
+    "adapter": ("a", "bright_blue"),
+    "master": ("M", "cyan"),
+    "gradients": ("G", "green"),
+    "optimizer": ("O", "yellow"),
+    "activations": ("A", "magenta"),
+    "loss": ("L", "red"),
+    "gathered": ("g", "bright_green"),
+    "quantization": ("q", "bright_cyan"),
+    "workspace": ("w", "bright_magenta"),
+    "context": ("C", "white"),
+    "fragmentation": ("F", "bright_black"),
+}
+"""Letter and colour of each category in the bar."""
 
 
 def command(
@@ -13,26 +40,180 @@ def command(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's.")
     ] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help='Plan for this instead: "2 nodes of 4 x A100-80G, 50 Gbit/s", or a YAML file.')
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Compare with this setting, part of the plan or hardware."),
+    ] = None,
+    solve: Annotated[
+        str | None, typer.Option(help="The largest that fits: sequence_length, batch, model; or the fewest gpus.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="Of one GPU for one hour; shows what the run costs.")] = None,
+    tokens: Annotated[float | None, typer.Option(help="Tokens of the whole run, where the files do not tell.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan here, for `train --plan`.")] = None,
+    calibrate: Annotated[bool, typer.Option(help="Measure this machine's GPU first, and keep the rates.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show how the run would be done, what memory it needs, and why."""
+    """Show how the run would be done, what memory and time it needs, why, and what else is possible."""
     from tunesmith.checkpoint.files import write_atomic
     from tunesmith.cli import output
     from tunesmith.config.load import load
+    from tunesmith.plan import explain
+    from tunesmith.plan.hardware import named, probe
+    from tunesmith.plan.models import read_facts
+    from tunesmith.plan.search import search
 
+    if calibrate:
+        from tunesmith.plan.calibrate import calibrate as measure
+
+        output.note(measure())
     run = load(config, overrides or ()).run
-    from tunesmith.assemble import plan_run
-
-    plan = plan_run(run)
+    facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
+    where = named(hardware) if hardware else probe()
+    found = search(run, facts, where)
+    plan = found.plan
+    if solve:
+        answer = explain.solve(solve, run, facts, where)
+        output.print_json({"answer": answer}) if as_json else output.say(answer)
+        return
     if save is not None:
         write_atomic(save, (plan.model_dump_json(indent=2) + "\n").encode())
-    if as_json:
-        output.print_json(plan.model_dump(mode="json"))
+    if what_if:
+        settings, pins, other = explain.apart(_pairs(what_if))
+        changed = load(config, [*(overrides or ()), *settings]).run if settings else run
+        changed_facts = facts if changed.model == run.model else read_facts(changed.model)
+        after = search(changed, changed_facts, named(other) if other else where, pins=pins).plan
+        rows = explain.differences(plan, after)
+        if as_json:
+            output.print_json({"before": plan.model_dump(mode="json"), "after": after.model_dump(mode="json")})
+        else:
+            output.say(output.table(("what if", "as it is", "then"), rows, right=("as it is", "then")))
         return
+    length = (round(tokens), "as given") if tokens else explain.total_tokens(run)
+    if as_json:
+        output.print_json(_document(run, facts, where, found, length, price))
+    else:
+        _page(run, facts, where, found, length, price)
+
+
+def _page(
+    run: Run, facts: ModelFacts, where: Hardware, found: Search, length: tuple[int, str] | None, price: float | None
+) -> None:
+    from tunesmith.cli import output
+    from tunesmith.plan import explain
+
+    plan = found.plan
+    trained = found.task.trained
+    output.say(f"{facts.architecture}: {facts.parameters:,} parameters, {trained:,} trained ({run.method})")
+    output.say()
     output.say(output.table(("plan", "", "why"), [(r.topic, r.choice, r.why) for r in plan.reasons]))
     output.say()
-    sizes = [(name, output.readable_bytes(getattr(plan.memory, name))) for name in type(plan.memory).model_fields]
-    sizes.append(("total, roughly", output.readable_bytes(plan.memory.total)))
-    sizes.append(("may be used", output.readable_bytes(plan.memory_limit)))
-    output.say(output.table(("memory", "bytes"), sizes, right=("bytes",)))
+    words = "fits into" if plan.fits else "does not fit into"
+    size, limit = output.readable_bytes(plan.memory.total), output.readable_bytes(plan.memory_limit)
+    output.say(f"Memory of each rank at the peak ({plan.peak}): {size}, {words} {limit}")
+    output.say(_bar(plan))
+    parts = [(MARKS[name][0], name, output.readable_bytes(size)) for name, size in _parts(plan.memory)]
+    output.say(output.table(("", "memory", "bytes"), parts, right=("bytes",)))
+    if plan.device == "cuda":
+        output.say(f"Host memory of each node: about {output.readable_bytes(plan.host_memory)}")
+    output.say()
+    shares = sorted(plan.time.model_dump().items(), key=lambda item: -item[1])
+    largest = ", ".join(f"{name} {seconds / plan.time.total:.0%}" for name, seconds in shares[:4] if seconds > 0)
+    output.say(
+        f"Speed: about {plan.tokens_per_second:,.0f} tokens a second, {plan.time.total:.2f} s a step ({largest})"
+    )
+    if length is not None:
+        output.say(_duration(plan, length, price))
+    output.say()
+    others = explain.alternatives(found)[:8]
+    if others:
+        rows = [(a.what, f"{a.tokens_per_second:,.0f}", output.readable_bytes(a.bytes), a.remark) for a in others]
+        right = ("tokens/s", "memory")
+        output.say(output.table(("alternatives", "tokens/s", "memory", ""), rows, right=right))
+    if not plan.fits:
+        answers = explain.changes_that_fit(run, facts, where)
+        output.say("What would make it fit, the smallest change first:" if answers else "No small change makes it fit.")
+        for answer in answers:
+            output.say(f"  {answer}")
+    if plan.beyond:
+        output.say(f"This version of Tunesmith cannot run this plan yet: {', '.join(plan.beyond)}.")
+
+
+def _document(
+    run: Run, facts: ModelFacts, where: Hardware, found: Search, length: tuple[int, str] | None, price: float | None
+) -> dict[str, Any]:
+    import dataclasses
+
+    from tunesmith.plan import explain, speed
+
+    plan = found.plan
+    document = {
+        "plan": plan.model_dump(mode="json"),
+        "fits": plan.fits,
+        "tokens_per_second": round(plan.tokens_per_second, 1),
+        "step_seconds": round(plan.time.total, 6),
+        "model": {
+            "architecture": facts.architecture,
+            "parameters": facts.parameters,
+            "by_kind": facts.by_kind,
+            "trained": found.task.trained,
+            "note": facts.note,
+        },
+        "hardware": where.model_dump(mode="json"),
+        "timeline": [moment.model_dump(mode="json") for moment in found.timeline],
+        "alternatives": [dataclasses.asdict(row) for row in explain.alternatives(found)],
+    }
+    if not plan.fits:
+        document["changes_that_fit"] = explain.changes_that_fit(run, facts, where)
+    if length is not None:
+        seconds = length[0] / plan.tokens_per_second
+        cost = speed.cost(seconds, plan.mesh.ranks, price)
+        document["run"] = {"tokens": length[0], "known_from": length[1], **dataclasses.asdict(cost)}
+    return document
+
+
+def _duration(plan: Plan, length: tuple[int, str], price: float | None) -> str:
+    from tunesmith.plan import speed
+
+    tokens, how = length
+    cost = speed.cost(tokens / plan.tokens_per_second, plan.mesh.ranks, price)
+    if cost.hours < 1:
+        time = f"{60 * cost.hours:.0f} minutes" if cost.hours > 1 / 60 else "less than a minute"
+    else:
+        time = f"{cost.hours:.1f} hours"
+    words = f"The run: about {tokens:,} tokens ({how}), {time}"
+    if plan.device == "cuda":
+        words += f", {cost.gpu_hours:.2f} GPU hours"
+    return words + (f", {cost.money:,.2f} at {price:g} an hour" if cost.money is not None else "")
+
+
+def _parts(memory: Memory) -> list[tuple[str, int]]:
+    return [(name, size) for name, size in memory.model_dump().items() if size]
+
+
+def _bar(plan: Plan) -> Text:
+    """The categories as one bar, to scale with what may be used."""
+    from rich.text import Text
+
+    scale = BAR / max(plan.memory_limit, plan.memory.total)
+    bar, used = Text("["), 0
+    for name, size in _parts(plan.memory):
+        wide = round(size * scale)
+        letter, colour = MARKS[name]
+        bar.append(letter * wide, style=colour)
+        used += wide
+    bar.append("." * max(0, BAR - used) + "]")
+    return bar
+
+
+def _pairs(texts: list[str]) -> dict[str, str]:
+    from tunesmith.errors import UserError
+
+    for text in texts:
+        if "=" not in text:
+            raise UserError(
+                f"--what-if {text}: write KEY=VALUE, for example sequence_length=8192 or hardware='8 x H100'."
+            )
+    return {key.strip(): value.strip() for key, _, value in (text.partition("=") for text in texts)}

@@ -90,7 +90,7 @@ def search(
     for tier in _tiers(task):
         candidates = tuple(_candidates(task, tier, pinned, limit, limited, why_not))
         tiers.append(candidates)
-        chosen = _best(task, [candidate for candidate in candidates if candidate.bytes <= limit])
+        chosen = _best(task, [one for one in candidates if one.bytes <= limit and _fits_host(task, one.choice)])
         if chosen:
             break
     every = [candidate for tier in tiers for candidate in tier]
@@ -286,6 +286,12 @@ def _micro_batches(task: Task, mesh: Mapping[str, Any]) -> list[int]:
     return sorted(even, reverse=True)
 
 
+def _fits_host(task: Task, choice: Choice) -> bool:
+    """Whether host memory holds what is offloaded; loading alone is warned about, since it can go well."""
+    is_offloaded = choice.offload_optimizer or choice.offload_activations
+    return not is_offloaded or memory.host_memory(task, choice) <= task.hardware.available
+
+
 def _best(task: Task, fitting: list[Candidate]) -> Candidate | None:
     """The quickest; among those that are as quick, the simplest, then the one that needs the least memory.
 
@@ -423,14 +429,14 @@ def _explain(
         if task.method == "qlora":
             decide("storage", choice.storage, "method: qlora holds the frozen base in 4 bits")
         else:
-            least = min((one.bytes for one in every if one.choice.storage == "plain"), default=0)
-            decide("storage", choice.storage, f"in {task.precision} the base needs at least {_gib(least)} of {has}")
+            least = _least(every, lambda one: one.storage == "plain")
+            decide("storage", choice.storage, f"in {task.precision} the base needs at least {least} of {has}")
     if choice.optimizer_states != "fp32":
-        least = min((one.bytes for one in every if one.choice.optimizer_states == "fp32"), default=0)
-        decide("optimizer states", choice.optimizer_states, f"in fp32 at least {_gib(least)} are needed of {has}")
+        least = _least(every, lambda one: one.optimizer_states == "fp32" and not one.offload_optimizer)
+        decide("optimizer states", choice.optimizer_states, f"in fp32 at least {least} are needed of {has}")
     if choice.offload_optimizer:
-        least = min((one.bytes for one in every if not one.choice.offload_optimizer), default=0)
-        decide("offload", "optimizer states to host memory", f"all else needs at least {_gib(least)} of {has}")
+        least = _least(every, lambda one: not one.offload_optimizer)
+        decide("offload", "optimizer states to host memory", f"all else needs at least {least} of {has}")
     if choice.offload_activations:
         decide("offload", "activations to host memory", f"nothing else fits into {has}")
     rounds = choice.accumulation(task)
@@ -460,6 +466,12 @@ def _explain(
             _gib(host),
             f"only {_gib(task.hardware.available)} are free: loading the model may be killed by the system",
         )
+
+
+def _least(every: list[Candidate], of: Callable[[Choice], bool]) -> str:
+    """The least memory that choices of this kind need; pins may have left none of them."""
+    sizes = [one.bytes for one in every if of(one.choice)]
+    return _gib(min(sizes)) if sizes else "more"
 
 
 def _but_recompute(choice: Choice) -> Choice:

@@ -1,0 +1,98 @@
+"""Measures what this machine's GPU really does, once, so that plans use its own rates instead of the catalogue's."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+
+from tunesmith.errors import UserError
+from tunesmith.plan.hardware import Rates, measured_rates, measured_rates_file
+
+SIZES = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096))
+"""Tokens, inputs and outputs of the products that are measured: those of an 8B model."""
+
+
+def calibrate() -> str:
+    """Measure products, memory and host link, keep the rates for later plans, and say what was found."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError("--calibrate measures GPUs, and there is none here that PyTorch can use.")
+    name = torch.cuda.get_device_name()
+    has_fp8 = torch.cuda.get_device_capability() >= (8, 9)
+    half = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
+    rates = Rates(
+        fp32=_product_rate(torch.float32),
+        half=_product_rate(half),
+        fp8=_fp8_rate() if has_fp8 else 0.0,
+        bandwidth=_bandwidth(),
+        host_link=_host_link(),
+        is_measured=True,
+    )
+    file = measured_rates_file()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept = {other: one.model_dump() for other, one in measured_rates().items()} | {name: rates.model_dump()}
+    file.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    fp8 = f", fp8 {rates.fp8 / 1e12:.0f}" if has_fp8 else ""
+    return (
+        f"{name}: products {rates.half / 1e12:.0f} TFLOP/s in half precision, {rates.fp32 / 1e12:.1f} in fp32{fp8}; "
+        f"memory {rates.bandwidth / 1e12:.2f} TB/s; host link {rates.host_link / 1e9:.0f} GB/s; kept in {file}"
+    )
+
+
+def _seconds(work: Callable[[], object], rounds: int = 20) -> float:
+    """Of one call, on the GPU's own clock, after a warm-up long enough for its frequency to settle."""
+    import torch
+
+    for _ in range(rounds):
+        work()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(rounds):
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3 / rounds
+
+
+def _product_rate(dtype) -> float:
+    import torch
+
+    seconds = flops = 0.0
+    for tokens, inputs, outputs in SIZES:
+        a = torch.randn(tokens, inputs, device="cuda", dtype=dtype)
+        b = torch.randn(outputs, inputs, device="cuda", dtype=dtype)
+        seconds += _seconds(functools.partial(torch.matmul, a, b.t()))
+        flops += 2.0 * tokens * inputs * outputs
+    return flops / seconds
+
+
+def _fp8_rate() -> float:
+    import torch
+
+    seconds = flops = 0.0
+    for tokens, inputs, outputs in SIZES:
+        a = torch.randn(tokens, inputs, device="cuda").to(torch.float8_e4m3fn)
+        b = torch.randn(outputs, inputs, device="cuda").to(torch.float8_e4m3fn)
+        row, column = torch.ones(tokens, 1, device="cuda"), torch.ones(1, outputs, device="cuda")
+        multiply = functools.partial(getattr(torch, "_scaled_mm"), a, b.t(), row, column)  # noqa: B009
+        seconds += _seconds(functools.partial(multiply, out_dtype=torch.bfloat16))
+        flops += 2.0 * tokens * inputs * outputs
+    return flops / seconds
+
+
+def _bandwidth() -> float:
+    import torch
+
+    source = torch.empty(1 << 28, device="cuda", dtype=torch.float32)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _seconds(lambda: target.copy_(source))
+
+
+def _host_link() -> float:
+    import torch
+
+    host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(host, device="cuda")
+    return host.nbytes / _seconds(lambda: device.copy_(host, non_blocking=True), rounds=5)
