@@ -28,8 +28,8 @@ from tunesmith.model.fuse import fuse
 from tunesmith.model.save import remove_leftovers, write_adapter, write_model
 from tunesmith.optim.build import Optimizer
 from tunesmith.parallel.apply import apply
-from tunesmith.plan.facts import from_config
 from tunesmith.plan.hardware import Hardware, probe
+from tunesmith.plan.models import read_facts
 from tunesmith.plan.plan import Plan
 from tunesmith.plan.search import make_plan
 from tunesmith.train.events import Evaluation
@@ -41,7 +41,8 @@ Progress = Callable[[str, int, int | None], None]
 
 def plan_run(run: Run, hardware: Hardware | None = None) -> Plan:
     """The plan for a run on this machine (or the hardware given). Reads the model's config, not its weights."""
-    return make_plan(run, from_config(load.load_config(run).to_dict()), hardware or probe())
+    facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
+    return make_plan(run, facts, hardware or probe())
 
 
 @dataclass(frozen=True)

@@ -281,9 +281,7 @@ class _Config:
         self.hidden = self.number("hidden_size", "n_embd", "d_model")
         self.layers = self.number("num_hidden_layers", "n_layer", "num_layers")
         if self.layers > MOST_LAYERS:
-            raise UserError(
-                f"The model's config has {self.layers:,} layers, which no model has; its config.json is damaged."
-            )
+            raise UserError(f"its config.json has {self.layers:,} layers, which no model has; it is damaged.")
         self.heads = self.number("num_attention_heads", "n_head", "num_heads", default=max(1, self.hidden // 64))
         self.kv_heads = self.number("num_key_value_heads", default=self.heads)
         self.head_dim = self.number("head_dim", default=max(1, self.hidden // self.heads))
@@ -297,11 +295,9 @@ class _Config:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
             if value is not None and not (value == 0 and default is not None):
-                raise UserError(
-                    f"The model's config has {name}: {value!r}, which is no size; its config.json is damaged."
-                )
+                raise UserError(f"its config.json has {name}: {value!r}, which is no size.")
         if default is None:
-            raise UserError(f"The model's config says nothing of its {names[0]}, so it cannot be planned for.")
+            raise UserError(f"its config.json says nothing of {names[0]}.")
         return default
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -663,7 +659,6 @@ def _is_attention(name: str) -> bool:
 def _checked(facts: ModelFacts) -> ModelFacts:
     if facts.parameters > LARGEST:
         raise UserError(
-            f"The model's config describes {facts.parameters:,} parameters, which no model has; its config.json is "
-            "damaged."
+            f"its config.json describes {facts.parameters:,} parameters, which no model has; it is damaged."
         )
     return facts

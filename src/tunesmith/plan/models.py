@@ -53,12 +53,15 @@ def find(model: str) -> Found:
 def read_facts(model: str, *, trust_remote_code: bool = False) -> ModelFacts:
     """Facts of the model of this name: by formula, or by building it without weights."""
     config = read_config(model)
-    if family_of(config) is not None:
-        return from_config(config)
     try:
-        return build_facts(config, trust_remote_code=trust_remote_code)
-    except (ImportError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError):
-        return from_config(config)  # whose note says that it is a guess
+        if family_of(config) is not None:
+            return from_config(config)
+        try:
+            return build_facts(config, trust_remote_code=trust_remote_code)
+        except (ImportError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError):
+            return from_config(config)  # whose note says that it is a guess
+    except UserError as error:
+        raise UserError(f"model: {model} cannot be planned for: {error}") from error
 
 
 def read_config(model: str) -> dict[str, Any]:
