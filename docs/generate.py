@@ -7,6 +7,8 @@ A new page is a function that returns its text, and a line in `PAGES`.
 
 from __future__ import annotations
 
+import json
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +71,126 @@ def settings_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES: dict[str, Callable[[], str]] = {"settings.md": settings_page}
+def planner_page() -> str:
+    from tunesmith.plan.catalogue import GPUS
+    from tunesmith.plan.facts import FAMILIES
+    from tunesmith.plan.memory import LOGITS
+    from tunesmith.plan.plan import Memory
+    from tunesmith.plan.rules import REFUSALS
+
+    parts = [
+        f"| {name} | {field.description or ''} |".replace("  ", " ") for name, field in Memory.model_fields.items()
+    ]
+    gpus = [
+        f"| {gpu.name} | {gpu.mib / 1024:.1f} | {gpu.capability[0]}.{gpu.capability[1]} | {gpu.half:g} | "
+        f"{gpu.fp8 or '-'} | {gpu.bandwidth:g} | {gpu.link:g} |"
+        for gpu in GPUS
+    ]
+    lines = [
+        "# The planner",
+        "",
+        "<!-- made by docs/generate.py from src/tunesmith/plan and benchmarks/results/planner.json; do not edit -->",
+        "",
+        "`tunesmith plan` says what a run will need and how it will be done, before anything is loaded. It reads the",
+        "model's config.json (or a GGUF's header), looks at this machine or takes a named one, and asks two models:",
+        "one for memory, one for time. `train` uses the same plan, and compares it with what it measures at the end.",
+        "",
+        '    tunesmith plan run.yaml --hardware "2 nodes of 4 x A100-80G, nvlink, 50 Gbit/s"',
+        "    tunesmith plan run.yaml --what-if sequence_length=16384 --what-if storage=nf4",
+        "    tunesmith plan run.yaml --solve sequence_length        # or batch, model, gpus",
+        "    tunesmith plan run.yaml --price 2.5 --tokens 1e9",
+        "    tunesmith plan --calibrate                             # measure this GPU once",
+        "",
+        "## How it chooses",
+        "",
+        "Choices are looked at in tiers, and a tier is entered only when nothing before it fits: first what changes",
+        "nothing but speed (micro-batch, recomputation of as many layers as needed, replication or sharding), then",
+        "splitting layers and sequences over GPUs, then quantization (the frozen base in 4 bits, optimizer states in",
+        "8), then offload. Within a tier the least time wins; choices within 5% are equals, and the simplest of them",
+        "is taken. Each choice comes with its reason, and the alternatives with what they would cost.",
+        "",
+        "What is refused, and why:",
+        "",
+        *(f"- {why}" for _, why in REFUSALS),
+        "",
+        "## What is predicted",
+        "",
+        "Memory of one rank, by what it is for, at five moments of a step; the peak is the largest of the five.",
+        f"The loss holds at most {LOGITS['cuda']:,} logits at a time on a GPU.",
+        "",
+        "| part | what it is |",
+        "| --- | --- |",
+        *parts,
+        "",
+        "Parameters are exact for the families below. Other architectures are built without weights, which takes",
+        "seconds, and keep a larger margin.",
+        "",
+        f"`{'`, `'.join(sorted(FAMILIES))}`",
+        "",
+        "## Predicted against measured",
+        "",
+        *_measured(DOCS.parent / "benchmarks" / "results" / "planner.json"),
+        "",
+        "## GPUs that are known by name",
+        "",
+        "| name | GiB | capability | half, TFLOP/s | fp8 | memory, GB/s | link, GB/s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *gpus,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _measured(path: Path) -> list[str]:
+    """The recorded runs as a table, with the errors in the median and at worst."""
+    if not path.exists():
+        return ["Not measured yet: `python benchmarks/planner.py` on a GPU writes the table."]
+    content = json.loads(path.read_text(encoding="utf-8"))
+    rows = content["numbers"]["rows"]
+    measured = [row for row in rows if "measured" in row]
+
+    def errors(key: str) -> list[float]:
+        return [row["predicted"][key] / row["measured"][key] - 1 for row in measured if row["measured"][key]]
+
+    def summary(name: str, key: str) -> str:
+        found = [abs(error) for error in errors(key)]
+        return (
+            f"- {name}: off by {statistics.median(found):.1%} in the median, {max(found):.1%} at worst" if found else ""
+        )
+
+    limit = content["numbers"]["limit_bytes"] * (1 - content["numbers"]["margin"]["known"])
+    fitting = [row for row in rows if row["predicted"]["total_bytes"] <= limit]
+    wrong = [row for row in fitting if row.get("failed") == "out of memory"]
+    pessimistic = [row for row in measured if row["predicted"]["total_bytes"] > limit]
+    lines = [
+        f"{content['device']}, {content['date']}, commit {content['commit']}; {len(rows)} configurations drawn by a",
+        "seeded generator, each through the real training step in a process of its own.",
+        "",
+        summary("peak memory", "allocated_bytes"),
+        summary("tokens a second", "tokens_per_second"),
+        f"- said to fit and out of memory: {len(wrong)}; said not to fit and did: {len(pessimistic)}",
+        "",
+        "| configuration | GiB predicted | measured | error | tokens/s predicted | measured | error |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        predicted = row["predicted"]
+        cells = [row["name"], f"{predicted['allocated_bytes'] / 2**30:.2f}"]
+        if "measured" in row:
+            found = row["measured"]
+            cells += [f"{found['allocated_bytes'] / 2**30:.2f}", _error(predicted, found, "allocated_bytes")]
+            cells += [f"{predicted['tokens_per_second']:,.0f}", f"{found['tokens_per_second']:,.0f}"]
+            cells += [_error(predicted, found, "tokens_per_second")]
+        else:
+            cells += [row["failed"], "", f"{predicted['tokens_per_second']:,.0f}", "", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _error(predicted: dict[str, Any], found: dict[str, Any], key: str) -> str:
+    return f"{predicted[key] / found[key] - 1:+.1%}" if found[key] else ""
+
+
+PAGES: dict[str, Callable[[], str]] = {"settings.md": settings_page, "planner.md": planner_page}
 
 
 def _table(model: dict[str, Any], prefix: str = "") -> list[str]:

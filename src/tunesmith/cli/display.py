@@ -140,8 +140,8 @@ class Display:
     def _finished(self, event: events.Finished) -> None:
         measured, predicted = (output.readable_bytes(n) for n in (event.measured_memory, event.predicted_memory))
         output.say(
-            f"{event.step} steps in {_clock(event.seconds)}, {event.tokens_per_second:,.0f} tokens/s; peak memory "
-            f"{measured} (predicted {predicted})"
+            f"{event.step} steps in {_clock(event.seconds)}, {event.tokens_per_second:,.0f} tokens/s (predicted "
+            f"{event.predicted_tokens_per_second:,.0f}); peak memory {measured} (predicted {predicted})"
         )
 
     def _progress(self, name: str, done: int, total: int | None, facts: str) -> None:

@@ -61,10 +61,13 @@ class Memory(Part):
     weights: int = 0
     """As the forward pass uses them, in the plan's storage."""
     adapter: int = 0
+    """Low-rank factors, in fp32."""
     master: int = 0
     """fp32 copies of trained weights that are held in half precision."""
     gradients: int = 0
+    """Of what is trained, in fp32."""
     optimizer: int = 0
+    """The optimizer's states."""
     activations: int = 0
     """What the forward pass keeps for the backward pass."""
     loss: int = 0

@@ -100,6 +100,7 @@ class Finished(Event):
     tokens_per_second: float
     predicted_memory: int
     measured_memory: int
+    predicted_tokens_per_second: float = 0.0
 
 
 KINDS: dict[str, type[Event]] = {kind.kind: kind for kind in Event.__subclasses__()}

@@ -173,8 +173,9 @@ class _Loop:
             step=self.done,
             seconds=round(time.monotonic() - self.started, 3),
             tokens_per_second=round(self.tokens / self.busy_seconds, 2) if self.busy_seconds else 0.0,
-            predicted_memory=job.plan.memory.total,
+            predicted_memory=job.plan.memory.allocated if job.device.type == "cuda" else job.plan.memory.total,
             measured_memory=peak_memory(job.device),
+            predicted_tokens_per_second=round(job.plan.tokens_per_second, 2),
         )
         self.observe(event)
         write_summary(
