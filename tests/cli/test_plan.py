@@ -121,3 +121,10 @@ def test_mistakes_are_one_sentence(folder, words, message):
     assert result.exit_code == 1
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+def test_train_refuses_a_plan_that_this_version_cannot_run(folder):
+    plan("--hardware", "8 x H100", "--save", "plan.json")
+    result = CliRunner().invoke(app, ["train", "--plan", "plan.json"])
+    assert result.exit_code == 1
+    assert "this version cannot do" in result.output

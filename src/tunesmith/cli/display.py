@@ -168,11 +168,14 @@ def read_plan_file(path: Path) -> Plan:
     from tunesmith.plan.plan import Plan
 
     try:
-        return Plan.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        plan = Plan.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise UserError(f"The plan {path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
         raise UserError(f"{path} is not a plan: {_first_problem(error)}.") from error
+    if plan.beyond:
+        raise UserError(f"The plan {path} needs what this version cannot do: {', '.join(plan.beyond)}.")
+    return plan
 
 
 def _first_problem(error: ValueError) -> str:

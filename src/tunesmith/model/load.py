@@ -18,6 +18,7 @@ from tunesmith import hub
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.model.gguf import converted_folder
+from tunesmith.plan.models import find
 
 if TYPE_CHECKING:
     import torch
@@ -45,26 +46,10 @@ def cache_folder() -> Path:
 
 def locate(model: str) -> Source:
     """Find the model, without loading it; raise UserError when it cannot be one."""
-    path = Path(model).expanduser()
-    if path.is_file():
-        if path.suffix == ".gguf":
-            return Source(str(converted_folder(path, cache_folder())), True)
-        raise UserError(f"model: {model} is a file; give a model folder, a .gguf file or a hub name.")
-    if path.is_dir():
-        if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
-            raise UserError(f"model: {model} holds an adapter, not a model; give the base model it was made for.")
-        if (path / "config.json").exists():
-            return Source(str(path), True)
-        ggufs = sorted(path.glob("*.gguf"))
-        if len(ggufs) == 1:
-            return Source(str(converted_folder(ggufs[0], cache_folder())), True)
-        if ggufs:
-            raise UserError(f"model: {model} holds {len(ggufs)} GGUF files; name the one you mean.")
-        raise UserError(f"model: the folder {model} holds no config.json, so it is not a model folder.")
-    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or path.suffix == ".gguf"
-    if looks_like_path or not _is_hub_name(model):
-        raise UserError(f"model: {model} does not exist; give a model folder, a .gguf file or a hub name.")
-    return Source(model, False)
+    found = find(model)
+    if found.kind == "gguf":
+        return Source(str(converted_folder(Path(found.location), cache_folder())), True)
+    return Source(found.location, found.kind == "folder")
 
 
 def load_config(run: Run) -> PreTrainedConfig:
@@ -151,17 +136,6 @@ def model_fingerprint(run: Run) -> str:
 
 def parameter_count(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _is_hub_name(model: str) -> bool:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(model)
-    except HFValidationError:
-        return False
-    return True
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ Legend: T tokens, I inputs, O outputs, R rank.
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import json
 import math
@@ -25,6 +24,7 @@ from torch import nn
 
 from tunesmith.config.schema import Lora
 from tunesmith.errors import UserError
+from tunesmith.plan.facts import choose_layers, matches
 
 PREFIX = "base_model.model."
 """What PEFT puts before module names in adapter files."""
@@ -100,7 +100,7 @@ def find_targets(model: nn.Module, settings: Lora) -> list[str]:
     else:
         chosen = []
         for pattern in settings.targets:
-            matching = [name for name in linears if _matches(name, pattern)]
+            matching = [name for name in linears if matches(name, pattern)]
             if not matching:
                 known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in candidates})) or "none"
                 raise UserError(f"lora.targets: '{pattern}' matches no linear of this model; it has {known}.")
@@ -115,29 +115,6 @@ def find_targets(model: nn.Module, settings: Lora) -> list[str]:
     if not chosen:
         raise UserError("lora: no linear of this model is left to adapt; look at lora.targets and lora.layers.")
     return chosen
-
-
-def choose_layers(text: str, count: int) -> frozenset[int]:
-    """`top 8`, `bottom 4`, `0-7`, `3,5,7` as layer numbers of a model with `count` layers."""
-    wanted: set[int] = set()
-    for part in text.split(","):
-        words = re.fullmatch(r"\s*(?:(top|bottom)\s+(\d+)|(\d+)\s*-\s*(\d+)|(\d+))\s*", part)
-        if words is None:
-            raise UserError(f"lora.layers: '{text}' is not understood; write `top 8`, `bottom 4`, `0-7` or `3,5,7`.")
-        side, number, first, last, single = words.groups()
-        if side == "top":
-            wanted |= set(range(max(0, count - int(number)), count))
-        elif side == "bottom":
-            wanted |= set(range(min(int(number), count)))
-        elif single is not None:
-            wanted.add(int(single))
-        else:
-            wanted |= set(range(int(first), int(last) + 1))
-    outside = sorted(layer for layer in wanted if layer >= count)
-    if outside or not wanted:
-        named = outside[0] if outside else text
-        raise UserError(f"lora.layers: there is no layer {named}; the model's layers are 0 to {count - 1}.")
-    return frozenset(wanted)
 
 
 def adapters(model: nn.Module) -> dict[str, LoraLinear]:
@@ -261,11 +238,6 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     module.train(model.training)
     setattr(model.get_submodule(parent), child, module)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """As in PEFT a plain word is the end of a name; stars and brackets make it a glob over the end of the name."""
-    return name == pattern or name.endswith("." + pattern) or fnmatch.fnmatchcase("." + name, "*." + pattern)
 
 
 def _layer_of(name: str) -> int | None:
