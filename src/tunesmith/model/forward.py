@@ -163,7 +163,9 @@ def settle(model: nn.Module, *, vocabulary: int) -> tuple[Calling, str | None]:
     try:
         model.set_attn_implementation(own_attention)
         expected = _own_losses(model, inputs)
-        tolerance, leak = (1e-4, 1e-5) if expected.dtype == torch.float64 else (0.05, 0.005)
+        # In half precision a model's own losses on random tokens are off by some percent, whichever way it is called.
+        is_exact = expected.dtype == torch.float64
+        tolerance, leak = (1e-4, 1e-5) if is_exact else (0.05 * expected.abs().max().item(), 0.005)
         changed = inputs.tokens.clone()
         changed[:7] = (changed[:7] + 1) % vocabulary
         reasons = []
