@@ -163,3 +163,22 @@ def test_pins_are_obeyed():
 def test_host_memory_that_is_too_small_for_loading_is_said():
     plan = make_plan(run(), LLAMA_8B, machine(gpu=gpu(80), memory=8 * GIB))
     assert "may be killed" in why(plan, "host memory")
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(sorted(MODEL)),
+    st.integers(1, 5),
+    st.integers(1, 8),
+    st.sampled_from(["T4", "RTX 4090", "A100-80G", "B200"]),
+    st.sampled_from(["full", "lora", "qlora"]),
+    st.integers(1, 70),
+)
+def test_every_named_machine_gets_a_plan_for_its_whole_batch(model, nodes, gpus, name, method, sequences):
+    hardware = named(f"{nodes} nodes of {gpus} x {name}, 25 Gbit/s")
+    wanted = run(sequence_length=1024, batch_tokens=1024 * sequences).model_copy(update={"method": method})
+    plan = make_plan(wanted, MODEL[model], hardware)
+    assert plan.mesh.ranks <= nodes * gpus
+    assert plan.mesh.data_ranks <= sequences
+    assert plan.accumulation * plan.micro_batch * plan.mesh.data_ranks >= sequences
+    assert plan.tokens_per_second > 0

@@ -256,15 +256,16 @@ def _meshes(task: Task, is_limited: bool, *, has_axes: bool) -> Iterator[dict[st
     if task.device == "cpu" or hardware.gpu_count == 1 or (is_limited and "ddp" not in rules.EXECUTABLE["sharding"]):
         yield {}
         return
-    per_node, nodes = len(hardware.gpus), hardware.nodes
+    per_node = len(hardware.gpus)
     powers = [size for size in (1, 2, 4, 8, 16) if per_node % size == 0] if has_axes else [1]
     for tensor in powers:
         for context in powers:
             if tensor * context > per_node or (context > 1 and task.sequences >= hardware.gpu_count):
                 continue
             here = per_node // (tensor * context)
-            while here > 1 and here * nodes > task.sequences:
+            while here > 1 and here * hardware.nodes > task.sequences:
                 here //= 2
+            nodes = min(hardware.nodes, max(1, task.sequences // here))
             ranks = here * nodes
             mesh = {"tensor": tensor, "context": context}
             if ranks == 1:
