@@ -79,7 +79,7 @@ def prepare_run(
         _check_agreement(run, plan)
     elif before is not None and before.is_like(run_folder.identify(run, data=before.data, model=model)):
         chosen = planned
-    if chosen is None or (chosen.device == "cuda" and not torch.cuda.is_available()):
+    if chosen is None or not _can_run(chosen, run):
         chosen = plan_run(run)
     if run.method == "lora" and (run.lora.targets != "all-linear" or run.lora.layers is not None):
         lora.find_targets(load.load_skeleton(run), run.lora)
@@ -147,6 +147,7 @@ def assemble(setting: Setting) -> Job:
             device=device,
             sequence_length=plan.sequence_length,
             micro_batch=plan.micro_batch,
+            shape=micro_batch_shape(plan),
         )
         return Evaluation(
             step=step,
@@ -182,6 +183,13 @@ def assemble(setting: Setting) -> Job:
     )
 
 
+def _can_run(plan: Plan, run: Run) -> bool:
+    """Whether a plan made earlier still fits: its device is here, and no other is asked for now."""
+    if run.device not in ("auto", plan.device):
+        return False
+    return plan.device == "cpu" or torch.cuda.is_available()
+
+
 def make_trainable(model: torch.nn.Module, run: Run, plan: Plan) -> None:
     """Adapters or all weights, then everything that makes the steps fast and fit."""
     if run.method == "lora":
@@ -213,7 +221,8 @@ def evaluate_run(
     def measure(model: torch.nn.Module) -> list[HeldOut]:
         calling, _ = settle(model, vocabulary=load.vocabulary_size(model.config))
         device = next(model.parameters()).device
-        return held_out_losses(model, calling, stores, device=device, sequence_length=plan.sequence_length)
+        sizes = {"sequence_length": plan.sequence_length, "micro_batch": plan.micro_batch}
+        return held_out_losses(model, calling, stores, device=device, **sizes)
 
     before = None
     if with_base:

@@ -124,7 +124,9 @@ def read_plan(folder: Path) -> Plan | None:
     try:
         return Plan.model_validate(content)
     except ValueError as error:
-        raise UserError(f"{folder / 'plan.json'} is not a plan: {str(error).splitlines()[0]}.") from error
+        raise UserError(
+            f"{folder / 'plan.json'} is not a plan of this version; remove that file to have a new one made."
+        ) from error
 
 
 def write_start(folder: Path, identity: Identity, plan: Plan) -> None:

@@ -210,8 +210,8 @@ class Run(Settings):
     """Weight decay, on matrices only."""
     max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0
     """Gradients with a larger norm are scaled down to it; null switches this off."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Arithmetic of the forward and backward pass; `auto` takes the best the device has."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
+    """Arithmetic; `auto` takes bf16 where the device has it; `fp8` is bf16 with large products in fp8 (newer GPUs)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; `auto` takes a GPU when there is one."""
     deterministic: bool = False

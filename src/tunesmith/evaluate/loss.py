@@ -10,7 +10,7 @@ from torch import nn
 
 from tunesmith.data.loader import evaluation_batches
 from tunesmith.data.store import TokenStore
-from tunesmith.model.forward import Calling, to_device, token_losses
+from tunesmith.model.forward import Calling, Shape, to_device, token_losses
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ def held_out_losses(
     device: torch.device,
     sequence_length: int,
     micro_batch: int = 1,
+    shape: Shape | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> list[HeldOut]:
     """The model must be in evaluation mode. `progress` is told the data set and the documents done."""
@@ -41,7 +42,7 @@ def held_out_losses(
         weight = 0.0
         done = 0
         for batch in evaluation_batches(store, sequence_length=sequence_length, micro_batch=micro_batch):
-            total += token_losses(model, to_device(batch, device), calling)[0].double()
+            total += token_losses(model, to_device(batch, device, shape), calling)[0].double()
             weight += batch.weights.double().sum().item()
             done += len(batch.origins)
             if progress:
