@@ -133,3 +133,22 @@ def check_lowrank_mlp(device: str, dtype=torch.float32, fp8: bool = False) -> No
         error = ((one.double() - want).norm() / want.norm()).item()
         assert error < tolerance, (number, error)
     print("mlp: ok")
+
+
+def check_nf4(device: str, dtypes=(torch.float32, torch.float16)) -> None:
+    """Bit for bit what torch alone makes of the same bytes."""
+    from tunesmith.kernels import nf4
+    from tunesmith.kernels.nf4_dequantize import dequantize_into
+
+    cases = 0
+    for dtype in dtypes:
+        for rows, columns in ((1, 1), (3, 7), (32, 64), (7, 129), (130, 131), (257, 64), (300, 64)):
+            weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)) * 0.02
+            held = nf4.quantize(weight)
+            expected = nf4.dequantize_plainly(nf4.split(held, weight.numel()), weight.numel()).to(dtype)
+            found = torch.full((weight.numel() + 1,), 7.0, dtype=dtype, device=device)
+            dequantize_into(found[:-1], nf4.split(held.to(device), weight.numel()))
+            assert torch.equal(found[:-1].cpu(), expected), (dtype, rows, columns)
+            assert found[-1] == 7.0
+            cases += 1
+    print(f"nf4: {cases} cases")

@@ -1,0 +1,210 @@
+"""Frozen weights in 4 bits (nf4) with quantized scales, the values that bitsandbytes has.
+
+Blocks of 64 weights share a scale, their largest magnitude; each weight becomes the nearest of 16 values on [-1, 1].
+Of the scales, less their mean (`offset`), blocks of 256 share a scale again and become 8-bit codes. All of it lies in
+one uint8 tensor, so that whatever carries a weight carries this: 4.127 bits a weight. The weights of several linears
+may lie one behind the other; each is quantized by itself. A weight is made whole just before it is multiplied, in
+the forward pass and again in the backward pass, and is not kept.
+
+Legend: T tokens, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+BLOCK = 64
+NESTED = 256
+ALIGNED = 16
+"""Every part starts at a multiple of so many bytes."""
+CHUNK = BLOCK << 18
+"""Weights quantized at a time: what is needed for it on the way stays below 300 MB, however large the matrix."""
+TINY = 1e-38
+VALUES = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+"""Quantiles of a normal distribution, with an exact zero (QLoRA, appendix E)."""
+
+
+class Parts(NamedTuple):
+    """Views into a weight held in nf4."""
+
+    nested: torch.Tensor
+    """float32: scales of the scales"""
+    offset: torch.Tensor
+    """float32 [1]: the mean scale"""
+    scales: torch.Tensor
+    """uint8: the code of each block's scale"""
+    packed: torch.Tensor
+    """uint8: two weights a byte, the first in the upper half"""
+
+
+def quantize(weight: torch.Tensor) -> torch.Tensor:
+    """Any tensor of weights, in the order it lies in, as a uint8 vector; `dequantize` gives the weights back."""
+    flat = weight.detach().reshape(-1)
+    count = flat.numel()
+    found = flat.new_zeros(size(count), dtype=torch.uint8)
+    parts = split(found, count)
+    scales = torch.empty(parts.scales.shape, dtype=torch.float32, device=flat.device)
+    for start in range(0, count, CHUNK):
+        codes, chunk_scales = _to_nearest(flat[start : start + CHUNK].float())
+        scales[start // BLOCK :][: chunk_scales.shape[0]] = chunk_scales
+        parts.packed[start // 2 :][: codes.shape[0] // 2] = (codes[::2] << 4) | codes[1::2]
+    parts.offset.copy_(scales.mean())
+    _quantize_scales(scales - parts.offset, parts)
+    return found
+
+
+@torch.library.custom_op("tunesmith::nf4_dequantize", mutates_args=())
+def dequantize(weight4: torch.Tensor, rows: Sequence[int], columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """The weights [sum of rows, columns], of one or several linears that lie one behind the other."""
+    out = weight4.new_empty(sum(rows), columns, dtype=dtype)
+    flat, place, first = out.view(-1), 0, 0
+    for count in (height * columns for height in rows):
+        parts = split(weight4[place : place + size(count)], count)
+        if weight4.is_cuda:
+            from tunesmith.kernels.nf4_dequantize import dequantize_into
+
+            dequantize_into(flat[first : first + count], parts)
+        else:
+            flat[first : first + count] = dequantize_plainly(parts, count)
+        place, first = place + size(count), first + count
+    return out
+
+
+@dequantize.register_fake
+def _(weight4, rows, columns, dtype):
+    return weight4.new_empty(sum(rows), columns, dtype=dtype)
+
+
+def whole(weight: torch.Tensor, rows: Sequence[int], columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """The weight to multiply with: made from nf4 where it is held so, else the tensor itself."""
+    return dequantize(weight, rows, columns, dtype) if weight.dtype == torch.uint8 else weight
+
+
+def nf4_linear(x: torch.Tensor, weight4: torch.Tensor, outputs: int, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x @ W.T + bias` with a frozen W, for inputs of any shape [..., K]."""
+    return _Nf4Linear.apply(x, weight4, outputs, bias)
+
+
+class _Nf4Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight4, outputs, bias):
+        ctx.save_for_backward(weight4)
+        ctx.outputs, ctx.columns = outputs, x.shape[-1]
+        return F.linear(x, dequantize(weight4, [outputs], x.shape[-1], x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx, g):
+        (weight4,) = ctx.saved_tensors
+        return g @ dequantize(weight4, [ctx.outputs], ctx.columns, g.dtype), None, None, None
+
+
+def split(weight4: torch.Tensor, count: int) -> Parts:
+    """The parts of one weight of `count` elements."""
+    blocks = -(-count // BLOCK)
+    nested = -(-blocks // NESTED)
+    scales_at = _aligned(4 * nested + 4)
+    packed_at = scales_at + _aligned(blocks)
+    numbers = weight4[: 4 * nested + 4].view(torch.float32)
+    return Parts(
+        nested=numbers[:nested],
+        offset=numbers[nested:],
+        scales=weight4[scales_at : scales_at + blocks],
+        packed=weight4[packed_at : packed_at + -(-count // 2)],
+    )
+
+
+def size(count: int) -> int:
+    """Bytes that hold `count` weights."""
+    blocks = -(-count // BLOCK)
+    return _aligned(4 * -(-blocks // NESTED) + 4) + _aligned(blocks) + _aligned(-(-count // 2))
+
+
+def dequantize_plainly(parts: Parts, count: int) -> torch.Tensor:
+    """In torch alone, in fp32: the truth the kernel is held against."""
+    device = parts.packed.device
+    nested = parts.nested.repeat_interleave(NESTED)[: parts.scales.shape[0]]
+    scales = scale_values(device)[parts.scales.int()] * nested + parts.offset
+    codes = torch.stack([parts.packed >> 4, parts.packed & 15], dim=1).view(-1)
+    codes = F.pad(codes, (0, scales.shape[0] * BLOCK - codes.shape[0]))
+    return (values(device)[codes.int()].view(-1, BLOCK) * scales[:, None]).view(-1)[:count]
+
+
+@cache
+def values(device: torch.device) -> torch.Tensor:
+    return torch.tensor(VALUES, dtype=torch.float32, device=device)
+
+
+@cache
+def scale_values(device: torch.device) -> torch.Tensor:
+    """The 256 numbers a scale's code stands for: seven decades on either side of zero, denser towards one."""
+    found = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        means = (edges[:-1] + edges[1:]) / 2
+        found += (10 ** (decade - 6) * means).tolist()
+        found += (-(10 ** (decade - 6)) * means).tolist()
+    return torch.tensor(sorted(found), dtype=torch.float32).to(device)
+
+
+def _to_nearest(chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An even number of codes, and the scale of each block. A block that is not full is divided by its scale, full
+    ones are multiplied by its inverse: bitsandbytes does so, and the last bit decides where a weight lies between two
+    values."""
+    full = chunk.shape[0] // BLOCK * BLOCK
+    blocks, rest = chunk[:full].view(-1, BLOCK), chunk[full:]
+    scales = blocks.abs().amax(1)
+    normed = (blocks * (1.0 / scales.clamp(min=TINY))[:, None]).view(-1)
+    if rest.shape[0]:
+        scale = rest.abs().max().clamp(min=TINY)
+        scales = torch.cat([scales, scale[None]])
+        normed = torch.cat([normed, rest / scale])
+    if normed.shape[0] % 2:
+        normed = F.pad(normed, (0, 1))
+    between = (values(chunk.device)[1:] + values(chunk.device)[:-1]) / 2
+    return torch.bucketize(normed.clamp(-1, 1), between, out_int32=True).to(torch.uint8), scales
+
+
+def _quantize_scales(centred: torch.Tensor, parts: Parts) -> None:
+    blocks = F.pad(centred, (0, parts.nested.shape[0] * NESTED - centred.shape[0])).view(-1, NESTED)
+    largest = blocks.abs().amax(1)
+    parts.nested.copy_(largest)
+    normed = (blocks * (1.0 / largest)[:, None]).clamp(-1, 1)
+    # bitsandbytes looks the nearest code up in a table of 65,536 steps over [-1, 1], with one rounding of the step's
+    # number; in fp64 the product is exact, so that the conversion to fp32 is that rounding.
+    step = ((normed + 1).double() * (0.5 * 65535) + 0.5).float().nan_to_num().long()
+    codes = torch.where(largest[:, None] == 0, 0, _nearest_scale(centred.device)[step])
+    parts.scales.copy_(codes.view(-1)[: centred.shape[0]])
+
+
+@cache
+def _nearest_scale(device: torch.device) -> torch.Tensor:
+    numbers = scale_values(torch.device("cpu"))
+    between = 0.5 * (numbers[1:] + numbers[:-1])
+    steps = -1.0 + (2.0 * torch.arange(65536, dtype=torch.float32)) / 65535.0
+    return torch.bucketize(steps, between).to(torch.uint8).to(device)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNED) * ALIGNED

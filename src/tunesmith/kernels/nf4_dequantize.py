@@ -1,0 +1,62 @@
+"""Weights held in nf4 made whole on a GPU, in one pass: 4.127 bits read and a half or single precision number written
+for each. Legend as in `nf4.py`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tunesmith.kernels.nf4 import BLOCK, NESTED, Parts, scale_values, values
+
+BYTES = 1024
+"""Packed bytes of one program."""
+
+
+def dequantize_into(out: torch.Tensor, parts: Parts) -> None:
+    """Fill the vector `out`."""
+    count = out.shape[0]
+    _kernel[(triton.cdiv(parts.packed.shape[0], BYTES),)](
+        parts.packed,
+        parts.scales,
+        parts.nested,
+        parts.offset,
+        values(out.device),
+        scale_values(out.device),
+        out,
+        count,
+        BYTES=BYTES,
+        BLOCK=BLOCK,
+        NESTED=NESTED,
+        num_warps=4,
+        enable_fp_fusion=False,  # the scale is a product, rounded, and then a sum: fused it would be another number
+    )
+
+
+@triton.jit
+def _kernel(
+    packed,
+    scales,
+    nested,
+    offset,
+    values,
+    scale_values,
+    out,
+    COUNT,
+    BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NESTED: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BYTES
+    place = first + tl.arange(0, BYTES)
+    is_there = place * 2 < COUNT
+    both = tl.load(packed + place, mask=is_there, other=0).to(tl.int32)
+    block = place // (BLOCK // 2)
+    code = tl.load(scales + block, mask=is_there, other=0).to(tl.int32)
+    scale = tl.load(scale_values + code) * tl.load(nested + block // NESTED, mask=is_there, other=0.0)
+    scale = scale + tl.load(offset)
+    upper = tl.load(values + (both >> 4)) * scale
+    lower = tl.load(values + (both & 15)) * scale
+    weights = tl.interleave(upper, lower).to(out.dtype.element_ty)
+    target = first * 2 + tl.arange(0, 2 * BYTES)
+    tl.store(out + target, weights, mask=target < COUNT)
