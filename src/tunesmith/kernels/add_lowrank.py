@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-ROWS, COLUMNS = 64, 256
+ROWS, COLUMNS = 64, 128
 
 
 def add_lowrank_(y_tn: torch.Tensor, low_tr: torch.Tensor, up_rn: torch.Tensor) -> torch.Tensor:

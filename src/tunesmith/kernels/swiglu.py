@@ -15,7 +15,7 @@ import triton.language as tl
 
 from tunesmith.kernels.lowrank import E4M3, E4M3_MAX
 
-ROWS, COLUMNS, WARPS = 64, 128, 8
+ROWS, COLUMNS, WARPS = 32, 128, 4
 """Tile of one program of the first pass."""
 QUANTIZED = 4096
 """Columns of one row that a program of the second pass takes."""
