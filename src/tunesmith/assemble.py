@@ -122,6 +122,8 @@ def assemble(setting: Setting) -> Job:
     model = load.load_model(run, dtype=plan.precision, device=plan.device)
     model.config.use_cache = False
     calling, note = settle(model, vocabulary=load.vocabulary_size(model.config))
+    if calling.layout == "padded":  # rows change their shape with every step: nothing to compile once
+        plan = plan.model_copy(update={"is_compiled": False})
     make_trainable(model, run, plan)
     optimizer = Optimizer(model.named_parameters(), run, master_weights=plan.master_weights)
     loader = Loader(
