@@ -689,7 +689,7 @@ def test_killed_at_random_moments_nothing_acknowledged_is_lost(tmp_path, writers
     for _ in range(25):
         writers.run(newest + 1, kill_after=chance.uniform(0, 0.06))
         newest, best = check_after_kill(tmp_path / "checkpoints", writers.acknowledged, best)
-    assert newest > 20
+    assert newest > 0, "the writers made no progress at all, so nothing was tried"
 
 
 @pytest.mark.parametrize("again", [False, True])
