@@ -1,26 +1,36 @@
 """A frozen linear and its low-rank adapter as one operation: `x @ W.T + (x @ A.T) @ B.T`, with its gradients.
 
-The large product runs in bf16 or in fp8; the adapter's small ones add to its output in place, so that neither the sum
-nor the gradient of a sum is a pass over memory of its own. W has no gradient. In fp8 each row of x, of W and of the
-incoming gradient has its own scale. W is quantized once; its scales are folded into the gradient before that is
-quantized, so that forward and backward use the same values of W.
+The large product runs in bf16 or in fp8, with W held in bf16, fp8 or nf4; the adapter's small ones add to its output
+in place, so that neither the sum nor the gradient of a sum is a pass over memory of its own. W has no gradient. In
+fp8 each row of x, of W and of the incoming gradient has its own scale. W is quantized once; its scales are folded
+into the gradient before that is quantized, so that forward and backward use the same values of W.
 
 Legend: T tokens, K inputs, N outputs, R rank; `8` marks fp8 values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+from tunesmith.kernels.nf4 import whole
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 
 
 def lowrank_linear(
-    x_tk: torch.Tensor, weight_nk: torch.Tensor, a_rk: torch.Tensor, b_nr: torch.Tensor, bias_n: torch.Tensor | None
+    x_tk: torch.Tensor,
+    weight_nk: torch.Tensor,
+    a_rk: torch.Tensor,
+    b_nr: torch.Tensor,
+    bias_n: torch.Tensor | None,
+    rows: Sequence[int] = (),
 ) -> torch.Tensor:
-    """In the precision of `x_tk`. `b_nr` already holds the adapter's scale."""
-    return _LowRank.apply(x_tk, weight_nk, a_rk, b_nr, bias_n)
+    """In the precision of `x_tk`. `b_nr` already holds the adapter's scale. `weight_nk` may be held in nf4, as several
+    weights with so many `rows` each."""
+    return _LowRank.apply(x_tk, weight_nk, a_rk, b_nr, bias_n, tuple(rows))
 
 
 def lowrank_linear_fp8(
@@ -43,17 +53,21 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 class _LowRank(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_tk, weight_nk, a_rk, b_nr, bias_n):
+    def forward(ctx, x_tk, weight_nk, a_rk, b_nr, bias_n, rows):
         low_tr = x_tk @ a_rk.t()
         ctx.save_for_backward(x_tk, weight_nk, a_rk, b_nr, low_tr)
+        ctx.rows = rows
+        weight_nk = whole(weight_nk, rows, x_tk.shape[1], x_tk.dtype)
         return product_plus_small(x_tk, weight_nk.t(), low_tr, b_nr.t(), bias_n)
 
     @staticmethod
     def backward(ctx, g_tn):
         x_tk, weight_nk, a_rk, b_nr, low_tr = ctx.saved_tensors
         g_tr = g_tn @ b_nr
-        d_x = product_plus_small(g_tn, weight_nk, g_tr, a_rk, None) if ctx.needs_input_grad[0] else None
-        return d_x, None, g_tr.t() @ x_tk, g_tn.t() @ low_tr, None
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            d_x = product_plus_small(g_tn, whole(weight_nk, ctx.rows, x_tk.shape[1], g_tn.dtype), g_tr, a_rk, None)
+        return d_x, None, g_tr.t() @ x_tk, g_tn.t() @ low_tr, None, None
 
 
 class _LowRankFp8(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Adapters at full speed: linears that share an input are computed together, in bf16 or fp8.
+"""Adapters at full speed: linears that share an input are computed together, over a base in bf16, fp8 or nf4.
 
 `fuse` takes over the bases of a model's adapters. The q, k and v projections of an attention, and gate and up of an
 MLP, become one product with one joint adapter; every other adapted linear is a group of one. The model's code is not
@@ -14,6 +14,7 @@ from torch import nn
 
 from tunesmith.kernels.lowrank import lowrank_linear, lowrank_linear_fp8, quantize_rows
 from tunesmith.model.lora import LoraLinear
+from tunesmith.model.quantized import Nf4Linear
 
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Sibling linears that models call one after the other with the same input, in this order."""
@@ -27,17 +28,20 @@ def fuse(model: nn.Module, *, fp8: bool, whole_mlps: bool = False) -> int:
     `whole_mlps` makes one operation of each gated MLP (needs a GPU).
     """
     groups = 0
+    dtype = model.get_input_embeddings().weight.dtype
     if whole_mlps:
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                if _is_gated_mlp(child):
+                if _is_gated_mlp(child, dtype):
                     setattr(parent, name, JointMlp(child, fp8=fp8))
                     groups += 1
     for parent in list(model.modules()):
         taken: set[str] = set()
         adapted = {name: child for name, child in parent.named_children() if _can_fuse(child)}
         for names in (*SHARED_INPUTS, *((name,) for name in adapted)):
-            if all(name in adapted and name not in taken for name in names):
+            if all(name in adapted and name not in taken for name in names) and (
+                len({type(adapted[name].base) for name in names}) == 1
+            ):
                 taken.update(names)
                 _group([adapted[name] for name in names], fp8=fp8)
                 groups += 1
@@ -52,11 +56,11 @@ class JointProduct(nn.Module):
 
     def __init__(self, members: list[LoraLinear], *, fp8: bool):
         super().__init__()
-        weight_nk = torch.cat([member.base.weight.detach() for member in members])
+        weight_nk = torch.cat([_held(member) for member in members])
         biases = [member.base.bias for member in members]
         bias_n = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
-        self.is_fp8 = fp8 and all(size % FP8_MULTIPLE == 0 for size in weight_nk.shape)
-        self.sizes = [member.base.weight.shape[0] for member in members]
+        self.is_fp8 = fp8 and _fits_fp8(weight_nk)
+        self.sizes = [member.base.out_features for member in members]
         self.members = tuple(members)  # a tuple, so that they are not its children: it is theirs
         if self.is_fp8:
             weight_nk, scale_n1 = quantize_rows(weight_nk)
@@ -83,7 +87,7 @@ class JointProduct(nn.Module):
         if self.is_fp8:
             y_tn = lowrank_linear_fp8(x_tk, self.weight_nk, self.scale_n, a_rk, b_nr, self.bias_n)
         else:
-            y_tn = lowrank_linear(x_tk, self.weight_nk, a_rk, b_nr, self.bias_n)
+            y_tn = lowrank_linear(x_tk, self.weight_nk, a_rk, b_nr, self.bias_n, self.sizes)
         return y_tn.view(*x.shape[:-1], -1).split(self.sizes, dim=-1)
 
 
@@ -93,10 +97,10 @@ class JointMlp(nn.Module):
     def __init__(self, mlp: nn.Module, *, fp8: bool):
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        gate_up = torch.cat([mlp.gate_proj.base.weight.detach(), mlp.up_proj.base.weight.detach()])
-        down = mlp.down_proj.base.weight.detach()
+        gate_up = torch.cat([_held(mlp.gate_proj), _held(mlp.up_proj)])
+        down = _held(mlp.down_proj)
         gate_up_scale = down_scale = None
-        if fp8 and all(size % FP8_MULTIPLE == 0 for size in gate_up.shape):
+        if fp8 and _fits_fp8(gate_up):
             (gate_up, gate_up_scale), (down, down_scale) = quantize_rows(gate_up), quantize_rows(down)
             gate_up_scale, down_scale = gate_up_scale.squeeze(1), down_scale.squeeze(1)
         self.register_buffer("gate_up", gate_up, persistent=False)
@@ -121,7 +125,7 @@ class JointMlp(nn.Module):
         return out.view(x.shape)
 
 
-def _is_gated_mlp(module: nn.Module) -> bool:
+def _is_gated_mlp(module: nn.Module, dtype: torch.dtype) -> bool:
     """`down_proj(silu(gate_proj(x)) * up_proj(x))` and nothing else: tried on the module itself."""
     children = dict(module.named_children())
     linears = [children.pop(name, None) for name in ("gate_proj", "up_proj", "down_proj")]
@@ -133,16 +137,27 @@ def _is_gated_mlp(module: nn.Module) -> bool:
     gate, up, down = linears
     if gate.rank != up.rank:
         return False
-    weight = gate.base.weight
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, weight.shape[1], generator=generator).to(weight)
+    x = torch.randn(2, gate.base.in_features, generator=generator).to(gate.lora_a.device, dtype)
     with torch.no_grad():
         expected = down(F.silu(gate(x)) * up(x))
         return torch.allclose(module(x), expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
 
 
 def _can_fuse(module: nn.Module) -> bool:
-    return isinstance(module, LoraLinear) and module.dropout == 0 and type(module.base) is nn.Linear
+    if not isinstance(module, LoraLinear) or module.dropout != 0:
+        return False
+    base = module.base
+    return type(base) is nn.Linear or (isinstance(base, Nf4Linear) and not base.is_transposed)
+
+
+def _held(member: LoraLinear) -> torch.Tensor:
+    """The base's weight as it is held: a matrix, or the vector of bytes that is one in nf4."""
+    return member.base.weight4 if isinstance(member.base, Nf4Linear) else member.base.weight.detach()
+
+
+def _fits_fp8(weight: torch.Tensor) -> bool:
+    return weight.is_floating_point() and all(size % FP8_MULTIPLE == 0 for size in weight.shape)
 
 
 def _group(members: list[LoraLinear], *, fp8: bool) -> None:

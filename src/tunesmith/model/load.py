@@ -19,6 +19,7 @@ from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.model.gguf import converted_folder
 from tunesmith.plan.models import find
+from tunesmith.plan.plan import Storage
 
 if TYPE_CHECKING:
     import torch
@@ -72,11 +73,19 @@ def load_tokenizer(run: Run) -> PreTrainedTokenizerBase:
         )
 
 
-def load_model(run: Run, *, dtype: str, device: str, attention: str = "sdpa") -> PreTrainedModel:
-    """The model with its weights in `dtype` ("fp32", "bf16", "fp16") on `device`, in evaluation mode."""
+def load_model(
+    run: Run, *, dtype: str, device: str, attention: str = "sdpa", storage: Storage = "plain"
+) -> PreTrainedModel:
+    """The model with its weights in `dtype` ("fp32", "bf16", "fp16") on `device`, in evaluation mode.
+
+    With `storage` nf4 the linears of the decoder layers are quantized one by one as they are read.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
+    if storage == "nf4":
+        return _load_nf4(run, dtype=dtype, device=device, attention=attention)
+    assert storage == "plain"
     source = locate(run.model)
     with _reading(run, "weights"), quiet():
         model = AutoModelForCausalLM.from_pretrained(
@@ -88,6 +97,43 @@ def load_model(run: Run, *, dtype: str, device: str, attention: str = "sdpa") ->
             local_files_only=source.offline,
         )
     return model.to(device).eval()
+
+
+def _load_nf4(run: Run, *, dtype: str, device: str, attention: str) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    from tunesmith.model import quantized
+
+    config = load_config(run)
+    source = locate(run.model)
+    options = {"attn_implementation": attention, "trust_remote_code": run.trust_remote_code}
+    form = {"dtype": getattr(torch, DTYPES[dtype]), "device": torch.device(device)}
+    with _reading(run, "weights"), quiet():
+        folder = _weights_folder(source)
+        model = quantized.build_empty(
+            lambda: AutoModelForCausalLM.from_config(config, dtype=form["dtype"], **options)
+        ).eval()
+        if quantized.fill(model, folder, **form):
+            if (folder / "generation_config.json").exists():
+                model.generation_config = GenerationConfig.from_pretrained(folder)
+            return model
+        # Files of another layout are translated by transformers, which reads them whole, in host memory.
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", use_safetensors=True, local_files_only=True, **options
+        )
+        quantized.quantize_linears(model, **form)
+    return model.eval()
+
+
+def _weights_folder(source: Source) -> Path:
+    """The folder with the model's files, downloaded first where the model is on the hub."""
+    if source.is_local:
+        return Path(source.location)
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.safetensors", "*.json", "*.py"]
+    return Path(snapshot_download(source.location, allow_patterns=wanted, local_files_only=source.offline))
 
 
 def load_skeleton(run: Run) -> PreTrainedModel:

@@ -11,6 +11,7 @@ Legend: T tokens, I inputs, O outputs, R rank.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -24,6 +25,7 @@ from torch import nn
 
 from tunesmith.config.schema import Lora
 from tunesmith.errors import UserError
+from tunesmith.model.quantized import Nf4Linear, is_transposed
 from tunesmith.plan.facts import choose_layers, matches
 
 PREFIX = "base_model.model."
@@ -36,7 +38,7 @@ class LoraLinear(nn.Module):
     def __init__(self, base: nn.Module, rank: int, scale: float, dropout: float = 0.0):
         super().__init__()
         inputs, outputs = _sizes(base)
-        device = base.weight.device
+        device = next(itertools.chain(base.parameters(), base.buffers())).device
         self.base = base.requires_grad_(False)
         self.joint: nn.Module | None = None
         self.index = 0
@@ -221,15 +223,16 @@ def attach_saved(model: nn.Module, folder: Path) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or _is_transposed(module)
+    return isinstance(module, nn.Linear | Nf4Linear) or is_transposed(module)
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """GPT-2's Conv1D: a linear whose weight is stored [I, O]."""
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    return module.is_transposed if isinstance(module, Nf4Linear) else is_transposed(module)
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:
+    if isinstance(module, Nf4Linear):
+        return module.in_features, module.out_features
     first, second = module.weight.shape
     return (first, second) if _is_transposed(module) else (second, first)
 

@@ -1,0 +1,160 @@
+"""Models whose linears are held in nf4, filled from their files tensor by tensor.
+
+The model is built without weights. Each tensor is read from its file, moved to the device and, where it belongs to a
+linear of a decoder layer, quantized there before the next one is read: the model never exists in full precision, and
+the host holds one tensor at a time beside the mapped files. What is quantized is the file's own value, so the base
+does not depend on the precision it is computed in. Embeddings, norms and the output head stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from tunesmith.kernels.nf4 import nf4_linear, quantize
+
+
+class Nf4Linear(nn.Module):
+    """A frozen linear in 4.127 bits a weight; computes in the precision of its input."""
+
+    def __init__(self, weight_nk: torch.Tensor, bias_n: torch.Tensor | None, *, is_transposed: bool = False):
+        super().__init__()
+        self.out_features, self.in_features = weight_nk.shape
+        self.is_transposed = is_transposed
+        """Whether the model's own module stores its weight [inputs, outputs], as GPT-2's does."""
+        self.register_buffer("weight4", quantize(weight_nk), persistent=False)
+        self.register_buffer("bias", bias_n, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nf4_linear(x, self.weight4, self.out_features, self.bias)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """GPT-2's Conv1D: a linear whose weight is stored [inputs, outputs]."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def linears_of_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The linears that are held in 4 bits: those of the decoder layers, by name."""
+    head = model.get_output_embeddings()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if (type(module) is nn.Linear or is_transposed(module))
+        and module is not head
+        and any(part.isdigit() for part in name.split("."))
+    }
+
+
+def build_empty(build: Callable[[], nn.Module]) -> nn.Module:
+    """The model that `build` makes, its large weights on the meta device; what it computes by itself is real."""
+    with _EmptyOnMeta():
+        return build()
+
+
+@torch.no_grad()
+def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype, device: torch.device) -> bool:
+    """Give a model built by `build_empty` the weights in `folder`: linears in nf4, all else in `dtype`, on `device`.
+
+    False when the files hold their tensors in other ways than the model, which transformers would translate; the
+    model is of no use then.
+    """
+    linears = linears_of_layers(model)
+    files = _files(folder)
+    if not files or not files.keys() <= model.state_dict().keys() or _has_fp32_parts(model):
+        return False
+    for name, tensor in _tensors(files):
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if owner in linears and leaf == "weight":
+            weight = tensor.to(device)
+            weight = weight if weight.dtype in (torch.float32, torch.bfloat16, torch.float16) else weight.float()
+            linear = linears[owner]
+            _replace(model, owner, _quantized(linear, weight, None if module.bias is None else module.bias.detach()))
+        else:
+            value = tensor.to(device, dtype if tensor.is_floating_point() else None)
+            if leaf in module._parameters:
+                module._parameters[leaf] = nn.Parameter(value)
+            else:
+                module._buffers[leaf] = value
+    model.tie_weights()
+    if not _is_filled(model, set(files)):
+        return False
+    model.to(device)
+    return True
+
+
+@torch.no_grad()
+def quantize_linears(model: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
+    """Move a model to the device linear by linear, each quantized there; the rest goes in `dtype`."""
+    for name, linear in linears_of_layers(model).items():
+        bias = None if linear.bias is None else linear.bias.detach().to(device, dtype)
+        _replace(model, name, _quantized(linear, linear.weight.detach().to(device), bias))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(device, dtype)
+    model.to(device)
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """`torch.empty`, by which modules make room for their weights, makes none. What is computed while building, such
+    as rotary frequencies that no file holds, stays real: on the meta device it would be lost."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def _quantized(linear: nn.Module, weight: torch.Tensor, bias_n: torch.Tensor | None) -> Nf4Linear:
+    transposed = is_transposed(linear)
+    return Nf4Linear(weight.t().contiguous() if transposed else weight, bias_n, is_transposed=transposed)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module.train(model.training))
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """The file of each tensor, in the order they are to be read."""
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = json.loads(index.read_text())["weight_map"]
+        return {name: folder / file for name, file in sorted(names.items(), key=lambda item: (item[1], item[0]))}
+    single = folder / "model.safetensors"
+    if not single.exists():
+        return {}
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def _tensors(files: dict[str, Path]):
+    from safetensors import safe_open
+
+    for path in dict.fromkeys(files.values()):
+        with safe_open(path, framework="pt") as file:
+            for name in (name for name, place in files.items() if place == path):
+                yield name, file.get_tensor(name)
+
+
+def _has_fp32_parts(model: nn.Module) -> bool:
+    """Some models keep chosen modules in fp32 whatever they are loaded in; transformers knows which."""
+    names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    return any(getattr(module, name, None) for module in model.modules() for name in names)
+
+
+def _is_filled(model: nn.Module, names: set[str]) -> bool:
+    """Whether every tensor came from a file, or shares its memory with one that did."""
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return False
+    state = model.state_dict()
+    filled = {state[name].data_ptr() for name in names if name in state}
+    return all(tensor.data_ptr() in filled for tensor in state.values())

@@ -1,0 +1,170 @@
+"""Models in nf4: filled from their files piece by piece, and trained as models with the same values in full are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import make_tiny_model
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+
+from tunesmith.config.schema import Lora, Run
+from tunesmith.kernels import nf4
+from tunesmith.model import load, lora, quantized
+from tunesmith.model.fuse import JointProduct, fuse
+
+TOKENS = torch.arange(3, 40)[None]
+
+
+def load_nf4(folder, **changes):
+    run = Run(model=str(folder), data="none.jsonl", **changes)
+    return load.load_model(run, dtype="fp32", device="cpu", storage="nf4")
+
+
+def dequantized(folder):
+    """The model in full, each linear of its layers replaced by what nf4 makes of it."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for linear in quantized.linears_of_layers(model).values():
+        is_transposed = quantized.is_transposed(linear)
+        weight = linear.weight.detach().t() if is_transposed else linear.weight.detach()
+        values = nf4.dequantize(nf4.quantize(weight), [weight.shape[0]], weight.shape[1], torch.float32)
+        linear.weight.data = values.t().contiguous() if is_transposed else values
+    return model
+
+
+def adapt(model, **settings):
+    lora.attach(model, Lora(rank=4, **settings), seed=0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for adapter in lora.adapters(model).values():
+            adapter.lora_b.copy_(torch.randn(adapter.lora_b.shape, generator=generator) * 0.1)
+    return model
+
+
+def results(model):
+    logits = model(TOKENS).logits
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    loss = torch.nn.functional.cross_entropy(logits[0, :-1], TOKENS[0, 1:])
+    return loss, dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"targets": ["q_proj", "v_proj", "down_proj"]}])
+def test_losses_and_gradients_are_those_over_the_dequantized_base(tiny_model, settings, fused):
+    model, full = adapt(load_nf4(tiny_model), **settings), adapt(dequantized(tiny_model), **settings)
+    if fused:
+        fuse(model, fp8=False)
+    (found, gradients), (expected, wanted) = results(model), results(full)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_all_but_the_linears_of_the_layers_is_as_in_the_files(tmp_path, tied):
+    folder = make_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
+    model, full = load_nf4(folder), AutoModelForCausalLM.from_pretrained(folder)
+    kept = model.state_dict()
+    assert kept.keys() == {name for name in full.state_dict() if "_proj" not in name}
+    assert all(torch.equal(tensor, full.state_dict()[name]) for name, tensor in kept.items())
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+    assert all(map(torch.equal, dict(full.named_buffers()).values(), own_buffers(model)))
+    assert model.generation_config.eos_token_id == full.generation_config.eos_token_id
+    assert not model.training
+
+
+def own_buffers(model):
+    return [tensor for name, tensor in model.named_buffers() if not name.endswith(("weight4", "bias"))]
+
+
+def test_what_a_fused_model_keeps_is_4_127_bits_a_weight(tmp_path):
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1}
+    model = load_nf4(make_tiny_model(tmp_path / "model", **sizes))
+    linears = [module for module in model.modules() if isinstance(module, quantized.Nf4Linear)]
+    weights = sum(module.in_features * module.out_features for module in linears)
+    adapt(model)
+    fuse(model, fp8=False)
+    del linears
+    assert not any(isinstance(module, quantized.Nf4Linear) for module in model.modules())
+    held = sum(
+        tensor.nbytes for module in model.modules() if isinstance(module, JointProduct) for tensor in module.buffers()
+    )
+    assert 8 * held / weights == pytest.approx(4.127, abs=0.005)
+    small = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    assert small < weights / 10, "no weight is left in full precision"
+
+
+def test_nothing_whole_is_saved_for_the_backward_pass(tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    model = adapt(load_nf4(make_tiny_model(tmp_path / "model", **sizes)))
+    fuse(model, fp8=False)
+    largest = []
+
+    def keep(tensor):
+        if tensor.is_floating_point():
+            largest.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.model.layers[0](torch.randn(1, 8, 256), position_embeddings=(torch.ones(1, 8, 64), torch.zeros(1, 8, 64)))
+    assert max(largest) < 256 * 256 / 4
+
+
+def test_one_weight_at_a_time_is_in_full_precision(tiny_model, monkeypatch):
+    """Files are read tensor by tensor, and each is quantized before the next is read."""
+    trace = []
+    real_tensors, real_quantize = quantized._tensors, quantized.quantize
+
+    def tensors(files):
+        for name, tensor in real_tensors(files):
+            trace.append(name)
+            yield name, tensor
+
+    def quantize(weight):
+        trace.append("quantized")
+        return real_quantize(weight)
+
+    monkeypatch.setattr(quantized, "_tensors", tensors)
+    monkeypatch.setattr(quantized, "quantize", quantize)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    load_nf4(tiny_model)
+    linears = [index for index, name in enumerate(trace) if "_proj" in name]
+    assert len(linears) == 2 * 7
+    assert all(trace[index + 1] == "quantized" for index in linears)
+
+
+def test_files_of_several_shards_are_read(tmp_path, tiny_model):
+    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    found, expected = load_nf4(tmp_path), load_nf4(tiny_model)
+    assert torch.equal(found(TOKENS).logits, expected(TOKENS).logits)
+
+
+def test_files_that_name_their_tensors_otherwise_give_the_same_model(tmp_path, tiny_model):
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(tiny_model / "model.safetensors")
+    renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((tiny_model / "config.json").read_text())
+    assert torch.equal(load_nf4(tmp_path)(TOKENS).logits, load_nf4(tiny_model)(TOKENS).logits)
+
+
+def test_biases_and_transposed_weights_are_right(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 100}
+    qwen = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, bos_token_id=1, eos_token_id=2)
+    gpt2 = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, n_positions=64, bos_token_id=1, eos_token_id=2)
+    for build, config in ((Qwen2ForCausalLM, qwen), (GPT2LMHeadModel, gpt2)):
+        model = build(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_()
+        folder = tmp_path / build.__name__
+        model.save_pretrained(folder)
+        found, full = adapt(load_nf4(folder)), adapt(dequantized(folder))
+        fuse(found, fp8=False)
+        torch.testing.assert_close(found(TOKENS).logits, full(TOKENS).logits, rtol=1e-4, atol=1e-5)
+        config = [lora.adapter_config(one, Lora(rank=4), "base") for one in (found, full)]
+        assert config[0] == config[1]
