@@ -80,6 +80,21 @@ def test_biases_are_kept(tmp_path):
         assert ((after - before).norm() / before.norm()).item() < (0.1 if fp8 else 1e-5)
 
 
+@pytest.mark.parametrize("without", ["q_proj", "k_proj"])
+def test_siblings_need_not_all_have_a_bias(without):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 100}
+    config = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, bos_token_id=1, eos_token_id=2)
+    model = Qwen2ForCausalLM(config).eval()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        torch.nn.init.normal_(model.model.layers[0].self_attn.get_submodule(name).bias)
+    model.model.layers[0].self_attn.get_submodule(without).bias = None
+    lora.attach(model, Lora(rank=4), seed=0)
+    before, _ = results(model)
+    fuse(model, fp8=False)
+    torch.testing.assert_close(results(model)[0], before, rtol=1e-4, atol=1e-5)
+
+
 def test_adapters_with_dropout_are_left_as_they_are(tiny_model):
     model = adapted(tiny_model, dropout=0.1)
     assert fuse(model, fp8=False) == 0

@@ -69,4 +69,5 @@ def _add(
         mask=is_rank[:, None] & is_column[None, :],
         other=0.0,
     )
-    tl.store(place, (sum_so_far.to(tl.float32) + tl.dot(a, b)).to(y.dtype.element_ty), mask=inside)
+    product = tl.dot(a, b, input_precision="ieee")
+    tl.store(place, (sum_so_far.to(tl.float32) + product).to(y.dtype.element_ty), mask=inside)

@@ -102,7 +102,7 @@ def _sizes(rank: int, fp8: bool) -> dict:
 
 def _quantize_rows(x, largest, factor, values, scale) -> None:
     rows, width = x.shape
-    _quantize[(triton.cdiv(width, QUANTIZED), rows)](
+    _quantize[(rows, triton.cdiv(width, QUANTIZED))](  # the second size of a grid may not exceed 65,535
         x,
         largest,
         x if factor is None else factor,
@@ -130,8 +130,10 @@ def _gate_and_up(
     has_low = is_row[:, None] & (rank[None, :] < R)
     factor = columns[None, :] * R + rank[:, None]
     known = (rank[:, None] < R) & is_column[None, :]
-    gate += tl.dot(tl.load(low_place, mask=has_low, other=0.0), tl.load(b_gate + factor, mask=known, other=0.0))
-    up += tl.dot(tl.load(low_place + R, mask=has_low, other=0.0), tl.load(b_up + factor, mask=known, other=0.0))
+    low_gate = tl.load(low_place, mask=has_low, other=0.0)
+    low_up = tl.load(low_place + R, mask=has_low, other=0.0)
+    gate += tl.dot(low_gate, tl.load(b_gate + factor, mask=known, other=0.0), input_precision="ieee")
+    up += tl.dot(low_up, tl.load(b_up + factor, mask=known, other=0.0), input_precision="ieee")
     return gate, up
 
 
@@ -209,13 +211,13 @@ def _backward(
 def _quantize(
     x, largest, factor, values, scale, WIDTH, HAS_FACTOR: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr
 ):
-    row = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
     step = tl.maximum(tl.load(largest + row), 1e-30) / LARGEST
     value = tl.load(x + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_FACTOR:
         value *= tl.load(factor + columns, mask=inside, other=0.0)
     tl.store(values + row * WIDTH + columns, (value / step).to(values.dtype.element_ty), mask=inside)
-    if tl.program_id(0) == 0:
+    if tl.program_id(1) == 0:
         tl.store(scale + row, step)

@@ -58,7 +58,10 @@ class JointProduct(nn.Module):
         super().__init__()
         weight_nk = torch.cat([_held(member) for member in members])
         biases = [member.base.bias for member in members]
-        bias_n = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        bias_n = None
+        if (known := next((bias for bias in biases if bias is not None), None)) is not None:
+            zeros = [known.new_zeros(member.base.out_features) for member in members]  # for members without one
+            bias_n = torch.cat([z if b is None else b.detach() for z, b in zip(zeros, biases, strict=True)])
         self.is_fp8 = fp8 and _fits_fp8(weight_nk)
         self.sizes = [member.base.out_features for member in members]
         self.members = tuple(members)  # a tuple, so that they are not its children: it is theirs
