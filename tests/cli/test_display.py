@@ -48,3 +48,11 @@ def test_every_stage_of_a_run_can_be_shown(screen, is_terminal):
     for expected in ("Tokenizing mine", "Loading the model", "held-out loss 2.0000", "2/2", "loss 1.5000", "1.0 MiB"):
         assert expected in text
     assert ("\x1b[" in text) == is_terminal
+
+
+def test_a_continued_run_counts_the_steps_of_this_sitting(screen):
+    display, written = screen(False)
+    display.show(events.Started(total_steps=9, trained_parameters=8, versions={}))
+    display.show(events.Resumed(7))
+    display.show(events.Finished(9, 1.0, 64.0, 2**20, 2**20))
+    assert "\n2 steps in 0:01" in written.getvalue()

@@ -155,6 +155,12 @@ def test_a_missing_file_names_what_is_near(tmp_path):
         rows(near.replace(".jsonl", ".json"))
     with pytest.raises(UserError, match="no files there"):
         rows(tmp_path / "*.csv")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"empty: no files there\.$"):
+        rows(tmp_path / "empty")
+    put(tmp_path, "unnamed", "x")
+    with pytest.raises(UserError, match="cannot read files without an ending; known are"):
+        rows(tmp_path / "unnamed")
     put(tmp_path, "other/x.bin", "x")
     with pytest.raises(UserError, match=r"only files that cannot be read \(`\.bin`\)"):
         rows(tmp_path / "other")

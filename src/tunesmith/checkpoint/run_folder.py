@@ -140,8 +140,8 @@ def write_start(folder: Path, identity: Identity, plan: Plan) -> None:
 
 def plan_differences(before: Plan, now: Plan) -> list[str]:
     """What a plan would do differently to the bits of a continued run, one phrase each."""
-    fate = {"memory", "memory_limit", "reasons", "device"}
-    old, new = (_flat(plan.model_dump(mode="json", exclude=fate)) for plan in (before, now))
+    harmless = {"device", "memory", "peak", "memory_limit", "host_memory", "time", "beyond", "reasons"}
+    old, new = (_flat(plan.model_dump(mode="json", exclude=harmless)) for plan in (before, now))
     return [
         f"the plan's {key} was {_shown(old.get(key))} and is now {_shown(new[key])}"
         for key in new
@@ -165,6 +165,8 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except NotADirectoryError as error:
+        raise UserError(f"{path.parent} is a file, and a run needs a folder; choose another output.") from error
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}; repair it or choose another output folder.") from error
 

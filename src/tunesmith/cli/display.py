@@ -51,6 +51,7 @@ class Display:
         self._task = None
         self._stage = ""
         self._total_steps = 0
+        self._first_step = 0
         self._speed: float | None = None
         self._seconds_left: float | None = None
         self._last_line = 0.0
@@ -67,11 +68,7 @@ class Display:
 
     def stage(self, name: str) -> None:
         """Something without steps to count is going on."""
-        if self.is_live:
-            self._progress(name, 0, None, "")
-        elif name != self._stage:
-            output.say(name)
-        self._stage = name
+        self.progress(name, 0, None)
 
     def progress(self, name: str, done: int, total: int | None) -> None:
         if self.is_live:
@@ -96,6 +93,7 @@ class Display:
         self._progress("Training", 0, event.total_steps, "")
 
     def _resumed(self, event: events.Resumed) -> None:
+        self._first_step = event.step
         output.say(f"Continuing after step {event.step}")
         self._progress("Training", event.step, self._total_steps, "")
 
@@ -139,8 +137,9 @@ class Display:
 
     def _finished(self, event: events.Finished) -> None:
         measured, predicted = (output.readable_bytes(n) for n in (event.measured_memory, event.predicted_memory))
+        steps = event.step - self._first_step
         output.say(
-            f"{event.step} steps in {_clock(event.seconds)}, {event.tokens_per_second:,.0f} tokens/s (predicted "
+            f"{steps} steps in {_clock(event.seconds)}, {event.tokens_per_second:,.0f} tokens/s (predicted "
             f"{event.predicted_tokens_per_second:,.0f}); peak memory {measured} (predicted {predicted})"
         )
 

@@ -33,7 +33,7 @@ def command(
     if summary is not None and not accept_changes:
         output.say(
             f"The run in {folder} is finished ({summary['steps']} steps); its result is {folder / summary['result']}. "
-            "To train again, choose another output."
+            "To train again, choose another output; to train on with other settings, add --accept-changes."
         )
         raise typer.Exit(0)
     screen = display.Display()

@@ -54,7 +54,8 @@ def files(dataset: Dataset) -> list[Path]:
         if path.is_file():
             found = [path]
             if _kind(path) is None:
-                raise UserError(f"{path}: cannot read files that end in `{path.suffix}`; {_known_endings()}.")
+                ending = f"that end in `{path.suffix}`" if path.suffix else "without an ending"
+                raise UserError(f"{path}: cannot read files {ending}; {_known_endings()}.")
         elif path.is_dir():
             found = _readable(path.rglob("*"), path)
         elif glob.has_magic(str(path)):
@@ -131,6 +132,8 @@ def _parts_below(path: Path, folder: Path) -> tuple[str, ...]:
 
 
 def _near_miss(path: Path) -> str:
+    if path.exists():
+        return ""
     folder = path.parent
     while not folder.is_dir() and folder != folder.parent:
         folder, path = folder.parent, folder

@@ -1,7 +1,7 @@
 """From the name of a model to its config, tokenizer and weights.
 
 A model is a folder, a GGUF file or a name on the hub. What exists on this disk is never looked up on the hub.
-Nothing here changes the model; see `swap.py` for that.
+Nothing here changes the model.
 """
 
 from __future__ import annotations
