@@ -81,7 +81,7 @@ def prepare_run(
         chosen = planned
     if chosen is None or not _can_run(chosen, run):
         chosen = plan_run(run)
-    if run.method == "lora" and (run.lora.targets != "all-linear" or run.lora.layers is not None):
+    if run.has_adapters and (run.lora.targets != "all-linear" or run.lora.layers is not None):
         lora.find_targets(load.load_skeleton(run), run.lora)
     data = _prepare_data(run, chosen, progress)
     identity = run_folder.identify(run, data=data.fingerprint, model=model)
@@ -119,7 +119,7 @@ def assemble(setting: Setting) -> Job:
     device = torch.device(plan.device)
     make_reproducible(plan)
     attention.register()
-    model = load.load_model(run, dtype=plan.precision, device=plan.device)
+    model = load.load_model(run, dtype=plan.precision, device=plan.device, storage=plan.storage)
     model.config.use_cache = False
     calling, note = settle(model, vocabulary=load.vocabulary_size(model.config))
     if calling.layout == "padded":  # rows change their shape with every step: nothing to compile once
@@ -160,9 +160,9 @@ def assemble(setting: Setting) -> Job:
         )
 
     def write_result() -> Path:
-        target = folder / ("adapter" if run.method == "lora" else "model")
+        target = folder / ("adapter" if run.has_adapters else "model")
         remove_leftovers(target)
-        if run.method == "lora":
+        if run.has_adapters:
             return write_adapter(model, run, target)
         return write_model(model, load.load_tokenizer(run), target)
 
@@ -194,7 +194,7 @@ def _can_run(plan: Plan, run: Run) -> bool:
 
 def make_trainable(model: torch.nn.Module, run: Run, plan: Plan) -> None:
     """Adapters or all weights, then everything that makes the steps fast and fit."""
-    if run.method == "lora":
+    if run.has_adapters:
         lora.attach(model, run.lora, seed=run.seed)
         fuse(model, fp8=plan.products == "fp8", whole_mlps=plan.device == "cuda")
     else:
@@ -228,7 +228,7 @@ def evaluate_run(
 
     before = None
     if with_base:
-        before = measure(load.load_model(run, dtype=plan.precision, device=plan.device))
+        before = measure(load.load_model(run, dtype=plan.precision, device=plan.device, storage=plan.storage))
     opened = open_run(folder)
     return before, measure(opened.model), opened.step
 
@@ -249,6 +249,11 @@ def make_reproducible(plan: Plan) -> None:
 
 def _check_agreement(run: Run, plan: Plan) -> None:
     """A plan made by hand decides what the settings leave open; what they say, it may not contradict."""
+    if run.method == "qlora" and plan.storage == "plain":
+        raise UserError(
+            "The plan's storage is plain, but method: qlora holds the base in 4 bits; make the plan anew by "
+            "`tunesmith plan`, or leave --plan out."
+        )
     sequences = max(1, round(run.batch_tokens / plan.sequence_length))
     for setting, wanted, name in (
         ("learning_rate", run.learning_rate, "learning_rate"),

@@ -39,14 +39,14 @@ def test_options_alone_write_a_file_that_loads():
 
 
 def test_three_questions_are_asked_and_wrong_answers_asked_again(monkeypatch):
-    done = init(answers="./missing\n\nnowhere.jsonl\nsupport.jsonl\nqlora\nlora\n", monkeypatch=monkeypatch)
+    done = init(answers="./missing\n\nnowhere.jsonl\nsupport.jsonl\nlorra\nqlora\n", monkeypatch=monkeypatch)
     assert done.exit_code == 0, done.output
     assert "the model ./missing does not exist" in done.output
     assert "the data nowhere.jsonl does not exist" in done.output
-    assert "the method 'qlora' is not known" in done.output
+    assert "the method 'lorra' is not known" in done.output
     run = load("run.yaml").run
     assert run.model == propose("lora").model
-    assert run.method == "lora"
+    assert (run.method, run.learning_rate) == ("qlora", 2e-4)
 
 
 def test_giving_up_writes_nothing(monkeypatch):
@@ -69,7 +69,10 @@ def test_giving_up_writes_nothing(monkeypatch):
             ("--model", " ", "--data", "support.jsonl"),
             "the model is blank; name a folder, a .gguf file or a model on the hub",
         ),
-        (("--model", "m", "--data", "support.jsonl", "--method", "x"), "the method 'x' is not known; say lora or full"),
+        (
+            ("--model", "m", "--data", "support.jsonl", "--method", "x"),
+            "the method 'x' is not known; say lora, qlora or full",
+        ),
         (("support.jsonl/run.yaml", "--model", "m", "--data", "support.jsonl"), "cannot be written"),
     ],
 )

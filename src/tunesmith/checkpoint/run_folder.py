@@ -63,7 +63,7 @@ class Identity:
     def course(self) -> dict[str, Any]:
         """The settings that matter for the course. Data are known by their content, not by where they lie."""
         kept = {key: value for key, value in self.settings.items() if key not in FREE_SETTINGS | {"data", "model"}}
-        if self.settings.get("method") != "lora":
+        if self.settings.get("method") == "full":
             kept.pop("lora", None)
         return kept
 

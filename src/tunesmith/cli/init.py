@@ -17,14 +17,16 @@ from typing import Annotated, Any
 
 import typer
 
-METHODS = ("lora", "full")
+METHODS = ("lora", "qlora", "full")
 
 
 def command(
     path: Annotated[Path, typer.Argument(help="The file to write.")] = Path("run.yaml"),
     model: Annotated[str | None, typer.Option(help="Model: folder, .gguf file or hub name.")] = None,
     data: Annotated[str | None, typer.Option(help="Data: file, folder or glob; hub:NAME for the hub.")] = None,
-    method: Annotated[str | None, typer.Option(help="lora (adapters) or full (every weight).")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="lora (adapters), qlora (over a base in 4 bits) or full (every weight).")
+    ] = None,
     output: Annotated[str | None, typer.Option(help="Folder of the run.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
 ) -> None:
@@ -112,10 +114,10 @@ def write_settings(answers: Answers, proposal: Proposal, output: str) -> str:
         "sequence_length": length,
         "batch_tokens": max(proposal.batch_tokens, length),
         "epochs": 1,
-        "learning_rate": 2e-4 if answers.method == "lora" else 2e-5,
+        "learning_rate": 2e-5 if answers.method == "full" else 2e-4,
         "output": output,
     }
-    lora = {"rank": Lora().rank} if answers.method == "lora" else {}
+    lora = {} if answers.method == "full" else {"rank": Lora().rank}
     lines = [
         "# Settings of a fine-tuning run. Each line says what it is for; docs/settings.md has them all.",
         "# Paths are relative to the folder in which tunesmith is started.",
@@ -156,7 +158,7 @@ def _ask(model: str | None, data: str | None, method: str | None, proposal: Prop
     model = model or _prompt("Model (folder, .gguf file or hub name)", proposal.model, _wrong_model)
     data = data or _prompt("Data (file, folder or glob; hub:NAME for the hub)", None, _wrong_data)
     if method is None:
-        question = "Method (lora: adapters, full: every weight)"
+        question = "Method (lora: adapters, qlora: adapters over a base in 4 bits, full: every weight)"
         method = _prompt(question, "lora", _wrong_method) if _is_terminal() else "lora"
     return Answers(_expand(model), _expand(data), method)
 
@@ -192,7 +194,9 @@ def _wrong_data(data: str) -> str | None:
 
 
 def _wrong_method(method: str) -> str | None:
-    return None if method in METHODS else f"the method {method!r} is not known; say {' or '.join(METHODS)}"
+    if method in METHODS:
+        return None
+    return f"the method {method!r} is not known; say {', '.join(METHODS[:-1])} or {METHODS[-1]}"
 
 
 def _expand(path: str) -> str:

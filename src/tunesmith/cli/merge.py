@@ -25,6 +25,11 @@ def command(
 
     merged = merge_run(folder, to, precision=precision)
     output.say(f"Merged {merged.adapters} adapters into {merged.folder} ({merged.precision}).")
+    if merged.was_quantized:
+        output.say(
+            "The run trained over a base rounded to 4 bits; the adapter is merged into the base as its files have it, "
+            "and the proof is about that. Evaluate the merged model once before you rely on it."
+        )
     output.say(
         f"Proved on the files written: logits differ from base + adapter by {merged.difference:.1e} "
         f"(the adapter itself changes them by {merged.effect:.1e})."

@@ -140,7 +140,7 @@ Targets = Annotated[
 
 
 class Lora(Settings):
-    """Low-rank adapters (`method: lora`)."""
+    """Low-rank adapters (`method: lora` and `qlora`)."""
 
     rank: Annotated[Count, Field(le=4096)] = 16
     """Rank of the adapters."""
@@ -176,10 +176,10 @@ class Run(Settings):
 
     model: Text
     """A folder, a .gguf file, or a name on the Hugging Face hub."""
-    method: Literal["full", "lora"] = "lora"
-    """What is trained: every weight (`full`) or low-rank adapters (`lora`)."""
+    method: Literal["full", "lora", "qlora"] = "lora"
+    """What is trained: every weight (`full`), low-rank adapters (`lora`), or these over a base in 4 bits (`qlora`)."""
     lora: Lora = Lora()
-    """Settings of the adapters; used with `method: lora`."""
+    """Settings of the adapters; used with `method: lora` and `qlora`."""
     data: Annotated[Datasets, Field(min_length=1)]
     """Data sets to train on."""
     eval: Datasets = []
@@ -246,6 +246,10 @@ _JSON_SCHEMA_NAMES = {
     "min_length": "minItems",
 }
 
+
+    @property
+    def has_adapters(self) -> bool:
+        return self.method != "full"
 
 def _standard_bounds(node: Any) -> Any:
     """pydantic leaves its own names on bounds that stand behind a validator; editors know JSON Schema's."""

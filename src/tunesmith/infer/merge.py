@@ -17,7 +17,7 @@ from torch import nn
 
 from tunesmith.checkpoint.run_folder import read_run
 from tunesmith.errors import UserError
-from tunesmith.infer.open import open_run, tokenizer_of
+from tunesmith.infer.open import open_run, tokenizer_of, trained_storage
 from tunesmith.model import load, lora
 from tunesmith.model.save import write_model
 
@@ -37,6 +37,8 @@ class Merged:
     """Of the merged model's logits from those of base and adapter, relative to their size."""
     effect: float
     """Of the adapter: how far it moves the logits, measured in the same way."""
+    was_quantized: bool
+    """Whether the adapter was trained over a base in 4 bits; it is merged into the base of the files all the same."""
 
 
 def merge_run(folder: Path, to: Path, *, precision: str | None = None) -> Merged:
@@ -45,11 +47,11 @@ def merge_run(folder: Path, to: Path, *, precision: str | None = None) -> Merged
     The merged weights have the base's precision unless told otherwise.
     """
     run = read_run(folder)
-    if run.method != "lora":
+    if not run.has_adapters:
         raise UserError(f"{folder} was trained with method: {run.method}; its model folder needs no merging.")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to} exists and is not empty; give a new folder.")
-    opened = open_run(folder, precision="fp32")
+    opened = open_run(folder, precision="fp32", storage="plain")
     dtype = precision or _stored_precision(run)
     tokens = _trial(opened.model, opened.device)
     expected = _logits(opened.model, tokens)
@@ -74,7 +76,7 @@ def merge_run(folder: Path, to: Path, *, precision: str | None = None) -> Merged
         (partial / "model").rename(to)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Merged(to, adapters, dtype, difference, effect)
+    return Merged(to, adapters, dtype, difference, effect, trained_storage(folder) != "plain")
 
 
 def _stored_precision(run) -> str:

@@ -13,7 +13,7 @@ from tunesmith.checkpoint.store import CheckpointStore
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.model import load, lora
-from tunesmith.plan.plan import Device, Precision
+from tunesmith.plan.plan import Device, Precision, Storage
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,20 @@ class Opened:
     """The checkpoint it was taken from; None for the finished result."""
 
 
-def open_run(folder: Path, *, precision: Precision | None = None, device: Device | None = None) -> Opened:
-    """The trained model of a run, or of its newest checkpoint while it is not finished; adapters are attached."""
+def open_run(
+    folder: Path,
+    *,
+    precision: Precision | None = None,
+    device: Device | None = None,
+    storage: Storage | None = None,
+) -> Opened:
+    """The trained model of a run, or of its newest checkpoint while it is not finished; adapters are attached.
+
+    The base is held as in training, in 4 bits where it was so there, unless `storage` says otherwise.
+    """
     run = read_run(folder)
     plan = read_plan(folder)
+    held = storage or trained_storage(folder)
     wanted = device or (plan.device if plan else "cpu")
     place: Device = "cuda" if wanted == "cuda" and torch.cuda.is_available() else "cpu"
     dtype = precision or (plan.precision if plan and place == plan.device else "fp32")
@@ -38,12 +48,18 @@ def open_run(folder: Path, *, precision: Precision | None = None, device: Device
         trained = run.model_copy(update={"model": str(folder / "model")})
         model = load.load_model(trained, dtype=dtype, device=place)
     else:
-        model = load.load_model(run, dtype=dtype, device=place)
+        model = load.load_model(run, dtype=dtype, device=place, storage=held)
         if (folder / "adapter" / "adapter_config.json").exists():
             lora.attach_saved(model, folder / "adapter")
         else:
             step = _from_checkpoint(model, run, folder)
     return Opened(run, model.eval(), tokenizer_of(run), torch.device(place), step)
+
+
+def trained_storage(folder: Path) -> Storage:
+    """How the base was held while the run in `folder` was trained."""
+    plan = read_plan(folder)
+    return plan.storage if plan else "nf4" if read_run(folder).method == "qlora" else "plain"
 
 
 def tokenizer_of(run: Run):
@@ -66,7 +82,7 @@ def _from_checkpoint(model: nn.Module, run: Run, folder: Path) -> int:
     if found is None:
         raise UserError(f"{folder} holds no trained weights yet; run `tunesmith train` first.")
     tensors, _ = store.load(found)
-    if run.method == "lora":
+    if run.has_adapters:
         lora.attach(model, run.lora, seed=run.seed)
     parameters = dict(model.named_parameters())
     for name, value in tensors.items():

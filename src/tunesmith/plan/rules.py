@@ -12,9 +12,9 @@ from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.plan import Attention
 
 EXECUTABLE: dict[str, frozenset[object]] = {
-    "method": frozenset({"full", "lora"}),
+    "method": frozenset({"full", "lora", "qlora"}),
     "products": frozenset({"plain", "fp8"}),
-    "storage": frozenset({"plain"}),
+    "storage": frozenset({"plain", "nf4"}),
     "attention": frozenset({"flash-attn-4", "varlen", "sdpa"}),
     "recompute": frozenset({"none", "some", "all"}),
     "offload_activations": frozenset({False}),
@@ -62,8 +62,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "weights that are trained cannot be held in 4 or 8 bits",
     ),
     (
-        lambda task, choice: choice.storage != "plain" and task.device == "cpu",
-        "quantized weights need a GPU",
+        lambda task, choice: choice.storage != "plain" and task.device == "cpu" and task.method != "qlora",
+        "quantized weights make a CPU slower",
     ),
     (
         lambda task, choice: task.method == "qlora" and choice.storage == "plain",
