@@ -9,8 +9,12 @@ Legend: T tokens, K inputs, N outputs; `8` marks fp8 values.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from tunesmith.kernels.lowrank import product_fp8, quantize_rows
+
+FP8_MULTIPLE = 16
+"""Sizes of fp8 products are multiples of this."""
 
 
 def fp8_linear(x_tk: torch.Tensor, weight_nk: torch.Tensor) -> torch.Tensor:
@@ -30,7 +34,10 @@ class _Fp8Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_x = product_fp8(*quantize_rows(g_tn), *quantize_rows(weight_nk.t().contiguous()), g_tn.dtype)
         if ctx.needs_input_grad[1]:
-            d_weight = product_fp8(
-                *quantize_rows(g_tn.t().contiguous()), *quantize_rows(x_tk.t().contiguous()), g_tn.dtype
-            )
+            d_weight = product_fp8(*quantize_rows(_turned(g_tn)), *quantize_rows(_turned(x_tk)), g_tn.dtype)
         return d_x, d_weight
+
+
+def _turned(x_tk: torch.Tensor) -> torch.Tensor:
+    """Transposed, with zeros up to the next multiple of the tokens that fp8 products can sum over."""
+    return F.pad(x_tk.t(), (0, -x_tk.shape[0] % FP8_MULTIPLE)).contiguous()

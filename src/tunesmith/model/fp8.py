@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from tunesmith.kernels.fp8 import fp8_linear
-from tunesmith.model.fuse import FP8_MULTIPLE
+from tunesmith.kernels.fp8 import FP8_MULTIPLE, fp8_linear
 
 
 class Fp8Linear(nn.Linear):

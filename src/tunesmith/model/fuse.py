@@ -12,14 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tunesmith.kernels.fp8 import FP8_MULTIPLE
 from tunesmith.kernels.lowrank import lowrank_linear, lowrank_linear_fp8, quantize_rows
 from tunesmith.model.lora import LoraLinear
 from tunesmith.model.quantized import Nf4Linear
 
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Sibling linears that models call one after the other with the same input, in this order."""
-FP8_MULTIPLE = 16
-"""fp8 products need sizes that are multiples of this."""
 
 
 def fuse(model: nn.Module, *, fp8: bool, whole_mlps: bool = False) -> int:
