@@ -190,7 +190,82 @@ def _error(predicted: dict[str, Any], found: dict[str, Any], key: str) -> str:
     return f"{predicted[key] / found[key] - 1:+.1%}" if found[key] else ""
 
 
-PAGES: dict[str, Callable[[], str]] = {"settings.md": settings_page, "planner.md": planner_page}
+def benchmarks_page() -> str:
+    """A section for each file of benchmarks/results, whatever was measured."""
+    lines = [
+        "# Benchmarks",
+        "",
+        "<!-- made by docs/generate.py from benchmarks/results; do not edit -->",
+        "",
+        "Every number here is read from a file in benchmarks/results, which also says how it came about.",
+        "`tunesmith bench` measures the standard workloads on your machine.",
+    ]
+    for path in sorted((DOCS.parent / "benchmarks" / "results").glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+        lines += ["", f"## {content['what']}", ""]
+        lines += [f"{content['device']}, {content['date']}, commit {content['commit']}; {versions}.", ""]
+        if path.stem == "planner":
+            lines.append("The tables are on the [planner's page](planner.md).")
+        else:
+            lines += _number_tables(content["numbers"])
+    return "\n".join(lines) + "\n"
+
+
+def _number_tables(numbers: Any) -> list[str]:
+    """Single figures as one table, then each list of rows as a table of its own."""
+    if isinstance(numbers, list):
+        return _row_table(numbers)
+    numbers = _flat(numbers)
+    tables = {name: value for name, value in numbers.items() if isinstance(value, list)}
+    single = {name: value for name, value in numbers.items() if name not in tables}
+    lines = []
+    if single:
+        lines += ["| figure | value |", "| --- | --- |"]
+        lines += [f"| {_words(name)} | {_figure(name, value)} |" for name, value in single.items()]
+    for rows in tables.values():
+        lines += ["", *_row_table(rows)] if lines else _row_table(rows)
+    return lines
+
+
+def _row_table(rows: list[Any]) -> list[str]:
+    flat = [_flat(row) if isinstance(row, dict) else {"value": row} for row in rows]
+    columns = list(dict.fromkeys(name for row in flat for name in row))
+    lines = [f"| {' | '.join(map(_words, columns))} |", "| --- " * len(columns) + "|"]
+    return lines + [f"| {' | '.join(_figure(name, row.get(name)) for name in columns)} |" for row in flat]
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, part in value.items():
+        found |= _flat(part, f"{prefix}{name}_") if isinstance(part, dict) else {prefix + name: part}
+    return found
+
+
+def _words(name: str) -> str:
+    name = name.removesuffix("_bytes") + "_GiB" if name.endswith("_bytes") else name
+    return name.replace("tokens_per_second", "tokens/s").replace("_", " ")
+
+
+def _figure(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name.endswith("_bytes"):
+        return f"{value / 2**30:.2f}"
+    if isinstance(value, list):
+        return ", ".join(str(one) for one in value)
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    return str(value).replace("|", "\\|")
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "settings.md": settings_page,
+    "planner.md": planner_page,
+    "benchmarks.md": benchmarks_page,
+}
 
 
 def _table(model: dict[str, Any], prefix: str = "") -> list[str]:

@@ -16,7 +16,7 @@ from tunesmith import __version__
 from tunesmith.cli.main import Verbs, app, main
 from tunesmith.errors import UserError, UserErrors
 
-VERBS = ("init", "check", "plan", "train", "eval", "chat", "merge", "doctor", "schema")
+VERBS = ("init", "check", "plan", "train", "eval", "chat", "merge", "profile", "bench", "doctor", "schema")
 HEAVY = ("torch", "transformers", "datasets", "pydantic", "numpy", "yaml", "pyarrow")
 
 

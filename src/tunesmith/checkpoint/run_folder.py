@@ -34,6 +34,7 @@ FREE_SETTINGS = frozenset(
         "device",
         "deterministic",
         "trust_remote_code",
+        "profile_steps",
     }
 )
 """Settings that may change between sittings of a run: none of them touches what the steps compute."""

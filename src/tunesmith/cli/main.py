@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from tunesmith import __version__
-from tunesmith.cli import chat, check, doctor, evaluate, init, merge, plan, schema, train
+from tunesmith.cli import bench, chat, check, doctor, evaluate, init, merge, plan, profile, schema, train
 from tunesmith.errors import UserError, UserErrors
 
 INTERRUPTED = 130
@@ -95,6 +95,7 @@ for _panel, _verbs in {
     "Prepare": {"init": init, "check": check, "plan": plan},
     "Train": {"train": train, "eval": evaluate},
     "Use the result": {"chat": chat, "merge": merge},
+    "Measure": {"profile": profile, "bench": bench},
     "Look around": {"doctor": doctor, "schema": schema},
 }.items():
     for _name, _verb in _verbs.items():

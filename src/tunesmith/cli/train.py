@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from tunesmith.measure.profile import StepProfiler
+    from tunesmith.train.job import Job
 
 
 def command(
@@ -63,9 +67,23 @@ def command(
             warn(message)
         trained = sum(parameter.numel() for parameter in job.optimizer.parameters)
         observe(events.Started(job.loader.total_steps, trained, versions()))
-        outcome = train(job, observe, started=started)
+        profiler = _profiler(job)
+        outcome = train(job, observe, started=started, watch=profiler)
+        if profiler:
+            profiler.close()  # where the run ended before the last of its steps
         log.close()
     if not outcome.is_finished:
         output.say(f"Stopped after step {outcome.step} of {outcome.total_steps}; `tunesmith train` again continues.")
         raise typer.Exit(130 if "Ctrl-C" in outcome.reason else 143 if "SIGTERM" in outcome.reason else 0)
+    if profiler and profiler.report:
+        output.say(f"{profiler.report.bound} The profile is in {profiler.folder}.")
     output.say(f"Done. The trained weights are in {outcome.result}; try `tunesmith chat {folder}`.")
+
+
+def _profiler(job: Job) -> StepProfiler | None:
+    if job.run.profile_steps is None:
+        return None
+    from tunesmith.measure.profile import StepProfiler
+
+    first, last = map(int, job.run.profile_steps.split(":"))
+    return StepProfiler(job, range(first, last + 1), job.folder / "profile")

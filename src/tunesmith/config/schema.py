@@ -171,6 +171,20 @@ Datasets = Annotated[
 ]
 
 
+def _step_range(text: str) -> str:
+    first, colon, last = text.replace(" ", "").partition(":")
+    if not (first.isascii() and first.isdigit() and (not colon or (last.isascii() and last.isdigit()))):
+        raise ValueError("it needs two steps such as `10:12`")
+    if not 1 <= int(first) <= int(last or first):
+        raise ValueError("steps count from 1, and the first of the two comes first")
+    return f"{int(first)}:{int(last or first)}"
+
+
+ProfileSteps = Annotated[
+    str, BeforeValidator(lambda value: str(value) if type(value) is int else value), AfterValidator(_step_range)
+]
+
+
 class Run(Settings):
     """A fine-tuning run: what the user wants. How it is done is the plan's."""
 
@@ -226,6 +240,8 @@ class Run(Settings):
     """Newest checkpoints to keep; the best one by held-out loss is kept as well."""
     max_minutes: Annotated[Number, Field(gt=0)] | None = None
     """Save and stop in time to be done within so many minutes; `train` again continues."""
+    profile_steps: ProfileSteps | None = None
+    """Profile these steps inside the run, e.g. `10:12` (the last included); see `profile` in the run's folder."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
     output: Text = "runs/default"

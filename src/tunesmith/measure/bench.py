@@ -6,9 +6,15 @@ the document lengths of chat data. A measurement is the median of several steps 
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import statistics
+import subprocess
+import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +29,12 @@ from tunesmith.model import attention
 from tunesmith.model.forward import Calling
 from tunesmith.optim.build import Optimizer
 from tunesmith.plan.plan import Memory, Plan
+from tunesmith.train.loop import peak_memory
 from tunesmith.train.step import TrainStep
+
+LEARNING_RATE = 1e-5
+RESULT = "RESULT "
+"""Begins the line in which a measuring process says what it found."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama3-8b": {
@@ -80,7 +91,10 @@ class Measurement:
     """Of documents; padding does not count."""
     step_seconds: float
     peak_bytes: int
+    """Allocated on a GPU, resident of the process on a CPU."""
     first_step_seconds: float
+    spread: float
+    """Between the slowest and the fastest step, as a share of the median; large where other work disturbs."""
     loss: float
 
 
@@ -97,7 +111,7 @@ def plan_for(workload: Workload, *, device: str, products: str, recompute_layers
         sequences_per_step=workload.sequences,
         micro_batch=workload.sequences,
         recompute_layers=recompute_layers,
-        learning_rate=1e-5,
+        learning_rate=LEARNING_RATE,
         deterministic=False,
         memory=Memory(),
         memory_limit=0,
@@ -164,7 +178,14 @@ def chat_lengths(random: np.random.Generator, workload: Workload) -> list[int]:
 
 
 def measure(step: TrainStep, workload: Workload, *, warmup: int = 3, steps: int = 6) -> Measurement:
-    on_gpu = step.device.type == "cuda"
+    return timed(lambda batch: step(batch, LEARNING_RATE).loss, workload, step.device, warmup=warmup, steps=steps)
+
+
+def timed(
+    run: Callable[[StepBatch], float], workload: Workload, device: torch.device, *, warmup: int, steps: int
+) -> Measurement:
+    """Time `run`, which does one step and returns its loss."""
+    on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     times, tokens, loss = [], [], 0.0
@@ -172,16 +193,124 @@ def measure(step: TrainStep, workload: Workload, *, warmup: int = 3, steps: int 
         if on_gpu:
             torch.cuda.synchronize()
         began = time.perf_counter()
-        loss = step(batch, 1e-5).loss
+        loss = run(batch)
         if on_gpu:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
         tokens.append(batch.tokens)
+    return summary(times, tokens, loss, device, warmup=warmup)
+
+
+def summary(times: list[float], tokens: list[int], loss: float, device: torch.device, *, warmup: int) -> Measurement:
     rates = [count / seconds for count, seconds in zip(tokens[warmup:], times[warmup:], strict=True)]
     return Measurement(
         tokens_per_second=round(statistics.median(rates), 1),
         step_seconds=round(statistics.median(times[warmup:]), 5),
-        peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else 0,
+        peak_bytes=peak_memory(device),
         first_step_seconds=round(times[0], 2),
+        spread=round((max(rates) - min(rates)) / statistics.median(rates), 3),
         loss=round(loss, 4),
     )
+
+
+# comparisons, each measurement in a process of its own
+
+
+@dataclass(frozen=True)
+class Order:
+    """One measurement to be made."""
+
+    workload: str
+    system: str
+    variant: str
+    """`bf16`, `fp32`, `fp8`, or one of them with `recompute`."""
+    device: str
+    warmup: int
+    steps: int
+
+    @property
+    def recomputes(self) -> bool:
+        return "recompute" in self.variant
+
+
+def orders(name: str, *, with_peers: bool, is_quick: bool) -> list[Order]:
+    """What to measure of a workload on this machine: ours in its variants, then the peers that are installed."""
+    from tunesmith.measure.peers import available
+
+    on_gpu = torch.cuda.is_available()
+    plain = "bf16" if on_gpu else "fp32"
+    ours = [plain]
+    if on_gpu and torch.cuda.get_device_capability() >= (8, 9):
+        ours.append("fp8")
+    theirs = [plain]
+    if on_gpu and not is_quick:
+        ours.append(f"{plain} recompute")
+        theirs.append(f"{plain} recompute")
+    peers = available(WORKLOADS[name], on_gpu=on_gpu) if with_peers else []
+    pairs = [("tunesmith", variant) for variant in ours] + [(peer, variant) for peer in peers for variant in theirs]
+    counts = {"warmup": 1, "steps": 3} if is_quick else {"warmup": 3, "steps": 6}
+    device = "cuda" if on_gpu else "cpu"
+    return [Order(name, system, variant, device, **counts) for system, variant in pairs]
+
+
+def carry_out(order: Order) -> dict[str, Any]:
+    """Make a measurement in a process of its own; a row of the result, with `failed` where it did not work."""
+    first = "import unsloth; " if order.system == "unsloth" else ""  # it must come before torch
+    code = f"{first}import sys; from tunesmith.measure.bench import work; work(sys.argv[1])"
+    settings = {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(asdict(order))],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ, **settings},
+    )
+    row: dict[str, Any] = {"workload": order.workload, "system": order.system, "variant": order.variant}
+    found = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
+    if found:
+        return row | json.loads(found[-1].removeprefix(RESULT))
+    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    errors = [line for line in said if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    reason = (errors or said or [f"exit code {done.returncode}"])[-1][:300]
+    return row | {"failed": "out of memory" if "OutOfMemory" in done.stderr else reason}
+
+
+def work(order_json: str) -> None:
+    """The other process: one measurement, printed as a line of JSON."""
+    order = Order(**json.loads(order_json))
+    workload = WORKLOADS[order.workload]
+    counts = {"warmup": order.warmup, "steps": order.steps}
+    if order.system == "tunesmith":
+        layers = SHAPES[workload.shape]["num_hidden_layers"]
+        plan = plan_for(
+            workload,
+            device=order.device,
+            products="fp8" if "fp8" in order.variant else "plain",
+            recompute_layers=layers if order.recomputes else 0,
+            compiled=order.device == "cuda",
+        )
+        found = measure(build(workload, plan), workload, **counts)
+    else:
+        from tunesmith.measure.peers import measure_peer
+
+        found = measure_peer(order.system, workload, device=order.device, recompute=order.recomputes, **counts)
+    print(RESULT + json.dumps(asdict(found)), flush=True)
+
+
+def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each row with its speed relative to the fastest peer on the same workload."""
+    best: dict[str, float] = {}
+    for row in rows:
+        if row["system"] != "tunesmith" and "failed" not in row:
+            best[row["workload"]] = max(best.get(row["workload"], 0.0), row["tokens_per_second"])
+    return [
+        row | {"to_best_peer": round(row["tokens_per_second"] / best[row["workload"]], 3)}
+        if "failed" not in row and row["workload"] in best
+        else row
+        for row in rows
+    ]
+
+
+def default_workloads() -> list[str]:
+    """What is worth measuring here: without a GPU the large models would take days."""
+    return [name for name in WORKLOADS if name != "tiny"] if torch.cuda.is_available() else ["tiny"]

@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import record_function
 
 from tunesmith.errors import UserError
 from tunesmith.kernels.linear_cross_entropy import linear_cross_entropy
@@ -104,18 +105,20 @@ def to_device(batch: Documents, device: torch.device, shape: Shape | None = None
 
 def token_losses(model: nn.Module, inputs: Inputs, calling: Calling) -> tuple[torch.Tensor, torch.Tensor]:
     """The weighted sum of the target tokens' losses, to call backward on, and the loss of each target [N]."""
-    hidden_th = hidden_states(model, inputs, calling)
+    with record_function("forward"):
+        hidden_th = hidden_states(model, inputs, calling)
     head = model.get_output_embeddings()
-    return linear_cross_entropy(
-        hidden_th,
-        head.weight,
-        inputs.labels,
-        inputs.weights,
-        inputs.rows,
-        bias_v=getattr(head, "bias", None),
-        scale=calling.logit_scale,
-        softcap=calling.softcap,
-    )
+    with record_function("loss"):
+        return linear_cross_entropy(
+            hidden_th,
+            head.weight,
+            inputs.labels,
+            inputs.weights,
+            inputs.rows,
+            bias_v=getattr(head, "bias", None),
+            scale=calling.logit_scale,
+            softcap=calling.softcap,
+        )
 
 
 def hidden_states(model: nn.Module, inputs: Inputs, calling: Calling) -> torch.Tensor:

@@ -10,11 +10,12 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.profiler import record_function
 
 from tunesmith.checkpoint.run_folder import write_summary
 from tunesmith.errors import UserError
@@ -24,6 +25,8 @@ from tunesmith.train.job import Job
 from tunesmith.train.step import Interrupted, LossScale, NotFinite, TrainStep
 
 Observer = Callable[[events.Event], None]
+Watch = Callable[[int], AbstractContextManager[object]]
+"""Stands around each step (counted from 1), the wait for its data included; for profiles."""
 SAVE_SECONDS = 600.0
 """Between checkpoints, when save_every leaves it open: a kill then costs ten minutes at most."""
 RETRY_SECONDS = 30.0
@@ -39,28 +42,51 @@ class Outcome:
     result: Path | None = None
 
 
-def train(job: Job, observe: Observer, *, started: float | None = None) -> Outcome:
+def train(job: Job, observe: Observer, *, started: float | None = None, watch: Watch | None = None) -> Outcome:
     """Run the job to its end, or to a signal or time limit; in each case everything done is saved."""
-    return _Loop(job, observe, time.monotonic() if started is None else started).run()
+    return _Loop(
+        job, observe, time.monotonic() if started is None else started, watch or (lambda _: nullcontext())
+    ).run()
+
+
+def step_of(job: Job, scale: LossScale | None) -> TrainStep:
+    """The training step of a job."""
+    return TrainStep(
+        job.model,
+        job.calling,
+        job.optimizer,
+        device=job.device,
+        max_grad_norm=job.run.max_grad_norm,
+        seed=job.run.seed,
+        rank=job.rank,
+        loss_scale=scale,
+        shape=job.shape,
+    )
+
+
+def rate_of(job: Job, step: int) -> float:
+    """The learning rate of a step, counted from 0."""
+    return learning_rate(
+        step,
+        total=job.loader.total_steps,
+        peak=job.plan.learning_rate,
+        warmup=job.run.warmup,
+        shape=job.run.schedule,
+    )
+
+
+def loss_scale_of(job: Job) -> LossScale | None:
+    return LossScale() if job.plan.precision == "fp16" else None
 
 
 class _Loop:
-    def __init__(self, job: Job, observe: Observer, started: float):
+    def __init__(self, job: Job, observe: Observer, started: float, watch: Watch):
         self.job = job
         self.observe = observe
         self.started = started
-        self.scale = LossScale() if job.plan.precision == "fp16" else None
-        self.step_of = TrainStep(
-            job.model,
-            job.calling,
-            job.optimizer,
-            device=job.device,
-            max_grad_norm=job.run.max_grad_norm,
-            seed=job.run.seed,
-            rank=job.rank,
-            loss_scale=self.scale,
-            shape=job.shape,
-        )
+        self.scale = loss_scale_of(job)
+        self.step_of = step_of(job, self.scale)
+        self.watch = watch
         self.total = job.loader.total_steps
         self.done = 0
         self.saved_at: int | None = None
@@ -112,23 +138,21 @@ class _Loop:
         job.model.train()
         if self.done == 0 and self.metric_at is None:
             self._evaluate()
-        for batch in job.loader.iterate(self.done):
+        batches = job.loader.iterate(self.done)
+        while self.done < self.total:
             reason = asked_to_stop() or self._out_of_time()
             if reason is not None:
                 return reason
-            rate = learning_rate(
-                batch.step,
-                total=self.total,
-                peak=job.plan.learning_rate,
-                warmup=job.run.warmup,
-                shape=job.run.schedule,
-            )
-            began = time.monotonic()
-            try:
-                result = self.step_of(batch, rate, lambda: asked_to_stop() is not None)
-            except Interrupted:
-                return asked_to_stop()
-            seconds = time.monotonic() - began
+            rate = rate_of(job, self.done)
+            with self.watch(self.done + 1):
+                with record_function("data"):
+                    batch = next(batches)
+                began = time.monotonic()
+                try:
+                    result = self.step_of(batch, rate, lambda: asked_to_stop() is not None)
+                except Interrupted:
+                    return asked_to_stop()
+                seconds = time.monotonic() - began
             self.done = batch.step + 1
             self.tokens += batch.tokens
             self.busy_seconds += seconds

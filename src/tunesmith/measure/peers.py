@@ -1,0 +1,273 @@
+"""The same workloads through other systems, where they are installed: transformers with peft, Liger, Unsloth, TRL.
+
+Each peer is used as its own documentation says, with the same shapes, adapters, optimizer and tokens as ours, and with
+or without recomputation. Packed workloads go in as one row of documents with restarting positions, which transformers
+keeps apart by itself; Unsloth gets them padded, in rows of similar length. TRL goes through its own trainer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tunesmith.data.types import StepBatch
+from tunesmith.measure.bench import LEARNING_RATE, SHAPES, Measurement, Workload, batches, summary, timed
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True)
+class Peer:
+    name: str
+    needs: tuple[str, ...]
+    """Packages that must be importable."""
+    gpu_only: bool = False
+
+
+PEERS = (
+    Peer("transformers", ("transformers",)),
+    Peer("liger", ("liger_kernel",), gpu_only=True),
+    Peer("unsloth", ("unsloth",), gpu_only=True),
+    Peer("trl", ("trl",)),
+)
+
+
+def available(workload: Workload, *, on_gpu: bool) -> list[str]:
+    """The peers that are installed and can do this workload here."""
+    extra = {"full": (), "lora": ("peft",), "qlora": ("peft", "bitsandbytes")}[workload.method]
+    return [
+        peer.name
+        for peer in PEERS
+        if (on_gpu or not peer.gpu_only) and all(find_spec(package) for package in (*peer.needs, *extra))
+    ]
+
+
+def measure_peer(
+    name: str, workload: Workload, *, device: str, recompute: bool, warmup: int, steps: int
+) -> Measurement:
+    with tempfile.TemporaryDirectory(prefix="tunesmith-peer-") as folder:
+        if name == "trl":
+            return _through_trainer(workload, Path(folder), device, recompute, warmup=warmup, steps=steps)
+        model = _build(name, workload, Path(folder), device, recompute).train()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
+        inputs_of = _padded if name == "unsloth" and workload.is_packed else _rows
+
+        def step(batch: StepBatch) -> float:
+            loss = torch.zeros((), device=device)
+            parts = list(inputs_of(batch, workload, device))
+            for part in parts:
+                with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+                    one = model(**part, use_cache=False).loss / len(parts)
+                one.backward()
+                loss += one.detach()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return loss.item()
+
+        return timed(step, workload, torch.device(device), warmup=warmup, steps=steps)
+
+
+def _build(name: str, workload: Workload, folder: Path, device: str, recompute: bool) -> Any:
+    if name == "unsloth":
+        return _unsloth(workload, folder, recompute)
+    if name == "liger":
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+    if workload.method == "qlora":
+        from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+        model = AutoModelForCausalLM.from_pretrained(
+            _saved(workload, folder, device),
+            device_map={"": device},
+            dtype=torch.bfloat16,
+            attn_implementation=_attention(workload),
+            quantization_config=BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=torch.bfloat16,
+            ),
+        )
+    else:
+        model = _random_model(workload, device)
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    if workload.method != "full":
+        from peft import get_peft_model
+
+        model = get_peft_model(model, _adapters())
+    return model
+
+
+def _unsloth(workload: Workload, folder: Path, recompute: bool) -> Any:
+    from unsloth import FastLanguageModel
+
+    path = _saved(workload, folder, "cuda")
+    torch.cuda.empty_cache()
+    model, _ = FastLanguageModel.from_pretrained(
+        str(path),
+        max_seq_length=workload.length,
+        dtype=torch.bfloat16,
+        load_in_4bit=workload.method == "qlora",
+        full_finetuning=workload.method == "full",
+    )
+    if workload.method == "full":
+        return model
+    return FastLanguageModel.get_peft_model(
+        model,
+        r=16,
+        lora_alpha=16,
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=TARGETS,
+        use_gradient_checkpointing="unsloth" if recompute else False,
+    )
+
+
+def _through_trainer(
+    workload: Workload, folder: Path, device: str, recompute: bool, *, warmup: int, steps: int
+) -> Measurement:
+    """TRL's SFTTrainer on tokenized documents, in its padding-free mode where the workload is packed."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    made = batches(workload, warmup + steps)
+    documents = [[row.tolist() for row in _documents(batch)] for batch in made]
+    rows = max(len(one) for one in documents)
+    if any(len(one) != rows for one in documents):  # a step of the trainer is a fixed number of documents
+        rows = min(len(one) for one in documents)
+        documents = [one[:rows] for one in documents]
+    times: list[float] = []
+    losses: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            if device == "cuda":
+                torch.cuda.synchronize()
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - self.began)
+
+        def on_log(self, _arguments: Any, _state: Any, _control: Any, logs: dict[str, float], **__: Any) -> None:
+            losses.extend(value for key, value in logs.items() if key == "loss")
+
+    settings = SFTConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=rows,
+        max_steps=len(documents),
+        max_length=workload.length,
+        padding_free=workload.is_packed,
+        gradient_checkpointing=recompute,
+        learning_rate=LEARNING_RATE,
+        bf16=device == "cuda",
+        use_cpu=device == "cpu",
+        optim="adamw_torch_fused",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_num_workers=0,
+    )
+    trainer = SFTTrainer(
+        model=_random_model(workload, device),
+        args=settings,
+        train_dataset=Dataset.from_dict({"input_ids": list(itertools.chain.from_iterable(documents))}),
+        processing_class=_tokenizer(workload),
+        peft_config=None if workload.method == "full" else _adapters(),
+        callbacks=[Clock()],
+    )
+    trainer._get_train_sampler = lambda *_: None  # in the order given, as the others see them
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    trainer.train()
+    tokens = [sum(map(len, one)) for one in documents]
+    return summary(times, tokens, losses[-1], torch.device(device), warmup=warmup)
+
+
+def _random_model(workload: Workload, device: str) -> Any:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(**SHAPES[workload.shape], use_cache=False)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=_attention(workload))
+
+
+def _attention(workload: Workload) -> str:
+    """Packed documents need a kernel that knows their bounds, or a mask over everything."""
+    if workload.is_packed and torch.cuda.is_available() and find_spec("flash_attn"):
+        return "flash_attention_4" if find_spec("flash_attn.cute") else "flash_attention_2"
+    return "sdpa"
+
+
+def _adapters() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=16, lora_dropout=0.0, bias="none", target_modules=TARGETS)
+
+
+def _saved(workload: Workload, folder: Path, device: str) -> Path:
+    """The workload's model as a folder, for systems that only load from one."""
+    path = folder / "model"
+    _random_model(workload, device).save_pretrained(path)
+    _tokenizer(workload).save_pretrained(path)
+    return path
+
+
+def _tokenizer(workload: Workload) -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"t{number}": number for number in range(SHAPES[workload.shape]["vocab_size"])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="t0", bos_token="t1", eos_token="t2", pad_token="t3"
+    )
+
+
+Inputs = dict[str, torch.Tensor]
+
+
+def _rows(batch: StepBatch, workload: Workload, device: str) -> Iterator[Inputs]:
+    """Documents as rows, or end to end in one row with positions that begin anew with each."""
+    (micro,) = batch.micro_batches
+    tokens = micro.tokens.to(device)
+    if not workload.is_packed:
+        tokens = tokens.view(workload.sequences, workload.length)
+        yield {"input_ids": tokens, "labels": tokens}
+        return
+    yield {"input_ids": tokens[None], "labels": tokens[None], "position_ids": micro.positions.to(device)[None]}
+
+
+def _padded(batch: StepBatch, workload: Workload, device: str) -> Iterator[Inputs]:
+    """Documents as rows, sorted by length and cut so that no part is larger than the workload's sequences."""
+    left = sorted(_documents(batch), key=len, reverse=True)
+    while left:
+        count = max(1, workload.sequences * workload.length // len(left[0]))
+        part, left = left[:count], left[count:]
+        tokens = torch.nn.utils.rnn.pad_sequence(part, batch_first=True).to(device)
+        lengths = torch.tensor([len(row) for row in part], device=device)
+        mask = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
+        yield {"input_ids": tokens, "attention_mask": mask.long(), "labels": tokens.masked_fill(~mask, -100)}
+
+
+def _documents(batch: StepBatch) -> list[torch.Tensor]:
+    (micro,) = batch.micro_batches
+    return list(micro.tokens.split(micro.boundaries.diff().tolist()))

@@ -1,0 +1,78 @@
+"""What `bench` compares is the same work, measured in the same way."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tunesmith.measure import bench, peers
+
+
+@pytest.fixture(scope="module")
+def ours() -> bench.Measurement:
+    workload = bench.WORKLOADS["tiny"]
+    plan = bench.plan_for(workload, device="cpu", products="plain", recompute_layers=0, compiled=False)
+    return bench.measure(bench.build(workload, plan), workload, warmup=1, steps=2)
+
+
+def test_a_measurement_has_speed_and_memory(ours):
+    assert ours.tokens_per_second == pytest.approx(256 / ours.step_seconds, rel=0.5)
+    assert ours.peak_bytes > 2**20
+
+
+def test_transformers_with_peft_has_the_same_loss_on_the_same_tokens(ours):
+    pytest.importorskip("peft")
+    workload = bench.WORKLOADS["tiny"]
+    theirs = peers.measure_peer("transformers", workload, device="cpu", recompute=False, warmup=1, steps=2)
+    again = peers.measure_peer("transformers", workload, device="cpu", recompute=True, warmup=1, steps=2)
+    assert theirs.loss == pytest.approx(ours.loss, abs=2e-3)
+    assert again.loss == pytest.approx(theirs.loss, abs=1e-4)
+
+
+def test_packed_documents_are_the_same_for_all(ours):
+    workload = dataclasses.replace(bench.WORKLOADS["tiny"], length=512, is_packed=True)
+    (batch,) = bench.batches(workload, 1)
+    (row,) = peers._rows(batch, workload, "cpu")
+    padded = list(peers._padded(batch, workload, "cpu"))
+    tokens = sum(int(part["attention_mask"].sum()) for part in padded)
+    assert row["input_ids"].numel() == tokens == batch.tokens
+    assert all(part["input_ids"].numel() <= workload.sequences * workload.length for part in padded)
+    assert int((row["position_ids"] == 0).sum()) == sum(len(part["input_ids"]) for part in padded)
+
+
+def test_without_a_gpu_the_tiny_workload_is_measured_against_transformers(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(peers, "find_spec", lambda name: name in ("transformers", "peft", "unsloth") or None)
+    assert bench.default_workloads() == ["tiny"]
+    found = bench.orders("tiny", with_peers=True, is_quick=True)
+    assert [(order.system, order.variant) for order in found] == [("tunesmith", "fp32"), ("transformers", "fp32")]
+    assert [order.system for order in bench.orders("tiny", with_peers=False, is_quick=True)] == ["tunesmith"]
+
+
+def test_on_a_gpu_variants_follow_what_it_can_do(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(peers, "find_spec", lambda _: True)
+    found = {(order.system, order.variant) for order in bench.orders("full-7b", with_peers=True, is_quick=False)}
+    assert {("tunesmith", "fp8"), ("tunesmith", "bf16 recompute"), ("unsloth", "bf16"), ("trl", "bf16")} <= found
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (8, 0))
+    older = {order.variant for order in bench.orders("full-7b", with_peers=False, is_quick=False)}
+    assert older == {"bf16", "bf16 recompute"}
+
+
+def test_the_ratio_is_to_the_fastest_peer_of_the_same_workload():
+    rows = [
+        {"workload": "a", "system": "tunesmith", "tokens_per_second": 300.0},
+        {"workload": "a", "system": "slow", "tokens_per_second": 100.0},
+        {"workload": "a", "system": "fast", "tokens_per_second": 200.0},
+        {"workload": "a", "system": "broken", "failed": "out of memory"},
+        {"workload": "b", "system": "tunesmith", "tokens_per_second": 10.0},
+    ]
+    assert [row.get("to_best_peer") for row in bench.compare(rows)] == [1.5, 0.5, 1.0, None, None]
+
+
+def test_a_system_that_fails_is_a_row_that_says_so():
+    row = bench.carry_out(bench.Order("tiny", "transformers", "fp32", "nonsense", 1, 1))
+    assert row["system"] == "transformers"
+    assert "nonsense" in row["failed"]
