@@ -247,6 +247,10 @@ class Run(Settings):
     output: Text = "runs/default"
     """Folder of the run: plan, events, checkpoints and the trained weights."""
 
+    @property
+    def has_adapters(self) -> bool:
+        return self.method != "full"
+
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of what may stand in run.yaml, for editors and for the settings reference."""
@@ -262,10 +266,6 @@ _JSON_SCHEMA_NAMES = {
     "min_length": "minItems",
 }
 
-
-    @property
-    def has_adapters(self) -> bool:
-        return self.method != "full"
 
 def _standard_bounds(node: Any) -> Any:
     """pydantic leaves its own names on bounds that stand behind a validator; editors know JSON Schema's."""
