@@ -20,7 +20,7 @@ from tunesmith.data.loader import Loader
 from tunesmith.data.prepare import Prepared, prepare
 from tunesmith.errors import UserError
 from tunesmith.evaluate.loss import HeldOut, held_out_losses, overall
-from tunesmith.infer.open import open_run
+from tunesmith.infer.open import open_run, placement
 from tunesmith.model import attention, load, lora
 from tunesmith.model.forward import Shape, settle
 from tunesmith.model.fp8 import use_fp8_products
@@ -228,7 +228,8 @@ def evaluate_run(
 
     before = None
     if with_base:
-        before = measure(load.load_model(run, dtype=plan.precision, device=plan.device, storage=plan.storage))
+        device, precision = placement(plan)
+        before = measure(load.load_model(run, dtype=precision, device=device, storage=plan.storage))
     opened = open_run(folder)
     return before, measure(opened.model), opened.step
 

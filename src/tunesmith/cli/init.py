@@ -114,7 +114,6 @@ def write_settings(answers: Answers, proposal: Proposal, output: str) -> str:
         "sequence_length": length,
         "batch_tokens": max(proposal.batch_tokens, length),
         "epochs": 1,
-        "learning_rate": 2e-5 if answers.method == "full" else 2e-4,
         "output": output,
     }
     lora = {} if answers.method == "full" else {"rank": Lora().rank}

@@ -13,7 +13,7 @@ from tunesmith.checkpoint.store import CheckpointStore
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.model import load, lora
-from tunesmith.plan.plan import Device, Precision, Storage
+from tunesmith.plan.plan import Device, Plan, Precision, Storage
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,8 @@ def open_run(
     The base is held as in training, in 4 bits where it was so there, unless `storage` says otherwise.
     """
     run = read_run(folder)
-    plan = read_plan(folder)
     held = storage or trained_storage(folder)
-    wanted = device or (plan.device if plan else "cpu")
-    place: Device = "cuda" if wanted == "cuda" and torch.cuda.is_available() else "cpu"
-    dtype = precision or (plan.precision if plan and place == plan.device else "fp32")
+    place, dtype = placement(read_plan(folder), precision=precision, device=device)
     step = None
     if (folder / "model" / "config.json").exists():
         trained = run.model_copy(update={"model": str(folder / "model")})
@@ -54,6 +51,15 @@ def open_run(
         else:
             step = _from_checkpoint(model, run, folder)
     return Opened(run, model.eval(), tokenizer_of(run), torch.device(place), step)
+
+
+def placement(
+    plan: Plan | None, *, precision: Precision | None = None, device: Device | None = None
+) -> tuple[Device, Precision]:
+    """Where and in which precision a run's model is opened: as it was trained, or in fp32 where its GPU is not here."""
+    wanted = device or (plan.device if plan else "cpu")
+    place: Device = "cuda" if wanted == "cuda" and torch.cuda.is_available() else "cpu"
+    return place, precision or (plan.precision if plan and place == plan.device else "fp32")
 
 
 def trained_storage(folder: Path) -> Storage:
