@@ -30,6 +30,14 @@ def test_transformers_with_peft_has_the_same_loss_on_the_same_tokens(ours):
     assert again.loss == pytest.approx(theirs.loss, abs=1e-4)
 
 
+@pytest.mark.parametrize("method", ["qlora", "full"])
+def test_other_methods_are_measured_too(ours, method):
+    workload = dataclasses.replace(bench.WORKLOADS["tiny"], method=method)
+    plan = bench.plan_for(workload, device="cpu", products="plain", recompute_layers=1, compiled=False)
+    found = bench.measure(bench.build(workload, plan), workload, warmup=1, steps=2)
+    assert found.loss == pytest.approx(ours.loss, abs=0.05)
+
+
 def test_packed_documents_are_the_same_for_all(ours):
     workload = dataclasses.replace(bench.WORKLOADS["tiny"], length=512, is_packed=True)
     (batch,) = bench.batches(workload, 1)

@@ -10,7 +10,8 @@ import typer
 
 def command(
     workloads: Annotated[
-        list[str] | None, typer.Argument(metavar="[WORKLOAD]...", help="lora-8b, lora-8b-packed, full-7b, tiny ...")
+        list[str] | None,
+        typer.Argument(metavar="[WORKLOAD]...", help="lora-8b, lora-8b-packed, qlora-8b, full-7b, tiny."),
     ] = None,
     peers: Annotated[bool, typer.Option(help="Measure the other systems that are installed, too.")] = True,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer steps and variants.")] = False,

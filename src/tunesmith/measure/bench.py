@@ -27,6 +27,7 @@ from tunesmith.data.pack import pack
 from tunesmith.data.types import StepBatch
 from tunesmith.model import attention
 from tunesmith.model.forward import Calling
+from tunesmith.model.quantized import quantize_linears
 from tunesmith.optim.build import Optimizer
 from tunesmith.plan.plan import Memory, Plan
 from tunesmith.train.loop import peak_memory
@@ -80,6 +81,7 @@ class Workload:
 WORKLOADS = {
     "lora-8b": Workload("llama3-8b", "lora", 4, 4096),
     "lora-8b-packed": Workload("llama3-8b", "lora", 2, 8192, is_packed=True),
+    "qlora-8b": Workload("llama3-8b", "qlora", 4, 2048),
     "full-7b": Workload("llama2-7b", "full", 16, 1024),
     "tiny": Workload("tiny", "lora", 2, 128),
 }
@@ -104,6 +106,7 @@ def plan_for(workload: Workload, *, device: str, products: str, recompute_layers
         threads=torch.get_num_threads(),
         precision="bf16" if device == "cuda" else "fp32",
         products=products,
+        storage="nf4" if workload.method == "qlora" else "plain",
         attention="varlen" if device == "cuda" else "sdpa",
         is_compiled=compiled,
         master_weights=False,
@@ -128,6 +131,8 @@ def build(workload: Workload, plan: Plan) -> TrainStep:
     torch.manual_seed(0)
     with torch.device(plan.device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.register())
+    if plan.storage == "nf4":
+        quantize_linears(model, dtype=dtype, device=torch.device(plan.device))
     make_trainable(model, run, plan)
     if plan.device == "cuda":
         torch.cuda.empty_cache()
@@ -240,7 +245,7 @@ def orders(name: str, *, with_peers: bool, is_quick: bool) -> list[Order]:
     on_gpu = torch.cuda.is_available()
     plain = "bf16" if on_gpu else "fp32"
     ours = [plain]
-    if on_gpu and torch.cuda.get_device_capability() >= (8, 9):
+    if on_gpu and torch.cuda.get_device_capability() >= (8, 9) and WORKLOADS[name].method != "qlora":
         ours.append("fp8")
     theirs = [plain]
     if on_gpu and not is_quick:
