@@ -20,6 +20,7 @@ def test_a_profile_is_shown_and_written_and_leaves_the_run_alone(runs, tiny_mode
     folder = write_all(tmp_path, tiny_model)
     ended = runs(folder, "profile", "run.yaml", "--plan", "plan.json")
     assert ended.code == 0, ended.err
+    assert "profiler_st" not in ended.err
     for word in ("tokens/s", "forward", "optimizer", "memory at the peak", "bound"):
         assert word in ended.out
     assert [path.name for path in (folder / "run").iterdir()] == ["profile"]

@@ -24,7 +24,7 @@ def command(
     import os
     import tempfile
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's own remarks help nobody
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks help nobody
 
     from tunesmith.cli import display, output
     from tunesmith.config.load import load

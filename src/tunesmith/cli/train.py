@@ -23,6 +23,7 @@ def command(
     ] = False,
 ) -> None:
     """Fine-tune. On a folder that holds an unfinished run: continue it."""
+    import os
     import time
 
     started = time.monotonic()
@@ -30,6 +31,8 @@ def command(
     from tunesmith.config.load import load
 
     run = load(config, overrides or ()).run
+    if run.profile_steps:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks help nobody
     folder = Path(run.output)
     from tunesmith.checkpoint import run_folder
 
