@@ -91,6 +91,8 @@ def prepare_run(
     changes = run_folder.differences(before, identity) if has_changed else []
     if plan is not None and planned is not None and before is not None and not has_changed:
         changes = run_folder.plan_differences(planned, plan)
+    elif planned is not None and before is not None and not has_changed and chosen.storage != planned.storage:
+        changes = [f'the plan\'s storage was "{planned.storage}" and is now "{chosen.storage}"']
     if changes and not accept_changes:
         raise UserError(
             f"The run in {folder} was started differently: {'; '.join(changes)}. Put it back, choose another output, "

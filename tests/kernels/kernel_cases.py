@@ -92,6 +92,30 @@ def check_swiglu(device: str, dtypes=(torch.float32, torch.float16), fp8: bool =
     print(f"swiglu: {cases} cases")
 
 
+def check_lowrank_mlp_nf4(device: str, dtype=torch.float32) -> None:
+    """The MLP over weights in nf4 gives, to the last bit, what it gives over the same weights made whole."""
+    from tunesmith.kernels import nf4
+    from tunesmith.kernels.lowrank_mlp import FrozenWeights, lowrank_mlp
+
+    tokens, hidden, intermediate, rank = 7, 24, 72, 4
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * 0.2).to(dtype).to(device)
+
+    gate, up, down = draw(intermediate, hidden), draw(intermediate, hidden), draw(hidden, intermediate)
+    gate_up4, down4 = torch.cat([nf4.quantize(gate), nf4.quantize(up)]), nf4.quantize(down)
+    gate_up = nf4.dequantize(gate_up4, [intermediate, intermediate], hidden, dtype)
+    shapes = ((tokens, hidden), (2 * rank, hidden), (intermediate, rank), (intermediate, rank))
+    leaves = [draw(*shape).requires_grad_() for shape in (*shapes, (rank, intermediate), (hidden, rank))]
+    results = []
+    for held in ((gate_up4, down4), (gate_up, nf4.dequantize(down4, [hidden], intermediate, dtype))):
+        out = lowrank_mlp(leaves[0], FrozenWeights(held[0], None, held[1], None), *leaves[1:])
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert all(map(torch.equal, *results))
+    print("mlp in nf4: ok")
+
+
 def check_lowrank_mlp(device: str, dtype=torch.float32, fp8: bool = False) -> None:
     """The MLP as one operation against the same by plain linears, all gradients included."""
     from tunesmith.kernels.lowrank import quantize_rows

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 from interpreted import run_interpreted
-from kernel_cases import check_nf4
+from kernel_cases import check_lowrank_mlp_nf4, check_nf4
 
 from tunesmith.kernels import nf4
 
@@ -83,6 +83,13 @@ def test_the_kernel_gives_the_same_bits_in_the_interpreter():
     assert "nf4: " in run_interpreted("check_nf4")
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
+def test_a_whole_mlp_in_nf4_is_the_mlp_of_its_weights_in_the_interpreter():
+    assert "mlp in nf4: ok" in run_interpreted("check_lowrank_mlp_nf4")
+
+
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_kernel_gives_the_same_bits_on_a_gpu():
     check_nf4("cuda", (torch.float32, torch.float16, torch.bfloat16))
+    check_lowrank_mlp_nf4("cuda", torch.bfloat16)

@@ -182,3 +182,12 @@ def test_every_named_machine_gets_a_plan_for_its_whole_batch(model, nodes, gpus,
     assert plan.mesh.data_ranks <= sequences
     assert plan.accumulation * plan.micro_batch * plan.mesh.data_ranks >= sequences
     assert plan.tokens_per_second > 0
+
+
+def test_qlora_is_planned_in_4_bits_and_runs_here():
+    for hardware in (machine(gpu=gpu(141)), machine()):
+        plan = make_plan(run(method="qlora"), SMOL, hardware)
+        assert (plan.storage, plan.beyond) == ("nf4", ())
+    assert make_plan(run(method="lora"), SMOL, machine(gpu=gpu(141))).storage == "plain"
+    with pytest.raises(UserError, match="fp8"):
+        make_plan(run(method="qlora", precision="fp8"), SMOL, machine(gpu=gpu(141)))

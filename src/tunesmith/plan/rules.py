@@ -139,6 +139,8 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
         "sharding": choice.sharding,
     }
     missing = [WORDS[name].format(value) for name, value in wanted.items() if value not in EXECUTABLE[name]]
+    if choice.storage != "plain" and any(linear.count > 1 for kind in task.facts.kinds for linear in kind.linears):
+        missing.append("experts in 4 or 8 bits")
     axes = {"tensor": choice.tensor, "context": choice.context, "pipeline": choice.pipeline}
     missing += [f"{axis} parallelism" for axis, size in axes.items() if size > 1 and axis not in EXECUTABLE["axes"]]
     return tuple(missing)
