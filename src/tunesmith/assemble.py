@@ -225,6 +225,8 @@ def evaluate_run(
     def measure(model: torch.nn.Module) -> list[HeldOut]:
         calling, _ = settle(model, vocabulary=load.vocabulary_size(model.config))
         device = next(model.parameters()).device
+        # Fused as in training, since in half precision the same sums in another order are other losses.
+        fuse(model, fp8=plan.products == "fp8" and device.type == "cuda", whole_mlps=device.type == "cuda")
         sizes = {"sequence_length": plan.sequence_length, "micro_batch": plan.micro_batch}
         return held_out_losses(model, calling, stores, device=device, **sizes)
 

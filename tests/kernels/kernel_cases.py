@@ -116,6 +116,38 @@ def check_lowrank_mlp_nf4(device: str, dtype=torch.float32) -> None:
     print("mlp in nf4: ok")
 
 
+def check_whole_mlps(device: str) -> None:
+    """A model whose MLPs were swapped for one operation each gives the same logits and gradients."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tunesmith.config.schema import Lora
+    from tunesmith.model import lora
+    from tunesmith.model.fuse import JointMlp, fuse
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).to(device)
+    lora.attach(model, Lora(rank=4), seed=0)
+    for adapter in lora.adapters(model).values():
+        torch.nn.init.normal_(adapter.lora_b, std=0.1)
+    tokens = torch.arange(20, device=device)[None]
+
+    def results():
+        logits = model(tokens).logits
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        return logits, dict(zip(trained, torch.autograd.grad(logits.square().mean(), trained.values()), strict=True))
+
+    before, expected = results()
+    assert fuse(model, fp8=False, whole_mlps=True) == 2 * 3
+    assert sum(isinstance(module, JointMlp) for module in model.modules()) == 2
+    after, found = results()
+    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-6)
+    print("whole mlps: ok")
+
+
 def check_lowrank_mlp(device: str, dtype=torch.float32, fp8: bool = False) -> None:
     """The MLP as one operation against the same by plain linears, all gradients included."""
     from tunesmith.kernels.lowrank import quantize_rows

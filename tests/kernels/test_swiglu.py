@@ -13,6 +13,10 @@ def test_the_whole_mlp_equals_its_parts_in_the_interpreter():
     assert "mlp: ok" in run_interpreted("check_lowrank_mlp")
 
 
+def test_a_model_with_whole_mlps_gives_the_same_results_in_the_interpreter():
+    assert "whole mlps: ok" in run_interpreted("check_whole_mlps")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_kernels_are_right_on_the_gpu():
