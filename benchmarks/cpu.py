@@ -2,10 +2,11 @@
 
     python benchmarks/cpu.py [--data FOLDER] [--questions 64]
 
-Both fine-tune SmolLM2-135M-Instruct with the same adapters, learning rate and schedule on the very same tokens, see each
-target token once (Tunesmith in no more steps), and are measured on the same held-out questions by the same code. Each runs
-in a process of its own; the time is that of the training steps alone, without imports, loading and tokenizing. Trainer
-runs in fp32 and, where the processor has bf16 arithmetic, in bf16 too; the faster one counts. Prints the ratio and
+Both fine-tune SmolLM2-135M-Instruct with the same adapters, learning rate and schedule on the very same tokens, see
+each target token once (Tunesmith in no more steps), and are measured on the same held-out questions by the same code.
+Each runs in a process of its own; the time is that of the training steps alone, without imports, loading and
+tokenizing. Trainer runs in fp32 and, where the processor has bf16 arithmetic, in bf16 too; the faster one counts.
+Prints the ratio and
 writes benchmarks/results/cpu.json. FOLDER holds gsm8k_train.jsonl and gsm8k_test.jsonl; without it, and without the
 hub, sums in words are made up instead.
 """
