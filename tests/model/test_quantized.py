@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
-from conftest import make_tiny_model
+from tiny_model import make_tiny_model
 from tunesmith.config.schema import Lora, Run
 from tunesmith.kernels import nf4
 from tunesmith.model import load, lora, quantized
