@@ -67,7 +67,7 @@ def check_swiglu(device: str, dtypes=(torch.float32, torch.float16), fp8: bool =
 
     cases = 0
     for dtype in dtypes:
-        for tokens, intermediate, rank in ((1, 16, 1), (37, 130, 4), (64, 256, 16), (5, 48, 33)):
+        for tokens, intermediate, rank in ((1, 16, 1), (37, 130, 4), (64, 256, 16), (5, 48, 33), (600, 40, 8)):
             generator = torch.Generator().manual_seed(tokens)
 
             def draw(*shape: int, generator=generator, dtype=dtype) -> torch.Tensor:
@@ -75,14 +75,16 @@ def check_swiglu(device: str, dtypes=(torch.float32, torch.float16), fp8: bool =
 
             y, low = draw(tokens, 2 * intermediate), draw(tokens, 2 * rank) * 0.3
             b_gate, b_up, d_act = draw(intermediate, rank), draw(intermediate, rank), draw(tokens, intermediate)
+            g, a_down = draw(tokens, rank), draw(rank, intermediate)
             scale_in = torch.rand(2 * intermediate, generator=generator).to(device) + 0.5
-            exact = y.double().requires_grad_()
-            expected = reference.swiglu(exact, low.double(), b_gate.double(), b_up.double())
-            (gradient,) = torch.autograd.grad(expected, exact, d_act.double())
+            exact = [tensor.double().requires_grad_() for tensor in (y, b_gate, b_up, a_down)]
+            expected = reference.swiglu(exact[0], low.double(), exact[1], exact[2])
+            down = expected @ exact[3].t()  # its gradient g makes `d_act + g @ a_down` that of the activation
+            wanted = torch.autograd.grad((expected, down), exact, (d_act.double(), g.double()))
             act, values, scale = swiglu(y, low, b_gate, b_up, fp8)
-            d_y, d_values, d_scale, again = swiglu_backward(d_act, y, low, b_gate, b_up, scale_in, fp8)
+            d_y, d_values, d_scale, sums = swiglu_backward(d_act, g, y, low, b_gate, b_up, a_down, scale_in, fp8)
             tolerance = TOLERANCE[dtype]
-            for found, want in ((act, expected), (again, expected), (d_y, gradient)):
+            for found, want in ((act, expected), *zip((d_y, sums[0], sums[1], sums[2].t()), wanted, strict=True)):
                 assert (found.double() - want).norm() <= tolerance * want.norm(), (dtype, tokens, intermediate, rank)
             if fp8:
                 for found, want in ((values.float() * scale, act), (d_values.float() * d_scale, d_y * scale_in)):
@@ -206,5 +208,41 @@ def check_nf4(device: str, dtypes=(torch.float32, torch.float16)) -> None:
             dequantize_into(found[:-1], nf4.split(held.to(device), weight.numel()))
             assert torch.equal(found[:-1].cpu(), expected), (dtype, rows, columns)
             assert found[-1] == 7.0
+            scales = torch.rand(rows, generator=torch.Generator().manual_seed(1)) + 0.5
+            wanted = nf4.dequantize(held, [rows], columns, dtype, scales).view(-1)
+            dequantize_into(found[:-1], nf4.split(held.to(device), weight.numel()), scales.to(device), columns)
+            torch.testing.assert_close(found[:-1].cpu(), wanted, rtol=torch.finfo(dtype).eps, atol=0)  # division
             cases += 1
     print(f"nf4: {cases} cases")
+
+
+def check_quantize(device: str, values_dtype=torch.float32) -> None:
+    """Rows, and columns of the transposed matrix, over their scales; before rounding where `values_dtype` is wide."""
+    from tunesmith.kernels.quantize import quantize_rows_into, quantize_turned_into
+
+    bound = {torch.float32: 1e-5, torch.float8_e4m3fn: 2**-4}[values_dtype]
+    cases = 0
+    for rows, columns in ((1, 16), (37, 48), (130, 200), (1100, 33)):
+        generator = torch.Generator().manual_seed(rows)
+        x = torch.randn(rows, columns, generator=generator).to(device)
+        x[0] = 0.0
+        factor = torch.rand(columns, generator=generator).to(device) + 0.5
+        for by in (None, factor):
+            wanted = x if by is None else x * by
+            values, scale = torch.empty_like(x, dtype=values_dtype), torch.empty(rows, 1, device=device)
+            quantize_rows_into(x, by, values, scale)
+            _check_scaled(values, scale, wanted, bound)
+        longest = rows + -rows % 16
+        values = torch.full((columns, longest), 7.0, device=device).to(values_dtype)
+        scale = torch.empty(columns, 1, device=device)
+        quantize_turned_into(x, values, scale)
+        _check_scaled(values[:, :rows], scale, x.t(), bound)
+        assert values[:, rows:].float().abs().sum() == 0
+        cases += 1
+    print(f"quantize: {cases} cases")
+
+
+def _check_scaled(values: torch.Tensor, scale: torch.Tensor, wanted: torch.Tensor, bound: float) -> None:
+    largest = wanted.abs().amax(1, keepdim=True)
+    torch.testing.assert_close(scale, (largest / 448.0).clamp(min=1e-12 / 448.0), rtol=1e-6, atol=0)
+    assert ((values.float() * scale - wanted).abs() <= bound * largest).all()

@@ -10,6 +10,7 @@ from interpreted import run_interpreted
 from kernel_cases import check_lowrank_mlp_nf4, check_nf4
 
 from tunesmith.kernels import nf4
+from tunesmith.kernels.lowrank import lowrank_linear_fp8, quantize_rows
 
 SHAPES = [(1, 1), (1, 2), (3, 7), (1, 63), (5, 13), (2, 64), (32, 96), (7, 129), (257, 64), (130, 131), (300, 128)]
 
@@ -73,9 +74,30 @@ def test_a_linear_in_nf4_gives_what_its_weights_give():
     torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-8)
 
 
+def test_rows_may_be_divided_by_scales_of_their_own():
+    weights = [draw((rows, 48), seed=rows) for rows in (3, 8)]
+    held = torch.cat([nf4.quantize(weight) for weight in weights])
+    scale_n = torch.rand(11, generator=torch.Generator().manual_seed(2)) + 0.5
+    plain = nf4.dequantize(held, [3, 8], 48, torch.float32)
+    assert torch.equal(nf4.dequantize(held, [3, 8], 48, torch.float32, scale_n), plain / scale_n[:, None])
+
+
+def test_fp8_products_over_nf4_are_those_over_the_same_weights_in_fp8():
+    """Forward and backward see one and the same fp8 matrix, made anew each time."""
+    held = nf4.quantize(draw((32, 48)))
+    values, scale_n1 = quantize_rows(nf4.dequantize(held, [32], 48, torch.float32))
+    x, a, b = (draw(shape, seed=3).requires_grad_() for shape in ((5, 48), (4, 48), (32, 4)))
+    results = []
+    for weight in (held, values):
+        y = lowrank_linear_fp8(x, weight, scale_n1.squeeze(1), a, b, None, (32,))
+        results.append([y, *torch.autograd.grad(y.square().sum(), (x, a, b))])
+    assert all(map(torch.equal, *results))
+
+
 def test_the_operator_is_registered_rightly():
     held = nf4.quantize(draw((24, 40)))
     torch.library.opcheck(nf4.dequantize, (held, [24], 40, torch.float32))
+    torch.library.opcheck(nf4.dequantize, (held, [24], 40, torch.float16, torch.rand(24) + 0.5, held))
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")

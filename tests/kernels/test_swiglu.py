@@ -6,7 +6,7 @@ from interpreted import run_interpreted
 
 
 def test_the_kernels_are_right_in_the_interpreter():
-    assert "swiglu: 8 cases" in run_interpreted("check_swiglu")
+    assert "swiglu: 10 cases" in run_interpreted("check_swiglu")
 
 
 def test_the_whole_mlp_equals_its_parts_in_the_interpreter():

@@ -64,7 +64,7 @@ def test_on_a_gpu_variants_follow_what_it_can_do(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(peers, "find_spec", lambda _: True)
     found = {(order.system, order.variant) for order in bench.orders("full-7b", with_peers=True, is_quick=False)}
-    assert {("tunesmith", "fp8"), ("tunesmith", "bf16 recompute"), ("unsloth", "bf16"), ("trl", "bf16")} <= found
+    assert {("tunesmith", "fp8"), ("tunesmith", "fp8 recompute"), ("unsloth", "bf16"), ("trl", "bf16")} <= found
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (8, 0))
     older = {order.variant for order in bench.orders("full-7b", with_peers=False, is_quick=False)}
     assert older == {"bf16", "bf16 recompute"}

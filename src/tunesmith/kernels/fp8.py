@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tunesmith.kernels.lowrank import product_fp8, quantize_rows
+from tunesmith.kernels.lowrank import E4M3, product_fp8, quantize_gradient, quantize_rows
 
 FP8_MULTIPLE = 16
 """Sizes of fp8 products are multiples of this."""
@@ -24,20 +24,44 @@ def fp8_linear(x_tk: torch.Tensor, weight_nk: torch.Tensor) -> torch.Tensor:
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_tk, weight_nk):
-        ctx.save_for_backward(x_tk, weight_nk)
+        # What backward needs of x is kept in fp8: half the bytes. Linears with the same input share it.
+        turned = quantize_turned(x_tk, None) if ctx.needs_input_grad[1] else (None, None)
+        ctx.save_for_backward(*turned, weight_nk)
         return product_fp8(*quantize_rows(x_tk), *quantize_rows(weight_nk), x_tk.dtype)
 
     @staticmethod
     def backward(ctx, g_tn):
-        x_tk, weight_nk = ctx.saved_tensors
+        *turned, weight_nk = ctx.saved_tensors
         d_x = d_weight = None
         if ctx.needs_input_grad[0]:
-            d_x = product_fp8(*quantize_rows(g_tn), *quantize_rows(weight_nk.t().contiguous()), g_tn.dtype)
+            d_x = product_fp8(*quantize_gradient(g_tn, None), *quantize_turned(weight_nk, g_tn), g_tn.dtype)
         if ctx.needs_input_grad[1]:
-            d_weight = product_fp8(*quantize_rows(_turned(g_tn)), *quantize_rows(_turned(x_tk)), g_tn.dtype)
+            d_weight = product_fp8(*quantize_turned(g_tn, None), *turned, g_tn.dtype)
         return d_x, d_weight
 
 
-def _turned(x_tk: torch.Tensor) -> torch.Tensor:
-    """Transposed, with zeros up to the next multiple of the tokens that fp8 products can sum over."""
-    return F.pad(x_tk.t(), (0, -x_tk.shape[0] % FP8_MULTIPLE)).contiguous()
+@torch.library.custom_op("tunesmith::quantize_turned", mutates_args=())
+def quantize_turned(x_tk: torch.Tensor, after: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_rows` of the transposed matrix, with zeros up to the next multiple of what fp8 products can sum over.
+
+    `after` is not looked at: what needs the gradient cannot be made in the forward pass and kept, as the compiler
+    otherwise would.
+    """
+    if not x_tk.is_cuda:
+        return quantize_rows(F.pad(x_tk.t(), (0, -x_tk.shape[0] % FP8_MULTIPLE)).contiguous())
+    from tunesmith.kernels.quantize import quantize_turned_into
+
+    values, scale = _turned(x_tk)
+    quantize_turned_into(x_tk, values, scale)
+    return values, scale
+
+
+@quantize_turned.register_fake
+def _(x_tk, after):
+    return _turned(x_tk)
+
+
+def _turned(x_tk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = x_tk.shape
+    values = x_tk.new_empty(columns, rows + -rows % FP8_MULTIPLE, dtype=E4M3)
+    return values, x_tk.new_empty(columns, 1, dtype=torch.float32)

@@ -76,30 +76,51 @@ def quantize(weight: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("tunesmith::nf4_dequantize", mutates_args=())
-def dequantize(weight4: torch.Tensor, rows: Sequence[int], columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """The weights [sum of rows, columns], of one or several linears that lie one behind the other."""
+def dequantize(
+    weight4: torch.Tensor,
+    rows: Sequence[int],
+    columns: int,
+    dtype: torch.dtype,
+    scale_n: torch.Tensor | None = None,
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The weights [sum of rows, columns], of one or several linears that lie one behind the other.
+
+    `scale_n` divides each row (for fp8, which has little range of its own). `after` is not looked at: a weight made
+    after the gradient that it is multiplied with cannot be made earlier and kept, as the compiler otherwise would.
+    """
     out = weight4.new_empty(sum(rows), columns, dtype=dtype)
     flat, place, first = out.view(-1), 0, 0
-    for count in (height * columns for height in rows):
+    for height in rows:
+        count = height * columns
         parts = split(weight4[place : place + size(count)], count)
+        scales = None if scale_n is None else scale_n[first // columns :][:height]
+        target = flat[first : first + count]
         if weight4.is_cuda:
             from tunesmith.kernels.nf4_dequantize import dequantize_into
 
-            dequantize_into(flat[first : first + count], parts)
+            dequantize_into(target, parts, scales, columns)
         else:
-            flat[first : first + count] = dequantize_plainly(parts, count)
+            weights = dequantize_plainly(parts, count)
+            target.copy_(weights if scales is None else (weights.view(height, columns) / scales[:, None]).view(-1))
         place, first = place + size(count), first + count
     return out
 
 
 @dequantize.register_fake
-def _(weight4, rows, columns, dtype):
+def _(weight4, rows, columns, dtype, scale_n=None, after=None):
     return weight4.new_empty(sum(rows), columns, dtype=dtype)
 
 
-def whole(weight: torch.Tensor, rows: Sequence[int], columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """The weight to multiply with: made from nf4 where it is held so, else the tensor itself."""
-    return dequantize(weight, rows, columns, dtype) if weight.dtype == torch.uint8 else weight
+def whole(
+    held: torch.Tensor, rows: Sequence[int], columns: int, like: torch.Tensor, scale_n: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The weight to multiply `like` with: made from nf4 where it is held so, else the tensor itself. In fp8, with
+    `scale_n` for its rows, or in the precision of `like`."""
+    if held.dtype != torch.uint8:
+        return held
+    dtype = like.dtype if scale_n is None else torch.float8_e4m3fn
+    return dequantize(held, rows, columns, dtype, scale_n, like)
 
 
 def nf4_linear(x: torch.Tensor, weight4: torch.Tensor, outputs: int, bias: torch.Tensor | None) -> torch.Tensor:
@@ -112,12 +133,12 @@ class _Nf4Linear(torch.autograd.Function):
     def forward(ctx, x, weight4, outputs, bias):
         ctx.save_for_backward(weight4)
         ctx.outputs, ctx.columns = outputs, x.shape[-1]
-        return F.linear(x, dequantize(weight4, [outputs], x.shape[-1], x.dtype), bias)
+        return F.linear(x, whole(weight4, [outputs], x.shape[-1], x), bias)
 
     @staticmethod
     def backward(ctx, g):
         (weight4,) = ctx.saved_tensors
-        return g @ dequantize(weight4, [ctx.outputs], ctx.columns, g.dtype), None, None, None
+        return g @ whole(weight4, [ctx.outputs], ctx.columns, g), None, None, None
 
 
 def split(weight4: torch.Tensor, count: int) -> Parts:

@@ -13,8 +13,8 @@ BYTES = 1024
 """Packed bytes of one program."""
 
 
-def dequantize_into(out: torch.Tensor, parts: Parts) -> None:
-    """Fill the vector `out`."""
+def dequantize_into(out: torch.Tensor, parts: Parts, row_scales: torch.Tensor | None = None, columns: int = 1) -> None:
+    """Fill the vector `out`, a matrix of so many `columns`; each row is divided by its scale where there are any."""
     count = out.shape[0]
     _kernel[(triton.cdiv(parts.packed.shape[0], BYTES),)](
         parts.packed,
@@ -23,8 +23,11 @@ def dequantize_into(out: torch.Tensor, parts: Parts) -> None:
         parts.offset,
         values(out.device),
         scale_values(out.device),
+        parts.offset if row_scales is None else row_scales,
         out,
         count,
+        columns,
+        HAS_ROW_SCALES=row_scales is not None,
         BYTES=BYTES,
         BLOCK=BLOCK,
         NESTED=NESTED,
@@ -41,8 +44,11 @@ def _kernel(
     offset,
     values,
     scale_values,
+    row_scales,
     out,
     COUNT,
+    COLUMNS,
+    HAS_ROW_SCALES: tl.constexpr,
     BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
     NESTED: tl.constexpr,
@@ -57,6 +63,8 @@ def _kernel(
     scale = scale + tl.load(offset)
     upper = tl.load(values + (both >> 4)) * scale
     lower = tl.load(values + (both & 15)) * scale
-    weights = tl.interleave(upper, lower).to(out.dtype.element_ty)
+    weights = tl.interleave(upper, lower)
     target = first * 2 + tl.arange(0, 2 * BYTES)
-    tl.store(out + target, weights, mask=target < COUNT)
+    if HAS_ROW_SCALES:
+        weights /= tl.load(row_scales + target // COLUMNS, mask=target < COUNT, other=1.0)
+    tl.store(out + target, weights.to(out.dtype.element_ty), mask=target < COUNT)

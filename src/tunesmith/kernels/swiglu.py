@@ -2,7 +2,12 @@
 
 The joint product of gate and up is the widest tensor of a layer. Adding its adapter, applying the activation and
 finding each row's largest value are three passes over it when done one by one; here they are one, and quantizing reads
-only what that one wrote. Backward computes the activation again instead of keeping it.
+only what that one wrote. Each tile leaves the largest value of its rows in a place of its own: atomic maxima, which
+many programs want at once, made these kernels half again as slow. Backward computes the activation again instead of
+keeping it, adds the adapter of down to the gradient that comes in, and sums the gradients of the adapters' factors
+while the tiles are at hand.
+
+A program takes some columns and goes down the rows, so that the factors stay in registers.
 
 Legend: T tokens, I intermediate, R rank; `y_t2i` is gate and up side by side, without their adapters.
 """
@@ -15,8 +20,11 @@ import triton.language as tl
 
 from tunesmith.kernels.lowrank import E4M3, E4M3_MAX
 
-ROWS, COLUMNS, WARPS = 32, 128, 4
-"""Tile of one program of the first pass."""
+FORWARD = {"BT": 16, "BI": 128, "num_warps": 4, "num_stages": 3}
+BACKWARD = {"BT": 32, "BI": 64, "num_warps": 4, "num_stages": 2}
+"""Tile and warps of a program."""
+PARTS, SHORTEST = 16, 256
+"""Into how many parts the rows are cut, and how many rows a part has at least."""
 QUANTIZED = 4096
 """Columns of one row that a program of the second pass takes."""
 
@@ -28,9 +36,22 @@ def swiglu(
     """The activation [T, I], and its fp8 values with the scale of each row (empty when `fp8` is off)."""
     tokens, (intermediate, rank) = y_t2i.shape[0], b_gate_ir.shape
     act, values, scale = _outputs(y_t2i, tokens, intermediate, fp8)
-    largest = _largest(y_t2i, tokens, fp8)
-    _forward[(triton.cdiv(intermediate, COLUMNS), triton.cdiv(tokens, ROWS))](
-        y_t2i, low_t2r, b_gate_ir, b_up_ir, act, largest, tokens, intermediate, **_sizes(rank, fp8)
+    largest = _largest(y_t2i, tokens, intermediate, FORWARD, fp8)
+    rows, parts = _cut(tokens)
+    _forward[(triton.cdiv(intermediate, FORWARD["BI"]), parts)](
+        y_t2i,
+        low_t2r,
+        b_gate_ir,
+        b_up_ir,
+        act,
+        largest,
+        tokens,
+        intermediate,
+        rows,
+        R=rank,
+        R_PADDED=_padded(rank),
+        FP8=fp8,
+        **FORWARD,
     )
     if fp8:
         _quantize_rows(act, largest, None, values, scale)
@@ -45,41 +66,52 @@ def _(y_t2i, low_t2r, b_gate_ir, b_up_ir, fp8):
 @torch.library.custom_op("tunesmith::swiglu_backward", mutates_args=())
 def swiglu_backward(
     d_act_ti: torch.Tensor,
+    g_tr: torch.Tensor,
     y_t2i: torch.Tensor,
     low_t2r: torch.Tensor,
     b_gate_ir: torch.Tensor,
     b_up_ir: torch.Tensor,
+    a_down_ri: torch.Tensor,
     scale_2i: torch.Tensor,
     fp8: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradient of gate and up [T, 2I], its fp8 values and scales after multiplying by `scale_2i`, and the
-    activation again [T, I]."""
+    """From the gradient `d_act + g @ a_down` of the activation: that of gate and up [T, 2I], its fp8 values and scales
+    after multiplying by `scale_2i`, and those of b_gate, b_up and a_down transposed [3, I, R]."""
     (tokens, intermediate), rank = d_act_ti.shape, b_gate_ir.shape[1]
     d_y, values, scale = _outputs(y_t2i, tokens, 2 * intermediate, fp8)
-    act = torch.empty_like(d_act_ti)
-    largest = _largest(y_t2i, tokens, fp8)
-    _backward[(triton.cdiv(intermediate, COLUMNS), triton.cdiv(tokens, ROWS))](
+    largest = _largest(y_t2i, tokens, intermediate, BACKWARD, fp8)
+    rows, parts = _cut(tokens)
+    sums = y_t2i.new_empty(parts, 3, intermediate, rank, dtype=torch.float32)
+    _backward[(triton.cdiv(intermediate, BACKWARD["BI"]), parts)](
         d_act_ti,
+        g_tr,
         y_t2i,
         low_t2r,
         b_gate_ir,
         b_up_ir,
+        a_down_ri,
         scale_2i,
         d_y,
-        act,
+        sums,
         largest,
         tokens,
         intermediate,
-        **_sizes(rank, fp8),
+        rows,
+        R=rank,
+        R_PADDED=_padded(rank),
+        FP8=fp8,
+        **BACKWARD,
     )
     if fp8:
         _quantize_rows(d_y, largest, scale_2i, values, scale)
-    return d_y, values, scale, act
+    return d_y, values, scale, sums.sum(0).to(y_t2i.dtype)
 
 
 @swiglu_backward.register_fake
-def _(d_act_ti, y_t2i, low_t2r, b_gate_ir, b_up_ir, scale_2i, fp8):
-    return *_outputs(y_t2i, d_act_ti.shape[0], 2 * d_act_ti.shape[1], fp8), torch.empty_like(d_act_ti)
+def _(d_act_ti, g_tr, y_t2i, low_t2r, b_gate_ir, b_up_ir, a_down_ri, scale_2i, fp8):
+    tokens, intermediate = d_act_ti.shape
+    sums = y_t2i.new_empty(3, intermediate, b_gate_ir.shape[1])
+    return *_outputs(y_t2i, tokens, 2 * intermediate, fp8), sums
 
 
 def _outputs(like: torch.Tensor, tokens: int, width: int, fp8: bool):
@@ -91,13 +123,19 @@ def _outputs(like: torch.Tensor, tokens: int, width: int, fp8: bool):
     )
 
 
-def _largest(like: torch.Tensor, tokens: int, fp8: bool) -> torch.Tensor:
-    return like.new_zeros(tokens if fp8 else 0, dtype=torch.float32)
+def _largest(like: torch.Tensor, tokens: int, intermediate: int, tile: dict, fp8: bool) -> torch.Tensor:
+    """Room for the largest value of each row in each tile."""
+    return like.new_empty(tokens if fp8 else 0, triton.cdiv(intermediate, tile["BI"]), dtype=torch.float32)
 
 
-def _sizes(rank: int, fp8: bool) -> dict:
-    padded = max(16, triton.next_power_of_2(rank))
-    return {"R": rank, "R_PADDED": padded, "FP8": fp8, "BT": ROWS, "BI": COLUMNS, "num_warps": WARPS}
+def _cut(tokens: int) -> tuple[int, int]:
+    """Rows of a part, and how many parts that makes."""
+    rows = max(SHORTEST, triton.cdiv(triton.cdiv(tokens, PARTS), SHORTEST) * SHORTEST)
+    return rows, triton.cdiv(tokens, rows)
+
+
+def _padded(rank: int) -> int:
+    return max(16, triton.next_power_of_2(rank))
 
 
 def _quantize_rows(x, largest, factor, values, scale) -> None:
@@ -109,32 +147,29 @@ def _quantize_rows(x, largest, factor, values, scale) -> None:
         values,
         scale,
         width,
+        largest.shape[1],
         HAS_FACTOR=factor is not None,
         LARGEST=E4M3_MAX,
+        TILES_PADDED=triton.next_power_of_2(largest.shape[1]),
         BLOCK=QUANTIZED,
         num_warps=8,
     )
 
 
 @triton.jit
-def _gate_and_up(
-    y, low, b_gate, b_up, rows, columns, is_row, is_column, WIDTH, R: tl.constexpr, R_PADDED: tl.constexpr
-):
-    """A tile of gate and of up, adapters added, in fp32."""
-    inside = is_row[:, None] & is_column[None, :]
-    place = y + rows[:, None] * (2 * WIDTH) + columns[None, :]
-    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(place + WIDTH, mask=inside, other=0.0).to(tl.float32)
+def _rank_by_column(factor_ir, columns, is_column, R: tl.constexpr, R_PADDED: tl.constexpr):
+    """A tile [R, BI] of a factor held as [I, R]."""
     rank = tl.arange(0, R_PADDED)
-    low_place = low + rows[:, None] * (2 * R) + rank[None, :]
-    has_low = is_row[:, None] & (rank[None, :] < R)
-    factor = columns[None, :] * R + rank[:, None]
     known = (rank[:, None] < R) & is_column[None, :]
-    low_gate = tl.load(low_place, mask=has_low, other=0.0)
-    low_up = tl.load(low_place + R, mask=has_low, other=0.0)
-    gate += tl.dot(low_gate, tl.load(b_gate + factor, mask=known, other=0.0), input_precision="ieee")
-    up += tl.dot(low_up, tl.load(b_up + factor, mask=known, other=0.0), input_precision="ieee")
-    return gate, up
+    return tl.load(factor_ir + columns[None, :] * R + rank[:, None], mask=known, other=0.0)
+
+
+@triton.jit
+def _row_by_rank(low, rows, is_row, STRIDE, R: tl.constexpr, R_PADDED: tl.constexpr):
+    """A tile [BT, R] of what the first factor made."""
+    rank = tl.arange(0, R_PADDED)
+    known = is_row[:, None] & (rank[None, :] < R)
+    return tl.load(low + rows[:, None] * STRIDE + rank[None, :], mask=known, other=0.0)
 
 
 @triton.jit
@@ -147,74 +182,126 @@ def _forward(
     largest,
     T,
     WIDTH,
+    ROWS,
     R: tl.constexpr,
     R_PADDED: tl.constexpr,
     FP8: tl.constexpr,
     BT: tl.constexpr,
     BI: tl.constexpr,
 ):
-    rows = (tl.program_id(1) * BT + tl.arange(0, BT)).to(tl.int64)
     columns = tl.program_id(0) * BI + tl.arange(0, BI)
-    is_row, is_column = rows < T, columns < WIDTH
-    gate, up = _gate_and_up(y, low, b_gate, b_up, rows, columns, is_row, is_column, WIDTH, R, R_PADDED)
-    result = (gate * tl.sigmoid(gate) * up).to(act.dtype.element_ty)
-    inside = is_row[:, None] & is_column[None, :]
-    tl.store(act + rows[:, None] * WIDTH + columns[None, :], result, mask=inside)
-    if FP8:
-        tl.atomic_max(largest + rows, tl.max(tl.abs(result.to(tl.float32)), 1), mask=is_row)
+    is_column = columns < WIDTH
+    of_gate = _rank_by_column(b_gate, columns, is_column, R, R_PADDED)
+    of_up = _rank_by_column(b_up, columns, is_column, R, R_PADDED)
+    first = tl.program_id(1) * ROWS
+    for start in range(first, tl.minimum(first + ROWS, T), BT):
+        rows = (start + tl.arange(0, BT)).to(tl.int64)
+        is_row = rows < T
+        inside = is_row[:, None] & is_column[None, :]
+        place = y + rows[:, None] * (2 * WIDTH) + columns[None, :]
+        gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(place + WIDTH, mask=inside, other=0.0).to(tl.float32)
+        gate += tl.dot(_row_by_rank(low, rows, is_row, 2 * R, R, R_PADDED), of_gate, input_precision="ieee")
+        up += tl.dot(_row_by_rank(low + R, rows, is_row, 2 * R, R, R_PADDED), of_up, input_precision="ieee")
+        result = (gate * tl.sigmoid(gate) * up).to(act.dtype.element_ty)
+        tl.store(act + rows[:, None] * WIDTH + columns[None, :], result, mask=inside)
+        if FP8:
+            found = tl.max(tl.abs(result.to(tl.float32)), 1)
+            tl.store(largest + rows * tl.num_programs(0) + tl.program_id(0), found, mask=is_row)
 
 
 @triton.jit
 def _backward(
     d_act,
+    g,
     y,
     low,
     b_gate,
     b_up,
+    a_down,
     factor,
     d_y,
-    act,
+    sums,
     largest,
     T,
     WIDTH,
+    ROWS,
     R: tl.constexpr,
     R_PADDED: tl.constexpr,
     FP8: tl.constexpr,
     BT: tl.constexpr,
     BI: tl.constexpr,
 ):
-    rows = (tl.program_id(1) * BT + tl.arange(0, BT)).to(tl.int64)
     columns = tl.program_id(0) * BI + tl.arange(0, BI)
-    is_row, is_column = rows < T, columns < WIDTH
-    inside = is_row[:, None] & is_column[None, :]
-    gate, up = _gate_and_up(y, low, b_gate, b_up, rows, columns, is_row, is_column, WIDTH, R, R_PADDED)
-    narrow = rows[:, None] * WIDTH + columns[None, :]
-    d = tl.load(d_act + narrow, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    tl.store(act + narrow, (silu * up).to(act.dtype.element_ty), mask=inside)
-    d_gate = (d * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(d_y.dtype.element_ty)
-    d_up = (d * silu).to(d_y.dtype.element_ty)
-    wide = rows[:, None] * (2 * WIDTH) + columns[None, :]
-    tl.store(d_y + wide, d_gate, mask=inside)
-    tl.store(d_y + wide + WIDTH, d_up, mask=inside)
+    is_column = columns < WIDTH
+    rank = tl.arange(0, R_PADDED)
+    known = (rank[:, None] < R) & is_column[None, :]
+    of_gate = _rank_by_column(b_gate, columns, is_column, R, R_PADDED)
+    of_up = _rank_by_column(b_up, columns, is_column, R, R_PADDED)
+    of_down = tl.load(a_down + rank[:, None] * WIDTH + columns[None, :], mask=known, other=0.0)
     if FP8:
-        of_gate = tl.load(factor + columns, mask=is_column, other=0.0)
-        of_up = tl.load(factor + WIDTH + columns, mask=is_column, other=0.0)
-        scaled = tl.maximum(
-            tl.abs(d_gate.to(tl.float32) * of_gate[None, :]), tl.abs(d_up.to(tl.float32) * of_up[None, :])
-        )
-        tl.atomic_max(largest + rows, tl.max(scaled, 1), mask=is_row)
+        factor_gate = tl.load(factor + columns, mask=is_column, other=0.0)
+        factor_up = tl.load(factor + WIDTH + columns, mask=is_column, other=0.0)
+    sum_gate = tl.zeros((BI, R_PADDED), dtype=tl.float32)
+    sum_up = tl.zeros((BI, R_PADDED), dtype=tl.float32)
+    sum_down = tl.zeros((BI, R_PADDED), dtype=tl.float32)
+    first = tl.program_id(1) * ROWS
+    for start in range(first, tl.minimum(first + ROWS, T), BT):
+        rows = (start + tl.arange(0, BT)).to(tl.int64)
+        is_row = rows < T
+        inside = is_row[:, None] & is_column[None, :]
+        wide = rows[:, None] * (2 * WIDTH) + columns[None, :]
+        low_gate = _row_by_rank(low, rows, is_row, 2 * R, R, R_PADDED)
+        low_up = _row_by_rank(low + R, rows, is_row, 2 * R, R, R_PADDED)
+        low_down = _row_by_rank(g, rows, is_row, R, R, R_PADDED)
+        gate = tl.load(y + wide, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(y + wide + WIDTH, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(d_act + rows[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        gate += tl.dot(low_gate, of_gate, input_precision="ieee")
+        up += tl.dot(low_up, of_up, input_precision="ieee")
+        d += tl.dot(low_down, of_down, input_precision="ieee")
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        act = (silu * up).to(d_y.dtype.element_ty)
+        d_gate = (d * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(d_y.dtype.element_ty)
+        d_up = (d * silu).to(d_y.dtype.element_ty)
+        tl.store(d_y + wide, d_gate, mask=inside)
+        tl.store(d_y + wide + WIDTH, d_up, mask=inside)
+        sum_gate += tl.dot(tl.trans(d_gate), low_gate, input_precision="ieee")
+        sum_up += tl.dot(tl.trans(d_up), low_up, input_precision="ieee")
+        sum_down += tl.dot(tl.trans(act), low_down, input_precision="ieee")
+        if FP8:
+            scaled = tl.maximum(
+                tl.abs(d_gate.to(tl.float32) * factor_gate[None, :]), tl.abs(d_up.to(tl.float32) * factor_up[None, :])
+            )
+            tl.store(largest + rows * tl.num_programs(0) + tl.program_id(0), tl.max(scaled, 1), mask=is_row)
+    target = sums + tl.program_id(1).to(tl.int64) * 3 * WIDTH * R + columns[:, None] * R + rank[None, :]
+    is_sum = is_column[:, None] & (rank[None, :] < R)
+    tl.store(target, sum_gate, mask=is_sum)
+    tl.store(target + WIDTH * R, sum_up, mask=is_sum)
+    tl.store(target + 2 * WIDTH * R, sum_down, mask=is_sum)
 
 
 @triton.jit
 def _quantize(
-    x, largest, factor, values, scale, WIDTH, HAS_FACTOR: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    largest,
+    factor,
+    values,
+    scale,
+    WIDTH,
+    TILES,
+    HAS_FACTOR: tl.constexpr,
+    LARGEST: tl.constexpr,
+    TILES_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    step = tl.maximum(tl.load(largest + row), 1e-30) / LARGEST
+    tiles = tl.arange(0, TILES_PADDED)
+    of_tiles = tl.load(largest + row * TILES + tiles, mask=tiles < TILES, other=0.0)
+    step = tl.maximum(tl.max(of_tiles, 0), 1e-30) / LARGEST
     value = tl.load(x + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_FACTOR:
         value *= tl.load(factor + columns, mask=inside, other=0.0)

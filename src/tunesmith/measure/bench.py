@@ -245,11 +245,11 @@ def orders(name: str, *, with_peers: bool, is_quick: bool) -> list[Order]:
     on_gpu = torch.cuda.is_available()
     plain = "bf16" if on_gpu else "fp32"
     ours = [plain]
-    if on_gpu and torch.cuda.get_device_capability() >= (8, 9) and WORKLOADS[name].method != "qlora":
+    if on_gpu and torch.cuda.get_device_capability() >= (8, 9):
         ours.append("fp8")
     theirs = [plain]
     if on_gpu and not is_quick:
-        ours.append(f"{plain} recompute")
+        ours.append(f"{ours[-1]} recompute")
         theirs.append(f"{plain} recompute")
     peers = available(WORKLOADS[name], on_gpu=on_gpu) if with_peers else []
     pairs = [("tunesmith", variant) for variant in ours] + [(peer, variant) for peer in peers for variant in theirs]

@@ -14,6 +14,7 @@ from torch import nn
 
 from tunesmith.kernels.fp8 import FP8_MULTIPLE
 from tunesmith.kernels.lowrank import lowrank_linear, lowrank_linear_fp8, quantize_rows
+from tunesmith.kernels.nf4 import dequantize
 from tunesmith.model.lora import LoraLinear
 from tunesmith.model.quantized import Nf4Linear
 
@@ -61,13 +62,11 @@ class JointProduct(nn.Module):
         if (known := next((bias for bias in biases if bias is not None), None)) is not None:
             zeros = [known.new_zeros(member.base.out_features) for member in members]  # for members without one
             bias_n = torch.cat([z if b is None else b.detach() for z, b in zip(zeros, biases, strict=True)])
-        self.is_fp8 = fp8 and _fits_fp8(weight_nk)
         self.sizes = [member.base.out_features for member in members]
         self.members = tuple(members)  # a tuple, so that they are not its children: it is theirs
-        if self.is_fp8:
-            weight_nk, scale_n1 = quantize_rows(weight_nk)
-            self.register_buffer("scale_n", scale_n1.squeeze(1), persistent=False)
+        weight_nk, scale_n = _for_products(weight_nk, members, fp8=fp8)
         self.register_buffer("weight_nk", weight_nk, persistent=False)
+        self.register_buffer("scale_n", scale_n, persistent=False)
         self.register_buffer("bias_n", bias_n, persistent=False)
         self.input: torch.Tensor | None = None
         self.outputs: tuple[torch.Tensor, ...] = ()
@@ -86,8 +85,8 @@ class JointProduct(nn.Module):
         x_tk = x.reshape(-1, x.shape[-1])
         a_rk = torch.cat([member.lora_a for member in self.members]).to(x.dtype)
         b_nr = torch.block_diag(*(member.lora_b * member.scale for member in self.members)).to(x.dtype)
-        if self.is_fp8:
-            y_tn = lowrank_linear_fp8(x_tk, self.weight_nk, self.scale_n, a_rk, b_nr, self.bias_n)
+        if self.scale_n is not None:
+            y_tn = lowrank_linear_fp8(x_tk, self.weight_nk, self.scale_n, a_rk, b_nr, self.bias_n, self.sizes)
         else:
             y_tn = lowrank_linear(x_tk, self.weight_nk, a_rk, b_nr, self.bias_n, self.sizes)
         return y_tn.view(*x.shape[:-1], -1).split(self.sizes, dim=-1)
@@ -100,11 +99,9 @@ class JointMlp(nn.Module):
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
         gate_up = torch.cat([_held(mlp.gate_proj), _held(mlp.up_proj)])
-        down = _held(mlp.down_proj)
-        gate_up_scale = down_scale = None
-        if fp8 and _fits_fp8(gate_up):
-            (gate_up, gate_up_scale), (down, down_scale) = quantize_rows(gate_up), quantize_rows(down)
-            gate_up_scale, down_scale = gate_up_scale.squeeze(1), down_scale.squeeze(1)
+        fp8 = fp8 and _fits_fp8(mlp.gate_proj) and _fits_fp8(mlp.down_proj)
+        gate_up, gate_up_scale = _for_products(gate_up, [mlp.gate_proj, mlp.up_proj], fp8=fp8)
+        down, down_scale = _for_products(_held(mlp.down_proj), [mlp.down_proj], fp8=fp8)
         self.register_buffer("gate_up", gate_up, persistent=False)
         self.register_buffer("gate_up_scale", gate_up_scale, persistent=False)
         self.register_buffer("down", down, persistent=False)
@@ -158,8 +155,23 @@ def _held(member: LoraLinear) -> torch.Tensor:
     return member.base.weight4 if isinstance(member.base, Nf4Linear) else member.base.weight.detach()
 
 
-def _fits_fp8(weight: torch.Tensor) -> bool:
-    return weight.is_floating_point() and all(size % FP8_MULTIPLE == 0 for size in weight.shape)
+def _for_products(
+    held: torch.Tensor, members: list[LoraLinear], *, fp8: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The joint weight as it is kept, and the scales of its rows where the products run in fp8. What is held in nf4
+    stays so: it becomes fp8 when it is multiplied."""
+    if not fp8 or not all(_fits_fp8(member) for member in members):
+        return held, None
+    if held.dtype != torch.uint8:
+        values, scale_n1 = quantize_rows(held)
+        return values, scale_n1.squeeze(1)
+    rows = [member.base.out_features for member in members]
+    weight_nk = dequantize(held, rows, members[0].base.in_features, torch.bfloat16)
+    return held, quantize_rows(weight_nk)[1].squeeze(1)
+
+
+def _fits_fp8(member: LoraLinear) -> bool:
+    return member.base.in_features % FP8_MULTIPLE == 0 and member.base.out_features % FP8_MULTIPLE == 0
 
 
 def _group(members: list[LoraLinear], *, fp8: bool) -> None:

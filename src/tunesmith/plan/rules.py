@@ -54,8 +54,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "fp8 products need a GPU of compute capability 8.9 or more",
     ),
     (
-        lambda task, choice: choice.products == "fp8" and choice.storage != "plain",
-        "fp8 products need the base in fp8, not in 4 or 8 bits of another kind",
+        lambda task, choice: choice.products == "fp8" and choice.storage not in ("plain", "nf4"),
+        "fp8 products need a base in full precision or in nf4",
     ),
     (
         lambda task, choice: choice.storage != "plain" and not task.has_adapters,
