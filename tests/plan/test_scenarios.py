@@ -127,3 +127,30 @@ def test_named_hardware_gives_the_same_plan_whatever_the_machine(monkeypatch):
     monkeypatch.setattr(hardware, "usable_cores", lambda: 3)
     monkeypatch.setattr(hardware, "has_fast_bf16", lambda: False)
     assert plan("Llama-3.1-8B", "H200") == before
+
+
+def test_a_sequence_of_256k_tokens_on_one_h200_keeps_its_layer_inputs_in_host_memory():
+    chosen = plan("Llama-3.1-8B", "H200", sequence_length=262144, batch_tokens=262144, precision="fp8")
+    assert chosen.fits
+    assert chosen.offload_activations
+    assert chosen.storage == "plain"  # exactness is not given up before room is
+    assert "layer inputs to host memory: all else needs at least" in why(chosen, "offload")
+    inputs = 262144 * 4096 * 2 * chosen.recompute_layers
+    assert inputs <= chosen.host_memory <= inputs + 24 * GIB
+    assert '"offload_activations":true' in chosen.model_dump_json()
+
+
+def test_attention_is_kept_where_there_is_room_for_it():
+    chosen = plan("Llama-3.1-8B", "H200", sequence_length=131072, batch_tokens=131072, precision="fp8")
+    assert chosen.fits
+    assert chosen.keep_attention
+    assert "what attention gave is kept" in why(chosen, "recomputation")
+    tighter = search(
+        run(sequence_length=131072, batch_tokens=131072, precision="fp8"),
+        MODEL["Llama-3.1-8B"],
+        named("H200"),
+        pins={"keep_attention": False, "recompute_layers": chosen.recompute_layers},
+    ).plan
+    kept = 131072 * (4096 * 2 + 32 * 4) * chosen.recompute_layers
+    assert 0 <= chosen.memory.activations - tighter.memory.activations - kept < 1024
+    assert tighter.time.recomputation > chosen.time.recomputation

@@ -9,6 +9,7 @@ Legend: T tokens, H query heads, G key heads, D head dim.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 
@@ -39,6 +40,12 @@ def flash4(
     return _forward(q_thd, k_tgd, v_tgd, boundaries, longest, scale, window or 0, softcap or 0.0)[0]
 
 
+def _functions() -> tuple[Callable, Callable]:
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    return _flash_attn_fwd, _flash_attn_bwd
+
+
 def _options(boundaries: torch.Tensor, longest: int, scale: float, window: int, softcap: float) -> dict:
     options = {
         "cu_seqlens_q": boundaries,
@@ -66,11 +73,9 @@ def _forward(
     window: int,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from flash_attn.cute.interface import _flash_attn_fwd
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about `aux_data`, at the first call; harmless
-        out, lse, *_ = _flash_attn_fwd(
+        out, lse, *_ = _functions()[0](
             q, k, v, return_lse=True, **_options(boundaries, longest, scale, window, softcap)
         )
     return out, lse
@@ -95,9 +100,7 @@ def _backward(
     window: int,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    d_q, d_k, d_v, *_ = _flash_attn_bwd(
+    d_q, d_k, d_v, *_ = _functions()[1](
         q,
         k,
         v,

@@ -92,6 +92,7 @@ class Choice:
     storage: Storage = "plain"
     attention: Attention = "sdpa"
     is_compiled: bool = False
+    keep_attention: bool = False
     offload_activations: bool = False
     optimizer_states: OptimizerStates = "fp32"
     offload_optimizer: bool = False

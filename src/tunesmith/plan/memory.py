@@ -115,7 +115,7 @@ def host_memory(task: Task, choice: Choice) -> int:
             per_node * _held(task, choice)[1] * (states + (4 if task.has_masters else 0) + 4) * _share(choice, "states")
         )
     if choice.offload_activations:
-        offloaded += per_node * _activations(task, choice, choice.tokens(task), on_device=False)[0]
+        offloaded += per_node * _layer_inputs(task, choice, choice.tokens(task))
     return round(per_node * HOST_PROCESS + max(loading, offloaded))
 
 
@@ -275,7 +275,7 @@ def layer_bytes(task: Task, kind: Layer, *, is_compiled: bool, products: str = "
     return (norms + attention + mlp + adapter) / tensor
 
 
-def _activations(task: Task, choice: Choice, tokens: float, *, on_device: bool = True) -> tuple[float, float]:
+def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, float]:
     """What all layers of this rank keep, and one layer alone, recomputed or not."""
     facts = task.facts
 
@@ -287,14 +287,28 @@ def _activations(task: Task, choice: Choice, tokens: float, *, on_device: bool =
     boundary = tokens * facts.hidden * task.width / choice.tensor
     one = max(of(kind) for kind in facts.kinds)
     share = choice.recompute_layers / facts.layers
-    saved = (facts.total(of) * (1 - share) + share * facts.layers * boundary) * task.backward_share
-    if choice.pipeline > 1:
-        flying = min(choice.pipeline, choice.accumulation(task))
-        saved *= -(-facts.layers // choice.pipeline) / facts.layers * flying
-    if choice.offload_activations and on_device:
-        saved = min(saved, 2 * max(one, boundary))  # the layer in use and the one on its way
+    saved = facts.total(of) * (1 - share)
+    if choice.keep_attention:
+        saved += share * tokens * facts.total(lambda kind: kind.query * task.width + 4 * facts.heads) / choice.tensor
+    saved *= task.backward_share * _layers_at_once(task, choice)
+    inputs = _layer_inputs(task, choice, tokens)
+    saved += min(inputs, 2 * boundary) if choice.offload_activations else inputs  # the one in use, one on its way
     casts = 2 * task.adapted[0] * task.width / choice.tensor / choice.pipeline  # factors in the products' precision
     return saved + 2 * boundary + casts, one
+
+
+def _layer_inputs(task: Task, choice: Choice, tokens: float) -> float:
+    """What recomputed layers keep, in host memory where the plan says so."""
+    boundary = tokens * task.facts.hidden * task.width / choice.tensor
+    return choice.recompute_layers * boundary * task.backward_share * _layers_at_once(task, choice)
+
+
+def _layers_at_once(task: Task, choice: Choice) -> float:
+    """Times all layers of the model, how many this rank keeps activations of."""
+    if choice.pipeline == 1:
+        return 1.0
+    layers, flying = task.facts.layers, min(choice.pipeline, choice.accumulation(task))
+    return -(-layers // choice.pipeline) / layers * flying
 
 
 def _optimizer_workspace(task: Task, choice: Choice, largest: float) -> float:

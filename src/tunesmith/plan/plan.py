@@ -149,8 +149,10 @@ class Plan(Part):
     """Packed sequences in one forward pass of one rank."""
     recompute_layers: Annotated[int, Field(ge=0)] = 0
     """Decoder layers whose activations are computed again in the backward pass instead of being kept."""
+    keep_attention: bool = False
+    """Recomputed layers keep what their attention gave, and compute the rest again."""
     offload_activations: bool = False
-    """Activations wait in host memory between forward and backward."""
+    """The inputs of recomputed layers wait in host memory between forward and backward."""
     optimizer_states: OptimizerStates = "fp32"
     offload_optimizer: bool = False
     """Optimizer states live in host memory."""

@@ -17,7 +17,7 @@ EXECUTABLE: dict[str, frozenset[object]] = {
     "storage": frozenset({"plain", "nf4"}),
     "attention": frozenset({"flash-attn-4", "varlen", "sdpa"}),
     "recompute": frozenset({"none", "some", "all"}),
-    "offload_activations": frozenset({False}),
+    "offload_activations": frozenset({False, True}),
     "optimizer_states": frozenset({"fp32"}),
     "offload_optimizer": frozenset({False}),
     "sharding": frozenset({"none"}),

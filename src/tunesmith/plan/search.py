@@ -120,6 +120,7 @@ def search(
         sequences_per_step=task.sequences,
         micro_batch=choice.micro_batch,
         recompute_layers=choice.recompute_layers,
+        keep_attention=choice.keep_attention,
         offload_activations=choice.offload_activations,
         optimizer_states=choice.optimizer_states,
         offload_optimizer=choice.offload_optimizer,
@@ -184,12 +185,12 @@ def _tiers(task: Task) -> list[dict[str, Any]]:
         return [plain]
     if task.has_adapters:
         small: dict[str, Any] = {"storage": "nf4"}
-        offloads = [{**small, "offload_activations": True}]
+        order = [plain, {**plain, "offload_activations": True}, small, {**small, "offload_activations": True}]
     else:
         small = {"optimizer_states": "int8"} if task.optimizer == "adamw" else {}
-        offloads = [{"offload_optimizer": True}, {**small, "offload_optimizer": True, "offload_activations": True}]
-    tiers = [tier for one in (plain, small) for tier in (one, {**one, "axes": True})]
-    tiers += [{**one, "axes": True} for one in offloads]
+        both = {**small, "offload_optimizer": True, "offload_activations": True}
+        order = [plain, small, {**small, "offload_activations": True}, {"offload_optimizer": True}, both]
+    tiers = [tier for one in order for tier in (one, {**one, "axes": True})]
     return [tier for index, tier in enumerate(tiers) if tier not in tiers[:index]]
 
 
@@ -217,19 +218,30 @@ def _candidates(
             if refusal is not None:
                 why_not.first = why_not.first or refusal
                 continue
-            yield from _recomputing(task, choice, layers, limit, is_limited)
+            keeps = (choice.keep_attention,) if "keep_attention" in pins else (False, True)
+            yield from _recomputing(task, choice, layers, keeps, limit, is_limited)
 
 
-def _recomputing(task: Task, choice: Choice, layers: int | None, limit: int, is_limited: bool) -> Iterator[Candidate]:
+def _recomputing(
+    task: Task, choice: Choice, layers: int | None, keeps: tuple[bool, ...], limit: int, is_limited: bool
+) -> Iterator[Candidate]:
     """The choice with as much recomputation as it needs: none when it fits without."""
-    evaluate = functools.partial(_evaluate, task, choice)
     if layers is not None:
-        yield evaluate(min(layers, task.facts.layers))
+        yield _evaluate(task, choice, min(layers, task.facts.layers))
         return
-    plain = evaluate(0)
-    yield plain
-    if plain.bytes <= limit:
-        return
+    if not choice.offload_activations:  # of what is not recomputed nothing is offloaded
+        plain = _evaluate(task, choice, 0)
+        yield plain
+        if plain.bytes <= limit:
+            return
+    for keep_attention in keeps:
+        kept = dataclasses.replace(choice, keep_attention=keep_attention)
+        yield from _fewest_layers(task, kept, limit, is_limited)
+
+
+def _fewest_layers(task: Task, choice: Choice, limit: int, is_limited: bool) -> Iterator[Candidate]:
+    """The choice with every layer recomputed, and with only as many as it needs."""
+    evaluate = functools.partial(_evaluate, task, choice)
     every = evaluate(task.facts.layers)
     yield every
     if every.bytes > limit or (is_limited and "some" not in rules.EXECUTABLE["recompute"]):
@@ -439,7 +451,8 @@ def _explain(
         least = _least(every, lambda one: not one.offload_optimizer)
         decide("offload", "optimizer states to host memory", f"all else needs at least {least} of {has}")
     if choice.offload_activations:
-        decide("offload", "activations to host memory", f"nothing else fits into {has}")
+        least = _least(every, lambda one: not one.offload_activations)
+        decide("offload", "layer inputs to host memory", f"all else needs at least {least} of {has}")
     rounds = choice.accumulation(task)
     decide(
         "micro-batch",
@@ -459,7 +472,8 @@ def _explain(
         same = [one.bytes for one in every if _but_recompute(one.choice) == _but_recompute(choice)]
         needed = _gib(max(same))
         count = "all layers" if choice.recompute_layers == layers else f"{choice.recompute_layers} of {layers} layers"
-        decide("recomputation", count, f"keeping all activations would need about {needed} of {has}")
+        kept = "; what attention gave is kept" if choice.keep_attention else ""
+        decide("recomputation", count, f"keeping all activations would need about {needed} of {has}{kept}")
     host = memory.host_memory(task, choice)
     if task.device == "cuda" and host > task.hardware.available:
         decide(
@@ -476,7 +490,7 @@ def _least(every: list[Candidate], of: Callable[[Choice], bool]) -> str:
 
 
 def _but_recompute(choice: Choice) -> Choice:
-    return dataclasses.replace(choice, recompute_layers=0)
+    return dataclasses.replace(choice, recompute_layers=0, keep_attention=False)
 
 
 def _sharding_words(choice: Choice) -> str:

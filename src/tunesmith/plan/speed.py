@@ -126,7 +126,8 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
         adapter=adapter * 2 / 3,
         quantization=quantization / 2 * share,
     )
-    again = products + attention + FORWARD_ELEMENTWISE * elementwise + adapter / 3 + quantization / 2
+    again = products + FORWARD_ELEMENTWISE * elementwise + adapter / 3 + quantization / 2
+    again += 0.0 if choice.keep_attention else attention
     return forward, backward, again * share * choice.recompute_layers / facts.layers
 
 
@@ -274,15 +275,8 @@ def _seen(communication: float, compute: float) -> float:
 def _activation_traffic(task: Task, choice: Choice, compute: float) -> float:
     if not choice.offload_activations:
         return 0.0
-    kept = sum(
-        count * memory.layer_bytes(task, kind, is_compiled=choice.is_compiled, tensor=choice.tensor)
-        for kind, count in task.facts.counts
-    )
-    kept = (
-        kept * (1 - choice.recompute_layers / task.facts.layers)
-        + task.facts.hidden * task.width * choice.recompute_layers
-    )
-    return _seen(2 * kept * choice.tokens(task) / choice.pipeline / task.rates.host_link, compute)
+    inputs = task.facts.hidden * task.width * choice.recompute_layers * choice.tokens(task) / choice.tensor
+    return _seen(2 * inputs / choice.pipeline / task.rates.host_link, compute)
 
 
 def _bubbles(choice: Choice, rounds: int, compute: float) -> float:

@@ -1,0 +1,169 @@
+"""What a layer keeps between its forward and its backward pass: everything, its input alone, or not even that on the
+device.
+
+`recomputed` and `offloaded` each take a layer's forward function and return one that computes the same. A recomputed
+layer keeps its input and, where asked, what its attention gave, which is expensive to compute and cheap to keep; the
+rest is computed again in the backward pass. It may be compiled: the compiler then leaves out what backward does not
+need. Of an offloaded layer the input waits in host memory: it goes there beside the computation of the layer, and comes
+back while the layer above is in its backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+Forward = Callable[..., torch.Tensor]
+BLOCK = 1 << 25
+"""Bytes of one piece of pinned memory: a power of two, to which torch would round anything else up."""
+ATTENTION = frozenset(
+    {
+        "tunesmith::flash4",
+        "torch_attn::_varlen_attn",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+    }
+)
+"""Operators whose results a recomputed layer may keep: the attended values and the logarithms of their sums."""
+
+
+def recomputed(forward: Forward, *, keep_attention: bool = False) -> Forward:
+    """Keep the inputs alone (and what attention gave) and compute the rest again in the backward pass."""
+    options = {}
+    if keep_attention:
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        # About operators that change tensors in place, said whenever this is compiled; ours do not.
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    # Layers of a group keep their common result on a module from the first to the last of them, and none after that.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+
+    def again(*arguments, **named):
+        return checkpoint(forward, *arguments, use_reentrant=False, **options, **named)
+
+    return again
+
+
+def offloaded(forward: Forward, store: HostStore) -> Forward:
+    """Let the layer's input, where it is kept at all, wait in host memory. Goes around what is compiled."""
+
+    def elsewhere(*arguments, **named):
+        hidden = arguments[0] if arguments else named["hidden_states"]
+        if not torch.is_grad_enabled():
+            return forward(*arguments, **named)
+        where, shape = hidden.data_ptr(), hidden.shape  # autograd keeps `pack`, which may not keep the input itself
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | _Kept:
+            is_input = tensor.data_ptr() == where and tensor.shape == shape and tensor.is_contiguous()
+            return store.put(tensor) if is_input else tensor
+
+        with saved_tensors_hooks(pack, lambda kept: store.get(kept) if isinstance(kept, _Kept) else kept):
+            return forward(*arguments, **named)
+
+    return elsewhere
+
+
+class HostStore:
+    """Tensors that wait in host memory between forward and backward, in pinned blocks that are used again and again.
+
+    On a GPU all copies run on one stream beside the computation, so that they keep their order: a block may be taken
+    anew as soon as the copy out of it is queued. What was put last is fetched first, and the one before it while it is
+    in use. On a CPU the copies are plain.
+    """
+
+    def __init__(self, device: torch.device, block: int = BLOCK):
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.block = block
+        self.free: list[torch.Tensor] = []
+        self.blocks = 0
+        """Made so far."""
+        self._leaving: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._last: weakref.ref[_Kept] | None = None
+
+    def put(self, tensor: torch.Tensor) -> _Kept:
+        kept = _Kept(self, tensor, [self._take() for _ in range(-(-tensor.nbytes // self.block))], self._last)
+        self._let_go()
+        copied = self._copy(zip(kept.blocks, _pieces(tensor, self.block), strict=True))
+        if copied is not None:
+            self._leaving = (tensor, copied)
+        self._last = weakref.ref(kept)
+        return kept
+
+    def get(self, kept: _Kept) -> torch.Tensor:
+        self._let_go()
+        if kept.fetched is None:
+            self._fetch(kept)
+        tensor, copied = kept.fetched
+        kept.fetched = None
+        if copied is not None:
+            torch.cuda.current_stream().wait_event(copied)
+        before = kept.before() if kept.before is not None else None
+        if before is not None and before.fetched is None:
+            self._fetch(before)
+        return tensor
+
+    def _fetch(self, kept: _Kept) -> None:
+        # Room is made on the computing stream, where it will be used and freed; the copy waits for that stream below.
+        tensor = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device)
+        copied = self._copy(zip(_pieces(tensor, self.block), kept.blocks, strict=True))
+        kept.fetched = (tensor, copied)
+
+    def _copy(self, pairs) -> torch.cuda.Event | None:
+        """Copy pieces, targets first; says when they are there, None at once."""
+        if self.stream is None:
+            for target, source in pairs:
+                _copy_bytes(target, source)
+            return None
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for target, source in pairs:
+                _copy_bytes(target, source)
+            return self.stream.record_event()
+
+    def _let_go(self) -> None:
+        """The tensor put last may be freed, and its memory used by what is queued from now on, once it is copied."""
+        if self._leaving is not None:
+            torch.cuda.current_stream().wait_event(self._leaving[1])
+            self._leaving = None
+
+    def _take(self) -> torch.Tensor:
+        if self.free:
+            return self.free.pop()
+        self.blocks += 1
+        return torch.empty(self.block, dtype=torch.uint8, pin_memory=self.stream is not None)
+
+
+class _Kept:
+    """A tensor in host memory. Its blocks are free again when nothing refers to it any more."""
+
+    def __init__(self, store: HostStore, tensor: torch.Tensor, blocks: list[torch.Tensor], before):
+        self.store, self.blocks, self.before = store, blocks, before
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.fetched: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+
+    def __del__(self) -> None:
+        if self.fetched is not None and self.fetched[1] is not None:  # fetched for nothing, and still on its way
+            torch.cuda.current_stream().wait_event(self.fetched[1])
+        self.store.free.extend(self.blocks)
+
+
+def _pieces(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
+    return tensor.detach().view(-1).view(torch.uint8).split(size)
+
+
+def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """The last piece of a tensor may be shorter than its block."""
+    length = min(target.shape[0], source.shape[0])
+    target[:length].copy_(source[:length], non_blocking=True)
+
+
+def _policy(_context, operator, *_arguments, **_named) -> CheckpointPolicy:
+    is_attention = operator._schema.name in ATTENTION
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE

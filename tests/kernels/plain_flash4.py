@@ -1,0 +1,56 @@
+"""Stands in for flash-attn-4 where there is no GPU: plain attention behind the same two functions, so that our
+operators around them, and layers compiled with them, can be tried on a CPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from tunesmith.kernels import flash4
+from tunesmith.model import attention
+
+
+def install(monkeypatch) -> None:
+    """Let packed attention take the operators of `kernels.flash4`, and those compute plainly."""
+    monkeypatch.setattr(flash4, "_functions", lambda: (_forward, _backward))
+    monkeypatch.setattr(attention, "_has_flash4", lambda query, dropout: True)
+
+
+def _forward(q, k, v, *, cu_seqlens_q, softmax_scale, return_lse, **_):
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    for start, end in itertools.pairwise(cu_seqlens_q.tolist()):
+        part = slice(start, end)
+        out[part], lse[:, part] = _attention(q[part], k[part], v[part], softmax_scale)
+    return out, lse
+
+
+def _backward(q, k, v, out, d_out, lse, *, cu_seqlens_q, softmax_scale, deterministic, **_):
+    found = [torch.empty_like(one) for one in (q, k, v)]
+    for start, end in itertools.pairwise(cu_seqlens_q.tolist()):
+        part = slice(start, end)
+        weights = (_scores(q[part], k[part], softmax_scale) - lse[:, part, None]).exp()
+        d_weights = torch.einsum("qhd,khd->hqk", d_out[part], _for_each_query(v[part], q))
+        d_scores = weights * (d_weights - (d_out[part] * out[part]).sum(-1).t()[:, :, None]) * softmax_scale
+        found[0][part] = torch.einsum("hqk,khd->qhd", d_scores, _for_each_query(k[part], q))
+        for whole, gradient in (
+            (found[1], torch.einsum("hqk,qhd->khd", d_scores, q[part])),
+            (found[2], torch.einsum("hqk,qhd->khd", weights, d_out[part])),
+        ):
+            whole[part] = gradient.unflatten(1, (whole.shape[1], -1)).sum(2)
+    return found
+
+
+def _attention(q, k, v, scale):
+    """[T, heads, D] to the same and the logarithm of each query's sum [heads, T]."""
+    scores = _scores(q, k, scale)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), _for_each_query(v, q)), scores.logsumexp(-1)
+
+
+def _scores(q, k, scale):
+    scores = torch.einsum("qhd,khd->hqk", q, _for_each_query(k, q)) * scale
+    return scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), float("-inf"))
+
+
+def _for_each_query(keys, q):
+    return keys.repeat_interleave(q.shape[1] // keys.shape[1], 1)

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+
+import plain_flash4
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tunesmith.measure.bench import Workload, batches, build, plan_for
+from tunesmith.model.forward import to_device, token_losses
+from tunesmith.parallel.activation import HostStore, offloaded, recomputed
+
+WORKLOAD = Workload("tiny", "lora", 2, 64)
+WAYS = [
+    {"recompute_layers": 1},
+    {"recompute_layers": 2},
+    {"recompute_layers": 2, "keep_attention": True},
+    {"recompute_layers": 2, "offload_activations": True},
+    {"recompute_layers": 1, "keep_attention": True, "offload_activations": True},
+]
+
+
+def gradients(steps: int = 1, **plan) -> list[torch.Tensor]:
+    """Of a tiny model with adapters, after so many forward and backward passes."""
+    step = build(
+        WORKLOAD, plan_for(WORKLOAD, device="cpu", products="plain", recompute_layers=0, compiled=False).changed(**plan)
+    )
+    with torch.no_grad():  # adapters that do something, so that every factor has a gradient
+        for parameter in step.optimizer.parameters:
+            parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+    for batch in batches(WORKLOAD, steps):
+        torch.manual_seed(batch.step)
+        inputs = to_device(batch.micro_batches[0], step.device, step.shape)
+        token_losses(step.model, inputs, step.calling)[0].backward()
+    return [parameter.grad for parameter in step.optimizer.parameters]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_what_is_kept_does_not_change_gradients(way):
+    expected = gradients(steps=2)
+    assert all(gradient.abs().max() > 0 for gradient in expected)
+    for found, plain in zip(gradients(steps=2, **way), expected, strict=True):
+        torch.testing.assert_close(found, plain, rtol=0, atol=0)
+
+
+@pytest.fixture
+def quickly_compiled(monkeypatch):
+    """Layers traced, differentiated and cut into forward and backward by the compiler, but without making kernels."""
+    plain_flash4.install(monkeypatch)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def attention_calls(monkeypatch) -> list[int]:
+    calls, forward = [], plain_flash4._forward
+    monkeypatch.setattr(
+        plain_flash4, "_forward", lambda *tensors, **named: calls.append(1) or forward(*tensors, **named)
+    )
+    return calls
+
+
+def test_what_compiled_layers_keep_does_not_change_gradients(quickly_compiled, monkeypatch):
+    expected = gradients(is_compiled=True)
+    calls = attention_calls(monkeypatch)
+    found = gradients(is_compiled=True, recompute_layers=2, keep_attention=True, offload_activations=True)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert len(calls) == 2  # kept, not computed again
+    for mine, plain in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-7)
+
+
+def test_kept_attention_is_computed_once(monkeypatch):
+    plain_flash4.install(monkeypatch)
+    calls = attention_calls(monkeypatch)
+    for keep, expected in ((False, 4), (True, 2)):
+        calls.clear()
+        gradients(recompute_layers=2, keep_attention=keep)
+        assert len(calls) == expected
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_recomputed_layer_keeps_its_input_alone(is_compiled, quickly_compiled):
+    plan = plan_for(WORKLOAD, device="cpu", products="plain", recompute_layers=2, compiled=is_compiled)
+    step = build(WORKLOAD, plan)
+    inputs = to_device(batches(WORKLOAD, 1)[0].micro_batches[0], step.device, step.shape)
+    weights = {tensor.data_ptr() for tensor in (*step.model.parameters(), *step.model.buffers())}
+    rotary = {16}  # cosines and sines are the same for all layers
+    kept = []
+    layers = step.model.model.layers
+
+    def note(tensor):
+        if tensor.data_ptr() not in weights and tensor.ndim > 1 and tensor.shape[-1] not in rotary:
+            kept.append(tensor.shape)
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        hidden = torch.randn(1, 128, 64, requires_grad=True)
+        rope = step.model.model.rotary_emb(hidden, inputs.positions[None])
+        layers[1](
+            hidden,
+            position_embeddings=rope,
+            position_ids=inputs.positions[None],
+            cu_seq_lens_q=inputs.boundaries,
+            max_length_q=inputs.longest,
+        ).sum().backward()
+    assert kept == [hidden.shape]
+
+
+def test_offloaded_inputs_are_not_on_the_device_between_the_passes():
+    store = HostStore(torch.device("cpu"), block=64)
+    layers = [nn.Linear(8, 8) for _ in range(3)]
+    forwards = [offloaded(recomputed(layer.forward), store) for layer in layers]
+    hidden = torch.randn(5, 8)
+    expected = hidden
+    for layer in layers:
+        expected = layer(expected)
+    expected.sum().backward()
+    plain = [layer.weight.grad for layer in layers]
+    for _ in range(2):
+        passed = []
+        x = hidden
+        for layer, forward in zip(layers, forwards, strict=True):
+            layer.weight.grad = None
+            x = forward(x)
+            passed.append(weakref.ref(x))
+        loss = x.sum()
+        del x
+        gc.collect()
+        assert [tensor() for tensor in passed[:-1]] == [None, None]
+        loss.backward()
+        for layer, gradient in zip(layers, plain, strict=True):
+            torch.testing.assert_close(layer.weight.grad, gradient, rtol=0, atol=0)
+        del loss
+    assert store.blocks == 9  # 160 bytes in each of three layers, the same for both steps
+    assert len(store.free) == store.blocks
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 200])
+def test_what_comes_back_from_host_memory_is_what_went(dtype, size):
+    store = HostStore(torch.device("cpu"), block=64)
+    tensors = [torch.randn(size).to(dtype) for _ in range(3)]
+    kept = [store.put(tensor) for tensor in tensors]
+    for one, tensor in zip(reversed(kept), reversed(tensors), strict=True):
+        found = store.get(one)
+        assert found.dtype == dtype
+        assert torch.equal(found, tensor)
+    del one, kept
+    assert len(store.free) == store.blocks
+
+
+def test_a_graph_that_is_never_used_gives_its_host_memory_back():
+    store = HostStore(torch.device("cpu"), block=64)
+    forward = offloaded(recomputed(torch.sin), store)
+    out = forward(torch.randn(64, requires_grad=True))
+    assert len(store.free) == 0
+    del out
+    gc.collect()
+    assert len(store.free) == store.blocks == 4
