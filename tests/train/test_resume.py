@@ -396,3 +396,23 @@ def test_the_same_settings_and_seed_give_the_same_bytes_and_another_seed_does_no
     with pytest.raises(AssertionError):
         assert_same(tmp_path / "other" / "run", reference)
     assert SETTINGS.get("seed") is None
+
+
+# Launched ahead, as on a GPU: a step is queued before the result of the one before is asked for
+
+AHEAD = {"tunesmith.train.step:TrainStep.looks_first": False}
+
+
+def test_steps_launched_ahead_lead_to_the_same_bytes_through_a_kill(runs, reference, tiny_model, tmp_path):
+    folder = write_all(tmp_path, tiny_model)
+    assert runs(folder, *TRAIN, die=Die(STEP, 35), constants=AHEAD).code == -signal.SIGKILL
+    assert runs(folder, *TRAIN, constants=AHEAD).code == 0
+    assert_same(folder / "run", reference)
+
+
+def test_nothing_is_saved_of_a_step_launched_ahead_of_a_loss_that_is_not_finite(runs, tiny_model, tmp_path):
+    folder = write_all(tmp_path, tiny_model, learning_rate=1e30, save_every=3, eval_every=3)
+    ended = runs(folder, "train", "run.yaml", constants=AHEAD)
+    assert_one_sentence(ended, "is not a finite number")
+    kept = folder / "run" / "checkpoints"
+    assert not kept.exists() or not any(kept.iterdir())

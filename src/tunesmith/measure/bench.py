@@ -6,6 +6,7 @@ the document lengths of chat data. A measurement is the median of several steps 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -31,7 +32,7 @@ from tunesmith.model.quantized import quantize_linears
 from tunesmith.optim.build import Optimizer
 from tunesmith.plan.plan import Memory, Plan
 from tunesmith.train.loop import peak_memory
-from tunesmith.train.step import TrainStep
+from tunesmith.train.step import StepResult, TrainStep
 
 LEARNING_RATE = 1e-5
 RESULT = "RESULT "
@@ -183,27 +184,52 @@ def chat_lengths(random: np.random.Generator, workload: Workload) -> list[int]:
 
 
 def measure(step: TrainStep, workload: Workload, *, warmup: int = 3, steps: int = 6) -> Measurement:
-    return timed(lambda batch: step(batch, LEARNING_RATE).loss, workload, step.device, warmup=warmup, steps=steps)
+    return timed(lambda batch: step.launch(batch, LEARNING_RATE), workload, step.device, warmup=warmup, steps=steps)
 
 
 def timed(
-    run: Callable[[StepBatch], float], workload: Workload, device: torch.device, *, warmup: int, steps: int
+    launch: Callable[[StepBatch], Callable[[], float | StepResult]],
+    workload: Workload,
+    device: torch.device,
+    *,
+    warmup: int,
+    steps: int,
 ) -> Measurement:
-    """Time `run`, which does one step and returns its loss."""
+    """Time `launch`, which queues one step and returns what waits for its loss.
+
+    As in training, a step is launched before the loss of the one before is looked at. A GPU's steps are timed by its
+    own clock, from the end of one to the end of the next.
+    """
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    times, tokens, loss = [], [], 0.0
-    for batch in batches(workload, warmup + steps):
-        if on_gpu:
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        loss = run(batch)
-        if on_gpu:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-        tokens.append(batch.tokens)
-    return summary(times, tokens, loss, device, warmup=warmup)
+    made = batches(workload, warmup + steps)
+    results: list[Callable[[], float | StepResult]] = []
+    marks = [_mark(on_gpu)]
+    for batch in made:
+        results.append(launch(batch))
+        marks.append(_mark(on_gpu))
+        if len(results) > 1:
+            results.pop(0)()
+    loss = results.pop()()
+    times = _between(marks)
+    loss = loss.loss if isinstance(loss, StepResult) else loss
+    return summary(times, [batch.tokens for batch in made], loss, device, warmup=warmup)
+
+
+def _mark(on_gpu: bool) -> Any:
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(marks: list[Any]) -> list[float]:
+    if isinstance(marks[0], float):
+        return [later - earlier for earlier, later in itertools.pairwise(marks)]
+    torch.cuda.synchronize()
+    return [earlier.elapsed_time(later) / 1000 for earlier, later in itertools.pairwise(marks)]
 
 
 def summary(times: list[float], tokens: list[int], loss: float, device: torch.device, *, warmup: int) -> Measurement:

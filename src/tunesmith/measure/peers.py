@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 
 from tunesmith.data.types import StepBatch
 from tunesmith.measure.bench import LEARNING_RATE, SHAPES, Measurement, Workload, batches, summary, timed
+from tunesmith.train.step import reader
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -61,7 +62,7 @@ def measure_peer(
         optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
         inputs_of = _padded if name == "unsloth" and workload.is_packed else _rows
 
-        def step(batch: StepBatch) -> float:
+        def step(batch: StepBatch) -> Callable[[], float]:
             loss = torch.zeros((), device=device)
             parts = list(inputs_of(batch, workload, device))
             for part in parts:
@@ -72,7 +73,8 @@ def measure_peer(
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            return loss.item()
+            read = reader(loss.view(1))
+            return lambda: read()[0]
 
         return timed(step, workload, torch.device(device), warmup=warmup, steps=steps)
 

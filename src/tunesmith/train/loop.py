@@ -18,11 +18,12 @@ import torch
 from torch.profiler import record_function
 
 from tunesmith.checkpoint.run_folder import write_summary
+from tunesmith.data.types import StepBatch
 from tunesmith.errors import UserError
 from tunesmith.optim.schedule import learning_rate
 from tunesmith.train import events
 from tunesmith.train.job import Job
-from tunesmith.train.step import Interrupted, LossScale, NotFinite, TrainStep
+from tunesmith.train.step import Interrupted, LossScale, NotFinite, StepResult, TrainStep
 
 Observer = Callable[[events.Event], None]
 Watch = Callable[[int], AbstractContextManager[object]]
@@ -44,9 +45,7 @@ class Outcome:
 
 def train(job: Job, observe: Observer, *, started: float | None = None, watch: Watch | None = None) -> Outcome:
     """Run the job to its end, or to a signal or time limit; in each case everything done is saved."""
-    return _Loop(
-        job, observe, time.monotonic() if started is None else started, watch or (lambda _: nullcontext())
-    ).run()
+    return _Loop(job, observe, time.monotonic() if started is None else started, watch).run()
 
 
 def step_of(job: Job, scale: LossScale | None) -> TrainStep:
@@ -79,16 +78,30 @@ def loss_scale_of(job: Job) -> LossScale | None:
     return LossScale() if job.plan.precision == "fp16" else None
 
 
+@dataclass(frozen=True)
+class _Underway:
+    """A step that was launched and whose result nobody has asked for yet."""
+
+    batch: StepBatch
+    rate: float
+    began: float
+    result: Callable[[], StepResult]
+
+
 class _Loop:
-    def __init__(self, job: Job, observe: Observer, started: float, watch: Watch):
+    def __init__(self, job: Job, observe: Observer, started: float, watch: Watch | None):
         self.job = job
         self.observe = observe
         self.started = started
         self.scale = loss_scale_of(job)
         self.step_of = step_of(job, self.scale)
-        self.watch = watch
+        self.watch = watch or (lambda _: nullcontext())
+        self.waits = watch is not None or self.step_of.looks_first
+        """Whether each step is waited for before the next is launched."""
         self.total = job.loader.total_steps
         self.done = 0
+        self.underway: _Underway | None = None
+        self.last_end = 0.0
         self.saved_at: int | None = None
         self.metric_at: tuple[int, float] | None = None
         self.first_loss: float | None = None
@@ -138,45 +151,64 @@ class _Loop:
         job.model.train()
         if self.done == 0 and self.metric_at is None:
             self._evaluate()
-        batches = job.loader.iterate(self.done)
-        while self.done < self.total:
+        reason = None
+        launched = self.done
+        batches = job.loader.iterate(launched)
+        while launched < self.total:
             reason = asked_to_stop() or self._out_of_time()
             if reason is not None:
-                return reason
-            rate = rate_of(job, self.done)
-            with self.watch(self.done + 1):
+                break
+            rate = rate_of(job, launched)
+            with self.watch(launched + 1):
                 with record_function("data"):
                     batch = next(batches)
                 began = time.monotonic()
                 try:
-                    result = self.step_of(batch, rate, lambda: asked_to_stop() is not None)
+                    result = self.step_of.launch(batch, rate, lambda: asked_to_stop() is not None)
                 except Interrupted:
-                    return asked_to_stop()
-                seconds = time.monotonic() - began
-            self.done = batch.step + 1
-            self.tokens += batch.tokens
-            self.busy_seconds += seconds
-            self.slowest_step = max(self.slowest_step, seconds)
-            self.observe(
-                events.Step(
-                    step=self.done,
-                    epoch=round(batch.epoch, 6),
-                    loss=result.loss,
-                    learning_rate=rate,
-                    grad_norm=result.grad_norm,
-                    tokens=batch.tokens,
-                    target_tokens=batch.target_weight,
-                    seconds=round(seconds, 4),
-                    memory=peak_memory(job.device),
-                    losses={job.titles[source]: loss for source, loss in result.losses.items()},
-                    skipped=result.is_skipped,
-                )
-            )
-            if self._is_evaluation_due():
+                    reason = asked_to_stop()
+                    break
+                self._settle()  # the step before, while the device is busy with this one
+                self.underway = _Underway(batch, rate, began, result)
+                launched = batch.step + 1
+                evaluates = self._is_evaluation_due(launched)
+                if self.waits or evaluates or self._is_save_due(launched):
+                    self._settle()
+            if evaluates:
                 self._evaluate()
-            if self._is_save_due():
+            if self.underway is None and self._is_save_due(launched):
                 self._save()
-        return None
+        self._settle()
+        return reason
+
+    def _settle(self) -> None:
+        """Wait for the step that is under way, if one is, and say how it went."""
+        if self.underway is None:
+            return
+        step, self.underway = self.underway, None
+        result = step.result()
+        now = time.monotonic()
+        seconds = now - max(step.began, self.last_end)
+        self.last_end = now
+        self.done = step.batch.step + 1
+        self.tokens += step.batch.tokens
+        self.busy_seconds += seconds
+        self.slowest_step = max(self.slowest_step, seconds)
+        self.observe(
+            events.Step(
+                step=self.done,
+                epoch=round(step.batch.epoch, 6),
+                loss=result.loss,
+                learning_rate=step.rate,
+                grad_norm=result.grad_norm,
+                tokens=step.batch.tokens,
+                target_tokens=step.batch.target_weight,
+                seconds=round(seconds, 4),
+                memory=peak_memory(self.job.device),
+                losses={self.job.titles[source]: loss for source, loss in result.losses.items()},
+                skipped=result.is_skipped,
+            )
+        )
 
     def _finish(self) -> Outcome:
         job = self.job
@@ -230,19 +262,19 @@ class _Loop:
         self.metric_at = (self.done, evaluation.loss)
         self.observe(evaluation)
 
-    def _is_evaluation_due(self) -> bool:
+    def _is_evaluation_due(self, step: int) -> bool:
         every = self.job.run.eval_every or max(1, -(-self.total // 10))
-        return self.done % every == 0 or self.done == self.total
+        return step % every == 0 or step == self.total
 
-    def _is_save_due(self) -> bool:
-        if self.done == self.total:
+    def _is_save_due(self, step: int) -> bool:
+        if step == self.total:
             return False  # _finish saves
         now = time.monotonic()
         if self.retry_time is not None:
             return now >= self.retry_time
         if self.job.run.save_every is not None:
-            return self.done % self.job.run.save_every == 0
-        return now >= self.next_save_time or self.done in self.job.loader.epoch_ends
+            return step % self.job.run.save_every == 0
+        return now >= self.next_save_time or step in self.job.loader.epoch_ends
 
     def _save(self) -> bool:
         if self.saved_at == self.done:

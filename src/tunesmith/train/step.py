@@ -90,6 +90,17 @@ class TrainStep:
     def __call__(
         self, batch: StepBatch, learning_rate: float, should_stop: Callable[[], bool] = lambda: False
     ) -> StepResult:
+        return self.launch(batch, learning_rate, should_stop)()
+
+    def launch(
+        self, batch: StepBatch, learning_rate: float, should_stop: Callable[[], bool] = lambda: False
+    ) -> Callable[[], StepResult]:
+        """Queue the step on the device; what is returned waits for it and says how it went.
+
+        A GPU is not made to wait for the host: there the update is queued before the loss is looked at, and the next
+        step may be launched before this one's result is asked for. Should a loss not be finite, asking raises
+        NotFinite, and nothing of this step or a later one may be saved.
+        """
         scale = self.loss_scale.value if self.loss_scale else 1.0
         sums: dict[int, torch.Tensor] = {}
         weights: dict[int, float] = {}
@@ -105,22 +116,31 @@ class TrainStep:
                     self._add_by_source(micro_batch, losses_n, sums, weights)
             with record_function("optimizer"):
                 norm = self._clip(scale)
-                # A GPU is not made to wait for the host: there the update is queued before the loss is looked at.
-                # Should the loss not be finite, the run ends here as well, and nothing of this step is ever saved.
-                looks_first = self.device.type == "cpu" or self.loss_scale is not None
-                if not looks_first:
-                    self.optimizer.step(learning_rate)
-                *found, grad_norm = torch.stack([*sums.values(), norm]).tolist()
-                totals = dict(zip(sums, found, strict=True))
-                overflowed = self._check(batch, totals, grad_norm)
-                if looks_first and not overflowed:
-                    self.optimizer.step(learning_rate)
+                read = reader(torch.stack([*sums.values(), norm]))
+
+                def result() -> StepResult:
+                    *found, grad_norm = read()
+                    totals = dict(zip(sums, found, strict=True))
+                    overflowed = self._check(batch, totals, grad_norm)
+                    by_source = {at: total / weights[at] for at, total in totals.items() if weights[at] > 0}
+                    loss = sum(totals.values()) / batch.target_weight
+                    return StepResult(loss, grad_norm if not overflowed else 0.0, by_source, overflowed)
+
+                if self.looks_first:
+                    known = result()
+                    if not known.is_skipped:
+                        self.optimizer.step(learning_rate)
+                    return lambda: known
+                self.optimizer.step(learning_rate)
+                return result
         finally:
             with record_function("optimizer"):
                 self.optimizer.zero_grad()
-        by_source = {source: total / weights[source] for source, total in totals.items() if weights[source] > 0}
-        loss = sum(totals.values()) / batch.target_weight
-        return StepResult(loss, grad_norm if not overflowed else 0.0, by_source, overflowed)
+
+    @property
+    def looks_first(self) -> bool:
+        """Whether the loss is looked at before the update: on a CPU it costs nothing, and fp16 needs it."""
+        return self.device.type == "cpu" or self.loss_scale is not None
 
     def _check(self, batch: StepBatch, totals: dict[int, float], grad_norm: float) -> bool:
         """Whether fp16 gradients overflowed; NotFinite for everything else that is not finite."""
@@ -171,6 +191,21 @@ class TrainStep:
     def _draw_from(self, step: int, micro_batch: int) -> None:
         text = f"{self.seed}:{step}:{micro_batch}:{self.rank}"
         torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
+
+
+def reader(values: torch.Tensor) -> Callable[[], list[float]]:
+    """Start copying a few numbers to the host; what is returned waits for them, and for nothing queued later."""
+    if values.device.type == "cpu":
+        return values.tolist
+    numbers = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def read() -> list[float]:
+        arrived.synchronize()
+        return numbers.tolist()
+
+    return read
 
 
 def _blame(batch: StepBatch, totals: dict[int, float], what: str) -> str:
