@@ -26,7 +26,7 @@ from tunesmith.model.forward import Shape, settle
 from tunesmith.model.fp8 import use_fp8_products
 from tunesmith.model.fuse import fuse
 from tunesmith.model.save import remove_leftovers, write_adapter, write_model
-from tunesmith.optim.build import Optimizer
+from tunesmith.optim.build import build
 from tunesmith.parallel.apply import apply
 from tunesmith.plan.hardware import Hardware, probe
 from tunesmith.plan.models import read_facts
@@ -127,7 +127,7 @@ def assemble(setting: Setting) -> Job:
     if calling.layout == "padded":  # rows change their shape with every step: nothing to compile once
         plan = plan.model_copy(update={"is_compiled": False})
     make_trainable(model, run, plan)
-    optimizer = Optimizer(model.named_parameters(), run, master_weights=plan.master_weights)
+    optimizer = build(model, run, plan)
     loader = Loader(
         setting.data.train,
         [dataset.weight for dataset in run.data],
@@ -258,6 +258,11 @@ def _check_agreement(run: Run, plan: Plan) -> None:
         raise UserError(
             "The plan's storage is plain, but method: qlora holds the base in 4 bits; make the plan anew by "
             "`tunesmith plan`, or leave --plan out."
+        )
+    if run.optimizer_states not in (None, plan.optimizer_states):
+        raise UserError(
+            f"The plan's optimizer_states is {plan.optimizer_states}, but optimizer: {run.optimizer} makes it "
+            f"{run.optimizer_states}; change one of the two, or leave --plan out."
         )
     sequences = max(1, round(run.batch_tokens / plan.sequence_length))
     for setting, wanted, name in (

@@ -246,3 +246,47 @@ def _check_scaled(values: torch.Tensor, scale: torch.Tensor, wanted: torch.Tenso
     largest = wanted.abs().amax(1, keepdim=True)
     torch.testing.assert_close(scale, (largest / 448.0).clamp(min=1e-12 / 448.0), rtol=1e-6, atol=0)
     assert ((values.float() * scale - wanted).abs() <= bound * largest).all()
+
+
+def check_update(device: str, dtypes=(torch.float32, torch.bfloat16)) -> None:
+    """Two steps, each beside torch's own arithmetic; codes may be one apart where a value lies between two."""
+    from tunesmith.kernels import update
+    from tunesmith.kernels.update_fused import update_fused_
+
+    numbers = {"keep": 0.999, "rate": 1e-2, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-8, "unbias": 1.3}
+    cases = 0
+    for dtype in dtypes:
+        for states in ("fp32", "bf16", "int8", "fp8", "int4"):
+            for shape in ((3, 258), (2, 2, 192), (7,)):
+                for algorithm in ("adamw", "lion"):
+                    generator = torch.Generator().manual_seed(cases)
+                    weight = torch.randn(shape, generator=generator).to(dtype)
+                    kind = update.format_of(weight, states)
+                    if device == "cpu" and kind == "fp8":
+                        continue  # the interpreter rounds fp8 in another way
+                    state = update.new_state(weight, algorithm, states)
+                    for step in range(2):
+                        mine = weight.to(device, copy=True)
+                        held = {name: value.to(device, copy=True) for name, value in state.items()}
+                        copy, found = torch.empty(2, *shape, dtype=torch.float16).unbind()
+                        found = found.to(device)
+                        gradient = torch.randn(shape, generator=generator) * 2.0**-step
+                        given = {"kind": kind, "algorithm": algorithm, "seed": 2**31 - 1 - step, **numbers}
+                        update.update_plainly_(weight, gradient, state, copy, **given)
+                        update_fused_(mine, gradient.to(device), held, found, **given)
+                        case = str((dtype, states, shape, algorithm, step))
+                        for name, value in state.items():
+                            one = held[name].cpu()
+                            if value.dtype == torch.uint8:
+                                pairs = ((one & 15, value & 15), (one >> 4, value >> 4))
+                                for found_code, code in pairs if kind == "int4" else ((one, value),):
+                                    away = (found_code.int() - code.int()).abs()
+                                    assert away.max() <= 1, case
+                                    assert away.float().mean() < 0.01, case
+                            else:
+                                torch.testing.assert_close(one, value, rtol=1e-2, atol=0, msg=case)
+                        step_of = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+                        torch.testing.assert_close(mine.cpu(), weight, rtol=step_of, atol=1e-6, msg=case)
+                        torch.testing.assert_close(found.cpu(), copy, rtol=2e-3, atol=1e-6, msg=case)
+                    cases += 1
+    print(f"update: {cases} cases")

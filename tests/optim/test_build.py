@@ -2,18 +2,23 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.optim.build import Optimizer
+from tunesmith.optim.fused import Fused
+from tunesmith.plan.memory import STATE_BYTES, STATES
 
 
-def make(kind: str, *, dtype=torch.float32, seed: int = 0):
+def make(kind: str, *, dtype=torch.float32, seed: int = 0, masters: bool = True, width: int = 8, **more):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).to(dtype)
+    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 2)).to(dtype)
     run = Run(model="x", data="x", optimizer=kind, weight_decay=0.1)
-    return model, Optimizer(model.named_parameters(), run, master_weights=dtype != torch.float32)
+    masters = masters and dtype != torch.float32
+    states = more.pop("states", run.optimizer_states or "fp32")
+    return model, Optimizer(model.named_parameters(), run, master_weights=masters, states=states, **more)
 
 
 def advance(model, optimizer, steps: range) -> None:
@@ -26,15 +31,24 @@ def advance(model, optimizer, steps: range) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["adamw", "adafactor", "sgd"])
-def test_saved_and_restored_it_goes_on_bit_for_bit(kind, dtype):
-    model, optimizer = make(kind, dtype=dtype)
+ALL = ["adamw", "adamw_8bit", "adamw_4bit", "adamw_fp8", "lion", "muon", "adafactor", "sgd"]
+HALF = {"dtype": torch.bfloat16}
+WITHOUT_MASTERS = {"dtype": torch.bfloat16, "masters": False}
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [(kind, how) for kind in ALL for how in ({}, HALF)]
+    + [(kind, WITHOUT_MASTERS) for kind in (*ALL[:5], "adamw")]
+    + [("adamw", {"states": "bf16", **WITHOUT_MASTERS})],
+)
+def test_saved_and_restored_it_goes_on_bit_for_bit(kind, how, tmp_path):
+    model, optimizer = make(kind, width=300, **how)
     advance(model, optimizer, range(3))
-    saved = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
+    save_file({name: tensor.contiguous() for name, tensor in optimizer.tensors().items()}, tmp_path / "saved")
     advance(model, optimizer, range(3, 6))
-    other, restored = make(kind, dtype=dtype, seed=1)
-    restored.restore(saved)
+    other, restored = make(kind, width=300, seed=1, **how)
+    restored.restore(load_file(tmp_path / "saved"))
     advance(other, restored, range(3, 6))
     assert optimizer.tensors().keys() == restored.tensors().keys()
     for name, tensor in optimizer.tensors().items():
@@ -82,3 +96,140 @@ def test_a_checkpoint_for_other_weights_is_refused():
     tensors["weights/other"] = tensors.pop("weights/0.bias")
     with pytest.raises(UserError, match="other trained weights"):
         optimizer.restore(tensors)
+
+
+def test_a_checkpoint_of_another_optimizer_gives_the_weights_alone():
+    model, optimizer = make("adamw", width=300)
+    advance(model, optimizer, range(2))
+    for kind in ALL[1:]:
+        other, fresh = make(kind, width=300)
+        fresh.restore(optimizer.tensors())
+        assert torch.equal(other[0].weight, model[0].weight)
+        assert not any(name.startswith("optimizer/") for name in fresh.tensors()), kind
+        advance(other, fresh, range(1))
+
+
+def test_states_in_fewer_bits_take_the_bytes_that_the_plan_counts():
+    for kind in ("adamw", "adamw_8bit", "adamw_fp8", "adamw_4bit", "lion", "muon"):
+        weight = nn.Parameter(torch.randn(64, 1024))
+        run = Run(model="x", data="x", optimizer=kind)
+        states = run.optimizer_states or "fp32"
+        optimizer = Optimizer([("weight", weight)], run, master_weights=False, states=states)
+        weight.grad = torch.randn_like(weight)
+        optimizer.step(1e-3)
+        sizes = [value.nbytes for state in optimizer.states() for value in state.values() if value.ndim]
+        assert sum(sizes) == weight.numel() * STATES[run.algorithm] * STATE_BYTES[states], kind
+
+
+def test_adamw_in_few_bits_follows_adamw_in_32():
+    """The same gradients, in elements of different sizes: the way gone is close to the exact one, and none explodes."""
+    generator = torch.Generator().manual_seed(0)
+    size = (torch.randn(8, 512, generator=generator) / 2).exp()
+    gradients = [size * (0.2 + torch.randn(8, 512, generator=generator)) for _ in range(60)]
+
+    def moved(kind: str) -> torch.Tensor:
+        weight = nn.Parameter(torch.zeros(8, 512))
+        run = Run(model="x", data="x", optimizer=kind)
+        optimizer = Optimizer([("w", weight)], run, master_weights=False, states=run.optimizer_states or "fp32")
+        for gradient in gradients:
+            weight.grad = gradient.clone()
+            optimizer.step(1.0)
+        return weight.detach()
+
+    exact = moved("adamw")
+    for kind, tolerance in (("adamw_8bit", 0.05), ("adamw_fp8", 0.1), ("adamw_4bit", 0.4)):
+        found = moved(kind)
+        assert (found - exact).norm() / exact.norm() < tolerance, kind
+        assert found.abs().max() < 2 * 60, kind
+
+
+def test_fused_adamw_in_fp32_is_torch_adamw():
+    (exact, plain), (model, fused) = make("adamw", width=300), make("adamw", width=300, states="bf16")
+    for part in fused.parts:
+        assert isinstance(part, Fused)
+        part.states = "fp32"
+    advance(exact, plain, range(5))
+    advance(model, fused, range(5))
+    for one, other in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_lion_steps_by_the_sign_of_its_momentum():
+    weight = nn.Parameter(torch.zeros(3))
+    optimizer = Optimizer([("w", weight)], Run(model="x", data="x", optimizer="lion"), master_weights=False)
+    momentum, expected = torch.zeros(3), torch.zeros(3)
+    for step in range(4):
+        gradient = torch.tensor([1.0, -2.0, 0.0]) * (-1) ** step
+        weight.grad = gradient.clone()
+        optimizer.step(0.1)
+        expected -= 0.1 * (0.9 * momentum + 0.1 * gradient).sign()
+        momentum = 0.99 * momentum + 0.01 * gradient
+        torch.testing.assert_close(weight.detach(), expected)
+
+
+def test_muon_takes_hidden_matrices_and_adamw_the_rest():
+    model = nn.ModuleDict({"embed": nn.Embedding(7, 4), "layer": nn.Linear(4, 6), "head": nn.Linear(6, 7, bias=False)})
+    ends = {model["embed"].weight, model["head"].weight}
+    run = Run(model="x", data="x", optimizer="muon")
+    optimizer = Optimizer(model.named_parameters(), run, master_weights=False, ends=ends)
+    kinds = {name: type(optimizer.owner[weight]).__name__ for name, weight in model.named_parameters()}
+    assert kinds == {"embed.weight": "AdamW", "layer.weight": "Muon", "layer.bias": "AdamW", "head.weight": "AdamW"}
+
+
+def test_rounding_at_random_is_right_on_average():
+    """Updates of a 40th of what bf16 can show: nearest would keep every weight, at random they arrive in the mean."""
+    count, steps = 4096, 50
+    weight = nn.Parameter(torch.ones(count, dtype=torch.bfloat16))
+    run = Run(model="x", data="x", optimizer="lion")
+    optimizer = Optimizer([("w", weight)], run, master_weights=False, accumulates=False)
+    step = 2.0**-7 / 40
+    for _ in range(steps):
+        weight.grad = -torch.ones_like(weight)
+        optimizer.step(step)
+    moved = (weight.float() - 1).mean().item()
+    # Each step adds 2^-7 with probability 1/40 or nothing: binomial, so five standard deviations is a wide berth.
+    deviation = 2.0**-7 * (steps / 40 * (1 - 1 / 40) / count) ** 0.5
+    assert abs(moved - steps * step) < 5 * deviation
+    assert 3 < len(weight.unique()) < 12
+
+
+def test_draws_differ_between_steps_parameters_and_seeds_and_not_between_runs():
+    def after(seed: int) -> list[torch.Tensor]:
+        weights = [nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for _ in range(2)]
+        run = Run(model="x", data="x", optimizer="lion", seed=seed)
+        optimizer = Optimizer([("a", weights[0]), ("b", weights[1])], run, master_weights=False, accumulates=False)
+        seen = []
+        for _ in range(2):
+            for weight in weights:
+                weight.grad = -torch.ones_like(weight)
+            optimizer.step(2.0**-8)
+            seen += [weight.detach().clone() for weight in weights]
+            for weight in weights:
+                weight.data.fill_(1)
+        return seen
+
+    first, again, other = after(0), after(0), after(1)
+    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+    everything = [tuple(one.tolist()) for one in (*first, *other)]
+    assert len(set(everything)) == len(everything)
+
+
+def test_without_masters_gradients_of_several_micro_batches_are_summed_in_fp32():
+    model, _ = make("adamw", dtype=torch.bfloat16, masters=False)
+    for _ in range(300):
+        model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    torch.testing.assert_close(model[1].bias.grad, torch.full((2,), 300.0))
+
+
+def test_one_micro_batch_a_step_keeps_the_gradients_in_bf16():
+    model, _ = make("adamw", dtype=torch.bfloat16, masters=False, accumulates=False)
+    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    assert model[1].bias.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("muon", torch.bfloat16), ("sgd", torch.bfloat16), ("adamw", torch.float16)]
+)
+def test_half_precision_without_masters_is_refused_where_nothing_rounds_at_random(kind, dtype):
+    with pytest.raises(UserError, match="loses small updates"):
+        make(kind, dtype=dtype, masters=False)

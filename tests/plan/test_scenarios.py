@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
+from tunesmith.errors import UserError
 from tunesmith.plan import speed
 from tunesmith.plan.hardware import named
 from tunesmith.plan.plan import Plan
@@ -87,8 +90,15 @@ def test_40b_full_on_eight_a100_needs_smaller_states_before_anything_is_offloade
     assert "in fp32 at least" in why(chosen, "optimizer states")
 
 
-def test_40b_full_on_eight_small_a100_is_offloaded_as_the_last_resort():
-    chosen = plan("Falcon-40B", "8 x A100-40G, 2000 GB host memory", method="full", batch_tokens=65536)
+def test_40b_full_on_eight_small_a100_is_rounded_at_random_without_masters():
+    chosen = plan("Falcon-40B", "8 x A100-40G", method="full", batch_tokens=65536)
+    assert chosen.fits
+    assert (chosen.master_weights, chosen.optimizer_states, chosen.offload_optimizer) == (False, "int8", False)
+    assert "with fp32 masters at least" in why(chosen, "weights")
+
+
+def test_40b_full_with_accumulation_is_offloaded_as_the_last_resort():
+    chosen = plan("Falcon-40B", "8 x A100-40G, 2000 GB host memory", method="full", batch_tokens=2**19)
     assert chosen.offload_optimizer
     assert "host memory" in why(chosen, "offload")
 
@@ -154,3 +164,19 @@ def test_attention_is_kept_where_there_is_room_for_it():
     kept = 131072 * (4096 * 2 + 32 * 4) * chosen.recompute_layers
     assert 0 <= chosen.memory.activations - tighter.memory.activations - kept < 1024
     assert tighter.time.recomputation > chosen.time.recomputation
+
+
+def test_7b_full_on_one_gpu_goes_without_masters_only_where_it_must():
+    chosen = [plan("Llama-2-7B", gpu, method="full", batch_tokens=16384) for gpu in ("H200", "H100")]
+    assert all(one.fits for one in chosen)
+    assert [(one.master_weights, one.optimizer_states) for one in chosen] == [(True, "fp32"), (False, "int8")]
+
+
+def test_states_that_are_asked_for_are_not_changed():
+    for optimizer, states in (("adamw_8bit", "int8"), ("adamw_4bit", "int4"), ("adamw_fp8", "fp8")):
+        for method in ("full", "lora"):
+            chosen = plan("Llama-3.2-1B", "H200", method=method, optimizer=optimizer)
+            assert chosen.optimizer_states == states
+            assert why(chosen, "optimizer states") == f"{states}: optimizer: {optimizer}"
+    with pytest.raises(UserError, match="adamw_8bit is as small"):
+        plan("Llama-3.2-1B", "A100-80G", optimizer="adamw_fp8")

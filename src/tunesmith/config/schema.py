@@ -218,8 +218,8 @@ class Run(Settings):
     """Shape of the learning rate after warm-up (wsd: warm-up, stable, decay)."""
     warmup: Annotated[Number, Field(ge=0)] = 0.03
     """Warm-up: a share of all steps when below 1, else a number of steps."""
-    optimizer: Literal["adamw", "adafactor", "sgd"] = "adamw"
-    """Optimizer."""
+    optimizer: Literal["adamw", "adamw_8bit", "adamw_4bit", "adamw_fp8", "lion", "muon", "adafactor", "sgd"] = "adamw"
+    """Optimizer; `adamw_8bit`, `_fp8`, `_4bit` hold AdamW's states in fewer bits; `lion` and `muon` have one state."""
     weight_decay: Annotated[Number, Field(ge=0, le=10)] = 0.0
     """Weight decay, on matrices only."""
     max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0
@@ -250,6 +250,17 @@ class Run(Settings):
     @property
     def has_adapters(self) -> bool:
         return self.method != "full"
+
+    @property
+    def algorithm(self) -> str:
+        """The optimizer, however its states are held."""
+        return self.optimizer.partition("_")[0]
+
+    @property
+    def optimizer_states(self) -> Literal["int8", "int4", "fp8"] | None:
+        """How the optimizer's states are to be held, where that is asked for."""
+        wanted = {"adamw_8bit": "int8", "adamw_4bit": "int4", "adamw_fp8": "fp8"}
+        return wanted.get(self.optimizer)  # pyright: ignore[reportReturnType]
 
 
 def json_schema() -> dict[str, Any]:

@@ -497,7 +497,7 @@ def _category(made_in: str | None, freed_in: str | None, is_kept: bool) -> str:
 def _baseline(job: Job) -> dict[str, int]:
     """Bytes by category between two steps."""
     optimizer = job.optimizer
-    states = [value for state in optimizer.inner.state.values() for value in state.values()]
+    states = [value for state in optimizer.states() for value in state.values()]
     if optimizer.has_masters:
         states += optimizer.masters.values()
     weights = [value for module in job.model.modules() for value in _tensors_of(module)]

@@ -2,27 +2,57 @@
 
 Where weights are held in half precision, `Optimizer` keeps fp32 masters of the trained ones and gathers their
 gradients in fp32 as soon as backward has made them, so that neither accumulation nor small updates are rounded away.
+Without masters, weights in bf16 are rounded at random, which keeps small updates on average.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import nn
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
+from tunesmith.optim.fused import Fused
+from tunesmith.plan.plan import OptimizerStates, Plan
 
 BETAS = (0.9, 0.999)
+LION_BETAS = (0.9, 0.99)
 EPSILON = 1e-8
 MOMENTUM = 0.9
+FUSED = ("adamw", "lion")
+"""What `optim.fused` can do: states in fewer bits, and bf16 weights without masters."""
+
+
+def build(model: nn.Module, run: Run, plan: Plan) -> Optimizer:
+    """The optimizer of a model that is ready to train."""
+    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    return Optimizer(
+        model.named_parameters(),
+        run,
+        master_weights=plan.master_weights,
+        states=plan.optimizer_states,
+        accumulates=plan.accumulation > 1,
+        ends={weight for end in ends if end is not None for weight in end.parameters()},
+    )
 
 
 class Optimizer:
     """One optimizer over a model's trained parameters, by name; fp32 inside, whatever the model's precision."""
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], run: Run, *, master_weights: bool):
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        run: Run,
+        *,
+        master_weights: bool,
+        states: OptimizerStates = "fp32",
+        accumulates: bool = True,
+        ends: Collection[nn.Parameter] = (),
+    ):
+        """`accumulates`: a step has several micro-batches, whose gradients are summed. `ends`: embedding and head,
+        which Muon leaves to AdamW."""
         self.weights = {name: parameter for name, parameter in named if parameter.requires_grad}
         if not self.weights:
             raise UserError("Nothing is left to train: every parameter of the model is frozen.")
@@ -31,17 +61,13 @@ class Optimizer:
             name: nn.Parameter(weight.detach().float().clone()) if master_weights else weight
             for name, weight in self.weights.items()
         }
-        if master_weights:
-            for name, weight in self.weights.items():
+        for name, weight in self.weights.items():
+            if master_weights:
                 weight.register_post_accumulate_grad_hook(_gather_into(self.masters[name]))
-        matrices = [weight for weight in self.masters.values() if weight.ndim >= 2]
-        vectors = [weight for weight in self.masters.values() if weight.ndim < 2]
-        groups = [
-            {"params": parameters, "weight_decay": decay}
-            for parameters, decay in ((matrices, run.weight_decay), (vectors, 0.0))
-            if parameters
-        ]
-        self.inner = _build(run, groups)
+            elif weight.dtype == torch.bfloat16 and accumulates:
+                weight.grad_dtype = torch.float32
+        self.parts = self._build(run, states, ends)
+        self.owner = {weight: part for part in self.parts for group in part.param_groups for weight in group["params"]}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -49,20 +75,26 @@ class Optimizer:
         return list(self.masters.values())
 
     def step(self, learning_rate: float) -> None:
-        for group in self.inner.param_groups:
-            group["lr"] = learning_rate
-        self.inner.step()
-        if self.has_masters:
-            self._copy_masters()
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = learning_rate
+            part.step()
+            if self.has_masters and not isinstance(part, Fused):
+                self._copy_masters(part)
 
     def zero_grad(self) -> None:
-        self.inner.zero_grad(set_to_none=True)
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def states(self) -> Iterable[Mapping[str, torch.Tensor]]:
+        """The state of each parameter that has been updated."""
+        return [state for part in self.parts for state in part.state.values()]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Trained weights (fp32 where there are masters) and optimizer state: all that must be saved."""
         found = {f"weights/{name}": weight.detach() for name, weight in self.masters.items()}
         for name, weight in self.masters.items():
-            for key, value in self.inner.state.get(weight, {}).items():
+            for key, value in self.owner[weight].state.get(weight, {}).items():
                 if isinstance(value, torch.Tensor):
                     found[f"optimizer/{key}/{name}"] = value
         return found
@@ -84,28 +116,90 @@ class Optimizer:
                     f"{tuple(weight.shape)}; put lora.rank or the model back, or choose another output."
                 )
             weight.copy_(tensors[f"weights/{name}"])
-        state: dict[nn.Parameter, dict[str, torch.Tensor]] = {weight: {} for weight in self.masters.values()}
-        keys = {name.split("/")[1] for name in tensors if name.startswith("optimizer/")}
-        is_ours = keys <= _STATE[type(self.inner)]  # else another optimizer was chosen since, which starts afresh
+        states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.masters}
         for full_name, value in tensors.items():
             kind, _, rest = full_name.partition("/")
-            if kind == "optimizer" and is_ours:
+            if kind == "optimizer":
                 key, _, name = rest.partition("/")
+                states[name][key] = value
+        # Else another optimizer was chosen since, which starts afresh.
+        if all(self._fits(self.masters[name], values) for name, values in states.items()):
+            for name, values in states.items():
                 weight = self.masters[name]
-                on_host = key == "step" and not _is_fused(self.inner)
-                state[weight][key] = value.clone() if on_host else value.to(weight.device, copy=True)
-        self.inner.state.update({weight: values for weight, values in state.items() if values})
+                part = self.owner[weight]
+                for key, value in values.items():
+                    on_host = key == "step" and not part.defaults.get("fused")
+                    part.state[weight][key] = value.clone() if on_host else value.to(weight.device, copy=True)
         if self.has_masters:
-            self._copy_masters()
+            for part in self.parts:
+                self._copy_masters(part)
+
+    def _fits(self, weight: nn.Parameter, values: Mapping[str, torch.Tensor]) -> bool:
+        part = self.owner[weight]
+        if not values:
+            return True
+        return part.fits(weight, values) if isinstance(part, Fused) else values.keys() <= _STATE[type(part)]
 
     @torch.no_grad()
-    def _copy_masters(self) -> None:
-        torch._foreach_copy_(list(self.weights.values()), list(self.masters.values()))
+    def _copy_masters(self, part: torch.optim.Optimizer) -> None:
+        names = [name for name, master in self.masters.items() if self.owner[master] is part]
+        torch._foreach_copy_([self.weights[name] for name in names], [self.masters[name] for name in names])
+
+    def _build(self, run: Run, states: OptimizerStates, ends: Collection[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        # The rate is set before each step; what is given here is never used.
+        trained = list(self.masters.values())
+        is_half = any(weight.dtype != torch.float32 for weight in trained)
+        if any(weight.dtype == torch.float16 for weight in trained) or (is_half and run.algorithm not in FUSED):
+            raise UserError(
+                f"optimizer: {run.optimizer} loses small updates of weights in half precision; let the plan keep "
+                "master_weights, or use bf16 with adamw or lion."
+            )
+        if run.algorithm == "lion" or (run.algorithm == "adamw" and (is_half or states != "fp32")):
+            return [
+                Fused(
+                    _groups(trained, run),
+                    algorithm=run.algorithm,
+                    states=states,
+                    betas=BETAS if run.algorithm == "adamw" else LION_BETAS,
+                    epsilon=EPSILON,
+                    seed=run.seed,
+                    copies={self.masters[name]: weight for name, weight in self.weights.items()}
+                    if self.has_masters
+                    else {},
+                )
+            ]
+        if run.algorithm == "adamw":
+            return [_adamw(_groups(trained, run))]
+        if run.algorithm == "muon":
+            outer = {name for name, weight in self.weights.items() if weight in ends or weight.ndim != 2}
+            inner = [master for name, master in self.masters.items() if name not in outer]
+            rest = [master for name, master in self.masters.items() if name in outer]
+            muon = torch.optim.Muon  # its steps are scaled to the size of AdamW's, so that one rate suits both
+            made = [muon(_groups(inner, run), lr=0.0, adjust_lr_fn="match_rms_adamw")] if inner else []
+            return [*made, *([_adamw(_groups(rest, run))] if rest else [])]
+        if run.algorithm == "adafactor":
+            return [torch.optim.Adafactor(_groups(trained, run), lr=0.0)]
+        return [torch.optim.SGD(_groups(trained, run), lr=0.0, momentum=MOMENTUM)]
+
+
+def _groups(weights: list[nn.Parameter], run: Run) -> list[dict]:
+    matrices = [weight for weight in weights if weight.ndim >= 2]
+    vectors = [weight for weight in weights if weight.ndim < 2]
+    return [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in ((matrices, run.weight_decay), (vectors, 0.0))
+        if parameters
+    ]
+
+
+def _adamw(groups: list[dict]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(groups, lr=0.0, betas=BETAS, eps=EPSILON, fused=True)
 
 
 _STATE = {
     torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
     torch.optim.Adafactor: {"step", "row_var", "col_var", "variance"},
+    torch.optim.Muon: {"momentum_buffer"},
     torch.optim.SGD: {"momentum_buffer"},
 }
 
@@ -119,16 +213,3 @@ def _gather_into(master: nn.Parameter):
         weight.grad = None
 
     return hook
-
-
-def _build(run: Run, groups: list[dict]) -> torch.optim.Optimizer:
-    # The rate is set before each step; what is given here is never used.
-    if run.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=0.0, betas=BETAS, eps=EPSILON, fused=True)
-    if run.optimizer == "adafactor":
-        return torch.optim.Adafactor(groups, lr=0.0)
-    return torch.optim.SGD(groups, lr=0.0, momentum=MOMENTUM)
-
-
-def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(optimizer.defaults.get("fused"))

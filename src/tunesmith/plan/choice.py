@@ -59,6 +59,7 @@ class Task:
 
     @property
     def has_masters(self) -> bool:
+        """Trained weights in half precision have fp32 masters, unless the choice goes without."""
         return not self.has_adapters and self.precision != "fp32"
 
     @cached_property
@@ -94,6 +95,8 @@ class Choice:
     is_compiled: bool = False
     keep_attention: bool = False
     offload_activations: bool = False
+    master_weights: bool = True
+    """Where the trained weights are held in half precision; else there are none."""
     optimizer_states: OptimizerStates = "fp32"
     offload_optimizer: bool = False
     sharding: Sharding = "none"
@@ -110,6 +113,9 @@ class Choice:
     @property
     def ranks(self) -> int:
         return self.data_ranks * self.tensor * self.context * self.pipeline
+
+    def has_masters(self, task: Task) -> bool:
+        return task.has_masters and self.master_weights
 
     def accumulation(self, task: Task) -> int:
         """Micro-batches of one rank in one step, at most."""

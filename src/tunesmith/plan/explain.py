@@ -252,7 +252,8 @@ def differences(before: Plan, after: Plan) -> list[tuple[str, str, str]]:
     ]
     names = (
         "sequence_length", "sequences_per_step", "micro_batch", "recompute_layers", "precision", "products", "storage",
-        "optimizer_states", "offload_optimizer", "keep_attention", "offload_activations", "sharding", "attention",
+        "master_weights", "optimizer_states", "offload_optimizer", "keep_attention", "offload_activations", "sharding",
+        "attention",
         "learning_rate",
     )  # fmt: skip
     for name in names:

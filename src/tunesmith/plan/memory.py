@@ -14,9 +14,10 @@ from tunesmith.plan.plan import Memory, Moment, Sharding
 MIB = 2**20
 QUANTIZED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0 + 2 / 128}
 """Bytes of a quantized weight: nf4 with 8-bit scales of 64 values, and fp32 scales of 256 of those."""
-STATES = {"adamw": 2, "sgd": 1, "adafactor": 0}
+STATES = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 1, "adafactor": 0}
 """Values of optimizer state for each trained parameter."""
-STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256}
+STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256, "fp8": 1.0 + 4 / 256, "int4": 0.5 + 4 / 128}
+"""Of one value, with its share of a block's scale (`kernels.update`)."""
 LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits the loss holds at a time; the same as `kernels.linear_cross_entropy.CHUNK_ELEMENTS`."""
 LOGIT_BYTES = {"cpu": 8, "cuda": 2}
@@ -53,7 +54,7 @@ def timeline(task: Task, choice: Choice) -> list[Moment]:
     largest = (
         max(facts.embedding, max(one.inputs * one.outputs for kind in facts.kinds for one in kind.linears)) / spread
     )
-    own_gradient = largest * width if task.has_masters else 0.0
+    own_gradient = largest * width if choice.has_masters(task) else 0.0
     dequantized = _dequantized(task, choice)
 
     def moment(name: str, **parts: float) -> Moment:
@@ -110,10 +111,8 @@ def host_memory(task: Task, choice: Choice) -> int:
     loading = task.facts.parameters * task.width if is_whole else per_node * task.facts.largest_layer * 4
     offloaded = 0.0
     if choice.offload_optimizer:
-        states = _states(task, choice)
-        offloaded += (
-            per_node * _held(task, choice)[1] * (states + (4 if task.has_masters else 0) + 4) * _share(choice, "states")
-        )
+        values = _states(task, choice) + (4 if choice.has_masters(task) else 0) + 4
+        offloaded += per_node * _held(task, choice)[1] * values * _share(choice, "states")
     if choice.offload_activations:
         offloaded += per_node * _layer_inputs(task, choice, choice.tokens(task))
     return round(per_node * HOST_PROCESS + max(loading, offloaded))
@@ -189,7 +188,7 @@ def _static(task: Task, choice: Choice) -> dict[str, float]:
     return {
         "weights": weights * _share(choice, "weights"),
         "adapter": 4 * trained * _share(choice, "weights") if task.has_adapters else 0.0,
-        "master": 4 * trained * states if task.has_masters and on_device else 0.0,
+        "master": 4 * trained * states if choice.has_masters(task) and on_device else 0.0,
         "optimizer": trained * _states(task, choice) * states if on_device else 0.0,
     }
 
@@ -200,12 +199,19 @@ def _states(task: Task, choice: Choice) -> float:
         facts = task.facts
         widths = task.adapted[1] if task.has_adapters else facts.total(lambda kind: kind.widths) + facts.vocabulary
         return min(4.0, 4 * widths / max(1, task.trained))
-    return STATES.get(task.optimizer, 2) * STATE_BYTES[choice.optimizer_states]
+    values = float(STATES[task.optimizer])
+    if task.optimizer == "muon" and not task.has_adapters:  # embedding and head are AdamW's
+        values += (task.facts.embedding + task.facts.head) / task.facts.parameters
+    size = STATE_BYTES[choice.optimizer_states]
+    if task.has_adapters and size < 2:  # rows of the second factor are shorter than a block: they stay in fp32
+        size = (size + 4.0) / 2
+    return values * size
 
 
 def _gradients(task: Task, choice: Choice) -> float:
-    """All of them, in fp32: that is how they are gathered, whatever the precision."""
-    return 4 * _held(task, choice)[1] * _share(choice, "gradients")
+    """All of them, in fp32: that is how they are gathered, save where a single one of bf16 weights is used at once."""
+    is_single = task.has_masters and not choice.has_masters(task) and choice.accumulation(task) == 1
+    return (task.width if is_single else 4) * _held(task, choice)[1] * _share(choice, "gradients")
 
 
 def _gathered(task: Task, choice: Choice) -> tuple[float, float, float]:
@@ -316,6 +322,7 @@ def _optimizer_workspace(task: Task, choice: Choice, largest: float) -> float:
         largest = min(largest, task.trained)
     if task.optimizer == "adafactor":
         return 3 * 4 * largest
-    if choice.optimizer_states == "int8":
-        return 2 * 4 * largest
-    return 0.0
+    if task.optimizer == "muon":  # a matrix and its products, in fp32 and bf16
+        return 4 * 4 * largest
+    is_fused = task.optimizer == "lion" or choice.optimizer_states != "fp32"
+    return 8 * 4 * largest if is_fused and task.device == "cpu" else 0.0  # a GPU does it in one pass

@@ -15,7 +15,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Products = Literal["plain", "fp8"]
 Storage = Literal["plain", "nf4", "int8"]
 Attention = Literal["flash-attn-4", "varlen", "sdpa"]
-OptimizerStates = Literal["fp32", "bf16", "int8"]
+OptimizerStates = Literal["fp32", "bf16", "int8", "fp8", "int4"]
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hybrid", "hierarchical"]
 Positive = Annotated[int, Field(ge=1)]
 
@@ -141,7 +141,7 @@ class Plan(Part):
     is_compiled: bool
     """Each decoder layer is compiled."""
     master_weights: bool
-    """Trained weights are also kept in fp32, and updated there."""
+    """Trained weights are also kept in fp32, and updated there; else those in bf16 are rounded at random."""
     sequence_length: Positive
     sequences_per_step: Positive
     """Packed sequences in one optimizer step, over all ranks."""
@@ -154,6 +154,7 @@ class Plan(Part):
     offload_activations: bool = False
     """The inputs of recomputed layers wait in host memory between forward and backward."""
     optimizer_states: OptimizerStates = "fp32"
+    """How the states of AdamW or Lion are held; int8, fp8 and int4 in blocks with a scale each."""
     offload_optimizer: bool = False
     """Optimizer states live in host memory."""
     learning_rate: float

@@ -18,7 +18,7 @@ EXECUTABLE: dict[str, frozenset[object]] = {
     "attention": frozenset({"flash-attn-4", "varlen", "sdpa"}),
     "recompute": frozenset({"none", "some", "all"}),
     "offload_activations": frozenset({False, True}),
-    "optimizer_states": frozenset({"fp32"}),
+    "optimizer_states": frozenset({"fp32", "bf16", "int8", "fp8", "int4"}),
     "offload_optimizer": frozenset({False}),
     "sharding": frozenset({"none"}),
     "axes": frozenset(),  # of "tensor", "context", "pipeline"
@@ -70,8 +70,20 @@ REFUSALS: tuple[Refusal, ...] = (
         "method: qlora holds the base in 4 bits",
     ),
     (
-        lambda task, choice: choice.optimizer_states != "fp32" and (task.optimizer != "adamw" or task.has_adapters),
-        "smaller optimizer states are for AdamW over all weights; those of adapters are small already",
+        lambda task, choice: choice.optimizer_states != "fp32" and task.optimizer not in ("adamw", "lion"),
+        "smaller optimizer states are for AdamW and Lion",
+    ),
+    (
+        lambda task, choice: choice.optimizer_states == "fp8" and task.device == "cuda" and task.gpu.capability < FP8,
+        "optimizer: adamw_fp8 needs a GPU of compute capability 8.9 or more; adamw_8bit is as small",
+    ),
+    (
+        lambda task, choice: (
+            task.has_masters
+            and not choice.master_weights
+            and (task.optimizer not in ("adamw", "lion") or task.precision != "bf16")
+        ),
+        "training without fp32 masters needs bf16 and AdamW or Lion, which round at random",
     ),
     (
         lambda task, choice: (choice.offload_optimizer or choice.offload_activations) and task.device == "cpu",
@@ -184,6 +196,7 @@ def complexity(task: Task, choice: Choice) -> int:
         + (choice.recompute_layers > 0)
         + 2 * (choice.storage != "plain")
         + 2 * (choice.optimizer_states != "fp32")
+        + 2 * (not choice.master_weights)
         + 3 * choice.offload_activations
         + 4 * choice.offload_optimizer
     )

@@ -84,6 +84,8 @@ def search(
     free = task.gpu.free if task.device == "cuda" else hardware.available
     limit = int((1 - margin) * free)
     pinned = {"products": products, **(pins or {})}
+    if run.optimizer_states is not None:
+        pinned.setdefault("optimizer_states", run.optimizer_states)
     tiers: list[tuple[Candidate, ...]] = []
     chosen: Candidate | None = None
     why_not = _Refused()
@@ -97,7 +99,7 @@ def search(
     if not every:
         raise UserError(f"This run cannot be planned: {why_not.first or 'nothing is left to choose'}.")
     found = chosen or min(every, key=lambda candidate: candidate.bytes)
-    _explain(task, found, every, limit, chosen is not None, limited, decide)
+    _explain(run, task, found, every, limit, chosen is not None, limited, decide)
     choice = found.choice
     plan = Plan(
         device=task.device,
@@ -115,7 +117,7 @@ def search(
         storage=choice.storage,
         attention=choice.attention,
         is_compiled=choice.is_compiled,
-        master_weights=task.has_masters,
+        master_weights=choice.has_masters(task),
         sequence_length=task.sequence_length,
         sequences_per_step=task.sequences,
         micro_batch=choice.micro_batch,
@@ -159,13 +161,11 @@ def make_task(run: Run, facts: ModelFacts, hardware: Hardware, decide: Decide) -
         precision=precision,
         method=run.method,
         lora=run.lora,
-        optimizer=run.optimizer,
+        optimizer=run.algorithm,
         sequence_length=sequence_length,
         sequences=sequences,
         document_length=sequence_length,
     )
-    if task.has_masters:
-        decide("weights", f"{precision} with fp32 masters", f"updates smaller than {precision}'s steps would be lost")
     return task, products
 
 
@@ -187,9 +187,11 @@ def _tiers(task: Task) -> list[dict[str, Any]]:
         small: dict[str, Any] = {"storage": "nf4"}
         order = [plain, {**plain, "offload_activations": True}, small, {**small, "offload_activations": True}]
     else:
-        small = {"optimizer_states": "int8"} if task.optimizer == "adamw" else {}
+        is_fused = task.optimizer in ("adamw", "lion")
+        small = {"optimizer_states": "int8"} if is_fused else {}
+        rounded = [{**small, "master_weights": False}] if is_fused and task.precision == "bf16" else []
         both = {**small, "offload_optimizer": True, "offload_activations": True}
-        order = [plain, small, {**small, "offload_activations": True}, {"offload_optimizer": True}, both]
+        order = [plain, small, {**small, "offload_activations": True}, *rounded, {"offload_optimizer": True}, both]
     tiers = [tier for one in order for tier in (one, {**one, "axes": True})]
     return [tier for index, tier in enumerate(tiers) if tier not in tiers[:index]]
 
@@ -428,7 +430,14 @@ def _deterministic(run: Run, device: str, decide: Decide) -> bool:
 
 
 def _explain(
-    task: Task, found: Candidate, every: list[Candidate], limit: int, fits: bool, is_limited: bool, decide: Decide
+    run: Run,
+    task: Task,
+    found: Candidate,
+    every: list[Candidate],
+    limit: int,
+    fits: bool,
+    is_limited: bool,
+    decide: Decide,
 ) -> None:
     choice, layers = found.choice, task.facts.layers
     has = f"the {_gib(limit)} that may be used"
@@ -444,7 +453,15 @@ def _explain(
         else:
             least = _least(every, lambda one: one.storage == "plain")
             decide("storage", choice.storage, f"in {task.precision} the base needs at least {least} of {has}")
-    if choice.optimizer_states != "fp32":
+    if choice.has_masters(task):
+        lost = f"updates smaller than {task.precision}'s steps would be lost"
+        decide("weights", f"{task.precision} with fp32 masters", lost)
+    elif task.has_masters:
+        least = _least(every, lambda one: one.master_weights and not one.offload_optimizer)
+        decide("weights", "bf16, rounded at random", f"with fp32 masters at least {least} are needed of {has}")
+    if run.optimizer_states is not None:
+        decide("optimizer states", choice.optimizer_states, f"optimizer: {run.optimizer}")
+    elif choice.optimizer_states != "fp32":
         least = _least(every, lambda one: one.optimizer_states == "fp32" and not one.offload_optimizer)
         decide("optimizer states", choice.optimizer_states, f"in fp32 at least {least} are needed of {has}")
     if choice.offload_optimizer:

@@ -207,8 +207,8 @@ def _optimizer(task: Task, choice: Choice) -> tuple[float, float]:
     """Seconds of the update on the device, and on the host where the states live there."""
     base = task.trained / choice.tensor / choice.pipeline
     held = base * memory.share(choice.sharding, "states", choice.data_ranks, choice.shard)
-    states = memory.STATES.get(task.optimizer, 2) * memory.STATE_BYTES[choice.optimizer_states]
-    passes = 2 * states + 3 * 4 + (4 + task.width if task.has_masters else 4)
+    states = memory.STATES[task.optimizer] * memory.STATE_BYTES[choice.optimizer_states]
+    passes = 2 * states + 3 * 4 + (4 + task.width if choice.has_masters(task) else 4)
     if not choice.offload_optimizer:
         return held * passes / task.rates.bandwidth, 0.0
     link = held * (4 + task.width) / task.rates.host_link

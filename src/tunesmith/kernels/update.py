@@ -1,0 +1,195 @@
+"""One parameter's step of AdamW or Lion, its states held in 32, 16, 8 or 4 bits and decoded, used and encoded in one
+pass; on a GPU by a Triton kernel (`update_fused.py`), elsewhere by the same arithmetic in torch.
+
+Moments are held as the optimizer's first moment and the *root* of its second one, which is what AdamW divides by and
+has half the range. In 8 and 4 bits each row of a matrix is cut into blocks with an fp32 scale, their largest value;
+codes are powers of evenly spaced numbers, so that small values keep small steps:
+
+    int8   m: scale (k/127)^3, signed     root: scale ((k+1)/256)^3     blocks of 256
+    int4   m: scale (k/7)^2, signed       root: scale (k+1)/16          blocks of 128, two codes a byte
+    fp8    m, root: e4m3 numbers up to 448, times scale/448             blocks of 256
+
+No code of the root means zero: a divisor that was rounded to nothing is what makes such optimizers explode. Weights in
+bf16 are rounded up or down at random with the exact value as the mean, and so are states in bf16; the draw is a hash
+of (seed, index), so a step done again gives the same bits. Vectors and narrow matrices keep fp32 states.
+
+Legend: R rows, C columns, K blocks of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+States = Literal["fp32", "bf16", "int8", "fp8", "int4"]
+Algorithm = Literal["adamw", "lion"]
+State = MutableMapping[str, torch.Tensor]
+BLOCK = {"int8": 256, "fp8": 256, "int4": 128}
+FP8_LARGEST = 448.0
+FP8_SMALLEST = 2.0**-9
+
+
+def new_state(weight: torch.Tensor, algorithm: Algorithm, states: States) -> dict[str, torch.Tensor]:
+    """The state before the first step, beside `weight`."""
+    kind = format_of(weight, states)
+    names = ("exp_avg",) if algorithm == "lion" else ("exp_avg", "root")
+    if kind in ("fp32", "bf16"):
+        dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+        return {name: torch.zeros_like(weight, dtype=dtype, memory_format=torch.contiguous_format) for name in names}
+    rows, columns = weight.shape[0], weight[0].numel()
+    state = {}
+    for name in names:
+        width = columns // 2 if kind == "int4" else columns
+        state[name] = torch.zeros(rows, width, dtype=torch.uint8, device=weight.device)
+        state[f"{name}_scale"] = torch.zeros(rows, -(-columns // BLOCK[kind]), device=weight.device)
+    return state
+
+
+def format_of(weight: torch.Tensor, states: States) -> States:
+    """How the states of `weight` are really held: in blocks only where its rows have one."""
+    if states not in BLOCK:
+        return states
+    columns = weight[0].numel() if weight.ndim >= 2 else 0
+    return states if columns >= BLOCK[states] and columns % 2 == 0 else "fp32"
+
+
+@torch.no_grad()
+def update_(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    state: State,
+    *,
+    algorithm: Algorithm,
+    states: States,
+    rate: float,
+    decay: float,
+    betas: tuple[float, float],
+    epsilon: float,
+    step: int,
+    seed: int,
+    copy: torch.Tensor | None = None,
+) -> None:
+    """Step `step` (from 1) of `weight` and its `state`, both in place. `seed` is below 2^31 and new at each step.
+    `copy` gets the new weight in its own precision, where the weight is the master of another."""
+    assert weight.is_contiguous()
+    assert 0 <= seed < 2**31
+    numbers = {
+        "keep": 1.0 - rate * decay,
+        "beta1": betas[0],
+        "beta2": betas[1],
+        "epsilon": epsilon,
+        # rate / (1 - beta1^t) and 1 / sqrt(1 - beta2^t): the corrections of moments that start at nought
+        "rate": rate if algorithm == "lion" else rate / (1.0 - betas[0] ** step),
+        "unbias": 1.0 if algorithm == "lion" else (1.0 - betas[1] ** step) ** -0.5,
+    }
+    kind = format_of(weight, states)
+    gradient = gradient.contiguous()
+    if weight.is_cuda:
+        from tunesmith.kernels.update_fused import update_fused_
+
+        update_fused_(weight, gradient, state, copy, kind=kind, algorithm=algorithm, seed=seed, **numbers)
+    else:
+        update_plainly_(weight, gradient, state, copy, kind=kind, algorithm=algorithm, seed=seed, **numbers)
+
+
+def update_plainly_(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    state: State,
+    copy: torch.Tensor | None,
+    *,
+    kind: States,
+    algorithm: Algorithm,
+    seed: int,
+    keep: float,
+    rate: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    unbias: float,
+) -> None:
+    w, g = weight.float(), gradient.float()
+    draw = _hash(torch.arange(w.numel(), device=w.device), seed).view_as(w)
+    again = _hash(draw, seed)
+    m = _decode(state, "exp_avg", w, kind)
+    if algorithm == "lion":
+        w = w * keep - rate * (m + (g - m) * (1 - beta1)).sign()
+        m = m + (g - m) * (1 - beta2)
+    else:
+        m = m + (g - m) * (1 - beta1)
+        root = _decode(state, "root", w, kind)
+        v = beta2 * root.square() + (1 - beta2) * g.square()
+        w = w * keep - rate * (m / (v.sqrt() * unbias + epsilon))
+        _encode_(state, "root", v.sqrt(), kind, again & 0xFFFF)
+    _encode_(state, "exp_avg", m, kind, again >> 16)
+    weight.copy_(round_at_random(w, draw >> 16) if weight.dtype == torch.bfloat16 else w)
+    if copy is not None:
+        copy.copy_(w)
+
+
+def round_at_random(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """fp32 to bf16, up with the probability that makes the mean exact. `bits`: 16 random ones for each value."""
+    noisy = values.view(torch.int32) + bits.to(torch.int32)
+    return (noisy & -0x10000).view(torch.float32).bfloat16()
+
+
+def _hash(x: torch.Tensor, seed: int) -> torch.Tensor:
+    """32 bits that look random, in int64 (torch has no shifts of unsigned numbers): two multiply-and-fold rounds."""
+    x = (x ^ seed) & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def _decode(state: State, name: str, like: torch.Tensor, kind: States) -> torch.Tensor:
+    """In fp32, shaped as the weight."""
+    held, is_root = state[name], name == "root"
+    if kind in ("fp32", "bf16"):
+        return held.float()
+    columns = like[0].numel()
+    scale = state[f"{name}_scale"].repeat_interleave(BLOCK[kind], 1)[:, :columns]
+    if kind == "fp8":
+        return (held.view(torch.float8_e4m3fn).float() * (scale / FP8_LARGEST)).view_as(like)
+    if kind == "int4":
+        held = torch.stack([held & 15, held >> 4], 2).view(-1, columns)
+    code = held.float()
+    if kind == "int8":
+        value = ((code + 1) / 256) ** 3 if is_root else ((code - 127) / 127) ** 3
+    else:
+        x = (code - 7) / 7
+        value = (code + 1) / 16 if is_root else x * x.abs()
+    return (value * scale).view_as(like)
+
+
+def _encode_(state: State, name: str, values: torch.Tensor, kind: States, bits: torch.Tensor) -> None:
+    is_root = name == "root"
+    if kind in ("fp32", "bf16"):
+        state[name].copy_(values if kind == "fp32" else round_at_random(values, bits))
+        return
+    rows, columns = values.shape[0], values[0].numel()
+    values = values.view(rows, columns)
+    blocks = F.pad(values, (0, -columns % BLOCK[kind])).view(rows, -1, BLOCK[kind])
+    scale = blocks.abs().amax(2)
+    state[f"{name}_scale"].copy_(scale)
+    part = (blocks / scale.clamp_min(1e-38).unsqueeze(2)).view(rows, -1)[:, :columns]
+    if kind == "fp8":
+        part = part * FP8_LARGEST
+        part = part.clamp_min(FP8_SMALLEST) if is_root else part
+        state[name].copy_(part.to(torch.float8_e4m3fn).view(torch.uint8))
+        return
+    size = part.abs()
+    if kind == "int8":
+        root = size.pow(1 / 3)
+        code = _nearest(root * 256 - 1, 0, 255) if is_root else part.sign() * _nearest(root * 127, 0, 127) + 127
+        state[name].copy_(code.to(torch.uint8))
+        return
+    code = _nearest(size * 16 - 1, 0, 15) if is_root else part.sign() * _nearest(size.sqrt() * 7, 0, 7) + 7
+    low, high = code.to(torch.uint8).view(rows, -1, 2).unbind(2)
+    state[name].copy_(low | (high << 4))
+
+
+def _nearest(x: torch.Tensor, least: int, most: int) -> torch.Tensor:
+    return (x + 0.5).floor().clamp(least, most)

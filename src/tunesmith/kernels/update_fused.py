@@ -1,0 +1,219 @@
+"""The kernel of `update.py`: weight, gradient and states are read once and written once, whatever they are held in.
+
+A program takes some blocks of one parameter, each a stretch of a row, so that scales are found within a program.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tunesmith.kernels.update import BLOCK, FP8_LARGEST, FP8_SMALLEST, Algorithm, State, States
+
+VALUES = 2048
+"""Of one program."""
+FORMATS = {"fp32": 0, "bf16": 1, "int8": 2, "fp8": 3, "int4": 4}
+
+
+def update_fused_(
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    state: State,
+    copy: torch.Tensor | None,
+    *,
+    kind: States,
+    algorithm: Algorithm,
+    seed: int,
+    keep: float,
+    rate: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    unbias: float,
+) -> None:
+    columns = weight.numel() if kind in ("fp32", "bf16") else weight[0].numel()
+    block = BLOCK.get(kind, VALUES)
+    row_blocks = triton.cdiv(columns, block)
+    blocks = weight.numel() // columns * row_blocks
+    first = state["exp_avg"]
+    second = state.get("root", first)
+    if kind == "fp8":
+        first, second = first.view(torch.float8_e4m3fn), second.view(torch.float8_e4m3fn)
+    first_scale = state.get("exp_avg_scale", first)
+    _kernel[(triton.cdiv(blocks, VALUES // block),)](
+        weight,
+        gradient,
+        copy if copy is not None else weight,
+        first,
+        first_scale,
+        second,
+        state.get("root_scale", first_scale),
+        columns,
+        row_blocks,
+        blocks,
+        seed,
+        keep,
+        rate,
+        beta1,
+        beta2,
+        epsilon,
+        unbias,
+        FP8_LARGEST,
+        FP8_SMALLEST,
+        FORMAT=FORMATS[kind],
+        IS_LION=algorithm == "lion",
+        IS_RANDOM=weight.dtype == torch.bfloat16,
+        HAS_COPY=copy is not None,
+        TILE=VALUES // block,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _kernel(
+    weight,
+    gradient,
+    copy,
+    first,
+    first_scale,
+    second,
+    second_scale,
+    columns,
+    row_blocks,
+    blocks,
+    seed,
+    keep,
+    rate,
+    beta1,
+    beta2,
+    epsilon,
+    unbias,
+    fp8_largest,
+    fp8_smallest,
+    FORMAT: tl.constexpr,
+    IS_LION: tl.constexpr,
+    IS_RANDOM: tl.constexpr,
+    HAS_COPY: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    row = (block // row_blocks)[:, None]
+    column = (block % row_blocks)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (block < blocks)[:, None] & (column < columns)
+    at = row * columns + column
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+    draw = _hash(at.to(tl.uint32), seed)
+    again = _hash(draw, seed)
+    m = _decode(first, first_scale, at, block, blocks, inside, fp8_largest, FORMAT, False)
+    if IS_LION:
+        direction = m + (g - m) * (1.0 - beta1)
+        w = w * keep - rate * tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, 0.0))
+        m = m + (g - m) * (1.0 - beta2)
+    else:
+        m = m + (g - m) * (1.0 - beta1)
+        root = _decode(second, second_scale, at, block, blocks, inside, fp8_largest, FORMAT, True)
+        root = tl.sqrt(beta2 * root * root + (1.0 - beta2) * g * g)
+        w = w * keep - rate * (m / (root * unbias + epsilon))
+        _encode(
+            second, second_scale, root, again & 0xFFFF, at, row, columns, row_blocks, block, blocks, inside,
+            fp8_largest, fp8_smallest, FORMAT, True, TILE, BLOCK,
+        )  # fmt: skip
+    _encode(
+        first, first_scale, m, again >> 16, at, row, columns, row_blocks, block, blocks, inside,
+        fp8_largest, fp8_smallest, FORMAT, False, TILE, BLOCK,
+    )  # fmt: skip
+    rounded = w
+    if IS_RANDOM:
+        rounded = _round_at_random(w, draw >> 16)
+    tl.store(weight + at, rounded.to(weight.dtype.element_ty), mask=inside)
+    if HAS_COPY:
+        tl.store(copy + at, w.to(copy.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _hash(x, seed):
+    x = x ^ seed.to(tl.uint32)
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _round_at_random(x, bits):
+    noisy = x.to(tl.uint32, bitcast=True) + bits
+    return (noisy & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _decode(state, scales, at, block, blocks, inside, fp8_largest, FORMAT: tl.constexpr, IS_ROOT: tl.constexpr):
+    if FORMAT <= 1:
+        values = tl.load(state + at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        scale = tl.load(scales + block, mask=block < blocks, other=0.0)[:, None]
+        if FORMAT == 3:
+            values = tl.load(state + at, mask=inside, other=0.0).to(tl.float32) * (scale / fp8_largest)
+        elif FORMAT == 2:
+            code = tl.load(state + at, mask=inside, other=0).to(tl.float32)
+            if IS_ROOT:
+                x = (code + 1.0) / 256.0
+            else:
+                x = (code - 127.0) / 127.0
+            values = x * x * x * scale
+        else:
+            pair = tl.load(state + at // 2, mask=inside, other=0).to(tl.int32)
+            code = ((pair >> ((at % 2) * 4).to(tl.int32)) & 15).to(tl.float32)
+            if IS_ROOT:
+                values = (code + 1.0) / 16.0 * scale
+            else:
+                x = (code - 7.0) / 7.0
+                values = x * tl.abs(x) * scale
+    return values
+
+
+@triton.jit
+def _encode(
+    state, scales, values, bits, at, row, columns, row_blocks, block, blocks, inside, fp8_largest, fp8_smallest,
+    FORMAT: tl.constexpr, IS_ROOT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if FORMAT == 0:
+        tl.store(state + at, values, mask=inside)
+    elif FORMAT == 1:
+        tl.store(state + at, _round_at_random(values, bits).to(tl.bfloat16), mask=inside)
+    else:
+        values = tl.where(inside, values, 0.0)
+        scale = tl.max(tl.abs(values), 1)
+        tl.store(scales + block, scale, mask=block < blocks)
+        part = values / tl.maximum(scale, 1e-38)[:, None]
+        size = tl.abs(part)
+        sign = tl.where(part < 0, -1.0, 1.0)
+        if FORMAT == 3:
+            part = part * fp8_largest
+            if IS_ROOT:
+                part = tl.maximum(part, fp8_smallest)
+            tl.store(state + at, part.to(tl.float8e4nv), mask=inside)
+        elif FORMAT == 2:
+            root = tl.exp2(tl.log2(size) / 3.0)
+            if IS_ROOT:
+                code = _nearest(root * 256.0 - 1.0, 255.0)
+            else:
+                code = sign * _nearest(root * 127.0, 127.0) + 127.0
+            tl.store(state + at, code.to(tl.uint8), mask=inside)
+        else:
+            if IS_ROOT:
+                code = _nearest(size * 16.0 - 1.0, 15.0)
+            else:
+                code = sign * _nearest(tl.sqrt(size) * 7.0, 7.0) + 7.0
+            shifted = code.to(tl.int32) << (tl.arange(0, BLOCK)[None, :] % 2 * 4)
+            pair = tl.sum(tl.reshape(shifted, (TILE, BLOCK // 2, 2)), 2)
+            pair_column = (block % row_blocks)[:, None] * BLOCK + tl.arange(0, BLOCK // 2)[None, :] * 2
+            pair_inside = (block < blocks)[:, None] & (pair_column < columns)
+            tl.store(state + (row * columns + pair_column) // 2, pair.to(tl.uint8), mask=pair_inside)
+
+
+@triton.jit
+def _nearest(x, most):
+    return tl.minimum(tl.maximum(tl.floor(x + 0.5), 0.0), most)
