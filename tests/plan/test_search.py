@@ -165,7 +165,7 @@ def test_host_memory_that_is_too_small_for_loading_is_said():
     assert "may be killed" in why(plan, "host memory")
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from(sorted(MODEL)),
     st.integers(1, 5),
