@@ -189,5 +189,5 @@ def test_qlora_is_planned_in_4_bits_and_runs_here():
         plan = make_plan(run(method="qlora"), SMOL, hardware)
         assert (plan.storage, plan.beyond) == ("nf4", ())
     assert make_plan(run(method="lora"), SMOL, machine(gpu=gpu(141))).storage == "plain"
-    with pytest.raises(UserError, match="fp8"):
-        make_plan(run(method="qlora", precision="fp8"), SMOL, machine(gpu=gpu(141)))
+    fp8 = make_plan(run(method="qlora", precision="fp8"), SMOL, machine(gpu=gpu(141)))
+    assert (fp8.storage, fp8.products) == ("nf4", "fp8")
