@@ -181,7 +181,7 @@ def test_rounding_at_random_is_right_on_average():
     count, steps = 4096, 50
     weight = nn.Parameter(torch.ones(count, dtype=torch.bfloat16))
     run = Run(model="x", data="x", optimizer="lion")
-    optimizer = Optimizer([("w", weight)], run, master_weights=False, accumulates=False)
+    optimizer = Optimizer([("w", weight)], run, master_weights=False)
     step = 2.0**-7 / 40
     for _ in range(steps):
         weight.grad = -torch.ones_like(weight)
@@ -197,7 +197,7 @@ def test_draws_differ_between_steps_parameters_and_seeds_and_not_between_runs():
     def after(seed: int) -> list[torch.Tensor]:
         weights = [nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for _ in range(2)]
         run = Run(model="x", data="x", optimizer="lion", seed=seed)
-        optimizer = Optimizer([("a", weights[0]), ("b", weights[1])], run, master_weights=False, accumulates=False)
+        optimizer = Optimizer([("a", weights[0]), ("b", weights[1])], run, master_weights=False)
         seen = []
         for _ in range(2):
             for weight in weights:
@@ -215,14 +215,14 @@ def test_draws_differ_between_steps_parameters_and_seeds_and_not_between_runs():
 
 
 def test_without_masters_gradients_of_several_micro_batches_are_summed_in_fp32():
-    model, _ = make("adamw", dtype=torch.bfloat16, masters=False)
+    model, _ = make("adamw", dtype=torch.bfloat16, masters=False, accumulates=True)
     for _ in range(300):
         model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     torch.testing.assert_close(model[1].bias.grad, torch.full((2,), 300.0))
 
 
 def test_one_micro_batch_a_step_keeps_the_gradients_in_bf16():
-    model, _ = make("adamw", dtype=torch.bfloat16, masters=False, accumulates=False)
+    model, _ = make("adamw", dtype=torch.bfloat16, masters=False)
     model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     assert model[1].bias.grad.dtype == torch.bfloat16
 

@@ -29,7 +29,7 @@ from tunesmith.data.types import StepBatch
 from tunesmith.model import attention
 from tunesmith.model.forward import Calling
 from tunesmith.model.quantized import quantize_linears
-from tunesmith.optim.build import build as build_optimizer
+from tunesmith.optim.build import Optimizer
 from tunesmith.plan.plan import Memory, Plan
 from tunesmith.train.loop import peak_memory
 from tunesmith.train.step import StepResult, TrainStep
@@ -111,7 +111,6 @@ def plan_for(workload: Workload, *, device: str, products: str, recompute_layers
         attention="varlen" if device == "cuda" else "sdpa",
         is_compiled=compiled,
         master_weights=False,
-        optimizer_states="bf16" if workload.method == "full" and device == "cuda" else "fp32",  # as the peers hold them
         sequence_length=workload.length,
         sequences_per_step=workload.sequences,
         micro_batch=workload.sequences,
@@ -138,7 +137,7 @@ def build(workload: Workload, plan: Plan) -> TrainStep:
     make_trainable(model, run, plan)
     if plan.device == "cuda":
         torch.cuda.empty_cache()
-    optimizer = build_optimizer(model, run, plan)
+    optimizer = Optimizer(model.named_parameters(), run, master_weights=plan.master_weights)
     return TrainStep(
         model.train(),
         Calling("packed"),

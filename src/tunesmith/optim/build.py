@@ -47,11 +47,11 @@ class Optimizer:
         run: Run,
         *,
         master_weights: bool,
-        states: OptimizerStates = "fp32",
-        accumulates: bool = True,
+        states: OptimizerStates | None = None,
+        accumulates: bool = False,
         ends: Collection[nn.Parameter] = (),
     ):
-        """`accumulates`: a step has several micro-batches, whose gradients are summed. `ends`: embedding and head,
+        """`states`: in the precision of what is updated when left out. `accumulates`: a step has several micro-batches, whose gradients are summed. `ends`: embedding and head,
         which Muon leaves to AdamW."""
         self.weights = {name: parameter for name, parameter in named if parameter.requires_grad}
         if not self.weights:
@@ -66,7 +66,7 @@ class Optimizer:
                 weight.register_post_accumulate_grad_hook(_gather_into(self.masters[name]))
             elif weight.dtype == torch.bfloat16 and accumulates:
                 weight.grad_dtype = torch.float32
-        self.parts = self._build(run, states, ends)
+        self.parts = self._build(run, states or ("bf16" if self._is_half else "fp32"), ends)
         self.owner = {weight: part for part in self.parts for group in part.param_groups for weight in group["params"]}
 
     @property
@@ -134,6 +134,10 @@ class Optimizer:
             for part in self.parts:
                 self._copy_masters(part)
 
+    @property
+    def _is_half(self) -> bool:
+        return any(weight.dtype != torch.float32 for weight in self.masters.values())
+
     def _fits(self, weight: nn.Parameter, values: Mapping[str, torch.Tensor]) -> bool:
         part = self.owner[weight]
         if not values:
@@ -148,13 +152,12 @@ class Optimizer:
     def _build(self, run: Run, states: OptimizerStates, ends: Collection[nn.Parameter]) -> list[torch.optim.Optimizer]:
         # The rate is set before each step; what is given here is never used.
         trained = list(self.masters.values())
-        is_half = any(weight.dtype != torch.float32 for weight in trained)
-        if any(weight.dtype == torch.float16 for weight in trained) or (is_half and run.algorithm not in FUSED):
+        if any(weight.dtype == torch.float16 for weight in trained) or (self._is_half and run.algorithm not in FUSED):
             raise UserError(
                 f"optimizer: {run.optimizer} loses small updates of weights in half precision; let the plan keep "
                 "master_weights, or use bf16 with adamw or lion."
             )
-        if run.algorithm == "lion" or (run.algorithm == "adamw" and (is_half or states != "fp32")):
+        if run.algorithm == "lion" or (run.algorithm == "adamw" and (self._is_half or states != "fp32")):
             return [
                 Fused(
                     _groups(trained, run),
