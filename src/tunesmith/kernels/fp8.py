@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tunesmith.kernels.lowrank import E4M3, product_fp8, quantize_gradient, quantize_rows
+from tunesmith.kernels.lowrank import E4M3, product_fp8, quantize_apart, quantize_rows
 
 FP8_MULTIPLE = 16
 """Sizes of fp8 products are multiples of this."""
@@ -34,7 +34,7 @@ class _Fp8Linear(torch.autograd.Function):
         *turned, weight_nk = ctx.saved_tensors
         d_x = d_weight = None
         if ctx.needs_input_grad[0]:
-            d_x = product_fp8(*quantize_gradient(g_tn, None), *quantize_turned(weight_nk, g_tn), g_tn.dtype)
+            d_x = product_fp8(*quantize_apart(g_tn, None), *quantize_turned(weight_nk, g_tn), g_tn.dtype)
         if ctx.needs_input_grad[1]:
             d_weight = product_fp8(*quantize_turned(g_tn, None), *turned, g_tn.dtype)
         return d_x, d_weight

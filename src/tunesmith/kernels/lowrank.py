@@ -54,20 +54,20 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.library.custom_op("tunesmith::quantize_rows", mutates_args=())
-def quantize_gradient(g_tn: torch.Tensor, factor_n: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_rows(g * factor)` in one pass, for what is there already and has no part in computing anything else."""
-    if not g_tn.is_cuda:
-        return quantize_rows(g_tn if factor_n is None else g_tn.float() * factor_n)
+def quantize_apart(x: torch.Tensor, factor: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_rows(x * factor)` in a pass of its own, which reads x once: for what is there already."""
+    if not x.is_cuda:
+        return quantize_rows(x if factor is None else x.float() * factor)
     from tunesmith.kernels.quantize import quantize_rows_into
 
-    values, scale = _quantized_like(g_tn)
-    quantize_rows_into(g_tn, factor_n, values, scale)
+    values, scale = _quantized_like(x)
+    quantize_rows_into(x.contiguous(), factor, values, scale)
     return values, scale
 
 
-@quantize_gradient.register_fake
-def _(g_tn, factor_n):
-    return _quantized_like(g_tn)
+@quantize_apart.register_fake
+def _(x, factor):
+    return _quantized_like(x)
 
 
 def _quantized_like(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,7 +99,7 @@ class _LowRankFp8(torch.autograd.Function):
         low_tr = x_tk @ a_rk.t()
         ctx.save_for_backward(x_tk, held, scale_n, a_rk, b_nr, low_tr)
         ctx.rows = rows
-        x8_tk, scale_t = quantize_rows(x_tk)
+        x8_tk, scale_t = quantize_apart(x_tk, None)
         weight8_nk = whole(held, rows, x_tk.shape[1], x_tk, scale_n)
         y = product_plus_small_fp8(x8_tk, scale_t, weight8_nk, scale_n, low_tr, b_nr.t(), x_tk.dtype)
         return y if bias_n is None else y + bias_n
@@ -110,7 +110,7 @@ class _LowRankFp8(torch.autograd.Function):
         g_tr = g_tn @ b_nr
         d_x = None
         if ctx.needs_input_grad[0]:
-            g8_tn, scale_t = quantize_gradient(g_tn, scale_n)
+            g8_tn, scale_t = quantize_apart(g_tn, scale_n)
             weight8_nk = whole(held, ctx.rows, x_tk.shape[1], g_tn, scale_n)
             ones_k = torch.ones(weight8_nk.shape[1], device=g_tn.device, dtype=torch.float32)
             # The transposed copy is made anew each time: 4 ms for all of an 8B model, against 7 GB to keep it.

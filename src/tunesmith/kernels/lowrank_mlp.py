@@ -15,7 +15,7 @@ from tunesmith.kernels.lowrank import (
     product_fp8,
     product_plus_small,
     product_plus_small_fp8,
-    quantize_gradient,
+    quantize_apart,
     quantize_rows,
 )
 from tunesmith.kernels.nf4 import whole
@@ -73,7 +73,7 @@ class _LowRankMlp(torch.autograd.Function):
         weight = whole(down, _rows(b_down), a_down.shape[1], g, down_scale)
         if is_fp8:
             ones = torch.ones(weight.shape[1], device=g.device, dtype=torch.float32)
-            d_act = product_fp8(*quantize_gradient(g, down_scale), weight.t().contiguous(), ones, g.dtype)
+            d_act = product_fp8(*quantize_apart(g, down_scale), weight.t().contiguous(), ones, g.dtype)
         else:
             d_act = g @ weight
         scale_in = gate_up_scale if is_fp8 else y.new_empty(0, dtype=torch.float32)

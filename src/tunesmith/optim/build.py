@@ -51,8 +51,8 @@ class Optimizer:
         accumulates: bool = False,
         ends: Collection[nn.Parameter] = (),
     ):
-        """`states`: in the precision of what is updated when left out. `accumulates`: a step has several micro-batches, whose gradients are summed. `ends`: embedding and head,
-        which Muon leaves to AdamW."""
+        """`states`: in the precision of what is updated when left out. `accumulates`: a step has several micro-batches,
+        whose gradients are summed. `ends`: embedding and head, which Muon leaves to AdamW."""
         self.weights = {name: parameter for name, parameter in named if parameter.requires_grad}
         if not self.weights:
             raise UserError("Nothing is left to train: every parameter of the model is frozen.")
