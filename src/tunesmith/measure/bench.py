@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -183,8 +184,16 @@ def chat_lengths(random: np.random.Generator, workload: Workload) -> list[int]:
     return [int(length) for chosen in full for length in lengths[chosen]]
 
 
-def measure(step: TrainStep, workload: Workload, *, warmup: int = 3, steps: int = 6) -> Measurement:
-    return timed(lambda batch: step.launch(batch, LEARNING_RATE), workload, step.device, warmup=warmup, steps=steps)
+Turn = Callable[[], AbstractContextManager[object]]
+"""Stands around the timed steps, after the warm-up: where measurements share a device, they take turns."""
+
+
+def measure(
+    step: TrainStep, workload: Workload, *, warmup: int = 3, steps: int = 6, turn: Turn = nullcontext
+) -> Measurement:
+    return timed(
+        lambda batch: step.launch(batch, LEARNING_RATE), workload, step.device, warmup=warmup, steps=steps, turn=turn
+    )
 
 
 def timed(
@@ -194,6 +203,7 @@ def timed(
     *,
     warmup: int,
     steps: int,
+    turn: Turn = nullcontext,
 ) -> Measurement:
     """Time `launch`, which queues one step and returns what waits for its loss.
 
@@ -204,17 +214,29 @@ def timed(
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     made = batches(workload, warmup + steps)
+    _, first = _run(launch, made[:1], on_gpu)
+    _run(launch, made[1:warmup], on_gpu)
+    with turn():
+        loss, times = _run(launch, made[warmup:], on_gpu)
+    tokens = [batch.tokens for batch in made]
+    return summary([*first, *times], [tokens[0], *tokens[warmup:]], loss, device, warmup=1)
+
+
+def _run(
+    launch: Callable[[StepBatch], Callable[[], float | StepResult]], made: list[StepBatch], on_gpu: bool
+) -> tuple[float, list[float]]:
+    """The last loss, and the seconds of each step."""
     results: list[Callable[[], float | StepResult]] = []
+    found: float | StepResult = 0.0
     marks = [_mark(on_gpu)]
     for batch in made:
         results.append(launch(batch))
         marks.append(_mark(on_gpu))
         if len(results) > 1:
-            results.pop(0)()
-    loss = results.pop()()
-    times = _between(marks)
-    loss = loss.loss if isinstance(loss, StepResult) else loss
-    return summary(times, [batch.tokens for batch in made], loss, device, warmup=warmup)
+            found = results.pop(0)()
+    if results:
+        found = results.pop()()
+    return found.loss if isinstance(found, StepResult) else found, _between(marks)
 
 
 def _mark(on_gpu: bool) -> Any:

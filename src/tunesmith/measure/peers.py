@@ -7,10 +7,12 @@ keeps apart by itself; Unsloth gets them padded, in rows of similar length. TRL 
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 
 from tunesmith.data.types import StepBatch
-from tunesmith.measure.bench import LEARNING_RATE, SHAPES, Measurement, Workload, batches, summary, timed
+from tunesmith.measure.bench import LEARNING_RATE, SHAPES, Measurement, Turn, Workload, batches, summary, timed
 from tunesmith.train.step import reader
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -52,12 +54,21 @@ def available(workload: Workload, *, on_gpu: bool) -> list[str]:
 
 
 def measure_peer(
-    name: str, workload: Workload, *, device: str, recompute: bool, warmup: int, steps: int
+    name: str,
+    workload: Workload,
+    *,
+    device: str,
+    recompute: bool,
+    warmup: int,
+    steps: int,
+    turn: Turn = nullcontext,
+    models: Path | None = None,
 ) -> Measurement:
+    """`models`: where the models that some systems want to load from a disk are kept for others to use."""
     with tempfile.TemporaryDirectory(prefix="tunesmith-peer-") as folder:
         if name == "trl":
-            return _through_trainer(workload, Path(folder), device, recompute, warmup=warmup, steps=steps)
-        model = _build(name, workload, Path(folder), device, recompute).train()
+            return _through_trainer(workload, Path(folder), device, recompute, warmup=warmup, steps=steps, turn=turn)
+        model = _build(name, workload, models or Path(folder), device, recompute).train()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
         inputs_of = _padded if name == "unsloth" and workload.is_packed else _rows
@@ -76,7 +87,7 @@ def measure_peer(
             read = reader(loss.view(1))
             return lambda: read()[0]
 
-        return timed(step, workload, torch.device(device), warmup=warmup, steps=steps)
+        return timed(step, workload, torch.device(device), warmup=warmup, steps=steps, turn=turn)
 
 
 def _build(name: str, workload: Workload, folder: Path, device: str, recompute: bool) -> Any:
@@ -139,7 +150,7 @@ def _unsloth(workload: Workload, folder: Path, recompute: bool) -> Any:
 
 
 def _through_trainer(
-    workload: Workload, folder: Path, device: str, recompute: bool, *, warmup: int, steps: int
+    workload: Workload, folder: Path, device: str, recompute: bool, *, warmup: int, steps: int, turn: Turn
 ) -> Measurement:
     """TRL's SFTTrainer on tokenized documents, in its padding-free mode where the workload is packed."""
     from datasets import Dataset
@@ -154,9 +165,12 @@ def _through_trainer(
         documents = [one[:rows] for one in documents]
     times: list[float] = []
     losses: list[float] = []
+    alone = ExitStack()
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
+            if len(times) == warmup:
+                alone.enter_context(turn())
             if device == "cuda":
                 torch.cuda.synchronize()
             self.began = time.perf_counter()
@@ -197,7 +211,8 @@ def _through_trainer(
     trainer._get_train_sampler = lambda *_: None  # in the order given, as the others see them
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    trainer.train()
+    with alone:
+        trainer.train()
     tokens = [sum(map(len, one)) for one in documents]
     return summary(times, tokens, losses[-1], torch.device(device), warmup=warmup)
 
@@ -226,10 +241,14 @@ def _adapters() -> Any:
 
 
 def _saved(workload: Workload, folder: Path, device: str) -> Path:
-    """The workload's model as a folder, for systems that only load from one."""
-    path = folder / "model"
-    _random_model(workload, device).save_pretrained(path)
-    _tokenizer(workload).save_pretrained(path)
+    """The workload's model as a folder, for systems that only load from one; made by the first that needs it."""
+    path = folder / workload.shape
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (path / "tokenizer.json").exists():
+            _random_model(workload, device).save_pretrained(path)
+            _tokenizer(workload).save_pretrained(path)
     return path
 
 
