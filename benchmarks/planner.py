@@ -1,47 +1,85 @@
 """Predicted against measured: a seeded list of configurations, each run through the real training step.
 
-    python benchmarks/planner.py [--count 64] [--seed 0] [--near-limit 24] [--device cpu] [--only NAME]
+    python benchmarks/planner.py [--out FOLDER] [--deadline SECONDS] [--device cpu] [--list]
+    python benchmarks/planner.py --collect FOLDER/planner.jsonl ...
 
-Each configuration runs in a process of its own, so that one that runs out of memory harms no other and every peak is
-its own. What came out is written to benchmarks/results/planner.json; docs/planner.md is made from that file.
+The first measures: many processes build and compile at once, and each is timed alone (`pool.py`). What comes out of a
+configuration is written to FOLDER/planner.jsonl at once. Some are given a limit, as if the GPU were a smaller one,
+close to what they are predicted to need; they either fit or run out of memory. The second makes
+benchmarks/results/planner.json of one or several such files. Only what was measured is kept there: predictions are
+made by the present model whenever the file is read, so that docs/planner.md and the tests hold every change of the
+model against the same measurements.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
+import os
 import random
-import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from pool import Order, Pool
 from results import write_result
 
-from tunesmith.config.schema import Lora, Run
+from tunesmith.config.schema import Lora
+from tunesmith.measure.results import document
 from tunesmith.plan import memory, speed
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import from_config
-from tunesmith.plan.hardware import Hardware, probe
-from tunesmith.plan.plan import Mesh, Plan
-from tunesmith.plan.rules import EXECUTABLE, attention_for, beyond, refused
+from tunesmith.plan.hardware import Hardware, named, probe
+from tunesmith.plan.plan import Moment
+from tunesmith.plan.rules import attention_for, beyond, refused
 from tunesmith.plan.search import MARGIN
 
-SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
-    # hidden, intermediate, layers, heads, key heads, vocabulary
-    "0.1B": (576, 1536, 30, 9, 3, 49152),
-    "0.4B": (960, 2560, 32, 15, 5, 49152),
-    "1.2B": (2048, 8192, 16, 32, 8, 128256),
-    "3B": (3072, 8192, 28, 24, 8, 128256),
-    "7B": (4096, 11008, 32, 32, 32, 32000),
-    "8B": (4096, 14336, 32, 32, 8, 128256),
-    "70B": (8192, 28672, 80, 64, 8, 128256),
-    "tiny": (64, 128, 2, 4, 2, 512),
+GIB = 2**30
+SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
+    # hidden, intermediate, layers, heads, key heads, vocabulary, tied
+    "0.1B": (576, 1536, 30, 9, 3, 49152, True),
+    "0.4B": (960, 2560, 32, 15, 5, 49152, True),
+    "1.2B": (2048, 8192, 16, 32, 8, 128256, True),
+    "3B": (3072, 8192, 28, 24, 8, 128256, False),
+    "7B": (4096, 11008, 32, 32, 32, 32000, False),
+    "8B": (4096, 14336, 32, 32, 8, 128256, False),
+    "70B": (8192, 28672, 80, 64, 8, 128256, False),
+    "tiny": (64, 128, 2, 4, 2, 512, False),
 }
+COUNTS = {"0.1B": 5, "0.4B": 5, "1.2B": 6, "3B": 5, "7B": 3, "8B": 4, "70B": 1}
+"""How many of each are drawn."""
+CARDS = {6: 4, 8: 4, 12: 5, 16: 5, 24: 5, 40: 2, 48: 1}
+"""Limits in GiB, and how many configurations are given each."""
+NEAR = (0.85, 1.15)
+"""Predicted need over the limit, of those."""
+FEW_WORDS = 512
+SHARES = (0.0, 0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 MOST_TOKENS = 65536
-TIMEOUT = 600
+LONGEST_STEP = 4.0
+"""Seconds as predicted; the time on the GPU is short."""
+LARGEST = 100 * GIB
+USUAL = 20 * GIB
+"""Larger ones are drawn more rarely, the larger the more: they leave no room for others to be prepared beside them."""
+MEASURE_WITHIN = 1.15, GIB
+"""What a configuration may take of the GPU beside others: so much more than predicted, and then tried again alone."""
+
+MISTAKES = 8
+"""In a row: something is wrong with all of them, and the GPU's time is better spent later."""
+SETTINGS = {
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # of each worker: there are as many as the processor has cores
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Of the workers' environment."""
 
 
 @dataclass(frozen=True)
@@ -51,109 +89,175 @@ class Configuration:
     optimizer: str
     length: int
     micro_batch: int
+    rounds: int
     is_packed: bool
     products: str
     storage: str
     recompute: float
     """Share of the layers."""
+    rank: int = 16
 
     @property
     def name(self) -> str:
         parts = [self.shape, self.method, self.optimizer, f"{self.micro_batch}x{self.length}"]
+        parts += [f"{self.rounds} rounds"] if self.rounds > 1 else []
         parts += ["packed"] if self.is_packed else []
         parts += [part for part in (self.products, self.storage) if part != "plain"]
+        parts += [f"rank {self.rank}"] if self.method != "full" and self.rank != 16 else []
         parts += [f"recompute {self.recompute:.0%}"] if self.recompute else []
         return ", ".join(parts)
+
+    @property
+    def layers(self) -> str:
+        """What is compiled: the same for all that differ outside of their layers."""
+        return f"{self.shape} {self.method} {self.micro_batch} {self.length} {self.products} {self.storage} {self.rank}"
+
+
+ALWAYS = (  # whatever is drawn: the usual workloads, all weights of large models, the longest documents
+    Configuration("8B", "lora", "adamw", 4096, 4, 1, False, "fp8", "plain", 0.0),
+    Configuration("8B", "lora", "adamw", 4096, 4, 1, False, "plain", "plain", 0.0),
+    Configuration("8B", "lora", "adamw", 65536, 1, 1, True, "fp8", "plain", 1.0),
+    Configuration("7B", "full", "adafactor", 1024, 16, 1, False, "fp8", "plain", 0.0),
+    Configuration("7B", "full", "adafactor", 2048, 4, 1, False, "plain", "plain", 0.5),
+    Configuration("8B", "full", "adafactor", 4096, 2, 1, True, "fp8", "plain", 1.0),
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=64, help="configurations of all kinds")
-    parser.add_argument("--near-limit", type=int, default=24, help="of these, so many close to what fits")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=None, help="where planner.jsonl and the workers' log go")
+    parser.add_argument("--deadline", type=float, default=540, help="seconds after which nothing new is begun")
+    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--seed", type=int, default=48, help="48 was taken because every method and size comes up")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--shapes", default=None, help="only these, with commas")
-    parser.add_argument("--most-tokens", type=int, default=MOST_TOKENS)
-    parser.add_argument("--only", default=None, help="measure this one, given as JSON, and print what came out")
+    parser.add_argument("--list", action="store_true", help="only say what would be measured")
+    parser.add_argument("--only", default="", help="only configurations whose names contain this")
+    parser.add_argument("--skip", type=Path, nargs="*", default=[], help="files with what is measured already")
+    parser.add_argument("--collect", type=Path, nargs="*", default=[], help="files to make the result of")
     given = parser.parse_args()
-    if given.only:
-        print(json.dumps(measure(Configuration(**json.loads(given.only)), given.device)))
+    if given.collect:
+        print(collect(given.collect))
         return
-    hardware = probe()
-    shapes = given.shapes.split(",") if given.shapes else [name for name in SHAPES if name != "tiny"]
-    rows = []
-    chosen = configurations(
-        hardware,
-        given.device,
-        shapes,
-        count=given.count,
-        near=given.near_limit,
-        seed=given.seed,
-        most=given.most_tokens,
-    )
-    for index, configuration in enumerate(chosen):
-        row = run_apart(configuration, hardware, given.device)
-        rows.append(row)
-        print(f"{index + 1}/{len(chosen)} {describe(row)}", flush=True)
-        numbers = {"limit_bytes": free_bytes(hardware, given.device), "margin": MARGIN, "rows": rows}
-        write_result("planner", "Predicted against measured, through the training step", numbers)
+    hardware = machine(given.device)
+    chosen = configurations(hardware, seed=given.seed) if given.device == "cuda" else tiny(given.seed)
+    done = {(row["name"], row["limit_bytes"]) for file in given.skip for row in read_rows(file)}
+    chosen = [(one, limit) for one, limit in chosen if given.only in one.name and (one.name, limit) not in done]
+    if given.list:
+        for one, limit in chosen:
+            print(describe(one, limit, hardware, given.device))
+        return
+    folder = given.out or Path(os.environ.get("OUT") or tempfile.mkdtemp(prefix="planner-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    measure_all(chosen, hardware, given.device, folder, workers=given.workers, deadline=given.deadline)
+    print(f"results are in {folder / 'planner.jsonl'}")
 
 
-def configurations(
-    hardware: Hardware, device: str, shapes: list[str], *, count: int, near: int, seed: int, most: int
-) -> list[Configuration]:
-    """Different ones that can be executed, `near` of them predicted to need 85 to 110% of the memory there is."""
+# what is measured
+
+
+def configurations(hardware: Hardware, *, seed: int) -> list[tuple[Configuration, int | None]]:
+    """Different ones that can be executed: some of each shape, others with the same layers, which are compiled
+    already, and of those some with a limit close to what they need."""
     chance = random.Random(seed)
-    free = free_bytes(hardware, device)
-    near_limit: list[Configuration] = []
-    others: list[Configuration] = []
-    for _ in range(200 * count):
-        one = draw(chance, shapes, most)
-        task, choice = settle(one, hardware, device)
-        if one in near_limit or one in others or refused(task, choice) or beyond(task, choice):
-            continue
-        share = memory.peak(memory.timeline(task, choice)).memory.total / free
-        if 0.85 <= share <= 1.1 and len(near_limit) < near:
-            near_limit.append(one)
-        elif share < 0.85 and len(others) < count - near:
-            others.append(one)
-        if len(near_limit) + len(others) == count:
-            break
-    return others + near_limit
+    found: list[tuple[Configuration, int | None]] = [(one, None) for one in ALWAYS]
+    taken: set[Configuration] = set(ALWAYS)
+
+    def draw_until(
+        propose: Callable[[], Configuration], suits: Callable[[int, float], bool], limit: int | None
+    ) -> None:
+        for _ in range(10_000):
+            one = propose()
+            task, choice = settle(one, hardware, "cuda")
+            if one in taken or refused(task, choice) or beyond(task, choice):
+                continue
+            if suits(peak(task, choice).memory.total, speed.step_time(task, choice).total):
+                taken.add(one)
+                found.append((one, limit))
+                return
+        raise AssertionError("nothing suits")
+
+    def is_affordable(size: int, seconds: float) -> bool:
+        is_rare = size > USUAL and chance.random() > (USUAL / size) ** 2
+        return size < LARGEST and seconds < LONGEST_STEP and not is_rare
+
+    for shape, count in COUNTS.items():
+        for _ in range(count):
+            draw_until(functools.partial(draw, chance, shape), is_affordable, None)
+    first = [one for one, _ in found]
+    for one in first:
+        draw_until(functools.partial(vary, chance, [one]), lambda size, seconds: size < LARGEST and seconds < 5, None)
+    for card, count in CARDS.items():
+        for _ in range(count):
+            draw_until(
+                functools.partial(vary, chance, first),
+                lambda size, seconds, card=card: NEAR[0] <= size / card / GIB <= NEAR[1] and seconds < LONGEST_STEP,
+                card * GIB,
+            )
+    chance.shuffle(found)  # large and small ones beside each other
+    return found
 
 
-def draw(chance: random.Random, shapes: list[str], most: int) -> Configuration:
-    method = chance.choice([one for one in ("full", "lora", "qlora") if one in EXECUTABLE["method"]])
-    length = chance.choice([length for length in LENGTHS if length <= most])
-    sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 16, 32) if size * length <= most]
-    recompute = chance.choice([0.0, 0.0, 0.25, 0.5, 1.0] if "some" in EXECUTABLE["recompute"] else [0.0, 1.0])
+def tiny(seed: int) -> list[tuple[Configuration, int | None]]:
+    """For a machine without a GPU: the mechanism, not the numbers."""
+    chance = random.Random(seed)
+    drawn = [dataclasses.replace(draw(chance, "tiny"), length=64, micro_batch=2, products="plain") for _ in range(2)]
+    return [(one, None) for one in drawn]
+
+
+def draw(chance: random.Random, shape: str) -> Configuration:
+    method = "qlora" if shape == "70B" else chance.choice(["full", "full", "lora", "lora", "qlora"])
+    length = chance.choice(LENGTHS)
+    sizes = [size for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if size * length <= MOST_TOKENS]
+    # A full 7B model with AdamW's states fills the GPU for itself, so that nothing else could be measured beside it.
+    optimizers = ["adafactor", "sgd"] if method == "full" and shape in ("7B", "8B") else ["adamw"] * 4
     return Configuration(
-        shape=chance.choice(shapes),
+        shape=shape,
         method=method,
-        optimizer=chance.choice(["adamw", "adamw", "adafactor", "sgd"]),
+        optimizer=chance.choice([*optimizers, "adafactor", "sgd"]),
         length=length,
         micro_batch=chance.choice(sizes),
-        is_packed=chance.random() < 0.3,
-        products=str(chance.choice(sorted(map(str, EXECUTABLE["products"])))),
+        rounds=chance.choice([1, 1, 1, 2]),
+        is_packed=length >= 1024 and chance.random() < 0.35,
+        products="plain" if method == "qlora" else chance.choice(["plain", "fp8"]),
         storage="nf4" if method == "qlora" else "plain",
-        recompute=recompute,
+        recompute=chance.choice(SHARES),
+        rank=16 if method == "full" else chance.choice([8, 16, 16, 64]),
     )
 
 
-def settle(one: Configuration, hardware: Hardware, device: str) -> tuple[Task, Choice]:
-    """The planner's view of a configuration."""
+def vary(chance: random.Random, like: list[Configuration]) -> Configuration:
+    """One with the same layers as one of these."""
+    one = chance.choice(like)
+    other = draw(chance, one.shape)
+    return dataclasses.replace(
+        one,
+        optimizer=other.optimizer if one.method == other.method else one.optimizer,
+        rounds=other.rounds,
+        is_packed=one.length >= 1024 and chance.random() < 0.35,
+        recompute=chance.choice(SHARES),
+    )
+
+
+# the planner's view
+
+
+def settle(
+    one: Configuration, hardware: Hardware, device: str, document_length: float | None = None
+) -> tuple[Task, Choice]:
+    """The task and the choice that a configuration is; with the lengths of its documents where they are known."""
     facts = from_config({"model_type": "llama", **shape_config(one.shape)})
+    chat = 0.28 * one.length if one.length < 4096 else 1200  # of the tokens, on average
     task = Task(
         facts=facts,
         hardware=hardware,
         device=device,
         precision="bf16" if device == "cuda" else "fp32",
         method=one.method,
-        lora=Lora(rank=16, alpha=16),
+        lora=Lora(rank=one.rank, alpha=16),
         optimizer=one.optimizer,
         sequence_length=one.length,
-        sequences=one.micro_batch,
-        document_length=min(one.length, 900) if one.is_packed else one.length,  # a token's own document, on average
+        sequences=one.micro_batch * one.rounds,
+        document_length=round(document_length or (chat if one.is_packed else one.length)),
     )
     choice = Choice(
         micro_batch=one.micro_batch,
@@ -165,8 +269,25 @@ def settle(one: Configuration, hardware: Hardware, device: str) -> tuple[Task, C
     return task, dataclasses.replace(choice, attention=attention_for(task, is_limited=True))
 
 
+def machine(device: str) -> Hardware:
+    """What predictions are for: the GPU the results come from, or this machine's processor."""
+    return named("H200") if device == "cuda" else probe()
+
+
+def peak(task: Task, choice: Choice) -> Moment:
+    return memory.peak(memory.timeline(task, choice))
+
+
+def few_layers(one: Configuration) -> Configuration:
+    """The same layers, but three of them, of which two are recomputed, and a small vocabulary."""
+    return dataclasses.replace(one, shape=f"{one.shape}/3", recompute=2 / 3, rounds=1)
+
+
 def shape_config(name: str) -> dict[str, Any]:
-    hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[name]
+    """Of a shape; of one with few layers where the name says how many, as in 8B/2."""
+    name, _, few = name.partition("/")
+    hidden, intermediate, layers, heads, kv_heads, vocabulary, is_tied = SHAPES[name]
+    layers, vocabulary = (int(few), FEW_WORDS) if few else (layers, vocabulary)
     return {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -175,117 +296,149 @@ def shape_config(name: str) -> dict[str, Any]:
         "num_key_value_heads": kv_heads,
         "vocab_size": vocabulary,
         "max_position_embeddings": MOST_TOKENS,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": is_tied,
     }
 
 
-def run_apart(one: Configuration, hardware: Hardware, device: str) -> dict[str, Any]:
+def describe(one: Configuration, limit: int | None, hardware: Hardware, device: str) -> str:
     task, choice = settle(one, hardware, device)
-    peak = memory.peak(memory.timeline(task, choice))
-    row: dict[str, Any] = {
-        "name": one.name,
-        "configuration": dataclasses.asdict(one),
-        "predicted": {
-            "tokens_per_second": round(task.step_tokens / speed.step_time(task, choice).total, 1),
-            "allocated_bytes": peak.memory.allocated,
-            "total_bytes": peak.memory.total,
-            "peak": peak.name,
-            "parts": peak.memory.model_dump(),
-        },
-    }
-    command = [sys.executable, __file__, "--device", device, "--only", json.dumps(dataclasses.asdict(one))]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        return row | {"failed": f"took more than {TIMEOUT} s"}
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        is_memory = any("out of memory" in line.lower() for line in lines)
-        return row | {"failed": "out of memory" if is_memory else (lines[-1] if lines else "no output")[:300]}
-    return row | {"measured": json.loads(done.stdout.strip().splitlines()[-1])}
-
-
-def measure(one: Configuration, device: str) -> dict[str, Any]:
-    """Tokens a second and the peak of memory, through `measure.bench` and the trainer's own step."""
-    import torch
-
-    from tunesmith.measure import bench
-
-    hardware = probe()
-    task, choice = settle(one, hardware, device)
-    bench.SHAPES[one.shape] = shape_config(one.shape)
-    workload = bench.Workload(one.shape, one.method, one.micro_batch, one.length, is_packed=one.is_packed)
-    plan = Plan(
-        device=task.device,
-        threads=hardware.cores,
-        mesh=Mesh(),
-        precision=task.precision,
-        products=choice.products,
-        storage=choice.storage,
-        attention=choice.attention,
-        is_compiled=choice.is_compiled,
-        master_weights=task.has_masters,
-        sequence_length=one.length,
-        sequences_per_step=one.micro_batch,
-        micro_batch=one.micro_batch,
-        recompute_layers=choice.recompute_layers,
-        learning_rate=1e-5,
-        deterministic=False,
-        memory=memory.peak(memory.timeline(task, choice)).memory,
-        memory_limit=free_bytes(hardware, device),
+    seconds = speed.step_time(task, choice).total
+    words = (
+        f"{peak(task, choice).memory.total / GIB:.1f} GiB, {task.step_tokens / seconds:,.0f} tokens/s, {seconds:.2f} s"
     )
-    step = build(one, task, plan)
-    found = bench.measure(step, workload, warmup=2, steps=3)
-    reserved = torch.cuda.max_memory_reserved() if device == "cuda" else 0
-    return {
-        "tokens_per_second": found.tokens_per_second,
-        "allocated_bytes": found.peak_bytes,
-        "reserved_bytes": reserved,
-        "step_seconds": found.step_seconds,
-    }
+    return f"{one.name}: predicted {words}" + (f"; limit {limit / GIB:.0f} GiB" if limit else "")
 
 
-def build(one: Configuration, task: Task, plan: Plan) -> Any:
-    """The trainer's step over random weights made on the device."""
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    from tunesmith.assemble import make_trainable, micro_batch_shape
-    from tunesmith.model import attention
-    from tunesmith.model.forward import Calling
-    from tunesmith.optim.build import Optimizer
-    from tunesmith.train.step import TrainStep
-
-    run = Run(model="random", data="random", method=one.method, optimizer=one.optimizer, lora=task.lora)
-    config = LlamaConfig(**shape_config(one.shape), use_cache=False)
-    dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
-    torch.manual_seed(0)
-    with torch.device(plan.device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.register())
-    make_trainable(model, run, plan)
-    if plan.device == "cuda":
-        torch.cuda.empty_cache()
-    return TrainStep(
-        model.train(),
-        Calling("packed"),
-        Optimizer(model.named_parameters(), run, master_weights=plan.master_weights),
-        device=torch.device(plan.device),
-        max_grad_norm=1.0,
-        seed=0,
-        shape=micro_batch_shape(plan),
-    )
+# measuring
 
 
-def free_bytes(hardware: Hardware, device: str) -> int:
-    return hardware.gpus[0].free if device == "cuda" else hardware.available
+def measure_all(
+    chosen: list[tuple[Configuration, int | None]],
+    hardware: Hardware,
+    device: str,
+    folder: Path,
+    *,
+    workers: int,
+    deadline: float,
+) -> None:
+    began = time.monotonic()
+    budget = (hardware.gpus[0].memory - workers * GIB - 3 * GIB) if device == "cuda" else 1 << 60
+    command = [sys.executable, str(Path(__file__).with_name("planner_worker.py")), device]
+    os.environ.update({**SETTINGS, **os.environ})
+    with (folder / "planner.jsonl").open("a") as rows, (folder / "planner.log").open("a") as log:
+        pool = Pool(command, workers=workers, budget=budget, deadline=deadline, log=log)
+        for one, limit in chosen:
+            total = peak(*settle(one, hardware, device)).memory.total
+            cap = limit or min(budget, int(MEASURE_WITHIN[0] * total + MEASURE_WITHIN[1]))
+            pool.add(_order(one, limit, cap, hardware, device))
+        row: dict[str, Any] = {"document": document("Predicted against measured, through the training step", {})}
+        mistakes = 0
+        for index, (order, found) in enumerate(pool.run()):
+            one = Configuration(**order.payload["configuration"])
+            limit = order.payload["limit_bytes"]
+            if found.get("failed") == "out of memory" and limit is None and order.size < budget:
+                pool.add(_order(one, None, min(budget, 2 * order.size), hardware, device))
+            row |= {"name": one.name, "configuration": order.payload["configuration"], "limit_bytes": limit, **found}
+            mistakes = 0 if found.get("failed", "out of memory") == "out of memory" else mistakes + 1
+            rows.write(json.dumps(row) + "\n")
+            rows.flush()
+            row = {}
+            outcome = found.get("failed") or words(found)
+            seconds = time.monotonic() - began
+            print(f"{seconds:4.0f} s {index + 1} {describe(one, limit, hardware, device)}: {outcome}", flush=True)
+            if mistakes == MISTAKES:
+                sys.exit(f"{MISTAKES} configurations in a row failed; see {folder / 'planner.log'}")
 
 
-def describe(row: dict[str, Any]) -> str:
-    def words(numbers: dict[str, Any]) -> str:
-        return f"{numbers['allocated_bytes'] / 2**30:.1f} GiB, {numbers['tokens_per_second']:,.0f} tokens/s"
+def _order(one: Configuration, limit: int | None, cap: int, hardware: Hardware, device: str) -> Order:
+    payload = {"configuration": dataclasses.asdict(one), "limit_bytes": limit, "cap_bytes": cap}
+    first = peak(*settle(few_layers(one), hardware, device)).memory.total
+    return Order(payload, size=cap, first_size=int(1.2 * first), kind=one.layers, family=one.shape)
 
-    outcome = row["failed"] if "failed" in row else f"measured {words(row['measured'])}"
-    return f"{row['name']}: predicted {words(row['predicted'])}; {outcome}"
+
+def words(found: dict[str, Any]) -> str:
+    speed_words = f", {found['tokens'] / found['step_seconds']:,.0f} tokens/s" if found.get("step_seconds") else ""
+    return f"measured {found['peak_bytes'] / GIB:.1f} GiB{speed_words}"
+
+
+# results
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def collect(files: list[Path]) -> Path:
+    """What was measured, in one file; where something was measured again, the later counts."""
+    rows = [row for file in files for row in read_rows(file)]
+    about = next(row["document"] for row in rows if "document" in row)
+    kept: dict[tuple[str, int | None], dict[str, Any]] = {}
+    for row in rows:
+        row.pop("document", None)
+        if "failed" in row and (row["failed"] != "out of memory" or row["limit_bytes"] is None):
+            print(f"left out: {row['name']}: {row['failed']}", file=sys.stderr)
+        else:
+            kept[row["name"], row["limit_bytes"]] = row
+    return write_result("planner", about["what"], {"rows": list(kept.values())}, about)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A recorded measurement beside what the present model predicts for it."""
+
+    name: str
+    is_held_out: bool
+    """Not looked at when the model's constants were chosen."""
+    predicted: Moment
+    predicted_speed: float
+    measured_bytes: int | None
+    """Allocated at the peak; None where it ran out of memory."""
+    measured_speed: float | None
+    """Tokens a second; None where a limit was tried instead."""
+    limit: int | None
+    """Memory of the GPU, the driver's part included, where it was limited."""
+
+    @property
+    def memory_error(self) -> float | None:
+        return self.predicted.memory.allocated / self.measured_bytes - 1 if self.measured_bytes else None
+
+    @property
+    def speed_error(self) -> float | None:
+        return self.predicted_speed / self.measured_speed - 1 if self.measured_speed else None
+
+    @property
+    def is_said_to_fit(self) -> bool:
+        assert self.limit
+        return self.predicted.memory.total <= (1 - MARGIN["known"]) * self.limit
+
+    @property
+    def does_fit(self) -> bool:
+        return self.measured_bytes is not None
+
+
+def compare(rows: list[dict[str, Any]], device: str = "cuda") -> list[Compared]:
+    hardware = machine(device)
+    layers = sorted({Configuration(**row["configuration"]).layers for row in rows})
+    held_out = set(random.Random(0).sample(layers, len(layers) // 2))  # those with the same layers together
+    found = []
+    for row in rows:
+        one = Configuration(**row["configuration"])
+        task, choice = settle(one, hardware, device, row.get("document_length"))
+        moment = peak(task, choice)
+        tokens, seconds = row.get("tokens", task.step_tokens), row.get("step_seconds")
+        context = row.get("context_bytes") or moment.memory.context
+        found.append(
+            Compared(
+                name=one.name,
+                is_held_out=one.layers in held_out,
+                predicted=moment,
+                predicted_speed=tokens / speed.step_time(task, choice).total,
+                measured_bytes=row.get("peak_bytes"),
+                measured_speed=tokens / seconds if seconds else None,
+                limit=row["limit_bytes"] and row["limit_bytes"] + context,
+            )
+        )
+    return found
 
 
 if __name__ == "__main__":

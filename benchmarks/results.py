@@ -12,10 +12,13 @@ from tunesmith.measure.results import document
 FOLDER = Path(__file__).parent / "results"
 
 
-def write_result(name: str, what: str, numbers: dict[str, Any] | list[dict[str, Any]]) -> Path:
-    """Write NAME.json into benchmarks/results, or into the folder that RESULTS names."""
+def write_result(
+    name: str, what: str, numbers: dict[str, Any] | list[dict[str, Any]], about: dict[str, Any] | None = None
+) -> Path:
+    """Write NAME.json into benchmarks/results, or into the folder that RESULTS names. `about` says when and on what
+    the numbers were measured, where that was not just now and here."""
     folder = Path(os.environ.get("RESULTS") or FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(document(what, numbers), indent=2) + "\n")
+    path.write_text(json.dumps({**(about or document(what, numbers)), "numbers": numbers}, indent=1) + "\n")
     return path

@@ -142,53 +142,59 @@ def planner_page() -> str:
 
 
 def _measured(path: Path) -> list[str]:
-    """The recorded runs as a table, with the errors in the median and at worst."""
+    """The recorded runs beside what the present model predicts for them, with the errors in the median and at worst."""
     if not path.exists():
         return ["Not measured yet: `python benchmarks/planner.py` on a GPU writes the table."]
+    sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+    from planner import compare
+
     content = json.loads(path.read_text(encoding="utf-8"))
-    rows = content["numbers"]["rows"]
-    measured = [row for row in rows if "measured" in row]
-
-    def errors(key: str) -> list[float]:
-        return [row["predicted"][key] / row["measured"][key] - 1 for row in measured if row["measured"][key]]
-
-    def summary(name: str, key: str) -> str:
-        found = [abs(error) for error in errors(key)]
-        return (
-            f"- {name}: off by {statistics.median(found):.1%} in the median, {max(found):.1%} at worst" if found else ""
-        )
-
-    limit = content["numbers"]["limit_bytes"] * (1 - content["numbers"]["margin"]["known"])
-    fitting = [row for row in rows if row["predicted"]["total_bytes"] <= limit]
-    wrong = [row for row in fitting if row.get("failed") == "out of memory"]
-    pessimistic = [row for row in measured if row["predicted"]["total_bytes"] > limit]
+    rows = compare(content["numbers"]["rows"])
+    timed = [row for row in rows if row.limit is None]
+    near = [row for row in rows if row.limit is not None]
+    too_sure = sum(row.is_said_to_fit and not row.does_fit for row in near)
+    too_careful = sum(row.does_fit and not row.is_said_to_fit for row in near)
     lines = [
-        f"{content['device']}, {content['date']}, commit {content['commit']}; {len(rows)} configurations drawn by a",
-        "seeded generator, each through the real training step in a process of its own.",
+        f"{content['device']}, {content['date']}, commit {content['commit']}; configurations drawn by a seeded",
+        "generator, each run through the real training step. The predictions are those of the present model; its",
+        "constants were chosen by one half of the configurations, and the other half was held out.",
         "",
-        summary("peak memory", "allocated_bytes"),
-        summary("tokens a second", "tokens_per_second"),
-        f"- said to fit and out of memory: {len(wrong)}; said not to fit and did: {len(pessimistic)}",
+        "| | configurations | peak memory off by, median | worst | tokens/s off by, median | worst |",
+        "| --- | --- | --- | --- | --- | --- |",
+        _summary("all", timed),
+        _summary("chosen by", [row for row in timed if not row.is_held_out]),
+        _summary("held out", [row for row in timed if row.is_held_out]),
         "",
-        "| configuration | GiB predicted | measured | error | tokens/s predicted | measured | error |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        f"Of {len(near)} more that were run with a limit close to what they need, {too_sure} were said to fit and ran",
+        f"out of memory, and {too_careful} were said not to fit and did.",
+        "",
+        "| configuration | held out | GiB predicted | measured | error | tokens/s predicted | measured | error |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for row in rows:
-        predicted = row["predicted"]
-        cells = [row["name"], f"{predicted['allocated_bytes'] / 2**30:.2f}"]
-        if "measured" in row:
-            found = row["measured"]
-            cells += [f"{found['allocated_bytes'] / 2**30:.2f}", _error(predicted, found, "allocated_bytes")]
-            cells += [f"{predicted['tokens_per_second']:,.0f}", f"{found['tokens_per_second']:,.0f}"]
-            cells += [_error(predicted, found, "tokens_per_second")]
-        else:
-            cells += [row["failed"], "", f"{predicted['tokens_per_second']:,.0f}", "", ""]
+    for row in sorted(timed, key=lambda row: row.name):
+        cells = [row.name, "yes" if row.is_held_out else ""]
+        cells += [f"{row.predicted.memory.allocated / 2**30:.2f}", f"{(row.measured_bytes or 0) / 2**30:.2f}"]
+        cells += [_percent(row.memory_error), f"{row.predicted_speed:,.0f}", f"{row.measured_speed or 0:,.0f}"]
+        lines.append(f"| {' | '.join([*cells, _percent(row.speed_error)])} |")
+    lines += ["", "| configuration | GiB of the GPU | GiB predicted, everything | said to fit | fits |"]
+    lines += ["| --- | --- | --- | --- | --- |"]
+    for row in sorted(near, key=lambda row: row.name):
+        cells = [row.name, f"{(row.limit or 0) / 2**30:.2f}", f"{row.predicted.memory.total / 2**30:.2f}"]
+        cells += ["yes" if row.is_said_to_fit else "no", "yes" if row.does_fit else "no"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def _error(predicted: dict[str, Any], found: dict[str, Any], key: str) -> str:
-    return f"{predicted[key] / found[key] - 1:+.1%}" if found[key] else ""
+def _summary(name: str, rows: list[Any]) -> str:
+    cells = [name, str(len(rows))]
+    for errors in ([row.memory_error for row in rows], [row.speed_error for row in rows]):
+        sizes = [abs(error) for error in errors if error is not None]
+        cells += [f"{statistics.median(sizes):.1%}", f"{max(sizes):.1%}"] if sizes else ["", ""]
+    return f"| {' | '.join(cells)} |"
+
+
+def _percent(error: float | None) -> str:
+    return "" if error is None else f"{error:+.1%}"
 
 
 def benchmarks_page() -> str:

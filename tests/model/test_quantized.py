@@ -168,3 +168,23 @@ def test_biases_and_transposed_weights_are_right(tmp_path):
         torch.testing.assert_close(found(TOKENS).logits, full(TOKENS).logits, rtol=1e-4, atol=1e-5)
         config = [lora.adapter_config(one, Lora(rank=4), "base") for one in (found, full)]
         assert config[0] == config[1]
+
+
+def test_random_weights_are_made_in_nf4_without_the_model_ever_being_whole():
+    config = Qwen2Config(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=512,
+    )
+    model = quantized.build_empty(lambda: Qwen2ForCausalLM(config))
+    assert not quantized._is_filled(model, set())
+    quantized.fill_randomly(model, dtype=torch.float32, device=torch.device("cpu"))
+    linear = model.model.layers[1].mlp.down_proj
+    weight = nf4.dequantize(linear.weight4, [64], 128, torch.float32)
+    assert 0.005 < weight.std().item() < 0.05
+    logits = model(TOKENS).logits
+    assert torch.isfinite(logits).all()
+    assert 0.05 < logits.std().item() < 5

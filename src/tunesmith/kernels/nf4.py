@@ -75,6 +75,15 @@ def quantize(weight: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def draw(count: int, device: torch.device) -> torch.Tensor:
+    """Random weights, made as they are held: about what a new model starts with, for measurements without files."""
+    found = torch.randint(256, (size(count),), dtype=torch.uint8, device=device)
+    parts = split(found, count)
+    parts.nested.fill_(0.01)
+    parts.offset.fill_(0.03)
+    return found
+
+
 @torch.library.custom_op("tunesmith::nf4_dequantize", mutates_args=())
 def dequantize(
     weight4: torch.Tensor,

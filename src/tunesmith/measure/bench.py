@@ -29,7 +29,7 @@ from tunesmith.data.pack import pack
 from tunesmith.data.types import StepBatch
 from tunesmith.model import attention
 from tunesmith.model.forward import Calling
-from tunesmith.model.quantized import quantize_linears
+from tunesmith.model.quantized import build_empty, fill_randomly
 from tunesmith.optim.build import Optimizer
 from tunesmith.plan.plan import Memory, Plan
 from tunesmith.train.loop import peak_memory
@@ -78,6 +78,8 @@ class Workload:
     length: int
     is_packed: bool = False
     """Documents with the lengths of chat data (log-normal, median 350) instead of one document a sequence."""
+    rounds: int = 1
+    """Micro-batches of a step, each of `sequences`."""
 
 
 WORKLOADS = {
@@ -123,27 +125,34 @@ def plan_for(workload: Workload, *, device: str, products: str, recompute_layers
     )
 
 
-def build(workload: Workload, plan: Plan) -> TrainStep:
+def build(workload: Workload, plan: Plan, *, rank: int = 16, optimizer: str = "adamw") -> TrainStep:
     """The training step of a workload, with random weights made on the device."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    run = Run(model="random", data="random", method=workload.method, lora=Lora(rank=16, alpha=16))
+    settings = {"method": workload.method, "optimizer": optimizer, "lora": Lora(rank=rank, alpha=16)}
+    run = Run(model="random", data="random", **settings)
     dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
     config = LlamaConfig(**SHAPES[workload.shape], use_cache=False)
+    device = torch.device(plan.device)
+
+    def empty() -> torch.nn.Module:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.register())
+
     torch.manual_seed(0)
-    with torch.device(plan.device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.register())
     if plan.storage == "nf4":
-        quantize_linears(model, dtype=dtype, device=torch.device(plan.device))
+        model = build_empty(empty)
+        fill_randomly(model, dtype=dtype, device=device)
+    else:
+        with device:
+            model = empty()
     make_trainable(model, run, plan)
     if plan.device == "cuda":
         torch.cuda.empty_cache()
-    optimizer = Optimizer(model.named_parameters(), run, master_weights=plan.master_weights)
     return TrainStep(
         model.train(),
         Calling("packed"),
-        optimizer,
-        device=torch.device(plan.device),
+        Optimizer(model.named_parameters(), run, master_weights=plan.master_weights),
+        device=device,
         max_grad_norm=1.0,
         seed=0,
         shape=micro_batch_shape(plan),
@@ -160,17 +169,17 @@ def batches(workload: Workload, count: int) -> list[StepBatch]:
 
     made = []
     for step in range(count):
-        lengths = [workload.length] * workload.sequences
-        if workload.is_packed:
-            lengths = chat_lengths(random, workload)
-        documents = [document(length) for length in lengths]
+        rounds = [
+            chat_lengths(random, workload) if workload.is_packed else [workload.length] * workload.sequences
+            for _ in range(workload.rounds)
+        ]
         made.append(
             StepBatch(
                 step=step,
                 epoch=0.0,
-                micro_batches=(micro_batch_of(documents),),
-                target_weight=float(sum(lengths) - len(lengths)),
-                tokens=sum(lengths),
+                micro_batches=tuple(micro_batch_of([document(length) for length in lengths]) for lengths in rounds),
+                target_weight=float(sum(sum(lengths) - len(lengths) for lengths in rounds)),
+                tokens=sum(sum(lengths) for lengths in rounds),
             )
         )
     return made

@@ -1,0 +1,211 @@
+"""Measures configurations of the planner's benchmark one after the other, as `pool.py` hands them out.
+
+The layers are compiled on a model of three of them with a small vocabulary, which takes half a minute of a processor
+and little of the GPU's memory; the whole model then finds its layers compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pool
+import torch
+from planner import Configuration, few_layers, machine, peak, settle, shape_config
+
+from tunesmith.data.types import StepBatch
+from tunesmith.kernels import flash4
+from tunesmith.measure import bench
+from tunesmith.plan.hardware import usable_cores
+from tunesmith.plan.plan import Plan
+from tunesmith.train.moments import Moments
+from tunesmith.train.step import TrainStep
+
+AGREE = 0.02
+"""Steps are timed until two in a row differ by no more than this."""
+SECONDS = 0.5
+"""And for at least so long, or twice where a step takes longer."""
+MOST_STEPS = 60
+LEFT_OVER = 64 << 20
+"""A process that cannot give back more than this is no place for another measurement."""
+Turn = Callable[[], AbstractContextManager[None]]
+
+
+def main() -> None:
+    device, compiled = sys.argv[1], ""
+    for order in pool.orders():
+        one = Configuration(**order["configuration"])
+        if one.layers != compiled:
+            torch._dynamo.reset()
+        found = attempt(
+            one, device, order["cap_bytes"], is_timed=order["limit_bytes"] is None, is_compiled=one.layers == compiled
+        )
+        compiled = one.layers
+        left = give_back(device)
+        pool.say("result", **found)
+        if left > LEFT_OVER:
+            break
+
+
+def attempt(one: Configuration, device: str, cap: int, *, is_timed: bool, is_compiled: bool) -> dict[str, Any]:
+    try:
+        compiled_in = 0.0 if is_compiled else rehearse(one, device)
+    except Exception as error:  # whatever it is, the other configurations are to be measured
+        return {"failed": f"when compiling: {_words(error)}"}
+    left = give_back(device)
+    pool.ask_for_memory()
+    try:
+        found = measure(one, device, cap=cap, turn=pool.turn if is_timed else None)
+        return found | {"compile_seconds": compiled_in, "left_over_bytes": left}
+    except torch.OutOfMemoryError as error:
+        reserved = torch.cuda.max_memory_reserved()
+        return {"failed": "out of memory", "words": _words(error), "cap_bytes": cap, "reserved_bytes": reserved}
+    except Exception as error:
+        return {"failed": _words(error)}
+
+
+def _words(error: Exception) -> str:
+    traceback.print_exc()
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:400]
+
+
+def rehearse(one: Configuration, device: str) -> float:
+    """Compile what configurations with these layers need: the first layer differs from the others where the embedding
+    is frozen, and recomputed ones may differ from those that are not."""
+    began = time.perf_counter()
+    if device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    step, batch = build(few_layers(one), device)
+    for _ in range(2):
+        step(batch, bench.LEARNING_RATE)
+    return since(began)
+
+
+def measure(one: Configuration, device: str, *, cap: int | None = None, turn: Turn | None = None) -> dict[str, Any]:
+    """Memory at the moments of a step and, in its turn, the seconds of one, through the trainer's own code."""
+    on_gpu = device == "cuda"
+    if on_gpu:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (cap or 1 << 60) / torch.cuda.mem_get_info()[1]))
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    step, batch = build(one, device)
+    found: dict[str, Any] = {"cap_bytes": cap, "tokens": batch.tokens, "document_length": document_length(batch)}
+    found["has_flash_attention_4"] = flash4.is_available()
+    found |= {"build_seconds": since(began), "build_peak_bytes": peak_bytes(device)}
+    watched = Moments(step.model, step.optimizer)
+
+    def run() -> float:
+        before = time.perf_counter()
+        step(batch, bench.LEARNING_RATE)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() - before
+
+    found["first_step_seconds"] = round(run(), 2)
+    found["first_step_peak_bytes"] = peak_bytes(device)
+    run()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    run()
+    found["peak_bytes"] = peak_bytes(device)
+    for moment, held in watched.held.items():
+        found[f"{moment.replace(' ', '_')}_bytes"] = held
+        found[f"peak_{moment.replace(' ', '_')}_bytes"] = watched.peaks[moment]
+    if on_gpu:
+        found["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        found["context_bytes"] = context_bytes()
+    if turn is not None:
+        with turn():
+            times = steady(run)
+        found["step_seconds"] = round(statistics.median(times[len(times) // 2 :]), 6)
+        found["timed"] = [round(seconds, 5) for seconds in times]
+    return found
+
+
+def build(one: Configuration, device: str) -> tuple[TrainStep, StepBatch]:
+    bench.SHAPES[one.shape] = shape_config(one.shape)
+    workload = bench.Workload(one.shape, one.method, one.micro_batch, one.length, one.is_packed, one.rounds)
+    (batch,) = bench.batches(workload, 1)
+    return bench.build(workload, plan_of(one, device), rank=one.rank, optimizer=one.optimizer), batch
+
+
+def plan_of(one: Configuration, device: str) -> Plan:
+    hardware = machine(device)
+    task, choice = settle(one, hardware, device)
+    chosen = {field.name: getattr(choice, field.name) for field in dataclasses.fields(choice)}
+    return Plan(
+        **{name: value for name, value in chosen.items() if name in Plan.model_fields},
+        device=device,
+        threads=usable_cores(),
+        precision=task.precision,
+        master_weights=task.has_masters,
+        sequence_length=one.length,
+        sequences_per_step=one.micro_batch * one.rounds,
+        learning_rate=bench.LEARNING_RATE,
+        deterministic=False,
+        memory=peak(task, choice).memory,
+        memory_limit=0,
+    )
+
+
+def steady(run: Callable[[], float]) -> list[float]:
+    """Seconds of steps, until they no longer change: what others had queued on the GPU first has to run out."""
+    times: list[float] = []
+    while len(times) < MOST_STEPS:
+        times.append(run())
+        if len(times) < 2 or (sum(times) < SECONDS and len(times) < MOST_STEPS):
+            continue
+        if abs(times[-1] / times[-2] - 1) < AGREE:
+            break
+    return times
+
+
+def document_length(batch: Any) -> float:
+    """Of the document a token is in, on average over tokens."""
+    lengths = [length for one in batch.micro_batches for length in one.boundaries.diff().tolist()]
+    return round(sum(length**2 for length in lengths) / sum(lengths), 1)
+
+
+def peak_bytes(device: str) -> int:
+    return bench.peak_memory(torch.device(device))
+
+
+def context_bytes() -> int | None:
+    """What the driver counts for this process beyond what the allocator holds."""
+    with contextlib.suppress(Exception):  # not all systems tell
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            if process.pid == os.getpid() and process.usedGpuMemory:
+                return process.usedGpuMemory - torch.cuda.memory_reserved()
+    return None
+
+
+def give_back(device: str) -> int:
+    """Free what a measurement took; the bytes that could not be freed."""
+    gc.collect()
+    if device != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+def since(began: float) -> float:
+    return round(time.perf_counter() - began, 2)
+
+
+if __name__ == "__main__":
+    main()
