@@ -128,7 +128,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="where planner.jsonl and the workers' log go")
     parser.add_argument("--deadline", type=float, default=540, help="seconds after which nothing new is begun")
     parser.add_argument("--workers", type=int, default=14)
-    parser.add_argument("--seed", type=int, default=48, help="48 was taken because every method and size comes up")
+    parser.add_argument(
+        "--seed", type=int, default=9, help="9 was taken because every method comes up for nearly every size"
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--list", action="store_true", help="only say what would be measured")
     parser.add_argument("--only", default="", help="only configurations whose names contain this")
@@ -218,7 +220,7 @@ def draw(chance: random.Random, shape: str) -> Configuration:
         micro_batch=chance.choice(sizes),
         rounds=chance.choice([1, 1, 1, 2]),
         is_packed=length >= 1024 and chance.random() < 0.35,
-        products="plain" if method == "qlora" else chance.choice(["plain", "fp8"]),
+        products=chance.choice(["plain", "fp8"]),
         storage="nf4" if method == "qlora" else "plain",
         recompute=chance.choice(SHARES),
         rank=16 if method == "full" else chance.choice([8, 16, 16, 64]),

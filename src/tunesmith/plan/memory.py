@@ -253,6 +253,8 @@ def layer_bytes(task: Task, kind: Layer, *, is_compiled: bool, products: str = "
         into_products = 1 if products == "fp8" and is_full else width
         norms = kind.norms * hidden * (width + into_products) + kind.post_norms * hidden * width + qk_norms * width
         attention = 2 * (kind.query + kind.key) * width
+        if products == "fp8" and is_full:  # what enters the last product of each block, once more
+            attention += kind.query + kind.intermediate
         # The partitioner, or the fused MLP of adapters, computes the activation again; with dropout it is kept.
         values = 3 if task.has_adapters and task.lora.dropout and kind.mlp_values == 4 else 2
     else:
