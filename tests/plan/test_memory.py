@@ -163,7 +163,7 @@ CHOICES = st.builds(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(
     CHOICES,
     st.sampled_from(["full", "lora", "qlora"]),
@@ -186,7 +186,7 @@ def test_every_category_is_there_and_more_ranks_never_need_more(choice, method, 
         before = peak
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(CHOICES, st.sampled_from(["full", "lora"]), st.sampled_from(sorted(MODEL)))
 def test_recomputation_and_offload_never_need_more_memory(choice, method, model):
     given = task(model, "H200", method, 2048, 8)

@@ -78,7 +78,7 @@ def test_a_batch_smaller_than_a_sequence_is_refused():
         make_plan(run(batch_tokens=512), SMOL, machine())
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(8, 8192),
     st.integers(1, 64),
@@ -100,7 +100,7 @@ def test_every_plan_covers_the_batch_and_survives_json(length, sequences, method
 TIERS = st.sampled_from(["full", "lora"])
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(TIERS, st.sampled_from(sorted(MODEL)), st.lists(st.integers(4, 400), min_size=2, max_size=4, unique=True))
 def test_more_memory_never_makes_a_plan_worse(method, model, sizes):
     """Worse: further down the tiers (quantized, offloaded), or slower by more than what counts as equal."""
