@@ -33,7 +33,9 @@ from tunesmith.train.step import TrainStep
 AGREE = 0.02
 """Steps are timed until two in a row differ by no more than this."""
 SECONDS = 0.5
-"""And for at least so long, or twice where a step takes longer."""
+"""And for at least so long."""
+LONG = 0.8
+"""Of steps that take longer, the second is the one that counts."""
 MOST_STEPS = 60
 LEFT_OVER = 64 << 20
 """A process that cannot give back more than this is no place for another measurement."""
@@ -41,15 +43,16 @@ Turn = Callable[[], AbstractContextManager[None]]
 
 
 def main() -> None:
-    device, compiled = sys.argv[1], ""
+    device = sys.argv[1]
+    compiled: tuple[str, set[tuple[bool, ...]]] = ("", set())
     for order in pool.orders():
         one = Configuration(**order["configuration"])
-        if one.layers != compiled:
+        if one.layers != compiled[0]:
             torch._dynamo.reset()
-        found = attempt(
-            one, device, order["cap_bytes"], is_timed=order["limit_bytes"] is None, is_compiled=one.layers == compiled
-        )
-        compiled = one.layers
+            compiled = (one.layers, set())
+        is_timed = order["limit_bytes"] is None
+        found = attempt(one, device, order["cap_bytes"], is_timed=is_timed, is_compiled=one.way in compiled[1])
+        compiled[1].add(one.way)
         left = give_back(device)
         pool.say("result", **found)
         if left > LEFT_OVER:
@@ -125,7 +128,7 @@ def measure(one: Configuration, device: str, *, cap: int | None = None, turn: Tu
         found["context_bytes"] = context_bytes()
     if turn is not None:
         with turn():
-            times = steady(run)
+            times = steady(lambda: step.launch(batch, bench.LEARNING_RATE))
         found["step_seconds"] = round(statistics.median(times[len(times) // 2 :]), 6)
         found["timed"] = [round(seconds, 5) for seconds in times]
     return found
@@ -143,11 +146,11 @@ def plan_of(one: Configuration, device: str) -> Plan:
     task, choice = settle(one, hardware, device)
     chosen = {field.name: getattr(choice, field.name) for field in dataclasses.fields(choice)}
     return Plan(
-        **{name: value for name, value in chosen.items() if name in Plan.model_fields},
+        **{name: value for name, value in chosen.items() if name in Plan.model_fields and name != "master_weights"},
+        master_weights=choice.has_masters(task),
         device=device,
         threads=usable_cores(),
         precision=task.precision,
-        master_weights=task.has_masters,
         sequence_length=one.length,
         sequences_per_step=one.micro_batch * one.rounds,
         learning_rate=bench.LEARNING_RATE,
@@ -157,15 +160,24 @@ def plan_of(one: Configuration, device: str) -> Plan:
     )
 
 
-def steady(run: Callable[[], float]) -> list[float]:
-    """Seconds of steps, until they no longer change: what others had queued on the GPU first has to run out."""
+def steady(launch: Callable[[], Callable[[], object]]) -> list[float]:
+    """Seconds from the result of a step to that of the next, until they no longer change: what others had queued on the
+    GPU first has to run out. As in training, a step is launched before the result of the one before is waited for."""
     times: list[float] = []
+    results, before = [launch()], time.perf_counter()
     while len(times) < MOST_STEPS:
-        times.append(run())
-        if len(times) < 2 or (sum(times) < SECONDS and len(times) < MOST_STEPS):
-            continue
-        if abs(times[-1] / times[-2] - 1) < AGREE:
+        is_last = bool(times) and times[0] > LONG
+        if not is_last:
+            results.append(launch())
+        results.pop(0)()
+        now = time.perf_counter()
+        times.append(now - before)
+        before = now
+        has_settled = len(times) > 1 and sum(times) > SECONDS and abs(times[-1] / times[-2] - 1) < AGREE
+        if is_last or has_settled:
             break
+    for result in results:
+        result()
     return times
 
 

@@ -31,6 +31,7 @@ from tunesmith.model import attention
 from tunesmith.model.forward import Calling
 from tunesmith.model.quantized import build_empty, fill_randomly
 from tunesmith.optim.build import Optimizer
+from tunesmith.optim.build import build as build_optimizer
 from tunesmith.plan.plan import Memory, Plan
 from tunesmith.train.loop import peak_memory
 from tunesmith.train.step import StepResult, TrainStep
@@ -148,10 +149,14 @@ def build(workload: Workload, plan: Plan, *, rank: int = 16, optimizer: str = "a
     make_trainable(model, run, plan)
     if plan.device == "cuda":
         torch.cuda.empty_cache()
+    if "optimizer_states" in plan.model_fields_set:
+        updates = build_optimizer(model, run, plan)
+    else:  # a workload says nothing of them: in the weights' precision, as its peers have them
+        updates = Optimizer(model.named_parameters(), run, master_weights=plan.master_weights)
     return TrainStep(
         model.train(),
         Calling("packed"),
-        Optimizer(model.named_parameters(), run, master_weights=plan.master_weights),
+        updates,
         device=device,
         max_grad_norm=1.0,
         seed=0,

@@ -24,7 +24,7 @@ class Moments:
         self.is_told = next(model.parameters()).is_cuda
         model.base_model.register_forward_pre_hook(lambda *_: self._note("before forward"))
         model.base_model.register_forward_hook(lambda *_: self._note("after forward"))
-        optimizer.inner.register_step_pre_hook(lambda *_: self._note("before update"))
+        optimizer.parts[0].register_step_pre_hook(lambda *_: self._note("before update"))
 
     def _note(self, moment: str) -> None:
         self.held[moment] = torch.cuda.memory_allocated() if self.is_told else 0
