@@ -74,8 +74,18 @@ class Worker:
 
 
 class Pool:
-    def __init__(self, command: list[str], *, workers: int, budget: int, deadline: float, log: IO[str]):
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        workers: int,
+        budget: int,
+        deadline: float,
+        log: IO[str],
+        reuses_workers: bool = True,
+    ):
         self.command = command
+        self.reuses_workers = reuses_workers
         self.count = workers
         self.budget = budget
         self.deadline = time.monotonic() + deadline
@@ -184,6 +194,8 @@ class Pool:
     def _take(self, worker: Worker, message: dict[str, Any] | None) -> tuple[Order, dict[str, Any]] | None:
         order = worker.order
         if message is None:
+            if worker not in self.workers:
+                return None  # done, and ended by us
             self.workers.remove(worker)
             self.needs = [(since, one) for since, one in self.needs if one is not worker]
             self.turns = [one for one in self.turns if one is not worker]
@@ -199,6 +211,9 @@ class Pool:
             self.timing = None if self.timing is worker else self.timing
         elif order is not None:
             worker.order, worker.held = None, 0
+            if not self.reuses_workers:
+                self.workers.remove(worker)
+                worker.signal(signal.SIGKILL)
             return order, {name: value for name, value in message.items() if name != "kind"}
         return None
 

@@ -37,7 +37,8 @@ def quantize_rows_into(
         LARGEST=LARGEST,
         SMALLEST=SMALLEST_SCALE,
         BLOCK=block,
-        num_warps=4 if block <= 4096 else 8 if block <= 8192 else 16,
+        num_warps=min(32, max(4, block // 1024)),
+        num_stages=1,
     )
 
 

@@ -1,11 +1,10 @@
 """silu(gate) * up with the adapters of gate and up added on the way, and its result quantized to fp8 where asked.
 
-The joint product of gate and up is the widest tensor of a layer. Adding its adapter, applying the activation and
-finding each row's largest value are three passes over it when done one by one; here they are one, and quantizing reads
-only what that one wrote. Each tile leaves the largest value of its rows in a place of its own: atomic maxima, which
-many programs want at once, made these kernels half again as slow. Backward computes the activation again instead of
-keeping it, adds the adapter of down to the gradient that comes in, and sums the gradients of the adapters' factors
-while the tiles are at hand.
+The joint product of gate and up is the widest tensor of a layer. Adding its adapter and applying the activation are one
+pass over it here, and quantizing a second one, over the result. (Looking for each row's largest value in the first pass
+already, so that the second need not hold a whole row, made the first half again as slow.) Backward computes the
+activation again instead of keeping it, adds the adapter of down to the gradient that comes in, and sums the gradients
+of the adapters' factors while the tiles are at hand.
 
 A program takes some columns and goes down the rows, so that the factors stay in registers.
 
@@ -18,15 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
-from tunesmith.kernels.lowrank import E4M3, E4M3_MAX
+from tunesmith.kernels.lowrank import E4M3
+from tunesmith.kernels.quantize import quantize_rows_into
 
 FORWARD = {"BT": 16, "BI": 128, "num_warps": 4, "num_stages": 3}
 BACKWARD = {"BT": 32, "BI": 64, "num_warps": 4, "num_stages": 2}
 """Tile and warps of a program."""
 PARTS, SHORTEST = 16, 256
 """Into how many parts the rows are cut, and how many rows a part has at least."""
-QUANTIZED = 4096
-"""Columns of one row that a program of the second pass takes."""
 
 
 @torch.library.custom_op("tunesmith::swiglu", mutates_args=())
@@ -36,7 +34,6 @@ def swiglu(
     """The activation [T, I], and its fp8 values with the scale of each row (empty when `fp8` is off)."""
     tokens, (intermediate, rank) = y_t2i.shape[0], b_gate_ir.shape
     act, values, scale = _outputs(y_t2i, tokens, intermediate, fp8)
-    largest = _largest(y_t2i, tokens, intermediate, FORWARD, fp8)
     rows, parts = _cut(tokens)
     _forward[(triton.cdiv(intermediate, FORWARD["BI"]), parts)](
         y_t2i,
@@ -44,17 +41,15 @@ def swiglu(
         b_gate_ir,
         b_up_ir,
         act,
-        largest,
         tokens,
         intermediate,
         rows,
         R=rank,
         R_PADDED=_padded(rank),
-        FP8=fp8,
         **FORWARD,
     )
     if fp8:
-        _quantize_rows(act, largest, None, values, scale)
+        quantize_rows_into(act, None, values, scale)
     return act, values, scale
 
 
@@ -79,7 +74,6 @@ def swiglu_backward(
     after multiplying by `scale_2i`, and those of b_gate, b_up and a_down transposed [3, I, R]."""
     (tokens, intermediate), rank = d_act_ti.shape, b_gate_ir.shape[1]
     d_y, values, scale = _outputs(y_t2i, tokens, 2 * intermediate, fp8)
-    largest = _largest(y_t2i, tokens, intermediate, BACKWARD, fp8)
     rows, parts = _cut(tokens)
     sums = y_t2i.new_empty(parts, 3, intermediate, rank, dtype=torch.float32)
     _backward[(triton.cdiv(intermediate, BACKWARD["BI"]), parts)](
@@ -90,20 +84,17 @@ def swiglu_backward(
         b_gate_ir,
         b_up_ir,
         a_down_ri,
-        scale_2i,
         d_y,
         sums,
-        largest,
         tokens,
         intermediate,
         rows,
         R=rank,
         R_PADDED=_padded(rank),
-        FP8=fp8,
         **BACKWARD,
     )
     if fp8:
-        _quantize_rows(d_y, largest, scale_2i, values, scale)
+        quantize_rows_into(d_y, scale_2i, values, scale)
     return d_y, values, scale, sums.sum(0).to(y_t2i.dtype)
 
 
@@ -123,11 +114,6 @@ def _outputs(like: torch.Tensor, tokens: int, width: int, fp8: bool):
     )
 
 
-def _largest(like: torch.Tensor, tokens: int, intermediate: int, tile: dict, fp8: bool) -> torch.Tensor:
-    """Room for the largest value of each row in each tile."""
-    return like.new_empty(tokens if fp8 else 0, triton.cdiv(intermediate, tile["BI"]), dtype=torch.float32)
-
-
 def _cut(tokens: int) -> tuple[int, int]:
     """Rows of a part, and how many parts that makes."""
     rows = max(SHORTEST, triton.cdiv(triton.cdiv(tokens, PARTS), SHORTEST) * SHORTEST)
@@ -136,24 +122,6 @@ def _cut(tokens: int) -> tuple[int, int]:
 
 def _padded(rank: int) -> int:
     return max(16, triton.next_power_of_2(rank))
-
-
-def _quantize_rows(x, largest, factor, values, scale) -> None:
-    rows, width = x.shape
-    _quantize[(rows, triton.cdiv(width, QUANTIZED))](  # the second size of a grid may not exceed 65,535
-        x,
-        largest,
-        x if factor is None else factor,
-        values,
-        scale,
-        width,
-        largest.shape[1],
-        HAS_FACTOR=factor is not None,
-        LARGEST=E4M3_MAX,
-        TILES_PADDED=triton.next_power_of_2(largest.shape[1]),
-        BLOCK=QUANTIZED,
-        num_warps=8,
-    )
 
 
 @triton.jit
@@ -179,13 +147,11 @@ def _forward(
     b_gate,
     b_up,
     act,
-    largest,
     T,
     WIDTH,
     ROWS,
     R: tl.constexpr,
     R_PADDED: tl.constexpr,
-    FP8: tl.constexpr,
     BT: tl.constexpr,
     BI: tl.constexpr,
 ):
@@ -205,9 +171,6 @@ def _forward(
         up += tl.dot(_row_by_rank(low + R, rows, is_row, 2 * R, R, R_PADDED), of_up, input_precision="ieee")
         result = (gate * tl.sigmoid(gate) * up).to(act.dtype.element_ty)
         tl.store(act + rows[:, None] * WIDTH + columns[None, :], result, mask=inside)
-        if FP8:
-            found = tl.max(tl.abs(result.to(tl.float32)), 1)
-            tl.store(largest + rows * tl.num_programs(0) + tl.program_id(0), found, mask=is_row)
 
 
 @triton.jit
@@ -219,16 +182,13 @@ def _backward(
     b_gate,
     b_up,
     a_down,
-    factor,
     d_y,
     sums,
-    largest,
     T,
     WIDTH,
     ROWS,
     R: tl.constexpr,
     R_PADDED: tl.constexpr,
-    FP8: tl.constexpr,
     BT: tl.constexpr,
     BI: tl.constexpr,
 ):
@@ -239,9 +199,6 @@ def _backward(
     of_gate = _rank_by_column(b_gate, columns, is_column, R, R_PADDED)
     of_up = _rank_by_column(b_up, columns, is_column, R, R_PADDED)
     of_down = tl.load(a_down + rank[:, None] * WIDTH + columns[None, :], mask=known, other=0.0)
-    if FP8:
-        factor_gate = tl.load(factor + columns, mask=is_column, other=0.0)
-        factor_up = tl.load(factor + WIDTH + columns, mask=is_column, other=0.0)
     sum_gate = tl.zeros((BI, R_PADDED), dtype=tl.float32)
     sum_up = tl.zeros((BI, R_PADDED), dtype=tl.float32)
     sum_down = tl.zeros((BI, R_PADDED), dtype=tl.float32)
@@ -270,41 +227,8 @@ def _backward(
         sum_gate += tl.dot(tl.trans(d_gate), low_gate, input_precision="ieee")
         sum_up += tl.dot(tl.trans(d_up), low_up, input_precision="ieee")
         sum_down += tl.dot(tl.trans(act), low_down, input_precision="ieee")
-        if FP8:
-            scaled = tl.maximum(
-                tl.abs(d_gate.to(tl.float32) * factor_gate[None, :]), tl.abs(d_up.to(tl.float32) * factor_up[None, :])
-            )
-            tl.store(largest + rows * tl.num_programs(0) + tl.program_id(0), tl.max(scaled, 1), mask=is_row)
     target = sums + tl.program_id(1).to(tl.int64) * 3 * WIDTH * R + columns[:, None] * R + rank[None, :]
     is_sum = is_column[:, None] & (rank[None, :] < R)
     tl.store(target, sum_gate, mask=is_sum)
     tl.store(target + WIDTH * R, sum_up, mask=is_sum)
     tl.store(target + 2 * WIDTH * R, sum_down, mask=is_sum)
-
-
-@triton.jit
-def _quantize(
-    x,
-    largest,
-    factor,
-    values,
-    scale,
-    WIDTH,
-    TILES,
-    HAS_FACTOR: tl.constexpr,
-    LARGEST: tl.constexpr,
-    TILES_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < WIDTH
-    tiles = tl.arange(0, TILES_PADDED)
-    of_tiles = tl.load(largest + row * TILES + tiles, mask=tiles < TILES, other=0.0)
-    step = tl.maximum(tl.max(of_tiles, 0), 1e-30) / LARGEST
-    value = tl.load(x + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
-    if HAS_FACTOR:
-        value *= tl.load(factor + columns, mask=inside, other=0.0)
-    tl.store(values + row * WIDTH + columns, (value / step).to(values.dtype.element_ty), mask=inside)
-    if tl.program_id(1) == 0:
-        tl.store(scale + row, step)
