@@ -28,6 +28,7 @@ from tunesmith.model.fuse import fuse
 from tunesmith.model.save import remove_leftovers, write_adapter, write_model
 from tunesmith.optim.build import build
 from tunesmith.parallel.apply import apply
+from tunesmith.plan.documents import sample_lengths
 from tunesmith.plan.hardware import Hardware, probe
 from tunesmith.plan.models import read_facts
 from tunesmith.plan.plan import Plan
@@ -40,9 +41,10 @@ Progress = Callable[[str, int, int | None], None]
 
 
 def plan_run(run: Run, hardware: Hardware | None = None) -> Plan:
-    """The plan for a run on this machine (or the hardware given). Reads the model's config, not its weights."""
+    """The plan for a run on this machine (or the hardware given). Reads the model's config, not its weights, and a
+    little of the data."""
     facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
-    return make_plan(run, facts, hardware or probe())
+    return make_plan(run, facts, hardware or probe(), lengths=sample_lengths(run))
 
 
 @dataclass(frozen=True)

@@ -97,15 +97,6 @@ def test_what_if_knows_settings_parts_of_the_plan_and_hardware():
             explain.apart(wrong)
 
 
-def test_tokens_are_known_from_steps_or_guessed_from_files(tmp_path):
-    assert explain.total_tokens(run(steps=10)) == (163840, "10 steps")
-    file = tmp_path / "d.jsonl"
-    file.write_text("x" * 9000)
-    found = explain.total_tokens(run(epochs=2).model_copy(update={"data": [dataset(str(file))]}))
-    assert found == (4000, "the size of the files, roughly")
-    assert explain.total_tokens(run()) is None
-
-
 def dataset(path: str):
     from tunesmith.config.schema import Dataset
 

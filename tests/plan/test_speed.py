@@ -23,12 +23,13 @@ def tokens_per_second(given, choice: Choice) -> float:
 @pytest.mark.parametrize(
     ("model", "hardware", "method", "length", "micro_batch", "choice", "published"),
     [
-        # One H200, measured: compiled layers with swapped linears, and Liger's eager ones.
+        # One H200, measured: compiled layers with swapped linears, and transformers' own.
         ("Llama-3.1-8B", "H200", "lora", 4096, 4, COMPILED, 15_468),
         ("Llama-3.1-8B", "H200", "lora", 4096, 4, replace(COMPILED, attention="flash-attn-4"), 15_747),
         ("Llama-3.1-8B", "H200", "lora", 4096, 4, replace(COMPILED, products="fp8"), 21_236),
-        ("Llama-3.1-8B", "H200", "lora", 4096, 4, replace(EAGER, recompute_layers=32), 8_917),
-        ("Llama-3.1-8B", "H200", "lora", 4096, 4, EAGER, 12_812),
+        ("Llama-3.1-8B", "H200", "lora", 4096, 4, replace(EAGER, recompute_layers=32), 7_529),
+        ("Llama-2-7B", "H200", "full", 1024, 16, EAGER, 11_451),
+        ("Llama-2-7B", "H200", "full", 1024, 16, replace(EAGER, recompute_layers=32), 9_044),
         ("Llama-3.1-8B", "H200", "qlora", 2048, 4, replace(COMPILED, storage="nf4"), 15_617),
         ("Llama-2-7B", "H200", "full", 1024, 16, COMPILED, 14_488),
         ("Llama-2-7B", "H200", "full", 1024, 16, replace(COMPILED, products="fp8"), 19_768),
@@ -59,13 +60,13 @@ def test_eight_h100_are_near_what_torchtitan_publishes(choice, published):
 
 def test_the_published_ladder_from_full_sharding_across_nodes_to_hybrid():
     """Llama-2-7B at 1,024 tokens: 1,500 over two nodes, 8,000 on one with recomputation, 16,000 with fused attention,
-    24,000 with hybrid sharding."""
+    24,000 with hybrid sharding. How many sequences each GPU had is not published: one, four, and eight are taken."""
     unfused = MODEL["Llama-2-7B"].changed(has_fused_attention=False)
     plain = replace(EAGER, attention="sdpa", sharding="zero3")
     naive = tokens_per_second(task(unfused, SLOW_NODES, "full", 1024, 8), replace(plain, shard=8))
-    one_node = replace(plain, shard=4, micro_batch=8, recompute_layers=32)
-    recomputing = tokens_per_second(task(unfused, "4 x A100-80G", "full", 1024, 32), one_node)
-    fused_choice = replace(one_node, attention="varlen", recompute_layers=0)
+    one_node = replace(plain, shard=4, micro_batch=4, recompute_layers=32)
+    recomputing = tokens_per_second(task(unfused, "4 x A100-80G", "full", 1024, 16), one_node)
+    fused_choice = replace(one_node, attention="varlen", micro_batch=8, recompute_layers=0)
     fused = tokens_per_second(task("Llama-2-7B", "4 x A100-80G", "full", 1024, 32), fused_choice)
     hybrid_choice = replace(fused_choice, sharding="hybrid", replicate=2)
     hybrid = tokens_per_second(task("Llama-2-7B", SLOW_NODES, "full", 1024, 64), hybrid_choice)
@@ -85,11 +86,14 @@ def test_full_sharding_sends_48_bits_a_parameter_over_the_nodes(nodes):
     assert speed.bits_between_nodes(7e9, nodes) == 48 * 7e9 / nodes
 
 
-def test_full_sharding_over_a_slow_link_takes_as_long_as_its_bits():
+def test_full_sharding_over_a_slow_link_takes_as_long_as_its_rings():
+    """Three collectives, of which the link between the nodes carries seven eighths, in a ring of eight; the bits that
+    must cross it at least are fewer."""
     given = task("Llama-2-7B", SLOW_NODES, "full", 1024, 8)
-    bits = speed.bits_between_nodes(given.facts.parameters, 2)
     time = speed.step_time(given, replace(EAGER, sharding="zero3", shard=8))
-    assert time.communication == pytest.approx(bits / (speed.NETWORK * 50e9), rel=0.25)
+    rings = 3 * 7 / 8 * 16 * given.facts.parameters
+    assert rings > speed.bits_between_nodes(given.facts.parameters, 2)
+    assert time.communication == pytest.approx(rings / (speed.NETWORK * 50e9), rel=0.1)
 
 
 def test_what_costs_time_costs_time():

@@ -61,6 +61,7 @@ def command(
     from tunesmith.cli import output
     from tunesmith.config.load import load
     from tunesmith.plan import explain
+    from tunesmith.plan.documents import sample_lengths, total_tokens
     from tunesmith.plan.hardware import named, probe
     from tunesmith.plan.models import read_facts
     from tunesmith.plan.search import search
@@ -72,7 +73,7 @@ def command(
     run = load(config, overrides or ()).run
     facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
     where = named(hardware) if hardware else probe()
-    found = search(run, facts, where)
+    found = search(run, facts, where, lengths=sample_lengths(run))
     plan = found.plan
     if solve:
         answer = explain.solve(solve, run, facts, where)
@@ -84,14 +85,16 @@ def command(
         settings, pins, other = explain.apart(_pairs(what_if))
         changed = load(config, [*(overrides or ()), *settings]).run if settings else run
         changed_facts = facts if changed.model == run.model else read_facts(changed.model)
-        after = search(changed, changed_facts, named(other) if other else where, pins=pins).plan
+        after = search(
+            changed, changed_facts, named(other) if other else where, pins=pins, lengths=sample_lengths(changed)
+        ).plan
         rows = explain.differences(plan, after)
         if as_json:
             output.print_json({"before": plan.model_dump(mode="json"), "after": after.model_dump(mode="json")})
         else:
             output.say(output.table(("what if", "as it is", "then"), rows, right=("as it is", "then")))
         return
-    length = (round(tokens), "as given") if tokens else explain.total_tokens(run)
+    length = (round(tokens), "as given") if tokens else total_tokens(run)
     if as_json:
         output.print_json(_document(run, facts, where, found, length, price))
     else:

@@ -6,10 +6,8 @@ Everything here asks the same two models as the search, so an alternative's numb
 from __future__ import annotations
 
 import dataclasses
-import glob
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tunesmith.config.schema import Run
@@ -26,8 +24,6 @@ PINNABLE = tuple(field.name for field in dataclasses.fields(Choice))
 """Parts of a plan that `--what-if` can fix."""
 SOLVABLE = ("sequence_length", "batch", "model", "gpus")
 LONGEST = 1 << 22
-TOKEN_BYTES = 4.5
-"""Bytes of text a token stands for, roughly, with the file's own syntax."""
 
 
 @dataclass(frozen=True)
@@ -260,25 +256,6 @@ def differences(before: Plan, after: Plan) -> list[tuple[str, str, str]]:
         rows.append((name.replace("_", " "), str(getattr(before, name)), str(getattr(after, name))))
     rows.append(("ranks", str(before.mesh.ranks), str(after.mesh.ranks)))
     return rows[:3] + [row for row in rows[3:] if row[1] != row[2]]
-
-
-def total_tokens(run: Run) -> tuple[int, str] | None:
-    """Tokens of the whole run and how that is known: its steps, or the size of its files, roughly."""
-    if run.steps is not None:
-        return run.steps * run.batch_tokens, f"{run.steps:,} steps"
-    size = 0.0
-    for dataset in run.data:
-        if dataset.path is None:
-            return None
-        path = Path(dataset.path).expanduser()
-        names = [path] if path.is_file() else [*path.rglob("*")] if path.is_dir() else glob.glob(dataset.path)
-        files = [Path(name) for name in names if Path(name).is_file()]
-        if not files:
-            return None
-        for file in files:
-            packed = 3 if file.suffix in (".gz", ".zst", ".parquet") else 1
-            size += packed * file.stat().st_size * dataset.weight
-    return round(size / TOKEN_BYTES * run.epochs), "the size of the files, roughly"
 
 
 def _numbers(plan: Plan) -> str:

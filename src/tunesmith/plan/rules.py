@@ -186,10 +186,8 @@ def _recompute(task: Task, choice: Choice) -> str:
 def complexity(task: Task, choice: Choice) -> int:
     """How much a choice asks of those who must understand it, and of the network; the simpler of equals wins."""
     sharding = {"none": 0, "ddp": 0, "zero3": 1, "zero1": 3, "zero2": 3, "hybrid": 2, "hierarchical": 4}
-    is_flat = choice.sharding in ("zero1", "zero2", "zero3") and task.hardware.nodes > 1
     return (
         sharding[choice.sharding]
-        + 2 * is_flat  # every layer waits for the link between nodes
         + 3 * (choice.tensor > 1)
         + 3 * (choice.context > 1)
         + 4 * (choice.pipeline > 1)

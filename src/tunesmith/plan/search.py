@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.plan import memory, rules, speed
 from tunesmith.plan.choice import Choice, Task
+from tunesmith.plan.documents import mean_length
 from tunesmith.plan.facts import ModelFacts
 from tunesmith.plan.hardware import Hardware
 from tunesmith.plan.plan import Device, Mesh, Moment, Plan, Precision, Reason, Time
@@ -59,8 +60,8 @@ class Search:
         return memory.timeline(self.task, self.chosen.choice)
 
 
-def make_plan(run: Run, facts: ModelFacts, hardware: Hardware) -> Plan:
-    return search(run, facts, hardware).plan
+def make_plan(run: Run, facts: ModelFacts, hardware: Hardware, *, lengths: Sequence[int] = ()) -> Plan:
+    return search(run, facts, hardware, lengths=lengths).plan
 
 
 def search(
@@ -70,16 +71,17 @@ def search(
     *,
     pins: Mapping[str, Any] | None = None,
     is_limited: bool | None = None,
+    lengths: Sequence[int] = (),
 ) -> Search:
     """Look for the best plan. `pins` fixes what may be chosen; `is_limited` keeps to what this version can execute,
-    which it does unless the hardware is a named one."""
+    which it does unless the hardware is a named one. `lengths` are those of some documents, where they are known."""
     limited = not hardware.is_named if is_limited is None else is_limited
     reasons: list[Reason] = []
 
     def decide(topic: str, choice: object, why: str) -> None:
         reasons.append(Reason(topic=topic, choice=str(choice), why=why))
 
-    task, products = make_task(run, facts, hardware, decide)
+    task, products = make_task(run, facts, hardware, decide, lengths)
     margin = _margin(task, decide)
     free = task.gpu.free if task.device == "cuda" else hardware.available
     limit = int((1 - margin) * free)
@@ -139,7 +141,9 @@ def search(
     return Search(plan, task, found, tuple(tiers))
 
 
-def make_task(run: Run, facts: ModelFacts, hardware: Hardware, decide: Decide) -> tuple[Task, str]:
+def make_task(
+    run: Run, facts: ModelFacts, hardware: Hardware, decide: Decide, lengths: Sequence[int] = ()
+) -> tuple[Task, str]:
     """What is settled before anything is searched for, and the arithmetic of the products."""
     device = _device(run, hardware, decide)
     precision, products = _precision(run, hardware, device, decide)
@@ -164,8 +168,11 @@ def make_task(run: Run, facts: ModelFacts, hardware: Hardware, decide: Decide) -
         optimizer=run.algorithm,
         sequence_length=sequence_length,
         sequences=sequences,
-        document_length=sequence_length,
+        document_length=mean_length(lengths, sequence_length),
     )
+    if task.document_length < 0.8 * sequence_length:
+        why = "the data's own lengths, roughly: attention costs by them, and sequences are packed with several"
+        decide("documents", f"about {task.document_length:,} tokens", why)
     return task, products
 
 
@@ -308,12 +315,7 @@ def _fits_host(task: Task, choice: Choice) -> bool:
 
 
 def _best(task: Task, fitting: list[Candidate]) -> Candidate | None:
-    """The quickest; among those that are as quick, the simplest, then the one that needs the least memory.
-
-    Hierarchical sharding is for states that hybrid sharding cannot hold.
-    """
-    if any(one.choice.sharding == "hybrid" for one in fitting):
-        fitting = [one for one in fitting if one.choice.sharding != "hierarchical"]
+    """The quickest; among those that are as quick, the simplest, then the one that needs the least memory."""
     if not fitting:
         return None
     least = min(one.time.total for one in fitting)

@@ -29,25 +29,28 @@ ATTENTION = {  # share of the half-precision rate, and document length at which 
 }
 ATTENTION_BACKWARD = 2.5 / 0.85
 """Backward against forward: 2.5 times the operations, at 0.85 of the rate."""
-ELEMENTWISE = {"hidden": 22, "attention": 4, "intermediate": 9}
-"""Passes over values of each width in norms, rotation, residuals and activations, forward and backward, compiled."""
-EAGER = 2.6
-"""Eager code makes so many times the passes."""
+ELEMENTWISE = {
+    True: {"hidden": 22, "attention": 4, "intermediate": 9},
+    False: {"hidden": 150, "attention": 35, "intermediate": 20},
+}
+"""Passes over values of each width in norms, rotation, residuals and activations, forward and backward, compiled or
+not. Norms in transformers' own code go over their input a dozen times each way, half of that in fp32."""
 FORWARD_ELEMENTWISE = 0.4
 """The forward pass's part of them."""
 ADAPTER_PASSES = 4.5
 """Over inputs and outputs of adapted linears (a probe on an H200 spent 95 of 755 ms there)."""
 FP8_PASSES = 3.0
 """Over inputs and outputs of products, to scale and convert them."""
-UNFUSED_ATTENTION = (38, 42)
-"""Bytes passed over for each score in the forward and the backward pass, where no kernel keeps scores on the chip."""
+UNFUSED_ATTENTION = (44, 48)
+"""Bytes passed over for each score in the forward and the backward pass, where no kernel keeps scores on the chip: 33
+and 36 by the operators of transformers' own code, which reach three quarters of the memory's speed."""
 LAUNCH = 6e-6
 """Seconds of the processor to start a kernel."""
 KERNELS = {True: (14, 30), False: (60, 130)}
 """Kernels of a layer, forward and backward, compiled or not."""
 STEP = 2e-3
 """Seconds of a step outside of everything: batch, clipping, logging."""
-LINK, NETWORK = 0.75, 0.9
+LINK, NETWORK = 0.75, 0.97
 """Share of a link's published speed that a collective reaches, within and between nodes."""
 HIDDEN_SHARE = 0.8
 """Communication and copies hide behind this share of the computation beside them."""
@@ -168,15 +171,16 @@ def _attention(task: Task, choice: Choice) -> float:
 
 def _elementwise_bytes(task: Task, choice: Choice) -> float:
     facts = task.facts
+    passes = ELEMENTWISE[choice.is_compiled]
     values = facts.total(
         lambda kind: (
-            ELEMENTWISE["hidden"] * facts.hidden * (kind.norms + kind.post_norms) / 2
-            + ELEMENTWISE["attention"] * (kind.query + kind.key)
-            + ELEMENTWISE["intermediate"] * kind.intermediate
+            passes["hidden"] * facts.hidden * (kind.norms + kind.post_norms) / 2
+            + passes["attention"] * (kind.query + kind.key)
+            + passes["intermediate"] * kind.intermediate
             + 8 * kind.copies * facts.hidden
         )
     )
-    return values * task.width * (1 if choice.is_compiled else EAGER)
+    return values * task.width
 
 
 def _quantization(task: Task, choice: Choice, tokens: float) -> float:
@@ -255,12 +259,18 @@ def _communication(task: Task, choice: Choice, rounds: int, forward: float, back
 
 
 def _collective(task: Task, choice: Choice, size: float, *, everywhere: bool) -> float:
-    """Seconds to gather or reduce-scatter `size` bytes over all data ranks, or over those of a node."""
+    """Seconds to gather or reduce-scatter `size` bytes over all data ranks, or over those of a node.
+
+    In a ring: every link of it carries all that is not the next rank's own. So the link between two nodes carries
+    nearly everything, though half of it would do.
+    """
     hardware = task.hardware
-    per_node = min(choice.data_ranks, len(hardware.gpus)) if everywhere else choice.shard
-    within = size * (per_node - 1) / per_node / (LINK * hardware.link) if per_node > 1 else 0.0
-    nodes = hardware.nodes if everywhere and choice.data_ranks > per_node else 1
-    return max(within, size * (nodes - 1) / nodes / (NETWORK * hardware.network) if nodes > 1 else 0.0)
+    here = min(choice.data_ranks, len(hardware.gpus))
+    ranks = choice.data_ranks if everywhere else choice.shard
+    if ranks == 1:
+        return 0.0
+    slowest = LINK * hardware.link if ranks <= here else NETWORK * hardware.network
+    return size * (ranks - 1) / ranks / slowest
 
 
 def _between(task: Task) -> float:
