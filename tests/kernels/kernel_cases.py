@@ -155,7 +155,7 @@ def check_lowrank_mlp(device: str, dtype=torch.float32, fp8: bool = False) -> No
     from tunesmith.kernels.lowrank import quantize_rows
     from tunesmith.kernels.lowrank_mlp import FrozenWeights, lowrank_mlp
 
-    tokens, hidden, intermediate, rank = 40, 32, 64, 4
+    tokens, hidden, intermediate, rank = 300, 32, 64, 4  # three slices of at most 128
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int, size: float = 1.0) -> torch.Tensor:
@@ -175,18 +175,17 @@ def check_lowrank_mlp(device: str, dtype=torch.float32, fp8: bool = False) -> No
         (g8, g_scale), (d8, d_scale) = quantize_rows(gate_up), quantize_rows(down)
         frozen = FrozenWeights(g8, g_scale.squeeze(1), d8, d_scale.squeeze(1))
     found = lowrank_mlp(leaves[0], frozen, *leaves[1:])
+    sliced = lowrank_mlp(leaves[0], frozen, *leaves[1:], slice_tokens=128)
+    assert "sliced_mlp" in type(sliced.grad_fn).__name__
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     x, a_gate_up, b_gate, b_up, a_down, b_down = exact
     act = reference.swiglu(x @ gate_up.double().t(), x @ a_gate_up.t(), b_gate, b_up)
     expected = act @ down.double().t() + act @ a_down.t() @ b_down.t()
     direction = torch.randn(found.shape, generator=generator).to(found)
     tolerance = 0.12 if fp8 else {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    pairs = [(found, expected)]
-    pairs += zip(
-        torch.autograd.grad(found, leaves, direction),
-        torch.autograd.grad(expected, exact, direction.double()),
-        strict=True,
-    )
+    wanted = torch.autograd.grad(expected, exact, direction.double())
+    pairs = [(found, expected), *zip(torch.autograd.grad(found, leaves, direction), wanted, strict=True)]
+    pairs += [(sliced, expected), *zip(torch.autograd.grad(sliced, leaves, direction), wanted, strict=True)]
     for number, (one, want) in enumerate(pairs):
         error = ((one.double() - want).norm() / want.norm()).item()
         assert error < tolerance, (number, error)

@@ -1,12 +1,15 @@
 """A gated MLP with frozen weights and adapters on its three linears, as one operation.
 
-`down(silu(gate(x)) * up(x))`. Of the wide tensors only the joint product of gate and up is kept for backward.
+`down(silu(gate(x)) * up(x))`. Of the wide tensors only the joint product of gate and up is kept for backward. In slices
+of tokens not even that: each slice is computed again in the backward pass, and wide tensors never exist for more than
+one of them.
 
 Legend: T tokens, H hidden, I intermediate, R rank; `8` marks fp8 values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,6 +23,9 @@ from tunesmith.kernels.lowrank import (
 )
 from tunesmith.kernels.nf4 import whole
 from tunesmith.kernels.swiglu import swiglu, swiglu_backward
+
+ROWS = 128
+"""Slices are whole tiles of a GPU's products."""
 
 
 class FrozenWeights(NamedTuple):
@@ -39,25 +45,21 @@ def lowrank_mlp(
     b_up: torch.Tensor,
     a_down: torch.Tensor,
     b_down: torch.Tensor,
+    slice_tokens: int = 0,
 ) -> torch.Tensor:
-    """`a_gate_up` [2R, H] holds the factors of gate and of up, one below the other; each `b` holds its scale."""
-    return _LowRankMlp.apply(x_th, *frozen, a_gate_up, b_gate, b_up, a_down, b_down)
+    """`a_gate_up` [2R, H] holds the factors of gate and of up, one below the other; each `b` holds its scale. More than
+    `slice_tokens` tokens (0: any number) are computed in slices."""
+    arguments = (x_th, *frozen, a_gate_up, b_gate, b_up, a_down, b_down)
+    if 0 < slice_tokens < x_th.shape[0]:
+        return _sliced(*arguments, slice_tokens)
+    return _LowRankMlp.apply(*arguments)
 
 
 class _LowRankMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate_up, gate_up_scale, down, down_scale, a_gate_up, b_gate, b_up, a_down, b_down):
-        is_fp8 = gate_up_scale is not None
-        low = x @ a_gate_up.t()
-        weight = whole(gate_up, _rows(b_gate, b_up), x.shape[1], x, gate_up_scale)
-        y = product_fp8(*quantize_rows(x), weight, gate_up_scale, x.dtype) if is_fp8 else x @ weight.t()
-        act, act8, act_scale = swiglu(y, low, b_gate, b_up, is_fp8)
-        low_down = act @ a_down.t()
-        weight = whole(down, _rows(b_down), act.shape[1], act, down_scale)
-        if is_fp8:
-            out = product_plus_small_fp8(act8, act_scale, weight, down_scale, low_down, b_down.t(), x.dtype)
-        else:
-            out = product_plus_small(act, weight.t(), low_down, b_down.t(), None)
+        y, low, low_down, activation = _up(x, gate_up, gate_up_scale, a_gate_up, b_gate, b_up, a_down)
+        out = _down(*activation, down, down_scale, low_down, b_down)
         ctx.save_for_backward(
             x, y, low, low_down, gate_up, gate_up_scale, down, down_scale, a_gate_up, b_gate, b_up, a_down, b_down
         )
@@ -65,31 +67,160 @@ class _LowRankMlp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        (x, y, low, low_down, gate_up, gate_up_scale, down, down_scale, a_gate_up, b_gate, b_up, a_down, b_down) = (
-            ctx.saved_tensors
-        )
-        is_fp8 = gate_up_scale is not None
-        g_down = g @ b_down
-        weight = whole(down, _rows(b_down), a_down.shape[1], g, down_scale)
+        d_x, *d_factors = _gradients(g, *ctx.saved_tensors, needs_x=ctx.needs_input_grad[0])
+        return d_x, None, None, None, None, *d_factors
+
+
+def _up(x, gate_up, gate_up_scale, a_gate_up, b_gate, b_up, a_down):
+    """From the input to the activation (in its own precision, and in fp8 with scales), and what backward needs."""
+    is_fp8 = gate_up_scale is not None
+    low = x @ a_gate_up.t()
+    weight = whole(gate_up, _rows(b_gate, b_up), x.shape[1], x, gate_up_scale)
+    y = product_fp8(*quantize_rows(x), weight, gate_up_scale, x.dtype) if is_fp8 else x @ weight.t()
+    act, act8, act_scale = swiglu(y, low, b_gate, b_up, is_fp8)
+    return y, low, act @ a_down.t(), (act, act8, act_scale)
+
+
+def _down(act, act8, act_scale, down, down_scale, low_down, b_down):
+    weight = whole(down, _rows(b_down), act.shape[1], act, down_scale)
+    if down_scale is not None:
+        return product_plus_small_fp8(act8, act_scale, weight, down_scale, low_down, b_down.t(), act.dtype)
+    return product_plus_small(act, weight.t(), low_down, b_down.t(), None)
+
+
+def _gradients(
+    g,
+    x,
+    y,
+    low,
+    low_down,
+    gate_up,
+    gate_up_scale,
+    down,
+    down_scale,
+    a_gate_up,
+    b_gate,
+    b_up,
+    a_down,
+    b_down,
+    *,
+    needs_x,
+):
+    """Of the input (None when not needed) and of the five factors."""
+    is_fp8 = gate_up_scale is not None
+    g_down = g @ b_down
+    weight = whole(down, _rows(b_down), a_down.shape[1], g, down_scale)
+    if is_fp8:
+        ones = torch.ones(weight.shape[1], device=g.device, dtype=torch.float32)
+        d_act = product_fp8(*quantize_apart(g, down_scale), weight.t().contiguous(), ones, g.dtype)
+    else:
+        d_act = g @ weight
+    scale_in = gate_up_scale if is_fp8 else y.new_empty(0, dtype=torch.float32)
+    d_y, d8, d_scale, d_factors = swiglu_backward(d_act, g_down, y, low, b_gate, b_up, a_down, scale_in, is_fp8)
+    intermediate = b_gate.shape[0]
+    g_gate_up = torch.cat([d_y[:, :intermediate] @ b_gate, d_y[:, intermediate:] @ b_up], dim=1)
+    d_x = None
+    if needs_x:
+        weight = whole(gate_up, _rows(b_gate, b_up), x.shape[1], d_y, gate_up_scale)
         if is_fp8:
             ones = torch.ones(weight.shape[1], device=g.device, dtype=torch.float32)
-            d_act = product_fp8(*quantize_apart(g, down_scale), weight.t().contiguous(), ones, g.dtype)
+            d_x = product_plus_small_fp8(d8, d_scale, weight.t().contiguous(), ones, g_gate_up, a_gate_up, g.dtype)
         else:
-            d_act = g @ weight
-        scale_in = gate_up_scale if is_fp8 else y.new_empty(0, dtype=torch.float32)
-        d_y, d8, d_scale, d_factors = swiglu_backward(d_act, g_down, y, low, b_gate, b_up, a_down, scale_in, is_fp8)
-        intermediate = b_gate.shape[0]
-        g_gate_up = torch.cat([d_y[:, :intermediate] @ b_gate, d_y[:, intermediate:] @ b_up], dim=1)
-        d_x = None
-        if ctx.needs_input_grad[0]:
-            weight = whole(gate_up, _rows(b_gate, b_up), x.shape[1], d_y, gate_up_scale)
-            if is_fp8:
-                ones = torch.ones(weight.shape[1], device=g.device, dtype=torch.float32)
-                d_x = product_plus_small_fp8(d8, d_scale, weight.t().contiguous(), ones, g_gate_up, a_gate_up, g.dtype)
-            else:
-                d_x = product_plus_small(d_y, weight, g_gate_up, a_gate_up, None)
-        d_b_gate, d_b_up, d_a_down = d_factors.unbind()
-        return d_x, None, None, None, None, g_gate_up.t() @ x, d_b_gate, d_b_up, d_a_down.t(), g.t() @ low_down
+            d_x = product_plus_small(d_y, weight, g_gate_up, a_gate_up, None)
+    d_b_gate, d_b_up, d_a_down = d_factors.unbind()
+    return d_x, g_gate_up.t() @ x, d_b_gate, d_b_up, d_a_down.t(), g.t() @ low_down
+
+
+# In slices. Opaque to the compiler, for which every slice would be a graph of its own.
+
+
+@torch.library.custom_op("tunesmith::sliced_mlp", mutates_args=())
+def _sliced(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor | None,
+    down: torch.Tensor,
+    down_scale: torch.Tensor | None,
+    a_gate_up: torch.Tensor,
+    b_gate: torch.Tensor,
+    b_up: torch.Tensor,
+    a_down: torch.Tensor,
+    b_down: torch.Tensor,
+    size: int,
+) -> torch.Tensor:
+    out = torch.empty_like(x)
+    for part in _slices(x, size):
+        _, _, low_down, activation = _up(x[part], gate_up, gate_up_scale, a_gate_up, b_gate, b_up, a_down)
+        out[part] = _down(*activation, down, down_scale, low_down, b_down)
+        del activation  # before the next slice makes its own
+    return out
+
+
+@_sliced.register_fake
+def _(x, gate_up, gate_up_scale, down, down_scale, a_gate_up, b_gate, b_up, a_down, b_down, size):
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("tunesmith::sliced_mlp_backward", mutates_args=())
+def _sliced_backward(
+    g: torch.Tensor,
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scale: torch.Tensor | None,
+    down: torch.Tensor,
+    down_scale: torch.Tensor | None,
+    a_gate_up: torch.Tensor,
+    b_gate: torch.Tensor,
+    b_up: torch.Tensor,
+    a_down: torch.Tensor,
+    b_down: torch.Tensor,
+    size: int,
+    needs_x: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradient of x (empty when not needed), and those of the factors, summed over slices in fp32."""
+    factors = (a_gate_up, b_gate, b_up, a_down, b_down)
+    d_x = torch.empty_like(x) if needs_x else x.new_empty(0)
+    sums = [torch.zeros_like(factor, dtype=torch.float32) for factor in factors]
+    frozen = (gate_up, gate_up_scale, down, down_scale)
+    for part in _slices(x, size):
+        y, low, low_down, activation = _up(x[part], gate_up, gate_up_scale, a_gate_up, b_gate, b_up, a_down)
+        del activation  # backward computes it again on the way
+        d_part, *d_factors = _gradients(g[part], x[part], y, low, low_down, *frozen, *factors, needs_x=needs_x)
+        if needs_x:
+            d_x[part] = d_part
+        for total, gradient in zip(sums, d_factors, strict=True):
+            total += gradient
+        del y, d_part  # before the next slice makes its own
+    d_a_gate_up, d_b_gate, d_b_up, d_a_down, d_b_down = (total.to(x.dtype) for total in sums)
+    return d_x, d_a_gate_up, d_b_gate, d_b_up, d_a_down, d_b_down
+
+
+@_sliced_backward.register_fake
+def _(g, x, gate_up, gate_up_scale, down, down_scale, a_gate_up, b_gate, b_up, a_down, b_down, size, needs_x):
+    d_x = torch.empty_like(x) if needs_x else x.new_empty(0)
+    return d_x, *(torch.empty_like(factor) for factor in (a_gate_up, b_gate, b_up, a_down, b_down))
+
+
+def _keep(ctx, inputs, output):
+    *tensors, ctx.size = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, g):
+    needs_x = ctx.needs_input_grad[0]
+    d_x, *d_factors = _sliced_backward(g.contiguous(), *ctx.saved_tensors, ctx.size, needs_x)
+    return d_x if needs_x else None, None, None, None, None, *d_factors, None
+
+
+_sliced.register_autograd(_backward, setup_context=_keep)
+
+
+def _slices(x: torch.Tensor, size: int) -> Iterator[slice]:
+    """Of equal length but for rounding, so that the last is not a small one."""
+    tokens = x.shape[0]
+    count = -(-tokens // size)
+    each = -(-tokens // count // ROWS) * ROWS
+    return (slice(start, min(start + each, tokens)) for start in range(0, tokens, each))
 
 
 def _rows(*factors: torch.Tensor) -> tuple[int, ...]:

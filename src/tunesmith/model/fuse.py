@@ -98,6 +98,8 @@ class JointMlp(nn.Module):
     def __init__(self, mlp: nn.Module, *, fp8: bool):
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.slice_tokens = 0
+        """More tokens than this are computed in slices; 0: never."""
         gate_up = torch.cat([_held(mlp.gate_proj), _held(mlp.up_proj)])
         fp8 = fp8 and _fits_fp8(mlp.gate_proj) and _fits_fp8(mlp.down_proj)
         gate_up, gate_up_scale = _for_products(gate_up, [mlp.gate_proj, mlp.up_proj], fp8=fp8)
@@ -120,6 +122,7 @@ class JointMlp(nn.Module):
             *((member.lora_b * member.scale).to(x.dtype) for member in (gate, up)),
             down.lora_a.to(x.dtype),
             (down.lora_b * down.scale).to(x.dtype),
+            self.slice_tokens,
         )
         return out.view(x.shape)
 

@@ -5,7 +5,8 @@ device.
 layer keeps its input and, where asked, what its attention gave, which is expensive to compute and cheap to keep; the
 rest is computed again in the backward pass. It may be compiled: the compiler then leaves out what backward does not
 need. Of an offloaded layer the input waits in host memory: it goes there beside the computation of the layer, and comes
-back while the layer above is in its backward pass.
+back while the layer above is in its backward pass. `slice_mlp` keeps the widest tensors of a layer from existing for all
+tokens at once.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ import weakref
 from collections.abc import Callable
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tunesmith.model.fuse import JointMlp
 
 Forward = Callable[..., torch.Tensor]
 BLOCK = 1 << 25
 """Bytes of one piece of pinned memory: a power of two, to which torch would round anything else up."""
+MLPS = ("mlp", "feed_forward")
+"""What models call the MLP of a layer."""
 ATTENTION = frozenset(
     {
         "tunesmith::flash4",
@@ -68,6 +74,29 @@ def offloaded(forward: Forward, store: HostStore) -> Forward:
             return forward(*arguments, **named)
 
     return elsewhere
+
+
+def slice_mlp(layer: nn.Module, tokens: int, *, recompute: bool = True) -> bool:
+    """Let the layer's MLP take so many tokens at a time, and keep of them its input alone; False where it has none that
+    treats each token for itself. `recompute` may be off where the whole layer is compiled to be recomputed: there each
+    slice is computed again just before its backward pass."""
+    mlp = next((found for name in MLPS if (found := getattr(layer, name, None)) is not None), None)
+    if mlp is None or any(isinstance(module, nn.ModuleList) or hasattr(module, "experts") for module in mlp.modules()):
+        return False
+    if isinstance(mlp, JointMlp):
+        mlp.slice_tokens = tokens
+        return True
+    forward = recomputed(mlp.forward) if recompute else mlp.forward
+
+    def by_slices(x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(1, -1, x.shape[-1])
+        if rows.shape[1] <= tokens:
+            return mlp_forward(x)
+        return torch.cat([forward(part) for part in rows.split(tokens, dim=1)], dim=1).view(x.shape)
+
+    mlp_forward = mlp.forward
+    mlp.forward = by_slices
+    return True
 
 
 class HostStore:

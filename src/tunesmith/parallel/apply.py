@@ -1,6 +1,6 @@
 """The order in which a loaded, adapted model is made ready to train. Mechanisms live elsewhere.
 
-recompute some layers  ->  compile each layer  ->  offload the inputs of recomputed layers
+MLPs in slices  ->  recompute some layers  ->  compile each layer  ->  offload the inputs of recomputed layers
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tunesmith.errors import UserError
-from tunesmith.parallel.activation import HostStore, offloaded, recomputed
+from tunesmith.parallel.activation import HostStore, offloaded, recomputed, slice_mlp
 from tunesmith.plan.plan import Plan
 
 
@@ -17,9 +17,17 @@ def apply(model: nn.Module, plan: Plan) -> None:
     layers = decoder_layers(model)
     store = HostStore(torch.device(plan.device)) if plan.offload_activations else None
     for index, layer in enumerate(layers):
-        forward = layer.forward
         # Early layers are the ones to recompute: what they would keep is kept the longest.
         is_recomputed = index < plan.recompute_layers
+        can_slice = not plan.mlp_slice or slice_mlp(
+            layer, plan.mlp_slice, recompute=not (is_recomputed and plan.is_compiled)
+        )
+        if not can_slice:
+            raise UserError(
+                f"The plan computes MLPs in slices of {plan.mlp_slice:,} tokens, but {type(layer).__name__} has none "
+                "that can be; use a shorter sequence_length, or a plan with mlp_slice 0."
+            )
+        forward = layer.forward
         if is_recomputed:
             forward = recomputed(forward, keep_attention=plan.keep_attention)
         if plan.is_compiled:

@@ -94,6 +94,7 @@ class Choice:
     attention: Attention = "sdpa"
     is_compiled: bool = False
     keep_attention: bool = False
+    mlp_slice: int = 0
     offload_activations: bool = False
     master_weights: bool = True
     """Where the trained weights are held in half precision; else there are none."""

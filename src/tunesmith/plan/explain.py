@@ -248,9 +248,8 @@ def differences(before: Plan, after: Plan) -> list[tuple[str, str, str]]:
     ]
     names = (
         "sequence_length", "sequences_per_step", "micro_batch", "recompute_layers", "precision", "products", "storage",
-        "master_weights", "optimizer_states", "offload_optimizer", "keep_attention", "offload_activations", "sharding",
-        "attention",
-        "learning_rate",
+        "master_weights", "optimizer_states", "offload_optimizer", "keep_attention", "mlp_slice", "offload_activations",
+        "sharding", "attention", "learning_rate",
     )  # fmt: skip
     for name in names:
         rows.append((name.replace("_", " "), str(getattr(before, name)), str(getattr(after, name))))

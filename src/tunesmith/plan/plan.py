@@ -151,6 +151,8 @@ class Plan(Part):
     """Decoder layers whose activations are computed again in the backward pass instead of being kept."""
     keep_attention: bool = False
     """Recomputed layers keep what their attention gave, and compute the rest again."""
+    mlp_slice: Annotated[int, Field(ge=0)] = 0
+    """Tokens a layer's MLP takes at a time, its wide tensors being computed again in the backward pass; 0: all."""
     offload_activations: bool = False
     """The inputs of recomputed layers wait in host memory between forward and backward."""
     optimizer_states: OptimizerStates = "fp32"

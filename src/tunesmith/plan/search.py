@@ -125,6 +125,7 @@ def search(
         micro_batch=choice.micro_batch,
         recompute_layers=choice.recompute_layers,
         keep_attention=choice.keep_attention,
+        mlp_slice=choice.mlp_slice,
         offload_activations=choice.offload_activations,
         optimizer_states=choice.optimizer_states,
         offload_optimizer=choice.offload_optimizer,
