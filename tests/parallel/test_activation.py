@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tunesmith.errors import UserError
 from tunesmith.measure.bench import Workload, batches, build, plan_for
 from tunesmith.model.forward import to_device, token_losses
 from tunesmith.parallel.activation import HostStore, offloaded, recomputed
+from tunesmith.parallel.apply import apply
 
 WORKLOAD = Workload("tiny", "lora", 2, 64)
 WAYS = [
@@ -45,6 +48,44 @@ def test_what_is_kept_does_not_change_gradients(way):
     assert all(gradient.abs().max() > 0 for gradient in expected)
     for found, plain in zip(gradients(steps=2, **way), expected, strict=True):
         torch.testing.assert_close(found, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("recompute_layers", [0, 1, 2])
+def test_mlps_in_slices_have_the_same_gradients(recompute_layers):
+    expected = gradients(steps=2)
+    found = gradients(steps=2, recompute_layers=recompute_layers, mlp_slice=50)  # of 128 tokens: the last is shorter
+    for mine, plain in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_the_wide_tensors_of_a_sliced_mlp_never_exist_for_all_tokens():
+    class Widest(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), named=None):
+            out = function(*arguments, **named or {})
+            for tensor in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(tensor, torch.Tensor) and tensor.ndim > 2 and tensor.shape[-1] == 256:  # gate and up
+                    self.most = max(self.most, tensor.shape[-2])
+            return out
+
+    def widest(**plan) -> int:
+        with Widest() as mode:
+            gradients(**plan)
+        return mode.most
+
+    assert widest() == 128
+    assert widest(mlp_slice=32) == 32
+    assert widest(mlp_slice=32, recompute_layers=2) == 32
+
+
+def test_a_layer_without_an_mlp_for_slices_is_named():
+    plan = plan_for(WORKLOAD, device="cpu", products="plain", recompute_layers=0, compiled=False)
+    model = build(WORKLOAD, plan).model
+    for layer in model.model.layers:
+        del layer.mlp
+    with pytest.raises(UserError, match="but LlamaDecoderLayer has none"):
+        apply(model, plan.changed(mlp_slice=8))
 
 
 @pytest.fixture

@@ -143,6 +143,8 @@ def test_a_sequence_of_256k_tokens_on_one_h200_keeps_its_layer_inputs_in_host_me
     chosen = plan("Llama-3.1-8B", "H200", sequence_length=262144, batch_tokens=262144, precision="fp8")
     assert chosen.fits
     assert chosen.offload_activations
+    assert chosen.mlp_slice
+    assert "tokens at a time: for all tokens it would make 14.0 GiB" in why(chosen, "MLP")
     assert chosen.storage == "plain"  # exactness is not given up before room is
     assert "layer inputs to host memory: all else needs at least" in why(chosen, "offload")
     inputs = 262144 * 4096 * 2 * chosen.recompute_layers
@@ -159,7 +161,7 @@ def test_attention_is_kept_where_there_is_room_for_it():
         run(sequence_length=131072, batch_tokens=131072, precision="fp8"),
         MODEL["Llama-3.1-8B"],
         named("H200"),
-        pins={"keep_attention": False, "recompute_layers": chosen.recompute_layers},
+        pins={name: getattr(chosen, name) for name in ("recompute_layers", "mlp_slice")} | {"keep_attention": False},
     ).plan
     kept = 131072 * (4096 * 2 + 32 * 4) * chosen.recompute_layers
     assert 0 <= chosen.memory.activations - tighter.memory.activations - kept < 1024

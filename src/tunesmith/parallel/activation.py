@@ -5,8 +5,8 @@ device.
 layer keeps its input and, where asked, what its attention gave, which is expensive to compute and cheap to keep; the
 rest is computed again in the backward pass. It may be compiled: the compiler then leaves out what backward does not
 need. Of an offloaded layer the input waits in host memory: it goes there beside the computation of the layer, and comes
-back while the layer above is in its backward pass. `slice_mlp` keeps the widest tensors of a layer from existing for all
-tokens at once.
+back while the layer above is in its backward pass. `slice_mlp` keeps the widest tensors of a layer from existing for
+all tokens at once.
 """
 
 from __future__ import annotations

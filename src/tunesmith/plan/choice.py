@@ -126,5 +126,10 @@ class Choice:
         """Tokens of one micro-batch on one rank."""
         return min(self.micro_batch, self._per_rank(task)) * task.sequence_length / self.context
 
+    def mlp_tokens(self, task: Task) -> float:
+        """Tokens for which the wide tensors of an MLP exist at a time."""
+        tokens = self.tokens(task)
+        return min(tokens, self.mlp_slice) if self.mlp_slice else tokens
+
     def _per_rank(self, task: Task) -> int:
         return -(-task.sequences // self.data_ranks)

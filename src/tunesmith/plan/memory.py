@@ -48,8 +48,8 @@ def timeline(task: Task, choice: Choice) -> list[Moment]:
     chunk = min(LOGITS[task.device], tokens * facts.vocabulary) / spread
     loss = chunk * max(LOGIT_BYTES[task.device], width) + hidden
     head_gradient = head * (4 + width) if is_full and facts.has_head else 0.0
-    widest = max(kind.intermediate for kind in facts.kinds) * width * tokens / spread
-    backward = 3 * widest + 3 * hidden
+    widest = max(kind.intermediate for kind in facts.kinds) * width * choice.mlp_tokens(task) / spread
+    backward = (5 if choice.mlp_slice else 3) * widest + 3 * hidden  # a slice is computed again first
     forward = (1 if choice.is_compiled else 2) * widest + hidden
     largest = (
         max(facts.embedding, max(one.inputs * one.outputs for kind in facts.kinds for one in kind.linears)) / spread
@@ -243,7 +243,9 @@ def _dequantized(task: Task, choice: Choice) -> float:
     return largest / choice.tensor * task.width
 
 
-def layer_bytes(task: Task, kind: Layer, *, is_compiled: bool, products: str = "plain", tensor: int = 1) -> float:
+def layer_bytes(
+    task: Task, kind: Layer, *, is_compiled: bool, products: str = "plain", tensor: int = 1, is_sliced: bool = False
+) -> float:
     """What a layer keeps for backward, for each token. Eager: as autograd's own hooks count it. Compiled: norms and
     activations are computed again from what stands before them, save where an adapter keeps its input."""
     width, hidden, is_full = task.width, task.facts.hidden, not task.has_adapters
@@ -268,6 +270,8 @@ def layer_bytes(task: Task, kind: Layer, *, is_compiled: bool, products: str = "
         attention += (kind.query + kind.key) * width if kind.is_qkv_fused else 0  # the values keep all three alive
         attention += kind.query * width if task.device == "cpu" else 0  # heads last: a copy
         values = kind.mlp_values
+    if is_sliced:
+        values = 0  # the MLP's input alone, which is counted with the norms
     if experts and not is_full:
         values -= 1  # frozen experts do not keep their inputs
     attention += 4 * task.facts.heads
@@ -289,7 +293,12 @@ def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, floa
 
     def of(kind: Layer) -> float:
         return tokens * layer_bytes(
-            task, kind, is_compiled=choice.is_compiled, products=choice.products, tensor=choice.tensor
+            task,
+            kind,
+            is_compiled=choice.is_compiled,
+            products=choice.products,
+            tensor=choice.tensor,
+            is_sliced=choice.mlp_slice > 0,
         )
 
     boundary = tokens * facts.hidden * task.width / choice.tensor

@@ -192,6 +192,7 @@ def complexity(task: Task, choice: Choice) -> int:
         + 3 * (choice.context > 1)
         + 4 * (choice.pipeline > 1)
         + (choice.recompute_layers > 0)
+        + (choice.mlp_slice > 0)
         + 2 * (choice.storage != "plain")
         + 2 * (choice.optimizer_states != "fp32")
         + 2 * (not choice.master_weights)

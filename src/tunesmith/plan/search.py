@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,6 +27,10 @@ MARGIN = {"known": 0.04, "uncertain": 0.12, "cpu": 0.15}
 """Share of the free memory that a plan leaves alone."""
 MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
 """More tokens in one forward pass bring no more speed on these devices."""
+MLP_SLICE = 4096
+"""Tokens of a slice of an MLP: enough for its products to be near their full speed."""
+MOST_VALUES = 1 << 31
+"""Of one tensor, as far as kernels can count."""
 EQUAL = 0.05
 """Choices whose times differ by less than this are equals: predictions are no better."""
 SAME = 0.01
@@ -193,7 +198,7 @@ def _tiers(task: Task) -> list[dict[str, Any]]:
         return [plain]
     if task.has_adapters:
         small: dict[str, Any] = {"storage": "nf4"}
-        order = [plain, {**plain, "offload_activations": True}, small, {**small, "offload_activations": True}]
+        order = [plain, small]
     else:
         is_fused = task.optimizer in ("adamw", "lion")
         small = {"optimizer_states": "int8"} if is_fused else {}
@@ -228,25 +233,46 @@ def _candidates(
             if refusal is not None:
                 why_not.first = why_not.first or refusal
                 continue
-            keeps = (choice.keep_attention,) if "keep_attention" in pins else (False, True)
-            yield from _recomputing(task, choice, layers, keeps, limit, is_limited)
+            yield from _recomputing(task, choice, layers, _ways(task, choice, pins), limit, is_limited)
 
 
 def _recomputing(
-    task: Task, choice: Choice, layers: int | None, keeps: tuple[bool, ...], limit: int, is_limited: bool
+    task: Task, choice: Choice, layers: int | None, ways: list[dict[str, Any]], limit: int, is_limited: bool
 ) -> Iterator[Candidate]:
-    """The choice with as much recomputation as it needs: none when it fits without."""
+    """The choice with as much recomputation as it needs, in each of the ways: none when it fits without."""
     if layers is not None:
         yield _evaluate(task, choice, min(layers, task.facts.layers))
         return
-    if not choice.offload_activations:  # of what is not recomputed nothing is offloaded
-        plain = _evaluate(task, choice, 0)
+    if not ways[0]["offload_activations"]:  # of what is not recomputed nothing is offloaded
+        plain = _evaluate(task, dataclasses.replace(choice, mlp_slice=ways[0]["mlp_slice"]), 0)
         yield plain
         if plain.bytes <= limit:
             return
-    for keep_attention in keeps:
-        kept = dataclasses.replace(choice, keep_attention=keep_attention)
-        yield from _fewest_layers(task, kept, limit, is_limited)
+    for way in ways:
+        yield from _fewest_layers(task, dataclasses.replace(choice, **way), limit, is_limited)
+
+
+def _ways(task: Task, choice: Choice, pins: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """How recomputed layers may save memory; the first of them is that of a run that recomputes nothing."""
+    options: dict[str, tuple[Any, ...]] = {
+        "mlp_slice": _slices(task, choice),
+        # Over adapters layer inputs in host memory cost time alone; else they are a tier of their own.
+        "offload_activations": (False, True) if task.has_adapters and task.device == "cuda" else (False,),
+        "keep_attention": (False, True),
+    }
+    if choice.offload_activations:
+        options["offload_activations"] = (True,)
+    options |= {name: (pins[name],) for name in options.keys() & pins.keys()}
+    return [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
+
+
+def _slices(task: Task, choice: Choice) -> tuple[int, ...]:
+    """Tokens an MLP may take at a time: all (0), unless they are too many for one tensor, or a slice."""
+    tokens, widest = choice.tokens(task), max(kind.intermediate for kind in task.facts.kinds)
+    has_experts = any(linear.count > 1 for kind in task.facts.kinds for linear in kind.linears)
+    if task.device == "cpu" or has_experts or tokens <= MLP_SLICE:
+        return (0,)
+    return (MLP_SLICE,) if tokens * 2 * widest >= MOST_VALUES else (0, MLP_SLICE)
 
 
 def _fewest_layers(task: Task, choice: Choice, limit: int, is_limited: bool) -> Iterator[Candidate]:
@@ -473,6 +499,9 @@ def _explain(
     if choice.offload_activations:
         least = _least(every, lambda one: not one.offload_activations)
         decide("offload", "layer inputs to host memory", f"all else needs at least {least} of {has}")
+    if choice.mlp_slice:
+        wide = 2 * max(kind.intermediate for kind in task.facts.kinds) * task.width * choice.tokens(task)
+        decide("MLP", f"{choice.mlp_slice:,} tokens at a time", f"for all tokens it would make {_gib(wide)} at once")
     rounds = choice.accumulation(task)
     decide(
         "micro-batch",
@@ -510,7 +539,7 @@ def _least(every: list[Candidate], of: Callable[[Choice], bool]) -> str:
 
 
 def _but_recompute(choice: Choice) -> Choice:
-    return dataclasses.replace(choice, recompute_layers=0, keep_attention=False)
+    return dataclasses.replace(choice, recompute_layers=0, keep_attention=False, mlp_slice=0)
 
 
 def _sharding_words(choice: Choice) -> str:

@@ -7,6 +7,7 @@ Pure arithmetic; nothing here knows what fits.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tunesmith.plan import memory
@@ -101,7 +102,7 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     """Forward and backward of one micro-batch, and what recomputation adds to the backward pass."""
     facts, rates, tokens = task.facts, task.rates, choice.tokens(task)
     split = choice.tensor * choice.pipeline
-    product_rate = _product_rate(task, choice, tokens)
+    product_rate = _product_rate(task, choice, choice.mlp_tokens(task))
     forward_flops = 2 * facts.active * tokens / split
     products = forward_flops / product_rate
     attention = _attention(task, choice) * tokens / split
@@ -131,7 +132,23 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     )
     again = products + FORWARD_ELEMENTWISE * elementwise + adapter / 3 + quantization / 2
     again += 0.0 if choice.keep_attention else attention
-    return forward, backward, again * share * choice.recompute_layers / facts.layers
+    recomputed = choice.recompute_layers / facts.layers
+    # An MLP in slices is computed again in any case; a compiled layer leaves it out when it is itself recomputed.
+    sliced = (1 - recomputed if choice.is_compiled else 1) if choice.mlp_slice else 0
+    return forward, backward, share * (again * recomputed + sliced * products * _mlp_share(task))
+
+
+def _mlp_share(task: Task) -> float:
+    """Of the products, those that are as wide as the MLP."""
+    facts = task.facts
+    wide = facts.total(
+        lambda kind: sum(
+            linear.active * linear.inputs * linear.outputs
+            for linear in kind.linears
+            if kind.intermediate in (linear.inputs, linear.outputs)
+        )
+    )
+    return wide / facts.active
 
 
 def _product_rate(task: Task, choice: Choice, tokens: float) -> float:
@@ -187,7 +204,9 @@ def _quantization(task: Task, choice: Choice, tokens: float) -> float:
     """Seconds to take weights out of 4 or 8 bits, or to scale the operands of fp8 products."""
     seconds = 0.0
     if choice.storage != "plain":
-        seconds += 2 * task.facts.matrices * (memory.QUANTIZED[choice.storage] + 2 * task.width) / task.rates.bandwidth
+        times = 1 + (math.ceil(tokens / choice.mlp_tokens(task)) - 1) * _mlp_share(task)  # once for each slice
+        size = memory.QUANTIZED[choice.storage] + 2 * task.width
+        seconds += 2 * times * task.facts.matrices * size / task.rates.bandwidth
     if choice.products == "fp8":
         widths = task.facts.total(lambda kind: kind.widths)
         seconds += FP8_PASSES * task.width * widths * tokens / task.rates.bandwidth
