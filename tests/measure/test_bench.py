@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
@@ -68,6 +69,27 @@ def test_on_a_gpu_variants_follow_what_it_can_do(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (8, 0))
     older = {order.variant for order in bench.orders("full-7b", with_peers=False, is_quick=False)}
     assert older == {"bf16", "bf16 recompute"}
+
+
+def test_what_fits_in_one_way_only_is_measured_in_that_way(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(peers, "find_spec", lambda _: True)
+    for name in ("lora-8b-long", "qlora-70b"):
+        (order,) = bench.orders(name, with_peers=True, is_quick=False)
+        assert (order.system, order.variant) == ("tunesmith", "fp8 recompute")
+        assert name not in bench.default_workloads()
+
+
+@pytest.mark.parametrize("name", ["lora-8b", "qlora-8b", "lora-8b-long"])
+def test_what_a_workload_saves_does_not_change_its_loss(ours, name, monkeypatch, capsys):
+    saving = {**bench.WORKLOADS[name].saving}
+    if "mlp_slice" in saving:
+        saving["mlp_slice"] = 100
+    monkeypatch.setitem(bench.WORKLOADS, "tiny", dataclasses.replace(bench.WORKLOADS["tiny"], saving=saving))
+    bench.work(json.dumps(dataclasses.asdict(bench.Order("tiny", "tunesmith", "fp32 recompute", "cpu", 1, 2))))
+    found = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix(bench.RESULT))
+    assert found["loss"] == pytest.approx(ours.loss, abs=1e-4)
 
 
 def test_the_ratio_is_to_the_fastest_peer_of_the_same_workload():

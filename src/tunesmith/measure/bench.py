@@ -14,9 +14,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 14336,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    },
+    "llama3-70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
         "num_key_value_heads": 8,
         "vocab_size": 128256,
         "max_position_embeddings": 8192,
@@ -81,13 +90,26 @@ class Workload:
     """Documents with the lengths of chat data (log-normal, median 350) instead of one document a sequence."""
     rounds: int = 1
     """Micro-batches of a step, each of `sequences`."""
+    saving: Mapping[str, Any] = field(default_factory=dict)
+    """Of the plan, in the variant that recomputes: what else it does to need less memory."""
+    is_tight: bool = False
+    """Does not fit in any other variant, and takes minutes: measured in few steps, and without peers."""
 
 
 WORKLOADS = {
-    "lora-8b": Workload("llama3-8b", "lora", 4, 4096),
+    "lora-8b": Workload("llama3-8b", "lora", 4, 4096, saving={"keep_attention": True, "offload_activations": True}),
     "lora-8b-packed": Workload("llama3-8b", "lora", 2, 8192, is_packed=True),
-    "qlora-8b": Workload("llama3-8b", "qlora", 4, 2048),
+    "qlora-8b": Workload("llama3-8b", "qlora", 4, 2048, saving={"mlp_slice": 4096, "offload_activations": True}),
     "full-7b": Workload("llama2-7b", "full", 16, 1024),
+    "lora-8b-long": Workload(
+        "llama3-8b",
+        "lora",
+        1,
+        262144,
+        saving={"keep_attention": True, "mlp_slice": 8192, "offload_activations": True},
+        is_tight=True,
+    ),
+    "qlora-70b": Workload("llama3-70b", "qlora", 1, 4096, is_tight=True),
     "tiny": Workload("tiny", "lora", 2, 128),
 }
 
@@ -313,9 +335,12 @@ def orders(name: str, *, with_peers: bool, is_quick: bool) -> list[Order]:
     if on_gpu and not is_quick:
         ours.append(f"{ours[-1]} recompute")
         theirs.append(f"{plain} recompute")
-    peers = available(WORKLOADS[name], on_gpu=on_gpu) if with_peers else []
+    workload = WORKLOADS[name]
+    if workload.is_tight:
+        ours, with_peers = [f"{ours[-1].split()[0]} recompute"], False
+    peers = available(workload, on_gpu=on_gpu) if with_peers else []
     pairs = [("tunesmith", variant) for variant in ours] + [(peer, variant) for peer in peers for variant in theirs]
-    counts = {"warmup": 1, "steps": 3} if is_quick else {"warmup": 3, "steps": 6}
+    counts = {"warmup": 1, "steps": 3} if is_quick or workload.is_tight else {"warmup": 3, "steps": 6}
     device = "cuda" if on_gpu else "cpu"
     return [Order(name, system, variant, device, **counts) for system, variant in pairs]
 
@@ -356,6 +381,8 @@ def work(order_json: str) -> None:
             recompute_layers=layers if order.recomputes else 0,
             compiled=order.device == "cuda",
         )
+        if order.recomputes:
+            plan = plan.changed(**workload.saving)
         found = measure(build(workload, plan), workload, **counts)
     else:
         from tunesmith.measure.peers import measure_peer
@@ -379,5 +406,8 @@ def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def default_workloads() -> list[str]:
-    """What is worth measuring here: without a GPU the large models would take days."""
-    return [name for name in WORKLOADS if name != "tiny"] if torch.cuda.is_available() else ["tiny"]
+    """What is worth measuring here: without a GPU the large models would take days, and some do in any case unless
+    asked for."""
+    if not torch.cuda.is_available():
+        return ["tiny"]
+    return [name for name, workload in WORKLOADS.items() if name != "tiny" and not workload.is_tight]
