@@ -56,3 +56,9 @@ def test_a_continued_run_counts_the_steps_of_this_sitting(screen):
     display.show(events.Resumed(7))
     display.show(events.Finished(9, 1.0, 64.0, 2**20, 2**20))
     assert "\n2 steps in 0:01" in written.getvalue()
+
+
+def test_memory_by_category_is_shown_where_the_device_tells_it(screen):
+    display, written = screen(False)
+    display.show(events.Finished(9, 1.0, 64.0, 2**20, 2**20, memory={"activations": (2**21, 2**20)}))
+    assert "of which activations 1.0 MiB (predicted 2.0 MiB)" in written.getvalue()

@@ -142,6 +142,12 @@ class Display:
             f"{steps} steps in {_clock(event.seconds)}, {event.tokens_per_second:,.0f} tokens/s (predicted "
             f"{event.predicted_tokens_per_second:,.0f}); peak memory {measured} (predicted {predicted})"
         )
+        parts = [
+            f"{name} {output.readable_bytes(found)} (predicted {output.readable_bytes(expected)})"
+            for name, (expected, found) in event.memory.items()
+        ]
+        if parts:
+            output.say(f"of which {', '.join(parts)}")
 
     def _progress(self, name: str, done: int, total: int | None, facts: str) -> None:
         if not self.is_live:

@@ -31,6 +31,8 @@ def command(
     from tunesmith.config.load import load
 
     run = load(config, overrides or ()).run
+    # Before torch starts: its allocator then grows pieces instead of keeping ones that fit nothing any more.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if run.profile_steps:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks help nobody
     folder = Path(run.output)

@@ -165,6 +165,8 @@ class Plan(Part):
     """Predicted, at the peak of the step."""
     peak: str = ""
     """The moment of the peak."""
+    moments: tuple[Moment, ...] = ()
+    """Predicted, at each moment of a step that may be its peak."""
     memory_limit: int
     """What the device has for this run, in bytes."""
     host_memory: int = 0

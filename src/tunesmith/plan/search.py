@@ -138,6 +138,7 @@ def search(
         deterministic=_deterministic(run, task.device, decide),
         memory=found.peak.memory,
         peak=found.peak.name,
+        moments=tuple(memory.timeline(task, choice)),
         memory_limit=limit,
         host_memory=memory.host_memory(task, choice),
         time=found.time,

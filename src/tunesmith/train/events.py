@@ -101,6 +101,8 @@ class Finished(Event):
     predicted_memory: int
     measured_memory: int
     predicted_tokens_per_second: float = 0.0
+    memory: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Bytes predicted and measured, by what they are for, as far as the device tells."""
 
 
 KINDS: dict[str, type[Event]] = {kind.kind: kind for kind in Event.__subclasses__()}

@@ -23,6 +23,7 @@ from tunesmith.errors import UserError
 from tunesmith.optim.schedule import learning_rate
 from tunesmith.train import events
 from tunesmith.train.job import Job
+from tunesmith.train.moments import Moments
 from tunesmith.train.step import Interrupted, LossScale, NotFinite, StepResult, TrainStep
 
 Observer = Callable[[events.Event], None]
@@ -95,6 +96,7 @@ class _Loop:
         self.started = started
         self.scale = loss_scale_of(job)
         self.step_of = step_of(job, self.scale)
+        self.moments = Moments(job.model, job.optimizer)
         self.watch = watch or (lambda _: nullcontext())
         self.waits = watch is not None or self.step_of.looks_first
         """Whether each step is waited for before the next is launched."""
@@ -232,6 +234,7 @@ class _Loop:
             predicted_memory=job.plan.memory.allocated if job.device.type == "cuda" else job.plan.memory.total,
             measured_memory=peak_memory(job.device),
             predicted_tokens_per_second=round(job.plan.tokens_per_second, 2),
+            memory=self.moments.by_category(job.plan),
         )
         self.observe(event)
         write_summary(

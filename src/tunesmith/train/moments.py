@@ -6,14 +6,14 @@ import torch
 from torch import nn
 
 from tunesmith.optim.build import Optimizer
+from tunesmith.plan.plan import Plan
 
 
 class Moments:
-    """Bytes at the latest step's moments: before its last forward pass, after it, before the update. A CPU's
-    allocator does not tell: there they are all 0.
+    """Bytes at the latest step's moments: at its start, before and after its last forward pass, before the update.
 
-    What lies between two of them is a category of the plan's memory: before the forward pass weights, masters and
-    optimizer states (from the second step on), after it activations too, before the update gradients instead.
+    What lies between two of them is a category of the plan's memory. A CPU's allocator does not tell: there they are
+    all 0.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer):
@@ -21,11 +21,41 @@ class Moments:
         """Allocated at the moment."""
         self.peaks: dict[str, int] = {}
         """The most that was allocated up to it, since the allocator's peak was last reset."""
-        self.is_told = next(model.parameters()).is_cuda
-        model.base_model.register_forward_pre_hook(lambda *_: self._note("before forward"))
-        model.base_model.register_forward_hook(lambda *_: self._note("after forward"))
-        optimizer.parts[0].register_step_pre_hook(lambda *_: self._note("before update"))
+        self.steps = 0
+        self._is_within = False
+        self._is_told = next(model.parameters()).is_cuda
+        model.base_model.register_forward_pre_hook(lambda *_: self._before_forward() if model.training else None)
+        model.base_model.register_forward_hook(lambda *_: self._note("after forward") if model.training else None)
+        optimizer.parts[0].register_step_pre_hook(lambda *_: self._before_update())
+
+    def by_category(self, plan: Plan) -> dict[str, tuple[int, int]]:
+        """Bytes predicted and measured, by what they are for, as far as that can be told: after the second step, from
+        which on the optimizer has its states."""
+        predicted = {moment.name: moment.memory for moment in plan.moments}
+        if not predicted or not self._is_told or self.steps < 2:
+            return {}
+        forward, update = predicted["end of the forward pass"], predicted["optimizer step"]
+        held = self.held
+        return {
+            "weights and states": (
+                forward.weights + forward.adapter + forward.master + forward.optimizer,
+                held["start"],
+            ),
+            "activations": (forward.activations, held["after forward"] - held["before forward"]),
+            "gradients": (update.gradients, held["before update"] - held["start"]),
+        }
+
+    def _before_forward(self) -> None:
+        if not self._is_within:
+            self._is_within = True
+            self._note("start")
+        self._note("before forward")
+
+    def _before_update(self) -> None:
+        self._note("before update")
+        self._is_within = False
+        self.steps += 1
 
     def _note(self, moment: str) -> None:
-        self.held[moment] = torch.cuda.memory_allocated() if self.is_told else 0
-        self.peaks[moment] = torch.cuda.max_memory_allocated() if self.is_told else 0
+        self.held[moment] = torch.cuda.memory_allocated() if self._is_told else 0
+        self.peaks[moment] = torch.cuda.max_memory_allocated() if self._is_told else 0
