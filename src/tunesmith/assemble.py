@@ -266,6 +266,16 @@ def _check_agreement(run: Run, plan: Plan) -> None:
             f"The plan's optimizer_states is {plan.optimizer_states}, but optimizer: {run.optimizer} makes it "
             f"{run.optimizer_states}; change one of the two, or leave --plan out."
         )
+    if plan.release_gradients and (run.max_grad_norm is not None or plan.accumulation > 1):
+        raise UserError(
+            "The plan's release_gradients uses each gradient at once, but "
+            + (
+                f"max_grad_norm {run.max_grad_norm:g} needs them all; say max_grad_norm: null"
+                if run.max_grad_norm is not None
+                else f"a step has {plan.accumulation} micro-batches to sum; raise its micro_batch"
+            )
+            + ", or release_gradients: false in the plan."
+        )
     sequences = max(1, round(run.batch_tokens / plan.sequence_length))
     for setting, wanted, name in (
         ("learning_rate", run.learning_rate, "learning_rate"),

@@ -270,7 +270,13 @@ def check_update(device: str, dtypes=(torch.float32, torch.bfloat16)) -> None:
                         copy, found = torch.empty(2, *shape, dtype=torch.float16).unbind()
                         found = found.to(device)
                         gradient = torch.randn(shape, generator=generator) * 2.0**-step
-                        given = {"kind": kind, "algorithm": algorithm, "seed": 2**31 - 1 - step, **numbers}
+                        given = {
+                            "kind": kind,
+                            "algorithm": algorithm,
+                            "seed": 2**31 - 1 - step,
+                            "start": 3 * step,
+                            **numbers,
+                        }
                         update.update_plainly_(weight, gradient, state, copy, **given)
                         update_fused_(mine, gradient.to(device), held, found, **given)
                         case = str((dtype, states, shape, algorithm, step))

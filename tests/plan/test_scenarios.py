@@ -169,9 +169,10 @@ def test_attention_is_kept_where_there_is_room_for_it():
 
 
 def test_7b_full_on_one_gpu_goes_without_masters_only_where_it_must():
-    chosen = [plan("Llama-2-7B", gpu, method="full", batch_tokens=16384) for gpu in ("H200", "H100")]
+    chosen = [plan("Llama-2-7B", gpu, method="full", batch_tokens=16384) for gpu in ("H200", "H100", "L40S")]
     assert all(one.fits for one in chosen)
-    assert [(one.master_weights, one.optimizer_states) for one in chosen] == [(True, "fp32"), (False, "int8")]
+    found_here = [(one.master_weights, one.optimizer_states) for one in chosen]
+    assert found_here == [(True, "fp32"), (True, "int8"), (False, "int8")]
 
 
 def test_states_that_are_asked_for_are_not_changed():
@@ -182,3 +183,29 @@ def test_states_that_are_asked_for_are_not_changed():
             assert why(chosen, "optimizer states") == f"{states}: optimizer: {optimizer}"
     with pytest.raises(UserError, match="adamw_8bit is as small"):
         plan("Llama-3.2-1B", "A100-80G", optimizer="adamw_fp8")
+
+
+def test_gradients_are_released_in_the_backward_pass_where_nothing_needs_them_together():
+    given = {"method": "full", "batch_tokens": 8192, "sequence_length": 1024}
+    kept = plan("Llama-2-7B", "H100", **given)
+    assert not kept.release_gradients
+    assert "max_grad_norm needs the norm of them all; null would free up to" in why(kept, "gradients")
+    released = plan("Llama-2-7B", "H100", max_grad_norm=None, **given)
+    assert released.release_gradients
+    assert released.memory.gradients < 0.1 * 2 * 6.7e9
+    assert released.master_weights
+    for more in ({"optimizer": "muon"}, {"precision": "fp16"}, {"method": "lora"}):
+        assert not plan("Llama-3.2-1B", "H100", **given | {"max_grad_norm": None} | more).release_gradients
+    several = search(run(max_grad_norm=None, **given), MODEL["Llama-2-7B"], named("H200"), pins={"micro_batch": 4}).plan
+    assert several.accumulation == 2
+    assert not several.release_gradients
+
+
+def test_7b_full_on_a_24_gb_card_leaves_its_states_in_host_memory():
+    given = {"method": "full", "batch_tokens": 2048, "sequence_length": 1024, "max_grad_norm": None}
+    chosen = plan("Llama-2-7B", "RTX 4090, 256 GB host memory", **given)
+    assert chosen.fits
+    assert (chosen.offload_optimizer, chosen.release_gradients) == (True, True)
+    assert "all else needs at least" in why(chosen, "offload")
+    trained = 6.74e9
+    assert chosen.host_memory > trained * (4 if chosen.master_weights else 0)

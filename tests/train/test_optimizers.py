@@ -28,6 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("adamw_8bit", {}, {"U8", "F32"}),
         ("muon", {}, {"F32"}),
+        ("adamw", {"precision": "bf16", "master_weights": True, "micro_batch": 4, "release_gradients": True}, {"F32"}),
         ("adamw_4bit", {"precision": "bf16", "master_weights": False}, {"U8", "F32", "BF16"}),
     ],
 )
@@ -35,7 +36,14 @@ def test_a_killed_run_continues_to_the_same_bytes(optimizer, changes, dtypes, ru
     folders = []
     for name in ("whole", "killed"):
         folder = write_all(
-            tmp_path / name, model, method="full", optimizer=optimizer, epochs=2, learning_rate=1e-3, save_every=3
+            tmp_path / name,
+            model,
+            method="full",
+            optimizer=optimizer,
+            epochs=2,
+            learning_rate=1e-3,
+            save_every=3,
+            max_grad_norm=None if "release_gradients" in changes else 1.0,
         )
         plan = json.loads((folder / "plan.json").read_text())
         (folder / "plan.json").write_text(json.dumps(plan | changes))
@@ -43,7 +51,7 @@ def test_a_killed_run_continues_to_the_same_bytes(optimizer, changes, dtypes, ru
     whole, killed = folders
     ended = runs(whole, *TRAIN)
     assert ended.code == 0, ended
-    assert runs(killed, *TRAIN, die=Die(STEP, 20)).code == -signal.SIGKILL
+    assert runs(killed, *TRAIN, die=Die(STEP, 20 // changes.get("micro_batch", 1))).code == -signal.SIGKILL
     ended = runs(killed, *TRAIN)
     assert ended.code == 0, ended
     assert "Continuing after step 3" in ended.out
@@ -62,3 +70,15 @@ def test_a_plan_with_other_states_than_the_optimizer_asked_for_is_refused(runs, 
     ended = runs(folder, *TRAIN)
     assert ended.code == 1
     assert "optimizer_states is fp32, but optimizer: adamw_8bit makes it int8" in ended.err
+
+
+def test_a_plan_that_releases_gradients_is_refused_where_all_are_needed(runs, model, tmp_path):
+    folder = write_all(tmp_path, model, method="full", precision="bf16")
+    plan = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps(plan | {"release_gradients": True}))
+    ended = runs(folder, *TRAIN)
+    assert (ended.code, ended.err.count("\n")) == (1, 1)
+    assert "max_grad_norm 1 needs them all" in ended.err
+    ended = runs(folder, *TRAIN, "max_grad_norm=null")
+    assert ended.code == 1
+    assert "4 micro-batches to sum" in ended.err

@@ -32,19 +32,22 @@ FP8_LARGEST = 448.0
 FP8_SMALLEST = 2.0**-9
 
 
-def new_state(weight: torch.Tensor, algorithm: Algorithm, states: States) -> dict[str, torch.Tensor]:
-    """The state before the first step, beside `weight`."""
+def new_state(
+    weight: torch.Tensor, algorithm: Algorithm, states: States, *, device: torch.device | None = None
+) -> dict[str, torch.Tensor]:
+    """The state before the first step, on `device` or beside `weight`."""
+    device = weight.device if device is None else device
     kind = format_of(weight, states)
     names = ("exp_avg",) if algorithm == "lion" else ("exp_avg", "root")
     if kind in ("fp32", "bf16"):
         dtype = torch.float32 if kind == "fp32" else torch.bfloat16
-        return {name: torch.zeros_like(weight, dtype=dtype, memory_format=torch.contiguous_format) for name in names}
+        return {name: torch.zeros(weight.shape, dtype=dtype, device=device) for name in names}
     rows, columns = weight.shape[0], weight[0].numel()
     state = {}
     for name in names:
         width = columns // 2 if kind == "int4" else columns
-        state[name] = torch.zeros(rows, width, dtype=torch.uint8, device=weight.device)
-        state[f"{name}_scale"] = torch.zeros(rows, -(-columns // BLOCK[kind]), device=weight.device)
+        state[name] = torch.zeros(rows, width, dtype=torch.uint8, device=device)
+        state[f"{name}_scale"] = torch.zeros(rows, -(-columns // BLOCK[kind]), device=device)
     return state
 
 
@@ -71,9 +74,11 @@ def update_(
     step: int,
     seed: int,
     copy: torch.Tensor | None = None,
+    start: int = 0,
 ) -> None:
     """Step `step` (from 1) of `weight` and its `state`, both in place. `seed` is below 2^31 and new at each step.
-    `copy` gets the new weight in its own precision, where the weight is the master of another."""
+    `copy` gets the new weight in its own precision, where the weight is the master of another. `start` is where the
+    weight begins within a larger one, so that rows done apart draw what they would draw together."""
     assert weight.is_contiguous()
     assert 0 <= seed < 2**31
     numbers = {
@@ -90,9 +95,11 @@ def update_(
     if weight.is_cuda:
         from tunesmith.kernels.update_fused import update_fused_
 
-        update_fused_(weight, gradient, state, copy, kind=kind, algorithm=algorithm, seed=seed, **numbers)
+        update_fused_(weight, gradient, state, copy, kind=kind, algorithm=algorithm, seed=seed, start=start, **numbers)
     else:
-        update_plainly_(weight, gradient, state, copy, kind=kind, algorithm=algorithm, seed=seed, **numbers)
+        update_plainly_(
+            weight, gradient, state, copy, kind=kind, algorithm=algorithm, seed=seed, start=start, **numbers
+        )
 
 
 def update_plainly_(
@@ -104,6 +111,7 @@ def update_plainly_(
     kind: States,
     algorithm: Algorithm,
     seed: int,
+    start: int,
     keep: float,
     rate: float,
     beta1: float,
@@ -112,8 +120,10 @@ def update_plainly_(
     unbias: float,
 ) -> None:
     w, g = weight.float(), gradient.float()
-    draw = _hash(torch.arange(w.numel(), device=w.device), seed).view_as(w)
-    again = _hash(draw, seed)
+    draw = again = torch.zeros((), dtype=torch.int64)
+    if kind == "bf16" or weight.dtype == torch.bfloat16:
+        draw = _hash(torch.arange(start, start + w.numel()), seed).view_as(w)
+        again = _hash(draw, seed)
     m = _decode(state, "exp_avg", w, kind)
     if algorithm == "lion":
         w = w * keep - rate * (m + (g - m) * (1 - beta1)).sign()

@@ -25,6 +25,7 @@ def update_fused_(
     kind: States,
     algorithm: Algorithm,
     seed: int,
+    start: int,
     keep: float,
     rate: float,
     beta1: float,
@@ -53,6 +54,7 @@ def update_fused_(
         row_blocks,
         blocks,
         seed,
+        start & 0xFFFFFFFF,
         keep,
         rate,
         beta1,
@@ -71,7 +73,7 @@ def update_fused_(
     )
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit(do_not_specialize=["seed", "start"])
 def _kernel(
     weight,
     gradient,
@@ -84,6 +86,7 @@ def _kernel(
     row_blocks,
     blocks,
     seed,
+    start,
     keep,
     rate,
     beta1,
@@ -106,7 +109,7 @@ def _kernel(
     at = row * columns + column
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
-    draw = _hash(at.to(tl.uint32), seed)
+    draw = _hash((at + start).to(tl.uint32), seed)
     again = _hash(draw, seed)
     m = _decode(first, first_scale, at, block, blocks, inside, fp8_largest, FORMAT, False)
     if IS_LION:

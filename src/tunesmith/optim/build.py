@@ -7,22 +7,22 @@ Without masters, weights in bf16 are rounded at random, which keeps small update
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.optim.fused import Fused
+from tunesmith.optim.offload import pin
 from tunesmith.plan.plan import OptimizerStates, Plan
 
 BETAS = (0.9, 0.999)
 LION_BETAS = (0.9, 0.99)
 EPSILON = 1e-8
 MOMENTUM = 0.9
-FUSED = ("adamw", "lion")
-"""What `optim.fused` can do: states in fewer bits, and bf16 weights without masters."""
 
 
 def build(model: nn.Module, run: Run, plan: Plan) -> Optimizer:
@@ -33,6 +33,8 @@ def build(model: nn.Module, run: Run, plan: Plan) -> Optimizer:
         run,
         master_weights=plan.master_weights,
         states=plan.optimizer_states,
+        offload=plan.offload_optimizer,
+        release=plan.release_gradients,
         accumulates=plan.accumulation > 1,
         ends={weight for end in ends if end is not None for weight in end.parameters()},
     )
@@ -48,33 +50,72 @@ class Optimizer:
         *,
         master_weights: bool,
         states: OptimizerStates | None = None,
+        offload: bool = False,
+        release: bool = False,
         accumulates: bool = False,
         ends: Collection[nn.Parameter] = (),
     ):
-        """`states`: in the precision of what is updated when left out. `accumulates`: a step has several micro-batches,
-        whose gradients are summed. `ends`: embedding and head, which Muon leaves to AdamW."""
+        """`states`: in the precision of what is updated when left out. `offload`: they and the masters live in host
+        memory. `release`: each weight is updated and its gradient freed within the backward pass. `accumulates`: a
+        step has several micro-batches, whose gradients are summed. `ends`: embedding and head, which Muon leaves to
+        AdamW."""
         self.weights = {name: parameter for name, parameter in named if parameter.requires_grad}
         if not self.weights:
             raise UserError("Nothing is left to train: every parameter of the model is frozen.")
         self.has_masters = master_weights
         self.masters = {
-            name: nn.Parameter(weight.detach().float().clone()) if master_weights else weight
+            name: _master_of(weight, on_host=offload) if master_weights else weight
             for name, weight in self.weights.items()
         }
-        for name, weight in self.weights.items():
-            if master_weights:
-                weight.register_post_accumulate_grad_hook(_gather_into(self.masters[name]))
-            elif weight.dtype == torch.bfloat16 and accumulates:
-                weight.grad_dtype = torch.float32
-        self.parts = self._build(run, states or ("bf16" if self._is_half else "fp32"), ends)
-        self.owner = {weight: part for part in self.parts for group in part.param_groups for weight in group["params"]}
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
+        self.releases = release
+        self._norms: dict[str, torch.Tensor] = {}
+        is_half = any(weight.dtype != torch.float32 for weight in self.weights.values())
+        states = states or ("bf16" if is_half and not master_weights else "fp32")
+        is_asked = offload or release or states != "fp32"
+        is_whole = not any(isinstance(weight, DTensor) for weight in self.weights.values())  # else torch's own spreads
+        is_fused = run.algorithm == "lion" or (run.algorithm == "adamw" and (is_asked or (is_half and is_whole)))
+        is_rounded = is_fused and not any(weight.dtype == torch.float16 for weight in self.weights.values())
+        if is_half and not master_weights and not is_rounded:
+            raise UserError(
+                f"optimizer: {run.optimizer} loses small updates of weights in half precision; let the plan keep "
+                "master_weights, or use bf16 with adamw or lion."
+            )
+        if (offload or release) and not is_fused:
+            raise UserError(
+                f"optimizer: {run.optimizer} cannot update weights one by one, as the plan's "
+                f"{'offload_optimizer' if offload else 'release_gradients'} wants; choose adamw or lion."
+            )
+        assert not (release and accumulates)
+        self.parameters = list((self.weights if is_fused else self.masters).values())
         """What carries the gradients that are clipped and applied."""
-        return list(self.masters.values())
+        self.parts = [self._fused(run, states, offload)] if is_fused else self._build(run, ends)
+        self.owner = {weight: part for part in self.parts for group in part.param_groups for weight in group["params"]}
+        for name, weight in self.weights.items():
+            if master_weights and not is_fused:
+                weight.register_post_accumulate_grad_hook(_gather_into(self.masters[name]))
+            elif weight.dtype == torch.float16 or (weight.dtype == torch.bfloat16 and accumulates):
+                weight.grad_dtype = torch.float32
+            if release:
+                weight.register_post_accumulate_grad_hook(self._update_at_once(name))
+
+    def begin(self, learning_rate: float) -> None:
+        """Before the backward pass of a step: its rate."""
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = learning_rate
+        self._norms.clear()
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Of all gradients of this step together, those that are gone already included; in fp32."""
+        if self.releases:
+            norms = [self._norms[name] for name in self.weights if name in self._norms]
+        else:
+            gradients = [one.grad for one in self.parameters if one.grad is not None]
+            norms = list(torch._foreach_norm(gradients, 2, dtype=torch.float32)) if gradients else []
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
     def step(self, learning_rate: float) -> None:
+        """Update every weight that has a gradient."""
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = learning_rate
@@ -83,8 +124,8 @@ class Optimizer:
                 self._copy_masters(part)
 
     def zero_grad(self) -> None:
-        for part in self.parts:
-            part.zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def states(self) -> Iterable[Mapping[str, torch.Tensor]]:
         """The state of each parameter that has been updated."""
@@ -92,6 +133,9 @@ class Optimizer:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Trained weights (fp32 where there are masters) and optimizer state: all that must be saved."""
+        for part in self.parts:
+            if isinstance(part, Fused):
+                part.wait()
         found = {f"weights/{name}": weight.detach() for name, weight in self.masters.items()}
         for name, weight in self.masters.items():
             for key, value in self.owner[weight].state.get(weight, {}).items():
@@ -127,16 +171,18 @@ class Optimizer:
             for name, values in states.items():
                 weight = self.masters[name]
                 part = self.owner[weight]
+                if isinstance(part, Fused):
+                    if values:
+                        part.state[weight].update(part.make_state(weight))
+                    for key, value in values.items():
+                        part.state[weight][key].copy_(value)
+                    continue
                 for key, value in values.items():
                     on_host = key == "step" and not part.defaults.get("fused")
                     part.state[weight][key] = value.clone() if on_host else value.to(weight.device, copy=True)
         if self.has_masters:
             for part in self.parts:
                 self._copy_masters(part)
-
-    @property
-    def _is_half(self) -> bool:
-        return any(weight.dtype != torch.float32 for weight in self.masters.values())
 
     def _fits(self, weight: nn.Parameter, values: Mapping[str, torch.Tensor]) -> bool:
         part = self.owner[weight]
@@ -149,28 +195,33 @@ class Optimizer:
         names = [name for name, master in self.masters.items() if self.owner[master] is part]
         torch._foreach_copy_([self.weights[name] for name in names], [self.masters[name] for name in names])
 
-    def _build(self, run: Run, states: OptimizerStates, ends: Collection[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    def _update_at_once(self, name: str) -> Callable[[torch.Tensor], None]:
+        weight, master = self.weights[name], self.masters[name]
+        part = self.owner[master]
+        assert isinstance(part, Fused)
+
+        def hook(_: torch.Tensor) -> None:
+            self._norms[name] = torch.linalg.vector_norm(weight.grad, dtype=torch.float32)
+            part.update(master)
+            weight.grad = None
+
+        return hook
+
+    def _fused(self, run: Run, states: OptimizerStates, offload: bool) -> Fused:
+        return Fused(
+            _groups(list(self.masters.values()), run),
+            algorithm="lion" if run.algorithm == "lion" else "adamw",
+            states=states,
+            betas=LION_BETAS if run.algorithm == "lion" else BETAS,
+            epsilon=EPSILON,
+            seed=run.seed,
+            models={self.masters[name]: weight for name, weight in self.weights.items()} if self.has_masters else {},
+            offload=offload,
+        )
+
+    def _build(self, run: Run, ends: Collection[nn.Parameter]) -> list[torch.optim.Optimizer]:
         # The rate is set before each step; what is given here is never used.
         trained = list(self.masters.values())
-        if any(weight.dtype == torch.float16 for weight in trained) or (self._is_half and run.algorithm not in FUSED):
-            raise UserError(
-                f"optimizer: {run.optimizer} loses small updates of weights in half precision; let the plan keep "
-                "master_weights, or use bf16 with adamw or lion."
-            )
-        if run.algorithm == "lion" or (run.algorithm == "adamw" and (self._is_half or states != "fp32")):
-            return [
-                Fused(
-                    _groups(trained, run),
-                    algorithm=run.algorithm,
-                    states=states,
-                    betas=BETAS if run.algorithm == "adamw" else LION_BETAS,
-                    epsilon=EPSILON,
-                    seed=run.seed,
-                    copies={self.masters[name]: weight for name, weight in self.weights.items()}
-                    if self.has_masters
-                    else {},
-                )
-            ]
         if run.algorithm == "adamw":
             return [_adamw(_groups(trained, run))]
         if run.algorithm == "muon":
@@ -183,6 +234,12 @@ class Optimizer:
         if run.algorithm == "adafactor":
             return [torch.optim.Adafactor(_groups(trained, run), lr=0.0)]
         return [torch.optim.SGD(_groups(trained, run), lr=0.0, momentum=MOMENTUM)]
+
+
+def _master_of(weight: nn.Parameter, *, on_host: bool) -> nn.Parameter:
+    if on_host:
+        return nn.Parameter(pin(weight.detach().float().cpu().clone()))
+    return nn.Parameter(weight.detach().float().clone())
 
 
 def _groups(weights: list[nn.Parameter], run: Run) -> list[dict]:

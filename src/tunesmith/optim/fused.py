@@ -1,19 +1,21 @@
 """AdamW and Lion with states in any of the formats of `kernels.update`, one kernel a parameter and nothing beside it.
 
 Trained weights in bf16 are rounded at random (the mean is exact), drawn from (seed, step, parameter), so that a step is
-a function of what stood before it and a resumed run goes on bit for bit.
+a function of what stood before it and a resumed run goes on bit for bit. States and masters may live in host memory
+(`optim.offload`), and a parameter may be updated as soon as its gradient is there.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from tunesmith.kernels.update import Algorithm, States, new_state, update_
+from tunesmith.optim.offload import PIECE, Offload, pin, visit_bytes
 
 
 class Fused(torch.optim.Optimizer):
@@ -26,56 +28,108 @@ class Fused(torch.optim.Optimizer):
         betas: tuple[float, float],
         epsilon: float,
         seed: int,
-        copies: Mapping[nn.Parameter, torch.Tensor],
+        models: Mapping[nn.Parameter, nn.Parameter],
+        offload: bool = False,
     ):
-        """`copies`: the model's own weight for each master, written in the same pass."""
+        """`models`: the model's own weight for each parameter that is its master, written in the same pass; its
+        gradient is used. `offload`: states live in host memory; so do the masters, if they were made there."""
         super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": epsilon})
         self.algorithm: Algorithm = algorithm
         self.states: States = states
         self.seed = seed
-        self.copies = copies
+        self.models = models
         everything = [weight for group in self.param_groups for weight in group["params"]]
         self.numbers = {weight: number for number, weight in enumerate(everything)}
+        self.groups = {weight: group for group in self.param_groups for weight in group["params"]}
+        self.is_offloaded = offload
+        self.offload: Offload | None = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         assert closure is None
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self.update(weight, group)
+        for weight in self.numbers:
+            if self._model(weight).grad is not None:
+                self.update(weight)
+        self.end_step()
 
-    def update(self, weight: nn.Parameter, group: Mapping[str, Any]) -> None:
+    @torch.no_grad()
+    def update(self, weight: nn.Parameter) -> None:
         """One parameter's step, from its gradient."""
-        assert weight.grad is not None
         state = self.state[weight]
         if not state:
-            state["step"] = torch.zeros(())
-            state.update(new_state(weight, self.algorithm, self.states))
+            state.update(self.make_state(weight))
         state["step"] += 1
-        step = int(state["step"])
-        update_(
-            weight.detach(),
-            weight.grad,
-            state,
-            algorithm=self.algorithm,
-            states=self.states,
-            rate=group["lr"],
-            decay=group["weight_decay"],
-            betas=group["betas"],
-            epsilon=group["eps"],
-            step=step,
-            seed=_draw(self.seed, step, self.numbers[weight]),
-            copy=self.copies.get(weight),
-        )
+        step, group, model = int(state["step"]), self.groups[weight], self._model(weight)
+        options = {
+            "algorithm": self.algorithm,
+            "states": self.states,
+            "rate": group["lr"],
+            "decay": group["weight_decay"],
+            "betas": group["betas"],
+            "epsilon": group["eps"],
+            "step": step,
+            "seed": _draw(self.seed, step, self.numbers[weight]),
+        }
+        assert model.grad is not None
+        gradient, copy = model.grad, model.detach() if model is not weight else None
+        if not self.is_offloaded:
+            update_(weight.detach(), gradient, state, copy=copy, **options)
+            return
+        if self.offload is None:
+            self.offload = Offload(model.device, max(map(visit_bytes, self._visits())))
+        for first, host in self._pieces(weight, state):
+            rows = slice(first, first + next(iter(host.values())).shape[0])
+            with self.offload.visit((self.numbers[weight], first), host) as here:
+                master = here.get("master", weight.detach()[rows])
+                there = copy[rows] if copy is not None else None
+                start = first * (weight.numel() // weight.shape[0])
+                update_(master, gradient[rows], here, copy=there, start=start, **options)
+
+    def end_step(self) -> None:
+        if self.offload is not None:
+            self.offload.end_step()
+
+    def wait(self) -> None:
+        """Until states and masters in host memory may be read."""
+        if self.offload is not None:
+            self.offload.wait()
+
+    def make_state(self, weight: nn.Parameter) -> dict[str, torch.Tensor]:
+        """The state before the first step, where it will live."""
+        device = torch.device("cpu") if self.is_offloaded else weight.device
+        state = new_state(weight, self.algorithm, self.states, device=device)
+        if self.is_offloaded:
+            state = {name: pin(value) for name, value in state.items()}
+        return {"step": torch.zeros(()), **state}
 
     def fits(self, weight: nn.Parameter, values: Mapping[str, torch.Tensor]) -> bool:
         """Whether these values, read from a checkpoint, are a state of this weight."""
-        expected = new_state(torch.empty_like(weight, device="meta"), self.algorithm, self.states)
+        expected = new_state(weight, self.algorithm, self.states, device=torch.device("meta"))
         expected["step"] = torch.empty((), device="meta")
         return values.keys() == expected.keys() and all(
             (value.shape, value.dtype) == (expected[name].shape, expected[name].dtype) for name, value in values.items()
         )
+
+    def _model(self, weight: nn.Parameter) -> nn.Parameter:
+        """What the model computes with, and what has the gradient."""
+        return self.models.get(weight, weight)
+
+    def _pieces(
+        self, weight: nn.Parameter, state: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """What visits the device, some rows at a time: the first row, and tensors that share memory with the whole."""
+        held = {name: value for name, value in state.items() if name != "step"}
+        if weight in self.models:
+            held["master"] = weight.detach()
+        rows = max(1, PIECE * weight.shape[0] // weight.numel())
+        for first in range(0, weight.shape[0], rows):
+            yield first, {name: value[first : first + rows] for name, value in held.items()}
+
+    def _visits(self) -> Iterator[dict[str, torch.Tensor]]:
+        """The largest piece of each parameter, as it would be."""
+        for weight in self.numbers:
+            state = new_state(weight, self.algorithm, self.states, device=torch.device("meta"))
+            yield next(self._pieces(weight, state))[1]
 
 
 def _draw(seed: int, step: int, number: int) -> int:

@@ -35,6 +35,8 @@ class Task:
     """Packed sequences of one optimizer step, over all ranks."""
     document_length: int
     """Tokens that attend to each other; the sequence length unless more is known."""
+    clips: bool = True
+    """Gradients are scaled by the norm of them all."""
 
     @property
     def gpu(self) -> Gpu:
@@ -100,6 +102,7 @@ class Choice:
     """Where the trained weights are held in half precision; else there are none."""
     optimizer_states: OptimizerStates = "fp32"
     offload_optimizer: bool = False
+    release_gradients: bool = False
     sharding: Sharding = "none"
     replicate: int = 1
     shard: int = 1

@@ -18,6 +18,10 @@ STATES = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 1, "adafactor": 0}
 """Values of optimizer state for each trained parameter."""
 STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256, "fp8": 1.0 + 4 / 256, "int4": 0.5 + 4 / 128}
 """Of one value, with its share of a block's scale (`kernels.update`)."""
+ALONE = frozenset({"adamw", "lion"})
+"""Optimizers that update each weight for itself, from its gradient as backward made it (`optim.fused`)."""
+PIECE, BUFFERS = 1 << 25, 3
+"""Values whose states visit the device at a time, and how many such pieces do; as in `optim.offload`."""
 LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits the loss holds at a time; the same as `kernels.linear_cross_entropy.CHUNK_ELEMENTS`."""
 LOGIT_BYTES = {"cpu": 8, "cuda": 2}
@@ -54,7 +58,7 @@ def timeline(task: Task, choice: Choice) -> list[Moment]:
     largest = (
         max(facts.embedding, max(one.inputs * one.outputs for kind in facts.kinds for one in kind.linears)) / spread
     )
-    own_gradient = largest * width if choice.has_masters(task) else 0.0
+    own_gradient = largest * width if choice.has_masters(task) and task.optimizer not in ALONE else 0.0
     dequantized = _dequantized(task, choice)
 
     def moment(name: str, **parts: float) -> Moment:
@@ -111,7 +115,7 @@ def host_memory(task: Task, choice: Choice) -> int:
     loading = task.facts.parameters * task.width if is_whole else per_node * task.facts.largest_layer * 4
     offloaded = 0.0
     if choice.offload_optimizer:
-        values = _states(task, choice) + (4 if choice.has_masters(task) else 0) + 4
+        values = _states(task, choice) + (4 if choice.has_masters(task) else 0)
         offloaded += per_node * _held(task, choice)[1] * values * _share(choice, "states")
     if choice.offload_activations:
         offloaded += per_node * _layer_inputs(task, choice, choice.tokens(task))
@@ -189,8 +193,14 @@ def _static(task: Task, choice: Choice) -> dict[str, float]:
         "weights": weights * _share(choice, "weights"),
         "adapter": 4 * trained * _share(choice, "weights") if task.has_adapters else 0.0,
         "master": 4 * trained * states if choice.has_masters(task) and on_device else 0.0,
-        "optimizer": trained * _states(task, choice) * states if on_device else 0.0,
+        "optimizer": trained * _states(task, choice) * states if on_device else _visiting(task, choice),
     }
+
+
+def _visiting(task: Task, choice: Choice) -> float:
+    """Buffers for what lives in host memory."""
+    values = min(PIECE, _held(task, choice)[1])
+    return BUFFERS * values * (_states(task, choice) + (4 if choice.has_masters(task) else 0))
 
 
 def _states(task: Task, choice: Choice) -> float:
@@ -209,9 +219,13 @@ def _states(task: Task, choice: Choice) -> float:
 
 
 def _gradients(task: Task, choice: Choice) -> float:
-    """All of them, in fp32: that is how they are gathered, save where a single one of bf16 weights is used at once."""
-    is_single = task.has_masters and not choice.has_masters(task) and choice.accumulation(task) == 1
-    return (task.width if is_single else 4) * _held(task, choice)[1] * _share(choice, "gradients")
+    """All of them; in fp32 where they are summed or unscaled, else as backward made them. Released: the largest two."""
+    is_made = task.optimizer in ALONE and task.precision == "bf16" and choice.accumulation(task) == 1
+    width = task.width if is_made and task.has_masters else 4
+    held = _held(task, choice)[1] * _share(choice, "gradients")
+    if choice.release_gradients:
+        held = min(held, 2 * task.facts.embedding / choice.tensor)
+    return width * held
 
 
 def _gathered(task: Task, choice: Choice) -> tuple[float, float, float]:

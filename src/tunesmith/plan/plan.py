@@ -158,7 +158,9 @@ class Plan(Part):
     optimizer_states: OptimizerStates = "fp32"
     """How the states of AdamW or Lion are held; int8, fp8 and int4 in blocks with a scale each."""
     offload_optimizer: bool = False
-    """Optimizer states live in host memory."""
+    """Optimizer states and masters live in host memory."""
+    release_gradients: bool = False
+    """Each weight is updated and its gradient freed within the backward pass; one micro-batch a step, no clipping."""
     learning_rate: float
     deterministic: bool
     memory: Memory

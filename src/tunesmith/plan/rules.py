@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tunesmith.plan.choice import Choice, Task
+from tunesmith.plan.memory import ALONE
 from tunesmith.plan.plan import Attention
 
 EXECUTABLE: dict[str, frozenset[object]] = {
@@ -19,7 +20,7 @@ EXECUTABLE: dict[str, frozenset[object]] = {
     "recompute": frozenset({"none", "some", "all"}),
     "offload_activations": frozenset({False, True}),
     "optimizer_states": frozenset({"fp32", "bf16", "int8", "fp8", "int4"}),
-    "offload_optimizer": frozenset({False}),
+    "offload_optimizer": frozenset({False, True}),
     "sharding": frozenset({"none"}),
     "axes": frozenset(),  # of "tensor", "context", "pipeline"
 }
@@ -70,7 +71,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "method: qlora holds the base in 4 bits",
     ),
     (
-        lambda task, choice: choice.optimizer_states != "fp32" and task.optimizer not in ("adamw", "lion"),
+        lambda task, choice: choice.optimizer_states != "fp32" and task.optimizer not in ALONE,
         "smaller optimizer states are for AdamW and Lion",
     ),
     (
@@ -79,15 +80,22 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     (
         lambda task, choice: (
-            task.has_masters
-            and not choice.master_weights
-            and (task.optimizer not in ("adamw", "lion") or task.precision != "bf16")
+            task.has_masters and not choice.master_weights and (task.optimizer not in ALONE or task.precision != "bf16")
         ),
         "training without fp32 masters needs bf16 and AdamW or Lion, which round at random",
     ),
     (
         lambda task, choice: (choice.offload_optimizer or choice.offload_activations) and task.device == "cpu",
         "on a CPU everything is in host memory already",
+    ),
+    (
+        lambda task, choice: choice.offload_optimizer and task.optimizer not in ALONE,
+        "only AdamW and Lion update weight by weight, as states in host memory need it",
+    ),
+    (
+        lambda task, choice: choice.release_gradients and not may_release(task, choice),
+        "gradients can be released in the backward pass of full fine-tuning by AdamW or Lion only, with one "
+        "micro-batch a step and without max_grad_norm and loss scaling",
     ),
     (
         lambda task, choice: choice.offload_optimizer and task.has_adapters,
@@ -153,9 +161,23 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
     missing = [WORDS[name].format(value) for name, value in wanted.items() if value not in EXECUTABLE[name]]
     if choice.storage != "plain" and any(linear.count > 1 for kind in task.facts.kinds for linear in kind.linears):
         missing.append("experts in 4 or 8 bits")
+    is_own = task.optimizer == "lion" or choice.optimizer_states != "fp32" or choice.offload_optimizer
+    if choice.ranks > 1 and (is_own or (task.has_masters and not choice.master_weights)):
+        missing.append("smaller or offloaded optimizer states, Lion or weights without masters over several ranks")
     axes = {"tensor": choice.tensor, "context": choice.context, "pipeline": choice.pipeline}
     missing += [f"{axis} parallelism" for axis, size in axes.items() if size > 1 and axis not in EXECUTABLE["axes"]]
     return tuple(missing)
+
+
+def may_release(task: Task, choice: Choice) -> bool:
+    """Whether each weight can be updated as soon as its gradient is there: no other gradient has a say in it."""
+    return (
+        not task.has_adapters
+        and not task.clips
+        and task.optimizer in ALONE
+        and task.precision != "fp16"
+        and choice.accumulation(task) == 1
+    )
 
 
 def attention_for(task: Task, *, is_limited: bool) -> Attention:

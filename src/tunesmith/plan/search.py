@@ -134,6 +134,7 @@ def search(
         offload_activations=choice.offload_activations,
         optimizer_states=choice.optimizer_states,
         offload_optimizer=choice.offload_optimizer,
+        release_gradients=choice.release_gradients,
         learning_rate=_learning_rate(run, decide),
         deterministic=_deterministic(run, task.device, decide),
         memory=found.peak.memory,
@@ -176,6 +177,7 @@ def make_task(
         sequence_length=sequence_length,
         sequences=sequences,
         document_length=mean_length(lengths, sequence_length),
+        clips=run.max_grad_norm is not None,
     )
     if task.document_length < 0.8 * sequence_length:
         why = "the data's own lengths, roughly: attention costs by them, and sequences are packed with several"
@@ -201,7 +203,7 @@ def _tiers(task: Task) -> list[dict[str, Any]]:
         small: dict[str, Any] = {"storage": "nf4"}
         order = [plain, small]
     else:
-        is_fused = task.optimizer in ("adamw", "lion")
+        is_fused = task.optimizer in memory.ALONE
         small = {"optimizer_states": "int8"} if is_fused else {}
         rounded = [{**small, "master_weights": False}] if is_fused and task.precision == "bf16" else []
         both = {**small, "offload_optimizer": True, "offload_activations": True}
@@ -225,6 +227,8 @@ def _candidates(
     for mesh in _meshes(task, is_limited, has_axes=has_axes):
         for micro_batch in _micro_batches(task, mesh):
             choice = dataclasses.replace(base, **{**mesh, "micro_batch": micro_batch, **fixed})
+            if "release_gradients" not in fixed:
+                choice = dataclasses.replace(choice, release_gradients=rules.may_release(task, choice))
             if choice in seen:
                 continue
             seen.add(choice)
@@ -494,6 +498,13 @@ def _explain(
     elif choice.optimizer_states != "fp32":
         least = _least(every, lambda one: one.optimizer_states == "fp32" and not one.offload_optimizer)
         decide("optimizer states", choice.optimizer_states, f"in fp32 at least {least} are needed of {has}")
+    if choice.release_gradients:
+        decide("gradients", "released in the backward pass", "one micro-batch a step and no max_grad_norm: none waits")
+    elif task.device == "cuda" and rules.may_release(dataclasses.replace(task, clips=False), choice):
+        freed = found.peak.memory.gradients
+        if freed and not (choice.recompute_layers == 0 and rules.complexity(task, choice) == 0):
+            why = f"max_grad_norm needs the norm of them all; null would free up to {_gib(freed)}"
+            decide("gradients", "kept to the end of the step", why)
     if choice.offload_optimizer:
         least = _least(every, lambda one: not one.offload_optimizer)
         decide("offload", "optimizer states to host memory", f"all else needs at least {least} of {has}")

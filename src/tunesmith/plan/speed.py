@@ -57,8 +57,6 @@ HIDDEN_SHARE = 0.8
 """Communication and copies hide behind this share of the computation beside them."""
 EXPOSED = 0.05
 """Of a collective, at least this share is seen: the first and the last one of a pass have nothing to hide behind."""
-HOST_UPDATE = 20e9
-"""Bytes a second at which a processor updates optimizer states, for each 8 cores."""
 
 
 def step_time(task: Task, choice: Choice) -> Time:
@@ -227,17 +225,15 @@ def _launches(task: Task, choice: Choice) -> float:
 
 
 def _optimizer(task: Task, choice: Choice) -> tuple[float, float]:
-    """Seconds of the update on the device, and on the host where the states live there."""
+    """Seconds of the update on the device, and of the way between it and the host where the states live there."""
     base = task.trained / choice.tensor / choice.pipeline
     held = base * memory.share(choice.sharding, "states", choice.data_ranks, choice.shard)
     states = memory.STATES[task.optimizer] * memory.STATE_BYTES[choice.optimizer_states]
     passes = 2 * states + 3 * 4 + (4 + task.width if choice.has_masters(task) else 4)
     if not choice.offload_optimizer:
         return held * passes / task.rates.bandwidth, 0.0
-    link = held * (4 + task.width) / task.rates.host_link
-    ranks_here = max(1, choice.ranks // task.hardware.nodes)
-    update = ranks_here * held * passes / (HOST_UPDATE * max(1.0, task.hardware.cores / 8))
-    return 0.0, link + update
+    # Both ways at once, and the update is hidden behind them.
+    return 0.0, held * (states + (4 if choice.has_masters(task) else 0)) / task.rates.host_link
 
 
 def _communication(task: Task, choice: Choice, rounds: int, forward: float, backward: float) -> float:

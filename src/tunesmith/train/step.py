@@ -104,6 +104,7 @@ class TrainStep:
         scale = self.loss_scale.value if self.loss_scale else 1.0
         sums: dict[int, torch.Tensor] = {}
         weights: dict[int, float] = {}
+        self.optimizer.begin(learning_rate)
         try:
             for index, micro_batch in enumerate(batch.micro_batches):
                 if should_stop():
@@ -183,7 +184,7 @@ class TrainStep:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if scale != 1.0:
             torch._foreach_div_(gradients, scale)
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = self.optimizer.gradient_norm()
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
         return norm.float()
