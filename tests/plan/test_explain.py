@@ -71,7 +71,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not():
 
 def test_the_fewest_gpus_are_the_fewest():
     wanted = run(method="full", batch_tokens=65536)
-    for model, count in (("Llama-3.1-70B", 4), ("Qwen2.5-32B", 2)):
+    for model, count in (("Llama-3.1-70B", 4), ("Falcon-40B", 2)):
         answer = explain.solve("gpus", wanted, MODEL[model], named("H200"))
         assert f"{count} x H200" in answer
         assert search(wanted, MODEL[model], named(f"{count} x H200")).plan.fits
