@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -28,11 +29,15 @@ from tunesmith.model.fuse import fuse
 from tunesmith.model.save import remove_leftovers, write_adapter, write_model
 from tunesmith.optim.build import build
 from tunesmith.parallel.apply import apply
+from tunesmith.parallel.mesh import check_ranks
+from tunesmith.parallel.ranks import Ranks
+from tunesmith.parallel.shard import Sharded, gathered
 from tunesmith.plan.documents import sample_lengths
-from tunesmith.plan.hardware import Hardware, probe
+from tunesmith.plan.hardware import Hardware, probe, shared
 from tunesmith.plan.models import read_facts
+from tunesmith.plan.place import Place, here
 from tunesmith.plan.plan import Plan
-from tunesmith.plan.search import make_plan
+from tunesmith.plan.search import make_plan, refusal
 from tunesmith.train.events import Evaluation
 from tunesmith.train.job import Job
 
@@ -45,6 +50,28 @@ def plan_run(run: Run, hardware: Hardware | None = None) -> Plan:
     little of the data."""
     facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
     return make_plan(run, facts, hardware or probe(), lengths=sample_lengths(run))
+
+
+def choose_plan(run: Run, *, plan: Plan | None = None, ranks: int | None = None) -> Plan:
+    """The plan that `prepare_run` will obey: the one given, that of the run's folder where it still fits, or a new one
+    for so many ranks on this machine."""
+    place, folder = here(), Path(run.output)
+    if place.is_started:
+        ranks = None  # as many as there are
+    if plan is not None:
+        _check_agreement(run, plan)
+        facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
+        if (why := refusal(run, plan, facts, probe())) is not None:
+            raise UserError(f"The plan cannot be carried out: {why}.")
+        return plan
+    before = run_folder.read_identity(folder)
+    if before is not None and before.is_like(
+        run_folder.identify(run, data=before.data, model=load.model_fingerprint(run))
+    ):
+        planned = run_folder.read_plan(folder)
+        if planned is not None and _can_run(planned, run, place, ranks):
+            return planned
+    return plan_run(run, shared(probe(), ranks) if ranks else None)
 
 
 @dataclass(frozen=True)
@@ -63,6 +90,7 @@ def prepare_run(
     run: Run,
     *,
     plan: Plan | None = None,
+    ranks: int | None = None,
     accept_changes: bool = False,
     warn: Callable[[str], None],
     progress: Progress | None = None,
@@ -76,13 +104,7 @@ def prepare_run(
     before = run_folder.read_identity(folder)
     planned = run_folder.read_plan(folder) if before else None
     model = load.model_fingerprint(run)
-    chosen = plan
-    if plan is not None:
-        _check_agreement(run, plan)
-    elif before is not None and before.is_like(run_folder.identify(run, data=before.data, model=model)):
-        chosen = planned
-    if chosen is None or not _can_run(chosen, run):
-        chosen = plan_run(run)
+    chosen = choose_plan(run, plan=plan, ranks=ranks)
     if run.has_adapters and (run.lora.targets != "all-linear" or run.lora.layers is not None):
         lora.find_targets(load.load_skeleton(run), run.lora)
     data = _prepare_data(run, chosen, progress)
@@ -117,18 +139,34 @@ def prepare_run(
     return Setting(run, chosen, data, identity, checkpoints, resume_from)
 
 
-def assemble(setting: Setting) -> Job:
+def join_run(run: Run) -> Setting:
+    """What `prepare_run` has settled on the first rank, for the others: they read its folder and write nothing."""
+    folder = Path(run.output)
+    plan, identity = run_folder.read_plan(folder), run_folder.read_identity(folder)
+    if plan is None or identity is None:
+        raise UserError(f"{folder} is not the same on all ranks; set output to a folder that all of them share.")
+    data = _prepare_data(run, plan, None)
+    if data.fingerprint != identity.data:
+        raise UserError("The training data are not the same on all ranks; give each node the same files.")
+    checkpoints = CheckpointStore(folder / "checkpoints", identity.lineage, keep=run.keep)
+    return Setting(run, plan, data, identity, checkpoints, checkpoints)
+
+
+def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
     """Load the model, make it trainable, and put the job together."""
-    run, plan = setting.run, setting.plan
+    run, plan, ranks = setting.run, setting.plan, ranks or Ranks()
+    check_ranks(plan, ranks)
     device = torch.device(plan.device)
+    if ranks.count > 1 and plan.device == "cuda":
+        device = torch.device("cuda", ranks.place.local_rank)
     make_reproducible(plan)
     attention.register()
-    model = load.load_model(run, dtype=plan.precision, device=plan.device, storage=plan.storage)
+    model = load.load_model(run, dtype=plan.precision, device=str(device), storage=plan.storage)
     model.config.use_cache = False
     calling, note = settle(model, vocabulary=load.vocabulary_size(model.config))
     if calling.layout == "padded":  # rows change their shape with every step: nothing to compile once
         plan = plan.model_copy(update={"is_compiled": False})
-    make_trainable(model, run, plan)
+    called = make_trainable(model, run, plan)
     optimizer = build(model, run, plan)
     loader = Loader(
         setting.data.train,
@@ -139,6 +177,7 @@ def assemble(setting: Setting) -> Job:
         epochs=run.epochs,
         steps=run.steps,
         micro_batch=plan.micro_batch,
+        rank=ranks.rank,
         ranks=plan.mesh.data_ranks,
         pin=plan.device == "cuda",
     )
@@ -147,14 +186,17 @@ def assemble(setting: Setting) -> Job:
     def evaluate(step: int) -> Evaluation:
         began = time.monotonic()
         results = held_out_losses(
-            model,
+            called,
             calling,
             setting.data.evals,
             device=device,
             sequence_length=plan.sequence_length,
             micro_batch=plan.micro_batch,
             shape=micro_batch_shape(plan),
+            ranks=ranks,
         )
+        if isinstance(called, Sharded):
+            called.free_whole_weights()
         return Evaluation(
             step=step,
             loss=overall(results),
@@ -163,19 +205,34 @@ def assemble(setting: Setting) -> Job:
             seconds=round(time.monotonic() - began, 3),
         )
 
+    def save(step: int, state: dict[str, Any], metric: float | None) -> bool:
+        tensors = optimizer.tensors()
+        if ranks.count > 1:
+            tensors = gathered(tensors, ranks)
+        saved = ranks.is_first and setting.checkpoints.save(step, tensors, state, metric=metric) is not None
+        return ranks.any([saved])[0]
+
     def write_result() -> Path:
         target = folder / ("adapter" if run.has_adapters else "model")
-        remove_leftovers(target)
-        if run.has_adapters:
-            return write_adapter(model, run, target)
-        return write_model(model, load.load_tokenizer(run), target)
+        weights = None
+        if isinstance(called, Sharded):
+            held = None if run.has_adapters else getattr(torch, load.DTYPES[plan.precision])
+            weights = gathered(optimizer.weights, ranks, held)
+        if ranks.is_first:
+            remove_leftovers(target)
+            if run.has_adapters:
+                write_adapter(model, run, target, weights)
+            else:
+                write_model(model, load.load_tokenizer(run), target, weights)
+        ranks.wait()
+        return target
 
     return Job(
         run=run,
         plan=plan,
         folder=folder,
         device=device,
-        model=model,
+        model=called,
         calling=calling,
         loader=loader,
         titles=tuple(store.title for store in setting.data.train),
@@ -183,21 +240,25 @@ def assemble(setting: Setting) -> Job:
         checkpoints=setting.checkpoints,
         resume_from=setting.resume_from,
         evaluate=evaluate if setting.data.evals else None,
+        save=save,
         write_result=write_result,
         shape=micro_batch_shape(plan),
         warnings=(*setting.data.warnings, *([note] if note else [])),
+        ranks=ranks,
     )
 
 
-def _can_run(plan: Plan, run: Run) -> bool:
-    """Whether a plan made earlier still fits: its device is here, and no other is asked for now."""
+def _can_run(plan: Plan, run: Run, place: Place, ranks: int | None) -> bool:
+    """Whether a plan made earlier still fits: its devices are here, and no others are asked for now."""
     if run.device not in ("auto", plan.device):
         return False
-    return plan.device == "cpu" or torch.cuda.is_available()
+    if place.is_started or ranks is not None:
+        return plan.mesh.ranks == (place.ranks if place.is_started else ranks)
+    return plan.device == "cpu" or torch.cuda.device_count() >= plan.mesh.ranks
 
 
-def make_trainable(model: torch.nn.Module, run: Run, plan: Plan) -> None:
-    """Adapters or all weights, then everything that makes the steps fast and fit."""
+def make_trainable(model: torch.nn.Module, run: Run, plan: Plan) -> torch.nn.Module:
+    """Adapters or all weights, then everything that makes the steps fast and fit. Returns what is to be called."""
     if run.has_adapters:
         lora.attach(model, run.lora, seed=run.seed)
         fuse(model, fp8=plan.products == "fp8", whole_mlps=plan.device == "cuda")
@@ -205,7 +266,7 @@ def make_trainable(model: torch.nn.Module, run: Run, plan: Plan) -> None:
         model.requires_grad_(True)
         if plan.products == "fp8":
             use_fp8_products(model)
-    apply(model, plan)
+    return apply(model, plan, has_adapters=run.has_adapters)
 
 
 def micro_batch_shape(plan: Plan) -> Shape | None:

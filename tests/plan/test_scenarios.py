@@ -44,14 +44,14 @@ def test_70b_on_two_24_gb_cards_is_quantized_and_sharded():
     chosen = plan("Llama-2-70B", "2 x RTX 3090", sequence_length=512, batch_tokens=4096)
     assert chosen.fits
     assert (chosen.storage, chosen.sharding, chosen.mesh.shard) == ("nf4", "zero3", 2)
-    assert "a copy on each GPU needs" in why(chosen, "sharding")
+    assert "a copy on each rank needs" in why(chosen, "sharding")
 
 
 def test_7b_full_on_one_node_of_four_is_fully_sharded_without_saving_more():
     chosen = plan("Llama-2-7B", "4 x A100-80G, nvlink", method="full", sequence_length=1024, batch_tokens=65536)
     assert chosen.fits
     assert (chosen.sharding, chosen.mesh.ranks) == ("zero3", 4)
-    assert "a copy on each GPU needs" in why(chosen, "sharding")
+    assert "a copy on each rank needs" in why(chosen, "sharding")
     assert chosen.optimizer_states == "fp32"
     assert not chosen.offload_optimizer
 

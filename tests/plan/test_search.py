@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tunesmith.errors import UserError
 from tunesmith.plan.facts import from_config
-from tunesmith.plan.hardware import Gpu, Hardware, named
+from tunesmith.plan.hardware import Gpu, Hardware, named, shared
 from tunesmith.plan.plan import Plan
 from tunesmith.plan.search import make_plan, search
 
@@ -138,8 +138,29 @@ def test_a_machine_with_several_gpus_gets_what_this_version_can_execute():
     several = machine().changed(gpus=(gpu(80), gpu(80)), link=300e9)
     plan = make_plan(run(), LLAMA_8B, several)
     assert plan.beyond == ()
-    assert plan.mesh.ranks == 1
-    assert "stay idle" in why(plan, "ranks")
+    assert (plan.mesh.replicate, plan.sharding) == (2, "ddp")
+    one_sequence = make_plan(run(batch_tokens=2048), LLAMA_8B, several)
+    assert (one_sequence.mesh.ranks, one_sequence.beyond) == (1, ())
+    assert "stay idle" in why(one_sequence, "ranks")
+
+
+def test_ranks_on_a_processor_share_its_cores_and_memory():
+    alone, four = (make_plan(run(device="cpu"), SMOL, shared(machine(), ranks)) for ranks in (1, 4))
+    assert (alone.mesh.ranks, four.mesh.ranks, four.beyond) == (1, 4, ())
+    assert four.threads == max(1, alone.threads // 4)
+    assert four.memory_limit == pytest.approx(alone.memory_limit / 4, rel=1e-6)
+
+
+def test_more_ranks_than_gpus_are_refused():
+    with pytest.raises(UserError, match="8 ranks were asked for, and this machine has 1 GPU; ask for no more"):
+        make_plan(run(), SMOL, shared(machine().changed(gpus=(gpu(80),)), 8))
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon", "adamw_8bit"])
+def test_optimizers_that_cannot_be_sharded_are_not_planned_for_several_ranks(optimizer):
+    several = machine().changed(gpus=(gpu(80), gpu(80)), link=300e9)
+    with pytest.raises(UserError, match=r"cannot do .* an optimizer other than adamw and sgd over several ranks"):
+        search(run(method="full", optimizer=optimizer), SMOL, several, pins={"sharding": "zero3", "shard": 2})
 
 
 def test_unusual_learning_rates_and_batches_are_pointed_out():

@@ -160,6 +160,19 @@ class Display:
             self._bar.update(self._task, description=name, completed=done, total=total, facts=facts)
 
 
+class Silent(Display):
+    """Of a rank that has nothing to say: the first one says it all."""
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def progress(self, name: str, done: int, total: int | None) -> None:
+        pass
+
+
 class _Count(ProgressColumn):
     """How far of how much; nothing where that is not known."""
 

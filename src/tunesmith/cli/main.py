@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 from tunesmith import __version__
 from tunesmith.cli import bench, chat, check, doctor, evaluate, init, merge, plan, profile, schema, train
 from tunesmith.errors import UserError, UserErrors
+from tunesmith.parallel.launch import write_failure
 
 INTERRUPTED = 130
 OUR_FAULT = 70
@@ -105,13 +106,16 @@ for _panel, _verbs in {
 def _fail(messages: Sequence[str]) -> NoReturn:
     if os.environ.get("TUNESMITH_DEBUG"):
         traceback.print_exc()
-    for message in messages:
-        _say_error(message)
+    if not write_failure("; ".join(messages), ""):
+        for message in messages:
+            _say_error(message)
     raise typer.Exit(1)
 
 
 def _report(problem: Exception) -> NoReturn:
     what = f"something unexpected happened: {type(problem).__name__}: {_one_line(str(problem))}"
+    if write_failure(what, traceback.format_exc()):
+        raise typer.Exit(OUR_FAULT)
     if os.environ.get("TUNESMITH_DEBUG"):
         traceback.print_exc()
         _say_error(what)

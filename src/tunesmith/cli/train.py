@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from tunesmith.measure.profile import StepProfiler
     from tunesmith.train.job import Job
+    from tunesmith.train.loop import Outcome
 
 
 def command(
@@ -18,6 +20,9 @@ def command(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's.")
     ] = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="Obey this plan instead of making one.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks to start on this machine: all its GPUs, or 1 on a CPU, when left out.")
+    ] = None,
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Continue a run whose settings or data have changed since.")
     ] = False,
@@ -29,57 +34,107 @@ def command(
     started = time.monotonic()
     from tunesmith.cli import display, output
     from tunesmith.config.load import load
+    from tunesmith.plan.place import here
 
     run = load(config, overrides or ()).run
     # Before torch starts: its allocator then grows pieces instead of keeping ones that fit nothing any more.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if run.profile_steps:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks help nobody
-    folder = Path(run.output)
+    folder, place = Path(run.output), here()
     from tunesmith.checkpoint import run_folder
 
     summary = run_folder.read_summary(folder)
     if summary is not None and not accept_changes:
-        output.say(
-            f"The run in {folder} is finished ({summary['steps']} steps); its result is {folder / summary['result']}. "
-            "To train again, choose another output; to train on with other settings, add --accept-changes."
-        )
+        if place.rank == 0:
+            output.say(
+                f"The run in {folder} is finished ({summary['steps']} steps); its result is "
+                f"{folder / summary['result']}. To train again, choose another output; to train on with other "
+                "settings, add --accept-changes."
+            )
         raise typer.Exit(0)
-    screen = display.Display()
+    screen = display.Display() if place.rank == 0 else display.Silent()
     plan = display.read_plan_file(plan_file) if plan_file else None
-    screen.stage("Starting")
-    from tunesmith.assemble import assemble, prepare_run, versions
+    if not place.is_started:
+        screen.stage("Starting")
+    from tunesmith.assemble import assemble, choose_plan, join_run, prepare_run, versions
     from tunesmith.checkpoint.store import RunLock
+    from tunesmith.parallel.ranks import connected
     from tunesmith.train import events
     from tunesmith.train.loop import train
 
-    with RunLock(folder, warn=output.warn), screen:
-        log = events.EventLog(folder)
+    if not place.is_started:
+        count = choose_plan(run, plan=plan, ranks=ranks).mesh.ranks
+        if count > 1:
+            options = [*(["--plan", str(plan_file)] if plan_file else []), *["--accept-changes"][: int(accept_changes)]]
+            _start_ranks(["train", str(config), *(overrides or ()), *options], count)
+            return
+    with ExitStack() as stack:
+        if place.rank == 0:
+            stack.enter_context(RunLock(folder, warn=output.warn))
+        stack.enter_context(screen)
+        log = events.EventLog(folder) if place.rank == 0 else None
 
         def observe(event: events.Event) -> None:
-            log.write(event)
-            screen.show(event)
+            if log:
+                log.write(event)
+                screen.show(event)
 
         def warn(message: str) -> None:
             observe(events.Warned(message))
 
-        setting = prepare_run(run, plan=plan, accept_changes=accept_changes, warn=warn, progress=screen.progress)
-        (folder / "summary.json").unlink(missing_ok=True)
-        screen.show_plan(setting.plan)
-        screen.stage("Loading the model")
-        job = assemble(setting)
+        others = stack.enter_context(connected(place))
+        if place.rank == 0:
+            setting = prepare_run(run, plan=plan, accept_changes=accept_changes, warn=warn, progress=screen.progress)
+            (folder / "summary.json").unlink(missing_ok=True)
+            screen.show_plan(setting.plan)
+            screen.stage("Loading the model")
+        others.wait()
+        for is_turn in (place.local_rank == 0, place.local_rank != 0):  # a node's first may have to tokenize
+            if place.rank != 0 and is_turn:
+                setting = join_run(run)
+            others.wait()
+        job = assemble(setting, others)
         for message in job.warnings:
             warn(message)
         trained = sum(parameter.numel() for parameter in job.optimizer.parameters)
         observe(events.Started(job.loader.total_steps, trained, versions()))
-        profiler = _profiler(job)
+        profiler = _profiler(job) if place.rank == 0 else None
         outcome = train(job, observe, started=started, watch=profiler)
         if profiler:
             profiler.close()  # where the run ended before the last of its steps
-        log.close()
+        if log:
+            log.close()
+    if place.rank == 0:
+        _say_outcome(outcome, folder, profiler)
+    if not outcome.is_finished:
+        raise typer.Exit(130 if "Ctrl-C" in outcome.reason else 143 if "SIGTERM" in outcome.reason else 0)
+
+
+def _start_ranks(arguments: list[str], count: int) -> None:
+    """Run this command again as `count` ranks; ends as the first of them that failed."""
+    import sys
+
+    from tunesmith.parallel.launch import STOPPED, launch
+
+    failure = launch([sys.executable, "-m", "tunesmith", *arguments], count)
+    if failure is None:
+        return
+    if failure.code not in STOPPED:
+        how = failure.message or f"it was ended by signal {-failure.code}" if failure.code < 0 else failure.message
+        if failure.traceback:
+            typer.echo(f"rank {failure.rank} of {count}:\n{failure.traceback}", err=True)
+        where = "" if failure.code == 1 else f"rank {failure.rank} of {count} failed first: "
+        typer.echo(f"error: {where}{how or f'exit code {failure.code}'}", err=True)
+    raise typer.Exit(failure.code if failure.code > 0 else 70)
+
+
+def _say_outcome(outcome: Outcome, folder: Path, profiler: StepProfiler | None) -> None:
+    from tunesmith.cli import output
+
     if not outcome.is_finished:
         output.say(f"Stopped after step {outcome.step} of {outcome.total_steps}; `tunesmith train` again continues.")
-        raise typer.Exit(130 if "Ctrl-C" in outcome.reason else 143 if "SIGTERM" in outcome.reason else 0)
+        return
     if profiler and profiler.report:
         output.say(f"{profiler.report.bound} The profile is in {profiler.folder}.")
     output.say(f"Done. The trained weights are in {outcome.result}; try `tunesmith chat {folder}`.")

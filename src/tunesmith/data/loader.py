@@ -149,9 +149,7 @@ class Loader:
         return micro_batch_of(documents, pin=self._pin)
 
     def _filler(self, source: int, index: int) -> MicroBatch:
-        taken = document(self._stores[source], index, source)
-        idle = taken._replace(ids=taken.ids[:2], weights=np.zeros_like(taken.weights[:2]))
-        return micro_batch_of([idle], pin=self._pin)
+        return micro_batch_of([idle(document(self._stores[source], index, source))], pin=self._pin)
 
     # Which sequences
 
@@ -225,6 +223,11 @@ def document(store: TokenStore, index: int, source: int) -> PackedDocument:
     return PackedDocument(ids, weights, source, origin)
 
 
+def idle(taken: PackedDocument) -> PackedDocument:
+    """Two tokens that do not count, for a rank that must take part all the same."""
+    return taken._replace(ids=taken.ids[:2], weights=np.zeros_like(taken.weights[:2]))
+
+
 def micro_batch_of(documents: Sequence[PackedDocument], *, pin: bool = False) -> MicroBatch:
     """Documents laid end to end, labels shifted by one within each. The only place where this is done."""
     import torch
@@ -256,13 +259,26 @@ def micro_batch_of(documents: Sequence[PackedDocument], *, pin: bool = False) ->
 
 
 def evaluation_batches(
-    store: TokenStore, *, sequence_length: int, micro_batch: int, source: int = 0, pin: bool = False
+    store: TokenStore,
+    *,
+    sequence_length: int,
+    micro_batch: int,
+    source: int = 0,
+    pin: bool = False,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Iterator[MicroBatch]:
-    """Every example once, packed, in a fixed order, a micro-batch at a time."""
+    """Every example once, packed, in a fixed order, a micro-batch at a time.
+
+    Ranks take micro-batches in turn, as many each: where nothing is left for one, it gets two tokens that count 0.
+    """
     sequences = pack_in_windows(store.lengths, sequence_length)
-    while together := list(islice(sequences, micro_batch)):
-        indices = np.concatenate(together).tolist()
-        yield micro_batch_of([document(store, index, source) for index in indices], pin=pin)
+    while round_of_all := list(islice(sequences, micro_batch * ranks)):
+        if mine := round_of_all[rank * micro_batch : (rank + 1) * micro_batch]:
+            indices = np.concatenate(mine).tolist()
+            yield micro_batch_of([document(store, index, source) for index in indices], pin=pin)
+        else:
+            yield micro_batch_of([idle(document(store, 0, source))], pin=pin)
 
 
 def pack_in_windows(lengths: np.ndarray, capacity: int) -> Iterator[np.ndarray]:

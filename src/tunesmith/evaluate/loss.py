@@ -11,6 +11,7 @@ from torch import nn
 from tunesmith.data.loader import evaluation_batches
 from tunesmith.data.store import TokenStore
 from tunesmith.model.forward import Calling, Shape, to_device, token_losses
+from tunesmith.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -33,21 +34,26 @@ def held_out_losses(
     micro_batch: int = 1,
     shape: Shape | None = None,
     progress: Callable[[str, int], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> list[HeldOut]:
-    """The model must be in evaluation mode. `progress` is told the data set and the documents done."""
+    """The model must be in evaluation mode. `progress` is told the data set and the documents done. Several ranks
+    share the work, and all know the result."""
     assert not model.training
     results = []
+    ranks = ranks or Ranks()
     for store in stores:
         total = torch.zeros((), dtype=torch.float64, device=device)
         weight = 0.0
         done = 0
-        for batch in evaluation_batches(store, sequence_length=sequence_length, micro_batch=micro_batch):
+        sizes = {"sequence_length": sequence_length, "micro_batch": micro_batch}
+        for batch in evaluation_batches(store, **sizes, rank=ranks.rank, ranks=ranks.count):
             total += token_losses(model, to_device(batch, device, shape), calling)[0].double()
             weight += batch.weights.double().sum().item()
             done += len(batch.origins)
             if progress:
                 progress(store.title, done)
-        results.append(HeldOut(store.title, total.item() / weight if weight else float("nan"), weight))
+        total, weight = ranks.sum(torch.stack([total, torch.full_like(total, weight)])).tolist()
+        results.append(HeldOut(store.title, total / weight if weight else float("nan"), weight))
     return results
 
 

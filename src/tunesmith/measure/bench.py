@@ -168,15 +168,16 @@ def build(workload: Workload, plan: Plan, *, rank: int = 16, optimizer: str = "a
     else:
         with device:
             model = empty()
-    make_trainable(model, run, plan)
+    called = make_trainable(model, run, plan)
     if plan.device == "cuda":
         torch.cuda.empty_cache()
     if "optimizer_states" in plan.model_fields_set:
         updates = build_optimizer(model, run, plan)
     else:  # a workload says nothing of them: in the weights' precision, as its peers have them
-        updates = Optimizer(model.named_parameters(), run, master_weights=plan.master_weights)
+        has_masters = plan.master_weights and plan.sharding == "none"
+        updates = Optimizer(model.named_parameters(), run, master_weights=has_masters)
     return TrainStep(
-        model.train(),
+        called.train(),
         Calling("packed"),
         updates,
         device=device,

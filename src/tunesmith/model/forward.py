@@ -11,8 +11,9 @@ Legend: T tokens, N target tokens, D documents, H hidden, V vocabulary.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -103,8 +104,22 @@ def to_device(batch: Documents, device: torch.device, shape: Shape | None = None
     )
 
 
+class Entrance(nn.Module):
+    """Stands before a model whose weights lie over several ranks: while a function of the model runs within it, the
+    weights outside the layers, such as the output head's, are whole."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(self.model, *arguments)
+
+
 def token_losses(model: nn.Module, inputs: Inputs, calling: Calling) -> tuple[torch.Tensor, torch.Tensor]:
     """The weighted sum of the target tokens' losses, to call backward on, and the loss of each target [N]."""
+    if isinstance(model, Entrance):
+        return model(token_losses, inputs, calling)
     with record_function("forward"):
         hidden_th = hidden_states(model, inputs, calling)
     head = model.get_output_embeddings()

@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,11 +137,13 @@ def merge(model: nn.Module) -> int:
 # PEFT's files
 
 
-def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def adapter_tensors(model: nn.Module, weights: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """By PEFT's names; taken from `weights`, by the model's own names, where the model has shards only."""
     tensors = {}
     for name, adapter in adapters(model).items():
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = adapter.lora_a.detach().cpu().contiguous()
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = adapter.lora_b.detach().cpu().contiguous()
+        for ours, theirs in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
+            value = getattr(adapter, ours) if weights is None else weights[f"{name}.{ours}"]
+            tensors[f"{PREFIX}{name}.{theirs}.weight"] = value.detach().cpu().contiguous()
     return tensors
 
 

@@ -9,10 +9,11 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
@@ -22,28 +23,42 @@ from tunesmith.model.load import locate, quiet
 from tunesmith.model.lora import adapter_config, adapter_tensors
 
 
-def write_adapter(model: nn.Module, run: Run, folder: Path) -> Path:
-    """The adapters of `model`, for Tunesmith and the peft library alike."""
+def write_adapter(model: nn.Module, run: Run, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> Path:
+    """The adapters of `model`, for Tunesmith and the peft library alike; their weights where the model has shards."""
     source = locate(run.model)
     base = str(Path(source.location).resolve()) if source.is_local else source.location
     with whole_folder(folder) as partial:
-        save_file(adapter_tensors(model), partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(adapter_tensors(model, weights), partial / "adapter_model.safetensors", metadata={"format": "pt"})
         (partial / "adapter_config.json").write_text(json.dumps(adapter_config(model, run.lora, base), indent=2) + "\n")
     return folder
 
 
-def write_model(model: nn.Module, tokenizer, folder: Path) -> Path:
-    """The whole model with its tokenizer, in transformers' layout and in the precision the model is held in."""
+def write_model(model: nn.Module, tokenizer, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> Path:
+    """The whole model with its tokenizer, in transformers' layout and in the precision the model is held in; its
+    weights where the model has shards."""
     with whole_folder(folder) as partial:
         use_cache = model.config.use_cache
         model.config.use_cache = True
         try:
             with quiet():
-                model.save_pretrained(partial)
+                if weights is None:
+                    model.save_pretrained(partial)
+                else:
+                    _save_shards(model, weights, partial)
         finally:
             model.config.use_cache = use_cache
         tokenizer.save_pretrained(partial)
     return folder
+
+
+def _save_shards(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """`weights` and the buffers that belong to them, in one precision, which transformers would take from the model."""
+    kept = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    model.save_pretrained(folder, state_dict={**weights, **buffers})
+    config = json.loads((folder / "config.json").read_text())
+    config["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
@@ -31,7 +31,7 @@ def build(model: nn.Module, run: Run, plan: Plan) -> Optimizer:
     return Optimizer(
         model.named_parameters(),
         run,
-        master_weights=plan.master_weights,
+        master_weights=plan.master_weights and plan.sharding == "none",  # shards are in fp32 already
         states=plan.optimizer_states,
         offload=plan.offload_optimizer,
         release=plan.release_gradients,
@@ -159,7 +159,7 @@ class Optimizer:
                     f"The checkpoint's '{name}' has the shape {tuple(there)}, and that of these settings is "
                     f"{tuple(weight.shape)}; put lora.rank or the model back, or choose another output."
                 )
-            weight.copy_(tensors[f"weights/{name}"])
+            weight.copy_(_placed(tensors[f"weights/{name}"], weight))
         states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.masters}
         for full_name, value in tensors.items():
             kind, _, rest = full_name.partition("/")
@@ -179,7 +179,7 @@ class Optimizer:
                     continue
                 for key, value in values.items():
                     on_host = key == "step" and not part.defaults.get("fused")
-                    part.state[weight][key] = value.clone() if on_host else value.to(weight.device, copy=True)
+                    part.state[weight][key] = value.clone() if on_host else _placed(value, weight).clone()
         if self.has_masters:
             for part in self.parts:
                 self._copy_masters(part)
@@ -273,3 +273,11 @@ def _gather_into(master: nn.Parameter):
         weight.grad = None
 
     return hook
+
+
+def _placed(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A saved tensor on the weight's device, and spread over the ranks as the weight is."""
+    if not isinstance(weight, DTensor) or value.ndim == 0:
+        return value.to(weight.device)
+    assert value.shape == weight.shape
+    return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)

@@ -1,6 +1,7 @@
 """The order in which a loaded, adapted model is made ready to train. Mechanisms live elsewhere.
 
-MLPs in slices  ->  recompute some layers  ->  compile each layer  ->  offload the inputs of recomputed layers
+MLPs in slices  ->  recompute some layers  ->  compile each layer  ->  offload the inputs of recomputed layers  ->
+shard over ranks
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from torch import nn
 
 from tunesmith.errors import UserError
 from tunesmith.parallel.activation import HostStore, offloaded, recomputed, slice_mlp
+from tunesmith.parallel.mesh import data_mesh
+from tunesmith.parallel.shard import shard
 from tunesmith.plan.plan import Plan
 
 
-def apply(model: nn.Module, plan: Plan) -> None:
+def apply(model: nn.Module, plan: Plan, *, has_adapters: bool) -> nn.Module:
+    """Returns what is to be called from now on: the model, or what stands before its shards."""
     layers = decoder_layers(model)
     store = HostStore(torch.device(plan.device)) if plan.offload_activations else None
     for index, layer in enumerate(layers):
@@ -36,6 +40,9 @@ def apply(model: nn.Module, plan: Plan) -> None:
             forward = offloaded(forward, store)
         if forward is not layer.forward:
             layer.forward = forward
+    if plan.sharding == "none":
+        return model
+    return shard(model, layers, plan, data_mesh(plan), has_adapters=has_adapters)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

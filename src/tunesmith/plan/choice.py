@@ -42,13 +42,17 @@ class Task:
     def gpu(self) -> Gpu:
         return self.hardware.gpus[0]
 
+    @property
+    def ranks_per_node(self) -> int:
+        return len(self.hardware.gpus) if self.device == "cuda" else self.hardware.processes
+
     @cached_property
     def rates(self) -> Rates:
         if self.device == "cuda":
             return self.gpu.rates or guessed_rates(self.gpu)
         # Measured with PyTorch on two ARM cores: 23 GFLOP/s a core, with all its overheads.
         half = 60e9 if self.hardware.has_fast_bf16 else 0.1e9
-        cores = self.hardware.cores
+        cores = max(1, self.hardware.cores // self.hardware.processes)
         return Rates(fp32=30e9 * cores, half=half * cores, bandwidth=min(15e9 * cores, 120e9), host_link=1e12)
 
     @property

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from tunesmith.errors import UserError
 from tunesmith.plan import catalogue
+from tunesmith.plan.place import here
 from tunesmith.plan.plan import Part
 
 GIB = 2**30
@@ -30,6 +31,10 @@ ATTAINABLE = {"fp32": 0.75, "half": 0.72, "fp8": 0.68}
 """Share of the published rate that large products reach (bf16 on an H200: 0.67 to 0.77; fp8: 0.64 to 0.73)."""
 COPY = 0.88
 """Share of the published bandwidth that a copy reaches (H200: 0.89)."""
+PROCESSOR_LINK = 2e9
+"""Bytes a second between ranks on one processor: gloo over the loopback device."""
+UNKNOWN_NETWORK = 1.25e9
+"""Bytes a second between nodes that nobody has measured: 10 Gbit/s."""
 
 
 class Rates(Part):
@@ -70,6 +75,8 @@ class Hardware(Part):
     gpus: tuple[Gpu, ...] = ()
     """Of one node; all nodes are equal."""
     nodes: int = 1
+    processes: int = 1
+    """Ranks of one node, where they were asked for or started; on a CPU they share its cores and memory."""
     link: float = 0.0
     """Bytes a second from one GPU to the others of its node, as published."""
     network: float = 0.0
@@ -86,7 +93,28 @@ class Hardware(Part):
         return self.nodes * len(self.gpus)
 
 
+def shared(hardware: Hardware, ranks: int, nodes: int = 1) -> Hardware:
+    """The hardware as so many ranks on each node use it: a GPU each, or a part of the processor."""
+    if not 1 <= ranks <= 1024:
+        raise UserError(f"{ranks} ranks were asked for; say 1 or more.")
+    gpus = hardware.gpus[:ranks]
+    return hardware.changed(
+        gpus=gpus,
+        nodes=nodes,
+        processes=ranks,
+        link=_link(gpus) or PROCESSOR_LINK,
+        network=hardware.network or (UNKNOWN_NETWORK if nodes > 1 else 0.0),
+    )
+
+
 def probe() -> Hardware:
+    """This machine; where this process was started as one of several ranks, as they share it."""
+    place = here()
+    found = _probe()
+    return shared(found, place.local_ranks, place.nodes) if place.is_started else found
+
+
+def _probe() -> Hardware:
     memory = psutil.virtual_memory()
     limit = _cgroup_limit() or memory.total
     gpus = _gpus()

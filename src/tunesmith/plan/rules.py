@@ -21,10 +21,13 @@ EXECUTABLE: dict[str, frozenset[object]] = {
     "offload_activations": frozenset({False, True}),
     "optimizer_states": frozenset({"fp32", "bf16", "int8", "fp8", "int4"}),
     "offload_optimizer": frozenset({False, True}),
-    "sharding": frozenset({"none"}),
+    "sharding": frozenset({"none", "ddp", "zero1", "zero2", "zero3", "hybrid", "hierarchical"}),
     "axes": frozenset(),  # of "tensor", "context", "pipeline"
 }
 """What `tunesmith train` of this version can do; the planner chooses nothing else for this machine."""
+
+SHARDED_OPTIMIZERS = ("adamw", "sgd")
+"""Those that update each value by itself, with states of the weights' shape: any part of them can be another rank's."""
 
 WORDS = {
     "method": "method: {}",
@@ -106,8 +109,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "gradients and states of adapters are too small to shard",
     ),
     (
-        lambda task, choice: choice.sharding in ("hybrid", "hierarchical") and task.hardware.nodes == 1,
-        "hybrid and hierarchical sharding are for several nodes",
+        lambda task, choice: choice.sharding in ("hybrid", "hierarchical") and 1 in (choice.replicate, choice.shard),
+        "hybrid and hierarchical sharding are for several nodes of several ranks",
     ),
     (
         lambda task, choice: choice.sharding == "none" and choice.data_ranks > 1,
@@ -161,9 +164,13 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
     missing = [WORDS[name].format(value) for name, value in wanted.items() if value not in EXECUTABLE[name]]
     if choice.storage != "plain" and any(linear.count > 1 for kind in task.facts.kinds for linear in kind.linears):
         missing.append("experts in 4 or 8 bits")
-    is_own = task.optimizer == "lion" or choice.optimizer_states != "fp32" or choice.offload_optimizer
-    if choice.ranks > 1 and (is_own or (task.has_masters and not choice.master_weights)):
-        missing.append("smaller or offloaded optimizer states, Lion or weights without masters over several ranks")
+    if choice.sharding != "none":
+        is_own = task.optimizer not in SHARDED_OPTIMIZERS or choice.optimizer_states != "fp32"
+        if is_own or choice.offload_optimizer or (task.has_masters and not choice.master_weights):
+            missing.append(
+                "smaller or offloaded optimizer states, weights without masters, or an optimizer other than "
+                f"{' and '.join(SHARDED_OPTIMIZERS)} over several ranks"
+            )
     axes = {"tensor": choice.tensor, "context": choice.context, "pipeline": choice.pipeline}
     missing += [f"{axis} parallelism" for axis, size in axes.items() if size > 1 and axis not in EXECUTABLE["axes"]]
     return tuple(missing)
@@ -177,6 +184,7 @@ def may_release(task: Task, choice: Choice) -> bool:
         and task.optimizer in ALONE
         and task.precision != "fp16"
         and choice.accumulation(task) == 1
+        and choice.sharding == "none"
     )
 
 

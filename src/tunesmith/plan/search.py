@@ -88,7 +88,7 @@ def search(
 
     task, products = make_task(run, facts, hardware, decide, lengths)
     margin = _margin(task, decide)
-    free = task.gpu.free if task.device == "cuda" else hardware.available
+    free = task.gpu.free if task.device == "cuda" else hardware.available // hardware.processes
     limit = int((1 - margin) * free)
     pinned = {"products": products, **(pins or {})}
     if run.optimizer_states is not None:
@@ -106,11 +106,11 @@ def search(
     if not every:
         raise UserError(f"This run cannot be planned: {why_not.first or 'nothing is left to choose'}.")
     found = chosen or min(every, key=lambda candidate: candidate.bytes)
-    _explain(run, task, found, every, limit, chosen is not None, limited, decide)
+    _explain(run, task, found, every, limit, chosen is not None, decide)
     choice = found.choice
     plan = Plan(
         device=task.device,
-        threads=hardware.cores,
+        threads=max(1, hardware.cores // hardware.processes),
         mesh=Mesh(
             replicate=choice.replicate,
             shard=choice.shard,
@@ -147,6 +147,25 @@ def search(
         reasons=tuple(reasons),
     )
     return Search(plan, task, found, tuple(tiers))
+
+
+def refusal(run: Run, plan: Plan, facts: ModelFacts, hardware: Hardware) -> str | None:
+    """Why a plan made by hand cannot be carried out, or None."""
+    if plan.device == "cuda" and not hardware.gpus:
+        return "it is for a GPU, and none is here"
+    task, _ = make_task(run, facts, hardware, lambda *_: None)
+    task = dataclasses.replace(
+        task,
+        device=plan.device,
+        precision=plan.precision,
+        sequence_length=plan.sequence_length,
+        sequences=plan.sequences_per_step,
+    )
+    given = {**dict(plan), **dict(plan.mesh)}
+    choice = Choice(**{field.name: given[field.name] for field in dataclasses.fields(Choice)})
+    if (refused := rules.refused(task, choice)) is not None:
+        return refused
+    return next((f"this version of Tunesmith cannot do {missing}" for missing in rules.beyond(task, choice)), None)
 
 
 def make_task(
@@ -223,7 +242,7 @@ def _candidates(
     fixed = {name: value for name, value in pins.items() if name != "recompute_layers"}
     layers = pins.get("recompute_layers")
     seen: set[Choice] = set()
-    has_axes = tier.get("axes", False) or task.sequences < task.hardware.gpu_count
+    has_axes = tier.get("axes", False) or task.sequences < task.hardware.gpu_count > 1
     for mesh in _meshes(task, is_limited, has_axes=has_axes):
         for micro_batch in _micro_batches(task, mesh):
             choice = dataclasses.replace(base, **{**mesh, "micro_batch": micro_batch, **fixed})
@@ -306,10 +325,10 @@ def _evaluate(task: Task, choice: Choice, recompute_layers: int) -> Candidate:
 def _meshes(task: Task, is_limited: bool, *, has_axes: bool) -> Iterator[dict[str, Any]]:
     """Ways to lay ranks over the GPUs; all of them are used where the batch has work for all."""
     hardware = task.hardware
-    if task.device == "cpu" or hardware.gpu_count == 1 or (is_limited and "ddp" not in rules.EXECUTABLE["sharding"]):
+    per_node = task.ranks_per_node
+    if hardware.nodes * per_node == 1 or (is_limited and "ddp" not in rules.EXECUTABLE["sharding"]):
         yield {}
         return
-    per_node = len(hardware.gpus)
     powers = [size for size in (1, 2, 4, 8, 16) if per_node % size == 0] if has_axes else [1]
     for tensor in powers:
         for context in powers:
@@ -377,6 +396,11 @@ def _device(run: Run, hardware: Hardware, decide: Decide) -> Device:
     if run.device == "cuda" and not hardware.gpus:
         raise UserError(
             "device is cuda, but no NVIDIA GPU was found here; say device: cpu or look at `tunesmith doctor`."
+        )
+    if run.device != "cpu" and 0 < len(hardware.gpus) < hardware.processes:
+        raise UserError(
+            f"{hardware.processes} ranks were asked for, and this machine has {len(hardware.gpus)} GPU"
+            f"{'s'[: len(hardware.gpus) > 1]}; ask for no more ranks than GPUs, or say device: cpu."
         )
     if run.device != "auto":
         decide("device", run.device, "asked for")
@@ -464,20 +488,13 @@ def _deterministic(run: Run, device: str, decide: Decide) -> bool:
 
 
 def _explain(
-    run: Run,
-    task: Task,
-    found: Candidate,
-    every: list[Candidate],
-    limit: int,
-    fits: bool,
-    is_limited: bool,
-    decide: Decide,
+    run: Run, task: Task, found: Candidate, every: list[Candidate], limit: int, fits: bool, decide: Decide
 ) -> None:
     choice, layers = found.choice, task.facts.layers
     has = f"the {_gib(limit)} that may be used"
     if task.device == "cuda" and task.hardware.gpu_count > choice.ranks:
         idle = task.hardware.gpu_count - choice.ranks
-        why = "this version trains on one GPU" if is_limited else "the batch has too few sequences for all"
+        why = "the batch has too few sequences for all"
         decide("ranks", choice.ranks, f"{idle} GPU{'s'[: idle > 1]} stay idle: {why}")
     if choice.ranks > 1:
         decide("sharding", _sharding_words(choice), _why_sharding(task, found, every, limit))
@@ -578,17 +595,17 @@ def _why_sharding(task: Task, found: Candidate, every: list[Candidate], limit: i
 
     chosen = found.choice.sharding
     if chosen == "ddp":
-        return "a whole copy fits on each GPU, which costs the least communication"
+        return "a whole copy fits on each rank, which costs the least communication"
     parts = []
     replicated = best("ddp")
     if replicated and replicated.bytes > limit:
-        parts.append(f"a copy on each GPU needs {_gib(replicated.bytes)} of {_gib(limit)}")
+        parts.append(f"a copy on each rank needs {_gib(replicated.bytes)} of {_gib(limit)}")
     if chosen in ("hybrid", "hierarchical") and (full := best("zero3")):
         ratio = full.time.total / found.time.total
         gigabits = task.hardware.network * 8 / 1e9
         parts.append(f"sharding over all nodes would take {ratio:.1f} times as long over {gigabits:.0f} Gbit/s")
     elif replicated and replicated.bytes <= limit:
-        parts.append(f"{1 - found.time.total / replicated.time.total:.0%} less time than a copy on each GPU")
+        parts.append(f"{1 - found.time.total / replicated.time.total:.0%} less time than a copy on each rank")
     return "; ".join(parts) or "the least time of what fits"
 
 

@@ -280,7 +280,7 @@ def _collective(task: Task, choice: Choice, size: float, *, everywhere: bool) ->
     nearly everything, though half of it would do.
     """
     hardware = task.hardware
-    here = min(choice.data_ranks, len(hardware.gpus))
+    here = min(choice.data_ranks, task.ranks_per_node)
     ranks = choice.data_ranks if everywhere else choice.shard
     if ranks == 1:
         return 0.0

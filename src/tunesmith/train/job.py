@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from tunesmith.config.schema import Run
 from tunesmith.data.loader import Loader
 from tunesmith.model.forward import Calling, Shape
 from tunesmith.optim.build import Optimizer
+from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import Plan
 from tunesmith.train.events import Evaluation
 
@@ -36,10 +38,13 @@ class Job:
     """Where to look for a checkpoint to continue from: the same, unless changed settings were accepted."""
     evaluate: Callable[[int], Evaluation] | None
     """Held-out losses after so many steps; None without held-out data."""
+    save: Callable[[int, dict[str, Any], float | None], bool]
+    """Writes a checkpoint after so many steps, with state and held-out loss; whether it is on the disk. All ranks must
+    take part."""
     write_result: Callable[[], Path]
-    """Writes the adapter or the model into the run folder and returns where."""
+    """Writes the adapter or the model into the run folder and returns where. All ranks must take part."""
     warnings: tuple[str, ...]
     """What should be said before training starts."""
     shape: Shape | None = None
     """The one shape of micro-batches that compiled layers see."""
-    rank: int = 0
+    ranks: Ranks = field(default_factory=Ranks)

@@ -1,11 +1,13 @@
 """The training loop: steps, evaluations, checkpoints, and stopping well.
 
 It obeys the plan and decides nothing about how to train. What it adds is order: evaluate before saving, so that a
-checkpoint knows its held-out loss; save before stopping; never save anything that is not finite.
+checkpoint knows its held-out loss; save before stopping; never save anything that is not finite. Where there are
+several ranks, all run this loop; the first one writes, and what depends on clocks and signals they decide together.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import time
@@ -18,6 +20,7 @@ import torch
 from torch.profiler import record_function
 
 from tunesmith.checkpoint.run_folder import write_summary
+from tunesmith.checkpoint.store import Checkpoint, CheckpointStore
 from tunesmith.data.types import StepBatch
 from tunesmith.errors import UserError
 from tunesmith.optim.schedule import learning_rate
@@ -58,7 +61,8 @@ def step_of(job: Job, scale: LossScale | None) -> TrainStep:
         device=job.device,
         max_grad_norm=job.run.max_grad_norm,
         seed=job.run.seed,
-        rank=job.rank,
+        ranks=job.ranks,
+        sources=len(job.titles),
         loss_scale=scale,
         shape=job.shape,
     )
@@ -128,7 +132,7 @@ class _Loop:
             return self._finish()
 
     def _restore(self) -> None:
-        found = self.job.resume_from.latest()
+        store, found = self._latest()
         if found is None:
             return
         if found.step > self.total:
@@ -136,7 +140,7 @@ class _Loop:
                 f"The run in {self.job.folder} is at step {found.step} already, beyond the {self.total} steps of these "
                 "settings; raise epochs or steps, or choose another output."
             )
-        tensors, state = self.job.resume_from.load(found)
+        tensors, state = store.load(found)
         self.job.optimizer.restore(tensors)
         if self.scale:
             self.scale.value, self.scale.clean_steps = state["loss_scale"], state["clean_steps"]
@@ -147,6 +151,16 @@ class _Loop:
             self.metric_at = (found.step, found.metric)
         self.observe(events.Resumed(found.step))
 
+    def _latest(self) -> tuple[CheckpointStore, Checkpoint | None]:
+        """The newest whole checkpoint, as the first rank finds it."""
+        ranks, store = self.job.ranks, self.job.resume_from
+        found = store.latest() if ranks.is_first else None
+        said = ranks.tell(json.dumps([found.step, found.path.name, found.lineage, found.metric] if found else None))
+        if ranks.is_first or (values := json.loads(said)) is None:
+            return store, found
+        step, name, lineage, metric = values
+        return CheckpointStore(store.folder, lineage), Checkpoint(step, store.folder / name, lineage, metric)
+
     def _steps(self, asked_to_stop: Callable[[], str | None]) -> str | None:
         """Train to the end; the reason when it stopped before that."""
         job = self.job
@@ -156,8 +170,9 @@ class _Loop:
         reason = None
         launched = self.done
         batches = job.loader.iterate(launched)
+        is_alone = job.ranks.count == 1  # others would wait for the rest of this rank's step
         while launched < self.total:
-            reason = asked_to_stop() or self._out_of_time()
+            reason = self._agreed(asked_to_stop() or self._out_of_time())
             if reason is not None:
                 break
             rate = rate_of(job, launched)
@@ -166,7 +181,7 @@ class _Loop:
                     batch = next(batches)
                 began = time.monotonic()
                 try:
-                    result = self.step_of.launch(batch, rate, lambda: asked_to_stop() is not None)
+                    result = self.step_of.launch(batch, rate, lambda: is_alone and asked_to_stop() is not None)
                 except Interrupted:
                     reason = asked_to_stop()
                     break
@@ -237,10 +252,11 @@ class _Loop:
             memory=self.moments.by_category(job.plan),
         )
         self.observe(event)
-        write_summary(
-            job.folder,
-            {"steps": self.done, "result": result.name, "held_out_before": self.first_loss, "held_out_after": last},
-        )
+        if job.ranks.is_first:
+            write_summary(
+                job.folder,
+                {"steps": self.done, "result": result.name, "held_out_before": self.first_loss, "held_out_after": last},
+            )
         return Outcome(self.done, self.total, True, "finished", result)
 
     def _evaluate(self) -> None:
@@ -272,12 +288,11 @@ class _Loop:
     def _is_save_due(self, step: int) -> bool:
         if step == self.total:
             return False  # _finish saves
-        now = time.monotonic()
-        if self.retry_time is not None:
-            return now >= self.retry_time
-        if self.job.run.save_every is not None:
+        if self.retry_time is None and self.job.run.save_every is not None:
             return step % self.job.run.save_every == 0
-        return now >= self.next_save_time or step in self.job.loader.epoch_ends
+        due = self.next_save_time if self.retry_time is None else self.retry_time
+        (is_time,) = self.job.ranks.any([time.monotonic() >= due])
+        return is_time or (self.retry_time is None and step in self.job.loader.epoch_ends)
 
     def _save(self) -> bool:
         if self.saved_at == self.done:
@@ -290,10 +305,10 @@ class _Loop:
             "loss_scale": self.scale.value if self.scale else None,
             "clean_steps": self.scale.clean_steps if self.scale else None,
         }
-        saved = self.job.checkpoints.save(self.done, self.job.optimizer.tensors(), state, metric=metric)
+        saved = self.job.save(self.done, state, metric)
         seconds = time.monotonic() - began
         self.slowest_save = max(self.slowest_save, seconds)
-        if saved is None:
+        if not saved:
             self.retry_time = time.monotonic() + RETRY_SECONDS
             return False
         self.retry_time = None
@@ -301,6 +316,12 @@ class _Loop:
         self.next_save_time = time.monotonic() + SAVE_SECONDS
         self.observe(events.Checkpointed(self.done, round(seconds, 3)))
         return True
+
+    def _agreed(self, reason: str | None) -> str | None:
+        """Why to stop, where any rank has a reason; the same on all."""
+        if not any(self.job.ranks.any([reason is not None])):
+            return None
+        return next((said for said in self.job.ranks.gather(reason or "") if said), None)
 
     def _out_of_time(self) -> str | None:
         limit = self.job.run.max_minutes

@@ -23,6 +23,8 @@ from tunesmith.data.types import MicroBatch, StepBatch
 from tunesmith.errors import UserError
 from tunesmith.model.forward import Calling, Inputs, Shape, to_device, token_losses
 from tunesmith.optim.build import Optimizer
+from tunesmith.parallel.ranks import Ranks
+from tunesmith.parallel.shard import Sharded, whole
 
 
 class NotFinite(UserError):
@@ -73,7 +75,8 @@ class TrainStep:
         device: torch.device,
         max_grad_norm: float | None,
         seed: int,
-        rank: int = 0,
+        ranks: Ranks | None = None,
+        sources: int = 1,  # data sets, over which several ranks add up their losses
         loss_scale: LossScale | None = None,
         shape: Shape | None = None,
     ):
@@ -83,7 +86,8 @@ class TrainStep:
         self.device = device
         self.max_grad_norm = max_grad_norm
         self.seed = seed
-        self.rank = rank
+        self.ranks = ranks or Ranks()
+        self.sources = sources
         self.loss_scale = loss_scale
         self.shape = shape
 
@@ -109,6 +113,8 @@ class TrainStep:
             for index, micro_batch in enumerate(batch.micro_batches):
                 if should_stop():
                     raise Interrupted
+                if isinstance(self.model, Sharded):
+                    self.model.begin_micro_batch(is_last=index == len(batch.micro_batches) - 1)
                 with record_function("data"):
                     self._draw_from(batch.step, index)
                     inputs = to_device(micro_batch, self.device, self.shape)
@@ -117,13 +123,12 @@ class TrainStep:
                     self._add_by_source(micro_batch, losses_n, sums, weights)
             with record_function("optimizer"):
                 norm = self._clip(scale)
-                read = reader(torch.stack([*sums.values(), norm]))
+                read = self._reader(sums, weights, norm)
 
                 def result() -> StepResult:
-                    *found, grad_norm = read()
-                    totals = dict(zip(sums, found, strict=True))
+                    totals, whole_weights, grad_norm = read()
                     overflowed = self._check(batch, totals, grad_norm)
-                    by_source = {at: total / weights[at] for at, total in totals.items() if weights[at] > 0}
+                    by_source = {at: total / whole_weights[at] for at, total in totals.items() if whole_weights[at] > 0}
                     loss = sum(totals.values()) / batch.target_weight
                     return StepResult(loss, grad_norm if not overflowed else 0.0, by_source, overflowed)
 
@@ -143,15 +148,42 @@ class TrainStep:
         """Whether the loss is looked at before the update: on a CPU it costs nothing, and fp16 needs it."""
         return self.device.type == "cpu" or self.loss_scale is not None
 
+    def _reader(
+        self, sums: dict[int, torch.Tensor], weights: dict[int, float], norm: torch.Tensor
+    ) -> Callable[[], tuple[dict[int, float], dict[int, float], float]]:
+        """Sums of losses and of target weights by data set, both of the whole step, and the norm, once waited for."""
+        if self.ranks.count == 1:
+            read = reader(torch.stack([*sums.values(), norm]))
+
+            def alone() -> tuple[dict[int, float], dict[int, float], float]:
+                *found, grad_norm = read()
+                return dict(zip(sums, found, strict=True)), weights, grad_norm
+
+            return alone
+        here = torch.zeros(2, self.sources, dtype=torch.float64)
+        for source, weight in weights.items():
+            here[1, source] = weight
+        values = here.to(self.device, non_blocking=True)
+        for source, total in sums.items():
+            values[0, source] = total
+        read_all = reader(torch.cat([self.ranks.sum(values).view(-1), norm.double().view(1)]))
+
+        def together() -> tuple[dict[int, float], dict[int, float], float]:
+            *found, grad_norm = read_all()
+            whole_weights = {source: weight for source, weight in enumerate(found[self.sources :]) if weight > 0}
+            return {source: found[source] for source in whole_weights}, whole_weights, grad_norm
+
+        return together
+
     def _check(self, batch: StepBatch, totals: dict[int, float], grad_norm: float) -> bool:
         """Whether fp16 gradients overflowed; NotFinite for everything else that is not finite."""
         if not all(math.isfinite(total) for total in totals.values()):
-            raise NotFinite(_blame(batch, totals, "loss"))
+            raise NotFinite(self._blame(batch, totals, "loss"))
         overflowed = not math.isfinite(grad_norm)
         if self.loss_scale:
             self.loss_scale.update(overflowed)
         if overflowed and (self.loss_scale is None or self.loss_scale.value < 1):
-            raise NotFinite(_blame(batch, totals, "gradient"))
+            raise NotFinite(self._blame(batch, totals, "gradient"))
         return overflowed
 
     def _forward_backward(self, inputs: Inputs, factor: float) -> torch.Tensor:
@@ -184,14 +216,30 @@ class TrainStep:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if scale != 1.0:
             torch._foreach_div_(gradients, scale)
-        norm = self.optimizer.gradient_norm()
+        norm = whole(self.optimizer.gradient_norm())
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
         return norm.float()
 
     def _draw_from(self, step: int, micro_batch: int) -> None:
-        text = f"{self.seed}:{step}:{micro_batch}:{self.rank}"
+        text = f"{self.seed}:{step}:{micro_batch}:{self.ranks.rank}"
         torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
+
+    def _blame(self, batch: StepBatch, totals: dict[int, float], what: str) -> str:
+        """The step and the documents behind a value that is not finite: those of the data sets whose loss is not."""
+        bad = {source for source, total in totals.items() if not math.isfinite(total)} or set(totals)
+        mine = [
+            origin
+            for micro_batch in batch.micro_batches
+            for origin, source in zip(micro_batch.origins, micro_batch.sources.tolist(), strict=True)
+            if source in bad
+        ]
+        origins = [origin for text in self.ranks.gather("\n".join(mine)) for origin in text.splitlines()]
+        named = "; ".join(origins[:5]) + (f" and {len(origins) - 5} more" if len(origins) > 5 else "")
+        return (
+            f"The {what} of step {batch.step + 1} is not a finite number, so training stopped and nothing of this step "
+            f"was kept; the data behind it: {named}. A lower learning_rate or precision: fp32 usually helps."
+        )
 
 
 def reader(values: torch.Tensor) -> Callable[[], list[float]]:
@@ -207,19 +255,3 @@ def reader(values: torch.Tensor) -> Callable[[], list[float]]:
         return numbers.tolist()
 
     return read
-
-
-def _blame(batch: StepBatch, totals: dict[int, float], what: str) -> str:
-    """The step and the documents behind a value that is not finite: those of the data sets whose loss is not."""
-    bad = {source for source, total in totals.items() if not math.isfinite(total)} or set(totals)
-    origins = [
-        origin
-        for micro_batch in batch.micro_batches
-        for origin, source in zip(micro_batch.origins, micro_batch.sources.tolist(), strict=True)
-        if source in bad
-    ]
-    named = "; ".join(origins[:5]) + (f" and {len(origins) - 5} more" if len(origins) > 5 else "")
-    return (
-        f"The {what} of step {batch.step + 1} is not a finite number, so training stopped and nothing of this step was "
-        f"kept; the data behind it: {named}. A lower learning_rate or precision: fp32 usually helps."
-    )

@@ -1,0 +1,97 @@
+"""The processes of a run: how they meet, and the few words they exchange beside the model's own tensors.
+
+Alone, every exchange is a no-op, so that one code serves one process and many. What is said in words (a decision, a
+file's name) goes over gloo with a timeout of a day, since some ranks wait while one tokenizes or writes; collectives
+over the model's tensors have PyTorch's usual one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from tunesmith.plan.place import Place
+
+PATIENCE = timedelta(days=1)
+"""For waits that are no collective of a step."""
+ALONE = Place()
+
+
+@dataclass(frozen=True)
+class Ranks:
+    place: Place = ALONE
+    control: dist.ProcessGroup | None = None
+    """None where there is one process only."""
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def count(self) -> int:
+        return self.place.ranks
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes and talks to the user."""
+        return self.place.rank == 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """In place, over all ranks; on a GPU without waiting for it."""
+        if self.control is not None:
+            dist.all_reduce(values)
+        return values
+
+    def any(self, facts: Sequence[bool]) -> list[bool]:
+        """Each fact, where it is so on at least one rank."""
+        if self.control is None:
+            return list(facts)
+        values = torch.tensor(facts, dtype=torch.int32)
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.control)
+        return [bool(value) for value in values.tolist()]
+
+    def tell(self, text: str) -> str:
+        """What the first rank says, on every rank."""
+        return self.gather(text if self.is_first else "")[0]
+
+    def gather(self, text: str) -> list[str]:
+        """What each rank says, in their order."""
+        if self.control is None:
+            return [text]
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.zeros(0).byte()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
+        dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.control)
+        longest = max(1, max(int(size) for size in sizes))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: data.numel()] = data
+        parts = [torch.zeros_like(padded) for _ in range(self.count)]
+        dist.all_gather(parts, padded, group=self.control)
+        return [
+            bytes(part[: int(size)].tolist()).decode(errors="replace") for part, size in zip(parts, sizes, strict=True)
+        ]
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        if self.control is not None:
+            dist.monitored_barrier(self.control, PATIENCE)
+
+
+@contextmanager
+def connected(place: Place) -> Iterator[Ranks]:
+    """Meet the other ranks, as the environment says (MASTER_ADDR, MASTER_PORT), for as long as this lasts."""
+    if not place.is_started:
+        yield Ranks(place)
+        return
+    has_gpus = torch.cuda.is_available()
+    if has_gpus:
+        torch.cuda.set_device(place.local_rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", rank=place.rank, world_size=place.ranks)
+    try:
+        yield Ranks(place, dist.new_group(backend="gloo", timeout=PATIENCE))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,127 @@
+"""Weights, gradients and optimizer states over the ranks that see different data: each strategy on FSDP2.
+
+A unit (a decoder layer; everything outside the layers) holds its trained weights in fp32, as shards, and computes with
+whole ones in the plan's precision. What the strategies differ in is who shares, how long weights stay whole, and which
+backward passes reduce gradients:
+
+                 shared by        whole from ... to ...            gradients are reduced
+  ddp            nobody           forward .. end of the step       once a step (all-reduce)
+  zero1          all ranks        forward .. end of the step       once a step (reduce-scatter)
+  zero2          all ranks        forward .. end of the step       in each backward pass
+  zero3          all ranks        each use                         in each backward pass
+  hybrid         ranks of a node  each use                         in each, between nodes once a step
+  hierarchical   all ranks        each use; between them the       in each backward pass
+                                  ranks of a node share a copy
+
+Gradients of adapters are small: they are reduced once a step whatever the strategy. Frozen weights are gathered where
+they are shared, in the form they are held in (nf4 stays 4 bits on the wire), and never reduced. Adapters lie as the
+weights of their layer do: replicated beside a replicated base, else in its shards and its collectives, where they cost
+a few percent of the traffic and none of the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from tunesmith.model.forward import Entrance
+from tunesmith.model.fuse import JointMlp, JointProduct
+from tunesmith.model.load import DTYPES
+from tunesmith.model.quantized import Nf4Linear
+from tunesmith.parallel.ranks import Ranks
+from tunesmith.plan.plan import Plan
+
+KEEPS_WHOLE = ("ddp", "zero1", "zero2")
+"""Weights stay whole from the forward pass to the end of the step."""
+REDUCES_ONCE = ("ddp", "zero1")
+"""Gradients of a step are summed on each rank before they are reduced."""
+HOLDERS = (JointProduct, JointMlp, Nf4Linear)
+"""Modules that hold frozen weights as buffers, which FSDP would leave whole."""
+
+
+class Sharded(Entrance):
+    """A model whose weights lie over several ranks."""
+
+    def __init__(self, model: nn.Module, plan: Plan, *, has_adapters: bool):
+        super().__init__(model)
+        self.keeps_whole = plan.sharding in KEEPS_WHOLE
+        self.reduces_once = plan.sharding in REDUCES_ONCE or has_adapters
+        self.reduces_between_nodes_once = plan.sharding == "hybrid"
+
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        """To be told before each forward and backward pass of a step; the last one ends with reduced gradients."""
+        if self.reduces_once:
+            self.set_requires_gradient_sync(is_last)
+        if self.reduces_between_nodes_once:
+            self.set_requires_all_reduce(is_last)
+        if self.keeps_whole:
+            self.set_reshard_after_backward(is_last)
+
+    def free_whole_weights(self) -> None:
+        """Those that a forward pass without a backward pass has left."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def shard(model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMesh, *, has_adapters: bool) -> Sharded:
+    """Put the strategy of the plan on a model that is trainable, recomputed and compiled already."""
+    sharded = Sharded(model, plan, has_adapters=has_adapters)
+    is_replicated = plan.sharding == "ddp"
+    frozen = {weight for weight in model.parameters() if not weight.requires_grad} if is_replicated else set()
+    after_forward = {"hierarchical": plan.mesh.shard}.get(plan.sharding, plan.sharding not in KEEPS_WHOLE)
+    precision = getattr(torch, DTYPES[plan.precision])
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if has_adapters else precision, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for unit in (*layers, sharded):
+        if not is_replicated:
+            _buffers_to_parameters(unit)
+        _in_fp32(unit)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=after_forward if unit is not sharded else False,
+            mp_policy=policy,
+            ignored_params=frozen,
+        )
+        unit.set_gradient_divide_factor(1.0)  # the loss is divided by the target tokens of all ranks already
+        unit.set_force_sum_reduction_for_comms(True)
+    return sharded
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, gathered where it lies over several ranks, all of which must ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gathered(
+    tensors: Mapping[str, torch.Tensor], ranks: Ranks, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors whole and in host memory on the first rank, one after the other; nothing on the others."""
+    found = {}
+    for name, tensor in tensors.items():
+        full = whole(tensor.detach())
+        if ranks.is_first:
+            found[name] = full.to("cpu", dtype)
+    return found
+
+
+def _in_fp32(unit: nn.Module) -> None:
+    """Trained weights as the optimizer updates them; what the forward pass uses is made from these when gathered."""
+    for weight in unit.parameters():
+        if weight.requires_grad and not isinstance(weight, DTensor):
+            weight.data = weight.data.float()
+
+
+def _buffers_to_parameters(unit: nn.Module) -> None:
+    for module in unit.modules():
+        if isinstance(module, HOLDERS):
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                delattr(module, name)
+                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))

@@ -1,0 +1,114 @@
+"""Ranks that are started together end together: well, at a failure within seconds, or when they are asked to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tiny import write_all
+from tunesmith.parallel.launch import launch
+from tunesmith.train import events
+
+pytestmark = pytest.mark.distributed
+
+
+def as_ranks(code: str) -> list[str]:
+    """A rank that does `code`, without torch, so that it starts at once."""
+    head = "import os, time, sys\nfrom tunesmith.parallel.launch import write_failure\nrank = int(os.environ['RANK'])\n"
+    return [sys.executable, "-c", head + code]
+
+
+def test_ranks_know_their_places_and_end_well(tmp_path):
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
+    code = f"open(r'{tmp_path}/' + str(rank), 'w').write(' '.join(os.environ[name] for name in {names}))"
+    assert launch(as_ranks(code), 3) is None
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == [f"{r} {r} 3 3 127.0.0.1" for r in range(3)]
+
+
+def test_the_first_failure_ends_all_within_seconds_and_is_the_one_told():
+    code = """
+if rank == 2:
+    write_failure("it broke", "Traceback: here")
+    sys.exit(70)
+if rank == 1:
+    time.sleep(0.3)
+    write_failure("the connection was closed by rank 2", "Traceback: there")
+    sys.exit(70)
+time.sleep(60)
+"""
+    began = time.monotonic()
+    failure = launch(as_ranks(code), 4)
+    assert time.monotonic() - began < 15
+    assert (failure.rank, failure.code, failure.message, failure.traceback) == (2, 70, "it broke", "Traceback: here")
+
+
+def test_a_rank_that_is_killed_is_the_cause_whatever_others_say():
+    code = """
+if rank == 1:
+    os.kill(os.getpid(), 9)
+write_failure("the connection was closed", "")
+time.sleep(0.2)
+sys.exit(70)
+"""
+    failure = launch(as_ranks(code), 3)
+    assert (failure.rank, failure.code, failure.message) == (1, -9, "")
+
+
+def run(folder: Path, *command: str, **options) -> subprocess.Popen:
+    environment = {**os.environ, "TUNESMITH_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-m", *command], cwd=folder, env=environment, **pipes, **options)
+
+
+def wait_for_steps(folder: Path, count: int) -> None:
+    give_up = time.monotonic() + 60
+    while len([one for one in events.read(folder / "run") if one["event"] == "step"]) < count:
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
+def losses(folder: Path) -> list[float]:
+    return [one["loss"] for one in events.read(folder / "run") if one["event"] == "step"]
+
+
+def test_a_run_on_two_ranks_stops_when_asked_and_is_continued_by_torchrun_with_the_losses_of_one(tiny_model, tmp_path):
+    changes = {"steps": 150, "save_every": 1000, "eval_every": 50, "lora": {"rank": 4}}
+    one = write_all(tmp_path / "one", tiny_model, **changes)
+    two = write_all(tmp_path / "two", tiny_model, **changes)
+    ended = run(two, "tunesmith", "train", "run.yaml", "--ranks", "2")
+    wait_for_steps(two, 3)
+    ended.send_signal(signal.SIGTERM)
+    out, err = ended.communicate(timeout=60)
+    assert ended.returncode == 143, err
+    assert "stopped by SIGTERM; everything is saved" in out
+    assert err == ""
+    alone = run(one, "tunesmith", "train", "run.yaml")
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    again = run(two, *torchrun, "tunesmith", "train", "run.yaml")
+    out, err = again.communicate(timeout=60)
+    assert again.returncode == 0, err
+    assert "Continuing after step" in out
+    assert alone.wait(60) == 0
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    assert json.loads((two / "run" / "summary.json").read_text())["steps"] == 150
+
+
+def test_when_a_rank_is_killed_the_run_ends_within_seconds_and_says_which(tiny_model, tmp_path):
+    folder = write_all(tmp_path, tiny_model, steps=100_000, save_every=100_000, eval=[])
+    started = run(folder, "tunesmith", "train", "run.yaml", "--ranks", "2")
+    wait_for_steps(folder, 3)
+    children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+    second = next(pid for pid in children if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    began = time.monotonic()
+    os.kill(int(second), signal.SIGKILL)
+    _, err = started.communicate(timeout=60)
+    assert time.monotonic() - began < 20
+    assert started.returncode == 70
+    assert err == "error: rank 1 of 2 failed first: it was ended by signal 9\n"

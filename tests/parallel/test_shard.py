@@ -1,0 +1,85 @@
+"""A run on one rank and on four, however its weights are shared: the same data, losses and gradients in each step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from parallel.on_ranks import made
+from tiny import SETTINGS, write_data
+from tunesmith.assemble import prepare_run
+from tunesmith.config.load import from_mapping
+from tunesmith.errors import UserError
+
+STEPS = 20
+WAYS = {
+    "ddp": {"replicate": 4},
+    "zero1": {"shard": 4},
+    "zero2": {"shard": 4},
+    "zero3": {"shard": 4},
+    "hybrid": {"replicate": 2, "shard": 2},
+    "hierarchical": {"replicate": 2, "shard": 2},
+}
+METHODS = ("full", "lora", "qlora")
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model, tmp_path_factory) -> Path:
+    """A folder with data and settings; 7 sequences a step, which 4 ranks cannot share evenly."""
+    folder = tmp_path_factory.mktemp("settings")
+    write_data(folder / "train.jsonl", 60)
+    write_data(folder / "more.jsonl", 20, seed=5)
+    write_data(folder / "held_out.jsonl", 7, seed=1)
+    content = {
+        **SETTINGS,
+        "model": str(tiny_model),
+        "lora": {"rank": 4},
+        "data": [{"path": str(folder / "train.jsonl")}, {"path": str(folder / "more.jsonl"), "name": "more"}],
+        "eval": [{"path": str(folder / "held_out.jsonl")}],
+        "batch_tokens": 7 * 64,
+        "steps": STEPS,
+    }
+    (folder / "run.yaml").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(world, settings, tmp_path_factory):
+    """By method: the steps of a run on one rank."""
+    known = {}
+
+    def of(method: str) -> list[dict]:
+        if method not in known:
+            output = str(tmp_path_factory.mktemp("alone") / "run")
+            options = {"folder": str(settings), "mesh": {}, "sharding": "none", "method": method, "output": output}
+            known[method] = world(1)("parallel.on_ranks:steps", count=STEPS, **options)[0]
+        return known[method]
+
+    return of
+
+
+REFUSED = [(method, way) for method in ("lora", "qlora") for way in ("zero1", "zero2")]
+CELLS = [(method, way) for method in METHODS for way in WAYS if (method, way) not in REFUSED]
+
+
+@pytest.mark.parametrize(("method", "way"), CELLS)
+def test_every_way_of_sharing_gives_the_steps_of_one_rank(world, settings, alone, tmp_path, method, way):
+    options = {"folder": str(settings), "mesh": WAYS[way], "sharding": way, "method": method}
+    on_ranks = world(4)("parallel.on_ranks:steps", count=STEPS, output=str(tmp_path / "run"), **options)
+    for number, expected in enumerate(alone(method)):
+        found = [steps[number] for steps in on_ranks]
+        assert all(one["loss"] == found[0]["loss"] and one["norm"] == found[0]["norm"] for one in found)
+        assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert found[0]["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+        assert found[0]["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert sorted(origin for one in found for origin in one["data"]) == sorted(expected["data"])
+
+
+@pytest.mark.parametrize(("method", "way"), REFUSED)
+def test_what_makes_no_sense_is_refused_in_a_sentence(settings, tmp_path, method, way):
+    run = from_mapping(json.loads((settings / "run.yaml").read_text()) | {"method": method, "output": str(tmp_path)})
+    with pytest.raises(UserError, match="gradients and states of adapters are too small to shard"):
+        prepare_run(run, plan=made(run, WAYS[way], way), warn=print)
