@@ -15,7 +15,7 @@ def check_cross_entropy(device: str, dtypes=(torch.float32, torch.float16)) -> N
     cases = 0
     for dtype in dtypes:
         for rows, vocabulary in ((1, 5), (7, 1000), (3, 8193)):
-            for scale, softcap in ((1.0, None), (0.5, 20.0)):
+            for scale, softcap, z_loss in ((1.0, None, 0.0), (0.5, 20.0, 0.1)):
                 generator = torch.Generator().manual_seed(rows)
                 logits = (torch.randn(rows, vocabulary, generator=generator) * 4).to(dtype).to(device)
                 labels = torch.randint(vocabulary, (rows,), generator=generator).to(device)
@@ -23,17 +23,19 @@ def check_cross_entropy(device: str, dtypes=(torch.float32, torch.float16)) -> N
                 # The identity as weight matrix makes the reference's logits the ones given here.
                 exact = logits.double().requires_grad_()
                 identity = torch.eye(vocabulary, dtype=torch.float64, device=device)
-                total, expected = reference.linear_cross_entropy(
-                    exact, identity, labels, weights, torch.arange(rows, device=device), scale=scale, softcap=softcap
-                )
+                given = {"scale": scale, "softcap": softcap, "z_loss": z_loss}
+                rows_n = torch.arange(rows, device=device)
+                total, expected = reference.linear_cross_entropy(exact, identity, labels, weights, rows_n, **given)
                 (gradient,) = torch.autograd.grad(total, exact)
                 found = logits.clone()
-                losses = cross_entropy_(found, labels, weights, scale=scale, softcap=softcap)
+                losses, log_totals = cross_entropy_(found, labels, weights, **given)
                 torch.testing.assert_close(losses, expected.float(), rtol=1e-4, atol=1e-4)
+                with_penalties = ((losses + z_loss * log_totals.square()) * weights).sum().double()
+                torch.testing.assert_close(with_penalties, total, rtol=1e-4, atol=1e-4)
                 error = (found.double() - gradient).norm() / gradient.norm()
                 assert error < TOLERANCE[dtype], (dtype, rows, vocabulary, scale, softcap, error)
                 untouched = logits.clone()
-                cross_entropy_(untouched, labels, weights, scale=scale, softcap=softcap, needs_gradient=False)
+                cross_entropy_(untouched, labels, weights, **given, needs_gradient=False)
                 assert torch.equal(untouched, logits)
                 cases += 1
     print(f"cross_entropy: {cases} cases")

@@ -23,11 +23,11 @@ def make(tokens: int, hidden: int, vocabulary: int, targets: int, dtype=torch.fl
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 1000])
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.25, None), (1.0, 5.0), (2.0, 30.0)])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_it_equals_the_full_logits_with_gradients(chunk, scale, softcap, has_bias):
+@pytest.mark.parametrize(("has_bias", "z_loss"), [(False, 0.0), (True, 0.0), (True, 0.3)])
+def test_it_equals_the_full_logits_with_gradients(chunk, scale, softcap, has_bias, z_loss):
     hidden, weight, bias, labels, weights, rows = make(17, 5, 23, 11, torch.float32)
     leaves = [hidden, weight] + ([bias] if has_bias else [])
-    options = {"bias_v": bias if has_bias else None, "scale": scale, "softcap": softcap}
+    options = {"bias_v": bias if has_bias else None, "scale": scale, "softcap": softcap, "z_loss": z_loss}
     expected, expected_losses = reference.linear_cross_entropy(hidden, weight, labels, weights, rows, **options)
     found, losses = linear_cross_entropy(hidden, weight, labels, weights, rows, **options, chunk=chunk)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -77,3 +77,18 @@ def test_a_label_of_vanishing_probability_has_a_finite_loss():
     weight = torch.tensor([[1.0], [-1.0]])
     total, _ = linear_cross_entropy(hidden, weight, torch.tensor([1]), torch.ones(1), torch.tensor([0]))
     assert total.item() == pytest.approx(400.0)
+
+
+def test_the_gradient_with_z_loss_is_that_of_double_precision_and_rows_keep_their_own_losses():
+    hidden, weight, bias, labels, weights, rows = make(17, 5, 23, 11)
+    leaves = [hidden, weight, bias]
+    exact, _ = reference.linear_cross_entropy(hidden, weight, labels, weights.double(), rows, bias_v=bias, z_loss=0.2)
+    single = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    given = (labels, weights, rows)
+    found, losses = linear_cross_entropy(single[0], single[1], *given, bias_v=single[2], z_loss=0.2, chunk=4)
+    _, without = linear_cross_entropy(single[0], single[1], *given, bias_v=single[2], chunk=4)
+    assert torch.equal(losses, without)
+    assert found.item() == pytest.approx(exact.item(), rel=1e-6)
+    wanted = torch.autograd.grad(exact, leaves)
+    for gradient, want in zip(torch.autograd.grad(found, single), wanted, strict=True):
+        torch.testing.assert_close(gradient.double(), want, rtol=1e-5, atol=1e-6)

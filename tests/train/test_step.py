@@ -133,6 +133,14 @@ def trainer(folder, **options) -> TrainStep:
     return TrainStep(model, Calling("packed"), optimizer, **settings)
 
 
+def test_z_loss_changes_the_step_and_not_the_loss_that_is_reported(tiny_model):
+    plain, other = trainer(tiny_model), trainer(tiny_model, z_loss=0.5)
+    batch = step_of([[0, 1, 2, 3, 4, 5]])
+    one, two = plain(batch, 1e-2), other(batch, 1e-2)
+    assert one.loss == two.loss
+    assert one.grad_norm != two.grad_norm
+
+
 def weights_of(step: TrainStep) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in step.optimizer.tensors().items()}
 

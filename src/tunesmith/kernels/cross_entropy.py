@@ -22,15 +22,18 @@ def cross_entropy_(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
+    z_loss: float = 0.0,
     needs_gradient: bool = True,
-) -> torch.Tensor:
-    """The loss of each row [C] in fp32; `logits_cv` becomes the gradient of the weighted sum by the raw logits.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each row and the logarithm of its sum of exponentials, [C] in fp32; `logits_cv` becomes the gradient
+    of the weighted sum by the raw logits.
 
-    `scale` and `softcap` are applied to the raw logits first, as in `kernels.linear_cross_entropy`.
+    `scale` and `softcap` are applied to the raw logits first, and `z_loss` adds to the gradient, as in
+    `kernels.linear_cross_entropy`.
     """
     assert logits_cv.stride(1) == 1
     rows, vocabulary = logits_cv.shape
-    losses_c = torch.empty(rows, dtype=torch.float32, device=logits_cv.device)
+    losses_c, log_totals_c = torch.empty(2, rows, dtype=torch.float32, device=logits_cv.device).unbind()
     if rows:
         block = min(BLOCK, triton.next_power_of_2(vocabulary))
         _row[(rows,)](
@@ -39,15 +42,17 @@ def cross_entropy_(
             labels_c,
             weights_c,
             losses_c,
+            log_totals_c,
             vocabulary,
             scale,
             softcap if softcap is not None else 1.0,
+            z_loss,
             HAS_SOFTCAP=softcap is not None,
             NEEDS_GRADIENT=needs_gradient,
             BLOCK=block,
             num_warps=8 if block >= 4096 else 4,
         )
-    return losses_c
+    return losses_c, log_totals_c
 
 
 @triton.jit
@@ -57,9 +62,11 @@ def _row(
     labels,
     weights,
     losses,
+    log_totals,
     vocabulary,
     scale,
     softcap,
+    z_loss,
     HAS_SOFTCAP: tl.constexpr,
     NEEDS_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -83,18 +90,20 @@ def _row(
     if HAS_SOFTCAP:
         own = softcap * _tanh(own / softcap)
     tl.store(losses + row, log_total - own)
+    tl.store(log_totals + row, log_total)
     if NEEDS_GRADIENT:
         weight = tl.load(weights + row) * scale
+        more = 1.0 + 2.0 * z_loss * log_total
         for first in range(0, vocabulary, BLOCK):
             column = first + offsets
             inside = column < vocabulary
             z = tl.load(start + column, mask=inside, other=0.0).to(tl.float32) * scale
             if HAS_SOFTCAP:
                 capped = _tanh(z / softcap)
-                gradient = tl.exp(softcap * capped - log_total)
+                gradient = tl.exp(softcap * capped - log_total) * more
                 gradient = tl.where(column == label, gradient - 1.0, gradient) * (1.0 - capped * capped)
             else:
-                gradient = tl.exp(z - log_total)
+                gradient = tl.exp(z - log_total) * more
                 gradient = tl.where(column == label, gradient - 1.0, gradient)
             tl.store(start + column, (gradient * weight).to(logits.dtype.element_ty), mask=inside)
 

@@ -27,21 +27,25 @@ def linear_cross_entropy(
     bias_v: torch.Tensor | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
+    z_loss: float = 0.0,
     chunk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of `weights_n` times the cross-entropy of the rows `rows_n`, and each row's own loss (no gradient).
 
-    Logits are `(hidden @ weight.T + bias) * scale`, then soft-capped. `rows_n` must not repeat a row.
+    Logits are `(hidden @ weight.T + bias) * scale`, then soft-capped. `rows_n` must not repeat a row. `z_loss` times
+    the squared logarithm of each row's sum of exponentials is added to the sum, and not to the rows' own losses.
     """
     if chunk is None:
         budget = CHUNK_ELEMENTS.get(hidden_th.device.type, CHUNK_ELEMENTS["cuda"])
         chunk = max(1, budget // weight_vh.shape[0] // ROWS_MULTIPLE) * ROWS_MULTIPLE
-    return _LinearCrossEntropy.apply(hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, chunk)
+    return _LinearCrossEntropy.apply(
+        hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, z_loss, chunk
+    )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, chunk):
+    def forward(ctx, hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, z_loss, chunk):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         needs_any = needs_hidden or needs_weight or needs_bias
         n = labels_n.shape[0]
@@ -53,11 +57,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, n, chunk):
             part = slice(start, min(start + chunk, n))
             rows_ch = hidden_th.index_select(0, rows_n[part])
-            losses_c, d_logits_cv = _chunk(
-                rows_ch, weight_vh, bias_v, labels_n[part], weights_n[part], scale, softcap, needs_any
+            losses_c, log_totals_c, d_logits_cv = _chunk(
+                rows_ch, weight_vh, bias_v, labels_n[part], weights_n[part], scale, softcap, z_loss, needs_any
             )
             losses_n[part] = losses_c
             total += (losses_c * weights_n[part]).sum()
+            if z_loss:
+                total += z_loss * (log_totals_c.square() * weights_n[part]).sum()
             if d_logits_cv is None:
                 continue
             d_logits_cv = d_logits_cv.to(rows_ch.dtype)
@@ -81,21 +87,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
         ]
         ctx.gradients = None
-        return *scaled, None, None, None, None, None, None
+        return *scaled, None, None, None, None, None, None, None
 
 
-def _chunk(rows_ch, weight_vh, bias_v, labels_c, weights_c, scale, softcap, needs_gradient):
-    """Losses of a few rows and the gradient of their weighted sum with respect to the raw logits."""
+def _chunk(rows_ch, weight_vh, bias_v, labels_c, weights_c, scale, softcap, z_loss, needs_gradient):
+    """Losses of a few rows, logarithms of their sums of exponentials, and the gradient by the raw logits."""
     logits_cv = rows_ch @ weight_vh.t()
     if bias_v is not None:
         logits_cv += bias_v
     if logits_cv.is_cuda:
         from tunesmith.kernels.cross_entropy import cross_entropy_
 
-        losses_c = cross_entropy_(
-            logits_cv, labels_c, weights_c, scale=scale, softcap=softcap, needs_gradient=needs_gradient
+        losses_c, log_total_c = cross_entropy_(
+            logits_cv, labels_c, weights_c, scale=scale, softcap=softcap, z_loss=z_loss, needs_gradient=needs_gradient
         )
-        return losses_c, logits_cv if needs_gradient else None
+        return losses_c, log_total_c, logits_cv if needs_gradient else None
     logits_cv = logits_cv.float()
     if scale != 1.0:
         logits_cv *= scale
@@ -108,10 +114,12 @@ def _chunk(rows_ch, weight_vh, bias_v, labels_c, weights_c, scale, softcap, need
     log_total_c = largest_c - probability_cv.gather(1, index_c[:, None]).squeeze(1).log()
     losses_c = log_total_c - label_c
     if not needs_gradient:
-        return losses_c, None
+        return losses_c, log_total_c, None
     d_logits_cv = probability_cv
+    if z_loss:
+        d_logits_cv *= (1 + 2 * z_loss * log_total_c)[:, None]
     d_logits_cv.scatter_add_(1, labels_c[:, None], torch.full_like(label_c, -1.0)[:, None])
     d_logits_cv *= (weights_c * scale)[:, None]
     if softcap is not None:
         d_logits_cv *= 1 - (logits_cv / softcap) ** 2
-    return losses_c, d_logits_cv
+    return losses_c, log_total_c, d_logits_cv

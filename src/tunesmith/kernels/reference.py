@@ -19,13 +19,16 @@ def linear_cross_entropy(
     bias_v: torch.Tensor | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
+    z_loss: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of weighted cross-entropies of the rows named, and the loss of each, from the full logits matrix."""
-    logits = F.linear(hidden_th, weight_vh, bias_v).float() * scale
+    logits = F.linear(hidden_th, weight_vh, bias_v) * scale
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     losses = F.cross_entropy(logits[rows_n], labels_n, reduction="none")
-    return (losses * weights_n).sum(), losses.detach()
+    penalties = z_loss * logits[rows_n].logsumexp(-1).square()
+    return ((losses + penalties) * weights_n).sum(), losses.detach()
 
 
 def packed_attention(

@@ -116,10 +116,13 @@ class Entrance(nn.Module):
         return function(self.model, *arguments)
 
 
-def token_losses(model: nn.Module, inputs: Inputs, calling: Calling) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weighted sum of the target tokens' losses, to call backward on, and the loss of each target [N]."""
+def token_losses(
+    model: nn.Module, inputs: Inputs, calling: Calling, z_loss: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weighted sum of the target tokens' losses (with `z_loss`), to call backward on, and the loss of each target
+    [N] (without)."""
     if isinstance(model, Entrance):
-        return model(token_losses, inputs, calling)
+        return model(token_losses, inputs, calling, z_loss)
     with record_function("forward"):
         hidden_th = hidden_states(model, inputs, calling)
     head = model.get_output_embeddings()
@@ -133,6 +136,7 @@ def token_losses(model: nn.Module, inputs: Inputs, calling: Calling) -> tuple[to
             bias_v=getattr(head, "bias", None),
             scale=calling.logit_scale,
             softcap=calling.softcap,
+            z_loss=z_loss,
         )
 
 

@@ -65,6 +65,7 @@ def step_of(job: Job, scale: LossScale | None) -> TrainStep:
         sources=len(job.titles),
         loss_scale=scale,
         shape=job.shape,
+        z_loss=job.run.z_loss,
     )
 
 

@@ -79,6 +79,7 @@ class TrainStep:
         sources: int = 1,  # data sets, over which several ranks add up their losses
         loss_scale: LossScale | None = None,
         shape: Shape | None = None,
+        z_loss: float = 0.0,
     ):
         self.model = model
         self.calling = calling
@@ -90,6 +91,7 @@ class TrainStep:
         self.sources = sources
         self.loss_scale = loss_scale
         self.shape = shape
+        self.z_loss = z_loss
 
     def __call__(
         self, batch: StepBatch, learning_rate: float, should_stop: Callable[[], bool] = lambda: False
@@ -187,7 +189,7 @@ class TrainStep:
         return overflowed
 
     def _forward_backward(self, inputs: Inputs, factor: float) -> torch.Tensor:
-        total, losses_n = token_losses(self.model, inputs, self.calling)
+        total, losses_n = token_losses(self.model, inputs, self.calling, z_loss=self.z_loss)
         with record_function("backward"):
             (total * factor).backward()
         return losses_n * inputs.weights
