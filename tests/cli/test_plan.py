@@ -125,6 +125,15 @@ def test_mistakes_are_one_sentence(folder, words, message):
 
 def test_train_refuses_a_plan_that_this_version_cannot_run(folder):
     plan("--hardware", "8 x H100", "--save", "plan.json")
+    content = json.loads(Path("plan.json").read_text()) | {"beyond": ["magic"]}
+    Path("plan.json").write_text(json.dumps(content))
     result = CliRunner().invoke(app, ["train", "--plan", "plan.json"])
     assert result.exit_code == 1
-    assert "this version cannot do" in result.output
+    assert "this version cannot do: magic" in result.output
+
+
+def test_train_refuses_a_plan_for_a_machine_that_is_not_here(folder):
+    plan("--hardware", "8 x H100", "--save", "plan.json")
+    result = CliRunner().invoke(app, ["train", "--plan", "plan.json"])
+    assert result.exit_code == 1
+    assert "The plan cannot be carried out: it is for a GPU, and none is here." in result.output
