@@ -160,7 +160,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
     if ranks.count > 1 and plan.device == "cuda":
         device = torch.device("cuda", ranks.place.local_rank)
     make_reproducible(plan)
-    attention.register()
+    attention.register(plan.attention)
     model = load.load_model(run, dtype=plan.precision, device=str(device), storage=plan.storage)
     model.config.use_cache = False
     calling, note = settle(model, vocabulary=load.vocabulary_size(model.config))

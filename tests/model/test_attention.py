@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tunesmith.errors import UserError
 from tunesmith.kernels import reference
+from tunesmith.model import attention
 from tunesmith.model.attention import NotPackable, packed_attention
 
 
@@ -39,3 +41,29 @@ def test_without_boundaries_it_refuses():
     tensor = torch.zeros(1, 1, 2, 8)
     with pytest.raises(NotPackable):
         packed_attention(torch.nn.Module(), tensor, tensor, tensor, None)
+
+
+def test_the_kernel_that_the_plan_names_is_taken_and_no_other(monkeypatch):
+    from transformers import AttentionInterface
+
+    taken = []
+    monkeypatch.setattr(attention, "_has_flash4", lambda *_: True)
+    monkeypatch.setattr(attention, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(attention.flash4, "is_available", lambda: True)
+    monkeypatch.setattr(attention.flash4, "flash4", lambda q, *_: taken.append("flash-attn-4") or q)
+    monkeypatch.setattr(attention, "_variable_length", lambda q, *_: taken.append("varlen") or q)
+    monkeypatch.setattr(attention, "_by_document", lambda q, *_: taken.append("sdpa") or q)
+    q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
+    boundaries = {"cu_seq_lens_q": torch.tensor([0, 6], dtype=torch.int32), "max_length_q": 6}
+    try:
+        for kernel in ("flash-attn-4", "varlen", "sdpa", None):
+            name = attention.register(kernel)
+            AttentionInterface()[name](torch.nn.Module(), q, k, v, None, **boundaries)
+    finally:
+        attention.register()
+    assert taken == ["flash-attn-4", "varlen", "sdpa", "flash-attn-4"]
+
+
+def test_a_plan_with_a_kernel_that_is_not_here_is_refused():
+    with pytest.raises(UserError, match="attention is flash-attn-4, which is not installed here"):
+        attention.register("flash-attn-4")

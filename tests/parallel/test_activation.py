@@ -18,6 +18,7 @@ from tunesmith.parallel.activation import HostStore, offloaded, recomputed
 from tunesmith.parallel.apply import apply
 
 WORKLOAD = Workload("tiny", "lora", 2, 64)
+COMPILED = {"is_compiled": True, "attention": "flash-attn-4"}
 WAYS = [
     {"recompute_layers": 1},
     {"recompute_layers": 2},
@@ -108,9 +109,9 @@ def attention_calls(monkeypatch) -> list[int]:
 
 
 def test_what_compiled_layers_keep_does_not_change_gradients(quickly_compiled, monkeypatch):
-    expected = gradients(is_compiled=True)
+    expected = gradients(**COMPILED)
     calls = attention_calls(monkeypatch)
-    found = gradients(is_compiled=True, recompute_layers=2, keep_attention=True, offload_activations=True)
+    found = gradients(**COMPILED, recompute_layers=2, keep_attention=True, offload_activations=True)
     assert not torch._dynamo.utils.counters["graph_break"]
     assert len(calls) == 2  # kept, not computed again
     for mine, plain in zip(found, expected, strict=True):
@@ -122,14 +123,14 @@ def test_kept_attention_is_computed_once(monkeypatch):
     calls = attention_calls(monkeypatch)
     for keep, expected in ((False, 4), (True, 2)):
         calls.clear()
-        gradients(recompute_layers=2, keep_attention=keep)
+        gradients(attention="flash-attn-4", recompute_layers=2, keep_attention=keep)
         assert len(calls) == expected
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_a_recomputed_layer_keeps_its_input_alone(is_compiled, quickly_compiled):
     plan = plan_for(WORKLOAD, device="cpu", products="plain", recompute_layers=2, compiled=is_compiled)
-    step = build(WORKLOAD, plan)
+    step = build(WORKLOAD, plan.changed(attention="flash-attn-4"))
     inputs = to_device(batches(WORKLOAD, 1)[0].micro_batches[0], step.device, step.shape)
     weights = {tensor.data_ptr() for tensor in (*step.model.parameters(), *step.model.buffers())}
     rotary = {16}  # cosines and sines are the same for all layers

@@ -116,6 +116,9 @@ class Display:
         epoch, rest = f"epoch {event.epoch:.2f}", _clock(max(0.0, self._seconds_left))
         output.say(f"step {event.step}/{self._total_steps}  {epoch}  {facts}  {rest} left")
 
+    def _compiled(self, event: events.Compiled) -> None:
+        output.say(f"Compiling layers took {event.seconds:.0f} s; the next run like this one finds most of it done")
+
     def _evaluation(self, event: events.Evaluation) -> None:
         parts = [f"held-out loss {event.loss:.4f}"]
         if self._last_evaluation is not None:

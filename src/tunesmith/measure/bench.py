@@ -27,6 +27,7 @@ from tunesmith.config.schema import Lora, Run
 from tunesmith.data.loader import PackedDocument, micro_batch_of
 from tunesmith.data.pack import pack
 from tunesmith.data.types import StepBatch
+from tunesmith.kernels import flash4
 from tunesmith.model import attention
 from tunesmith.model.forward import Calling
 from tunesmith.model.quantized import build_empty, fill_randomly
@@ -134,7 +135,7 @@ def plan_for(workload: Workload, *, device: str, products: str, recompute_layers
         precision="bf16" if device == "cuda" else "fp32",
         products=products,
         storage="nf4" if workload.method == "qlora" else "plain",
-        attention="varlen" if device == "cuda" else "sdpa",
+        attention="sdpa" if device != "cuda" else "flash-attn-4" if flash4.is_available() else "varlen",
         is_compiled=compiled,
         master_weights=False,
         sequence_length=workload.length,
@@ -158,8 +159,10 @@ def build(workload: Workload, plan: Plan, *, rank: int = 16, optimizer: str = "a
     config = LlamaConfig(**SHAPES[workload.shape], use_cache=False)
     device = torch.device(plan.device)
 
+    packed = attention.register(plan.attention)
+
     def empty() -> torch.nn.Module:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.register())
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=packed)
 
     torch.manual_seed(0)
     if plan.storage == "nf4":

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 
+from tunesmith.errors import UserError
 from tunesmith.kernels import flash4
+from tunesmith.plan.plan import Attention
 
 NAME = "tunesmith_packed"
 UPCAST_BELOW = 512
@@ -25,11 +27,19 @@ UPCAST_BELOW = 512
 heads 2.0 ms against 7.2 ms, forward and backward on two cores; at 512 tokens the two are even."""
 
 
-def register() -> str:
-    """Make packed attention known to transformers; returns the name to load models with."""
+def register(kernel: Attention | None = None) -> str:
+    """Make packed attention known to transformers; returns the name to load models with.
+
+    `kernel` is the one a plan names: no better one is taken then, and a simpler one only for inputs it cannot do.
+    """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, packed_attention)
+    if kernel == "flash-attn-4" and not flash4.is_available():
+        raise UserError(
+            "The plan's attention is flash-attn-4, which is not installed here or has no kernels for this GPU; install "
+            "it, or make the plan anew by `tunesmith plan`."
+        )
+    AttentionInterface.register(NAME, packed_attention if kernel is None else partial(packed_attention, kernel=kernel))
     return NAME
 
 
@@ -47,6 +57,7 @@ def packed_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
     s_aux: torch.Tensor | None = None,
+    kernel: Attention | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """[1, heads, T, D] queries, keys and values to [1, T, heads, D]."""
@@ -55,10 +66,10 @@ def packed_attention(
     assert query.shape[0] == 1, "packed documents lie end to end in one row"
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
-    if _has_flash4(query, dropout):
+    if kernel in (None, "flash-attn-4") and _has_flash4(query, dropout):
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return flash4.flash4(q, k, v, cu_seq_lens_q, max_length_q, scale, window, softcap).unsqueeze(0), None
-    if _has_kernel(query, dropout, softcap):
+    if kernel != "sdpa" and _has_kernel(query, dropout, softcap):
         return _variable_length(query, key, value, cu_seq_lens_q, max_length_q, scale, window), None
     return _by_document(query, key, value, cu_seq_lens_q.tolist(), scale, window, softcap, dropout), None
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from tunesmith.errors import UserError
 from tunesmith.parallel.activation import HostStore, offloaded, recomputed, slice_mlp
+from tunesmith.parallel.compile import compiled
 from tunesmith.parallel.mesh import data_mesh
 from tunesmith.parallel.shard import shard
 from tunesmith.plan.plan import Plan
@@ -35,7 +36,7 @@ def apply(model: nn.Module, plan: Plan, *, has_adapters: bool) -> nn.Module:
         if is_recomputed:
             forward = recomputed(forward, keep_attention=plan.keep_attention)
         if plan.is_compiled:
-            forward = torch.compile(forward)
+            forward = compiled(forward, type(layer).__name__, whole=is_recomputed)
         if is_recomputed and store is not None:
             forward = offloaded(forward, store)
         if forward is not layer.forward:

@@ -62,6 +62,15 @@ class Step(Event):
 
 
 @dataclass(frozen=True)
+class Compiled(Event):
+    """Layers were compiled during a step."""
+
+    kind = "compiled"
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Evaluation(Event):
     kind = "evaluation"
     step: int

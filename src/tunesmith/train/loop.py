@@ -24,6 +24,7 @@ from tunesmith.checkpoint.store import Checkpoint, CheckpointStore
 from tunesmith.data.types import StepBatch
 from tunesmith.errors import UserError
 from tunesmith.optim.schedule import learning_rate
+from tunesmith.parallel.compile import news
 from tunesmith.train import events
 from tunesmith.train.job import Job
 from tunesmith.train.moments import Moments
@@ -227,6 +228,18 @@ class _Loop:
                 skipped=result.is_skipped,
             )
         )
+        # The speed of a run is that of its steps.
+        self.busy_seconds = max(0.0, self.busy_seconds - self._tell_of_compiling())
+
+    def _tell_of_compiling(self) -> float:
+        """Say what was compiled since the last time; returns the seconds it took."""
+        found = news()
+        if found is None:
+            return 0.0
+        for note in found.notes:
+            self.observe(events.Warned(note))
+        self.observe(events.Compiled(self.done, round(found.seconds, 2)))
+        return found.seconds
 
     def _finish(self) -> Outcome:
         job = self.job
@@ -266,6 +279,7 @@ class _Loop:
         self.job.model.eval()
         evaluation = self.job.evaluate(self.done)
         self.job.model.train()
+        self._tell_of_compiling()
         if not math.isfinite(evaluation.loss):
             bad = ", ".join(title for title, loss in evaluation.losses.items() if not math.isfinite(loss))
             raise NotFinite(

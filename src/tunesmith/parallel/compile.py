@@ -1,0 +1,96 @@
+"""Layers compiled one by one. One that cannot be is run as it is, and said so.
+
+What the compiler made is kept in Tunesmith's cache, so that the next run of the same shapes starts in seconds. How long
+compiling took and what did not work is collected here until `news` is asked for it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tunesmith.model.load import cache_folder
+
+MOST_VARIANTS = 64
+"""Of one layer's code: with and without gradients, kinds of layers, sliding windows. torch gives up after 8."""
+
+
+@dataclass(frozen=True)
+class Compilation:
+    seconds: float
+    notes: tuple[str, ...]
+    """A sentence for each kind of failure."""
+
+
+def compiled(forward: Callable, name: str, *, whole: bool = False) -> Callable:
+    """`forward`, compiled when it is first called. `whole`: as one graph or not at all."""
+    _prepare()
+    fast: Callable | None = torch.compile(forward, fullgraph=whole)
+
+    def attempt(*arguments, **named):
+        nonlocal fast
+        if fast is not None:
+            try:
+                return fast(*arguments, **named)
+            except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+                _news.failed(name, error)
+                fast = None
+        return forward(*arguments, **named)
+
+    return attempt
+
+
+def news() -> Compilation | None:
+    """What happened since this was last asked; None when nothing was compiled."""
+    return _news.take()
+
+
+class _News:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.notes: list[str] = []
+        self.said: set[str] = set()
+        self.began: float | None = None
+
+    def started(self, _about: object) -> None:
+        self.began = time.monotonic()
+
+    def ended(self, _about: object) -> None:
+        if self.began is not None:
+            self.seconds += time.monotonic() - self.began
+        self.began = None
+
+    def failed(self, name: str, error: Exception) -> None:
+        cause = getattr(error, "inner_exception", error)
+        why = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+        note = f"{name} could not be compiled ({why.rstrip('.')}); it is run as it is, which is right but slower."
+        if note not in self.said:
+            self.said.add(note)
+            self.notes.append(note)
+
+    def take(self) -> Compilation | None:
+        if not self.seconds and not self.notes:
+            return None
+        found = Compilation(self.seconds, tuple(self.notes))
+        self.seconds, self.notes = 0.0, []
+        return found
+
+
+_news = _News()
+
+
+def _prepare() -> None:
+    """Settings of the compiler, which are the process's."""
+    from torch._dynamo.callback import callback_handler
+
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+    torch._dynamo.config.recompile_limit = max(MOST_VARIANTS, torch._dynamo.config.recompile_limit)
+    # Backward is compiled together with forward, where a failure can still be answered.
+    torch._functorch.config.force_non_lazy_backward_lowering = True
+    if _news.started not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_news.started)
+        callback_handler.register_end_callback(_news.ended)
