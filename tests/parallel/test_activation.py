@@ -86,7 +86,7 @@ def test_a_layer_without_an_mlp_for_slices_is_named():
     for layer in model.model.layers:
         del layer.mlp
     with pytest.raises(UserError, match="but LlamaDecoderLayer has none"):
-        apply(model, plan.changed(mlp_slice=8))
+        apply(model, plan.changed(mlp_slice=8), has_adapters=True)
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 
+import numpy as np
 import plain_flash4
 import pytest
 import torch
@@ -10,7 +10,9 @@ import torch._dynamo
 from torch._dynamo.utils import counters
 
 from tunesmith.cli.display import Display
-from tunesmith.measure.bench import Workload, batches, build, plan_for
+from tunesmith.data.loader import PackedDocument, micro_batch_of
+from tunesmith.data.types import StepBatch
+from tunesmith.measure.bench import Workload, build, plan_for
 from tunesmith.parallel.compile import compiled, news
 from tunesmith.train import events, loop
 
@@ -63,16 +65,10 @@ def test_a_backward_pass_that_does_not_compile_falls_back_too(monkeypatch):
 
 def test_a_run_tells_how_long_compiling_took_and_what_did_not_work(monkeypatch, capsys):
     said = []
-    job = SimpleNamespace(
-        plan=SimpleNamespace(precision="fp32"),
-        run=SimpleNamespace(max_grad_norm=1.0, seed=0),
-        loader=SimpleNamespace(total_steps=2),
-        model=None, calling=None, optimizer=None, device=torch.device("cpu"), rank=0, shape=None,
-    )  # fmt: skip
-    running = loop._Loop(job, said.append, 0.0, None)
-    assert running._tell_of_compiling() == 0.0
+    running = SimpleNamespace(observe=said.append, done=1)
+    assert loop._Loop._tell_of_compiling(running) == 0.0
     compiled(lambda x: torch._dynamo.graph_break() or x, "StrangeLayer", whole=True)(torch.ones(1))
-    seconds = running._tell_of_compiling()
+    seconds = loop._Loop._tell_of_compiling(running)
     assert seconds > 0
     assert [event.kind for event in said] == ["warning", "compiled"]
     assert said[1].seconds == round(seconds, 2)
@@ -85,34 +81,52 @@ def test_an_error_of_the_layer_itself_stays_one():
         compiled(lambda x: x @ torch.ones(7, 2), "WrongLayer")(torch.ones(2, 3))
 
 
-def test_what_was_compiled_is_kept_in_the_cache_and_found_again(tmp_path, monkeypatch):
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("TUNESMITH_CACHE", str(tmp_path))
+    return tmp_path / "compiled"
 
+
+def test_the_compiler_keeps_its_cache_with_ours(own_cache, monkeypatch):
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    compiled(torch.sin, "Layer")
+    assert cache_dir() == str(own_cache)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(own_cache / "elsewhere"))  # what a user says stands
+    compiled(torch.sin, "Layer")
+    assert cache_dir() == str(own_cache / "elsewhere")
+
+
+@pytest.mark.slow
+def test_what_was_compiled_is_kept_in_the_cache_and_found_again(own_cache):
     def layer(x):
         return (x * 3).sin() + 1
 
-    try:
-        compiled(layer, "Layer")(torch.ones(5))
-        assert news().seconds > 0
-        assert any((tmp_path / "compiled").rglob("*.py"))
-        assert counters["inductor"]["fxgraph_cache_hit"] == 0
-        torch._dynamo.reset()
-        compiled(layer, "Layer")(torch.ones(5))
-        assert counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"] > 0
-    finally:
-        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    compiled(layer, "Layer")(torch.ones(5))
+    assert news().seconds > 0
+    assert any(own_cache.rglob("*.py"))
+    assert counters["inductor"]["fxgraph_cache_hit"] == 0
+    torch._dynamo.reset()
+    compiled(layer, "Layer")(torch.ones(5))
+    assert counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"] > 0
+
+
+def batch_of(*lengths: int) -> StepBatch:
+    """A step over documents of these lengths, every token a target."""
+    documents = [PackedDocument(np.arange(n) % 512, np.ones(n, dtype=np.float32), 0, "here") for n in lengths]
+    targets = float(sum(lengths) - len(lengths))
+    return StepBatch(0, 0.0, (micro_batch_of(documents),), target_weight=targets, tokens=sum(lengths))
 
 
 def test_document_lengths_do_not_compile_anything_again(monkeypatch):
     plain_flash4.install(monkeypatch)
     compile_by(monkeypatch, "aot_eager_decomp_partition")
-    workload = Workload("tiny", "lora", 2, 96, is_packed=True)
+    workload = Workload("tiny", "lora", 1, 96)
     plan = plan_for(workload, device="cpu", products="plain", recompute_layers=1, compiled=True)
     step = build(workload, plan.changed(attention="flash-attn-4"))
-    made = batches(workload, 4)
-    documents = {len(batch.micro_batches[0].boundaries) for batch in made}
-    assert len(documents) > 1  # of other lengths, and other numbers of them
+    made = [batch_of(*lengths) for lengths in ((50, 46), (96,), (7,) * 11, (1, 90), (40, 30, 20))]
     step(made[0], 1e-3)
     graphs = counters["stats"]["unique_graphs"]
     assert graphs > 0
