@@ -99,7 +99,7 @@ def planner_page() -> str:
         "    tunesmith plan run.yaml --what-if sequence_length=16384 --what-if storage=nf4",
         "    tunesmith plan run.yaml --solve sequence_length        # or batch, model, gpus",
         "    tunesmith plan run.yaml --price 2.5 --tokens 1e9",
-        "    tunesmith plan --calibrate                             # measure this GPU once",
+        "    tunesmith plan --calibrate                             # measure this machine once",
         "",
         "## How it chooses",
         "",

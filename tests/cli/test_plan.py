@@ -113,7 +113,6 @@ def test_what_does_not_fit_says_what_would(folder):
         (["--what-if", "nonsense"], "KEY=VALUE"),
         (["--solve", "life"], "sequence_length"),
         (["run.yaml", "model=./nowhere"], "does not exist"),
-        (["--calibrate"], "none here"),
     ],
 )
 def test_mistakes_are_one_sentence(folder, words, message):
@@ -137,3 +136,13 @@ def test_train_refuses_a_plan_for_a_machine_that_is_not_here(folder):
     result = CliRunner().invoke(app, ["train", "--plan", "plan.json"])
     assert result.exit_code == 1
     assert "The plan cannot be carried out: it is for a GPU, and none is here." in result.output
+
+
+def test_a_processor_is_measured_once_and_its_plans_are_no_guess_any_more(folder, monkeypatch):
+    monkeypatch.setenv("TUNESMITH_CACHE", str(folder / "cache"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "factor of three" in plan("run.yaml", "device=cpu")
+    page = plan("run.yaml", "device=cpu", "--calibrate")
+    assert "GFLOP/s in fp32" in page
+    assert "factor of three" not in page
+    assert "factor of three" not in plan("run.yaml", "device=cpu")

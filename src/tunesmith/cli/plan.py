@@ -53,7 +53,7 @@ def command(
     price: Annotated[float | None, typer.Option(help="Of one GPU for one hour; shows what the run costs.")] = None,
     tokens: Annotated[float | None, typer.Option(help="Tokens of the whole run, where the files do not tell.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan here, for `train --plan`.")] = None,
-    calibrate: Annotated[bool, typer.Option(help="Measure this machine's GPU first, and keep the rates.")] = False,
+    calibrate: Annotated[bool, typer.Option(help="Measure this machine first, and keep its rates.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show how the run would be done, what memory and time it needs, why, and what else is possible."""

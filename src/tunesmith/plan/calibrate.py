@@ -1,16 +1,19 @@
-"""Measures what this machine's GPU really does, once, so that plans use its own rates instead of the catalogue's."""
+"""Measures what this machine's GPU, or its processor where there is none, really does, once, so that plans use its own
+rates instead of the catalogue's or a guess."""
 
 from __future__ import annotations
 
 import functools
 import json
+import time
 from collections.abc import Callable
 
-from tunesmith.errors import UserError
-from tunesmith.plan.hardware import Rates, measured_rates, measured_rates_file
+from tunesmith.plan.hardware import Rates, has_fast_bf16, measured_rates, measured_rates_file, processor_key
 
 SIZES = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096))
 """Tokens, inputs and outputs of the products that are measured: those of an 8B model."""
+PROCESSOR_SIZES = ((1024, 576, 1536), (1024, 1536, 576))
+"""Those of a model that is trained on a processor."""
 
 
 def calibrate() -> str:
@@ -18,7 +21,7 @@ def calibrate() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        raise UserError("--calibrate measures GPUs, and there is none here that PyTorch can use.")
+        return _calibrate_processor()
     name = torch.cuda.get_device_name()
     has_fp8 = torch.cuda.get_device_capability() >= (8, 9)
     half = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
@@ -30,15 +33,47 @@ def calibrate() -> str:
         host_link=_host_link(),
         is_measured=True,
     )
+    _keep(name, rates)
+    fp8 = f", fp8 {rates.fp8 / 1e12:.0f}" if has_fp8 else ""
+    return (
+        f"{name}: products {rates.half / 1e12:.0f} TFLOP/s in half precision, {rates.fp32 / 1e12:.1f} in fp32{fp8}; "
+        f"memory {rates.bandwidth / 1e12:.2f} TB/s; host link {rates.host_link / 1e9:.0f} GB/s; kept in "
+        f"{measured_rates_file()}"
+    )
+
+
+def _calibrate_processor() -> str:
+    import torch
+
+    fp32 = _product_rate(torch.float32, PROCESSOR_SIZES, "cpu")
+    half = _product_rate(torch.bfloat16, PROCESSOR_SIZES, "cpu") if has_fast_bf16() else fp32 / 100
+    source = torch.empty(1 << 24)
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.nbytes / _host_seconds(lambda: target.copy_(source))
+    _keep(processor_key(), Rates(fp32=fp32, half=half, bandwidth=bandwidth, host_link=bandwidth, is_measured=True))
+    bf16 = f", {half / 1e9:.0f} in bf16" if has_fast_bf16() else ""
+    return (
+        f"{processor_key()}: products {fp32 / 1e9:.0f} GFLOP/s in fp32{bf16}; memory {bandwidth / 1e9:.0f} GB/s; "
+        f"kept in {measured_rates_file()}"
+    )
+
+
+def _keep(name: str, rates: Rates) -> None:
     file = measured_rates_file()
     file.parent.mkdir(parents=True, exist_ok=True)
     kept = {other: one.model_dump() for other, one in measured_rates().items()} | {name: rates.model_dump()}
     file.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
-    fp8 = f", fp8 {rates.fp8 / 1e12:.0f}" if has_fp8 else ""
-    return (
-        f"{name}: products {rates.half / 1e12:.0f} TFLOP/s in half precision, {rates.fp32 / 1e12:.1f} in fp32{fp8}; "
-        f"memory {rates.bandwidth / 1e12:.2f} TB/s; host link {rates.host_link / 1e9:.0f} GB/s; kept in {file}"
-    )
+
+
+def _host_seconds(work: Callable[[], object], rounds: int = 5) -> float:
+    """Of the quickest of some calls: what disturbs only makes slower."""
+    work()
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 def _seconds(work: Callable[[], object], rounds: int = 20) -> float:
@@ -56,14 +91,15 @@ def _seconds(work: Callable[[], object], rounds: int = 20) -> float:
     return start.elapsed_time(end) / 1e3 / rounds
 
 
-def _product_rate(dtype) -> float:
+def _product_rate(dtype, sizes: tuple[tuple[int, int, int], ...] = SIZES, device: str = "cuda") -> float:
     import torch
 
     seconds = flops = 0.0
-    for tokens, inputs, outputs in SIZES:
-        a = torch.randn(tokens, inputs, device="cuda", dtype=dtype)
-        b = torch.randn(outputs, inputs, device="cuda", dtype=dtype)
-        seconds += _seconds(functools.partial(torch.matmul, a, b.t()))
+    for tokens, inputs, outputs in sizes:
+        a = torch.randn(tokens, inputs, device=device, dtype=dtype)
+        b = torch.randn(outputs, inputs, device=device, dtype=dtype)
+        work = functools.partial(torch.matmul, a, b.t())
+        seconds += _seconds(work) if device == "cuda" else _host_seconds(work)
         flops += 2.0 * tokens * inputs * outputs
     return flops / seconds
 

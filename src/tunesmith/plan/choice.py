@@ -50,6 +50,8 @@ class Task:
     def rates(self) -> Rates:
         if self.device == "cuda":
             return self.gpu.rates or guessed_rates(self.gpu)
+        if self.hardware.rates is not None:
+            return self.hardware.rates
         # Measured with PyTorch on two ARM cores: 23 GFLOP/s a core, with all its overheads.
         half = 60e9 if self.hardware.has_fast_bf16 else 0.1e9
         cores = max(1, self.hardware.cores // self.hardware.processes)

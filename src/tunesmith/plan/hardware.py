@@ -72,6 +72,8 @@ class Hardware(Part):
     """Bytes of it that are free now."""
     has_fast_bf16: bool
     """The processor has bf16 arithmetic."""
+    rates: Rates | None = None
+    """Of the processor, where they were measured."""
     gpus: tuple[Gpu, ...] = ()
     """Of one node; all nodes are equal."""
     nodes: int = 1
@@ -124,6 +126,7 @@ def _probe() -> Hardware:
         memory=min(memory.total, limit),
         available=min(memory.available, limit),
         has_fast_bf16=has_fast_bf16(),
+        rates=measured_rates().get(processor_key()),
         gpus=gpus,
         link=_link(gpus),
         disk=shutil.disk_usage(Path.cwd()).free,
@@ -219,8 +222,13 @@ def measured_rates_file() -> Path:
     return Path(cache) / "rates.json"
 
 
+def processor_key() -> str:
+    """What the processor's measured rates are kept by: another number of cores is another processor."""
+    return f"{_processor_name()}, {usable_cores()} cores"
+
+
 def measured_rates() -> dict[str, Rates]:
-    """By GPU name, as `tunesmith plan --calibrate` measured them on this machine."""
+    """By the name of GPU or processor, as `tunesmith plan --calibrate` measured them on this machine."""
     try:
         content = json.loads(measured_rates_file().read_text(encoding="utf-8"))
         return {name: Rates.model_validate(rates) for name, rates in content.items()}

@@ -198,6 +198,12 @@ def make_task(
         document_length=mean_length(lengths, sequence_length),
         clips=run.max_grad_norm is not None,
     )
+    if device == "cpu" and hardware.rates is None:
+        decide(
+            "speed",
+            "a guess",
+            "processors differ by a factor of three and more; `tunesmith plan --calibrate` measures this one",
+        )
     if task.document_length < 0.8 * sequence_length:
         why = "the data's own lengths, roughly: attention costs by them, and sequences are packed with several"
         decide("documents", f"about {task.document_length:,} tokens", why)

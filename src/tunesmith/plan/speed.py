@@ -47,6 +47,8 @@ UNFUSED_ATTENTION = (44, 48)
 and 36 by the operators of transformers' own code, which reach three quarters of the memory's speed."""
 LAUNCH = 6e-6
 """Seconds of the processor to start a kernel."""
+DISPATCH = 10e-6
+"""Seconds of an operator on a CPU beside its arithmetic; nothing hides them."""
 KERNELS = {True: (14, 30), False: (60, 130)}
 """Kernels of a layer, forward and backward, compiled or not."""
 STEP = 2e-3
@@ -70,7 +72,11 @@ def step_time(task: Task, choice: Choice) -> Time:
     time["communication"] = _communication(task, choice, rounds, forward.total, backward.total + recomputed)
     time["offload"] = host_update + rounds * _activation_traffic(task, choice, compute)
     time["bubbles"] = _bubbles(choice, rounds, compute)
-    time["host"] = (rounds * max(0.0, _launches(task, choice) - compute) if task.device == "cuda" else 0.0) + STEP
+    if task.device == "cuda":
+        waiting = max(0.0, LAUNCH * _kernels(task, choice) - compute)
+    else:
+        waiting = DISPATCH * _kernels(task, choice)
+    time["host"] = rounds * waiting + STEP
     return Time(**time)
 
 
@@ -213,12 +219,12 @@ def _quantization(task: Task, choice: Choice, tokens: float) -> float:
     return seconds
 
 
-def _launches(task: Task, choice: Choice) -> float:
-    """Seconds the processor needs to start the kernels of one micro-batch."""
+def _kernels(task: Task, choice: Choice) -> float:
+    """Kernels that one micro-batch starts."""
     forward, backward = KERNELS[choice.is_compiled]
     again = forward * choice.recompute_layers / task.facts.layers
     adapter = 0 if choice.is_compiled or not task.has_adapters else 70
-    return LAUNCH * task.facts.layers / choice.pipeline * (forward + backward + again + adapter)
+    return task.facts.layers / choice.pipeline * (forward + backward + again + adapter)
 
 
 # the rest
