@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import os
 import statistics
 import sys
@@ -30,13 +31,9 @@ from tunesmith.plan.plan import Plan
 from tunesmith.train.moments import Moments
 from tunesmith.train.step import TrainStep
 
-AGREE = 0.02
-"""Steps are timed until two in a row differ by no more than this."""
-SECONDS = 0.5
-"""And for at least so long."""
-LONG = 0.8
-"""Of steps that take longer, the second is the one that counts."""
-MOST_STEPS = 60
+SECONDS = 0.6
+"""Steps are timed for so long, and two at least."""
+MOST_STEPS = 40
 LEFT_OVER = 64 << 20
 """A process that cannot give back more than this is no place for another measurement."""
 Turn = Callable[[], AbstractContextManager[None]]
@@ -53,9 +50,9 @@ def main() -> None:
         is_timed = order["limit_bytes"] is None
         found = attempt(one, device, order["cap_bytes"], is_timed=is_timed, is_compiled=one.way in compiled[1])
         compiled[1].add(one.way)
-        left = give_back(device)
-        pool.say("result", **found)
-        if left > LEFT_OVER:
+        is_last = give_back(device) > LEFT_OVER
+        pool.say("result", is_last=is_last, **found)
+        if is_last:
             break
 
 
@@ -115,7 +112,6 @@ def measure(one: Configuration, device: str, *, cap: int | None = None, turn: Tu
 
     found["first_step_seconds"] = round(run(), 2)
     found["first_step_peak_bytes"] = peak_bytes(device)
-    run()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     run()
@@ -128,8 +124,8 @@ def measure(one: Configuration, device: str, *, cap: int | None = None, turn: Tu
         found["context_bytes"] = context_bytes()
     if turn is not None:
         with turn():
-            times = steady(lambda: step.launch(batch, bench.LEARNING_RATE))
-        found["step_seconds"] = round(statistics.median(times[len(times) // 2 :]), 6)
+            times = steady(lambda: step.launch(batch, bench.LEARNING_RATE), on_gpu)
+        found["step_seconds"] = round(statistics.median(times), 6)
         found["timed"] = [round(seconds, 5) for seconds in times]
     return found
 
@@ -160,25 +156,36 @@ def plan_of(one: Configuration, device: str) -> Plan:
     )
 
 
-def steady(launch: Callable[[], Callable[[], object]]) -> list[float]:
-    """Seconds from the result of a step to that of the next, until they no longer change: what others had queued on the
-    GPU first has to run out. As in training, a step is launched before the result of the one before is waited for."""
-    times: list[float] = []
-    results, before = [launch()], time.perf_counter()
-    while len(times) < MOST_STEPS:
-        is_last = bool(times) and times[0] > LONG
-        if not is_last:
-            results.append(launch())
-        results.pop(0)()
-        now = time.perf_counter()
-        times.append(now - before)
-        before = now
-        has_settled = len(times) > 1 and sum(times) > SECONDS and abs(times[-1] / times[-2] - 1) < AGREE
-        if is_last or has_settled:
+def steady(launch: Callable[[], Callable[[], object]], on_gpu: bool) -> list[float]:
+    """Seconds from the end of a step to the end of the next, on the device's clock. As in training, a step is launched
+    before the result of the one before is waited for. The first does not count: what others had queued has to run
+    out."""
+    marks = [mark(on_gpu)]
+    results: list[Callable[[], object]] = []
+    began = time.perf_counter()
+    while len(marks) <= MOST_STEPS:
+        results.append(launch())
+        marks.append(mark(on_gpu))
+        if len(results) > 1:
+            results.pop(0)()
+        if len(marks) > 2 and time.perf_counter() - began > SECONDS:
             break
     for result in results:
         result()
-    return times
+    if on_gpu:
+        torch.cuda.synchronize()
+        times = [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(marks)]
+    else:
+        times = [after - before for before, after in itertools.pairwise(marks)]
+    return times[1:]
+
+
+def mark(on_gpu: bool) -> Any:
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def document_length(batch: Any) -> float:

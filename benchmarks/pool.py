@@ -7,7 +7,7 @@ compiling what orders have in common; one that dies is replaced, and costs its o
 
 A worker is a process that reads orders as lines of JSON and writes messages as lines that begin with `MARK`:
 `{"kind": "memory"}` and `{"kind": "turn"}`, on which it waits for a line, `{"kind": "timed"}`, and
-`{"kind": "result", ...}`.
+`{"kind": "result", ...}`, with `"is_last": true` where it ends thereafter.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Worker:
     """Of its last order."""
     families: set[str] = field(default_factory=set)
     is_stopped: bool = False
+    is_leaving: bool = False
 
     def send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # its end is told by its output
@@ -130,7 +131,7 @@ class Pool:
             return  # a new process would disturb the one that is timed
         self._grant_memory()
         for worker in self.workers:
-            if worker.order is None and (order := self._choose(worker)):
+            if worker.order is None and not worker.is_leaving and (order := self._choose(worker)):
                 self._give(worker, order)
         while len(self.workers) < self.count and (order := self._choose(None)):
             self._give(self._start(), order)

@@ -24,8 +24,8 @@ def planner(monkeypatch):
 
 def test_the_list_is_seeded_varied_and_near_the_limit_where_asked(planner):
     hardware = named("H200")
-    first = planner.configurations(hardware, seed=46)
-    assert first == planner.configurations(hardware, seed=46)
+    first = planner.configurations(hardware, seed=39)
+    assert first == planner.configurations(hardware, seed=39)
     assert first != planner.configurations(hardware, seed=4)
     assert len(set(first)) == len(first)
     timed = [one for one, limit in first if limit is None]
