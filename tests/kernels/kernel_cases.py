@@ -279,8 +279,10 @@ def check_update(device: str, dtypes=(torch.float32, torch.bfloat16)) -> None:
                             "start": 3 * step,
                             **numbers,
                         }
-                        update.update_plainly_(weight, gradient, state, copy, **given)
-                        update_fused_(mine, gradient.to(device), held, found, **given)
+                        factor = torch.tensor(0.75) if step else None
+                        update.update_plainly_(weight, gradient, state, copy, factor, **given)
+                        there = None if factor is None else factor.to(device)
+                        update_fused_(mine, gradient.to(device), held, found, there, **given)
                         case = str((dtype, states, shape, algorithm, step))
                         for name, value in state.items():
                             one = held[name].cpu()

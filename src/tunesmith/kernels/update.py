@@ -74,11 +74,13 @@ def update_(
     step: int,
     seed: int,
     copy: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
     start: int = 0,
 ) -> None:
     """Step `step` (from 1) of `weight` and its `state`, both in place. `seed` is below 2^31 and new at each step.
-    `copy` gets the new weight in its own precision, where the weight is the master of another. `start` is where the
-    weight begins within a larger one, so that rows done apart draw what they would draw together."""
+    `copy` gets the new weight in its own precision, where the weight is the master of another. `factor` is an fp32
+    number on the weight's device by which the gradient is multiplied. `start` is where the weight begins within a
+    larger one, so that rows done apart draw what they would draw together."""
     assert weight.is_contiguous()
     assert 0 <= seed < 2**31
     numbers = {
@@ -95,11 +97,10 @@ def update_(
     if weight.is_cuda:
         from tunesmith.kernels.update_fused import update_fused_
 
-        update_fused_(weight, gradient, state, copy, kind=kind, algorithm=algorithm, seed=seed, start=start, **numbers)
+        update = update_fused_
     else:
-        update_plainly_(
-            weight, gradient, state, copy, kind=kind, algorithm=algorithm, seed=seed, start=start, **numbers
-        )
+        update = update_plainly_
+    update(weight, gradient, state, copy, factor, kind=kind, algorithm=algorithm, seed=seed, start=start, **numbers)
 
 
 def update_plainly_(
@@ -107,6 +108,7 @@ def update_plainly_(
     gradient: torch.Tensor,
     state: State,
     copy: torch.Tensor | None,
+    factor: torch.Tensor | None,
     *,
     kind: States,
     algorithm: Algorithm,
@@ -120,6 +122,8 @@ def update_plainly_(
     unbias: float,
 ) -> None:
     w, g = weight.float(), gradient.float()
+    if factor is not None:
+        g = g * factor
     draw = again = torch.zeros((), dtype=torch.int64)
     if kind == "bf16" or weight.dtype == torch.bfloat16:
         draw = _hash(torch.arange(start, start + w.numel()), seed).view_as(w)

@@ -21,6 +21,7 @@ def update_fused_(
     gradient: torch.Tensor,
     state: State,
     copy: torch.Tensor | None,
+    factor: torch.Tensor | None,
     *,
     kind: States,
     algorithm: Algorithm,
@@ -39,13 +40,12 @@ def update_fused_(
     blocks = weight.numel() // columns * row_blocks
     first = state["exp_avg"]
     second = state.get("root", first)
-    if kind == "fp8":
-        first, second = first.view(torch.float8_e4m3fn), second.view(torch.float8_e4m3fn)
     first_scale = state.get("exp_avg_scale", first)
     _kernel[(triton.cdiv(blocks, VALUES // block),)](
         weight,
         gradient,
         copy if copy is not None else weight,
+        factor if factor is not None else weight,
         first,
         first_scale,
         second,
@@ -67,6 +67,7 @@ def update_fused_(
         IS_LION=algorithm == "lion",
         IS_RANDOM=weight.dtype == torch.bfloat16,
         HAS_COPY=copy is not None,
+        HAS_FACTOR=factor is not None,
         TILE=VALUES // block,
         BLOCK=block,
         num_warps=4,
@@ -78,6 +79,7 @@ def _kernel(
     weight,
     gradient,
     copy,
+    factor,
     first,
     first_scale,
     second,
@@ -99,6 +101,7 @@ def _kernel(
     IS_LION: tl.constexpr,
     IS_RANDOM: tl.constexpr,
     HAS_COPY: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -109,6 +112,8 @@ def _kernel(
     at = row * columns + column
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_FACTOR:
+        g *= tl.load(factor)
     draw = _hash((at + start).to(tl.uint32), seed)
     again = _hash(draw, seed)
     m = _decode(first, first_scale, at, block, blocks, inside, fp8_largest, FORMAT, False)
@@ -158,7 +163,9 @@ def _decode(state, scales, at, block, blocks, inside, fp8_largest, FORMAT: tl.co
     else:
         scale = tl.load(scales + block, mask=block < blocks, other=0.0)[:, None]
         if FORMAT == 3:
-            values = tl.load(state + at, mask=inside, other=0.0).to(tl.float32) * (scale / fp8_largest)
+            # As bytes: triton 3.6 does not compile a masked load of fp8.
+            code = tl.load(state + at, mask=inside, other=0).to(tl.float8e4nv, bitcast=True)
+            values = code.to(tl.float32) * (scale / fp8_largest)
         elif FORMAT == 2:
             code = tl.load(state + at, mask=inside, other=0).to(tl.float32)
             if IS_ROOT:
@@ -197,7 +204,7 @@ def _encode(
             part = part * fp8_largest
             if IS_ROOT:
                 part = tl.maximum(part, fp8_smallest)
-            tl.store(state + at, part.to(tl.float8e4nv), mask=inside)
+            tl.store(state + at, part.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside)
         elif FORMAT == 2:
             root = tl.exp2(tl.log2(size) / 3.0)
             if IS_ROOT:

@@ -114,6 +114,14 @@ class Optimizer:
             norms = list(torch._foreach_norm(gradients, 2, dtype=torch.float32)) if gradients else []
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
+    def clip(self, norm: torch.Tensor, largest: float) -> None:
+        """Scale gradients of this `norm` down to the `largest` allowed: at once, or on their way into the update."""
+        if all(isinstance(part, Fused) for part in self.parts):
+            for part in self.parts:
+                part.factor = (largest / (norm.float() + 1e-6)).clamp(max=1.0)
+        else:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, largest, norm)
+
     def step(self, learning_rate: float) -> None:
         """Update every weight that has a gradient."""
         for part in self.parts:

@@ -43,6 +43,8 @@ class Fused(torch.optim.Optimizer):
         self.groups = {weight: group for group in self.param_groups for weight in group["params"]}
         self.is_offloaded = offload
         self.offload: Offload | None = None
+        self.factor: torch.Tensor | None = None
+        """By which gradients are multiplied on the way."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -69,6 +71,7 @@ class Fused(torch.optim.Optimizer):
             "epsilon": group["eps"],
             "step": step,
             "seed": _draw(self.seed, step, self.numbers[weight]),
+            "factor": self.factor,
         }
         assert model.grad is not None
         gradient, copy = model.grad, model.detach() if model is not weight else None

@@ -214,13 +214,11 @@ class TrainStep:
 
     def _clip(self, scale: float) -> torch.Tensor:
         """Unscale and clip the gradients; returns their norm before, without waiting for it."""
-        parameters = self.optimizer.parameters
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if scale != 1.0:
-            torch._foreach_div_(gradients, scale)
+            torch._foreach_div_([one.grad for one in self.optimizer.parameters if one.grad is not None], scale)
         norm = whole(self.optimizer.gradient_norm())
         if self.max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+            self.optimizer.clip(norm, self.max_grad_norm)
         return norm.float()
 
     def _draw_from(self, step: int, micro_batch: int) -> None:
