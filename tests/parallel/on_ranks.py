@@ -50,3 +50,51 @@ def steps(ranks: Ranks, count: int, **job: Any) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def traffic(ranks: Ranks, **job: Any) -> dict[str, float]:
+    """What one step sends between ranks: values gathered, scattered and reduced, in bytes; and the parameters."""
+    import torch
+    import torch.distributed as dist
+
+    made_job = job_of(ranks, **job)
+    step = step_of(made_job, loss_scale_of(made_job))
+    made_job.model.train()
+    step(made_job.loader.step(0), 1e-3)
+    sent = {"gathered": 0.0, "scattered": 0.0, "reduced": 0.0}
+    names = {  # torch 2.13 has new names for the first two
+        "gathered": ("all_gather_single", "all_gather_into_tensor"),
+        "scattered": ("reduce_scatter_single", "reduce_scatter_tensor"),
+        "reduced": ("all_reduce",),
+    }
+    real = {name: getattr(dist, name) for known in names.values() for name in known if hasattr(dist, name)}
+
+    def counting(name: str, kind: str, whole: Any):
+        def call(*arguments: Any, **options: Any) -> Any:
+            tensor = whole(arguments, options)
+            group = options.get("group")
+            if tensor.numel() > 16 and (group is None or group.size() > 1):  # a few numbers are the step's losses
+                sent[kind] += tensor.nbytes
+            return real[name](*arguments, **options)
+
+        return call
+
+    def first(arguments: tuple, options: dict) -> torch.Tensor:
+        return arguments[0] if arguments else options.get("output_tensor", options.get("tensor"))
+
+    def second(arguments: tuple, options: dict) -> torch.Tensor:
+        return arguments[1] if len(arguments) > 1 else options["input"]
+
+    for kind, known in names.items():
+        for name in known:
+            if name in real:
+                setattr(dist, name, counting(name, kind, second if kind == "scattered" else first))
+    try:
+        step(made_job.loader.step(1), 1e-3)
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)
+    model = made_job.model.model
+    layers = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name and p.requires_grad)
+    everything = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {**sent, "layers": layers, "outside": everything - layers}

@@ -1,0 +1,97 @@
+"""Bytes that one step sends between ranks: 2 values a parameter, 3 where the weights are gathered for each use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tiny import SETTINGS, write_data
+from tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.distributed
+FP32 = 4
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> Path:
+    """As many sequences a step as ranks; sizes that four ranks share without padding."""
+    folder = tmp_path_factory.mktemp("traffic")
+    model = make_tiny_model(folder / "model", vocab_size=272, hidden_size=64)
+    write_data(folder / "train.jsonl", 60)
+    content = {
+        **SETTINGS,
+        "model": str(model),
+        "lora": {"rank": 4},
+        "data": [{"path": str(folder / "train.jsonl")}],
+        "eval": [],
+        "batch_tokens": 4 * 64,
+    }
+    (folder / "run.yaml").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture
+def sent(world, settings, tmp_path):
+    def of(sharding: str, mesh: dict[str, int], **changes) -> dict[str, float]:
+        options = {"folder": str(settings), "mesh": mesh, "sharding": sharding, "output": str(tmp_path / "run")}
+        return world(4)("parallel.on_ranks:traffic", **options, **changes)[0]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("sharding", "mesh", "gathered", "scattered", "reduced"),
+    [
+        ("ddp", {"replicate": 4}, 0, 0, 1),  # an all-reduce sends 2 values for each
+        ("zero1", {"shard": 4}, 1, 1, 0),
+        ("zero2", {"shard": 4}, 1, 1, 0),
+    ],
+)
+def test_two_values_a_parameter_where_weights_stay_whole(sent, sharding, mesh, gathered, scattered, reduced):
+    found = sent(sharding, mesh, method="full")
+    parameters = FP32 * (found["layers"] + found["outside"])
+    assert found["gathered"] == pytest.approx(gathered * parameters, rel=0.01)
+    assert found["scattered"] == pytest.approx(scattered * parameters, rel=0.01)
+    assert found["reduced"] == pytest.approx(reduced * parameters, rel=0.01)
+
+
+def test_three_values_a_parameter_of_the_layers_where_weights_are_gathered_for_each_use(sent):
+    found = sent("zero3", {"shard": 4}, method="full")
+    layers, outside = FP32 * found["layers"], FP32 * found["outside"]
+    assert found["gathered"] == pytest.approx(2 * layers + outside, rel=0.01)
+    assert found["scattered"] == pytest.approx(layers + outside, rel=0.01)
+    assert found["reduced"] == 0
+
+
+def test_hybrid_sends_a_part_between_nodes_and_reduces_it_there(sent):
+    found = sent("hybrid", {"replicate": 2, "shard": 2}, method="full")
+    layers, outside = FP32 * found["layers"], FP32 * found["outside"]
+    assert found["gathered"] == pytest.approx(2 * layers + outside, rel=0.01)  # within a node
+    assert found["reduced"] == pytest.approx((layers + outside) / 2, rel=0.01)  # a shard's gradients, between nodes
+
+
+@pytest.mark.parametrize(("sharding", "mesh"), [("ddp", {"replicate": 4}), ("zero1", {"shard": 4})])
+def test_accumulation_sends_no_more(sent, sharding, mesh):
+    once = sent(sharding, mesh, method="full")
+    twice = sent(sharding, mesh, method="full", batch_tokens=8 * 64)
+    assert {key: twice[key] for key in ("gathered", "scattered", "reduced")} == {
+        key: once[key] for key in ("gathered", "scattered", "reduced")
+    }
+
+
+def test_frozen_weights_cost_no_gradient_traffic(sent):
+    replicated = sent("ddp", {"replicate": 4}, method="lora")
+    assert replicated["reduced"] == pytest.approx(FP32 * replicated["layers"], rel=0.01)
+    assert replicated["gathered"] == 0
+    sharded = sent("zero3", {"shard": 4}, method="lora", batch_tokens=8 * 64)
+    assert sharded["scattered"] == pytest.approx(FP32 * sharded["layers"], rel=0.01)  # once, in two micro-batches
+
+
+def test_weights_in_four_bits_are_gathered_in_four_bits(sent):
+    plain = sent("zero3", {"shard": 4}, method="lora")
+    small = sent("zero3", {"shard": 4}, method="qlora")
+    matrices = 2 * (64 * 64 * 2 + 2 * 32 * 64 + 3 * 64 * 64)  # of two layers: q and o, k and v, the MLP
+    saved = plain["gathered"] - small["gathered"]
+    assert saved == pytest.approx(2 * matrices * (FP32 - 4.13 / 8), rel=0.02)
