@@ -69,7 +69,7 @@ def choose_plan(run: Run, *, plan: Plan | None = None, ranks: int | None = None)
         run_folder.identify(run, data=before.data, model=load.model_fingerprint(run))
     ):
         planned = run_folder.read_plan(folder)
-        if planned is not None and _can_run(planned, run, place, ranks):
+        if planned is not None and _can_run(planned, run, place, ranks) and _suits_gpu(planned, run):
             return planned
     return plan_run(run, shared(probe(), ranks) if ranks else None)
 
@@ -255,6 +255,14 @@ def _can_run(plan: Plan, run: Run, place: Place, ranks: int | None) -> bool:
     if place.is_started or ranks is not None:
         return plan.mesh.ranks == (place.ranks if place.is_started else ranks)
     return plan.device == "cpu" or torch.cuda.device_count() >= plan.mesh.ranks
+
+
+def _suits_gpu(plan: Plan, run: Run) -> bool:
+    """Whether the GPU that is here now can do what was planned for the one that was here then."""
+    if plan.device == "cpu":
+        return True
+    facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
+    return refusal(run, plan, facts, probe()) is None
 
 
 def make_trainable(model: torch.nn.Module, run: Run, plan: Plan) -> torch.nn.Module:

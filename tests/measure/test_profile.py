@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+import torch
 
 from tiny import write_all
 from tunesmith.measure.profile import (
@@ -24,20 +25,33 @@ from tunesmith.measure.profile import (
 )
 
 
-@pytest.fixture(scope="module")
-def profiled(tiny_model, tmp_path_factory):
+def profile(tiny_model: Path, folder: Path, *changes: str):
     """A profile of the tiny model, its folder, its job."""
     from tunesmith.assemble import assemble, prepare_run
     from tunesmith.config.load import load
 
-    folder = write_all(tmp_path_factory.mktemp("profile"), tiny_model)
+    write_all(folder, tiny_model)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("TUNESMITH_CACHE", str(folder / "cache"))
         (folder / "run").mkdir()
-        run = load("run.yaml", ["lora.dropout=0"]).run
+        run = load("run.yaml", ["lora.dropout=0", *changes]).run
         job = assemble(prepare_run(run, warn=lambda _: None))
         return profile_job(job, folder / "found", steps=2), folder / "found", job
+
+
+@pytest.fixture(scope="module")
+def profiled(tiny_model, tmp_path_factory):
+    return profile(tiny_model, tmp_path_factory.mktemp("profile"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_profile_on_a_gpu_covers_the_step_and_adds_up(tiny_model, tmp_path):
+    report, folder, _ = profile(tiny_model, tmp_path, "device=cuda", "precision=auto")
+    assert report.analysis.coverage > 0.95
+    assert sum(report.analysis.memory.at_peak.values()) == pytest.approx(report.measured_peak, rel=0.02)
+    assert any(event.get("cat") == "kernel" for event in read_trace(folder / "trace.json.gz"))
 
 
 def test_the_trace_is_what_perfetto_reads(profiled):

@@ -12,7 +12,7 @@ from tunesmith.errors import UserError
 from tunesmith.plan.facts import from_config
 from tunesmith.plan.hardware import Gpu, Hardware, named, shared
 from tunesmith.plan.plan import Plan
-from tunesmith.plan.search import make_plan, search
+from tunesmith.plan.search import make_plan, refusal, search
 
 from .shapes import GIB, MODEL, run, why
 
@@ -46,6 +46,32 @@ def test_precision_is_what_the_device_does_well_and_says_so(wanted, hardware, pr
     plan = make_plan(run(precision=wanted), SMOL, hardware)
     assert plan.precision == precision
     assert reason in why(plan, "precision")
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (8, 6)])
+def test_fp8_is_refused_where_the_gpu_has_none(capability):
+    card = gpu(80, capability, name="Card")
+    with pytest.raises(
+        UserError, match=r"Card has no fp8 arithmetic \(compute capability 8.9 and more\); leave it out"
+    ):
+        make_plan(run(precision="fp8"), SMOL, machine(gpu=card))
+    plan = make_plan(run(precision="fp8"), SMOL, machine(gpu=gpu(80, (8, 9))))
+    assert (plan.precision, plan.products) == ("bf16", "fp8")
+    assert "8.9 or more" in refusal(run(), plan, SMOL, machine(gpu=card))
+
+
+def test_a_plan_in_bf16_is_refused_where_the_gpu_has_none():
+    plan = make_plan(run(), SMOL, machine(gpu=gpu(80)))
+    assert plan.precision == "bf16"
+    assert refusal(run(), plan, SMOL, machine(gpu=gpu(80, (8, 0)))) is None
+    assert "fp16, with loss scaling" in refusal(run(), plan, SMOL, machine(gpu=gpu(16, (7, 5))))
+
+
+def test_attention_is_by_kernels_the_gpu_has():
+    older, newer = (make_plan(run(), SMOL, machine(gpu=gpu(80, capability))) for capability in ((7, 5), (8, 0)))
+    assert (older.attention, newer.attention) == ("sdpa", "varlen")
+    in_half = newer.changed(precision="fp16")
+    assert "packed attention kernels need" in refusal(run(), in_half, SMOL, machine(gpu=gpu(80, (7, 5))))
 
 
 def test_a_gpu_that_is_not_there_is_refused():

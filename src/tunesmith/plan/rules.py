@@ -58,6 +58,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "fp8 products need a GPU of compute capability 8.9 or more",
     ),
     (
+        lambda task, _: task.precision == "bf16" and task.device == "cuda" and task.gpu.capability < BF16,
+        "bf16 needs a GPU of compute capability 8.0 or more; older ones have fp16, with loss scaling",
+    ),
+    (
         lambda task, choice: choice.products == "fp8" and choice.storage not in ("plain", "nf4"),
         "fp8 products need a base in full precision or in nf4",
     ),
