@@ -12,8 +12,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from tunesmith.config.schema import Lora, Run
 from tunesmith.errors import UserError
-from tunesmith.model import lora
+from tunesmith.kernels import nf4
+from tunesmith.model import lora, quantized
+from tunesmith.model.fuse import fuse
 from tunesmith.model.save import write_adapter
+from tunesmith.plan.facts import from_config
 
 TOKENS = torch.arange(3, 40)[None]
 
@@ -80,10 +83,7 @@ def test_we_load_files_made_by_peft(tiny_model, tmp_path, changes):
 
 def test_gpt2s_transposed_linears_go_to_peft_and_back(tmp_path):
     peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, bos_token_id=1, eos_token_id=2)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
-    model = load(tmp_path / "base")
+    model = load(gpt2(tmp_path / "base"))
     settings = Lora(rank=4)
     lora.attach(model, settings, seed=0)
     shake(model)
@@ -146,8 +146,8 @@ def test_adapters_that_do_more_than_lora_are_refused_by_name(tiny_model, tmp_pat
     lora.attach(model, Lora(rank=2), seed=0)
     folder = write_adapter(model, Run(model=str(tiny_model), data="x", lora=Lora(rank=2)), tmp_path / "adapter")
     config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    with pytest.raises(UserError, match="use_dora"):
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"modules_to_save": ["lm_head"]}))
+    with pytest.raises(UserError, match="modules_to_save"):
         lora.attach_saved(load(tiny_model), folder)
 
 
@@ -172,3 +172,96 @@ def test_the_scale_is_alpha_over_rank_or_its_root(tiny_model):
         model = load(tiny_model)
         lora.attach(model, settings, seed=0)
         assert {adapter.scale for adapter in lora.adapters(model).values()} == {scale}
+
+
+# DoRA
+
+
+def stretch(model: torch.nn.Module) -> None:
+    """Give the lengths an effect; they start as the base's own."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for adapter in lora.adapters(model).values():
+            adapter.lora_m.mul_(1 + 0.3 * torch.rand(adapter.lora_m.shape, generator=generator))
+
+
+def gpt2(folder: Path) -> Path:
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, bos_token_id=1, eos_token_id=2)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+def test_dora_starts_as_the_base_model_and_trains_a_length_for_each_output(tiny_model):
+    model = load(tiny_model)
+    before = logits(model)
+    lora.attach(model, Lora(rank=4, dora=True), seed=0)
+    torch.testing.assert_close(logits(model), before, rtol=1e-5, atol=1e-5)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 3 * 7
+    adapter = model.model.layers[0].self_attn.k_proj
+    torch.testing.assert_close(adapter.lora_m.detach(), adapter.base.weight.norm(dim=1))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_dora_goes_to_peft_and_back_with_the_same_logits_and_gradients(tiny_model, tmp_path, family):
+    peft = pytest.importorskip("peft")
+    base = tiny_model if family == "llama" else gpt2(tmp_path / "base")
+    settings = Lora(rank=4, alpha=6, dora=True)
+    model = load(base)
+    lora.attach(model, settings, seed=0)
+    shake(model)
+    stretch(model)
+    write_adapter(model, Run(model=str(base), data="x", lora=settings), tmp_path / "adapter")
+    theirs = peft.PeftModel.from_pretrained(load(base), tmp_path / "adapter", is_trainable=True).eval()
+    expected = logits(theirs)
+    assert (logits(model) - expected).norm() < 1e-5 * expected.norm()
+    assert (logits(model) - logits(load(base))).abs().max() > 1e-2
+    again = load(base)
+    lora.attach_saved(again, tmp_path / "adapter")
+    torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=0)
+    for one in (model, theirs):
+        one(TOKENS).logits.square().mean().backward()
+    wanted = {name.replace(".default", ""): weight.grad for name, weight in theirs.named_parameters()}
+    for name, adapter in lora.adapters(model).items():
+        for ours, key in lora.PEFT_NAMES.items():
+            want = wanted[f"{lora.PREFIX}{name}.{key}" + (".weight" if ours == "lora_m" else "")]
+            torch.testing.assert_close(getattr(adapter, ours).grad, want, rtol=1e-4, atol=1e-6, msg=f"{name} {ours}")
+    lora.merge(model)
+    torch.testing.assert_close(logits(model), logits(again), rtol=1e-4, atol=1e-4)
+
+
+def test_we_load_doras_made_by_peft(tiny_model, tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, use_dora=True)
+    theirs = peft.get_peft_model(load(tiny_model), config).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    model = load(tiny_model)
+    lora.attach_saved(model, tmp_path / "adapter")
+    torch.testing.assert_close(logits(model), logits(theirs), rtol=1e-5, atol=1e-5)
+    with lora.without_adapters(model):
+        torch.testing.assert_close(logits(model), logits(load(tiny_model)), rtol=0, atol=0)
+
+
+def test_dora_over_nf4_is_dora_over_the_same_values_in_full(tiny_model):
+    held, full = load(tiny_model), load(tiny_model)
+    quantized.quantize_linears(held, dtype=torch.float32, device=torch.device("cpu"))
+    for linear in quantized.linears_of_layers(full).values():
+        rows, columns = linear.weight.shape
+        linear.weight.data = nf4.dequantize(nf4.quantize(linear.weight), [rows], columns, torch.float32)
+    for model in (held, full):
+        lora.attach(model, Lora(rank=4, dora=True), seed=0)
+        shake(model)
+        stretch(model)
+        assert fuse(model, fp8=False) == 0
+    torch.testing.assert_close(logits(held), logits(full), rtol=1e-5, atol=1e-5)
+
+
+def test_the_plan_counts_what_dora_trains(tiny_model):
+    facts = from_config(json.loads((tiny_model / "config.json").read_text()))
+    for settings in (Lora(rank=4, dora=True), Lora(rank=4, dora=True, targets=["v_proj"], layers="top 1")):
+        model = load(tiny_model)
+        lora.attach(model, settings, seed=0)
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        assert facts.adapted(settings)[0] == trained

@@ -238,3 +238,9 @@ def test_qlora_is_planned_in_4_bits_and_runs_here():
     assert make_plan(run(method="lora"), SMOL, machine(gpu=gpu(141))).storage == "plain"
     fp8 = make_plan(run(method="qlora", precision="fp8"), SMOL, machine(gpu=gpu(141)))
     assert (fp8.storage, fp8.products) == ("nf4", "fp8")
+
+
+def test_dora_with_fp8_products_is_refused_in_a_sentence():
+    wanted = run(precision="fp8", lora={"dora": True})
+    with pytest.raises(UserError, match=r"fp8 products are for LoRA without lora\.dora"):
+        make_plan(wanted, SMOL, machine(gpu=gpu(141)))

@@ -68,6 +68,18 @@ def test_a_killed_run_continues_to_the_same_bytes(folder, runs, tiny_model, tmp_
     assert_same(killed / "run", folder / "run")
 
 
+def test_dora_over_nf4_is_trained_continued_and_merged(runs, tiny_model, tmp_path):
+    lora = {"rank": 4, "dora": True}
+    whole, killed = (write_all(tmp_path / name, tiny_model, method="qlora", lora=lora) for name in ("whole", "killed"))
+    assert runs(whole, *TRAIN).code == 0
+    assert runs(killed, *TRAIN, die=Die(STEP, 35)).code == -signal.SIGKILL
+    assert runs(killed, *TRAIN).code == 0
+    assert_same(killed / "run", whole / "run")
+    assert losses(whole / "run")[-1] < losses(whole / "run")[0]
+    merged = merge_run(whole / "run", tmp_path / "merged")
+    assert merged.difference < 1e-4 < merged.effect
+
+
 def test_a_plan_that_does_not_quantize_is_no_plan_for_qlora(runs, tiny_model, tmp_path):
     folder = write_all(tmp_path / "qlora", tiny_model, method="qlora", lora={"rank": 4})
     plan = folder / "plan.json"

@@ -154,6 +154,8 @@ class Lora(Settings):
     """Decoder layers that get adapters: `top 8`, `bottom 4`, `0-7`, `3,5,7`; all when left out."""
     rank_stabilised: bool = False
     """Scale by alpha / sqrt(rank), which keeps large ranks learning."""
+    dora: bool = False
+    """Learn the length of each output's weights apart from their direction (DoRA); slower, helps small ranks most."""
 
 
 def _as_list(value: object) -> object:

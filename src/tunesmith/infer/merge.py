@@ -98,15 +98,8 @@ def _logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _logits_without_adapters(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    found = lora.adapters(model)
-    scales = {name: adapter.scale for name, adapter in found.items()}
-    for adapter in found.values():
-        adapter.scale = 0.0
-    try:
+    with lora.without_adapters(model):
         return _logits(model, tokens)
-    finally:
-        for name, adapter in found.items():
-            adapter.scale = scales[name]
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:

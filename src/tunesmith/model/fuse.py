@@ -23,7 +23,7 @@ SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def fuse(model: nn.Module, *, fp8: bool, whole_mlps: bool = False) -> int:
-    """Group the model's adapters; returns the number of groups. Adapters with dropout or other bases are left alone.
+    """Group the model's adapters; returns the number of groups. Those with dropout, DoRA or other bases are left alone.
 
     `whole_mlps` makes one operation of each gated MLP (needs a GPU).
     """
@@ -147,7 +147,7 @@ def _is_gated_mlp(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def _can_fuse(module: nn.Module) -> bool:
-    if not isinstance(module, LoraLinear) or module.dropout != 0:
+    if not isinstance(module, LoraLinear) or module.dropout != 0 or module.lora_m is not None:
         return False
     base = module.base
     return type(base) is nn.Linear or (isinstance(base, Nf4Linear) and not base.is_transposed)

@@ -2,7 +2,7 @@
 
 `attach` replaces each chosen linear by a `LoraLinear` that holds the frozen original and two small trainable
 matrices. The factors are kept in fp32 whatever the base's precision; products run in the input's. Files are
-those of the `peft` library, so either side loads what the other wrote. DoRA, biases and fully trained extra modules
+those of the `peft` library, so either side loads what the other wrote. Biases and fully trained extra modules
 of other tools' adapters are refused by name when loading, not ignored.
 
 Legend: T tokens, I inputs, O outputs, R rank.
@@ -15,7 +15,8 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,17 +26,23 @@ from torch import nn
 
 from tunesmith.config.schema import Lora
 from tunesmith.errors import UserError
+from tunesmith.kernels.nf4 import dequantize
 from tunesmith.model.quantized import Nf4Linear, is_transposed
 from tunesmith.plan.facts import choose_layers, matches
 
 PREFIX = "base_model.model."
 """What PEFT puts before module names in adapter files."""
+PEFT_NAMES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_m": "lora_magnitude_vector"}
 
 
 class LoraLinear(nn.Module):
-    """`base(x) + scale * dropout(x) @ A.T @ B.T`, with the base frozen."""
+    """`base(x) + scale * dropout(x) @ A.T @ B.T`, with the base frozen.
 
-    def __init__(self, base: nn.Module, rank: int, scale: float, dropout: float = 0.0):
+    With DoRA each output is then scaled by `m / |row of W + scale * B @ A|`, where `m` is trained, starts as the length
+    of the base's row, and the length it is divided by counts as a constant.
+    """
+
+    def __init__(self, base: nn.Module, rank: int, scale: float, dropout: float = 0.0, *, dora: bool = False):
         super().__init__()
         inputs, outputs = _sizes(base)
         device = next(itertools.chain(base.parameters(), base.buffers())).device
@@ -46,6 +53,9 @@ class LoraLinear(nn.Module):
         self.dropout = dropout
         self.lora_a = nn.Parameter(torch.zeros(rank, inputs, device=device, dtype=torch.float32))
         self.lora_b = nn.Parameter(torch.zeros(outputs, rank, device=device, dtype=torch.float32))
+        squares_o = _row_squares(base) if dora else None
+        self.lora_m = nn.Parameter(squares_o.sqrt()) if squares_o is not None else None
+        self.register_buffer("squares_o", squares_o, persistent=False)
 
     @property
     def rank(self) -> int:
@@ -71,10 +81,36 @@ class LoraLinear(nn.Module):
         y = self.base(x)
         inner = F.dropout(x, self.dropout, self.training) if self.dropout else x
         low = F.linear(inner, self.lora_a.to(x.dtype))
-        return y + F.linear(low, (self.lora_b * self.scale).to(x.dtype))
+        update = F.linear(low, (self.lora_b * self.scale).to(x.dtype))
+        if self.lora_m is None:
+            return y + update
+        factor_o = (self.lora_m / self._lengths(x.dtype)).to(x.dtype)
+        bias = self.base.bias
+        return (y + update) * factor_o if bias is None else (y - bias + update) * factor_o + bias
+
+    @torch.no_grad()
+    def _lengths(self, dtype: torch.dtype) -> torch.Tensor:
+        """Of the rows of W + scale * B @ A, without making that matrix: W is seen through its product with A alone, so
+        that it may be held in any way."""
+        product_ro = self.base(self.lora_a.to(dtype)).float()
+        if self.base.bias is not None:
+            product_ro -= self.base.bias.float()
+        b_or = self.lora_b * self.scale
+        crossed = (b_or * product_ro.t()).sum(1)
+        own = ((b_or @ (self.lora_a @ self.lora_a.t())) * b_or).sum(1)
+        return (self.squares_o + 2 * crossed + own).clamp(min=1e-20).sqrt()
+
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        """The base's weight with the adapter in it, in fp32, in the base's own layout."""
+        total = weight.float() + self.delta()
+        if self.lora_m is None:
+            return total
+        rows = 1 if _is_transposed(self.base) else 0
+        factor_o = self.lora_m / total.norm(dim=1 - rows)
+        return total * factor_o.unsqueeze(1 - rows)
 
     def delta(self) -> torch.Tensor:
-        """What the adapter adds to the base's weight, in fp32, in the base's own layout."""
+        """What the factors add to the base's weight, in fp32, in the base's own layout."""
         update = (self.lora_b @ self.lora_a) * self.scale
         return update.t() if _is_transposed(self.base) else update
 
@@ -86,7 +122,7 @@ def attach(model: nn.Module, settings: Lora, *, seed: int) -> list[str]:
     scale = alpha / (math.sqrt(settings.rank) if settings.rank_stabilised else settings.rank)
     model.requires_grad_(False)
     for name in targets:
-        adapter = LoraLinear(model.get_submodule(name), settings.rank, scale, settings.dropout)
+        adapter = LoraLinear(model.get_submodule(name), settings.rank, scale, settings.dropout, dora=settings.dora)
         adapter.reset(_generator(seed, name))
         _replace(model, name, adapter)
     return targets
@@ -129,9 +165,22 @@ def merge(model: nn.Module) -> int:
     for name, adapter in found.items():
         weight = adapter.base.weight
         with torch.no_grad():
-            weight.copy_((weight.float() + adapter.delta()).to(weight.dtype))
+            weight.copy_(adapter.merged(weight).to(weight.dtype))
         _replace(model, name, adapter.base)
     return len(found)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """The base alone, for as long as this lasts."""
+    kept = [(adapter, adapter.scale, adapter.lora_m) for adapter in adapters(model).values()]
+    for adapter, _, _ in kept:
+        adapter.scale, adapter.lora_m = 0.0, None
+    try:
+        yield
+    finally:
+        for adapter, scale, lora_m in kept:
+            adapter.scale, adapter.lora_m = scale, lora_m
 
 
 # PEFT's files
@@ -141,9 +190,10 @@ def adapter_tensors(model: nn.Module, weights: Mapping[str, torch.Tensor] | None
     """By PEFT's names; taken from `weights`, by the model's own names, where the model has shards only."""
     tensors = {}
     for name, adapter in adapters(model).items():
-        for ours, theirs in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
-            value = getattr(adapter, ours) if weights is None else weights[f"{name}.{ours}"]
-            tensors[f"{PREFIX}{name}.{theirs}.weight"] = value.detach().cpu().contiguous()
+        for ours, theirs in PEFT_NAMES.items():
+            if getattr(adapter, ours) is not None:
+                value = getattr(adapter, ours) if weights is None else weights[f"{name}.{ours}"]
+                tensors[f"{PREFIX}{name}.{theirs}"] = value.detach().cpu().contiguous()
     return tensors
 
 
@@ -159,6 +209,7 @@ def adapter_config(model: nn.Module, settings: Lora, base: str) -> dict[str, obj
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "lora_dropout": settings.dropout,
         "use_rslora": settings.rank_stabilised,
+        "use_dora": settings.dora,
         "target_modules": _shortest_names(model, found),
         "bias": "none",
         "fan_in_fan_out": any(_is_transposed(adapter.base) for adapter in found.values()),
@@ -193,7 +244,7 @@ def attach_saved(model: nn.Module, folder: Path) -> list[str]:
     config = files.config
     if config.get("peft_type") != "LORA":
         raise UserError(f"The adapter in {folder} is of type {config.get('peft_type')}; only LORA can be loaded.")
-    refused = [name for name in ("use_dora", "modules_to_save", "trainable_token_indices") if config.get(name)]
+    refused = [name for name in ("modules_to_save", "trainable_token_indices") if config.get(name)]
     if config.get("bias", "none") != "none":
         refused.append("bias")
     if refused:
@@ -211,12 +262,16 @@ def attach_saved(model: nn.Module, folder: Path) -> list[str]:
         rank = a.shape[0]
         alpha = _by_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", rank))
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        adapter = LoraLinear(modules[name], rank, scale, config.get("lora_dropout") or 0.0)
-        if adapter.lora_a.shape != a.shape or adapter.lora_b.shape != b.shape:
+        m = files.tensors.get(f"{PREFIX}{name}.lora_magnitude_vector")
+        adapter = LoraLinear(modules[name], rank, scale, config.get("lora_dropout") or 0.0, dora=m is not None)
+        wanted = (adapter.lora_a.shape, adapter.lora_b.shape, *((b.shape[:1],) if m is not None else ()))
+        if wanted != (a.shape, b.shape, *((m.shape,) if m is not None else ())):
             raise UserError(f"The adapter in {folder} does not fit this model: '{name}' has other sizes.")
         with torch.no_grad():
             adapter.lora_a.copy_(a)
             adapter.lora_b.copy_(b)
+            if m is not None:
+                adapter.lora_m.copy_(m)
         _replace(model, name, adapter)
     return names
 
@@ -237,6 +292,14 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
         return module.in_features, module.out_features
     first, second = module.weight.shape
     return (first, second) if _is_transposed(module) else (second, first)
+
+
+def _row_squares(base: nn.Module) -> torch.Tensor:
+    """The squared length of each output's weights, [O] in fp32."""
+    if isinstance(base, Nf4Linear):
+        weight = dequantize(base.weight4, [base.out_features], base.in_features, torch.float32)
+        return weight.square().sum(1)
+    return base.weight.detach().float().square().sum(0 if _is_transposed(base) else 1)
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -88,9 +88,14 @@ class Layer(Part):
         return sum(linear.active * linear.inputs * linear.outputs for linear in self.linears)
 
     @cached_property
-    def widths(self) -> int:
+    def adaptable(self) -> tuple[int, int]:
         """Inputs and outputs of all adaptable linears, summed."""
-        return sum(linear.inputs + linear.outputs for linear in self.linears if linear.is_adaptable)
+        linears = [linear for linear in self.linears if linear.is_adaptable]
+        return sum(linear.inputs for linear in linears), sum(linear.outputs for linear in linears)
+
+    @property
+    def widths(self) -> int:
+        return sum(self.adaptable)
 
 
 class ModelFacts(Part):
@@ -192,16 +197,18 @@ class ModelFacts(Part):
     def adapted(self, settings: Lora) -> tuple[int, int]:
         """Parameters of the adapters, and the summed inputs and outputs of the linears that carry them."""
         if settings.targets == "all-linear" and settings.layers is None:
-            widths = int(self.total(lambda kind: kind.widths))
+            inputs, outputs = (int(self.total(lambda kind, at=at: kind.adaptable[at])) for at in (0, 1))
         else:
             layers = None if settings.layers is None else choose_layers(settings.layers, self.layers)
-            widths = sum(
-                linear.inputs + linear.outputs
+            chosen = [
+                linear
                 for layer, name, linear in self._named_linears()
                 if (layers is None or layer in layers)
                 and (settings.targets == "all-linear" or any(matches(name, pattern) for pattern in settings.targets))
-            )
-        return settings.rank * widths, widths
+            ]
+            inputs, outputs = sum(linear.inputs for linear in chosen), sum(linear.outputs for linear in chosen)
+        lengths = outputs if settings.dora else 0
+        return settings.rank * (inputs + outputs) + lengths, inputs + outputs
 
     def layers_with_backward(self, settings: Lora) -> int:
         """Layers that the backward pass of adapters goes through: from the lowest adapted one to the top."""

@@ -271,8 +271,9 @@ def layer_bytes(
         attention = 2 * (kind.query + kind.key) * width
         if products == "fp8" and is_full:  # what enters the last product of each block, once more
             attention += kind.query + kind.intermediate
-        # The partitioner, or the fused MLP of adapters, computes the activation again; with dropout it is kept.
-        values = 3 if task.has_adapters and task.lora.dropout and kind.mlp_values == 4 else 2
+        # The partitioner, or the fused MLP of adapters, computes the activation again; with dropout or DoRA it is kept.
+        is_apart = task.has_adapters and (task.lora.dropout or task.lora.dora)
+        values = 3 if is_apart and kind.mlp_values == 4 else 2
     else:
         # An RMS norm keeps its input in fp32 and, where its own weight is trained, what it multiplies with that.
         kept = {"rms": 4, "wide": 4, "layer": width}[kind.norm]
@@ -296,6 +297,8 @@ def layer_bytes(
     if task.has_adapters:
         linears = [linear for linear in kind.linears if linear.is_adaptable]
         adapter = len(linears) * task.lora.rank * width
+        if task.lora.dora:  # each output before it is scaled
+            adapter += sum(linear.outputs for linear in linears) * width
         if task.lora.dropout:  # each linear drops for itself: its input again, and which values were dropped
             adapter += sum(linear.inputs for linear in linears) * (width + 1)
     return (norms + attention + mlp + adapter) / tensor

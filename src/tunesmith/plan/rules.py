@@ -66,6 +66,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "fp8 products need a base in full precision or in nf4",
     ),
     (
+        lambda task, choice: choice.products == "fp8" and task.has_adapters and task.lora.dora,
+        "fp8 products are for LoRA without lora.dora",
+    ),
+    (
         lambda task, choice: choice.storage != "plain" and not task.has_adapters,
         "weights that are trained cannot be held in 4 or 8 bits",
     ),
