@@ -177,7 +177,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         epochs=run.epochs,
         steps=run.steps,
         micro_batch=plan.micro_batch,
-        rank=ranks.rank,
+        rank=plan.mesh.data_rank(ranks.rank),
         ranks=plan.mesh.data_ranks,
         pin=plan.device == "cuda",
     )
@@ -194,6 +194,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
             micro_batch=plan.micro_batch,
             shape=micro_batch_shape(plan),
             ranks=ranks,
+            share=(plan.mesh.data_rank(ranks.rank), plan.mesh.data_ranks),
         )
         if isinstance(called, Sharded):
             called.free_whole_weights()

@@ -35,9 +35,10 @@ def held_out_losses(
     shape: Shape | None = None,
     progress: Callable[[str, int], None] | None = None,
     ranks: Ranks | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> list[HeldOut]:
     """The model must be in evaluation mode. `progress` is told the data set and the documents done. Several ranks
-    share the work, and all know the result."""
+    share the work (`share`: which part of how many this rank does), and all know the result."""
     assert not model.training
     results = []
     ranks = ranks or Ranks()
@@ -46,13 +47,14 @@ def held_out_losses(
         weight = 0.0
         done = 0
         sizes = {"sequence_length": sequence_length, "micro_batch": micro_batch}
-        for batch in evaluation_batches(store, **sizes, rank=ranks.rank, ranks=ranks.count):
+        for batch in evaluation_batches(store, **sizes, rank=share[0], ranks=share[1]):
             total += token_losses(model, to_device(batch, device, shape), calling)[0].double()
             weight += batch.weights.double().sum().item()
             done += len(batch.origins)
             if progress:
                 progress(store.title, done)
-        total, weight = ranks.sum(torch.stack([total, torch.full_like(total, weight)])).tolist()
+        sums = ranks.sum(torch.stack([total, torch.full_like(total, weight)]))
+        total, weight = (sums / (ranks.count // share[1])).tolist()  # ranks that share a model all know its losses
         results.append(HeldOut(store.title, total / weight if weight else float("nan"), weight))
     return results
 

@@ -112,6 +112,10 @@ class Entrance(nn.Module):
         super().__init__()
         self.model = model
 
+    @property
+    def base_model(self) -> nn.Module:
+        return self.model.base_model
+
     def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(self.model, *arguments)
 

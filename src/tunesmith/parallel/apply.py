@@ -12,7 +12,7 @@ from torch import nn
 from tunesmith.errors import UserError
 from tunesmith.parallel.activation import HostStore, offloaded, recomputed, slice_mlp
 from tunesmith.parallel.compile import compiled
-from tunesmith.parallel.mesh import data_mesh
+from tunesmith.parallel.mesh import data_mesh, world_mesh
 from tunesmith.parallel.shard import shard
 from tunesmith.plan.plan import Plan
 
@@ -43,7 +43,7 @@ def apply(model: nn.Module, plan: Plan, *, has_adapters: bool) -> nn.Module:
             layer.forward = forward
     if plan.sharding == "none":
         return model
-    return shard(model, layers, plan, data_mesh(plan), has_adapters=has_adapters)
+    return shard(model, layers, plan, data_mesh(world_mesh(plan)), has_adapters=has_adapters)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

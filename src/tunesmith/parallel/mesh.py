@@ -1,8 +1,8 @@
 """Plan.mesh -> DeviceMesh: which ranks replicate each other and which share the model's weights.
 
-Neighbouring ranks, those of a node, lie along `shard`; `replicate` goes from node to node. Axes that split a layer or
-a sequence (tensor, context, pipeline) are further dimensions of this mesh, inside or outside of these two; every
-function here gives the ranks that see different data.
+From the outermost axis to the innermost: `pipeline`, whose stages say the least to each other; `replicate`, from node
+to node; `shard`, over the neighbouring ranks of a node; then `context` and `tensor`, which talk within each layer. Axes
+of size 1 are left out, but for those that weights are sharded over.
 """
 
 from __future__ import annotations
@@ -23,9 +23,18 @@ def check_ranks(plan: Plan, ranks: Ranks) -> None:
         )
 
 
-def data_mesh(plan: Plan) -> DeviceMesh:
-    """The mesh over which weights are sharded (its last dimension) and replicated (its first, where it has two)."""
+def world_mesh(plan: Plan) -> DeviceMesh:
+    """All ranks."""
     sizes = plan.mesh
     if plan.sharding in ("ddp", "hybrid"):
-        return init_device_mesh(plan.device, (sizes.replicate, sizes.shard), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(plan.device, (sizes.data_ranks,), mesh_dim_names=("shard",))
+        data = {"replicate": sizes.replicate, "shard": sizes.shard}
+    else:
+        data = {"shard": sizes.data_ranks}
+    around = {"pipeline": sizes.pipeline, **data, "context": sizes.context, "tensor": sizes.tensor}
+    axes = {name: size for name, size in around.items() if size > 1 or name in data}
+    return init_device_mesh(plan.device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def data_mesh(world: DeviceMesh) -> DeviceMesh:
+    """The mesh over which weights are sharded (its last dimension) and replicated (its first, where it has two)."""
+    return world[("replicate", "shard") if "replicate" in world.mesh_dim_names else "shard"]

@@ -46,6 +46,14 @@ class Mesh(Part):
         """Ranks that see different data."""
         return self.replicate * self.shard
 
+    def stage(self, rank: int) -> int:
+        """Where a rank lies along `pipeline`, the outermost axis; the innermost ones are `context` and `tensor`."""
+        return rank // (self.ranks // self.pipeline)
+
+    def data_rank(self, rank: int) -> int:
+        """Which part of the data a rank sees."""
+        return rank % (self.ranks // self.pipeline) // (self.context * self.tensor)
+
 
 class Reason(Part):
     """One decision: what it is about, what was chosen, and why, in a sentence."""
