@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 import transformers
+from torch.distributed.tensor import DTensor
 
 from tunesmith import __version__
 from tunesmith.checkpoint import run_folder
-from tunesmith.checkpoint.store import CheckpointStore
+from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Rows
 from tunesmith.config.schema import Run
 from tunesmith.data.loader import Loader
 from tunesmith.data.prepare import Prepared, prepare
@@ -31,7 +32,7 @@ from tunesmith.optim.build import build
 from tunesmith.parallel.apply import apply
 from tunesmith.parallel.mesh import check_ranks
 from tunesmith.parallel.ranks import Ranks
-from tunesmith.parallel.shard import Sharded, gathered
+from tunesmith.parallel.shard import Sharded, from_rows, gathered, own_parts, rows_of, whole
 from tunesmith.plan.documents import sample_lengths
 from tunesmith.plan.hardware import Hardware, probe, shared
 from tunesmith.plan.models import read_facts
@@ -208,10 +209,27 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
 
     def save(step: int, state: dict[str, Any], metric: float | None) -> bool:
         tensors = optimizer.tensors()
-        if ranks.count > 1:
-            tensors = gathered(tensors, ranks)
-        saved = ranks.is_first and setting.checkpoints.save(step, tensors, state, metric=metric) is not None
-        return ranks.any([saved])[0]
+        if ranks.count == 1:
+            full = {name: whole(tensor) for name, tensor in tensors.items()}
+            return setting.checkpoints.save(step, full, state, metric=metric) is not None
+        parts = {name: Rows(*part) for name, part in own_parts(tensors, ranks).items()}
+        return setting.checkpoints.save_together(step, parts, state, ranks, metric=metric)
+
+    def restore(store: CheckpointStore, found: Checkpoint) -> dict[str, Any]:
+        spread = {name: weight for name, weight in optimizer.weights.items() if isinstance(weight, DTensor)}
+
+        def rows(name: str) -> tuple[int, int] | None:
+            weight = spread.get(_weight_of(name))
+            return None if weight is None else rows_of(weight)
+
+        loaded, state = store.load_rows(found, rows)
+        tensors = {}
+        for name, part in loaded.items():
+            weight = spread.get(_weight_of(name))
+            is_spread = weight is not None and part.total == weight.shape[0] and part.tensor.ndim == weight.ndim
+            tensors[name] = from_rows(part.tensor, weight) if is_spread else part.tensor
+        optimizer.restore(tensors)
+        return state
 
     def write_result() -> Path:
         target = folder / ("adapter" if run.has_adapters else "model")
@@ -242,11 +260,17 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         resume_from=setting.resume_from,
         evaluate=evaluate if setting.data.evals else None,
         save=save,
+        restore=restore,
         write_result=write_result,
         shape=micro_batch_shape(plan),
         warnings=(*setting.data.warnings, *([note] if note else [])),
         ranks=ranks,
     )
+
+
+def _weight_of(name: str) -> str:
+    """The weight that a tensor of a checkpoint belongs to: `weights/NAME` or `optimizer/KEY/NAME`."""
+    return name.removeprefix("weights/") if name.startswith("weights/") else name.split("/", 2)[-1]
 
 
 def _can_run(plan: Plan, run: Run, place: Place, ranks: int | None) -> bool:

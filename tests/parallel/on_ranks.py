@@ -98,3 +98,47 @@ def traffic(ranks: Ranks, **job: Any) -> dict[str, float]:
     layers = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name and p.requires_grad)
     everything = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return {**sent, "layers": layers, "outside": everything - layers}
+
+
+def train_for(ranks: Ranks, until: int, **job: Any) -> dict[str, Any]:
+    """Continue the run in its folder up to this step and save; its history, and which steps this sitting did."""
+    from dataclasses import replace
+
+    from tunesmith.train import events
+    from tunesmith.train.loop import train
+
+    made_job = job_of(ranks, **job)
+    seen: list[events.Event] = []
+
+    def observe(event: events.Event) -> None:
+        seen.append(event)
+
+    if until < made_job.loader.total_steps:
+        stopper = _stop_after(until, observe)
+        made_job = replace(made_job, run=made_job.run.model_copy(update={"max_minutes": 1e9}))
+        outcome = train(made_job, stopper)
+    else:
+        outcome = train(made_job, observe)
+    steps_seen = [event for event in seen if isinstance(event, events.Step)]
+    evaluations = [event.loss for event in seen if isinstance(event, events.Evaluation)]
+    return {
+        "first": steps_seen[0].step,
+        "last": outcome.step,
+        "losses": [event.loss for event in steps_seen],
+        "evaluations": evaluations,
+    }
+
+
+def _stop_after(step: int, observe: Any):
+    """Ask this process to stop, as a pre-emption does, when so many steps are done."""
+    import os
+    import signal
+
+    from tunesmith.train import events
+
+    def watch(event: events.Event) -> None:
+        observe(event)
+        if isinstance(event, events.Step) and event.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return watch

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors
 import safetensors.torch
@@ -47,6 +47,8 @@ JSON = None | bool | int | float | str | list[Any] | tuple[Any, ...] | dict[str,
 FORMAT = 1
 SHARD_BYTES = 4 * 2**30
 CHUNK_BYTES = 16 * 2**20
+ROWS = "rows"
+"""In a file's header: which rows of its tensors it holds, where that is not all."""
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,27 @@ class Checkpoint:
     lineage: str
     metric: float | None
     """Held-out loss at this step, where it was measured; lower is better."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a tensor: those from `start` on, of `total`, along its first dimension; all of a number (total None)."""
+
+    tensor: torch.Tensor
+    start: int = 0
+    total: int | None = None
+
+
+class Together(Protocol):
+    """The processes that write one checkpoint; `parallel.ranks.Ranks` is one."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def is_first(self) -> bool: ...
+    def gather(self, text: str) -> list[str]: ...
 
 
 class CheckpointStore:
@@ -110,16 +133,70 @@ class CheckpointStore:
         try:
             checkpoint = self._write(step, tensors, _encode_state(state), metric)
         except (OSError, Damaged) as error:
-            self._warn(
-                f"No checkpoint was written at step {step} in {self.folder}: {_describe(error)}; "
-                "training goes on, the next save tries again, and older checkpoints are kept."
-            )
+            self._warn_unwritten(step, _describe(error))
             return None
-        try:
-            self._retain(checkpoint)
-        except OSError as error:
-            self._warn(f"Old checkpoints in {self.folder} could not be tidied up: {_describe(error)}.")
+        self._tidy_up(checkpoint)
         return checkpoint
+
+    def save_together(
+        self,
+        step: int,
+        parts: Mapping[str, Rows],
+        state: Mapping[str, JSON],
+        together: Together,
+        *,
+        metric: float | None = None,
+    ) -> bool:
+        """Like `save`, by several processes, each with its own rows of the tensors, into a file of its own.
+
+        The first one makes the folder, and moves it into place when all have written and read back their files. Says
+        whether the checkpoint is on the disk, the same to all; the folder must be one for all of them.
+        """
+        bad = [name for name, rows in parts.items() if not _is_finite(rows.tensor)]
+        if any(found := together.gather(bad[0] if bad else "")):
+            raise UserError(
+                f"{next(filter(None, found))} holds NaN or infinite values at step {step}, so this state was not "
+                "saved; continue from the last checkpoint with a lower learning rate or other data"
+            )
+        sizes = together.gather(str(sum(rows.tensor.nbytes for rows in parts.values())))
+        partial, lock, problem = None, None, ""
+        text = _encode_state(state)
+        try:
+            if together.is_first:
+                partial, lock = self._begin(step, sum(map(int, sizes)) + len(text))
+        except OSError as error:
+            problem = _describe(error)
+        name = together.gather(partial.name if partial else "")[0]
+        files: dict[str, tuple[int, str]] = {}
+        try:
+            if name:
+                file = f"rank-{together.rank:05d}-of-{together.count:05d}.safetensors"
+                tensors = {key: rows.tensor for key, rows in parts.items()}
+                places = {key: [rows.start, rows.total] for key, rows in parts.items() if rows.total is not None}
+                files[file] = write_new(self.folder / name / file, _encode_tensors(tensors, places))
+                if sha256_file(self.folder / name / file) != files[file][1]:
+                    raise Damaged(f"{file} was not read back as it was written")
+        except (OSError, Damaged) as error:
+            problem = _describe(error)
+        said = [json.loads(one) for one in together.gather(json.dumps([problem, files]))]
+        problem = next((one for one, _ in said if one), "")
+        checkpoint = None
+        if together.is_first:
+            try:
+                if partial is not None and not problem:
+                    written = {key: tuple(value) for _, theirs in said for key, value in theirs.items()}
+                    checkpoint = self._commit(step, partial, written, text, metric)
+            except (OSError, Damaged) as error:
+                problem = _describe(error)
+            finally:
+                if partial is not None and checkpoint is None:
+                    shutil.rmtree(partial, ignore_errors=True)
+                free_lock(lock)
+            if checkpoint is None:
+                self._warn_unwritten(step, problem)
+            else:
+                self._tidy_up(checkpoint)
+        return together.gather("saved" if checkpoint else "")[0] == "saved"
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole, every byte of it read; damaged ones are named in a warning."""
@@ -141,67 +218,109 @@ class CheckpointStore:
 
     def load(self, checkpoint: Checkpoint) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Tensors (on the CPU) and state; exactly the bytes that are checked are the bytes that are used."""
-        tensors: dict[str, torch.Tensor] = {}
+        found, state = self.load_rows(checkpoint, lambda _: None)
+        return {name: rows.tensor for name, rows in found.items()}, state
+
+    def load_rows(
+        self, checkpoint: Checkpoint, wanted: Callable[[str], tuple[int, int] | None]
+    ) -> tuple[dict[str, Rows], dict[str, Any]]:
+        """Like `load`, but of each tensor the rows from one number to another that are `wanted`, or all (None).
+
+        Files that hold none of them are not read; of the others, one at a time is in memory.
+        """
+        found: dict[str, Rows] = {}
+        missing: dict[str, int] = {}
         state: dict[str, Any] = {}
         try:
             manifest = _read_manifest(checkpoint.path, checkpoint.step)
             if manifest["lineage"] != self.lineage:
                 raise Damaged("it belongs to a run with other settings, data or model")
             for name, expected in manifest["files"].items():
-                data = (checkpoint.path / name).read_bytes()
-                if len(data) != expected["size"] or hashlib.sha256(data).hexdigest() != expected["sha256"]:
-                    raise Damaged(f"{name} does not match its checksum")
+                file = checkpoint.path / name
                 if name == "state.json":
-                    state = json.loads(data)
-                else:
-                    tensors.update(safetensors.torch.load(data))
+                    state = json.loads(_checked(file, expected))
+                elif _holds_any(file, wanted):
+                    _take_rows(_checked(file, expected), wanted, found, missing)
+            if absent := [name for name, count in missing.items() if count > 0]:
+                raise Damaged(f"rows of {absent[0]} are missing")
         except (OSError, Damaged) as error:
             raise UserError(
                 f"the checkpoint {checkpoint.path} cannot be loaded: {_describe(error)}; "
                 "`tunesmith train` again continues from the newest one that is whole"
             ) from error
-        return tensors, state
+        return found, state
 
     def _write(self, step: int, tensors: Mapping[str, torch.Tensor], state: bytes, metric: float | None) -> Checkpoint:
-        make_folder(self.folder)
-        self._clean()
         shards = _shards(tensors)
-        need = sum(tensor.nbytes for tensor in tensors.values()) + len(state)
-        need += need // 100 + 2**20  # headers, the manifest, blocks of the file system
-        free = shutil.disk_usage(self.folder).free
-        if free < need:
-            raise OSError(errno.ENOSPC, f"it needs {_megabytes(need)} and {_megabytes(free)} are free")
-
-        target = self.folder / f"step-{step:08d}"
-        partial = self.folder / f"{target.name}.partial-{unique()}"
-        partial.mkdir()
-        lock = None
+        partial, lock = self._begin(step, sum(tensor.nbytes for tensor in tensors.values()) + len(state))
         try:
-            lock = _take_folder_lock(partial)
             files = {name: write_new(partial / name, _encode_tensors(shard)) for name, shard in shards.items()}
-            files["state.json"] = write_new(partial / "state.json", [state])
-            manifest = {
-                "format": FORMAT,
-                "step": step,
-                "lineage": self.lineage,
-                "metric": metric,
-                "files": {name: {"size": size, "sha256": sha256} for name, (size, sha256) in files.items()},
-            }
-            write_new(partial / "manifest.json", [_encode_manifest(manifest)])
-            sync_folder(partial)
-            _verify(partial, step)
-            if os.path.lexists(target):
-                # Whatever is in the way stays whole, and findable by its lineage, until ours is in place.
-                target.rename(self.folder / f"{target.name}.aside-{secrets.token_hex(4)}")
-            partial.rename(target)
-            sync_folder(self.folder)
+            return self._commit(step, partial, files, state, metric, reads_back=True)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         finally:
             free_lock(lock)
+
+    def _begin(self, step: int, size: int) -> tuple[Path, int | None]:
+        """A folder to write a checkpoint of so many bytes into, and the lock that shows that somebody does."""
+        make_folder(self.folder)
+        self._clean()
+        need = size + size // 100 + 2**20  # headers, the manifest, blocks of the file system
+        free = shutil.disk_usage(self.folder).free
+        if free < need:
+            raise OSError(errno.ENOSPC, f"it needs {_megabytes(need)} and {_megabytes(free)} are free")
+        partial = self.folder / f"step-{step:08d}.partial-{unique()}"
+        partial.mkdir()
+        try:
+            return partial, _take_folder_lock(partial)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _commit(
+        self,
+        step: int,
+        partial: Path,
+        files: dict[str, tuple[int, str]],
+        state: bytes,
+        metric: float | None,
+        *,
+        reads_back: bool = False,
+    ) -> Checkpoint:
+        """Complete a folder whose tensors are written, and move it into place."""
+        target = self.folder / f"step-{step:08d}"
+        files = {**files, "state.json": write_new(partial / "state.json", [state])}
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "lineage": self.lineage,
+            "metric": metric,
+            "files": {name: {"size": size, "sha256": sha256} for name, (size, sha256) in files.items()},
+        }
+        write_new(partial / "manifest.json", [_encode_manifest(manifest)])
+        sync_folder(partial)
+        if reads_back:
+            _verify(partial, step)
+        if os.path.lexists(target):
+            # Whatever is in the way stays whole, and findable by its lineage, until ours is in place.
+            target.rename(self.folder / f"{target.name}.aside-{secrets.token_hex(4)}")
+        partial.rename(target)
+        sync_folder(self.folder)
         self._verified[target] = _signature(target)
         return Checkpoint(step, target, self.lineage, metric)
+
+    def _warn_unwritten(self, step: int, problem: str) -> None:
+        self._warn(
+            f"No checkpoint was written at step {step} in {self.folder}: {problem}; "
+            "training goes on, the next save tries again, and older checkpoints are kept."
+        )
+
+    def _tidy_up(self, new: Checkpoint) -> None:
+        try:
+            self._retain(new)
+        except OSError as error:
+            self._warn(f"Old checkpoints in {self.folder} could not be tidied up: {_describe(error)}.")
 
     def _retain(self, new: Checkpoint) -> None:
         """Remove what is older than the newest `keep` whole ones, neither the best nor just written."""
@@ -415,10 +534,17 @@ def _shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Te
     return {f"tensors-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def _encode_tensors(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """A safetensors file in pieces: one tensor at a time in host memory, where the library wants them all."""
+def _encode_tensors(
+    tensors: Mapping[str, torch.Tensor], places: Mapping[str, list[int]] | None = None
+) -> Iterator[bytes | memoryview]:
+    """A safetensors file in pieces: one tensor at a time in host memory, where the library wants them all.
+
+    `places`: of tensors that are rows of a larger one, the first row and how many there are in all.
+    """
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps tensors aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    if places is not None:
+        header["__metadata__"][ROWS] = json.dumps(places, separators=(",", ":"))
     end = 0
     for name in order:
         tensor = tensors[name]
@@ -436,6 +562,67 @@ def _encode_tensors(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | mem
         view = memoryview(flat.numpy())
         for start in range(0, len(view), CHUNK_BYTES):
             yield view[start : start + CHUNK_BYTES]
+
+
+def _checked(file: Path, expected: Mapping[str, Any]) -> bytes:
+    data = file.read_bytes()
+    if len(data) != expected["size"] or hashlib.sha256(data).hexdigest() != expected["sha256"]:
+        raise Damaged(f"{file.name} does not match its checksum")
+    return data
+
+
+def _places(metadata: Mapping[str, str] | None) -> dict[str, list[int]]:
+    return json.loads((metadata or {}).get(ROWS, "{}"))
+
+
+def _overlap(place: list[int] | None, rows: int, span: tuple[int, int] | None) -> tuple[int, int, int, tuple[int, int]]:
+    """First and last row of a piece that are wanted, in the whole tensor's numbers, where the piece begins there, and
+    all that is wanted of the tensor."""
+    start, total = place or (0, rows)
+    begin, end = span or (0, total)
+    return max(start, begin), min(start + rows, end), start, (begin, end)
+
+
+def _holds_any(file: Path, wanted: Callable[[str], tuple[int, int] | None]) -> bool:
+    """By the file's header, which is read again with the file and checked then."""
+    try:
+        with safetensors.safe_open(file, framework="pt") as opened:
+            places = _places(opened.metadata())
+            for name in opened.keys():  # noqa: SIM118 (it is no dict)
+                shape = opened.get_slice(name).get_shape()
+                first, last, _, _ = _overlap(places.get(name), shape[0] if shape else 1, wanted(name))
+                if first < last or not shape:
+                    return True
+    except (safetensors.SafetensorError, ValueError):
+        return True  # the checksum will tell
+    return False
+
+
+def _take_rows(
+    data: bytes,
+    wanted: Callable[[str], tuple[int, int] | None],
+    found: dict[str, Rows],
+    missing: dict[str, int],
+) -> None:
+    """Copy what is wanted out of a file's bytes; `missing` counts the rows that are still to come."""
+    size = int.from_bytes(data[:8], "little")
+    places = _places(json.loads(data[8 : 8 + size]).get("__metadata__"))
+    for name, tensor in safetensors.torch.load(data).items():
+        place = places.get(name)
+        if place is None and wanted(name) is None:
+            found[name] = Rows(tensor, 0, tensor.shape[0] if tensor.ndim else None)
+            continue
+        if tensor.ndim == 0:
+            found[name] = Rows(tensor)
+            continue
+        first, last, start, (begin, end) = _overlap(place, tensor.shape[0], wanted(name))
+        if name not in found:
+            room = torch.empty((end - begin, *tensor.shape[1:]), dtype=tensor.dtype)
+            found[name] = Rows(room, begin, (place or (0, tensor.shape[0]))[1])
+            missing[name] = end - begin
+        if first < last:
+            found[name].tensor[first - begin : last - begin] = tensor[first - start : last - start]
+            missing[name] -= last - first
 
 
 def _encode_manifest(manifest: Mapping[str, Any]) -> bytes:

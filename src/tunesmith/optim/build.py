@@ -285,7 +285,7 @@ def _gather_into(master: nn.Parameter):
 
 def _placed(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """A saved tensor on the weight's device, and spread over the ranks as the weight is."""
-    if not isinstance(weight, DTensor) or value.ndim == 0:
+    if isinstance(value, DTensor) or not isinstance(weight, DTensor) or value.ndim == 0:
         return value.to(weight.device)
     assert value.shape == weight.shape
     return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)

@@ -22,6 +22,7 @@ a few percent of the traffic and none of the memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -110,6 +111,44 @@ def gathered(
         if ranks.is_first:
             found[name] = full.to("cpu", dtype)
     return found
+
+
+class Part(NamedTuple):
+    """What one rank holds of a tensor: rows from `start` on, of `total`; all of a number (total None)."""
+
+    tensor: torch.Tensor
+    start: int
+    total: int | None
+
+
+def own_parts(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, Part]:
+    """This rank's share of the work of writing `tensors`: its rows of each, taken in turn where ranks replicate."""
+    found = {}
+    for index, (name, tensor) in enumerate(tensors.items()):
+        if isinstance(tensor, DTensor):
+            mesh, (start, stop) = tensor.device_mesh, rows_of(tensor)
+            copies = mesh.size(0) if mesh.ndim == 2 else 1
+            mine = mesh.get_local_rank(0) if mesh.ndim == 2 else 0
+            if index % copies == mine and start < stop:
+                found[name] = Part(tensor.to_local(), start, tensor.shape[0])
+        elif ranks.is_first:
+            found[name] = Part(tensor, 0, tensor.shape[0] if tensor.ndim else None)
+    return found
+
+
+def rows_of(tensor: DTensor) -> tuple[int, int]:
+    """The rows that this rank holds: shards are of equal size but for the last ones."""
+    mesh, total = tensor.device_mesh, tensor.shape[0]
+    each = -(-total // mesh.size(-1 + mesh.ndim))
+    start = min(total, each * mesh.get_local_rank(mesh.ndim - 1))
+    return start, min(total, start + each)
+
+
+def from_rows(rows: torch.Tensor, weight: DTensor) -> DTensor:
+    """A tensor of the weight's shape and place, of which this rank has its rows."""
+    local = rows.to(weight.device)
+    shape, stride = weight.shape, weight.stride()
+    return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _in_fp32(unit: nn.Module) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tunesmith.checkpoint.store import CheckpointStore
+from tunesmith.checkpoint.store import Checkpoint, CheckpointStore
 from tunesmith.config.schema import Run
 from tunesmith.data.loader import Loader
 from tunesmith.model.forward import Calling, Shape
@@ -41,6 +41,8 @@ class Job:
     save: Callable[[int, dict[str, Any], float | None], bool]
     """Writes a checkpoint after so many steps, with state and held-out loss; whether it is on the disk. All ranks must
     take part."""
+    restore: Callable[[CheckpointStore, Checkpoint], dict[str, Any]]
+    """Gives weights and optimizer the values of a checkpoint, and returns the state that was saved with it."""
     write_result: Callable[[], Path]
     """Writes the adapter or the model into the run folder and returns where. All ranks must take part."""
     warnings: tuple[str, ...]

@@ -142,8 +142,7 @@ class _Loop:
                 f"The run in {self.job.folder} is at step {found.step} already, beyond the {self.total} steps of these "
                 "settings; raise epochs or steps, or choose another output."
             )
-        tensors, state = store.load(found)
-        self.job.optimizer.restore(tensors)
+        state = self.job.restore(store, found)
         if self.scale:
             self.scale.value, self.scale.clean_steps = state["loss_scale"], state["clean_steps"]
         self.done = found.step

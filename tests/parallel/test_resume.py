@@ -1,0 +1,98 @@
+"""A run saved on four ranks goes on, on four, two or one, with the data and losses of a run that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tiny import SETTINGS, write_data
+from tunesmith.checkpoint.store import CheckpointStore
+
+pytestmark = pytest.mark.distributed
+STEPS, STOP = 12, 5
+MESHES = {
+    4: {"zero3": {"shard": 4}, "hybrid": {"replicate": 2, "shard": 2}, "ddp": {"replicate": 4}, "zero1": {"shard": 4}},
+    2: {"zero3": {"shard": 2}, "ddp": {"replicate": 2}},
+    1: {"none": {}},
+}
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("settings")
+    write_data(folder / "train.jsonl", 60)
+    write_data(folder / "held_out.jsonl", 7, seed=1)
+    content = {
+        **SETTINGS,
+        "model": str(tiny_model),
+        "lora": {"rank": 4},
+        "data": [{"path": str(folder / "train.jsonl")}],
+        "eval": [{"path": str(folder / "held_out.jsonl")}],
+        "batch_tokens": 7 * 64,
+        "steps": STEPS,
+        "save_every": 1000,
+    }
+    (folder / "run.yaml").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture
+def train(world, settings):
+    def to(until: int, ranks: int, sharding: str, output: Path, **changes) -> dict:
+        options = {"mesh": MESHES[ranks][sharding], "sharding": sharding, "folder": str(settings)}
+        found = world(ranks)("parallel.on_ranks:train_for", until=until, output=str(output), **options, **changes)
+        assert all(one == found[0] for one in found)
+        return found[0]
+
+    return to
+
+
+CASES = [("full", "zero3", 4), ("full", "hybrid", 2), ("full", "zero1", 1), ("qlora", "zero3", 2), ("lora", "ddp", 1)]
+
+
+@pytest.mark.parametrize(("method", "sharding", "after"), CASES)
+def test_a_run_saved_on_four_ranks_goes_on_on_others(train, tmp_path, method, sharding, after):
+    whole = train(STEPS, 1, "none", tmp_path / "whole", method=method)
+    begun = train(STOP, 4, sharding, tmp_path / "run", method=method)
+    assert (begun["first"], begun["last"]) == (1, STOP)
+    follow = sharding if sharding in MESHES[after] else next(iter(MESHES[after]))
+    ended = train(STEPS, after, follow, tmp_path / "run", method=method)
+    assert (ended["first"], ended["last"]) == (STOP + 1, STEPS)
+    assert begun["losses"] + ended["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    assert begun["evaluations"] + ended["evaluations"] == pytest.approx(whole["evaluations"], rel=1e-5)
+    result = "model/model.safetensors" if method == "full" else "adapter/adapter_model.safetensors"
+    assert_close(tmp_path / "run" / result, tmp_path / "whole" / result)
+
+
+def assert_close(found: Path, expected: Path) -> None:
+    from safetensors.torch import load_file
+
+    ours, theirs = load_file(found), load_file(expected)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert (value - theirs[name]).abs().max() <= 1e-4 * theirs[name].abs().max() + 1e-6, name
+
+
+def test_each_rank_writes_its_own_rows_and_a_damaged_file_of_one_is_noticed(train, tmp_path):
+    train(STOP, 4, "zero3", tmp_path / "run", method="full")
+    (folder,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    files = sorted(folder.glob("rank-*"))
+    assert [file.name for file in files] == [f"rank-{rank:05d}-of-00004.safetensors" for rank in range(4)]
+    sizes = [file.stat().st_size for file in files]
+    assert max(sizes) < 1.3 * min(sizes)
+    lineage = json.loads((folder / "manifest.json").read_text())["lineage"]
+    warned = []
+    store = CheckpointStore(folder.parent, lineage, warn=warned.append)
+    found = store.latest()
+    tensors, state = store.load(found)
+    assert state["step"] == STOP
+    assert {name.split("/")[0] for name in tensors} == {"weights", "optimizer"}
+    content = bytearray(files[2].read_bytes())
+    content[-10] ^= 1
+    files[2].write_bytes(content)
+    assert store.latest() is None
+    assert "rank-00002-of-00004.safetensors does not match its checksum" in warned[0]
+    shutil.rmtree(folder)
