@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo check test test-slow bench docs clean
+.PHONY: setup demo check test test-slow test-slurm bench docs clean
 
 setup: $(READY)
 
@@ -27,6 +27,9 @@ test: check
 
 test-slow: setup
 	$(BIN)/pytest -m slow
+
+test-slurm: setup
+	$(BIN)/pytest -m slurm tests/parallel/test_slurm.py
 
 bench: setup
 	$(BIN)/python benchmarks/cpu.py

@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from tunesmith import __version__
-from tunesmith.cli import bench, chat, check, doctor, evaluate, init, merge, plan, profile, schema, train
+from tunesmith.cli import bench, chat, check, doctor, evaluate, init, launch, merge, plan, profile, schema, train
 from tunesmith.errors import UserError, UserErrors
 from tunesmith.parallel.launch import write_failure
 
@@ -101,6 +101,8 @@ for _panel, _verbs in {
 }.items():
     for _name, _verb in _verbs.items():
         app.command(_name, rich_help_panel=_panel)(_verb.command)
+    if _panel == "Train":
+        app.add_typer(launch.app, name="launch", rich_help_panel=_panel)
 
 
 def _fail(messages: Sequence[str]) -> NoReturn:

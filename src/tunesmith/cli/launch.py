@@ -1,0 +1,174 @@
+"""`tunesmith launch`: the same run on several machines, by ssh, Slurm, Kubernetes or Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from tunesmith.parallel.places import Task
+
+app = typer.Typer(no_args_is_help=True)
+
+Config = Annotated[Path, typer.Argument(help="The run's settings.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's.")
+]
+Nodes = Annotated[int, typer.Option(help="Machines.")]
+PerNode = Annotated[int, typer.Option(help="Ranks on each machine: its GPUs.")]
+OnCpu = Annotated[bool, typer.Option("--cpu", help="Ranks on processors instead of GPUs.")]
+Name = Annotated[str | None, typer.Option(help="Of the job; the output folder's when left out.")]
+Out = Annotated[Path | None, typer.Option(help="The file to write.", show_default=False)]
+Submit = Annotated[bool, typer.Option("--submit", help="Submit it, too.")]
+
+
+@app.callback()
+def about() -> None:
+    """Run on several machines. They share the folder with the settings, the data and the output.
+
+    A run that is pre-empted or fails is started again by the place and continues from its last checkpoint.
+    """
+
+
+@app.command()
+def hosts(
+    config: Config,
+    overrides: Overrides = None,
+    hosts: Annotated[str, typer.Option(help="Names or addresses, separated by commas; the first leads.")] = "",
+    ranks: PerNode = 8,
+    reach: Annotated[str, typer.Option(help="How a command is run on a host.")] = "ssh -tt {host}",
+    address: Annotated[str | None, typer.Option(help="Of the first host, as the others see it.")] = None,
+    show: Annotated[bool, typer.Option("--print", help="Print the commands instead of running them.")] = False,
+) -> None:
+    """Start the ranks on named hosts, over ssh, and wait for them."""
+    import shlex
+
+    from tunesmith.errors import UserError
+    from tunesmith.parallel.places import host_commands
+    from tunesmith.parallel.together import run_together
+
+    names = [name.strip() for name in hosts.split(",") if name.strip()]
+    if not names:
+        raise UserError("No hosts were named; say --hosts a,b.")
+    task = _task(config, overrides, None, len(names), ranks)
+    commands = host_commands(task, names, reach, address=address)
+    if show:
+        for command in commands:
+            typer.echo(shlex.join(command))
+        return
+    code = run_together(dict(zip(names, commands, strict=True)), typer.echo)
+    raise typer.Exit(code)
+
+
+@app.command()
+def slurm(
+    config: Config,
+    overrides: Overrides = None,
+    nodes: Nodes = 1,
+    ranks: PerNode = 8,
+    hours: Annotated[float, typer.Option(help="Time limit; the run is queued again when it is over.")] = 24.0,
+    option: Annotated[list[str] | None, typer.Option(help="Further sbatch options, as partition=gpu.")] = None,
+    cpu: OnCpu = False,
+    name: Name = None,
+    out: Out = None,
+    submit: Submit = False,
+) -> None:
+    """Write a script for sbatch."""
+    from tunesmith.parallel.places import slurm_script
+
+    task = _task(config, overrides, name, nodes, ranks, has_gpus=not cpu, options=option or ())
+    Path(task.output).mkdir(parents=True, exist_ok=True)  # for the job's log, which Slurm opens before anything runs
+    _write(slurm_script(task, hours=hours), out or config.with_suffix(".slurm.sh"), ["sbatch"], submit)
+
+
+@app.command()
+def kubernetes(
+    config: Config,
+    overrides: Overrides = None,
+    image: Annotated[str, typer.Option(help="A container image with tunesmith in it.")] = "tunesmith",
+    claim: Annotated[str, typer.Option(help="The volume claim that holds settings, data and output.")] = "work",
+    mount: Annotated[str, typer.Option(help="Where it is mounted; the run starts there.")] = "/work",
+    nodes: Nodes = 1,
+    ranks: PerNode = 8,
+    cpu: OnCpu = False,
+    name: Name = None,
+    out: Out = None,
+    submit: Submit = False,
+) -> None:
+    """Write a manifest for kubectl."""
+    import dataclasses
+
+    from tunesmith.parallel.places import kubernetes_manifest
+
+    task = _task(config, overrides, name, nodes, ranks, has_gpus=not cpu)
+    task = dataclasses.replace(task, folder=mount, command=["python", *task.command[1:]], name=task.name.lower())
+    made = kubernetes_manifest(task, image=image, claim=claim, mount=mount)
+    _write(made, out or config.with_suffix(".kubernetes.yaml"), ["kubectl", "apply", "-f"], submit)
+
+
+@app.command()
+def ray(
+    config: Config,
+    overrides: Overrides = None,
+    nodes: Nodes = 1,
+    ranks: PerNode = 8,
+    cpu: OnCpu = False,
+    name: Name = None,
+    out: Out = None,
+    submit: Submit = False,
+) -> None:
+    """Write a program for `ray job submit`."""
+    from tunesmith.parallel.places import ray_driver
+
+    task = _task(config, overrides, name, nodes, ranks, has_gpus=not cpu)
+    _write(ray_driver(task), out or config.with_suffix(".ray.py"), ["ray", "job", "submit", "--", "python"], submit)
+
+
+def _task(
+    config: Path,
+    overrides: list[str] | None,
+    name: str | None,
+    nodes: int,
+    ranks: int,
+    *,
+    has_gpus: bool = True,
+    options: list[str] | tuple[str, ...] = (),
+) -> Task:
+    import os
+    import re
+    import sys
+
+    from tunesmith.config.load import load
+    from tunesmith.parallel.places import Task
+
+    run = load(config, overrides or ()).run  # mistakes are found here, not on every rank
+    return Task(
+        command=[sys.executable, "-m", "tunesmith", "train", str(config), *(overrides or ())],
+        name=name or re.sub(r"[^A-Za-z0-9]+", "-", Path(run.output).name).strip("-") or "tunesmith",
+        folder=os.getcwd(),
+        output=run.output,
+        nodes=nodes,
+        ranks=ranks,
+        has_gpus=has_gpus,
+        options=options,
+    )
+
+
+def _write(content: str, path: Path, submit_command: list[str], submits: bool) -> None:
+    import shlex
+    import shutil
+    import subprocess
+
+    from tunesmith.cli import output
+    from tunesmith.errors import UserError
+
+    path.write_text(content, encoding="utf-8")
+    command = [*submit_command, str(path)]
+    if not submits:
+        output.say(f"Wrote {path}; submit it by `{shlex.join(command)}`, or add --submit.")
+        return
+    if not shutil.which(command[0]):
+        raise UserError(f"{command[0]} is not here; {path} is written, submit it where it is.")
+    raise typer.Exit(subprocess.run(command).returncode)
