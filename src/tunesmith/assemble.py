@@ -350,10 +350,11 @@ def make_reproducible(plan: Plan) -> None:
 
 def _check_agreement(run: Run, plan: Plan) -> None:
     """A plan made by hand decides what the settings leave open; what they say, it may not contradict."""
-    if run.method == "qlora" and plan.storage == "plain":
+    asked = "int8" if run.lora.bits == 8 else "nf4"
+    if run.method == "qlora" and plan.storage != asked:
         raise UserError(
-            "The plan's storage is plain, but method: qlora holds the base in 4 bits; make the plan anew by "
-            "`tunesmith plan`, or leave --plan out."
+            f"The plan's storage is {plan.storage}, but method: qlora with lora.bits {run.lora.bits} holds the base in "
+            f"{asked}; make the plan anew by `tunesmith plan`, or leave --plan out."
         )
     if run.optimizer_states not in (None, plan.optimizer_states):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Models in nf4: filled from their files piece by piece, and trained as models with the same values in full are."""
+"""Models in nf4 and int8: filled from their files piece by piece, and trained as those with the same values in full."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen
 
 from tiny_model import make_tiny_model
 from tunesmith.config.schema import Lora, Run
-from tunesmith.kernels import nf4
+from tunesmith.kernels import int8, nf4
 from tunesmith.model import load, lora, quantized
 from tunesmith.model.fuse import JointProduct, fuse
+from tunesmith.plan.memory import QUANTIZED
 
 TOKENS = torch.arange(3, 40)[None]
 
@@ -110,10 +111,11 @@ def test_nothing_whole_is_saved_for_the_backward_pass(tmp_path):
     assert max(largest) < 256 * 256 / 4
 
 
-def test_one_weight_at_a_time_is_in_full_precision(tiny_model, monkeypatch):
+@pytest.mark.parametrize(("storage", "kernel"), [("nf4", nf4), ("int8", int8)])
+def test_one_weight_at_a_time_is_in_full_precision(tiny_model, monkeypatch, storage, kernel):
     """Files are read tensor by tensor, and each is quantized before the next is read."""
     trace = []
-    real_tensors, real_quantize = quantized._tensors, quantized.quantize
+    real_tensors, real_quantize = quantized._tensors, kernel.quantize
 
     def tensors(files):
         for name, tensor in real_tensors(files):
@@ -125,9 +127,10 @@ def test_one_weight_at_a_time_is_in_full_precision(tiny_model, monkeypatch):
         return real_quantize(weight)
 
     monkeypatch.setattr(quantized, "_tensors", tensors)
-    monkeypatch.setattr(quantized, "quantize", quantize)
+    monkeypatch.setattr(kernel, "quantize", quantize)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
-    load_nf4(tiny_model)
+    run = Run(model=str(tiny_model), data="none.jsonl")
+    load.load_model(run, dtype="fp32", device="cpu", storage=storage)
     linears = [index for index, name in enumerate(trace) if "_proj" in name]
     assert len(linears) == 2 * 7
     assert all(trace[index + 1] == "quantized" for index in linears)
@@ -188,3 +191,36 @@ def test_random_weights_are_made_in_nf4_without_the_model_ever_being_whole():
     logits = model(TOKENS).logits
     assert torch.isfinite(logits).all()
     assert 0.05 < logits.std().item() < 5
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_in_int8_losses_and_gradients_are_those_over_the_dequantized_base(tiny_model, tmp_path, family):
+    folder = tiny_model
+    if family == "gpt2":
+        torch.manual_seed(0)
+        folder = tmp_path / "gpt2"
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 100, "bos_token_id": 1, "eos_token_id": 2}
+        GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(folder)
+    run = Run(model=str(folder), data="none.jsonl", method="qlora", lora={"bits": 8})
+    model = load.load_model(run, dtype="fp32", device="cpu", storage="int8")
+    full = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    held = {name: one for name, one in model.named_modules() if isinstance(one, quantized.Int8Linear)}
+    assert held.keys() == quantized.linears_of_layers(full).keys()
+    for name, linear in quantized.linears_of_layers(full).items():
+        weight = linear.weight.t() if quantized.is_transposed(linear) else linear.weight
+        whole = held[name].whole()
+        assert (whole - weight).abs().max() <= 0.51 / 127 * weight.abs().max()
+        linear.weight.data = whole.t().contiguous() if quantized.is_transposed(linear) else whole
+    for one in (model, full):
+        adapt(one)
+    assert fuse(model, fp8=False) == 0
+    (found, gradients), (expected, wanted) = results(model), results(full)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-3, atol=1e-5)
+
+
+def test_int8_takes_the_bytes_that_the_plan_counts():
+    linear = quantized.Int8Linear(torch.randn(8, 2048), None)
+    assert sum(buffer.nbytes for buffer in linear.buffers()) == 8 * 2048 * QUANTIZED["int8"]

@@ -26,7 +26,7 @@ def found(model: str, hardware: str, **settings) -> Search:
 def test_7b_on_a_t4_is_quantized_and_in_fp16():
     chosen = plan("Llama-2-7B", "T4")
     assert chosen.fits
-    assert (chosen.precision, chosen.storage, chosen.products) == ("fp16", "nf4", "plain")
+    assert (chosen.precision, chosen.storage, chosen.products) == ("fp16", "int8", "plain")
     assert "no bf16" in why(chosen, "precision")
     assert "in fp16 the base needs at least" in why(chosen, "storage")
 

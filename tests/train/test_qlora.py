@@ -68,6 +68,20 @@ def test_a_killed_run_continues_to_the_same_bytes(folder, runs, tiny_model, tmp_
     assert_same(killed / "run", folder / "run")
 
 
+def test_in_8_bits_it_is_trained_continued_opened_and_merged(runs, tiny_model, tmp_path):
+    lora = {"rank": 4, "bits": 8}
+    whole, killed = (write_all(tmp_path / name, tiny_model, method="qlora", lora=lora) for name in ("whole", "killed"))
+    assert runs(whole, *TRAIN).code == 0
+    assert runs(killed, *TRAIN, die=Die(STEP, 35)).code == -signal.SIGKILL
+    assert runs(killed, *TRAIN).code == 0
+    assert_same(killed / "run", whole / "run")
+    opened = open_run(whole / "run")
+    assert any(isinstance(module, quantized.Int8Linear) for module in opened.model.modules())
+    said = runs(whole, "merge", "run", "--to", str(tmp_path / "merged"))
+    assert said.code == 0, said
+    assert "rounded to 8 bits" in said.out
+
+
 def test_dora_over_nf4_is_trained_continued_and_merged(runs, tiny_model, tmp_path):
     lora = {"rank": 4, "dora": True}
     whole, killed = (write_all(tmp_path / name, tiny_model, method="qlora", lora=lora) for name in ("whole", "killed"))
@@ -102,7 +116,7 @@ def test_the_adapter_is_one_for_peft_over_the_dequantized_base(folder, tiny_mode
 
 def test_merging_takes_the_base_of_the_files(folder, runs, tiny_model, tmp_path):
     merged = merge_run(folder / "run", tmp_path / "merged")
-    assert merged.was_quantized
+    assert merged.bits == 4
     assert merged.difference < 1e-4
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).state_dict()
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()

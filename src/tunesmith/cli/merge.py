@@ -25,10 +25,10 @@ def command(
 
     merged = merge_run(folder, to, precision=precision)
     output.say(f"Merged {merged.adapters} adapters into {merged.folder} ({merged.precision}).")
-    if merged.was_quantized:
+    if merged.bits is not None:
         output.say(
-            "The run trained over a base rounded to 4 bits; the adapter is merged into the base as its files have it, "
-            "and the proof is about that. Evaluate the merged model once before you rely on it."
+            f"The run trained over a base rounded to {merged.bits} bits; the adapter is merged into the base as its "
+            "files have it, and the proof is about that. Evaluate the merged model once before you rely on it."
         )
     output.say(
         f"Proved on the files written: logits differ from base + adapter by {merged.difference:.1e} "

@@ -154,6 +154,8 @@ class Lora(Settings):
     """Decoder layers that get adapters: `top 8`, `bottom 4`, `0-7`, `3,5,7`; all when left out."""
     rank_stabilised: bool = False
     """Scale by alpha / sqrt(rank), which keeps large ranks learning."""
+    bits: Literal[4, 8] = 4
+    """Bits of a base weight with `method: qlora`: 4 (nf4), or 8 (int8), which is closer to the base."""
     dora: bool = False
     """Learn the length of each output's weights apart from their direction (DoRA); slower, helps small ranks most."""
 

@@ -26,6 +26,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 4e-3}
 EFFECT_SHARE = 0.5
 """And it must stay below this share of what the adapter changes."""
 TRIAL_TOKENS = 64
+BITS = {"nf4": 4, "int8": 8}
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Merged:
     """Of the merged model's logits from those of base and adapter, relative to their size."""
     effect: float
     """Of the adapter: how far it moves the logits, measured in the same way."""
-    was_quantized: bool
-    """Whether the adapter was trained over a base in 4 bits; it is merged into the base of the files all the same."""
+    bits: int | None
+    """Of the base that the adapter was trained over, where it was quantized; it is merged into that of the files."""
 
 
 def merge_run(folder: Path, to: Path, *, precision: str | None = None) -> Merged:
@@ -76,7 +77,7 @@ def merge_run(folder: Path, to: Path, *, precision: str | None = None) -> Merged
         (partial / "model").rename(to)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Merged(to, adapters, dtype, difference, effect, trained_storage(folder) != "plain")
+    return Merged(to, adapters, dtype, difference, effect, BITS.get(trained_storage(folder)))
 
 
 def _stored_precision(run) -> str:

@@ -35,7 +35,7 @@ def open_run(
 ) -> Opened:
     """The trained model of a run, or of its newest checkpoint while it is not finished; adapters are attached.
 
-    The base is held as in training, in 4 bits where it was so there, unless `storage` says otherwise.
+    The base is held as in training, in 4 or 8 bits where it was so there, unless `storage` says otherwise.
     """
     run = read_run(folder)
     held = storage or trained_storage(folder)
@@ -65,7 +65,9 @@ def placement(
 def trained_storage(folder: Path) -> Storage:
     """How the base was held while the run in `folder` was trained."""
     plan = read_plan(folder)
-    return plan.storage if plan else "nf4" if read_run(folder).method == "qlora" else "plain"
+    run = read_run(folder)
+    asked = "int8" if run.lora.bits == 8 else "nf4"
+    return plan.storage if plan else asked if run.method == "qlora" else "plain"
 
 
 def tokenizer_of(run: Run):

@@ -23,7 +23,7 @@ SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def fuse(model: nn.Module, *, fp8: bool, whole_mlps: bool = False) -> int:
-    """Group the model's adapters; returns the number of groups. Those with dropout, DoRA or other bases are left alone.
+    """Group the model's adapters; returns the number of groups. Dropout, DoRA and bases in int8 are left alone.
 
     `whole_mlps` makes one operation of each gated MLP (needs a GPU).
     """

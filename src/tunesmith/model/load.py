@@ -78,14 +78,13 @@ def load_model(
 ) -> PreTrainedModel:
     """The model with its weights in `dtype` ("fp32", "bf16", "fp16") on `device`, in evaluation mode.
 
-    With `storage` nf4 the linears of the decoder layers are quantized one by one as they are read.
+    With `storage` nf4 or int8 the linears of the decoder layers are quantized one by one as they are read.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    if storage == "nf4":
-        return _load_nf4(run, dtype=dtype, device=device, attention=attention)
-    assert storage == "plain"
+    if storage != "plain":
+        return _load_quantized(run, dtype=dtype, device=device, attention=attention, storage=storage)
     source = locate(run.model)
     with _reading(run, "weights"), quiet():
         model = AutoModelForCausalLM.from_pretrained(
@@ -99,7 +98,7 @@ def load_model(
     return model.to(device).eval()
 
 
-def _load_nf4(run: Run, *, dtype: str, device: str, attention: str) -> PreTrainedModel:
+def _load_quantized(run: Run, *, dtype: str, device: str, attention: str, storage: Storage) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -108,7 +107,7 @@ def _load_nf4(run: Run, *, dtype: str, device: str, attention: str) -> PreTraine
     config = load_config(run)
     source = locate(run.model)
     options = {"attn_implementation": attention, "trust_remote_code": run.trust_remote_code}
-    form = {"dtype": getattr(torch, DTYPES[dtype]), "device": torch.device(device)}
+    form = {"dtype": getattr(torch, DTYPES[dtype]), "device": torch.device(device), "storage": storage}
     with _reading(run, "weights"), quiet():
         folder = _weights_folder(source)
         model = quantized.build_empty(

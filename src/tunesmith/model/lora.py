@@ -26,8 +26,7 @@ from torch import nn
 
 from tunesmith.config.schema import Lora
 from tunesmith.errors import UserError
-from tunesmith.kernels.nf4 import dequantize
-from tunesmith.model.quantized import Nf4Linear, is_transposed
+from tunesmith.model.quantized import QuantizedLinear, is_transposed
 from tunesmith.plan.facts import choose_layers, matches
 
 PREFIX = "base_model.model."
@@ -280,15 +279,15 @@ def attach_saved(model: nn.Module, folder: Path) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | Nf4Linear) or is_transposed(module)
+    return isinstance(module, nn.Linear | QuantizedLinear) or is_transposed(module)
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    return module.is_transposed if isinstance(module, Nf4Linear) else is_transposed(module)
+    return module.is_transposed if isinstance(module, QuantizedLinear) else is_transposed(module)
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:
-    if isinstance(module, Nf4Linear):
+    if isinstance(module, QuantizedLinear):
         return module.in_features, module.out_features
     first, second = module.weight.shape
     return (first, second) if _is_transposed(module) else (second, first)
@@ -296,9 +295,8 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
 
 def _row_squares(base: nn.Module) -> torch.Tensor:
     """The squared length of each output's weights, [O] in fp32."""
-    if isinstance(base, Nf4Linear):
-        weight = dequantize(base.weight4, [base.out_features], base.in_features, torch.float32)
-        return weight.square().sum(1)
+    if isinstance(base, QuantizedLinear):
+        return base.whole().square().sum(1)
     return base.weight.detach().float().square().sum(0 if _is_transposed(base) else 1)
 
 

@@ -1,4 +1,4 @@
-"""Models whose linears are held in nf4, filled from their files tensor by tensor.
+"""Models whose linears are held in nf4 or int8, filled from their files tensor by tensor.
 
 The model is built without weights. Each tensor is read from its file, moved to the device and, where it belongs to a
 linear of a decoder layer, quantized there before the next one is read: the model never exists in full precision, and
@@ -16,11 +16,27 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tunesmith.kernels.nf4 import draw, nf4_linear, quantize
+from tunesmith.kernels import int8, nf4
+from tunesmith.plan.plan import Storage
 
 
-class Nf4Linear(nn.Module):
-    """A frozen linear in 4.127 bits a weight; computes in the precision of its input."""
+class QuantizedLinear(nn.Module):
+    """A frozen linear in few bits a weight; computes in the precision of its input."""
+
+    def __init__(self, shape_nk: tuple[int, int], bias_n: torch.Tensor | None, *, is_transposed: bool):
+        super().__init__()
+        self.out_features, self.in_features = shape_nk
+        self.is_transposed = is_transposed
+        """Whether the model's own module stores its weight [inputs, outputs], as GPT-2's does."""
+        self.register_buffer("bias", bias_n, persistent=False)
+
+    def whole(self) -> torch.Tensor:
+        """The weight [outputs, inputs] in fp32."""
+        raise NotImplementedError
+
+
+class Nf4Linear(QuantizedLinear):
+    """In 4.127 bits a weight."""
 
     def __init__(
         self,
@@ -30,15 +46,30 @@ class Nf4Linear(nn.Module):
         *,
         is_transposed: bool = False,
     ):
-        super().__init__()
-        self.out_features, self.in_features = shape_nk
-        self.is_transposed = is_transposed
-        """Whether the model's own module stores its weight [inputs, outputs], as GPT-2's does."""
+        super().__init__(shape_nk, bias_n, is_transposed=is_transposed)
         self.register_buffer("weight4", weight4, persistent=False)
-        self.register_buffer("bias", bias_n, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nf4_linear(x, self.weight4, self.out_features, self.bias)
+        return nf4.nf4_linear(x, self.weight4, self.out_features, self.bias)
+
+    def whole(self) -> torch.Tensor:
+        return nf4.dequantize(self.weight4, [self.out_features], self.in_features, torch.float32)
+
+
+class Int8Linear(QuantizedLinear):
+    """In 8 bits a weight, with a scale for each output."""
+
+    def __init__(self, weight_nk: torch.Tensor, bias_n: torch.Tensor | None, *, is_transposed: bool = False):
+        super().__init__(tuple(weight_nk.shape), bias_n, is_transposed=is_transposed)
+        weight8, scale_n = int8.quantize(weight_nk)
+        self.register_buffer("weight8", weight8, persistent=False)
+        self.register_buffer("scale_n", scale_n, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return int8.int8_linear(x, self.weight8, self.scale_n, self.bias)
+
+    def whole(self) -> torch.Tensor:
+        return int8.dequantize(self.weight8, self.scale_n, torch.float32)
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -47,7 +78,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def linears_of_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The linears that are held in 4 bits: those of the decoder layers, by name."""
+    """The linears that are held in few bits: those of the decoder layers, by name."""
     head = model.get_output_embeddings()
     return {
         name: module
@@ -65,8 +96,8 @@ def build_empty(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype, device: torch.device) -> bool:
-    """Give a model built by `build_empty` the weights in `folder`: linears in nf4, all else in `dtype`, on `device`.
+def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype, device: torch.device, storage: Storage = "nf4") -> bool:
+    """Give a model built by `build_empty` the weights in `folder`: linears as `storage` says, all else in `dtype`.
 
     False when the files hold their tensors in other ways than the model, which transformers would translate; the
     model is of no use then.
@@ -82,7 +113,8 @@ def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype, device: torch.de
             weight = tensor.to(device)
             weight = weight if weight.dtype in (torch.float32, torch.bfloat16, torch.float16) else weight.float()
             linear = linears[owner]
-            _replace(model, owner, _quantized(linear, weight, None if module.bias is None else module.bias.detach()))
+            bias = None if module.bias is None else module.bias.detach()
+            _replace(model, owner, _quantized(linear, weight, bias, storage))
         else:
             value = tensor.to(device, dtype if tensor.is_floating_point() else None)
             if leaf in module._parameters:
@@ -97,11 +129,11 @@ def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype, device: torch.de
 
 
 @torch.no_grad()
-def quantize_linears(model: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
+def quantize_linears(model: nn.Module, *, dtype: torch.dtype, device: torch.device, storage: Storage = "nf4") -> None:
     """Move a model to the device linear by linear, each quantized there; the rest goes in `dtype`."""
     for name, linear in linears_of_layers(model).items():
         bias = None if linear.bias is None else linear.bias.detach().to(device, dtype)
-        _replace(model, name, _quantized(linear, linear.weight.detach().to(device), bias))
+        _replace(model, name, _quantized(linear, linear.weight.detach().to(device), bias, storage))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(device, dtype)
     model.to(device)
@@ -113,7 +145,7 @@ def fill_randomly(model: nn.Module, *, dtype: torch.dtype, device: torch.device)
     for name, linear in linears_of_layers(model).items():
         outputs, inputs = reversed(linear.weight.shape) if is_transposed(linear) else linear.weight.shape
         bias = None if linear.bias is None else torch.zeros(outputs, dtype=dtype, device=device)
-        weight4 = draw(outputs * inputs, device)
+        weight4 = nf4.draw(outputs * inputs, device)
         _replace(model, name, Nf4Linear(weight4, (outputs, inputs), bias, is_transposed=is_transposed(linear)))
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
@@ -136,10 +168,15 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _quantized(linear: nn.Module, weight: torch.Tensor, bias_n: torch.Tensor | None) -> Nf4Linear:
+def _quantized(
+    linear: nn.Module, weight: torch.Tensor, bias_n: torch.Tensor | None, storage: Storage
+) -> QuantizedLinear:
     transposed = is_transposed(linear)
     weight_nk = weight.t().contiguous() if transposed else weight
-    return Nf4Linear(quantize(weight_nk), tuple(weight_nk.shape), bias_n, is_transposed=transposed)
+    if storage == "int8":
+        return Int8Linear(weight_nk, bias_n, is_transposed=transposed)
+    assert storage == "nf4"
+    return Nf4Linear(nf4.quantize(weight_nk), tuple(weight_nk.shape), bias_n, is_transposed=transposed)
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -72,6 +72,7 @@ def _variants(found: Search) -> Iterator[tuple[str, Choice, str]]:
         half = dataclasses.replace(choice, micro_batch=choice.micro_batch // 2)
         yield f"micro-batch {half.micro_batch}", half, ""
     if task.has_adapters and choice.storage == "plain":
+        yield "base in 8 bits", dataclasses.replace(choice, storage="int8"), "method: qlora and lora.bits: 8"
         yield "base in 4 bits", dataclasses.replace(choice, storage="nf4"), "method: qlora; the base is rounded"
     if task.has_adapters and choice.storage == "nf4" and task.method != "qlora":
         yield "base in 8 bits", dataclasses.replace(choice, storage="int8"), ""

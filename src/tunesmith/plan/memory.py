@@ -12,8 +12,9 @@ from tunesmith.plan.facts import Layer
 from tunesmith.plan.plan import Memory, Moment, Sharding
 
 MIB = 2**20
-QUANTIZED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0 + 2 / 128}
-"""Bytes of a quantized weight: nf4 with 8-bit scales of 64 values, and fp32 scales of 256 of those."""
+QUANTIZED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0 + 4 / 2048}
+"""Bytes of a quantized weight: nf4 with 8-bit scales of 64 values, and fp32 scales of 256 of those; int8 with an fp32
+scale for each row, which is 2,048 values or more where it matters."""
 STATES = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 1, "adafactor": 0}
 """Values of optimizer state for each trained parameter."""
 STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256, "fp8": 1.0 + 4 / 256, "int4": 0.5 + 4 / 128}
@@ -258,7 +259,14 @@ def _dequantized(task: Task, choice: Choice) -> float:
 
 
 def layer_bytes(
-    task: Task, kind: Layer, *, is_compiled: bool, products: str = "plain", tensor: int = 1, is_sliced: bool = False
+    task: Task,
+    kind: Layer,
+    *,
+    is_compiled: bool,
+    products: str = "plain",
+    storage: str = "plain",
+    tensor: int = 1,
+    is_sliced: bool = False,
 ) -> float:
     """What a layer keeps for backward, for each token. Eager: as autograd's own hooks count it. Compiled: norms and
     activations are computed again from what stands before them, save where an adapter keeps its input."""
@@ -271,8 +279,9 @@ def layer_bytes(
         attention = 2 * (kind.query + kind.key) * width
         if products == "fp8" and is_full:  # what enters the last product of each block, once more
             attention += kind.query + kind.intermediate
-        # The partitioner, or the fused MLP of adapters, computes the activation again; with dropout or DoRA it is kept.
-        is_apart = task.has_adapters and (task.lora.dropout or task.lora.dora)
+        # The partitioner, or the fused MLP of adapters, computes the activation again; adapters that are not fused
+        # keep it.
+        is_apart = task.has_adapters and (task.lora.dropout or task.lora.dora or storage == "int8")
         values = 3 if is_apart and kind.mlp_values == 4 else 2
     else:
         # An RMS norm keeps its input in fp32 and, where its own weight is trained, what it multiplies with that.
@@ -314,6 +323,7 @@ def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, floa
             kind,
             is_compiled=choice.is_compiled,
             products=choice.products,
+            storage=choice.storage,
             tensor=choice.tensor,
             is_sliced=choice.mlp_slice > 0,
         )

@@ -15,7 +15,7 @@ from tunesmith.plan.plan import Attention
 EXECUTABLE: dict[str, frozenset[object]] = {
     "method": frozenset({"full", "lora", "qlora"}),
     "products": frozenset({"plain", "fp8"}),
-    "storage": frozenset({"plain", "nf4"}),
+    "storage": frozenset({"plain", "nf4", "int8"}),
     "attention": frozenset({"flash-attn-4", "varlen", "sdpa"}),
     "recompute": frozenset({"none", "some", "all"}),
     "offload_activations": frozenset({False, True}),
@@ -79,7 +79,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     (
         lambda task, choice: task.method == "qlora" and choice.storage == "plain",
-        "method: qlora holds the base in 4 bits",
+        "method: qlora holds the base in 4 bits, or in 8 with lora.bits: 8",
     ),
     (
         lambda task, choice: choice.optimizer_states != "fp32" and task.optimizer not in ALONE,
@@ -179,6 +179,8 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
                 "smaller or offloaded optimizer states, weights without masters, or an optimizer other than "
                 f"{' and '.join(SHARDED_OPTIMIZERS)} over several ranks"
             )
+    if choice.ranks > 1 and choice.storage == "int8":
+        missing.append("weights in int8 over several ranks")
     axes = {"tensor": choice.tensor, "context": choice.context, "pipeline": choice.pipeline}
     missing += [f"{axis} parallelism" for axis, size in axes.items() if size > 1 and axis not in EXECUTABLE["axes"]]
     return tuple(missing)

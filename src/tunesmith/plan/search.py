@@ -221,12 +221,14 @@ class _Refused:
 
 def _tiers(task: Task) -> list[dict[str, Any]]:
     """What is tried when nothing before it fits. `axes`: split single sequences and layers over ranks, too."""
-    plain = {"storage": "nf4" if task.method == "qlora" else "plain"}
+    asked = "int8" if task.lora.bits == 8 else "nf4"
+    plain = {"storage": asked if task.method == "qlora" else "plain"}
     if task.device == "cpu":
         return [plain]
     if task.has_adapters:
+        # What was asked for stays; else 8 bits, which are closer to the base, before 4.
         small: dict[str, Any] = {"storage": "nf4"}
-        order = [plain, small]
+        order = [plain] if task.method == "qlora" else [plain, {"storage": "int8"}, small]
     else:
         is_fused = task.optimizer in memory.ALONE
         small = {"optimizer_states": "int8"} if is_fused else {}
@@ -506,7 +508,7 @@ def _explain(
         decide("sharding", _sharding_words(choice), _why_sharding(task, found, every, limit))
     if choice.storage != "plain":
         if task.method == "qlora":
-            decide("storage", choice.storage, "method: qlora holds the frozen base in 4 bits")
+            decide("storage", choice.storage, f"method: qlora holds the frozen base in {task.lora.bits} bits")
         else:
             least = _least(every, lambda one: one.storage == "plain")
             decide("storage", choice.storage, f"in {task.precision} the base needs at least {least} of {has}")
