@@ -204,7 +204,7 @@ def _through_trainer(
         model=_random_model(workload, device),
         args=settings,
         train_dataset=Dataset.from_dict({"input_ids": list(itertools.chain.from_iterable(documents))}),
-        processing_class=_tokenizer(workload),
+        processing_class=tokenizer_of(SHAPES[workload.shape]["vocab_size"]),
         peft_config=None if workload.method == "full" else _adapters(),
         callbacks=[Clock()],
     )
@@ -248,16 +248,18 @@ def _saved(workload: Workload, folder: Path, device: str) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (path / "tokenizer.json").exists():
             _random_model(workload, device).save_pretrained(path)
-            _tokenizer(workload).save_pretrained(path)
+            tokenizer_of(SHAPES[workload.shape]["vocab_size"]).save_pretrained(path)
     return path
 
 
-def _tokenizer(workload: Workload) -> Any:
-    from tokenizers import Tokenizer, models
+def tokenizer_of(size: int) -> Any:
+    """A tokenizer of so many words, which are called t0, t1, ...: random weights need no better one."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"t{number}": number for number in range(SHAPES[workload.shape]["vocab_size"])}
+    words = {f"t{number}": number for number in range(size)}
     backend = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, unk_token="t0", bos_token="t1", eos_token="t2", pad_token="t3"
     )
