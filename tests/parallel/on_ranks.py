@@ -14,22 +14,24 @@ from tunesmith.train.job import Job
 from tunesmith.train.loop import loss_scale_of, rate_of, step_of
 
 
-def job_of(ranks: Ranks, folder: str, mesh: dict[str, int], sharding: str, **changes: Any) -> Job:
+def job_of(
+    ranks: Ranks, folder: str, mesh: dict[str, int], sharding: str, wire: dict[str, str] | None = None, **changes: Any
+) -> Job:
     """The job that `tunesmith train` would run in `folder`, with this mesh; output goes to a folder of its own."""
     settings = json.loads((Path(folder) / "run.yaml").read_text()) | changes
     run = from_mapping(settings)
     if ranks.is_first:
         Path(run.output).mkdir(parents=True, exist_ok=True)
-        setting = prepare_run(run, plan=made(run, mesh, sharding), warn=print)
+        setting = prepare_run(run, plan=made(run, mesh, sharding, wire), warn=print)
     ranks.wait()
     if not ranks.is_first:
         setting = join_run(run)
     return assemble(setting, ranks)
 
 
-def made(run, mesh: dict[str, int], sharding: str) -> Plan:
+def made(run, mesh: dict[str, int], sharding: str, wire: dict[str, str] | None = None) -> Plan:
     plan = plan_run(run.model_copy(update={"device": "cpu"}))
-    return plan.changed(threads=1, micro_batch=1, mesh=Mesh(**mesh), sharding=sharding)
+    return plan.changed(threads=1, micro_batch=1, mesh=Mesh(**mesh), sharding=sharding, **wire or {})
 
 
 def steps(ranks: Ranks, count: int, **job: Any) -> list[dict[str, Any]]:
@@ -53,7 +55,8 @@ def steps(ranks: Ranks, count: int, **job: Any) -> list[dict[str, Any]]:
 
 
 def traffic(ranks: Ranks, **job: Any) -> dict[str, float]:
-    """What one step sends between ranks: values gathered, scattered and reduced, in bytes; and the parameters."""
+    """What one step sends between ranks: values gathered, scattered, reduced and exchanged, in bytes; what of it has to
+    go from node to node, of two ranks each; and the parameters."""
     import torch
     import torch.distributed as dist
 
@@ -61,11 +64,12 @@ def traffic(ranks: Ranks, **job: Any) -> dict[str, float]:
     step = step_of(made_job, loss_scale_of(made_job))
     made_job.model.train()
     step(made_job.loader.step(0), 1e-3)
-    sent = {"gathered": 0.0, "scattered": 0.0, "reduced": 0.0}
+    sent = {"gathered": 0.0, "scattered": 0.0, "reduced": 0.0, "exchanged": 0.0, "between": 0.0}
     names = {  # torch 2.13 has new names for the first two
         "gathered": ("all_gather_single", "all_gather_into_tensor"),
         "scattered": ("reduce_scatter_single", "reduce_scatter_tensor"),
         "reduced": ("all_reduce",),
+        "exchanged": ("all_to_all_single",),
     }
     real = {name: getattr(dist, name) for known in names.values() for name in known if hasattr(dist, name)}
 
@@ -75,6 +79,9 @@ def traffic(ranks: Ranks, **job: Any) -> dict[str, float]:
             group = options.get("group")
             if tensor.numel() > 16 and (group is None or group.size() > 1):  # a few numbers are the step's losses
                 sent[kind] += tensor.nbytes
+                members = dist.get_process_group_ranks(group or dist.group.WORLD)
+                elsewhere = sum(rank // 2 != ranks.rank // 2 for rank in members) / len(members)
+                sent["between"] += elsewhere * tensor.nbytes * (2 if kind == "reduced" else 1)
             return real[name](*arguments, **options)
 
         return call

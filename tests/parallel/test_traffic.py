@@ -35,7 +35,8 @@ def settings(tmp_path_factory) -> Path:
 @pytest.fixture
 def sent(world, settings, tmp_path):
     def of(sharding: str, mesh: dict[str, int], **changes) -> dict[str, float]:
-        options = {"folder": str(settings), "mesh": mesh, "sharding": sharding, "output": str(tmp_path / "run")}
+        output = tmp_path / str(len(list(tmp_path.iterdir())))  # another one for each run of a test
+        options = {"folder": str(settings), "mesh": mesh, "sharding": sharding, "output": str(output)}
         return world(4)("parallel.on_ranks:traffic", **options, **changes)[0]
 
     return of
@@ -70,6 +71,24 @@ def test_hybrid_sends_a_part_between_nodes_and_reduces_it_there(sent):
     layers, outside = FP32 * found["layers"], FP32 * found["outside"]
     assert found["gathered"] == pytest.approx(2 * layers + outside, rel=0.01)  # within a node
     assert found["reduced"] == pytest.approx((layers + outside) / 2, rel=0.01)  # a shard's gradients, between nodes
+
+
+def test_int8_over_nodes_sends_a_tenth_of_full_sharding_between_them(sent):
+    full = sent("zero3", {"shard": 4}, method="full")
+    assert full["between"] == pytest.approx((full["gathered"] + full["scattered"]) / 2)
+    mesh = {"replicate": 2, "shard": 2}
+    found = sent("hierarchical", mesh, method="full", wire={"gather": "int8", "reduce": "int8"})
+    assert found["between"] == pytest.approx(0.1 * full["between"], rel=0.2)
+    # Full sharding in bf16 would send two thirds of what it sends here in fp32: gradients are reduced in fp32.
+    assert found["between"] < 0.25 * 2 / 3 * full["between"]
+
+
+def test_int8_sends_a_quarter_of_fp32(sent):
+    plain = sent("zero3", {"shard": 4}, method="full")
+    found = sent("zero3", {"shard": 4}, method="full", wire={"gather": "int8", "reduce": "int8"})
+    assert found["scattered"] == 0
+    assert found["gathered"] == pytest.approx(plain["gathered"] / 4, rel=0.1)
+    assert found["exchanged"] == pytest.approx(plain["scattered"] / 4, rel=0.1)
 
 
 @pytest.mark.parametrize(("sharding", "mesh"), [("ddp", {"replicate": 4}), ("zero1", {"shard": 4})])

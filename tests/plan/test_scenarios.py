@@ -19,8 +19,8 @@ def plan(model: str, hardware: str, **settings) -> Plan:
     return found(model, hardware, **settings).plan
 
 
-def found(model: str, hardware: str, **settings) -> Search:
-    return search(run(**settings), MODEL[model], named(hardware))
+def found(model: str, hardware: str, pins: dict | None = None, **settings) -> Search:
+    return search(run(**settings), MODEL[model], named(hardware), pins=pins)
 
 
 def test_7b_on_a_t4_is_quantized_and_in_fp16():
@@ -56,15 +56,26 @@ def test_7b_full_on_one_node_of_four_is_fully_sharded_without_saving_more():
     assert not chosen.offload_optimizer
 
 
-def test_7b_full_on_two_nodes_with_a_slow_link_is_hybrid():
+def test_7b_full_on_two_nodes_with_a_slow_link_is_hybrid_where_nothing_may_be_rounded():
     hardware = "2 nodes of 4 x A100-80G, nvlink, 50 Gbit/s"
+    exact = {"gather": "plain", "reduce": "plain"}
     for tokens in (16384, 65536, 262144):
-        result = found("Llama-2-7B", hardware, method="full", sequence_length=1024, batch_tokens=tokens)
+        result = found("Llama-2-7B", hardware, exact, method="full", sequence_length=1024, batch_tokens=tokens)
         chosen = result.plan
         assert (chosen.sharding, chosen.mesh.shard, chosen.mesh.replicate) == ("hybrid", 4, 2)
         assert "sharding over all nodes would take" in why(chosen, "sharding")
         flat = dataclasses.replace(result.chosen.choice, sharding="zero3", shard=8, replicate=1)
         assert speed.step_time(result.task, flat).total > chosen.time.total
+
+
+def test_7b_full_over_a_slow_link_with_little_to_hide_behind_is_in_int8_and_says_what_is_lost():
+    hardware = "2 nodes of 4 x A100-80G, nvlink, 50 Gbit/s"
+    chosen = plan("Llama-2-7B", hardware, method="full", sequence_length=1024, batch_tokens=16384)
+    assert (chosen.sharding, chosen.gather, chosen.reduce) == ("hierarchical", "int8", "int8")
+    assert "lossy: each value is off by at most 1/254 of the largest of its 128" in why(chosen, "communication")
+    assert "times as long over 50 Gbit/s" in why(chosen, "communication")
+    much = plan("Llama-2-7B", hardware, method="full", sequence_length=1024, batch_tokens=262144)
+    assert (much.sharding, much.gather, much.reduce) == ("hybrid", "plain", "plain")
 
 
 def test_a_fast_link_between_nodes_makes_full_sharding_a_match():

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tunesmith.errors import UserError
+from tunesmith.parallel.quantized import Nodes
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import Plan
 
@@ -21,6 +22,15 @@ def check_ranks(plan: Plan, ranks: Ranks) -> None:
             f"The plan is for {plan.mesh.ranks} ranks, and {ranks.count} were started; start as many, or leave the "
             "plan out and have one made for these."
         )
+
+
+def nodes(plan: Plan) -> Nodes | None:
+    """This rank's groups within its node and between nodes, where weights lie in both."""
+    if plan.sharding != "hierarchical":
+        return None
+    sizes = plan.mesh
+    mesh = init_device_mesh(plan.device, (sizes.replicate, sizes.shard), mesh_dim_names=("between", "within"))
+    return Nodes(mesh.get_group("within"), mesh.get_group("between"))
 
 
 def world_mesh(plan: Plan) -> DeviceMesh:

@@ -34,6 +34,8 @@ from tunesmith.model.forward import Entrance
 from tunesmith.model.fuse import JointMlp, JointProduct
 from tunesmith.model.load import DTYPES
 from tunesmith.model.quantized import Nf4Linear
+from tunesmith.parallel.mesh import nodes
+from tunesmith.parallel.quantized import quantize_collectives
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import Plan
 
@@ -80,10 +82,13 @@ def shard(model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMes
     policy = MixedPrecisionPolicy(
         param_dtype=None if has_adapters else precision, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    is_quantized = "int8" in (plan.gather, plan.reduce)
+    groups = nodes(plan) if is_quantized else None
     for unit in (*layers, sharded):
         if not is_replicated:
             _buffers_to_parameters(unit)
         _in_fp32(unit)
+        shapes = [weight.shape for weight in unit.parameters() if not isinstance(weight, DTensor)]
         fully_shard(
             unit,
             mesh=mesh,
@@ -91,6 +96,9 @@ def shard(model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMes
             mp_policy=policy,
             ignored_params=frozen,
         )
+        if is_quantized:
+            ways = {"gather": plan.gather == "int8", "reduce": plan.reduce == "int8"}
+            quantize_collectives(unit, shapes, plan.mesh.data_ranks, groups, **ways)
         unit.set_gradient_divide_factor(1.0)  # the loss is divided by the target tokens of all ranks already
         unit.set_force_sum_reduction_for_comms(True)
     return sharded

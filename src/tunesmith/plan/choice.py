@@ -12,7 +12,7 @@ from typing import Literal
 from tunesmith.config.schema import Lora
 from tunesmith.plan.facts import ModelFacts
 from tunesmith.plan.hardware import Gpu, Hardware, Rates, guessed_rates
-from tunesmith.plan.plan import Attention, Device, OptimizerStates, Precision, Products, Sharding, Storage
+from tunesmith.plan.plan import Attention, Device, OptimizerStates, Precision, Products, Sharding, Storage, Wire
 
 Method = Literal["full", "lora", "qlora"]
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -110,6 +110,8 @@ class Choice:
     offload_optimizer: bool = False
     release_gradients: bool = False
     sharding: Sharding = "none"
+    gather: Wire = "plain"
+    reduce: Wire = "plain"
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
@@ -123,6 +125,11 @@ class Choice:
     @property
     def ranks(self) -> int:
         return self.data_ranks * self.tensor * self.context * self.pipeline
+
+    @property
+    def is_lossy(self) -> bool:
+        """What travels between ranks is rounded on the way."""
+        return "int8" in (self.gather, self.reduce)
 
     def has_masters(self, task: Task) -> bool:
         return task.has_masters and self.master_weights

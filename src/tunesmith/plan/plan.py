@@ -17,6 +17,7 @@ Storage = Literal["plain", "nf4", "int8"]
 Attention = Literal["flash-attn-4", "varlen", "sdpa"]
 OptimizerStates = Literal["fp32", "bf16", "int8", "fp8", "int4"]
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hybrid", "hierarchical"]
+Wire = Literal["plain", "int8"]
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -139,6 +140,11 @@ class Plan(Part):
     mesh: Mesh = Mesh()
     sharding: Sharding = "none"
     """How weights, gradients and optimizer states lie over the ranks that see different data."""
+    gather: Wire = "plain"
+    """How shared weights travel to the ranks that use them: in `precision`, or in int8 with a scale for each 128, which
+    is lossy: each is off by at most 1/254 of the largest of its 128."""
+    reduce: Wire = "plain"
+    """How gradients travel to the rank that holds their weights: in fp32, or in int8 in the same way."""
     precision: Precision
     """Arithmetic of the forward and backward pass, and how the model's weights are held."""
     products: Products = "plain"

@@ -22,6 +22,8 @@ EXECUTABLE: dict[str, frozenset[object]] = {
     "optimizer_states": frozenset({"fp32", "bf16", "int8", "fp8", "int4"}),
     "offload_optimizer": frozenset({False, True}),
     "sharding": frozenset({"none", "ddp", "zero1", "zero2", "zero3", "hybrid", "hierarchical"}),
+    "gather": frozenset({"plain", "int8"}),
+    "reduce": frozenset({"plain", "int8"}),
     "axes": frozenset(),  # of "tensor", "context", "pipeline"
 }
 """What `tunesmith train` of this version can do; the planner chooses nothing else for this machine."""
@@ -39,6 +41,8 @@ WORDS = {
     "optimizer_states": "optimizer states in {}",
     "offload_optimizer": "optimizer states in host memory",
     "sharding": "{} over several ranks",
+    "gather": "weights gathered in {}",
+    "reduce": "gradients reduced in {}",
 }
 
 FLASH_ATTENTION = (8, 0)
@@ -121,6 +125,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "hybrid and hierarchical sharding are for several nodes of several ranks",
     ),
     (
+        lambda task, choice: choice.is_lossy and task.has_adapters,
+        "int8 on the wire is for full fine-tuning: adapters send little, and a base in nf4 (method: qlora) has 4 bits "
+        "on the wire without being rounded again",
+    ),
+    (
+        lambda task, choice: choice.is_lossy and choice.sharding in ("none", "ddp", "hybrid"),
+        "int8 on the wire is for weights that all ranks share: zero1, zero2, zero3 and hierarchical",
+    ),
+    (
         lambda task, choice: choice.sharding == "none" and choice.data_ranks > 1,
         "several ranks need a way to share the work",
     ),
@@ -168,6 +181,8 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
         "optimizer_states": choice.optimizer_states,
         "offload_optimizer": choice.offload_optimizer,
         "sharding": choice.sharding,
+        "gather": choice.gather,
+        "reduce": choice.reduce,
     }
     missing = [WORDS[name].format(value) for name, value in wanted.items() if value not in EXECUTABLE[name]]
     if choice.storage != "plain" and any(linear.count > 1 for kind in task.facts.kinds for linear in kind.linears):
@@ -181,6 +196,8 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
             )
     if choice.ranks > 1 and choice.storage == "int8":
         missing.append("weights in int8 over several ranks")
+    if choice.is_lossy and choice.ranks > choice.data_ranks:
+        missing.append("int8 on the wire beside tensor, context or pipeline parallelism")
     axes = {"tensor": choice.tensor, "context": choice.context, "pipeline": choice.pipeline}
     missing += [f"{axis} parallelism" for axis, size in axes.items() if size > 1 and axis not in EXECUTABLE["axes"]]
     return tuple(missing)
@@ -228,6 +245,7 @@ def complexity(task: Task, choice: Choice) -> int:
     sharding = {"none": 0, "ddp": 0, "zero3": 1, "zero1": 3, "zero2": 3, "hybrid": 2, "hierarchical": 4}
     return (
         sharding[choice.sharding]
+        + 2 * choice.is_lossy
         + 3 * (choice.tensor > 1)
         + 3 * (choice.context > 1)
         + 4 * (choice.pipeline > 1)

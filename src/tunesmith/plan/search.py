@@ -35,6 +35,9 @@ EQUAL = 0.05
 """Choices whose times differ by less than this are equals: predictions are no better."""
 SAME = 0.01
 """Among choices of the same kind, more memory must bring more than this."""
+LOSSY = 1.5
+"""What is rounded on the wire must save this much of the time of what is not."""
+IN_INT8 = {"gather": "int8", "reduce": "int8"}
 Decide = Callable[[str, object, str], None]
 """Writes down a decision: topic, choice, reason."""
 
@@ -119,6 +122,8 @@ def search(
             pipeline=choice.pipeline,
         ),
         sharding=choice.sharding,
+        gather=choice.gather,
+        reduce=choice.reduce,
         precision=task.precision,
         products=choice.products,
         storage=choice.storage,
@@ -357,6 +362,9 @@ def _meshes(task: Task, is_limited: bool, *, has_axes: bool) -> Iterator[dict[st
             if nodes > 1 and here > 1:
                 yield {**mesh, "sharding": "hybrid", "shard": here, "replicate": nodes}
                 yield {**mesh, "sharding": "hierarchical", "shard": here, "replicate": nodes}
+            if nodes > 1 and not task.has_adapters:
+                ways = {"sharding": "hierarchical", "shard": here, "replicate": nodes}
+                yield {**mesh, **(ways if here > 1 else {"sharding": "zero3", "shard": ranks}), **IN_INT8}
 
 
 def _micro_batches(task: Task, mesh: Mapping[str, Any]) -> list[int]:
@@ -377,7 +385,10 @@ def _best(task: Task, fitting: list[Candidate]) -> Candidate | None:
     """The quickest; among those that are as quick, the simplest, then the one that needs the least memory."""
     if not fitting:
         return None
+    exact = [one for one in fitting if not one.choice.is_lossy]
     least = min(one.time.total for one in fitting)
+    if exact and (quickest := min(one.time.total for one in exact)) <= LOSSY * least:
+        fitting, least = exact, quickest
     equals = [one for one in fitting if one.time.total <= least * (1 + EQUAL)]
     simplest = min(rules.complexity(task, one.choice) for one in equals)
     simple = [one for one in equals if rules.complexity(task, one.choice) == simplest]
@@ -506,6 +517,8 @@ def _explain(
         decide("ranks", choice.ranks, f"{idle} GPU{'s'[: idle > 1]} stay idle: {why}")
     if choice.ranks > 1:
         decide("sharding", _sharding_words(choice), _why_sharding(task, found, every, limit))
+    if choice.is_lossy:
+        decide("communication", "weights and gradients in int8", _why_lossy(task, found, every))
     if choice.storage != "plain":
         if task.method == "qlora":
             decide("storage", choice.storage, f"method: qlora holds the frozen base in {task.lora.bits} bits")
@@ -615,6 +628,15 @@ def _why_sharding(task: Task, found: Candidate, every: list[Candidate], limit: i
     elif replicated and replicated.bytes <= limit:
         parts.append(f"{1 - found.time.total / replicated.time.total:.0%} less time than a copy on each rank")
     return "; ".join(parts) or "the least time of what fits"
+
+
+def _why_lossy(task: Task, found: Candidate, every: list[Candidate]) -> str:
+    exact = [one.time.total for one in every if not one.choice.is_lossy]
+    gain = ""
+    if exact:
+        times, gigabits = min(exact) / found.time.total, task.hardware.network * 8 / 1e9
+        gain = f"; sent as they are, steps would take {times:.1f} times as long over {gigabits:.3g} Gbit/s"
+    return f"lossy: each value is off by at most 1/254 of the largest of its 128{gain}"
 
 
 def _gib(size: float) -> str:

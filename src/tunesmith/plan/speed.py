@@ -55,10 +55,18 @@ STEP = 2e-3
 """Seconds of a step outside of everything: batch, clipping, logging."""
 LINK, NETWORK = 0.75, 0.97
 """Share of a link's published speed that a collective reaches, within and between nodes."""
-HIDDEN_SHARE = 0.8
-"""Communication and copies hide behind this share of the computation beside them."""
+HIDDEN_SHARE = {"cpu": 0.0, "cuda": 0.8}
+"""Communication and copies hide behind this share of the computation beside them; on a processor behind nothing."""
 EXPOSED = 0.05
 """Of a collective, at least this share is seen: the first and the last one of a pass have nothing to hide behind."""
+
+
+GRADIENT = 4
+"""Bytes of a gradient on the wire: they are reduced in fp32."""
+WIRE = 1 + 4 / 128
+"""Bytes of a value in int8 on the wire (`parallel.quantized`), with its share of a block's scale."""
+PACK, UNPACK = 40, 12
+"""Bytes passed over in memory to bring a value to int8 and back."""
 
 
 def step_time(task: Task, choice: Choice) -> Time:
@@ -211,6 +219,11 @@ def _quantization(task: Task, choice: Choice, tokens: float) -> float:
         times = 1 + (math.ceil(tokens / choice.mlp_tokens(task)) - 1) * _mlp_share(task)  # once for each slice
         size = memory.QUANTIZED[choice.storage] + 2 * task.width
         seconds += 2 * times * task.facts.matrices * size / task.rates.bandwidth
+    if choice.gather == "int8":
+        seconds += (PACK / choice.data_ranks + 2 * UNPACK) * task.trained / task.rates.bandwidth
+    if choice.reduce == "int8":
+        parts = choice.shard if choice.sharding == "hierarchical" else 1
+        seconds += (PACK + UNPACK) / parts * task.trained / task.rates.bandwidth
     if choice.products == "fp8":
         widths = task.facts.total(lambda kind: kind.widths)
         seconds += FP8_PASSES * task.width * widths * tokens / task.rates.bandwidth
@@ -252,7 +265,9 @@ def _communication(task: Task, choice: Choice, rounds: int, forward: float, back
     if choice.context > 1:  # keys and values go round
         moved = 3 * facts.total(lambda kind: 2 * kind.key) / choice.pipeline * tokens * task.width
         seen += rounds * max(
-            0.0, moved * (choice.context - 1) / (LINK * task.hardware.link) - HIDDEN_SHARE * (forward + backward)
+            0.0,
+            moved * (choice.context - 1) / (LINK * task.hardware.link)
+            - HIDDEN_SHARE[task.device] * (forward + backward),
         )
     if choice.data_ranks == 1 or choice.sharding == "none":
         return seen
@@ -261,21 +276,28 @@ def _communication(task: Task, choice: Choice, rounds: int, forward: float, back
     gathered = base * task.width
     if choice.storage != "plain":
         gathered -= facts.matrices / split * (task.width - memory.QUANTIZED[choice.storage])
-    reduced = task.trained / split * (4 if task.has_adapters else task.width)
+    reduced = task.trained / split * GRADIENT
+    if choice.sharding != "hierarchical":
+        gathered = base * WIRE if choice.gather == "int8" else gathered
+        reduced = task.trained / split * WIRE if choice.reduce == "int8" else reduced
     if choice.sharding in ("ddp", "zero1", "zero2"):
-        one = _collective(task, choice, reduced, everywhere=True)
-        gather = 0.0 if choice.sharding == "ddp" else one
-        reduction = 2 * one if choice.sharding == "ddp" else one
+        reduction = _collective(task, choice, reduced, everywhere=True)
+        gather = 0.0 if choice.sharding == "ddp" else _collective(task, choice, gathered, everywhere=True)
+        reduction *= 2 if choice.sharding == "ddp" else 1
         times = rounds if choice.sharding == "zero2" else 1
-        return seen + times * _seen(reduction, backward) + gather
+        return seen + times * _seen(task, reduction, backward) + gather
     gather_forward = _collective(task, choice, gathered, everywhere=choice.sharding != "hybrid")
     gather_backward = _collective(task, choice, gathered, everywhere=choice.sharding == "zero3")
     reduction = _collective(task, choice, reduced, everywhere=choice.sharding != "hybrid")
-    seen += rounds * (_seen(gather_forward, forward) + _seen(gather_backward + reduction, backward))
+    if choice.sharding == "hierarchical" and choice.gather == "int8":
+        gather_forward = _node_by_node(task, choice, between=base * WIRE, within=base * WIRE)
+    if choice.sharding == "hierarchical" and choice.reduce == "int8":
+        reduction = _node_by_node(task, choice, between=task.trained / split * WIRE, within=reduced)
+    seen += rounds * (_seen(task, gather_forward, forward) + _seen(task, gather_backward + reduction, backward))
     if choice.sharding == "hybrid" and choice.replicate > 1:
         # Each rank reduces its shard with its peers in the other nodes, all over the same link, in the last round.
         share = (choice.replicate - 1) / choice.replicate
-        seen += _seen(2 * share * reduced / _between(task), backward)
+        seen += _seen(task, 2 * share * reduced / _between(task), backward)
     return seen
 
 
@@ -294,20 +316,26 @@ def _collective(task: Task, choice: Choice, size: float, *, everywhere: bool) ->
     return size * (ranks - 1) / ranks / slowest
 
 
+def _node_by_node(task: Task, choice: Choice, *, between: float, within: float) -> float:
+    """Seconds of a collective in two stages: each node sends what another has not, once, and spreads what it gets."""
+    seconds = between * (choice.replicate - 1) / choice.replicate / _between(task)
+    return seconds + within * (choice.shard - 1) / choice.shard / (LINK * task.hardware.link)
+
+
 def _between(task: Task) -> float:
     hardware = task.hardware
     return NETWORK * hardware.network if hardware.nodes > 1 else LINK * hardware.link
 
 
-def _seen(communication: float, compute: float) -> float:
-    return max(communication - HIDDEN_SHARE * compute, EXPOSED * communication)
+def _seen(task: Task, communication: float, compute: float) -> float:
+    return max(communication - HIDDEN_SHARE[task.device] * compute, EXPOSED * communication)
 
 
 def _activation_traffic(task: Task, choice: Choice, compute: float) -> float:
     if not choice.offload_activations:
         return 0.0
     inputs = task.facts.hidden * task.width * choice.recompute_layers * choice.tokens(task) / choice.tensor
-    return _seen(2 * inputs / choice.pipeline / task.rates.host_link, compute)
+    return _seen(task, 2 * inputs / choice.pipeline / task.rates.host_link, compute)
 
 
 def _bubbles(choice: Choice, rounds: int, compute: float) -> float:
