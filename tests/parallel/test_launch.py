@@ -15,6 +15,7 @@ import pytest
 from tiny import write_all
 from tunesmith.parallel.launch import launch
 from tunesmith.train import events
+from tunesmith.train.hang import stacks
 
 pytestmark = pytest.mark.distributed
 
@@ -45,7 +46,7 @@ time.sleep(60)
 """
     began = time.monotonic()
     failure = launch(as_ranks(code), 4)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 30
     assert (failure.rank, failure.code, failure.message, failure.traceback) == (2, 70, "it broke", "Traceback: here")
 
 
@@ -68,7 +69,7 @@ def run(folder: Path, *command: str, **options) -> subprocess.Popen:
 
 
 def wait_for_steps(folder: Path, count: int) -> None:
-    give_up = time.monotonic() + 60
+    give_up = time.monotonic() + 300
     while len([one for one in events.read(folder / "run") if one["event"] == "step"]) < count:
         assert time.monotonic() < give_up
         time.sleep(0.05)
@@ -85,30 +86,71 @@ def test_a_run_on_two_ranks_stops_when_asked_and_is_continued_by_torchrun_with_t
     ended = run(two, "tunesmith", "train", "run.yaml", "--ranks", "2")
     wait_for_steps(two, 3)
     ended.send_signal(signal.SIGTERM)
-    out, err = ended.communicate(timeout=60)
+    out, err = ended.communicate(timeout=300)
     assert ended.returncode == 143, err
     assert "stopped by SIGTERM; everything is saved" in out
     assert err == ""
     alone = run(one, "tunesmith", "train", "run.yaml")
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     again = run(two, *torchrun, "tunesmith", "train", "run.yaml")
-    out, err = again.communicate(timeout=60)
+    out, err = again.communicate(timeout=300)
     assert again.returncode == 0, err
     assert "Continuing after step" in out
-    assert alone.wait(60) == 0
+    assert alone.wait(300) == 0
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     assert json.loads((two / "run" / "summary.json").read_text())["steps"] == 150
 
 
-def test_when_a_rank_is_killed_the_run_ends_within_seconds_and_says_which(tiny_model, tmp_path):
-    folder = write_all(tmp_path, tiny_model, steps=100_000, save_every=100_000, eval=[])
-    started = run(folder, "tunesmith", "train", "run.yaml", "--ranks", "2")
-    wait_for_steps(folder, 3)
+def kill_the_second_rank(started: subprocess.Popen) -> None:
     children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
     second = next(pid for pid in children if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
-    began = time.monotonic()
     os.kill(int(second), signal.SIGKILL)
-    _, err = started.communicate(timeout=60)
-    assert time.monotonic() - began < 20
+
+
+def test_when_a_rank_is_killed_all_go_on_from_the_last_checkpoint_or_end_within_seconds(tiny_model, tmp_path):
+    folder = write_all(tmp_path, tiny_model, steps=100_000, save_every=2, eval=[])
+    started = run(folder, "tunesmith", "train", "run.yaml", "--ranks", "2", "--restarts", "1")
+    wait_for_steps(folder, 5)
+    kill_the_second_rank(started)
+    give_up = time.monotonic() + 300
+    while not any(one["event"] == "resumed" for one in events.read(folder / "run")):
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+    done = len(losses(folder))
+    wait_for_steps(folder, done + 3)
+    began = time.monotonic()
+    kill_the_second_rank(started)
+    out, err = started.communicate(timeout=300)
+    assert time.monotonic() - began < 60
     assert started.returncode == 70
-    assert err == "error: rank 1 of 2 failed first: it was ended by signal 9\n"
+    restarted, failed = err.splitlines()
+    words = "rank 1 of 2 failed first: it was ended by signal 9"
+    assert restarted == f"warning: {words}; all ranks are started again from the last checkpoint (1 of 1)"
+    assert failed == f"error: {words}"
+    steps = [one["step"] for one in events.read(folder / "run") if one["event"] == "step"]
+    assert steps == list(range(1, len(steps) + 1))
+    assert "Continuing after step" in out
+
+
+def test_a_step_that_hangs_ends_the_rank_and_leaves_its_stacks(tmp_path):
+    code = f"""
+import time
+from pathlib import Path
+from tunesmith.parallel.ranks import Ranks
+from tunesmith.plan.place import Place
+from tunesmith.train import hang
+hang.HANG_SECONDS = 1.0
+def waiting_for_the_others():
+    time.sleep(60)
+watch = hang.HangWatch(Path({str(tmp_path)!r}), Ranks(Place(rank=1, ranks=2)))
+with watch():
+    pass
+with watch():
+    waiting_for_the_others()
+"""
+    began = time.monotonic()
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 1
+    assert time.monotonic() - began < 50
+    (file,) = stacks(tmp_path)
+    assert file.name == "rank-1.txt"
+    assert "in waiting_for_the_others" in file.read_text()

@@ -19,7 +19,21 @@ import typer
 from typer.core import TyperGroup
 
 from tunesmith import __version__
-from tunesmith.cli import bench, chat, check, doctor, evaluate, init, launch, merge, plan, profile, schema, train
+from tunesmith.cli import (
+    bench,
+    chat,
+    check,
+    doctor,
+    evaluate,
+    init,
+    launch,
+    merge,
+    network,
+    plan,
+    profile,
+    schema,
+    train,
+)
 from tunesmith.errors import UserError, UserErrors
 from tunesmith.parallel.launch import write_failure
 
@@ -96,7 +110,7 @@ for _panel, _verbs in {
     "Prepare": {"init": init, "check": check, "plan": plan},
     "Train": {"train": train, "eval": evaluate},
     "Use the result": {"chat": chat, "merge": merge},
-    "Measure": {"profile": profile, "bench": bench},
+    "Measure": {"profile": profile, "bench": bench, "network": network},
     "Look around": {"doctor": doctor, "schema": schema},
 }.items():
     for _name, _verb in _verbs.items():

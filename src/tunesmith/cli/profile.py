@@ -36,7 +36,7 @@ def command(
 
     folder = Path(run.output) / "profile"
     with tempfile.TemporaryDirectory(prefix="tunesmith-profile-") as elsewhere:
-        setting = prepare_run(run.model_copy(update={"output": elsewhere}), plan=plan, warn=output.warn)
+        setting = prepare_run(run.model_copy(update={"output": elsewhere}), plan=plan, ranks=1, warn=output.warn)
         output.note("Loading the model")
         job = assemble(setting)
         output.note(f"Profiling {steps} step{'s' if steps > 1 else ''}")

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from tunesmith.train.job import Job
     from tunesmith.train.loop import Outcome
 
+USER_ERROR = 1
+
 
 def command(
     config: Annotated[Path, typer.Argument(help="The run's settings.", show_default=False)] = Path("run.yaml"),
@@ -23,6 +25,9 @@ def command(
     ranks: Annotated[
         int | None, typer.Option(help="Ranks to start on this machine: all its GPUs, or 1 on a CPU, when left out.")
     ] = None,
+    restarts: Annotated[
+        int, typer.Option(help="When a rank dies, start all again from the last checkpoint, so many times.")
+    ] = 0,
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Continue a run whose settings or data have changed since.")
     ] = False,
@@ -66,8 +71,9 @@ def command(
     if not place.is_started:
         count = choose_plan(run, plan=plan, ranks=ranks).mesh.ranks
         if count > 1:
-            options = [*(["--plan", str(plan_file)] if plan_file else []), *["--accept-changes"][: int(accept_changes)]]
-            _start_ranks(["train", str(config), *(overrides or ()), *options], count)
+            options = ["--plan", str(plan_file)] if plan_file else []
+            again = ["train", str(config), *(overrides or ()), *options]
+            _start_ranks(again, count, restarts=restarts, accept_changes=accept_changes, folder=folder)
             return
     with ExitStack() as stack:
         if place.rank == 0:
@@ -111,21 +117,34 @@ def command(
         raise typer.Exit(130 if "Ctrl-C" in outcome.reason else 143 if "SIGTERM" in outcome.reason else 0)
 
 
-def _start_ranks(arguments: list[str], count: int) -> None:
+def _start_ranks(arguments: list[str], count: int, *, restarts: int, accept_changes: bool, folder: Path) -> None:
     """Run this command again as `count` ranks; ends as the first of them that failed."""
     import sys
 
+    from tunesmith.cli import output
     from tunesmith.parallel.launch import STOPPED, launch
+    from tunesmith.train.hang import stacks
 
-    failure = launch([sys.executable, "-m", "tunesmith", *arguments], count)
+    command = [sys.executable, "-m", "tunesmith", *arguments]
+    failure = launch([*command, *["--accept-changes"][: int(accept_changes)]], count)
+    for restart in range(restarts):
+        if failure is None or failure.code in STOPPED or (failure.code == USER_ERROR and failure.message):
+            break  # it would end the same way again
+        number = f"{restart + 1} of {restarts}"
+        output.warn(f"{failure.words(count)}; all ranks are started again from the last checkpoint ({number})")
+        failure = launch(command, count)
     if failure is None:
         return
-    if failure.code not in STOPPED:
-        how = failure.message or f"it was ended by signal {-failure.code}" if failure.code < 0 else failure.message
-        if failure.traceback:
-            typer.echo(f"rank {failure.rank} of {count}:\n{failure.traceback}", err=True)
-        where = "" if failure.code == 1 else f"rank {failure.rank} of {count} failed first: "
-        typer.echo(f"error: {where}{how or f'exit code {failure.code}'}", err=True)
+    if failure.traceback:
+        typer.echo(f"rank {failure.rank} of {count}:\n{failure.traceback}", err=True)
+    if failure.code == USER_ERROR and not failure.message and stacks(folder):
+        typer.echo(
+            f"error: a step took so long that the ranks must have hung; what each of them was doing is in "
+            f"{stacks(folder)[0].parent}",
+            err=True,
+        )
+    elif failure.code not in STOPPED:
+        typer.echo(f"error: {failure.message if failure.code == USER_ERROR else failure.words(count)}", err=True)
     raise typer.Exit(failure.code if failure.code > 0 else 70)
 
 

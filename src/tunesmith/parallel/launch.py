@@ -37,6 +37,10 @@ class Failure:
     """One sentence where the rank could still say something, else empty."""
     traceback: str
 
+    def words(self, ranks: int) -> str:
+        how = f"it was ended by signal {-self.code}" if self.code < 0 else f"its exit code is {self.code}"
+        return f"rank {self.rank} of {ranks} failed first: {self.message or how}"
+
 
 def launch(command: Sequence[str], ranks: int) -> Failure | None:
     """Run `command` as so many ranks until all have ended; None when all ended well.

@@ -19,6 +19,8 @@ from tunesmith.plan.place import Place
 
 PATIENCE = timedelta(days=1)
 """For waits that are no collective of a step."""
+TIMEOUT = timedelta(minutes=30)
+"""Of collectives; a step that hangs is noticed before (`train.hang`)."""
 ALONE = Place()
 
 
@@ -90,7 +92,8 @@ def connected(place: Place) -> Iterator[Ranks]:
     has_gpus = torch.cuda.is_available()
     if has_gpus:
         torch.cuda.set_device(place.local_rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpus else "gloo", rank=place.rank, world_size=place.ranks)
+    backend = "cpu:gloo,cuda:nccl" if has_gpus else "gloo"
+    dist.init_process_group(backend, rank=place.rank, world_size=place.ranks, timeout=TIMEOUT)
     try:
         yield Ranks(place, dist.new_group(backend="gloo", timeout=PATIENCE))
     finally:

@@ -33,6 +33,8 @@ COPY = 0.88
 """Share of the published bandwidth that a copy reaches (H200: 0.89)."""
 PROCESSOR_LINK = 2e9
 """Bytes a second between ranks on one processor: gloo over the loopback device."""
+PROCESSOR, BETWEEN_NODES = "processor", "between nodes"
+"""What has been measured, where it is no GPU's link."""
 UNKNOWN_NETWORK = 1.25e9
 """Bytes a second between nodes that nobody has measured: 10 Gbit/s."""
 
@@ -104,8 +106,8 @@ def shared(hardware: Hardware, ranks: int, nodes: int = 1) -> Hardware:
         gpus=gpus,
         nodes=nodes,
         processes=ranks,
-        link=_link(gpus) or PROCESSOR_LINK,
-        network=hardware.network or (UNKNOWN_NETWORK if nodes > 1 else 0.0),
+        link=_link(gpus) or measured_links().get(PROCESSOR, PROCESSOR_LINK),
+        network=measured_links().get(BETWEEN_NODES, UNKNOWN_NETWORK) if nodes > 1 else 0.0,
     )
 
 
@@ -241,6 +243,25 @@ def measured_rates() -> dict[str, Rates]:
         ) from error
 
 
+def measured_links_file() -> Path:
+    return measured_rates_file().with_name("network.json")
+
+
+def measured_links() -> dict[str, float]:
+    """Bytes a second between the ranks of a node, by GPU, and between nodes, as `tunesmith network` measured them; in
+    terms of what makers publish."""
+    try:
+        content = json.loads(measured_links_file().read_text(encoding="utf-8"))
+        return {str(name): float(speed) for name, speed in content.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"{measured_links_file()} cannot be read ({str(error).splitlines()[0]}); delete it, or measure again with "
+            "`tunesmith network`."
+        ) from error
+
+
 def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -344,9 +365,11 @@ def _has_flash_attention_4() -> bool:
 
 
 def _link(gpus: tuple[Gpu, ...]) -> float:
-    """What the catalogue says; `tunesmith network` measures it."""
+    """As `tunesmith network` measured it, or what the catalogue says."""
     if len(gpus) < 2:
         return 0.0
+    if measured := measured_links().get(gpus[0].name):
+        return measured
     model = catalogue.find_gpu(gpus[0].name)
     return 1e9 * (model.link if model else 12)
 

@@ -26,6 +26,7 @@ from tunesmith.errors import UserError
 from tunesmith.optim.schedule import learning_rate
 from tunesmith.parallel.compile import news
 from tunesmith.train import events
+from tunesmith.train.hang import HangWatch
 from tunesmith.train.job import Job
 from tunesmith.train.moments import Moments
 from tunesmith.train.step import Interrupted, LossScale, NotFinite, StepResult, TrainStep
@@ -103,6 +104,7 @@ class _Loop:
         self.scale = loss_scale_of(job)
         self.step_of = step_of(job, self.scale)
         self.moments = Moments(job.model, job.optimizer)
+        self.hang_watch = HangWatch(job.folder, job.ranks)
         self.watch = watch or (lambda _: nullcontext())
         self.waits = watch is not None or self.step_of.looks_first
         """Whether each step is waited for before the next is launched."""
@@ -173,11 +175,12 @@ class _Loop:
         batches = job.loader.iterate(launched)
         is_alone = job.ranks.count == 1  # others would wait for the rest of this rank's step
         while launched < self.total:
-            reason = self._agreed(asked_to_stop() or self._out_of_time())
+            with self.hang_watch():
+                reason = self._agreed(asked_to_stop() or self._out_of_time())
             if reason is not None:
                 break
             rate = rate_of(job, launched)
-            with self.watch(launched + 1):
+            with self.hang_watch(), self.watch(launched + 1):
                 with record_function("data"):
                     batch = next(batches)
                 began = time.monotonic()
