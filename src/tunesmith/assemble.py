@@ -162,7 +162,9 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         device = torch.device("cuda", ranks.place.local_rank)
     make_reproducible(plan)
     attention.register(plan.attention)
-    model = load.load_model(run, dtype=plan.precision, device=str(device), storage=plan.storage)
+    # Over several ranks weights are sharded first and quantized then.
+    in_fp8 = plan.products == "fp8" and run.has_adapters and ranks.count == 1
+    model = load.load_model(run, dtype=plan.precision, device=str(device), storage=plan.storage, fp8=in_fp8)
     model.config.use_cache = False
     calling, note = settle(model, vocabulary=load.vocabulary_size(model.config))
     if calling.layout == "padded":  # rows change their shape with every step: nothing to compile once

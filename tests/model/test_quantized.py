@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
+import safetensors
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
@@ -117,8 +120,8 @@ def test_one_weight_at_a_time_is_in_full_precision(tiny_model, monkeypatch, stor
     trace = []
     real_tensors, real_quantize = quantized._tensors, kernel.quantize
 
-    def tensors(files):
-        for name, tensor in real_tensors(files):
+    def tensors(files, **options):
+        for name, tensor in real_tensors(files, **options):
             trace.append(name)
             yield name, tensor
 
@@ -224,3 +227,90 @@ def test_in_int8_losses_and_gradients_are_those_over_the_dequantized_base(tiny_m
 def test_int8_takes_the_bytes_that_the_plan_counts():
     linear = quantized.Int8Linear(torch.randn(8, 2048), None)
     assert sum(buffer.nbytes for buffer in linear.buffers()) == 8 * 2048 * QUANTIZED["int8"]
+
+
+# read in full precision, and in fp8
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_plain_model_read_tensor_by_tensor_is_the_one_transformers_loads(tiny_model, dtype, monkeypatch):
+    run = Run(model=str(tiny_model), data="none.jsonl")
+    expected = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=getattr(torch, load.DTYPES[dtype])).eval()
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)  # is not needed
+    model = load.load_model(run, dtype=dtype, device="cpu")
+    found, wanted = model.state_dict(), expected.state_dict()
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == wanted[name].dtype
+        assert torch.equal(tensor, wanted[name])
+    assert model.lm_head.weight is model.model.embed_tokens.weight  # tied as before
+    assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
+    assert model.generation_config.to_dict() == expected.generation_config.to_dict()
+
+
+def test_a_model_read_in_fp8_trains_as_one_that_is_quantized_afterwards(tiny_model):
+    run = Run(model=str(tiny_model), data="none.jsonl", lora={"rank": 4})
+    whole, read = (load.load_model(run, dtype="bf16", device="cpu", fp8=fp8) for fp8 in (False, True))
+    held = [module for module in read.modules() if isinstance(module, quantized.Fp8Base)]
+    assert len(held) == 2 * 7
+    for model in (whole, read):
+        adapt(model)
+        assert fuse(model, fp8=True) == 2 * 4
+    found, wanted = dict(read.named_buffers()), dict(whole.named_buffers())
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor.view(torch.uint8), wanted[name].view(torch.uint8)), name
+    assert not any(isinstance(module, quantized.Fp8Base) for module in read.modules())
+    (loss, gradients), (expected, plain) = results(read), results(whole)
+    assert loss == expected
+    assert all(torch.equal(gradients[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("settings", [{"dropout": 0.1}, {"dora": True}])
+def test_what_fp8_products_do_not_take_over_is_not_read_in_fp8(tiny_model, settings):
+    run = Run(model=str(tiny_model), data="none.jsonl", lora=settings)
+    model = load.load_model(run, dtype="bf16", device="cpu", fp8=True)
+    assert not any(isinstance(module, quantized.Fp8Base) for module in model.modules())
+    some = Run(model=str(tiny_model), data="none.jsonl", lora={"targets": ["q_proj"]})
+    model = load.load_model(some, dtype="bf16", device="cpu", fp8=True)
+    held = {name for name, module in model.named_modules() if isinstance(module, quantized.Fp8Base)}
+    assert held == {f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)}
+
+
+def test_a_read_in_fp8_base_computes_with_what_it_holds():
+    weight = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
+    linear = quantized.Fp8Base(weight, torch.ones(32))
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(linear(x), x @ weight.t() + 1, rtol=0.1, atol=0.3)
+    assert linear.weight.dtype == torch.float8_e4m3fn
+
+
+def test_only_a_few_tensors_are_in_host_memory_at_a_time(tiny_model, monkeypatch):
+    alive, most, real = weakref.WeakSet(), 0, safetensors.safe_open
+
+    class Counting:
+        def __init__(self, path, **options):
+            self.file = real(path, **options)
+
+        def __enter__(self):
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            return self.file.__exit__(*error)
+
+        def keys(self):
+            return self.file.keys()
+
+        def get_tensor(self, name):
+            nonlocal most
+            tensor = self.file.get_tensor(name)
+            alive.add(tensor)
+            most = max(most, len(alive))
+            return tensor
+
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.safe_open", Counting)
+        model = load_nf4(tiny_model)
+    assert len(model.state_dict()) > most > 0
+    assert most <= quantized.READERS + 2  # those under way, and the one in use

@@ -208,7 +208,7 @@ def test_pins_are_obeyed():
 
 
 def test_host_memory_that_is_too_small_for_loading_is_said():
-    plan = make_plan(run(), LLAMA_8B, machine(gpu=gpu(80), memory=8 * GIB))
+    plan = make_plan(run(), LLAMA_8B, machine(gpu=gpu(80), memory=3 * GIB))
     assert "may be killed" in why(plan, "host memory")
 
 

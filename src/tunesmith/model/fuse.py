@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from tunesmith.kernels.fp8 import FP8_MULTIPLE
-from tunesmith.kernels.lowrank import lowrank_linear, lowrank_linear_fp8, quantize_rows
+from tunesmith.kernels.lowrank import E4M3, lowrank_linear, lowrank_linear_fp8, quantize_rows
 from tunesmith.kernels.nf4 import dequantize
 from tunesmith.model.lora import LoraLinear
-from tunesmith.model.quantized import Nf4Linear
+from tunesmith.model.quantized import Fp8Base, Nf4Linear
 
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Sibling linears that models call one after the other with the same input, in this order."""
@@ -150,7 +150,7 @@ def _can_fuse(module: nn.Module) -> bool:
     if not isinstance(module, LoraLinear) or module.dropout != 0 or module.lora_m is not None:
         return False
     base = module.base
-    return type(base) is nn.Linear or (isinstance(base, Nf4Linear) and not base.is_transposed)
+    return type(base) in (nn.Linear, Fp8Base) or (isinstance(base, Nf4Linear) and not base.is_transposed)
 
 
 def _held(member: LoraLinear) -> torch.Tensor:
@@ -163,6 +163,8 @@ def _for_products(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The joint weight as it is kept, and the scales of its rows where the products run in fp8. What is held in nf4
     stays so: it becomes fp8 when it is multiplied."""
+    if held.dtype == E4M3:  # quantized as it was read
+        return held, torch.cat([member.base.scale_n for member in members])
     if not fp8 or not all(_fits_fp8(member) for member in members):
         return held, None
     if held.dtype != torch.uint8:

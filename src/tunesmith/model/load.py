@@ -74,31 +74,13 @@ def load_tokenizer(run: Run) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    run: Run, *, dtype: str, device: str, attention: str = "sdpa", storage: Storage = "plain"
+    run: Run, *, dtype: str, device: str, attention: str = "sdpa", storage: Storage = "plain", fp8: bool = False
 ) -> PreTrainedModel:
     """The model with its weights in `dtype` ("fp32", "bf16", "fp16") on `device`, in evaluation mode.
 
-    With `storage` nf4 or int8 the linears of the decoder layers are quantized one by one as they are read.
+    Weights go from their files to the device one by one. With `storage` nf4 or int8 the linears of the decoder layers
+    are quantized on the way; with `fp8`, those that the run's adapters take over for fp8 products.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    if storage != "plain":
-        return _load_quantized(run, dtype=dtype, device=device, attention=attention, storage=storage)
-    source = locate(run.model)
-    with _reading(run, "weights"), quiet():
-        model = AutoModelForCausalLM.from_pretrained(
-            source.location,
-            dtype=getattr(torch, DTYPES[dtype]),
-            attn_implementation=attention,
-            trust_remote_code=run.trust_remote_code,
-            use_safetensors=True,
-            local_files_only=source.offline,
-        )
-    return model.to(device).eval()
-
-
-def _load_quantized(run: Run, *, dtype: str, device: str, attention: str, storage: Storage) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -113,16 +95,32 @@ def _load_quantized(run: Run, *, dtype: str, device: str, attention: str, storag
         model = quantized.build_empty(
             lambda: AutoModelForCausalLM.from_config(config, dtype=form["dtype"], **options)
         ).eval()
-        if quantized.fill(model, folder, **form):
+        in_fp8 = _taken_in_fp8(model, run) if fp8 and storage == "plain" else ()
+        if quantized.fill(model, folder, fp8=in_fp8, **form):
             if (folder / "generation_config.json").exists():
                 model.generation_config = GenerationConfig.from_pretrained(folder)
             return model
         # Files of another layout are translated by transformers, which reads them whole, in host memory.
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", use_safetensors=True, local_files_only=True, **options
-        )
+        options |= {"use_safetensors": True, "local_files_only": True}
+        if storage == "plain":
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=form["dtype"], **options).to(device).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options)
         quantized.quantize_linears(model, **form)
     return model.eval()
+
+
+def _taken_in_fp8(model: PreTrainedModel, run: Run) -> set[str]:
+    """The linears whose products will run in fp8 as `model.fuse` has them: all that have adapters, or none."""
+    from tunesmith.kernels.fp8 import FP8_MULTIPLE
+    from tunesmith.model import lora, quantized
+
+    if run.lora.dropout or run.lora.dora:
+        return set()
+    targets, plain = lora.find_targets(model, run.lora), quantized.linears_of_layers(model)
+    sizes = [size for name in targets for size in model.get_submodule(name).weight.shape]
+    if any(size % FP8_MULTIPLE for size in sizes) or not plain.keys() >= set(targets):
+        return set()
+    return {name for name in targets if not quantized.is_transposed(plain[name])}
 
 
 def _weights_folder(source: Source) -> Path:

@@ -1,23 +1,33 @@
-"""Models whose linears are held in nf4 or int8, filled from their files tensor by tensor.
+"""Models filled from their files tensor by tensor, their frozen linears held in nf4, int8 or fp8 where asked.
 
 The model is built without weights. Each tensor is read from its file, moved to the device and, where it belongs to a
-linear of a decoder layer, quantized there before the next one is read: the model never exists in full precision, and
-the host holds one tensor at a time beside the mapped files. What is quantized is the file's own value, so the base
-does not depend on the precision it is computed in. Embeddings, norms and the output head stay as they are.
+linear that is held in fewer bits, quantized there before the next one is used: such a model never exists in full
+precision, and the host holds a few tensors at a time, read ahead. What becomes nf4 or int8 is the file's own value: that
+base does not depend on the precision it is computed in. Embeddings, norms and the output head stay as they are.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tunesmith.kernels import int8, nf4
+from tunesmith.kernels.lowrank import quantize_rows
 from tunesmith.plan.plan import Storage
+
+READERS = 4
+"""Threads that read files ahead of what is being moved and quantized."""
+MOST_PINNED = 1 << 28
+"""Bytes of a tensor that is pinned: pinned memory is kept for the next one, and embeddings would keep gigabytes."""
 
 
 class QuantizedLinear(nn.Module):
@@ -72,6 +82,22 @@ class Int8Linear(QuantizedLinear):
         return int8.dequantize(self.weight8, self.scale_n, torch.float32)
 
 
+class Fp8Base(nn.Linear):
+    """A frozen linear in fp8, each row with its scale: as it came from its file, until adapters' products take it over.
+    Until then it computes in the precision of its input."""
+
+    def __init__(self, weight_nk: torch.Tensor, bias_n: torch.Tensor | None):
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight_nk.shape
+        values, scale_n1 = quantize_rows(weight_nk)
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.bias = None if bias_n is None else nn.Parameter(bias_n, requires_grad=False)
+        self.register_buffer("scale_n", scale_n1.squeeze(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, (self.weight.float() * self.scale_n[:, None]).to(x.dtype), self.bias)
+
+
 def is_transposed(module: nn.Module) -> bool:
     """GPT-2's Conv1D: a linear whose weight is stored [inputs, outputs]."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
@@ -96,27 +122,41 @@ def build_empty(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype, device: torch.device, storage: Storage = "nf4") -> bool:
-    """Give a model built by `build_empty` the weights in `folder`: linears as `storage` says, all else in `dtype`.
+def fill(
+    model: nn.Module,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    storage: Storage = "nf4",
+    fp8: Collection[str] = (),
+) -> bool:
+    """Give a model built by `build_empty` the weights in `folder`: linears as `storage` says, those named in fp8, all
+    else in `dtype`.
 
     False when the files hold their tensors in other ways than the model, which transformers would translate; the
     model is of no use then.
     """
-    linears = linears_of_layers(model)
+    linears = linears_of_layers(model) if storage != "plain" else {}
     files = _files(folder)
     if not files or not files.keys() <= model.state_dict().keys() or _has_fp32_parts(model):
         return False
-    for name, tensor in _tensors(files):
+    for name, tensor in _tensors(files, pin=device.type == "cuda"):
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
         if owner in linears and leaf == "weight":
-            weight = tensor.to(device)
+            weight = tensor.to(device, non_blocking=True)
             weight = weight if weight.dtype in (torch.float32, torch.bfloat16, torch.float16) else weight.float()
             linear = linears[owner]
             bias = None if module.bias is None else module.bias.detach()
             _replace(model, owner, _quantized(linear, weight, bias, storage))
+        elif owner in fp8 and leaf == "weight":
+            weight = tensor.to(device, non_blocking=True).to(dtype)
+            _replace(model, owner, Fp8Base(weight, None if module.bias is None else module.bias.detach()))
         else:
-            value = tensor.to(device, dtype if tensor.is_floating_point() else None)
+            value = tensor.to(device, non_blocking=True).to(dtype if tensor.is_floating_point() else tensor.dtype)
+            if device.type == "cpu" and value is tensor:
+                value = tensor.clone()  # not the mapped file itself
             if leaf in module._parameters:
                 module._parameters[leaf] = nn.Parameter(value)
             else:
@@ -199,13 +239,26 @@ def _files(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), single)
 
 
-def _tensors(files: dict[str, Path]):
+def _tensors(files: dict[str, Path], *, pin: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors in order, read ahead by threads; in pinned memory, from which they travel beside other work."""
     from safetensors import safe_open
 
-    for path in dict.fromkeys(files.values()):
-        with safe_open(path, framework="pt") as file:
-            for name in (name for name, place in files.items() if place == path):
-                yield name, file.get_tensor(name)
+    with ExitStack() as stack:
+        opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in dict.fromkeys(files.values())}
+
+        def read(name: str) -> torch.Tensor:
+            tensor = opened[files[name]].get_tensor(name)
+            return tensor.pin_memory() if pin and tensor.nbytes <= MOST_PINNED else tensor
+
+        readers = stack.enter_context(ThreadPoolExecutor(READERS))
+        underway: deque[tuple[str, Future[torch.Tensor]]] = deque()
+        for name in files:
+            underway.append((name, readers.submit(read, name)))
+            if len(underway) > READERS:
+                first, found = underway.popleft()
+                yield first, found.result()
+        for name, found in underway:
+            yield name, found.result()
 
 
 def _has_fp32_parts(model: nn.Module) -> bool:

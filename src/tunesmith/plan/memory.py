@@ -33,8 +33,6 @@ COLLECTIVES = 300 * MIB
 FRAGMENTATION = {"cpu": 0.08, "cuda": 0.03}
 HOST_PROCESS = 3 * 2**30
 """Host memory of one rank without weights: Python, torch, CUDA's libraries."""
-LOADS_WHOLE = True
-"""A plain model on one GPU is read into host memory as a whole first; all else is read layer by layer."""
 
 
 def timeline(task: Task, choice: Choice) -> list[Moment]:
@@ -112,8 +110,7 @@ def host_memory(task: Task, choice: Choice) -> int:
     per_node = max(1, choice.ranks // task.hardware.nodes)
     if task.device == "cpu":
         return peak(timeline(task, choice)).memory.total
-    is_whole = LOADS_WHOLE and choice.ranks == 1 and choice.storage == "plain"
-    loading = task.facts.parameters * task.width if is_whole else per_node * task.facts.largest_layer * 4
+    loading = per_node * task.facts.largest_layer * 4  # a few tensors at a time, on their way to the device
     offloaded = 0.0
     if choice.offload_optimizer:
         values = _states(task, choice) + (4 if choice.has_masters(task) else 0)
