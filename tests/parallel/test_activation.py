@@ -111,7 +111,10 @@ def attention_calls(monkeypatch) -> list[int]:
 def test_what_compiled_layers_keep_does_not_change_gradients(quickly_compiled, monkeypatch):
     expected = gradients(**COMPILED)
     calls = attention_calls(monkeypatch)
+    put, sent = HostStore.put, []
+    monkeypatch.setattr(HostStore, "put", lambda store, tensor: sent.append(tensor.numel()) or put(store, tensor))
     found = gradients(**COMPILED, recompute_layers=2, keep_attention=True, offload_activations=True)
+    assert sent == [128 * 64] * 2  # the input of each layer, once
     assert not torch._dynamo.utils.counters["graph_break"]
     assert len(calls) == 2  # kept, not computed again
     for mine, plain in zip(found, expected, strict=True):

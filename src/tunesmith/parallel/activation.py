@@ -64,10 +64,10 @@ def offloaded(forward: Forward, store: HostStore) -> Forward:
         hidden = arguments[0] if arguments else named["hidden_states"]
         if not torch.is_grad_enabled():
             return forward(*arguments, **named)
-        where, shape = hidden.data_ptr(), hidden.shape  # autograd keeps `pack`, which may not keep the input itself
+        where, size = hidden.data_ptr(), hidden.numel()  # autograd keeps `pack`, which may not keep the input itself
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | _Kept:
-            is_input = tensor.data_ptr() == where and tensor.shape == shape and tensor.is_contiguous()
+            is_input = tensor.data_ptr() == where and tensor.numel() == size and tensor.is_contiguous()
             return store.put(tensor) if is_input else tensor
 
         with saved_tensors_hooks(pack, lambda kept: store.get(kept) if isinstance(kept, _Kept) else kept):
