@@ -2,8 +2,8 @@
 
 The model is built without weights. Each tensor is read from its file, moved to the device and, where it belongs to a
 linear that is held in fewer bits, quantized there before the next one is used: such a model never exists in full
-precision, and the host holds a few tensors at a time, read ahead. What becomes nf4 or int8 is the file's own value, which
-does not depend on the precision it is computed in. Embeddings, norms and the output head stay as they are.
+precision, and the host holds a few tensors at a time, read ahead. What becomes nf4 or int8 is the file's own value,
+whatever the precision it is computed in. Embeddings, norms and the output head stay as they are.
 """
 
 from __future__ import annotations
