@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from pool import Order, Pool
-from results import write_result
 
 from tunesmith.config.schema import Lora
 from tunesmith.measure.results import document
@@ -38,7 +37,6 @@ from tunesmith.plan.facts import from_config
 from tunesmith.plan.hardware import Hardware, named, probe
 from tunesmith.plan.plan import Moment
 from tunesmith.plan.rules import attention_for, beyond, refused
-from tunesmith.plan.search import MARGIN
 
 GIB = 2**30
 SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
@@ -164,11 +162,14 @@ def main() -> None:
     parser.add_argument("--collect", type=Path, nargs="*", default=[], help="files to make the result of")
     given = parser.parse_args()
     if given.collect:
+        from planner_results import collect
+
         print(collect(given.collect))
         return
     hardware = machine(given.device)
     chosen = configurations(hardware, seed=given.seed) if given.device == "cuda" else tiny(given.seed)
-    done = {(row["name"], row["limit_bytes"]) for file in given.skip for row in read_rows(file)}
+    lines = [json.loads(line) for file in given.skip for line in file.read_text(encoding="utf-8").splitlines()]
+    done = {(row["name"], row["limit_bytes"]) for row in lines}
     chosen = [(one, limit) for one, limit in chosen if given.only in one.name and (one.name, limit) not in done]
     if given.only_speed:
         chosen = [(one, limit) for one, limit in chosen if limit is None]
@@ -405,86 +406,6 @@ def _order(one: Configuration, limit: int | None, cap: int, hardware: Hardware, 
 def words(found: dict[str, Any]) -> str:
     speed_words = f", {found['tokens'] / found['step_seconds']:,.0f} tokens/s" if found.get("step_seconds") else ""
     return f"measured {found['peak_bytes'] / GIB:.1f} GiB{speed_words}"
-
-
-# results
-
-
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-
-
-def collect(files: list[Path]) -> Path:
-    """What was measured, in one file; where something was measured again, the later counts."""
-    rows = [row for file in files for row in read_rows(file)]
-    about = next(row["document"] for row in rows if "document" in row)
-    kept: dict[tuple[str, int | None], dict[str, Any]] = {}
-    for row in rows:
-        row.pop("document", None)
-        if "failed" in row and (row["failed"] != "out of memory" or row["limit_bytes"] is None):
-            print(f"left out: {row['name']}: {row['failed']}", file=sys.stderr)
-        else:
-            kept[row["name"], row["limit_bytes"]] = row
-    return write_result("planner", about["what"], {"rows": list(kept.values())}, about)
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A recorded measurement beside what the present model predicts for it."""
-
-    name: str
-    is_held_out: bool
-    """Not looked at when the model's constants were chosen."""
-    predicted: Moment
-    predicted_speed: float
-    measured_bytes: int | None
-    """Allocated at the peak; None where it ran out of memory."""
-    measured_speed: float | None
-    """Tokens a second; None where a limit was tried instead."""
-    limit: int | None
-    """Memory of the GPU, the driver's part included, where it was limited."""
-
-    @property
-    def memory_error(self) -> float | None:
-        return self.predicted.memory.allocated / self.measured_bytes - 1 if self.measured_bytes else None
-
-    @property
-    def speed_error(self) -> float | None:
-        return self.predicted_speed / self.measured_speed - 1 if self.measured_speed else None
-
-    @property
-    def is_said_to_fit(self) -> bool:
-        assert self.limit
-        return self.predicted.memory.total <= (1 - MARGIN["known"]) * self.limit
-
-    @property
-    def does_fit(self) -> bool:
-        return self.measured_bytes is not None
-
-
-def compare(rows: list[dict[str, Any]], device: str = "cuda") -> list[Compared]:
-    hardware = machine(device)
-    layers = sorted({Configuration(**row["configuration"]).layers for row in rows})
-    held_out = set(random.Random(0).sample(layers, len(layers) // 2))  # those with the same layers together
-    found = []
-    for row in rows:
-        one = Configuration(**row["configuration"])
-        task, choice = settle(one, hardware, device, row.get("document_length"))
-        moment = peak(task, choice)
-        tokens, seconds = row.get("tokens", task.step_tokens), row.get("step_seconds")
-        context = row.get("context_bytes") or moment.memory.context
-        found.append(
-            Compared(
-                name=one.name,
-                is_held_out=one.layers in held_out,
-                predicted=moment,
-                predicted_speed=tokens / speed.step_time(task, choice).total,
-                measured_bytes=row.get("peak_bytes"),
-                measured_speed=tokens / seconds if seconds else None,
-                limit=row["limit_bytes"] and row["limit_bytes"] + context,
-            )
-        )
-    return found
 
 
 if __name__ == "__main__":

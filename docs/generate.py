@@ -116,7 +116,7 @@ def planner_page() -> str:
         "",
         "## What is predicted",
         "",
-        "Memory of one rank, by what it is for, at five moments of a step; the peak is the largest of the five.",
+        "Memory of one rank, by what it is for, at the moments of a step that can be its peak, and at loading.",
         f"The loss holds at most {LOGITS['cuda']:,} logits at a time on a GPU.",
         "",
         "| part | what it is |",
@@ -146,51 +146,52 @@ def _measured(path: Path) -> list[str]:
     if not path.exists():
         return ["Not measured yet: `python benchmarks/planner.py` on a GPU writes the table."]
     sys.path.insert(0, str(DOCS.parent / "benchmarks"))
-    from planner import compare
+    from planner_results import compare
 
     content = json.loads(path.read_text(encoding="utf-8"))
-    rows = compare(content["numbers"]["rows"])
-    timed = [row for row in rows if row.limit is None]
+    rows = sorted(compare(content["numbers"]["rows"]), key=lambda row: row.name)
     near = [row for row in rows if row.limit is not None]
     too_sure = sum(row.is_said_to_fit and not row.does_fit for row in near)
     too_careful = sum(row.does_fit and not row.is_said_to_fit for row in near)
     lines = [
         f"{content['device']}, {content['date']}, commit {content['commit']}; configurations drawn by a seeded",
-        "generator, each run through the real training step. The predictions are those of the present model; its",
-        "constants were chosen by one half of the configurations, and the other half was held out.",
+        "generator, each run through the real training step. The predictions are those of the present model. Its",
+        "constants were chosen with these measurements in view, so this says how well it describes them; new ones have",
+        "not been predicted yet. Small models and batches were bound by the processor of that machine, which took 4 to",
+        "24 ms to start the kernels of a layer; others may be quicker.",
         "",
-        "| | configurations | peak memory off by, median | worst | tokens/s off by, median | worst |",
-        "| --- | --- | --- | --- | --- | --- |",
-        _summary("all", timed),
-        _summary("chosen by", [row for row in timed if not row.is_held_out]),
-        _summary("held out", [row for row in timed if row.is_held_out]),
+        "| | configurations | off by, median | worst |",
+        "| --- | --- | --- | --- |",
+        _summary("peak memory of a step", [row.memory_error for row in rows]),
+        _summary("tokens a second", [row.speed_error for row in rows]),
         "",
-        f"Of {len(near)} more that were run with a limit close to what they need, {too_sure} were said to fit and ran",
-        f"out of memory, and {too_careful} were said not to fit and did.",
+        f"{len(near)} were run with a limit close to what they need, as if the GPU were a smaller one: {too_sure} were",
+        f"said to fit and ran out of memory, and {too_careful} were said not to fit and did.",
         "",
-        "| configuration | held out | GiB predicted | measured | error | tokens/s predicted | measured | error |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| configuration | GiB predicted | measured | error | tokens/s predicted | measured | error |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for row in sorted(timed, key=lambda row: row.name):
-        cells = [row.name, "yes" if row.is_held_out else ""]
-        cells += [f"{row.predicted.memory.allocated / 2**30:.2f}", f"{(row.measured_bytes or 0) / 2**30:.2f}"]
-        cells += [_percent(row.memory_error), f"{row.predicted_speed:,.0f}", f"{row.measured_speed or 0:,.0f}"]
-        lines.append(f"| {' | '.join([*cells, _percent(row.speed_error)])} |")
+    for row in (row for row in rows if row.limit is None):
+        cells = [row.name, f"{row.predicted_step.memory.allocated / 2**30:.2f}"]
+        cells += [f"{(row.measured_bytes or 0) / 2**30:.2f}", _percent(row.memory_error)]
+        if row.measured_speed:
+            cells += [f"{row.predicted_speed:,.0f}", f"{row.measured_speed:,.0f}", _percent(row.speed_error)]
+        else:
+            cells += ["", "not steady", ""]
+        lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| configuration | GiB of the GPU | GiB predicted, everything | said to fit | fits |"]
     lines += ["| --- | --- | --- | --- | --- |"]
-    for row in sorted(near, key=lambda row: row.name):
+    for row in near:
         cells = [row.name, f"{(row.limit or 0) / 2**30:.2f}", f"{row.predicted.memory.total / 2**30:.2f}"]
         cells += ["yes" if row.is_said_to_fit else "no", "yes" if row.does_fit else "no"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def _summary(name: str, rows: list[Any]) -> str:
-    cells = [name, str(len(rows))]
-    for errors in ([row.memory_error for row in rows], [row.speed_error for row in rows]):
-        sizes = [abs(error) for error in errors if error is not None]
-        cells += [f"{statistics.median(sizes):.1%}", f"{max(sizes):.1%}"] if sizes else ["", ""]
-    return f"| {' | '.join(cells)} |"
+def _summary(name: str, errors: list[float | None]) -> str:
+    sizes = [abs(error) for error in errors if error is not None]
+    median, worst = (f"{statistics.median(sizes):.1%}", f"{max(sizes):.1%}") if sizes else ("", "")
+    return f"| {name} | {len(sizes)} | {median} | {worst} |"
 
 
 def _percent(error: float | None) -> str:

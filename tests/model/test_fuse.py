@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -121,3 +123,22 @@ def test_rows_are_quantized_to_the_nearest_fp8_value():
     assert error.max() <= 2**-4
     assert torch.isfinite(values.float()).all()
     assert quantize_rows(torch.zeros(2, 16))[0].float().abs().max() == 0
+
+
+def test_each_weight_is_given_up_when_it_is_grouped_and_not_at_the_end(tiny_model, monkeypatch):
+    """Else the model is there one and a half times while its adapters are fused."""
+    from tunesmith.model import fuse as module
+
+    model = adapted(tiny_model)
+    bases = [weakref.ref(adapter.base) for adapter in lora.adapters(model).values()]
+    alive, group = [], module._group
+
+    def watched(members, *, fp8):
+        group(members, fp8=fp8)
+        alive.append(sum(base() is not None for base in bases))
+
+    monkeypatch.setattr(module, "_group", watched)
+    fuse(model, fp8=False)
+    assert alive == sorted(alive, reverse=True)
+    assert alive[0] < len(bases)
+    assert alive[-1] == 0

@@ -174,7 +174,7 @@ def test_attention_is_kept_where_there_is_room_for_it():
         named("H200"),
         pins={name: getattr(chosen, name) for name in ("recompute_layers", "mlp_slice")} | {"keep_attention": False},
     ).plan
-    kept = 131072 * (4096 * 2 + 32 * 4) * chosen.recompute_layers
+    kept = 131072 * (4096 * 2 + 32 * 4) * (chosen.recompute_layers - 1)  # the one at hand would have it either way
     assert 0 <= chosen.memory.activations - tighter.memory.activations - kept < 1024
     assert tighter.time.recomputation > chosen.time.recomputation
 
@@ -197,7 +197,7 @@ def test_states_that_are_asked_for_are_not_changed():
 
 
 def test_gradients_are_released_in_the_backward_pass_where_nothing_needs_them_together():
-    given = {"method": "full", "batch_tokens": 8192, "sequence_length": 1024}
+    given = {"method": "full", "batch_tokens": 2048, "sequence_length": 1024}
     kept = plan("Llama-2-7B", "H100", **given)
     assert not kept.release_gradients
     assert "max_grad_norm needs the norm of them all; null would free up to" in why(kept, "gradients")
@@ -207,7 +207,8 @@ def test_gradients_are_released_in_the_backward_pass_where_nothing_needs_them_to
     assert released.master_weights
     for more in ({"optimizer": "muon"}, {"precision": "fp16"}, {"method": "lora"}):
         assert not plan("Llama-3.2-1B", "H100", **given | {"max_grad_norm": None} | more).release_gradients
-    several = search(run(max_grad_norm=None, **given), MODEL["Llama-2-7B"], named("H200"), pins={"micro_batch": 4}).plan
+    more = run(max_grad_norm=None, **given | {"batch_tokens": 8192})
+    several = search(more, MODEL["Llama-2-7B"], named("H200"), pins={"micro_batch": 4}).plan
     assert several.accumulation == 2
     assert not several.release_gradients
 

@@ -30,12 +30,12 @@ def fuse(model: nn.Module, *, fp8: bool, whole_mlps: bool = False) -> int:
     groups = 0
     dtype = model.get_input_embeddings().weight.dtype
     if whole_mlps:
-        for parent in list(model.modules()):
+        for parent in _parents(model):
             for name, child in list(parent.named_children()):
                 if _is_gated_mlp(child, dtype):
                     setattr(parent, name, JointMlp(child, fp8=fp8))
                     groups += 1
-    for parent in list(model.modules()):
+    for parent in _parents(model):
         taken: set[str] = set()
         adapted = {name: child for name, child in parent.named_children() if _can_fuse(child)}
         for names in (*SHARED_INPUTS, *((name,) for name in adapted)):
@@ -46,6 +46,12 @@ def fuse(model: nn.Module, *, fp8: bool, whole_mlps: bool = False) -> int:
                 _group([adapted[name] for name in names], fp8=fp8)
                 groups += 1
     return groups
+
+
+def _parents(model: nn.Module) -> list[nn.Module]:
+    """Modules with children. The linears themselves are not among them: each gives up its weight when it is grouped,
+    which a list that holds them all would keep until the last is."""
+    return [module for module in model.modules() if next(module.children(), None) is not None]
 
 
 class JointProduct(nn.Module):

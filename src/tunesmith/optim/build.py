@@ -240,7 +240,8 @@ class Optimizer:
             made = [muon(_groups(inner, run), lr=0.0, adjust_lr_fn="match_rms_adamw")] if inner else []
             return [*made, *([_adamw(_groups(rest, run))] if rest else [])]
         if run.algorithm == "adafactor":
-            return [torch.optim.Adafactor(_groups(trained, run), lr=0.0)]
+            # One after the other: all at once would need as much as the fp32 gradients once more.
+            return [torch.optim.Adafactor(_groups(trained, run), lr=0.0, foreach=False)]
         return [torch.optim.SGD(_groups(trained, run), lr=0.0, momentum=MOMENTUM)]
 
 

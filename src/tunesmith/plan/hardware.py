@@ -27,8 +27,9 @@ from tunesmith.plan.place import here
 from tunesmith.plan.plan import Part
 
 GIB = 2**30
-ATTAINABLE = {"fp32": 0.75, "half": 0.72, "fp8": 0.68}
-"""Share of the published rate that large products reach (bf16 on an H200: 0.67 to 0.77; fp8: 0.64 to 0.73)."""
+ATTAINABLE = {"fp32": 0.75, "half": 0.72, "fp8": 0.78}
+"""Share of the published rate that large products reach (bf16 on an H200: 0.67 to 0.77; fp8: 0.64 to 0.73 alone, and
+0.74 within a step, which the speed model's shapes make of this)."""
 COPY = 0.88
 """Share of the published bandwidth that a copy reaches (H200: 0.89)."""
 PROCESSOR_LINK = 2e9

@@ -1,8 +1,12 @@
 """Memory of one rank over one optimizer step, by category: the peak is the peak of a timeline, not a sum of maxima.
 
-Five moments can be the peak: the end of the forward pass, the loss, the backward pass at its first layer (the last of
-the model, while all activations are still there) and at its last (when all gradients are), and the optimizer's step.
-Pure arithmetic on sizes; nothing here knows what fits.
+Eight moments can be the peak: when the model has just been loaded, the end of the forward pass, the loss, the backward
+pass at its first layer (the last of the model, while all activations are still there), where the layers begin that are
+computed again, at its last and at its end (when all gradients are there), and the optimizer's step. Pure arithmetic on
+sizes; nothing here knows what fits.
+
+What compiled layers keep and need on the way was measured on an H200 (benchmarks/planner.py); where a number below is
+not a count of tensors in our own code, it says so.
 """
 
 from __future__ import annotations
@@ -27,10 +31,23 @@ LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits the loss holds at a time; the same as `kernels.linear_cross_entropy.CHUNK_ELEMENTS`."""
 LOGIT_BYTES = {"cpu": 8, "cuda": 2}
 """Of one logit at the worst moment: on a CPU fp32 logits and softmax; on a GPU the gradient replaces them."""
-CONTEXT = {"cpu": 450 * MIB, "cuda": 650 * MIB}
+CHUNKS = {"cpu": 1, "cuda": 2}
+"""Chunks of logits that exist at a time: a GPU's next one is made before the last one is given up."""
+CONTEXT = {"cpu": 450 * MIB, "cuda": 800 * MIB}
+"""Measured with our kernels loaded: 742 to 814 MiB."""
+LIBRARIES = {"cpu": 0, "cuda": 68 * MIB}
+"""Measured: what cuBLAS keeps of the allocator's memory."""
+WIDE = {("adapters", "plain"): 3.0, ("adapters", "fp8"): 4.0, ("full", "plain"): 4.0, ("full", "fp8"): 5.5}
+"""Tensors as wide as the MLP, in the working precision, that exist beside what was kept while its gradient is computed:
+those of the activation (one) and of both its inputs (two), then their fp8 values. The last one is measured."""
+WIDE_AGAIN = {"adapters": 0.8, "full": 3.5}
+"""How many more where the layer is computed again at the same time; measured."""
+ENDS = {"adapters": 2, "full": 4}
+"""Hidden states that are kept outside of the layers; a final norm that is trained keeps its input in fp32 as well."""
 COLLECTIVES = 300 * MIB
 """What NCCL takes once there is more than one rank."""
-FRAGMENTATION = {"cpu": 0.08, "cuda": 0.03}
+FRAGMENTATION = {"cpu": 0.08, "cuda": 0.01}
+"""Of what comes and goes. On a GPU 0.4% was enough where memory was short; it takes up to 10% where there is plenty."""
 HOST_PROCESS = 3 * 2**30
 """Host memory of one rank without weights: Python, torch, CUDA's libraries."""
 
@@ -38,6 +55,7 @@ HOST_PROCESS = 3 * 2**30
 def timeline(task: Task, choice: Choice) -> list[Moment]:
     """The memory of one rank at each moment of a step that may be its peak."""
     facts, width = task.facts, task.width
+    kind = "adapters" if task.has_adapters else "full"
     is_full = not task.has_adapters
     static = _static(task, choice)
     tokens = choice.tokens(task)
@@ -47,17 +65,24 @@ def timeline(task: Task, choice: Choice) -> list[Moment]:
     gathered, gathered_head, unit = _gathered(task, choice)
     spread = choice.tensor
     hidden = tokens * facts.hidden * width
-    head = facts.embedding / spread
-    chunk = min(LOGITS[task.device], tokens * facts.vocabulary) / spread
-    loss = chunk * max(LOGIT_BYTES[task.device], width) + hidden
-    head_gradient = head * (4 + width) if is_full and facts.has_head else 0.0
-    widest = max(kind.intermediate for kind in facts.kinds) * width * choice.mlp_tokens(task) / spread
-    backward = (5 if choice.mlp_slice else 3) * widest + 3 * hidden  # a slice is computed again first
-    forward = (1 if choice.is_compiled else 2) * widest + hidden
-    largest = (
-        max(facts.embedding, max(one.inputs * one.outputs for kind in facts.kinds for one in kind.linears)) / spread
-    )
-    own_gradient = largest * width if choice.has_masters(task) and task.optimizer not in ALONE else 0.0
+    head = facts.embedding / spread if is_full and facts.has_head else 0.0
+    wide = max(kind.intermediate for kind in facts.kinds) * width * choice.mlp_tokens(task) / spread
+    forward = (1 if choice.is_compiled else 2) * wide + hidden
+    if choice.is_compiled:
+        backward = WIDE[kind, choice.products] * wide
+    else:
+        backward = 3 * wide + 4 * hidden
+    backward += 2 * wide if choice.mlp_slice else 0.0  # a slice is computed again first
+    again = WIDE_AGAIN[kind] * wide if choice.is_compiled else 0.0
+    again += hidden if choice.offload_activations else 0.0  # the next input is on its way
+    is_all_again = choice.recompute_layers == facts.layers
+    is_some_again = 0 < choice.recompute_layers < facts.layers
+    inputs = _recomputed(task, choice, tokens)
+    ends = ENDS[kind] * hidden / spread
+    layer = max(kind.parameters for kind in facts.kinds) / choice.tensor
+    late = (0.0 if facts.tied else facts.embedding / spread) + layer if is_full else 0.0
+    single = gradients / max(1.0, _held(task, choice)[1])  # bytes of gradient for each parameter
+    upper = (head + (facts.layers - choice.recompute_layers) * layer) * single if is_full else 0.0
     dequantized = _dequantized(task, choice)
 
     def moment(name: str, **parts: float) -> Moment:
@@ -66,12 +91,14 @@ def timeline(task: Task, choice: Choice) -> list[Moment]:
             sizes["context"] = CONTEXT["cuda"] + (COLLECTIVES if choice.ranks > 1 else 0)
         else:
             sizes["context"] = CONTEXT["cpu"]
+        sizes["workspace"] = sizes.get("workspace", 0.0) + LIBRARIES[task.device]
         sizes["fragmentation"] = FRAGMENTATION[task.device] * sum(
             sizes.get(part, 0.0) for part in ("activations", "gradients", "loss", "gathered", "workspace")
         )
         return Moment(name=name, memory=Memory(**{part: max(0, round(size)) for part, size in sizes.items()}))
 
     return [
+        moment("loading", **_loading(task, choice, static)),
         moment(
             "end of the forward pass",
             activations=saved,
@@ -80,24 +107,44 @@ def timeline(task: Task, choice: Choice) -> list[Moment]:
             quantization=dequantized,
             workspace=forward,
         ),
-        moment("loss", activations=saved, gradients=kept_gradients, gathered=gathered_head, loss=loss + head_gradient),
+        moment(
+            "loss",
+            activations=saved,
+            gradients=kept_gradients,
+            gathered=gathered_head,
+            loss=_loss(task, tokens, spread, head) + hidden,
+        ),
         moment(
             "first layer of the backward pass",
-            activations=saved + (one_layer if choice.recompute_layers else 0.0),
-            gradients=max(kept_gradients, head * 4 if is_full and facts.has_head else 0.0),
+            activations=saved - ends + (one_layer if is_all_again else 0.0),
+            gradients=max(kept_gradients, head * width),
             gathered=gathered + unit,
             quantization=dequantized,
-            workspace=backward + hidden,
+            workspace=backward + (again if is_all_again else 0.0),
+        ),
+        moment(
+            "first recomputed layer of the backward pass",
+            activations=inputs + (one_layer if is_some_again else 0.0),
+            gradients=max(kept_gradients, min(upper, gradients)),
+            gathered=gathered + unit,
+            quantization=dequantized,
+            workspace=backward + again if is_some_again else 0.0,
         ),
         moment(
             "last layer of the backward pass",
             activations=one_layer,
-            gradients=gradients,
+            gradients=max(kept_gradients, gradients - single * late),
             gathered=gathered + unit,
             quantization=dequantized,
-            workspace=backward + own_gradient,
+            workspace=backward + (again if choice.recompute_layers else 0.0),
         ),
-        moment("optimizer step", gradients=gradients, workspace=_optimizer_workspace(task, choice, largest)),
+        moment(
+            "end of the backward pass",
+            gradients=gradients,
+            gathered=gathered,
+            workspace=_last_gradient(task, choice) / spread,
+        ),
+        moment("optimizer step", gradients=gradients, workspace=_optimizer_workspace(task, choice)),
     ]
 
 
@@ -248,11 +295,48 @@ def _gathered(task: Task, choice: Choice) -> tuple[float, float, float]:
     return kept + 2 * width, kept + head + width, 2 * unit  # the layer in use and the next one
 
 
-def _dequantized(task: Task, choice: Choice) -> float:
-    if choice.storage == "plain":
+def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, float]:
+    """On one rank a plain model comes to the device as its files have it; a base that is to be in fp8 becomes so layer
+    by layer. Optimizer states do not exist yet."""
+    if choice.ranks > 1 or task.device == "cpu":
+        return {"optimizer": 0.0}
+    joint = max(_widest_product(kind) for kind in task.facts.kinds)  # adapters that share an input are put together
+    if choice.storage != "plain":
+        return {"optimizer": 0.0, "quantization": joint * (QUANTIZED[choice.storage] + task.width)}
+    whole = max(static["weights"], task.facts.parameters * float(task.width))
+    return {"optimizer": 0.0, "weights": whole, "workspace": joint * task.width if task.has_adapters else 0.0}
+
+
+def _loss(task: Task, tokens: float, spread: int, head: float) -> float:
+    """Chunks of logits and the gradient of the head (`kernels.linear_cross_entropy`): in fp32, and one chunk's part."""
+    logits = tokens * task.facts.vocabulary
+    width = max(LOGIT_BYTES[task.device], task.width)
+    several = min(CHUNKS[task.device] * LOGITS[task.device], logits) / spread * width + 4 * head
+    return max(several, min(LOGITS[task.device], logits) / spread * width + (4 + task.width) * head)
+
+
+def _last_gradient(task: Task, choice: Choice) -> float:
+    """What stands beside all gradients when the embedding's is made: its own once more where it is added to the
+    head's, or to that of an fp32 master."""
+    if task.has_adapters:
         return 0.0
-    largest = max(linear.count * linear.inputs * linear.outputs for kind in task.facts.kinds for linear in kind.linears)
-    return largest / choice.tensor * task.width
+    is_added = task.facts.tied or (choice.has_masters(task) and task.optimizer not in ALONE)
+    return task.facts.embedding * task.width if is_added else 0.0
+
+
+def _dequantized(task: Task, choice: Choice) -> float:
+    """A weight made whole: in half precision, or in fp8 with its transposed copy, which is as much."""
+    if choice.storage == "plain":
+        if choice.products == "fp8" and task.has_adapters and choice.is_compiled:  # the transposed copy alone
+            return max(_widest_product(kind) for kind in task.facts.kinds) / choice.tensor
+        return 0.0
+    return max(_widest_product(kind) for kind in task.facts.kinds) / choice.tensor * task.width
+
+
+def _widest_product(kind: Layer) -> float:
+    """Weights that are multiplied at once: those of gate and up together, or the largest single ones."""
+    largest = max(linear.count * linear.inputs * linear.outputs for linear in kind.linears)
+    return 2 * largest if kind.mlp_values == 4 else largest
 
 
 def layer_bytes(
@@ -274,12 +358,15 @@ def layer_bytes(
         into_products = 1 if products == "fp8" and is_full else width
         norms = kind.norms * hidden * (width + into_products) + kind.post_norms * hidden * width + qk_norms * width
         attention = 2 * (kind.query + kind.key) * width
-        if products == "fp8" and is_full:  # what enters the last product of each block, once more
+        values = 2
+        if products == "fp8" and is_full:  # what enters the last product of each block, in fp8
             attention += kind.query + kind.intermediate
-        # The partitioner, or the fused MLP of adapters, computes the activation again; adapters that are not fused
-        # keep it.
+        # Fused adapters compute the activation again; others keep it, as the gradient of a trained weight does.
         is_apart = task.has_adapters and (task.lora.dropout or task.lora.dora or storage == "int8")
-        values = 3 if is_apart and kind.mlp_values == 4 else 2
+        if is_apart or (is_full and products != "fp8"):
+            values = 3 if kind.mlp_values == 4 else 2
+        if task.has_adapters and not is_apart:  # a joint product: the values keep all three alive
+            attention += (kind.query + kind.key) * width
     else:
         # An RMS norm keeps its input in fp32 and, where its own weight is trained, what it multiplies with that.
         kept = {"rms": 4, "wide": 4, "layer": width}[kind.norm]
@@ -328,14 +415,26 @@ def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, floa
     boundary = tokens * facts.hidden * task.width / choice.tensor
     one = max(of(kind) for kind in facts.kinds)
     share = choice.recompute_layers / facts.layers
-    saved = facts.total(of) * (1 - share)
+    if choice.keep_attention and choice.recompute_layers:
+        one -= tokens * max(kind.query * task.width + 4 * facts.heads for kind in facts.kinds) / choice.tensor
+    saved = facts.total(of) * (1 - share) * task.backward_share * _layers_at_once(task, choice)
+    # The factors in the products' precision; recomputed layers make them again.
+    casts = (1 - share) * task.adapted[0] * task.width / choice.tensor / choice.pipeline
+    ends = ENDS["adapters" if task.has_adapters else "full"] * boundary
+    ends += boundary if task.has_adapters and choice.recompute_layers else 0.0  # measured; whose it is is not known
+    return saved + _recomputed(task, choice, tokens) + ends + casts, one
+
+
+def _recomputed(task: Task, choice: Choice, tokens: float) -> float:
+    """What recomputed layers keep on the device: their inputs, and what attention gave."""
+    facts, kept = task.facts, 0.0
     if choice.keep_attention:
-        saved += share * tokens * facts.total(lambda kind: kind.query * task.width + 4 * facts.heads) / choice.tensor
-    saved *= task.backward_share * _layers_at_once(task, choice)
+        share = choice.recompute_layers / facts.layers
+        kept = share * tokens * facts.total(lambda kind: kind.query * task.width + 4 * facts.heads) / choice.tensor
+        kept *= task.backward_share * _layers_at_once(task, choice)
+    boundary = tokens * facts.hidden * task.width / choice.tensor
     inputs = _layer_inputs(task, choice, tokens)
-    saved += min(inputs, 2 * boundary) if choice.offload_activations else inputs  # the one in use, one on its way
-    casts = 2 * task.adapted[0] * task.width / choice.tensor / choice.pipeline  # factors in the products' precision
-    return saved + 2 * boundary + casts, one
+    return kept + (min(inputs, 2 * boundary) if choice.offload_activations else inputs)  # in use, and on its way
 
 
 def _layer_inputs(task: Task, choice: Choice, tokens: float) -> float:
@@ -352,12 +451,16 @@ def _layers_at_once(task: Task, choice: Choice) -> float:
     return -(-layers // choice.pipeline) / layers * flying
 
 
-def _optimizer_workspace(task: Task, choice: Choice, largest: float) -> float:
+def _optimizer_workspace(task: Task, choice: Choice) -> float:
+    facts = task.facts
+    linears = [one for kind in facts.kinds for one in kind.linears]
+    matrix = max(one.inputs * one.outputs for one in linears)
     if task.has_adapters:
-        largest = min(largest, task.trained)
+        matrix = task.lora.rank * max(max(one.inputs, one.outputs) for one in linears)
+    largest = (matrix if task.has_adapters else max(facts.embedding, matrix)) / choice.tensor
     if task.optimizer == "adafactor":
         return 3 * 4 * largest
-    if task.optimizer == "muon":  # a matrix and its products, in fp32 and bf16
-        return 4 * 4 * largest
+    if task.optimizer == "muon":  # a matrix and its products, in fp32 and bf16; embedding and head are AdamW's
+        return 4 * 4 * matrix / choice.tensor
     is_fused = task.optimizer == "lion" or choice.optimizer_states != "fp32"
     return 8 * 4 * largest if is_fused and task.device == "cpu" else 0.0  # a GPU does it in one pass

@@ -15,7 +15,8 @@ from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.plan import Sharding, Time
 
 HALF_RATE_TOKENS = 0.6e-12
-"""Products over this many tokens (for each operation a second of the device) run at half their rate: 430 on an H200."""
+"""Products over this many tokens, for each operation a second of the device in half precision, run at half their rate:
+430 on an H200."""
 HALF_RATE_TOKENS_CPU = 60
 HALF_RATE_WIDTH = 0.2e-12
 """The same for the narrower side of the matrix: 140 on an H200, a tenth of that on small GPUs."""
@@ -28,6 +29,9 @@ ATTENTION = {  # share of the half-precision rate, and document length at which 
     ("sdpa", "new"): (0.55, 1080),
     ("sdpa", "old"): (0.5, 700),
 }
+ATTENTION_HEAD = 128
+"""The size of heads it was measured with; smaller ones leave the kernels less to do for each value they fetch, taken as
+the square root."""
 ATTENTION_BACKWARD = 2.5 / 0.85
 """Backward against forward: 2.5 times the operations, at 0.85 of the rate."""
 ELEMENTWISE = {
@@ -38,19 +42,35 @@ ELEMENTWISE = {
 not. Norms in transformers' own code go over their input a dozen times each way, half of that in fp32."""
 FORWARD_ELEMENTWISE = 0.4
 """The forward pass's part of them."""
-ADAPTER_PASSES = 4.5
+ADAPTER_PASSES = 4.0
 """Over inputs and outputs of adapted linears (a probe on an H200 spent 95 of 755 ms there)."""
-FP8_PASSES = 3.0
-"""Over inputs and outputs of products, to scale and convert them."""
+ADAPTER_RATE = 0.25
+"""Share of the half-precision rate that products as narrow as an adapter's reach."""
+FP8_PASSES = {"adapters": 3.0, "full": 5.5}
+"""Over inputs and outputs of products, to scale and convert them; where weights are trained also transposed."""
 UNFUSED_ATTENTION = (44, 48)
 """Bytes passed over for each score in the forward and the backward pass, where no kernel keeps scores on the chip: 33
 and 36 by the operators of transformers' own code, which reach three quarters of the memory's speed."""
+HOST_LAYER = {
+    ("full", "plain"): 4.5e-3,
+    ("full", "fp8"): 11.5e-3,
+    ("adapters", "plain"): 6.5e-3,
+    ("adapters", "fp8"): 9.5e-3,
+}
+"""Seconds of the processor for a compiled layer's forward and backward pass: what starting its kernels takes when the
+GPU waits for nothing else. Measured on one machine with an H200; others may be quicker."""
+HOST_NF4 = 1.7e-3
+"""Seconds of it more where weights are made whole first."""
+HOST_AGAIN = {False: 0.8, True: 1.35}
+"""Times as much more where the layer is computed again, without and with its attention kept."""
+HOST_UPDATE = {"muon": 0.35e-3, "adafactor": 0.2e-3}
+"""Seconds of it for each trained matrix, of optimizers that are made of many small operations."""
 LAUNCH = 6e-6
-"""Seconds of the processor to start a kernel."""
+"""Seconds of the processor to start a kernel of eager code."""
 DISPATCH = 10e-6
 """Seconds of an operator on a CPU beside its arithmetic; nothing hides them."""
-KERNELS = {True: (14, 30), False: (60, 130)}
-"""Kernels of a layer, forward and backward, compiled or not."""
+KERNELS = (60, 130)
+"""Kernels of an eager layer, forward and backward."""
 STEP = 2e-3
 """Seconds of a step outside of everything: batch, clipping, logging."""
 LINK, NETWORK = 0.75, 0.97
@@ -80,11 +100,7 @@ def step_time(task: Task, choice: Choice) -> Time:
     time["communication"] = _communication(task, choice, rounds, forward.total, backward.total + recomputed)
     time["offload"] = host_update + rounds * _activation_traffic(task, choice, compute)
     time["bubbles"] = _bubbles(choice, rounds, compute)
-    if task.device == "cuda":
-        waiting = max(0.0, LAUNCH * _kernels(task, choice) - compute)
-    else:
-        waiting = DISPATCH * _kernels(task, choice)
-    time["host"] = rounds * waiting + STEP
+    time["host"] = rounds * _waiting(task, choice, compute) + _host_update(task) + STEP
     return Time(**time)
 
 
@@ -120,7 +136,7 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     attention = _attention(task, choice) * tokens / split
     elementwise = _elementwise_bytes(task, choice) * tokens / split / rates.bandwidth
     adapter = task.adapted[1] * ADAPTER_PASSES * task.width * tokens / split / rates.bandwidth
-    adapter += 6 * task.adapted[0] * tokens / split / (0.5 * product_rate)
+    adapter += 6 * task.adapted[0] * tokens / split / (ADAPTER_RATE * (rates.fp32 if task.width == 4 else rates.half))
     adapter *= 1 if choice.is_compiled else 1.5
     quantization = _quantization(task, choice, tokens) / split
     head = 2 * facts.embedding * tokens / choice.tensor / (rates.fp32 if task.width == 4 else rates.half)
@@ -176,7 +192,8 @@ def _product_rate(task: Task, choice: Choice, tokens: float) -> float:
     experts = max(linear.count / linear.active for kind in task.facts.kinds for linear in kind.linears)
     if experts > 1:
         rows /= experts  # an expert sees its part of the tokens only
-    return best * rows / (rows + HALF_RATE_TOKENS * best) * narrow / (narrow + HALF_RATE_WIDTH * best)
+    scale = rates.fp32 if task.width == 4 else rates.half
+    return best * rows / (rows + HALF_RATE_TOKENS * scale) * narrow / (narrow + HALF_RATE_WIDTH * scale)
 
 
 def _attention(task: Task, choice: Choice) -> float:
@@ -190,6 +207,7 @@ def _attention(task: Task, choice: Choice) -> float:
     length = task.document_length
     best = rates.half if task.width == 2 else rates.fp32
     if facts.has_fused_attention:
+        share *= min(1.0, facts.head_dim / ATTENTION_HEAD) ** 0.5
         return flops / (best * share * length / (length + half_length))
     seconds = 2 * flops / (0.4 * best)  # also what lies in the future is computed
     if scores := facts.total(lambda kind: facts.heads * min(length, kind.window or length)):
@@ -226,18 +244,31 @@ def _quantization(task: Task, choice: Choice, tokens: float) -> float:
         seconds += (PACK + UNPACK) / parts * task.trained / task.rates.bandwidth
     if choice.products == "fp8":
         widths = task.facts.total(lambda kind: kind.widths)
-        seconds += FP8_PASSES * task.width * widths * tokens / task.rates.bandwidth
+        passes = FP8_PASSES["adapters" if task.has_adapters else "full"]
+        seconds += passes * task.width * widths * tokens / task.rates.bandwidth
         if not task.has_adapters:
             seconds += 6 * task.facts.matrices / task.rates.bandwidth
     return seconds
 
 
-def _kernels(task: Task, choice: Choice) -> float:
-    """Kernels that one micro-batch starts."""
-    forward, backward = KERNELS[choice.is_compiled]
-    again = forward * choice.recompute_layers / task.facts.layers
-    adapter = 0 if choice.is_compiled or not task.has_adapters else 70
-    return task.facts.layers / choice.pipeline * (forward + backward + again + adapter)
+def _waiting(task: Task, choice: Choice, compute: float) -> float:
+    """Seconds of a micro-batch in which the device waits for the processor."""
+    share = choice.recompute_layers / task.facts.layers
+    layers = task.facts.layers / choice.pipeline
+    if task.device == "cuda" and choice.is_compiled:
+        kind = "adapters" if task.has_adapters else "full"
+        layer = HOST_LAYER[kind, choice.products] + (HOST_NF4 if choice.storage == "nf4" else 0.0)
+        return max(0.0, layers * layer * (1 + share * HOST_AGAIN[choice.keep_attention]) - compute)
+    kernels = layers * (KERNELS[0] * (1 + share) + KERNELS[1] + (70 if task.has_adapters else 0))
+    return max(0.0, LAUNCH * kernels - compute) if task.device == "cuda" else DISPATCH * kernels
+
+
+def _host_update(task: Task) -> float:
+    matrices = sum(
+        count * sum(linear.is_adaptable for linear in kind.linears) * (2 if task.has_adapters else 1)
+        for kind, count in task.facts.counts
+    )
+    return HOST_UPDATE.get(task.optimizer, 0.0) * matrices if task.device == "cuda" else 0.0
 
 
 # the rest

@@ -1,0 +1,102 @@
+"""What the planner's benchmark measured, kept in one file, and held against what the present model predicts for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planner import Configuration, machine, peak, settle
+from results import write_result
+
+from tunesmith.plan import memory, speed
+from tunesmith.plan.plan import Moment
+from tunesmith.plan.search import MARGIN
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def collect(files: list[Path]) -> Path:
+    """Write what was measured into benchmarks/results; where something was measured again, the later counts."""
+    rows = [row for file in files for row in read_rows(file)]
+    about = next(row["document"] for row in rows if "document" in row)
+    kept: dict[tuple[str, int | None], dict[str, Any]] = {}
+    for row in rows:
+        row.pop("document", None)
+        if "failed" in row and (row["failed"] != "out of memory" or row["limit_bytes"] is None):
+            print(f"left out: {row['name']}: {row['failed']}", file=sys.stderr)
+            continue
+        if row.get("timed") and not is_steady(row["timed"]):
+            print(f"its time is left out: {row['name']}: {row['timed']}", file=sys.stderr)
+            row = {name: value for name, value in row.items() if name not in ("timed", "step_seconds")}
+        kept[row["name"], row["limit_bytes"]] = row
+    return write_result("planner", about["what"], {"rows": list(kept.values())}, about)
+
+
+def is_steady(times: list[float]) -> bool:
+    """Whether the last two steps took about as long, and not much less than the longest."""
+    return len(times) > 1 and abs(times[-1] / times[-2] - 1) < 0.1 and times[-1] > 0.5 * max(times)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A recorded measurement beside what the present model predicts for it."""
+
+    name: str
+    predicted: Moment
+    """The peak, loading included."""
+    predicted_step: Moment
+    """The peak of a step, which is what was measured."""
+    predicted_speed: float
+    measured_bytes: int | None
+    """Allocated at the peak of a step; None where it ran out of memory."""
+    measured_speed: float | None
+    """Tokens a second; None where a limit was tried instead, or the time was not steady."""
+    limit: int | None
+    """Memory of the GPU, the driver's part included, where it was limited."""
+
+    @property
+    def memory_error(self) -> float | None:
+        return self.predicted_step.memory.allocated / self.measured_bytes - 1 if self.measured_bytes else None
+
+    @property
+    def speed_error(self) -> float | None:
+        return self.predicted_speed / self.measured_speed - 1 if self.measured_speed else None
+
+    @property
+    def is_said_to_fit(self) -> bool:
+        assert self.limit
+        return self.predicted.memory.total <= (1 - MARGIN["known"]) * self.limit
+
+    @property
+    def does_fit(self) -> bool:
+        return self.measured_bytes is not None
+
+
+def compare(rows: list[dict[str, Any]], device: str = "cuda") -> list[Compared]:
+    """All rows but those marked `stale`, with the reason: measured before something changed that they depend on."""
+    hardware = machine(device)
+    found = []
+    for row in rows:
+        if "stale" in row:
+            continue
+        task, choice = settle(Configuration(**row["configuration"]), hardware, device, row.get("document_length"))
+        moment = peak(task, choice)
+        tokens, seconds = row.get("tokens", task.step_tokens), row.get("step_seconds")
+        context = row.get("context_bytes") or moment.memory.context
+        found.append(
+            Compared(
+                name=row["name"],
+                predicted=moment,
+                predicted_step=memory.peak([one for one in memory.timeline(task, choice) if one.name != "loading"]),
+                predicted_speed=tokens / speed.step_time(task, choice).total,
+                measured_bytes=row.get("peak_bytes"),
+                measured_speed=tokens / seconds if seconds else None,
+                limit=row["limit_bytes"] and row["limit_bytes"] + context,
+            )
+        )
+    return found
