@@ -228,7 +228,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         tensors = {}
         for name, part in loaded.items():
             weight = spread.get(_weight_of(name))
-            is_spread = weight is not None and part.total == weight.shape[0] and part.tensor.ndim == weight.ndim
+            is_spread = weight is not None and part.total == weight.shape[0] and part.tensor.ndim > 0
             tensors[name] = from_rows(part.tensor, weight) if is_spread else part.tensor
         optimizer.restore(tensors)
         return state

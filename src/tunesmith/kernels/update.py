@@ -18,6 +18,7 @@ Legend: R rows, C columns, K blocks of a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import MutableMapping
 from typing import Literal
 
@@ -42,7 +43,7 @@ def new_state(
     if kind in ("fp32", "bf16"):
         dtype = torch.float32 if kind == "fp32" else torch.bfloat16
         return {name: torch.zeros(weight.shape, dtype=dtype, device=device) for name in names}
-    rows, columns = weight.shape[0], weight[0].numel()
+    rows, columns = weight.shape[0], math.prod(weight.shape[1:])
     state = {}
     for name in names:
         width = columns // 2 if kind == "int4" else columns
@@ -55,7 +56,7 @@ def format_of(weight: torch.Tensor, states: States) -> States:
     """How the states of `weight` are really held: in blocks only where its rows have one."""
     if states not in BLOCK:
         return states
-    columns = weight[0].numel() if weight.ndim >= 2 else 0
+    columns = math.prod(weight.shape[1:]) if weight.ndim >= 2 else 0
     return states if columns >= BLOCK[states] and columns % 2 == 0 else "fp32"
 
 

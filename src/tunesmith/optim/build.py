@@ -181,9 +181,7 @@ class Optimizer:
                 part = self.owner[weight]
                 if isinstance(part, Fused):
                     if values:
-                        part.state[weight].update(part.make_state(weight))
-                    for key, value in values.items():
-                        part.state[weight][key].copy_(value)
+                        part.set_state(weight, values)
                     continue
                 for key, value in values.items():
                     on_host = key == "step" and not part.defaults.get("fused")

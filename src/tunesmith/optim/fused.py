@@ -2,7 +2,8 @@
 
 Trained weights in bf16 are rounded at random (the mean is exact), drawn from (seed, step, parameter), so that a step is
 a function of what stood before it and a resumed run goes on bit for bit. States and masters may live in host memory
-(`optim.offload`), and a parameter may be updated as soon as its gradient is there.
+(`optim.offload`), and a parameter may be updated as soon as its gradient is there. Of a weight that lies over several
+ranks each updates its rows; the blocks of states lie within rows, so these are the numbers one rank would have.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tunesmith.kernels.update import Algorithm, States, new_state, update_
 from tunesmith.optim.offload import PIECE, Offload, pin, visit_bytes
@@ -74,9 +77,11 @@ class Fused(torch.optim.Optimizer):
             "factor": self.factor,
         }
         assert model.grad is not None
-        gradient, copy = model.grad, model.detach() if model is not weight else None
+        gradient, copy = _local(model.grad), model.detach() if model is not weight else None
         if not self.is_offloaded:
-            update_(weight.detach(), gradient, state, copy=copy, **options)
+            here = {name: _local(value) for name, value in state.items()}
+            if gradient.numel():
+                update_(_local(weight.detach()), gradient, here, copy=copy, start=_start(weight), **options)
             return
         if self.offload is None:
             self.offload = Offload(model.device, max(map(visit_bytes, self._visits())))
@@ -100,10 +105,17 @@ class Fused(torch.optim.Optimizer):
     def make_state(self, weight: nn.Parameter) -> dict[str, torch.Tensor]:
         """The state before the first step, where it will live."""
         device = torch.device("cpu") if self.is_offloaded else weight.device
-        state = new_state(weight, self.algorithm, self.states, device=device)
+        state = new_state(_local(weight.detach()), self.algorithm, self.states, device=device)
         if self.is_offloaded:
             state = {name: pin(value) for name, value in state.items()}
-        return {"step": torch.zeros(()), **state}
+        return {"step": torch.zeros(()), **{name: _spread(value, weight) for name, value in state.items()}}
+
+    def set_state(self, weight: nn.Parameter, values: Mapping[str, torch.Tensor]) -> None:
+        """Values read from a checkpoint, spread as the weight is where it is."""
+        state = self.make_state(weight)
+        for name, value in values.items():
+            _local(state[name]).copy_(_local(value))
+        self.state[weight].update(state)
 
     def fits(self, weight: nn.Parameter, values: Mapping[str, torch.Tensor]) -> bool:
         """Whether these values, read from a checkpoint, are a state of this weight."""
@@ -133,6 +145,28 @@ class Fused(torch.optim.Optimizer):
         for weight in self.numbers:
             state = new_state(weight, self.algorithm, self.states, device=torch.device("meta"))
             yield next(self._pieces(weight, state))[1]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _start(weight: torch.Tensor) -> int:
+    """The first element of this rank's rows."""
+    if not isinstance(weight, DTensor):
+        return 0
+    _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    return offset[0] * (weight.numel() // weight.shape[0])
+
+
+def _spread(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The rows of a state as the part of a whole that they are, where the weight's are."""
+    if not isinstance(weight, DTensor):
+        return value
+    shape = torch.Size((weight.shape[0], *value.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(value, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _draw(seed: int, step: int, number: int) -> int:

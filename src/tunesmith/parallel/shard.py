@@ -153,9 +153,10 @@ def rows_of(tensor: DTensor) -> tuple[int, int]:
 
 
 def from_rows(rows: torch.Tensor, weight: DTensor) -> DTensor:
-    """A tensor of the weight's shape and place, of which this rank has its rows."""
+    """A tensor with the weight's rows and place, of which this rank has its own."""
     local = rows.to(weight.device)
-    shape, stride = weight.shape, weight.stride()
+    shape = torch.Size((weight.shape[0], *rows.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride)
 
 

@@ -28,8 +28,8 @@ EXECUTABLE: dict[str, frozenset[object]] = {
 }
 """What `tunesmith train` of this version can do; the planner chooses nothing else for this machine."""
 
-SHARDED_OPTIMIZERS = ("adamw", "sgd")
-"""Those that update each value by itself, with states of the weights' shape: any part of them can be another rank's."""
+SHARDED_OPTIMIZERS = ("adamw", "lion", "sgd")
+"""Those that update each value by itself, with states in rows as the weights' are: any rows can be another rank's."""
 
 WORDS = {
     "method": "method: {}",
@@ -188,12 +188,10 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
     if choice.storage != "plain" and any(linear.count > 1 for kind in task.facts.kinds for linear in kind.linears):
         missing.append("experts in 4 or 8 bits")
     if choice.sharding != "none":
-        is_own = task.optimizer not in SHARDED_OPTIMIZERS or choice.optimizer_states != "fp32"
-        if is_own or choice.offload_optimizer or (task.has_masters and not choice.master_weights):
-            missing.append(
-                "smaller or offloaded optimizer states, weights without masters, or an optimizer other than "
-                f"{' and '.join(SHARDED_OPTIMIZERS)} over several ranks"
-            )
+        if task.optimizer not in SHARDED_OPTIMIZERS:
+            missing.append(f"an optimizer other than {', '.join(SHARDED_OPTIMIZERS)} over several ranks")
+        if choice.offload_optimizer or (task.has_masters and not choice.master_weights):
+            missing.append("offloaded optimizer states or weights without masters over several ranks")
     if choice.ranks > 1 and choice.storage == "int8":
         missing.append("weights in int8 over several ranks")
     if choice.is_lossy and choice.ranks > choice.data_ranks:

@@ -1,0 +1,54 @@
+"""States in few bits over several ranks: each has the codes of its rows, and they are those of one rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tiny import SETTINGS, write_data
+from tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.distributed
+STEPS, STOP = 6, 3
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> Path:
+    """A model whose down projections have rows of a block."""
+    folder = tmp_path_factory.mktemp("settings")
+    model = make_tiny_model(folder / "model", intermediate_size=256, initializer_range=0.05)
+    write_data(folder / "train.jsonl", 60)
+    content = {
+        **SETTINGS,
+        "model": str(model),
+        "method": "full",
+        "data": [{"path": str(folder / "train.jsonl")}],
+        "eval": [],
+        "learning_rate": 1e-3,
+        "steps": STEPS,
+        "save_every": 1000,
+    }
+    (folder / "run.yaml").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(("optimizer", "after"), [("adamw_8bit", 1), ("lion", 2)])
+def test_begun_on_two_ranks_and_ended_on_others_a_run_is_that_of_one(world, settings, tmp_path, optimizer, after):
+    def train(until: int, ranks: int, output: str) -> list[float]:
+        way = {"mesh": {"shard": 2}, "sharding": "zero3"} if ranks == 2 else {"mesh": {}, "sharding": "none"}
+        options = {"folder": str(settings), "output": str(tmp_path / output), "optimizer": optimizer, **way}
+        return world(ranks)("parallel.on_ranks:train_for", until=until, **options)[0]["losses"]
+
+    expected = train(STEPS, 1, "whole")
+    found = train(STOP, 2, "run")
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    codes = [load_file(file) for file in sorted(checkpoint.glob("rank-*"))]
+    name = "optimizer/exp_avg/model.layers.0.mlp.down_proj.weight"
+    assert [one[name].shape for one in codes] == [(16, 256), (16, 256)]
+    assert str(codes[0][name].dtype) == ("torch.uint8" if optimizer == "adamw_8bit" else "torch.float32")
+    found += train(STEPS, after, "run")
+    assert found == pytest.approx(expected, rel=1e-3 if optimizer == "lion" else 1e-4)
+    assert found[-1] < found[0]
