@@ -44,6 +44,30 @@ def test_one_gpu_is_near_what_was_measured(model, hardware, method, length, micr
 
 
 @pytest.mark.parametrize(
+    ("model", "method", "length", "micro_batch", "changes", "measured"),
+    [
+        ("Llama-3.1-8B", "lora", 4096, 4, {"products": "fp8"}, 22_940),
+        ("Llama-3.1-8B", "lora", 4096, 4, {}, 16_258),
+        ("Llama-3.1-8B", "lora", 4096, 4, {"products": "fp8", "recompute_layers": 32}, 16_599),
+        ("Llama-3.1-8B", "qlora", 2048, 4, {"products": "fp8", "storage": "nf4"}, 21_886),
+        (
+            "Llama-2-7B",
+            "full",
+            1024,
+            16,
+            {"products": "fp8", "optimizer_states": "bf16", "master_weights": False},
+            20_915,
+        ),
+    ],
+)
+def test_our_own_workloads_are_near_what_was_measured(model, method, length, micro_batch, changes, measured):
+    """One H200, benchmarks/results/gpu_speed.json."""
+    given = task(model, "H200", method, length, micro_batch)
+    choice = replace(COMPILED, attention="flash-attn-4", micro_batch=micro_batch, **changes)
+    assert tokens_per_second(given, choice) == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
     ("choice", "published"),
     [
         (EAGER, 5_762),
