@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import weakref
@@ -130,10 +131,14 @@ def test_kept_attention_is_computed_once(monkeypatch):
         assert len(calls) == expected
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_recomputed_layer_keeps_its_input_alone(is_compiled, quickly_compiled):
-    plan = plan_for(WORKLOAD, device="cpu", products="plain", recompute_layers=2, compiled=is_compiled)
-    step = build(WORKLOAD, plan.changed(attention="flash-attn-4"))
+@pytest.mark.parametrize(
+    ("is_compiled", "method", "products"),
+    [(False, "lora", "plain"), (True, "lora", "plain"), (True, "lora", "fp8"), (True, "qlora", "plain")],
+)
+def test_a_recomputed_layer_keeps_its_input_alone(is_compiled, method, products, quickly_compiled):
+    workload = dataclasses.replace(WORKLOAD, method=method)
+    plan = plan_for(workload, device="cpu", products=products, recompute_layers=2, compiled=is_compiled)
+    step = build(workload, plan.changed(attention="flash-attn-4"))
     inputs = to_device(batches(WORKLOAD, 1)[0].micro_batches[0], step.device, step.shape)
     weights = {tensor.data_ptr() for tensor in (*step.model.parameters(), *step.model.buffers())}
     rotary = {16}  # cosines and sines are the same for all layers
