@@ -187,6 +187,11 @@ def test_kernels_on_a_gpu_count_for_the_region_that_started_them():
     assert found.kernels[0].name == "nvjet_tst_256x128"
 
 
+def test_copies_to_the_host_do_not_make_a_gpu_look_busy():
+    copy = {"cat": "gpu_memcpy", "ph": "X", "name": "Memcpy DtoH (Device -> Pinned)", "ts": 1000, "dur": 100}
+    assert analyse([*GPU_TRACE, copy], on_gpu=True, baseline={}).busy == 0.85
+
+
 def test_memory_on_a_gpu_is_named_by_where_blocks_are_made_and_freed():
     found = analyse(GPU_TRACE, on_gpu=True, baseline={"weights": 1000, "other": 10}).memory
     assert found.peak_bytes == 1510

@@ -30,6 +30,14 @@ def test_fp8_is_not_offered_where_there_is_none():
     assert "precision: fp8" not in by_name(search(run(), EIGHT, named("A100-80G")))
 
 
+def test_layer_inputs_in_host_memory_are_offered_and_need_less():
+    found = search(run(sequence_length=8192, batch_tokens=16384), EIGHT, named("RTX 4090"))
+    assert not found.plan.offload_activations
+    row = by_name(found)["layer inputs in host memory"]
+    assert row.bytes < found.plan.memory.total
+    assert "less" in row.remark
+
+
 def test_alternatives_cost_what_their_own_plan_would_say():
     found = search(run(), EIGHT, named("H200"))
     row = by_name(found)["recompute all layers"]

@@ -260,7 +260,8 @@ def analyse(events: list[Event], *, on_gpu: bool, baseline: dict[str, int]) -> A
             if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and start <= event["ts"] < end
         ]
         times = [(event["name"], event["dur"]) for event in kernels]
-        busy = _union([_span(event) for event in kernels]) / (end - start)
+        # Copies to and from the host run beside what is computed, and are no work of the GPU's own.
+        busy = _union([_span(event) for event in kernels if event["cat"] != "gpu_memcpy"]) / (end - start)
         device = _by_region(events, kernels, regions)
     else:
         operators = [

@@ -67,7 +67,11 @@ def _variants(found: Search) -> Iterator[tuple[str, Choice, str]]:
     if choice.recompute_layers < layers:
         yield "recompute all layers", dataclasses.replace(choice, recompute_layers=layers), ""
     if choice.recompute_layers:
-        yield "recompute nothing", dataclasses.replace(choice, recompute_layers=0), ""
+        nothing = {"recompute_layers": 0, "keep_attention": False, "offload_activations": False}
+        yield "recompute nothing", dataclasses.replace(choice, **nothing), ""
+    if task.device == "cuda" and not choice.offload_activations:
+        sent = dataclasses.replace(choice, recompute_layers=layers, offload_activations=True)
+        yield "layer inputs in host memory", sent, "all layers are recomputed"
     if choice.micro_batch > 1:
         half = dataclasses.replace(choice, micro_batch=choice.micro_batch // 2)
         yield f"micro-batch {half.micro_batch}", half, ""
