@@ -29,7 +29,8 @@ from tunesmith.model.fp8 import use_fp8_products
 from tunesmith.model.fuse import fuse
 from tunesmith.model.save import remove_leftovers, write_adapter, write_model
 from tunesmith.optim.build import build
-from tunesmith.parallel.apply import apply
+from tunesmith.parallel.apply import apply, wrap_layers
+from tunesmith.parallel.fill import load_in_parts
 from tunesmith.parallel.mesh import check_ranks
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.parallel.shard import Sharded, from_rows, gathered, own_parts, rows_of, whole
@@ -162,14 +163,23 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         device = torch.device("cuda", ranks.place.local_rank)
     make_reproducible(plan)
     attention.register(plan.attention)
-    # Over several ranks weights are sharded first and quantized then.
-    in_fp8 = plan.products == "fp8" and run.has_adapters and ranks.count == 1
-    model = load.load_model(run, dtype=plan.precision, device=str(device), storage=plan.storage, fp8=in_fp8)
+    in_parts = load_in_parts(run, plan, device)
+    if in_parts is not None:
+        model, called = in_parts
+    else:
+        # Over several ranks weights are sharded first and quantized then.
+        in_fp8 = plan.products == "fp8" and run.has_adapters and ranks.count == 1
+        model = load.load_model(run, dtype=plan.precision, device=str(device), storage=plan.storage, fp8=in_fp8)
+        called = None
     model.config.use_cache = False
-    calling, note = settle(model, vocabulary=load.vocabulary_size(model.config))
+    calling, note = settle(model, vocabulary=load.vocabulary_size(model.config), entrance=called)
     if calling.layout == "padded":  # rows change their shape with every step: nothing to compile once
         plan = plan.model_copy(update={"is_compiled": False})
-    called = make_trainable(model, run, plan)
+    if called is None:
+        called = make_trainable(model, run, plan)
+    else:
+        called.free_whole_weights()
+        wrap_layers(model, plan)
     optimizer = build(model, run, plan)
     loader = Loader(
         setting.data.train,

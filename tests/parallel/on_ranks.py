@@ -149,3 +149,33 @@ def _stop_after(step: int, observe: Any):
             os.kill(os.getpid(), signal.SIGTERM)
 
     return watch
+
+
+def most_that_was_whole(ranks: Ranks, **job: Any) -> dict[str, float]:
+    """While a model is loaded: the most bytes of it that this rank held, against all its bytes, and a layer's."""
+    from torch.distributed.tensor import DTensor
+
+    from tunesmith.model import load, quantized
+    from tunesmith.parallel.apply import decoder_layers
+
+    held: list[int] = []
+    real, whole = quantized.fill_part, load.load_model
+
+    def watched(model, *arguments, **options):
+        real(model, *arguments, **options)
+        tensors = [*model.parameters(), *model.buffers()]
+        local = [one.to_local() if isinstance(one, DTensor) else one for one in tensors if not one.is_meta]
+        held.append(sum(one.nbytes for one in local))
+
+    def refused(*_, **__):
+        raise AssertionError("the model was loaded whole")
+
+    quantized.fill_part, load.load_model = watched, refused
+    try:
+        made_job = job_of(ranks, **job)
+    finally:
+        quantized.fill_part, load.load_model = real, whole
+    model = made_job.model.model
+    layer = sum(one.numel() * one.element_size() for one in decoder_layers(model)[0].parameters())
+    everything = sum(one.numel() * one.element_size() for one in model.parameters())
+    return {"most": max(held), "layer": layer, "all": everything, "parts": len(held)}

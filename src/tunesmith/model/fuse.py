@@ -22,13 +22,14 @@ SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Sibling linears that models call one after the other with the same input, in this order."""
 
 
-def fuse(model: nn.Module, *, fp8: bool, whole_mlps: bool = False) -> int:
+def fuse(model: nn.Module, *, fp8: bool, whole_mlps: bool = False, dtype: torch.dtype | None = None) -> int:
     """Group the model's adapters; returns the number of groups. Dropout, DoRA and bases in int8 are left alone.
 
-    `whole_mlps` makes one operation of each gated MLP (needs a GPU).
+    `whole_mlps` makes one operation of each gated MLP (needs a GPU). `dtype` is that of activations: the embedding's,
+    where `model` is a whole one.
     """
     groups = 0
-    dtype = model.get_input_embeddings().weight.dtype
+    dtype = dtype or model.get_input_embeddings().weight.dtype
     if whole_mlps:
         for parent in _parents(model):
             for name, child in list(parent.named_children()):

@@ -82,31 +82,43 @@ def load_model(
     are quantized on the way; with `fp8`, those that the run's adapters take over for fp8 products.
     """
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
     from tunesmith.model import quantized
 
-    config = load_config(run)
-    source = locate(run.model)
-    options = {"attn_implementation": attention, "trust_remote_code": run.trust_remote_code}
     form = {"dtype": getattr(torch, DTYPES[dtype]), "device": torch.device(device), "storage": storage}
+    model, folder = load_empty(run, dtype=dtype, attention=attention)
     with _reading(run, "weights"), quiet():
-        folder = _weights_folder(source)
-        model = quantized.build_empty(
-            lambda: AutoModelForCausalLM.from_config(config, dtype=form["dtype"], **options)
-        ).eval()
         in_fp8 = _taken_in_fp8(model, run) if fp8 and storage == "plain" else ()
         if quantized.fill(model, folder, fp8=in_fp8, **form):
-            if (folder / "generation_config.json").exists():
-                model.generation_config = GenerationConfig.from_pretrained(folder)
             return model
         # Files of another layout are translated by transformers, which reads them whole, in host memory.
+        options = {"attn_implementation": attention, "trust_remote_code": run.trust_remote_code}
         options |= {"use_safetensors": True, "local_files_only": True}
         if storage == "plain":
             return AutoModelForCausalLM.from_pretrained(folder, dtype=form["dtype"], **options).to(device).eval()
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options)
         quantized.quantize_linears(model, **form)
     return model.eval()
+
+
+def load_empty(run: Run, *, dtype: str, attention: str = "sdpa") -> tuple[PreTrainedModel, Path]:
+    """The model to be filled from its files, without weights but for those it computes itself; and their folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    from tunesmith.model import quantized
+
+    config = load_config(run)
+    options = {"attn_implementation": attention, "trust_remote_code": run.trust_remote_code}
+    with _reading(run, "weights"), quiet():
+        folder = _weights_folder(locate(run.model))
+        model = quantized.build_empty(
+            lambda: AutoModelForCausalLM.from_config(config, dtype=getattr(torch, DTYPES[dtype]), **options)
+        ).eval()
+        if (folder / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model, folder
 
 
 def _taken_in_fp8(model: PreTrainedModel, run: Run) -> set[str]:

@@ -117,14 +117,19 @@ class LoraLinear(nn.Module):
 def attach(model: nn.Module, settings: Lora, *, seed: int) -> list[str]:
     """Freeze the model and put adapters on the linears that `settings` names; returns their names."""
     targets = find_targets(model, settings)
+    model.requires_grad_(False)
+    put_on(model, targets, settings, seed=seed)
+    return targets
+
+
+def put_on(model: nn.Module, targets: Iterable[str], settings: Lora, *, seed: int) -> None:
+    """Put adapters on these linears, which are there already."""
     alpha = settings.alpha if settings.alpha is not None else 2.0 * settings.rank
     scale = alpha / (math.sqrt(settings.rank) if settings.rank_stabilised else settings.rank)
-    model.requires_grad_(False)
     for name in targets:
         adapter = LoraLinear(model.get_submodule(name), settings.rank, scale, settings.dropout, dora=settings.dora)
         adapter.reset(_generator(seed, name))
         _replace(model, name, adapter)
-    return targets
 
 
 def find_targets(model: nn.Module, settings: Lora) -> list[str]:

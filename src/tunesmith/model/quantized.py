@@ -137,10 +137,40 @@ def fill(
     False when the files hold their tensors in other ways than the model, which transformers would translate; the
     model is of no use then.
     """
-    linears = linears_of_layers(model) if storage != "plain" else {}
+    files = files_of(model, folder)
+    if files is None:
+        return False
+    fill_part(model, files, dtype=dtype, device=device, storage=storage, fp8=fp8)
+    model.tie_weights()
+    if not _is_filled(model, set(files)):
+        return False
+    model.to(device)
+    return True
+
+
+def files_of(model: nn.Module, folder: Path) -> dict[str, Path] | None:
+    """The file of each tensor of a model built by `build_empty`, in the order they are to be read.
+
+    None when the files hold their tensors in other ways than the model, which transformers would translate.
+    """
     files = _files(folder)
     if not files or not files.keys() <= model.state_dict().keys() or _has_fp32_parts(model):
-        return False
+        return None
+    return files
+
+
+@torch.no_grad()
+def fill_part(
+    model: nn.Module,
+    files: dict[str, Path],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    storage: Storage,
+    fp8: Collection[str] = (),
+) -> None:
+    """Read these tensors into the model, as `fill` does with all."""
+    linears = linears_of_layers(model) if storage != "plain" else {}
     for name, tensor in _tensors(files, pin=device.type == "cuda"):
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -161,11 +191,6 @@ def fill(
                 module._parameters[leaf] = nn.Parameter(value)
             else:
                 module._buffers[leaf] = value
-    model.tie_weights()
-    if not _is_filled(model, set(files)):
-        return False
-    model.to(device)
-    return True
 
 
 @torch.no_grad()

@@ -6,6 +6,8 @@ shard over ranks
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -13,12 +15,26 @@ from tunesmith.errors import UserError
 from tunesmith.parallel.activation import HostStore, offloaded, recomputed, slice_mlp
 from tunesmith.parallel.compile import compiled
 from tunesmith.parallel.mesh import data_mesh, world_mesh
-from tunesmith.parallel.shard import shard
+from tunesmith.parallel.shard import Sharded, shard
 from tunesmith.plan.plan import Plan
 
 
 def apply(model: nn.Module, plan: Plan, *, has_adapters: bool) -> nn.Module:
     """Returns what is to be called from now on: the model, or what stands before its shards."""
+    wrap_layers(model, plan)
+    return model if plan.sharding == "none" else spread(model, plan, has_adapters=has_adapters)
+
+
+def spread(
+    model: nn.Module, plan: Plan, *, has_adapters: bool, prepare: Callable[[nn.Module], None] = lambda _: None
+) -> Sharded:
+    """Shard over ranks; see `shard` for `prepare`. Layers may be wrapped before or after."""
+    mesh = data_mesh(world_mesh(plan))
+    return shard(model, decoder_layers(model), plan, mesh, has_adapters=has_adapters, prepare=prepare)
+
+
+def wrap_layers(model: nn.Module, plan: Plan) -> None:
+    """All that changes how a layer is computed and not where its weights lie."""
     layers = decoder_layers(model)
     store = HostStore(torch.device(plan.device)) if plan.offload_activations else None
     for index, layer in enumerate(layers):
@@ -41,9 +57,6 @@ def apply(model: nn.Module, plan: Plan, *, has_adapters: bool) -> nn.Module:
             forward = offloaded(forward, store)
         if forward is not layer.forward:
             layer.forward = forward
-    if plan.sharding == "none":
-        return model
-    return shard(model, layers, plan, data_mesh(world_mesh(plan)), has_adapters=has_adapters)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

@@ -21,7 +21,7 @@ a few percent of the traffic and none of the memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from tunesmith.model.forward import Entrance
 from tunesmith.model.fuse import JointMlp, JointProduct
 from tunesmith.model.load import DTYPES
-from tunesmith.model.quantized import Nf4Linear
+from tunesmith.model.quantized import QuantizedLinear
 from tunesmith.parallel.mesh import nodes
 from tunesmith.parallel.quantized import quantize_collectives
 from tunesmith.parallel.ranks import Ranks
@@ -43,7 +43,7 @@ KEEPS_WHOLE = ("ddp", "zero1", "zero2")
 """Weights stay whole from the forward pass to the end of the step."""
 REDUCES_ONCE = ("ddp", "zero1")
 """Gradients of a step are summed on each rank before they are reduced."""
-HOLDERS = (JointProduct, JointMlp, Nf4Linear)
+HOLDERS = (JointProduct, JointMlp, QuantizedLinear)
 """Modules that hold frozen weights as buffers, which FSDP would leave whole."""
 
 
@@ -72,8 +72,20 @@ class Sharded(Entrance):
                 module.reshard()
 
 
-def shard(model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMesh, *, has_adapters: bool) -> Sharded:
-    """Put the strategy of the plan on a model that is trainable, recomputed and compiled already."""
+def shard(
+    model: nn.Module,
+    layers: list[nn.Module],
+    plan: Plan,
+    mesh: DeviceMesh,
+    *,
+    has_adapters: bool,
+    prepare: Callable[[nn.Module], None] = lambda _: None,
+) -> Sharded:
+    """Put the strategy of the plan on a model that is trainable.
+
+    `prepare` is called with each layer, and last with what is around them, just before it is sharded: where it reads
+    the weights only then, no more than one layer of them is ever whole.
+    """
     sharded = Sharded(model, plan, has_adapters=has_adapters)
     is_replicated = plan.sharding == "ddp"
     frozen = {weight for weight in model.parameters() if not weight.requires_grad} if is_replicated else set()
@@ -85,6 +97,7 @@ def shard(model: nn.Module, layers: list[nn.Module], plan: Plan, mesh: DeviceMes
     is_quantized = "int8" in (plan.gather, plan.reduce)
     groups = nodes(plan) if is_quantized else None
     for unit in (*layers, sharded):
+        prepare(unit)
         if not is_replicated:
             _buffers_to_parameters(unit)
         _in_fp32(unit)
