@@ -55,7 +55,7 @@ HOST_PROCESS = 3 * 2**30
 def timeline(task: Task, choice: Choice) -> list[Moment]:
     """The memory of one rank at each moment of a step that may be its peak."""
     facts, width = task.facts, task.width
-    kind = "adapters" if task.has_adapters else "full"
+    trained = "adapters" if task.has_adapters else "full"
     is_full = not task.has_adapters
     static = _static(task, choice)
     tokens = choice.tokens(task)
@@ -69,16 +69,16 @@ def timeline(task: Task, choice: Choice) -> list[Moment]:
     wide = max(kind.intermediate for kind in facts.kinds) * width * choice.mlp_tokens(task) / spread
     forward = (1 if choice.is_compiled else 2) * wide + hidden
     if choice.is_compiled:
-        backward = WIDE[kind, choice.products] * wide
+        backward = WIDE[trained, choice.products] * wide
     else:
         backward = 3 * wide + 4 * hidden
     backward += 2 * wide if choice.mlp_slice else 0.0  # a slice is computed again first
-    again = WIDE_AGAIN[kind] * wide if choice.is_compiled else 0.0
+    again = WIDE_AGAIN[trained] * wide if choice.is_compiled else 0.0
     again += hidden if choice.offload_activations else 0.0  # the next input is on its way
     is_all_again = choice.recompute_layers == facts.layers
     is_some_again = 0 < choice.recompute_layers < facts.layers
     inputs = _recomputed(task, choice, tokens)
-    ends = ENDS[kind] * hidden / spread
+    ends = ENDS[trained] * hidden / spread
     layer = max(kind.parameters for kind in facts.kinds) / choice.tensor
     late = (0.0 if facts.tied else facts.embedding / spread) + layer if is_full else 0.0
     single = gradients / max(1.0, _held(task, choice)[1])  # bytes of gradient for each parameter
@@ -300,7 +300,7 @@ def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, 
     by layer. Optimizer states do not exist yet."""
     if choice.ranks > 1 or task.device == "cpu":
         return {"optimizer": 0.0}
-    joint = max(_widest_product(kind) for kind in task.facts.kinds)  # adapters that share an input are put together
+    joint = _widest_product(task, choice.storage)  # weights that share an input are put together for their adapters
     if choice.storage != "plain":
         return {"optimizer": 0.0, "quantization": joint * (QUANTIZED[choice.storage] + task.width)}
     whole = max(static["weights"], task.facts.parameters * float(task.width))
@@ -326,17 +326,26 @@ def _last_gradient(task: Task, choice: Choice) -> float:
 
 def _dequantized(task: Task, choice: Choice) -> float:
     """A weight made whole: in half precision, or in fp8 with its transposed copy, which is as much."""
-    if choice.storage == "plain":
-        if choice.products == "fp8" and task.has_adapters and choice.is_compiled:  # the transposed copy alone
-            return max(_widest_product(kind) for kind in task.facts.kinds) / choice.tensor
-        return 0.0
-    return max(_widest_product(kind) for kind in task.facts.kinds) / choice.tensor * task.width
+    widest = _widest_product(task, choice.storage) / choice.tensor
+    if choice.storage != "plain":
+        return widest * task.width
+    is_frozen_fp8 = choice.products == "fp8" and task.has_adapters and choice.is_compiled
+    return widest if is_frozen_fp8 else 0.0  # the transposed copy alone
 
 
-def _widest_product(kind: Layer) -> float:
-    """Weights that are multiplied at once: those of gate and up together, or the largest single ones."""
-    largest = max(linear.count * linear.inputs * linear.outputs for linear in kind.linears)
-    return 2 * largest if kind.mlp_values == 4 else largest
+def _widest_product(task: Task, storage: str) -> float:
+    """Weights that are multiplied at once: those of gate and up together where they are fused, or the largest ones."""
+    is_joint = task.has_adapters and not _is_apart(task, storage)
+    return max(
+        linear.count * linear.inputs * linear.outputs * (2 if is_joint and kind.mlp_values == 4 else 1)
+        for kind in task.facts.kinds
+        for linear in kind.linears
+    )
+
+
+def _is_apart(task: Task, storage: str) -> bool:
+    """Adapters that are not fused with the linears they belong to."""
+    return task.has_adapters and bool(task.lora.dropout or task.lora.dora or storage == "int8")
 
 
 def layer_bytes(
@@ -362,7 +371,7 @@ def layer_bytes(
         if products == "fp8" and is_full:  # what enters the last product of each block, in fp8
             attention += kind.query + kind.intermediate
         # Fused adapters compute the activation again; others keep it, as the gradient of a trained weight does.
-        is_apart = task.has_adapters and (task.lora.dropout or task.lora.dora or storage == "int8")
+        is_apart = _is_apart(task, storage)
         if is_apart or (is_full and products != "fp8"):
             values = 3 if kind.mlp_values == 4 else 2
         if task.has_adapters and not is_apart:  # a joint product: the values keep all three alive
