@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pool import Order, Pool
+from pool import OUT_OF_TIME, Order, Pool
 
 from tunesmith.config.schema import Lora
 from tunesmith.measure.results import document
@@ -386,7 +386,8 @@ def measure_all(
             if found.get("failed") == "out of memory" and limit is None and order.size < budget:
                 pool.add(_order(one, None, min(budget, 2 * order.size), hardware, device))
             row |= {"name": one.name, "configuration": order.payload["configuration"], "limit_bytes": limit, **found}
-            mistakes = 0 if found.get("failed", "out of memory") == "out of memory" else mistakes + 1
+            is_mistake = found.get("failed") not in (None, "out of memory", OUT_OF_TIME)
+            mistakes = mistakes + 1 if is_mistake else 0
             rows.write(json.dumps(row) + "\n")
             rows.flush()
             row = {}

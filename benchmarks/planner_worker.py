@@ -125,6 +125,7 @@ def measure(one: Configuration, device: str, *, cap: int | None = None, turn: Tu
     if turn is not None:
         with turn():
             times = steady(lambda: step.launch(batch, bench.LEARNING_RATE), on_gpu)
+            found["launch_seconds"] = launch_seconds(device)
         found["step_seconds"] = round(statistics.median(times), 6)
         found["timed"] = [round(seconds, 5) for seconds in times]
     return found
@@ -178,6 +179,16 @@ def steady(launch: Callable[[], Callable[[], object]], on_gpu: bool) -> list[flo
     else:
         times = [after - before for before, after in itertools.pairwise(marks)]
     return times[1:]
+
+
+def launch_seconds(device: str, count: int = 1000) -> float:
+    """Of the processor, to start one of many kernels that do nothing: what host-bound steps are made of."""
+    tensor = torch.zeros(1, device=device)
+    tensor.add_(1)
+    began = time.perf_counter()
+    for _ in range(count):
+        tensor.add_(1)
+    return (time.perf_counter() - began) / count
 
 
 def mark(on_gpu: bool) -> Any:

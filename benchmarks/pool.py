@@ -32,6 +32,7 @@ TURN_SECONDS = 30.0
 ORDER_SECONDS = 300.0
 GRACE_SECONDS = 40.0
 """For what is under way when the deadline comes."""
+OUT_OF_TIME = "out of time"
 PATIENCE = 30.0
 """Seconds after which nobody gets memory before the one that has waited the longest."""
 
@@ -61,6 +62,7 @@ class Worker:
     families: set[str] = field(default_factory=set)
     is_stopped: bool = False
     is_leaving: bool = False
+    is_late: bool = False
 
     def send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # its end is told by its output
@@ -113,6 +115,7 @@ class Pool:
                     self.waiting.clear()
                 self._hand_out()
                 for worker in self._too_long():
+                    worker.is_late = True
                     worker.signal(signal.SIGKILL)
                 try:
                     worker, message = self.events.get(timeout=0.5)
@@ -202,7 +205,8 @@ class Pool:
             self.turns = [one for one in self.turns if one is not worker]
             self.timing = None if self.timing is worker else self.timing
             code = worker.process.wait()
-            return (order, {"failed": f"the process ended with {code}"}) if order else None
+            why = OUT_OF_TIME if worker.is_late else f"the process ended with {code}"
+            return (order, {"failed": why}) if order else None
         if message["kind"] == "memory":
             worker.held = 0
             self.needs.append((time.monotonic(), worker))

@@ -72,6 +72,18 @@ def test_a_worker_that_dies_costs_its_own_order_alone(planner, tmp_path):
     assert found == {name: {"name": name} for name in "acd"}
 
 
+def test_what_the_deadline_cuts_off_is_out_of_time_and_nothing_new_is_begun(planner, tmp_path, monkeypatch):
+    pool = importlib.import_module("pool")
+    monkeypatch.setattr(pool, "GRACE_SECONDS", 0.5)
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with (tmp_path / "log").open("w") as log:
+        at_work = pool.Pool(command, workers=1, budget=10, deadline=0.5, log=log)
+        for name in "ab":
+            at_work.add(pool.Order({"name": name}, size=8, first_size=1))
+        found = [(order.payload["name"], result) for order, result in at_work.run()]
+    assert found == [("a", {"failed": "out of time"})]
+
+
 def test_the_page_is_made_from_the_recorded_runs(planner, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     generate = importlib.import_module("generate")
