@@ -24,12 +24,13 @@ from tunesmith.errors import UserError
 from tunesmith.evaluate.loss import HeldOut, held_out_losses, overall
 from tunesmith.infer.open import open_run, placement
 from tunesmith.model import attention, load, lora
-from tunesmith.model.forward import Shape, settle
+from tunesmith.model.forward import Calling, Shape, settle
 from tunesmith.model.fp8 import use_fp8_products
 from tunesmith.model.fuse import fuse
 from tunesmith.model.save import remove_leftovers, write_adapter, write_model
 from tunesmith.optim.build import build
 from tunesmith.parallel.apply import apply, wrap_layers
+from tunesmith.parallel.context import cut_of, multiple_of
 from tunesmith.parallel.fill import load_in_parts
 from tunesmith.parallel.mesh import check_ranks
 from tunesmith.parallel.ranks import Ranks
@@ -175,6 +176,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
     calling, note = settle(model, vocabulary=load.vocabulary_size(model.config), entrance=called)
     if calling.layout == "padded":  # rows change their shape with every step: nothing to compile once
         plan = plan.model_copy(update={"is_compiled": False})
+    _check_layout(model, calling, plan)
     if called is None:
         called = make_trainable(model, run, plan)
     else:
@@ -195,6 +197,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         pin=plan.device == "cuda",
     )
     folder = Path(run.output)
+    cut = cut_of(plan, ranks.rank, micro_batch_shape(plan))
 
     def evaluate(step: int) -> Evaluation:
         began = time.monotonic()
@@ -208,6 +211,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
             shape=micro_batch_shape(plan),
             ranks=ranks,
             share=(plan.mesh.data_rank(ranks.rank), plan.mesh.data_ranks),
+            cut=cut,
         )
         if isinstance(called, Sharded):
             called.free_whole_weights()
@@ -277,6 +281,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         shape=micro_batch_shape(plan),
         warnings=(*setting.data.warnings, *([note] if note else [])),
         ranks=ranks,
+        cut=cut,
     )
 
 
@@ -292,6 +297,16 @@ def _can_run(plan: Plan, run: Run, place: Place, ranks: int | None) -> bool:
     if place.is_started or ranks is not None:
         return plan.mesh.ranks == (place.ranks if place.is_started else ranks)
     return plan.device == "cpu" or torch.cuda.device_count() >= plan.mesh.ranks
+
+
+def _check_layout(model: torch.nn.Module, calling: Calling, plan: Plan) -> None:
+    """Tokens can be shared out where they lie end to end."""
+    axes = [axis for axis in ("tensor", "context") if getattr(plan.mesh, axis) > 1]
+    if axes and calling.layout != "packed":
+        raise UserError(
+            f"{type(model).__name__} does not take packed documents, which {axes[0]} parallelism needs; use a plan "
+            f"with {axes[0]} 1."
+        )
 
 
 def _suits_gpu(plan: Plan, run: Run) -> bool:
@@ -317,7 +332,9 @@ def make_trainable(model: torch.nn.Module, run: Run, plan: Plan) -> torch.nn.Mod
 def micro_batch_shape(plan: Plan) -> Shape | None:
     if not plan.is_compiled:
         return None
-    return Shape(tokens=plan.micro_batch * plan.sequence_length, longest=plan.sequence_length)
+    multiple = multiple_of(plan)
+    tokens = -(-plan.micro_batch * plan.sequence_length // multiple) * multiple
+    return Shape(tokens=tokens, longest=plan.sequence_length)
 
 
 def evaluate_run(

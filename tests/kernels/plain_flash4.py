@@ -18,28 +18,31 @@ def install(monkeypatch) -> None:
     monkeypatch.setattr(attention, "_has_flash4", lambda query, dropout: True)
 
 
-def _forward(q, k, v, *, cu_seqlens_q, softmax_scale, return_lse, **_):
+def _forward(q, k, v, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, return_lse, **_):
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-    for start, end in itertools.pairwise(cu_seqlens_q.tolist()):
-        part = slice(start, end)
-        out[part], lse[:, part] = _attention(q[part], k[part], v[part], softmax_scale)
+    for part, seen in _documents(cu_seqlens_q, cu_seqlens_k):
+        out[part], lse[:, part] = _attention(q[part], k[seen], v[seen], softmax_scale)
     return out, lse
 
 
-def _backward(q, k, v, out, d_out, lse, *, cu_seqlens_q, softmax_scale, deterministic, **_):
+def _backward(q, k, v, out, d_out, lse, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, deterministic, **_):
     found = [torch.empty_like(one) for one in (q, k, v)]
-    for start, end in itertools.pairwise(cu_seqlens_q.tolist()):
-        part = slice(start, end)
-        weights = (_scores(q[part], k[part], softmax_scale) - lse[:, part, None]).exp()
-        d_weights = torch.einsum("qhd,khd->hqk", d_out[part], _for_each_query(v[part], q))
+    for part, seen in _documents(cu_seqlens_q, cu_seqlens_k):
+        weights = (_scores(q[part], k[seen], softmax_scale) - lse[:, part, None]).exp()
+        d_weights = torch.einsum("qhd,khd->hqk", d_out[part], _for_each_query(v[seen], q))
         d_scores = weights * (d_weights - (d_out[part] * out[part]).sum(-1).t()[:, :, None]) * softmax_scale
-        found[0][part] = torch.einsum("hqk,khd->qhd", d_scores, _for_each_query(k[part], q))
+        found[0][part] = torch.einsum("hqk,khd->qhd", d_scores, _for_each_query(k[seen], q))
         for whole, gradient in (
             (found[1], torch.einsum("hqk,qhd->khd", d_scores, q[part])),
             (found[2], torch.einsum("hqk,qhd->khd", weights, d_out[part])),
         ):
-            whole[part] = gradient.unflatten(1, (whole.shape[1], -1)).sum(2)
+            whole[seen] = gradient.unflatten(1, (whole.shape[1], -1)).sum(2)
     return found
+
+
+def _documents(queries, keys):
+    bounds = (itertools.pairwise(one.tolist()) for one in (queries, keys))
+    return [tuple(slice(start, end) for start, end in both) for both in zip(*bounds, strict=True)]
 
 
 def _attention(q, k, v, scale):
@@ -50,7 +53,8 @@ def _attention(q, k, v, scale):
 
 def _scores(q, k, scale):
     scores = torch.einsum("qhd,khd->hqk", q, _for_each_query(k, q)) * scale
-    return scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), float("-inf"))
+    beyond = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + k.shape[0] - q.shape[0])
+    return scores.masked_fill(beyond, float("-inf"))
 
 
 def _for_each_query(keys, q):

@@ -166,8 +166,10 @@ def test_a_machine_with_several_gpus_gets_what_this_version_can_execute():
     assert plan.beyond == ()
     assert (plan.mesh.replicate, plan.sharding) == (2, "ddp")
     one_sequence = make_plan(run(batch_tokens=2048), LLAMA_8B, several)
-    assert (one_sequence.mesh.ranks, one_sequence.beyond) == (1, ())
-    assert "stay idle" in why(one_sequence, "ranks")
+    assert (one_sequence.mesh.ranks, one_sequence.mesh.context, one_sequence.beyond) == (2, 2, ())
+    three = make_plan(run(batch_tokens=2048), LLAMA_8B, machine().changed(gpus=(gpu(80),) * 3, link=300e9))
+    assert (three.mesh.ranks, three.beyond) == (1, ())
+    assert "stay idle" in why(three, "ranks")
 
 
 def test_ranks_on_a_processor_share_its_cores_and_memory():

@@ -91,6 +91,15 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
+class Pieces:
+    """Where the queries of a cut micro-batch lie and, in the row of all tokens, the keys they may see, as int32
+    [2, P+1]: a row for each of its two chunks; a piece is a document, or what of one lies in the chunk."""
+
+    queries: Any
+    keys: Any
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Documents laid end to end; what one forward pass sees. Arrays are CPU torch tensors.
 
@@ -114,6 +123,8 @@ class MicroBatch:
     """int64 [D]: the data set each document came from"""
     origins: tuple[str, ...]
     """[D]: where each document came from, for messages to people"""
+    pieces: Pieces | None = None
+    """Where this is one rank's part of a micro-batch that several compute (`parallel.context`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from torch import nn
 from tunesmith.data.loader import evaluation_batches
 from tunesmith.data.store import TokenStore
 from tunesmith.model.forward import Calling, Shape, to_device, token_losses
+from tunesmith.parallel.context import Cut
 from tunesmith.parallel.ranks import Ranks
 
 
@@ -36,25 +37,28 @@ def held_out_losses(
     progress: Callable[[str, int], None] | None = None,
     ranks: Ranks | None = None,
     share: tuple[int, int] = (0, 1),
+    cut: Cut | None = None,
 ) -> list[HeldOut]:
     """The model must be in evaluation mode. `progress` is told the data set and the documents done. Several ranks
-    share the work (`share`: which part of how many this rank does), and all know the result."""
+    share the work (`share`: which part of how many this rank does; `cut`: what of each micro-batch), and all know the
+    result."""
     assert not model.training
     results = []
-    ranks = ranks or Ranks()
+    ranks, cut = ranks or Ranks(), cut or Cut()
     for store in stores:
         total = torch.zeros((), dtype=torch.float64, device=device)
         weight = 0.0
         done = 0
         sizes = {"sequence_length": sequence_length, "micro_batch": micro_batch}
-        for batch in evaluation_batches(store, **sizes, rank=share[0], ranks=share[1]):
+        for batch in map(cut, evaluation_batches(store, **sizes, rank=share[0], ranks=share[1])):
             total += token_losses(model, to_device(batch, device, shape), calling)[0].double()
             weight += batch.weights.double().sum().item()
             done += len(batch.origins)
             if progress:
                 progress(store.title, done)
         sums = ranks.sum(torch.stack([total, torch.full_like(total, weight)]))
-        total, weight = (sums / (ranks.count // share[1])).tolist()  # ranks that share a model all know its losses
+        copies = ranks.count // (share[1] * cut.ranks)  # ranks that share a model all know its losses
+        total, weight = (sums / copies).tolist()
         results.append(HeldOut(store.title, total / weight if weight else float("nan"), weight))
     return results
 

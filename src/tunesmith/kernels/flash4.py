@@ -3,7 +3,7 @@
 Ours is only the wrapping: forward and backward as custom operators with shapes known to the compiler. Documents may
 change their lengths from call to call without anything being compiled again.
 
-Legend: T tokens, H query heads, G key heads, D head dim.
+Legend: T tokens, S tokens with keys, H query heads, G key heads, D head dim.
 """
 
 from __future__ import annotations
@@ -28,16 +28,20 @@ def is_available() -> bool:
 
 def flash4(
     q_thd: torch.Tensor,
-    k_tgd: torch.Tensor,
-    v_tgd: torch.Tensor,
-    boundaries: torch.Tensor,
-    longest: int,
+    k_sgd: torch.Tensor,
+    v_sgd: torch.Tensor,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    longest_q: int,
+    longest_k: int,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Causal attention inside each document. `window` counts the token itself; `longest` may be an upper bound."""
-    return _forward(q_thd, k_tgd, v_tgd, boundaries, longest, scale, window or 0, softcap or 0.0)[0]
+    """Causal attention inside each document, whose queries and keys end together. `window` counts the token itself;
+    the longest may be upper bounds."""
+    sizes = (longest_q, longest_k, scale, window or 0, softcap or 0.0)
+    return _forward(q_thd, k_sgd, v_sgd, queries, None if keys is queries else keys, *sizes)[0]
 
 
 def _functions() -> tuple[Callable, Callable]:
@@ -46,12 +50,20 @@ def _functions() -> tuple[Callable, Callable]:
     return _flash_attn_fwd, _flash_attn_bwd
 
 
-def _options(boundaries: torch.Tensor, longest: int, scale: float, window: int, softcap: float) -> dict:
+def _options(
+    queries: torch.Tensor,
+    keys: torch.Tensor | None,
+    longest_q: int,
+    longest_k: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> dict:
     options = {
-        "cu_seqlens_q": boundaries,
-        "cu_seqlens_k": boundaries,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
+        "cu_seqlens_q": queries,
+        "cu_seqlens_k": queries if keys is None else keys,
+        "max_seqlen_q": longest_q,
+        "max_seqlen_k": longest_k,
         "softmax_scale": scale,
         "causal": window == 0,
     }
@@ -67,22 +79,23 @@ def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    boundaries: torch.Tensor,
-    longest: int,
+    queries: torch.Tensor,
+    keys: torch.Tensor | None,
+    longest_q: int,
+    longest_k: int,
     scale: float,
     window: int,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about `aux_data`, at the first call; harmless
-        out, lse, *_ = _functions()[0](
-            q, k, v, return_lse=True, **_options(boundaries, longest, scale, window, softcap)
-        )
+        options = _options(queries, keys, longest_q, longest_k, scale, window, softcap)
+        out, lse, *_ = _functions()[0](q, k, v, return_lse=True, **options)
     return out, lse
 
 
 @_forward.register_fake
-def _(q, k, v, boundaries, longest, scale, window, softcap):
+def _(q, k, v, queries, keys, longest_q, longest_k, scale, window, softcap):
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
@@ -94,8 +107,10 @@ def _backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    boundaries: torch.Tensor,
-    longest: int,
+    queries: torch.Tensor,
+    keys: torch.Tensor | None,
+    longest_q: int,
+    longest_k: int,
     scale: float,
     window: int,
     softcap: float,
@@ -108,25 +123,23 @@ def _backward(
         d_out.contiguous(),
         lse,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        **_options(boundaries, longest, scale, window, softcap),
+        **_options(queries, keys, longest_q, longest_k, scale, window, softcap),
     )
     return d_q, d_k, d_v
 
 
 @_backward.register_fake
-def _(d_out, q, k, v, out, lse, boundaries, longest, scale, window, softcap):
+def _(d_out, q, k, v, out, lse, queries, keys, longest_q, longest_k, scale, window, softcap):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx, inputs, output):
-    q, k, v, boundaries, ctx.longest, ctx.scale, ctx.window, ctx.softcap = inputs
-    ctx.save_for_backward(q, k, v, *output, boundaries)
+    q, k, v, queries, keys, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, queries, keys)
 
 
 def _gradients(ctx, d_out, _):
-    q, k, v, out, lse, boundaries = ctx.saved_tensors
-    options = (ctx.longest, ctx.scale, ctx.window, ctx.softcap)
-    return *_backward(d_out, q, k, v, out, lse, boundaries, *options), None, None, None, None, None
+    return *_backward(d_out, *ctx.saved_tensors, *ctx.options), *[None] * 7
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

@@ -11,7 +11,6 @@ Legend: T tokens, D head dim; queries have more heads than keys in grouped atten
 from __future__ import annotations
 
 import inspect
-import itertools
 from functools import cache, partial
 
 import torch
@@ -55,23 +54,34 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
+    max_length_k: int | None = None,
     s_aux: torch.Tensor | None = None,
     kernel: Attention | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """[1, heads, T, D] queries, keys and values to [1, T, heads, D]."""
+    """[1, heads, T, D] queries, keys and values to [1, T, heads, D].
+
+    Where there are more keys than queries, each document has the last of its queries only, or none.
+    """
     if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None or s_aux is not None:
         raise NotPackable("this model does not pass document boundaries to its attention")
     assert query.shape[0] == 1, "packed documents lie end to end in one row"
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
+    bounds, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
+    if key.shape[2] != query.shape[2]:
+        assert cu_seq_lens_k is not None
+        assert max_length_k is not None
+        bounds, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
+    window = sliding_window if sliding_window is not None and sliding_window < longest[1] else None
     if kernel in (None, "flash-attn-4") and _has_flash4(query, dropout):
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return flash4.flash4(q, k, v, cu_seq_lens_q, max_length_q, scale, window, softcap).unsqueeze(0), None
+        return flash4.flash4(q, k, v, *bounds, *longest, scale, window, softcap).unsqueeze(0), None
     if kernel != "sdpa" and _has_kernel(query, dropout, softcap):
-        return _variable_length(query, key, value, cu_seq_lens_q, max_length_q, scale, window), None
-    return _by_document(query, key, value, cu_seq_lens_q.tolist(), scale, window, softcap, dropout), None
+        return _variable_length(query, key, value, bounds, longest, scale, window), None
+    lengths = [one.diff().tolist() for one in bounds]
+    return _by_document(query, key, value, *lengths, scale, window, softcap, dropout), None
 
 
 class NotPackable(RuntimeError):
@@ -95,7 +105,7 @@ def _has_kernel(query: torch.Tensor, dropout: float, softcap: float | None) -> b
     )
 
 
-def _variable_length(query, key, value, boundaries, longest, scale, window) -> torch.Tensor:
+def _variable_length(query, key, value, bounds, longest, scale, window) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     groups = query.shape[1] // key.shape[1]
@@ -111,10 +121,8 @@ def _variable_length(query, key, value, boundaries, longest, scale, window) -> t
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
-        boundaries,
-        boundaries,
-        longest,
-        longest,
+        *bounds,
+        *longest,
         scale=scale,
         window_size=(left, 0),
         **options,
@@ -129,15 +137,17 @@ def _variable_length_parameters() -> frozenset[str]:
     return frozenset(inspect.signature(varlen_attn).parameters)
 
 
-def _by_document(query, key, value, boundaries, scale, window, softcap, dropout) -> torch.Tensor:
-    lengths = [end - start for start, end in itertools.pairwise(boundaries)]
+def _by_document(query, key, value, q_lengths, k_lengths, scale, window, softcap, dropout) -> torch.Tensor:
     outputs = []
     # Split, not sliced: the gradient of a split is one concatenation, that of a slice a full-size tensor of zeros.
-    for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True):
+    parts = [query.split(q_lengths, dim=2), *(tensor.split(k_lengths, dim=2) for tensor in (key, value))]
+    for q, k, v in zip(*parts, strict=True):
+        if q.shape[2] == 0:
+            continue
         if softcap is not None:
             outputs.append(_soft_capped(q, k, v, scale, window, softcap, dropout))
             continue
-        is_windowed = window is not None and q.shape[2] > window
+        is_masked = q.shape[2] != k.shape[2] or (window is not None and q.shape[2] > window)
         if q.device.type == "cpu" and q.shape[2] < UPCAST_BELOW:
             q, k, v = q.float(), k.float(), v.float()
         outputs.append(
@@ -145,9 +155,9 @@ def _by_document(query, key, value, boundaries, scale, window, softcap, dropout)
                 q,
                 k,
                 v,
-                attn_mask=_window_mask(q.shape[2], window, q.device) if is_windowed else None,
+                attn_mask=_mask(q, k, window) if is_masked else None,
                 dropout_p=dropout,
-                is_causal=not is_windowed,
+                is_causal=not is_masked,
                 scale=scale,
                 enable_gqa=q.shape[1] != k.shape[1],
             ).to(query.dtype)
@@ -159,13 +169,14 @@ def _soft_capped(q, k, v, scale, window, softcap, dropout) -> torch.Tensor:
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = softcap * torch.tanh((q @ k.transpose(2, 3)) * (scale / softcap))
-    mask = _window_mask(q.shape[2], window, q.device)
+    mask = _mask(q, k, window)
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
     return F.dropout(weights, dropout) @ v
 
 
-def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None]
+def _mask(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Which keys a query sees: the last query stands at the last key."""
+    position = torch.arange(k.shape[2], device=q.device)
+    distance = position[k.shape[2] - q.shape[2] :, None] - position[None]
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)

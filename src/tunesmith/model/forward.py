@@ -49,6 +49,7 @@ class Inputs:
     """int64 [T]"""
     boundaries: torch.Tensor
     """int32 [D+1]"""
+    """or, of a micro-batch that several ranks compute, the queries' in each chunk, [2, P+1]"""
     longest: int
     rows: torch.Tensor
     """int64 [N]: the positions that predict a target"""
@@ -56,6 +57,8 @@ class Inputs:
     """int64 [N]"""
     weights: torch.Tensor
     """float32 [N]"""
+    keys: torch.Tensor | None = None
+    """int32 [2, P+1]: which keys those queries see; None where they are their own"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +83,17 @@ def to_device(batch: Documents, device: torch.device, shape: Shape | None = None
     rows = torch.nonzero(batch.weights).squeeze(1)
     move = {"device": device, "non_blocking": True}
     tokens, positions, boundaries, longest = batch.tokens, batch.positions, batch.boundaries, batch.longest
-    if shape is not None:
+    pieces = getattr(batch, "pieces", None)
+    keys = None
+    if pieces is not None:
+        boundaries, keys = pieces.queries, pieces.keys.to(**move)
+        torch._dynamo.maybe_mark_dynamic(keys, 1)
+    elif shape is not None:
         longest = shape.longest
-        filler = shape.tokens - tokens.shape[0]
-        assert filler >= 0
-        tokens = F.pad(tokens, (0, filler))
-        # Cut like documents, so that no filler is longer than `longest`; one of length 0 where nothing is missing.
-        cuts = torch.arange(0, filler, longest)[1:]
-        positions = torch.cat([positions, torch.arange(filler) % longest])
-        ends = torch.cat([cuts, torch.tensor([filler])]) + batch.tokens.shape[0]
-        boundaries = torch.cat([boundaries, ends.to(boundaries.dtype)])
+        tokens, positions, boundaries = filled(batch, shape.tokens, longest)
     boundaries = boundaries.to(**move)
-    if shape is not None:
-        torch._dynamo.maybe_mark_dynamic(boundaries, 0)
+    if shape is not None or pieces is not None:
+        torch._dynamo.maybe_mark_dynamic(boundaries, boundaries.ndim - 1)
     return Inputs(
         tokens=tokens.to(**move),
         positions=positions.to(**move),
@@ -101,6 +102,21 @@ def to_device(batch: Documents, device: torch.device, shape: Shape | None = None
         rows=rows.to(**move),
         labels=batch.labels[rows].to(**move),
         weights=batch.weights[rows].to(**move),
+        keys=keys,
+    )
+
+
+def filled(batch: Documents, tokens: int, longest: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, positions and boundaries with so much padding at the end that there are `tokens`."""
+    filler = tokens - batch.tokens.shape[0]
+    assert filler >= 0
+    # Cut like documents, so that no filler is longer than `longest`; one of length 0 where nothing is missing.
+    cuts = torch.arange(0, filler, longest)[1:]
+    ends = torch.cat([cuts, torch.tensor([filler])]) + batch.tokens.shape[0]
+    return (
+        F.pad(batch.tokens, (0, filler)),
+        torch.cat([batch.positions, torch.arange(filler) % longest]),
+        torch.cat([batch.boundaries, ends.to(batch.boundaries.dtype)]),
     )
 
 
@@ -152,7 +168,7 @@ def hidden_states(model: nn.Module, inputs: Inputs, calling: Calling) -> torch.T
             position_ids=inputs.positions[None],
             use_cache=False,
             cu_seq_lens_q=inputs.boundaries,
-            cu_seq_lens_k=inputs.boundaries,
+            cu_seq_lens_k=inputs.boundaries if inputs.keys is None else inputs.keys,
             max_length_q=inputs.longest,
             max_length_k=inputs.longest,
         )

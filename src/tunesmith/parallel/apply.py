@@ -1,7 +1,7 @@
 """The order in which a loaded, adapted model is made ready to train. Mechanisms live elsewhere.
 
-MLPs in slices  ->  recompute some layers  ->  compile each layer  ->  offload the inputs of recomputed layers  ->
-shard over ranks
+attention over context ranks  ->  MLPs in slices  ->  recompute some layers  ->  compile each layer  ->
+offload the inputs of recomputed layers  ->  shard over ranks
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import nn
 from tunesmith.errors import UserError
 from tunesmith.parallel.activation import HostStore, offloaded, recomputed, slice_mlp
 from tunesmith.parallel.compile import compiled
-from tunesmith.parallel.mesh import data_mesh, world_mesh
+from tunesmith.parallel.context import attend_over
+from tunesmith.parallel.mesh import context_mesh, data_mesh, world_mesh
 from tunesmith.parallel.shard import Sharded, shard
 from tunesmith.plan.plan import Plan
 
@@ -36,6 +37,8 @@ def spread(
 def wrap_layers(model: nn.Module, plan: Plan) -> None:
     """All that changes how a layer is computed and not where its weights lie."""
     layers = decoder_layers(model)
+    if plan.mesh.context > 1:
+        attend_over(model, context_mesh(plan), plan.attention)
     store = HostStore(torch.device(plan.device)) if plan.offload_activations else None
     for index, layer in enumerate(layers):
         # Early layers are the ones to recompute: what they would keep is kept the longest.

@@ -2,7 +2,8 @@
 
 From the outermost axis to the innermost: `pipeline`, whose stages say the least to each other; `replicate`, from node
 to node; `shard`, over the neighbouring ranks of a node; then `context` and `tensor`, which talk within each layer. Axes
-of size 1 are left out, but for those that weights are sharded over.
+of size 1 are left out, but for those that weights are sharded over. Ranks of a context group hold the same weights and
+share them like ranks with different data: `shard` of this mesh (`replicate` for ddp) is the plan's times `context`.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ def nodes(plan: Plan) -> Nodes | None:
 def world_mesh(plan: Plan) -> DeviceMesh:
     """All ranks."""
     sizes = plan.mesh
-    if plan.sharding in ("ddp", "hybrid"):
-        data = {"replicate": sizes.replicate, "shard": sizes.shard}
+    if plan.sharding == "ddp":
+        data = {"replicate": sizes.data_ranks * sizes.context, "shard": 1}
+    elif plan.sharding == "hybrid":
+        data = {"replicate": sizes.replicate, "shard": sizes.shard * sizes.context}
     else:
-        data = {"shard": sizes.data_ranks}
-    around = {"pipeline": sizes.pipeline, **data, "context": sizes.context, "tensor": sizes.tensor}
+        data = {"shard": sizes.data_ranks * sizes.context}
+    around = {"pipeline": sizes.pipeline, **data, "tensor": sizes.tensor}
     axes = {name: size for name, size in around.items() if size > 1 or name in data}
     return init_device_mesh(plan.device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
@@ -48,3 +51,10 @@ def world_mesh(plan: Plan) -> DeviceMesh:
 def data_mesh(world: DeviceMesh) -> DeviceMesh:
     """The mesh over which weights are sharded (its last dimension) and replicated (its first, where it has two)."""
     return world[("replicate", "shard") if "replicate" in world.mesh_dim_names else "shard"]
+
+
+def context_mesh(plan: Plan) -> DeviceMesh:
+    """The ranks that compute parts of the same sequences."""
+    sizes = plan.mesh
+    shape = (sizes.pipeline * sizes.data_ranks, sizes.context, sizes.tensor)
+    return init_device_mesh(plan.device, shape, mesh_dim_names=("outside", "context", "tensor"))["context"]

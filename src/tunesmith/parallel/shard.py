@@ -89,7 +89,8 @@ def shard(
     sharded = Sharded(model, plan, has_adapters=has_adapters)
     is_replicated = plan.sharding == "ddp"
     frozen = {weight for weight in model.parameters() if not weight.requires_grad} if is_replicated else set()
-    after_forward = {"hierarchical": plan.mesh.shard}.get(plan.sharding, plan.sharding not in KEEPS_WHOLE)
+    sharers = plan.mesh.shard * plan.mesh.context
+    after_forward = {"hierarchical": sharers}.get(plan.sharding, plan.sharding not in KEEPS_WHOLE)
     precision = getattr(torch, DTYPES[plan.precision])
     policy = MixedPrecisionPolicy(
         param_dtype=None if has_adapters else precision, reduce_dtype=torch.float32, cast_forward_inputs=False

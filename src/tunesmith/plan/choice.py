@@ -131,6 +131,16 @@ class Choice:
         """What travels between ranks is rounded on the way."""
         return "int8" in (self.gather, self.reduce)
 
+    @property
+    def holders(self) -> int:
+        """Ranks that hold the same weights: those with different data, and those with parts of the same sequences."""
+        return self.data_ranks * self.context
+
+    @property
+    def sharers(self) -> int:
+        """Those of them within a node, where hybrid and hierarchical sharding keep apart what is near."""
+        return self.shard * self.context
+
     def has_masters(self, task: Task) -> bool:
         return task.has_masters and self.master_weights
 

@@ -207,7 +207,7 @@ def model_states(
 
 
 def _share(choice: Choice, what: str) -> float:
-    return share(choice.sharding, what, choice.data_ranks, choice.shard)
+    return share(choice.sharding, what, choice.holders, choice.sharers)
 
 
 def _held(task: Task, choice: Choice) -> tuple[float, float]:
@@ -291,7 +291,7 @@ def _gathered(task: Task, choice: Choice) -> tuple[float, float, float]:
     if choice.storage != "plain":  # 4 bits on the wire too
         width -= matrices * (task.width - QUANTIZED[choice.storage])
     head = facts.embedding / choice.tensor * task.width
-    kept = _held(task, choice)[0] * task.width / choice.shard if choice.sharding == "hierarchical" else 0.0
+    kept = _held(task, choice)[0] * task.width / choice.sharers if choice.sharding == "hierarchical" else 0.0
     return kept + 2 * width, kept + head + width, 2 * unit  # the layer in use and the next one
 
 

@@ -55,6 +55,10 @@ class Mesh(Part):
         """Which part of the data a rank sees."""
         return rank % (self.ranks // self.pipeline) // (self.context * self.tensor)
 
+    def context_rank(self, rank: int) -> int:
+        """Which part of its sequences a rank computes."""
+        return rank // self.tensor % self.context
+
 
 class Reason(Part):
     """One decision: what it is about, what was chosen, and why, in a sentence."""

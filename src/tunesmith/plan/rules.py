@@ -24,7 +24,7 @@ EXECUTABLE: dict[str, frozenset[object]] = {
     "sharding": frozenset({"none", "ddp", "zero1", "zero2", "zero3", "hybrid", "hierarchical"}),
     "gather": frozenset({"plain", "int8"}),
     "reduce": frozenset({"plain", "int8"}),
-    "axes": frozenset(),  # of "tensor", "context", "pipeline"
+    "axes": frozenset({"context"}),  # of "tensor", "context", "pipeline"
 }
 """What `tunesmith train` of this version can do; the planner chooses nothing else for this machine."""
 
@@ -134,8 +134,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "int8 on the wire is for weights that all ranks share: zero1, zero2, zero3 and hierarchical",
     ),
     (
-        lambda task, choice: choice.sharding == "none" and choice.data_ranks > 1,
-        "several ranks need a way to share the work",
+        lambda task, choice: choice.sharding == "none" and choice.holders > 1,
+        "several ranks that hold the same weights need a way to share them",
     ),
     (
         lambda task, choice: choice.data_ranks > task.sequences,
@@ -146,7 +146,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "tensor parallelism splits whole key heads",
     ),
     (
-        lambda task, choice: choice.tensor * choice.context > max(1, len(task.hardware.gpus)),
+        lambda task, choice: choice.tensor * choice.context > task.ranks_per_node,
         "tensor and context parallelism stay within a node",
     ),
     (

@@ -353,7 +353,7 @@ def _meshes(task: Task, is_limited: bool, *, has_axes: bool) -> Iterator[dict[st
             nodes = min(hardware.nodes, max(1, task.sequences // here))
             ranks = here * nodes
             mesh = {"tensor": tensor, "context": context}
-            if ranks == 1:
+            if ranks * tensor * context == 1:
                 yield mesh
                 continue
             yield {**mesh, "sharding": "ddp", "replicate": ranks}

@@ -277,7 +277,7 @@ def _host_update(task: Task) -> float:
 def _optimizer(task: Task, choice: Choice) -> tuple[float, float]:
     """Seconds of the update on the device, and of the way between it and the host where the states live there."""
     base = task.trained / choice.tensor / choice.pipeline
-    held = base * memory.share(choice.sharding, "states", choice.data_ranks, choice.shard)
+    held = base * memory.share(choice.sharding, "states", choice.holders, choice.sharers)
     states = memory.STATES[task.optimizer] * memory.STATE_BYTES[choice.optimizer_states]
     passes = 2 * states + 3 * 4 + (4 + task.width if choice.has_masters(task) else 4)
     if not choice.offload_optimizer:
@@ -300,7 +300,7 @@ def _communication(task: Task, choice: Choice, rounds: int, forward: float, back
             moved * (choice.context - 1) / (LINK * task.hardware.link)
             - HIDDEN_SHARE[task.device] * (forward + backward),
         )
-    if choice.data_ranks == 1 or choice.sharding == "none":
+    if choice.holders == 1 or choice.sharding == "none":
         return seen
     split = choice.tensor * choice.pipeline
     base = facts.parameters / split
@@ -339,8 +339,8 @@ def _collective(task: Task, choice: Choice, size: float, *, everywhere: bool) ->
     nearly everything, though half of it would do.
     """
     hardware = task.hardware
-    here = min(choice.data_ranks, task.ranks_per_node)
-    ranks = choice.data_ranks if everywhere else choice.shard
+    here = task.ranks_per_node // choice.tensor
+    ranks = choice.holders if everywhere else choice.sharers
     if ranks == 1:
         return 0.0
     slowest = LINK * hardware.link if ranks <= here else NETWORK * hardware.network

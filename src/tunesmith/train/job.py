@@ -15,6 +15,7 @@ from tunesmith.config.schema import Run
 from tunesmith.data.loader import Loader
 from tunesmith.model.forward import Calling, Shape
 from tunesmith.optim.build import Optimizer
+from tunesmith.parallel.context import Cut
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import Plan
 from tunesmith.train.events import Evaluation
@@ -50,3 +51,5 @@ class Job:
     shape: Shape | None = None
     """The one shape of micro-batches that compiled layers see."""
     ranks: Ranks = field(default_factory=Ranks)
+    cut: Cut = field(default_factory=Cut)
+    """What of its micro-batches this rank computes."""

@@ -68,6 +68,7 @@ def step_of(job: Job, scale: LossScale | None) -> TrainStep:
         loss_scale=scale,
         shape=job.shape,
         z_loss=job.run.z_loss,
+        cut=job.cut,
     )
 
 

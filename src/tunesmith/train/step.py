@@ -23,6 +23,7 @@ from tunesmith.data.types import MicroBatch, StepBatch
 from tunesmith.errors import UserError
 from tunesmith.model.forward import Calling, Inputs, Shape, to_device, token_losses
 from tunesmith.optim.build import Optimizer
+from tunesmith.parallel.context import Cut
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.parallel.shard import Sharded, whole
 
@@ -80,6 +81,7 @@ class TrainStep:
         loss_scale: LossScale | None = None,
         shape: Shape | None = None,
         z_loss: float = 0.0,
+        cut: Cut | None = None,
     ):
         self.model = model
         self.calling = calling
@@ -92,6 +94,7 @@ class TrainStep:
         self.loss_scale = loss_scale
         self.shape = shape
         self.z_loss = z_loss
+        self.cut = cut or Cut()
 
     def __call__(
         self, batch: StepBatch, learning_rate: float, should_stop: Callable[[], bool] = lambda: False
@@ -119,6 +122,7 @@ class TrainStep:
                     self.model.begin_micro_batch(is_last=index == len(batch.micro_batches) - 1)
                 with record_function("data"):
                     self._draw_from(batch.step, index)
+                    micro_batch = self.cut(micro_batch)
                     inputs = to_device(micro_batch, self.device, self.shape)
                 losses_n = self._forward_backward(inputs, scale / batch.target_weight)
                 with record_function("loss"):
@@ -168,6 +172,8 @@ class TrainStep:
         values = here.to(self.device, non_blocking=True)
         for source, total in sums.items():
             values[0, source] = total
+        if self.cut.copies > 1:
+            values /= self.cut.copies
         read_all = reader(torch.cat([self.ranks.sum(values).view(-1), norm.double().view(1)]))
 
         def together() -> tuple[dict[int, float], dict[int, float], float]:
@@ -234,7 +240,8 @@ class TrainStep:
             for origin, source in zip(micro_batch.origins, micro_batch.sources.tolist(), strict=True)
             if source in bad
         ]
-        origins = [origin for text in self.ranks.gather("\n".join(mine)) for origin in text.splitlines()]
+        found = [origin for text in self.ranks.gather("\n".join(mine)) for origin in text.splitlines()]
+        origins = list(dict.fromkeys(found))  # several ranks may see the same data
         named = "; ".join(origins[:5]) + (f" and {len(origins) - 5} more" if len(origins) > 5 else "")
         return (
             f"The {what} of step {batch.step + 1} is not a finite number, so training stopped and nothing of this step "

@@ -1,0 +1,170 @@
+"""Long sequences over several ranks: each computes some of the tokens of a micro-batch.
+
+A row of packed documents is cut into twice as many chunks as there are ranks, and each rank takes one from the front
+and its mirror image from the back, so that all have about the same number of earlier tokens to attend to:
+
+    two ranks      | chunk 0 | chunk 1 | chunk 2 | chunk 3 |
+                     rank 0    rank 1    rank 1    rank 0
+
+Everything but attention treats each token by itself. In attention, keys and values are gathered from all ranks of the
+group (their gradients are summed and dealt out again), and the queries of a chunk see, of the document they belong to,
+what lies before them, whichever rank computed it. Weights lie over these ranks as over ranks with different data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tunesmith.data.types import MicroBatch, Pieces
+from tunesmith.model.attention import packed_attention
+from tunesmith.model.forward import Shape, filled
+from tunesmith.parallel.collectives import Group, gather_rows, group_of
+from tunesmith.plan.plan import Attention, Plan
+
+NAME = "tunesmith_context"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What of a micro-batch this rank computes."""
+
+    rank: int = 0
+    ranks: int = 1
+    """Of the context group."""
+    multiple: int = 1
+    """Micro-batches are filled up to a multiple of so many tokens."""
+    shape: Shape | None = None
+    copies: int = 1
+    """Ranks that compute the same losses."""
+
+    def __call__(self, batch: MicroBatch) -> MicroBatch:
+        if self.multiple == 1:
+            return batch
+        if self.shape is not None:
+            found = _filled(batch, self.shape.tokens, self.shape.longest)
+        else:
+            found = _filled(batch, -(-batch.tokens.shape[0] // self.multiple) * self.multiple, batch.longest)
+        if self.ranks > 1:
+            found = cut(found, self.rank, self.ranks)
+        return _pinned(found) if batch.tokens.is_pinned() else found
+
+
+def cut_of(plan: Plan, rank: int, shape: Shape | None) -> Cut:
+    return Cut(plan.mesh.context_rank(rank), plan.mesh.context, multiple_of(plan), shape, copies=plan.mesh.tensor)
+
+
+def multiple_of(plan: Plan) -> int:
+    """Tokens of a micro-batch must be a multiple of this, to be shared evenly."""
+    return plan.mesh.tensor * (2 * plan.mesh.context if plan.mesh.context > 1 else 1)
+
+
+def cut(batch: MicroBatch, rank: int, ranks: int) -> MicroBatch:
+    """The two chunks of a rank, one behind the other; a document that goes beyond a chunk is a piece here."""
+    tokens = batch.tokens.shape[0]
+    chunk = tokens // (2 * ranks)
+    assert chunk * 2 * ranks == tokens
+    bounds = batch.boundaries.long()
+    rows, queries, keys, ends, owners = [], [], [], [torch.zeros(1, dtype=torch.int64)], []
+    for number, index in enumerate((rank, 2 * ranks - 1 - rank)):
+        start, end = index * chunk, (index + 1) * chunk
+        edges = bounds.clamp(start, end).unique()
+        documents = torch.searchsorted(bounds, edges[:-1], right=True) - 1
+        # The keys before the first document and behind the chunk belong to no query, which is said by pieces without.
+        queries.append(torch.cat([edges[:1] - start, edges - start, edges[-1:] - start]))
+        keys.append(torch.cat([bounds[:1], bounds[documents[:1]], edges[1:], bounds[-1:]]))
+        ends.append(edges[1:] - start + number * chunk)
+        owners.append(documents)
+        rows.append(torch.arange(start, end))
+    longest = max(len(one) for one in queries)
+    mine, owner = torch.cat(rows), torch.cat(owners)
+    pieces = Pieces(*(torch.stack([_extended(one, longest) for one in both]) for both in (queries, keys)))
+    return dataclasses.replace(
+        batch,
+        tokens=batch.tokens[mine],
+        labels=batch.labels[mine],
+        weights=batch.weights[mine],
+        positions=batch.positions[mine],
+        boundaries=torch.cat(ends).int(),
+        sources=batch.sources[owner],
+        origins=tuple(batch.origins[document] for document in owner.tolist()),
+        pieces=pieces,
+    )
+
+
+def attend_over(model: nn.Module, mesh: DeviceMesh, kernel: Attention) -> None:
+    """From now on the model's attention takes micro-batches that are cut over the ranks of the mesh."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, partial(context_attention, group=group_of(mesh), kernel=kernel))
+    model.set_attn_implementation(NAME)
+
+
+def context_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    group: Group,
+    cu_seq_lens_q: torch.Tensor,
+    cu_seq_lens_k: torch.Tensor,
+    max_length_q: int,
+    max_length_k: int,
+    **options: object,
+) -> tuple[torch.Tensor, None]:
+    """`packed_attention` of this rank's queries, chunk by chunk, over the keys and values of all ranks."""
+    both = torch.stack([key[0], value[0]]).permute(2, 0, 1, 3)  # tokens first
+    gathered = gather_rows(both, group).unflatten(0, (group.size, 2, -1))
+    in_order = torch.cat([gathered[:, 0], gathered[:, 1].flip(0)]).flatten(0, 1)
+    key, value = in_order.permute(1, 2, 0, 3).unsqueeze(1)
+    chunks = [
+        packed_attention(
+            module,
+            part,
+            key,
+            value,
+            attention_mask,
+            cu_seq_lens_q=cu_seq_lens_q[index],
+            cu_seq_lens_k=cu_seq_lens_k[index],
+            max_length_q=part.shape[2],
+            max_length_k=max_length_k,
+            **options,
+        )[0]
+        for index, part in enumerate(query.chunk(2, dim=2))
+    ]
+    return torch.cat(chunks, dim=1), None
+
+
+def _filled(batch: MicroBatch, tokens: int, longest: int) -> MicroBatch:
+    """With a last document of padding, or several, that counts 0."""
+    ids, positions, boundaries = filled(batch, tokens, longest)
+    more = tokens - batch.tokens.shape[0]
+    fillers = boundaries.shape[0] - batch.boundaries.shape[0]
+    return dataclasses.replace(
+        batch,
+        tokens=ids,
+        labels=F.pad(batch.labels, (0, more)),
+        weights=F.pad(batch.weights, (0, more)),
+        positions=positions,
+        boundaries=boundaries,
+        longest=longest,
+        sources=torch.cat([batch.sources, batch.sources[-1:].expand(fillers)]),
+        origins=(*batch.origins, *(batch.origins[-1:] * fillers)),
+    )
+
+
+def _pinned(batch: MicroBatch) -> MicroBatch:
+    names = ("tokens", "labels", "weights", "positions", "boundaries")
+    return dataclasses.replace(batch, **{name: getattr(batch, name).pin_memory() for name in names})
+
+
+def _extended(bounds: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.cat([bounds, bounds[-1:].expand(length - len(bounds))]).int()
