@@ -234,10 +234,19 @@ def _static(task: Task, choice: Choice) -> dict[str, float]:
         weights -= matrices * (task.width - 1)
     on_device = not choice.offload_optimizer
     states = _share(choice, "states")
+    has_masters = choice.has_masters(task)
+    copies = 1.0
+    if choice.ranks > 1 and not task.has_adapters:  # trained weights are held as shards in fp32
+        if choice.sharding in ("ddp", "zero1", "zero2"):
+            has_masters = True  # beside whole ones for the length of a step, whatever their precision
+        elif has_masters:
+            weights = 0.0  # and gathered from these for each use
+    elif choice.sharding == "ddp":
+        copies = 2.0  # what is reduced, and what the forward pass uses
     return {
         "weights": weights * _share(choice, "weights"),
-        "adapter": 4 * trained * _share(choice, "weights") if task.has_adapters else 0.0,
-        "master": 4 * trained * states if choice.has_masters(task) and on_device else 0.0,
+        "adapter": 4 * copies * trained * _share(choice, "weights") if task.has_adapters else 0.0,
+        "master": 4 * trained * states if has_masters and on_device else 0.0,
         "optimizer": trained * _states(task, choice) * states if on_device else _visiting(task, choice),
     }
 
@@ -264,8 +273,10 @@ def _states(task: Task, choice: Choice) -> float:
 
 
 def _gradients(task: Task, choice: Choice) -> float:
-    """All of them; in fp32 where they are summed or unscaled, else as backward made them. Released: the largest two."""
-    is_made = task.optimizer in ALONE and task.precision == "bf16" and choice.accumulation(task) == 1
+    """All of them; in fp32 where they are summed, over micro-batches or ranks, or unscaled, else as backward made them.
+    Released: the largest two."""
+    is_summed = choice.accumulation(task) > 1 or (choice.ranks > 1 and choice.has_masters(task))
+    is_made = task.optimizer in ALONE and task.precision == "bf16" and not is_summed
     width = task.width if is_made and task.has_masters else 4
     held = _held(task, choice)[1] * _share(choice, "gradients")
     if choice.release_gradients:
