@@ -27,12 +27,13 @@ from tunesmith.model import attention, load, lora
 from tunesmith.model.forward import Calling, Shape, settle
 from tunesmith.model.fp8 import use_fp8_products
 from tunesmith.model.fuse import fuse
-from tunesmith.model.save import remove_leftovers, write_adapter, write_model
+from tunesmith.model.save import remove_leftovers, saved_buffers, write_adapter, write_model
 from tunesmith.optim.build import build
 from tunesmith.parallel.apply import apply, wrap_layers
 from tunesmith.parallel.context import cut_of, multiple_of
 from tunesmith.parallel.fill import load_in_parts
 from tunesmith.parallel.mesh import check_ranks
+from tunesmith.parallel.pipeline import Pipelined
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.parallel.shard import Sharded, from_rows, gathered, own_parts, rows_of, whole
 from tunesmith.plan.documents import sample_lengths
@@ -174,6 +175,11 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         called = None
     model.config.use_cache = False
     calling, note = settle(model, vocabulary=load.vocabulary_size(model.config), entrance=called)
+    if calling.layout == "padded" and plan.mesh.pipeline > 1:
+        raise UserError(
+            f"{type(model).__name__} does not take packed documents, and padded ones have no one shape that the stages "
+            "of a pipeline could expect; use a plan without a pipeline."
+        )
     if calling.layout == "padded":  # rows change their shape with every step: nothing to compile once
         plan = plan.model_copy(update={"is_compiled": False})
     _check_layout(model, calling, plan)
@@ -198,6 +204,8 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
     )
     folder = Path(run.output)
     cut = cut_of(plan, ranks.rank, micro_batch_shape(plan))
+    is_first = ranks.rank % (ranks.count // plan.mesh.pipeline) == 0
+    """Of the ranks of its stage."""
 
     def evaluate(step: int) -> Evaluation:
         began = time.monotonic()
@@ -213,8 +221,9 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
             share=(plan.mesh.data_rank(ranks.rank), plan.mesh.data_ranks),
             cut=cut,
         )
-        if isinstance(called, Sharded):
-            called.free_whole_weights()
+        inner = called.model if isinstance(called, Pipelined) else called
+        if isinstance(inner, Sharded):
+            inner.free_whole_weights()
         return Evaluation(
             step=step,
             loss=overall(results),
@@ -228,7 +237,10 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         if ranks.count == 1:
             full = {name: whole(tensor) for name, tensor in tensors.items()}
             return setting.checkpoints.save(step, full, state, metric=metric) is not None
-        parts = {name: Rows(*part) for name, part in own_parts(tensors, ranks).items()}
+        if isinstance(called, Pipelined) and not called.parts[0].is_first:
+            # A tied weight is the first stage's to write.
+            tensors = {name: tensor for name, tensor in tensors.items() if _weight_of(name) != called.tied}
+        parts = {name: Rows(*part) for name, part in own_parts(tensors, is_first=is_first).items()}
         return setting.checkpoints.save_together(step, parts, state, ranks, metric=metric)
 
     def restore(store: CheckpointStore, found: Checkpoint) -> dict[str, Any]:
@@ -236,11 +248,15 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
 
         def rows(name: str) -> tuple[int, int] | None:
             weight = spread.get(_weight_of(name))
+            if isinstance(called, Pipelined) and _weight_of(name) not in optimizer.weights:
+                return 0, 0
             return None if weight is None else rows_of(weight)
 
         loaded, state = store.load_rows(found, rows)
         tensors = {}
         for name, part in loaded.items():
+            if rows(name) == (0, 0):
+                continue  # another stage's
             weight = spread.get(_weight_of(name))
             is_spread = weight is not None and part.total == weight.shape[0] and part.tensor.ndim > 0
             tensors[name] = from_rows(part.tensor, weight) if is_spread else part.tensor
@@ -249,16 +265,22 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
 
     def write_result() -> Path:
         target = folder / ("adapter" if run.has_adapters else "model")
-        weights = None
+        weights, described = None, model
+        held = None if run.has_adapters else getattr(torch, load.DTYPES[plan.precision])
         if isinstance(called, Sharded):
-            held = None if run.has_adapters else getattr(torch, load.DTYPES[plan.precision])
             weights = gathered(optimizer.weights, ranks, held)
+        elif isinstance(called, Pipelined):
+            weights = gathered({**optimizer.weights, **saved_buffers(model)}, ranks, held, keeps=is_first)
+            if ranks.is_first:
+                described = load.load_skeleton(run)
+                if run.has_adapters:
+                    lora.attach(described, run.lora, seed=run.seed)
         if ranks.is_first:
             remove_leftovers(target)
             if run.has_adapters:
-                write_adapter(model, run, target, weights)
+                write_adapter(described, run, target, weights)
             else:
-                write_model(model, load.load_tokenizer(run), target, weights)
+                write_model(described, load.load_tokenizer(run), target, weights)
         ranks.wait()
         return target
 
@@ -330,7 +352,7 @@ def make_trainable(model: torch.nn.Module, run: Run, plan: Plan) -> torch.nn.Mod
 
 
 def micro_batch_shape(plan: Plan) -> Shape | None:
-    if not plan.is_compiled:
+    if not plan.is_compiled and plan.mesh.pipeline == 1:
         return None
     multiple = multiple_of(plan)
     tokens = -(-plan.micro_batch * plan.sequence_length // multiple) * multiple

@@ -19,7 +19,7 @@ from transformers import (
 
 from tunesmith.errors import UserError
 from tunesmith.model import attention
-from tunesmith.model.forward import Calling, _own_losses, _trial, settle, token_losses
+from tunesmith.model.forward import Calling, _own_losses, settle, token_losses, trial_inputs
 
 SMALL = {
     "hidden_size": 32,
@@ -67,7 +67,7 @@ def test_each_family_is_called_the_fastest_right_way(layout, config):
     calling, note = settle(model, vocabulary=100)
     assert calling.layout == layout
     assert (note is None) == (layout == "packed")
-    inputs = _trial(100, torch.device("cpu"))
+    inputs = trial_inputs(100, torch.device("cpu"))
     found = token_losses(model, inputs, calling)[1]
     model.set_attn_implementation("eager")
     torch.testing.assert_close(found.double(), _own_losses(model, inputs), rtol=1e-4, atol=1e-4)
@@ -90,7 +90,7 @@ def test_a_model_that_leaks_between_rows_is_refused():
 
 def test_packed_and_padded_give_the_same_gradients():
     model = build(LlamaConfig(**SMALL))
-    inputs = _trial(100, torch.device("cpu"))
+    inputs = trial_inputs(100, torch.device("cpu"))
     gradients = []
     for layout, implementation in (("packed", attention.NAME), ("padded", "sdpa")):
         model.set_attn_implementation(implementation)

@@ -145,6 +145,13 @@ def token_losses(
         return model(token_losses, inputs, calling, z_loss)
     with record_function("forward"):
         hidden_th = hidden_states(model, inputs, calling)
+    return losses_of_hidden(model, hidden_th, inputs, calling, z_loss)
+
+
+def losses_of_hidden(
+    model: nn.Module, hidden_th: torch.Tensor, inputs: Inputs, calling: Calling, z_loss: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`token_losses` from what the output head sees."""
     head = model.get_output_embeddings()
     with record_function("loss"):
         return linear_cross_entropy(
@@ -163,16 +170,7 @@ def token_losses(
 def hidden_states(model: nn.Module, inputs: Inputs, calling: Calling) -> torch.Tensor:
     """What the output head sees, for every token: [T, H]."""
     if calling.layout == "packed":
-        output = model.base_model(
-            input_ids=inputs.tokens[None],
-            position_ids=inputs.positions[None],
-            use_cache=False,
-            cu_seq_lens_q=inputs.boundaries,
-            cu_seq_lens_k=inputs.boundaries if inputs.keys is None else inputs.keys,
-            max_length_q=inputs.longest,
-            max_length_k=inputs.longest,
-        )
-        return output[0][0]
+        return packed_hidden_states(model, inputs)[0]
     documents = torch.repeat_interleave(
         torch.arange(inputs.boundaries.shape[0] - 1, device=inputs.tokens.device), inputs.boundaries.diff()
     )
@@ -183,6 +181,20 @@ def hidden_states(model: nn.Module, inputs: Inputs, calling: Calling) -> torch.T
     mask[documents, inputs.positions] = 1
     output = model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False)
     return output[0][documents, inputs.positions]
+
+
+def packed_hidden_states(model: nn.Module, inputs: Inputs, embedded: torch.Tensor | None = None) -> torch.Tensor:
+    """The same as one row: [1, T, H]. `embedded` enters the layers in place of the tokens' embeddings."""
+    entering = {"input_ids": inputs.tokens[None]} if embedded is None else {"inputs_embeds": embedded}
+    return model.base_model(
+        **entering,
+        position_ids=inputs.positions[None],
+        use_cache=False,
+        cu_seq_lens_q=inputs.boundaries,
+        cu_seq_lens_k=inputs.boundaries if inputs.keys is None else inputs.keys,
+        max_length_q=inputs.longest,
+        max_length_k=inputs.longest,
+    )[0]
 
 
 def settle(model: nn.Module, *, vocabulary: int, entrance: Entrance | None = None) -> tuple[Calling, str | None]:
@@ -197,7 +209,7 @@ def settle(model: nn.Module, *, vocabulary: int, entrance: Entrance | None = Non
     scale = getattr(config, "logit_scale", None) or 1.0
     if getattr(config, "logits_scaling", None):
         scale = 1.0 / config.logits_scaling
-    inputs = _trial(vocabulary, next(model.parameters()).device)
+    inputs = trial_inputs(vocabulary, next(model.parameters()).device)
     was_training = model.training
     model.eval()
     own_attention = model.config._attn_implementation
@@ -240,7 +252,7 @@ def settle(model: nn.Module, *, vocabulary: int, entrance: Entrance | None = Non
     )
 
 
-def _trial(vocabulary: int, device: torch.device) -> Inputs:
+def trial_inputs(vocabulary: int, device: torch.device) -> Inputs:
     """Three short documents of varied tokens, every position a target."""
     lengths = (7, 3, 12)
     generator = torch.Generator().manual_seed(0)

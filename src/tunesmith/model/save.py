@@ -53,12 +53,17 @@ def write_model(model: nn.Module, tokenizer, folder: Path, weights: Mapping[str,
 
 def _save_shards(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     """`weights` and the buffers that belong to them, in one precision, which transformers would take from the model."""
-    kept = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    buffers = {name: buffer for name, buffer in saved_buffers(model).items() if not buffer.is_meta}
     model.save_pretrained(folder, state_dict={**weights, **buffers})
     config = json.loads((folder / "config.json").read_text())
     config["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Those that belong to the model's weights, and are no parameters."""
+    kept = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -105,12 +105,17 @@ class Optimizer:
                 group["lr"] = learning_rate
         self._norms.clear()
 
-    def gradient_norm(self) -> torch.Tensor:
-        """Of all gradients of this step together, those that are gone already included; in fp32."""
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """Of the weight of this name, where it is clipped and applied."""
+        return dict(zip(self.weights, self.parameters, strict=True))[name].grad
+
+    def gradient_norm(self, names: Collection[str] | None = None) -> torch.Tensor:
+        """Of all gradients of this step together (or of these), those that are gone already included; in fp32."""
         if self.releases:
             norms = [self._norms[name] for name in self.weights if name in self._norms]
         else:
-            gradients = [one.grad for one in self.parameters if one.grad is not None]
+            named = zip(self.weights, self.parameters, strict=True)
+            gradients = [one.grad for name, one in named if one.grad is not None and (names is None or name in names)]
             norms = list(torch._foreach_norm(gradients, 2, dtype=torch.float32)) if gradients else []
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 

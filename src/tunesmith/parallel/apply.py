@@ -1,7 +1,7 @@
 """The order in which a loaded, adapted model is made ready to train. Mechanisms live elsewhere.
 
-attention over context ranks  ->  MLPs in slices  ->  recompute some layers  ->  compile each layer  ->
-offload the inputs of recomputed layers  ->  shard over ranks
+cut into stages  ->  attention over context ranks  ->  MLPs in slices  ->  recompute some layers  ->  compile each
+layer  ->  offload the inputs of recomputed layers  ->  shard over ranks
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from tunesmith.parallel.activation import HostStore, offloaded, recomputed, slic
 from tunesmith.parallel.compile import compiled
 from tunesmith.parallel.context import attend_over
 from tunesmith.parallel.mesh import context_mesh, data_mesh, world_mesh
+from tunesmith.parallel.pipeline import Pipelined, cut
 from tunesmith.parallel.shard import Sharded, shard
 from tunesmith.plan.plan import Plan
 
 
 def apply(model: nn.Module, plan: Plan, *, has_adapters: bool) -> nn.Module:
     """Returns what is to be called from now on: the model, or what stands before its shards."""
+    if plan.mesh.pipeline > 1:
+        return _apply_to_stages(model, plan, has_adapters=has_adapters)
     wrap_layers(model, plan)
     return model if plan.sharding == "none" else spread(model, plan, has_adapters=has_adapters)
 
@@ -34,15 +37,17 @@ def spread(
     return shard(model, decoder_layers(model), plan, mesh, has_adapters=has_adapters, prepare=prepare)
 
 
-def wrap_layers(model: nn.Module, plan: Plan) -> None:
-    """All that changes how a layer is computed and not where its weights lie."""
-    layers = decoder_layers(model)
+def wrap_layers(model: nn.Module, plan: Plan, layers: list[nn.Module] | None = None) -> None:
+    """All that changes how a layer is computed and not where its weights lie; of all layers, or those of a stage."""
+    every = decoder_layers(model)
+    layers = layers or every
+    recompute_layers = -(-plan.recompute_layers * len(layers) // len(every))  # of a stage the same part as of all
     if plan.mesh.context > 1:
         attend_over(model, context_mesh(plan), plan.attention)
     store = HostStore(torch.device(plan.device)) if plan.offload_activations else None
     for index, layer in enumerate(layers):
         # Early layers are the ones to recompute: what they would keep is kept the longest.
-        is_recomputed = index < plan.recompute_layers
+        is_recomputed = index < recompute_layers
         can_slice = not plan.mlp_slice or slice_mlp(
             layer, plan.mlp_slice, recompute=not (is_recomputed and plan.is_compiled)
         )
@@ -60,6 +65,16 @@ def wrap_layers(model: nn.Module, plan: Plan) -> None:
             forward = offloaded(forward, store)
         if forward is not layer.forward:
             layer.forward = forward
+
+
+def _apply_to_stages(model: nn.Module, plan: Plan, *, has_adapters: bool) -> Pipelined:
+    world = world_mesh(plan)
+    mine = cut(model, plan, world.get_local_rank("pipeline"))
+    wrap_layers(model, plan, mine.layers)
+    called = model
+    if plan.sharding != "none":
+        called = shard(model, mine.layers, plan, data_mesh(world), has_adapters=has_adapters)
+    return Pipelined(called, mine, plan, world.get_group("pipeline"))
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

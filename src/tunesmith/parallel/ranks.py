@@ -7,7 +7,8 @@ over the model's tensors have PyTorch's usual one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -76,6 +77,27 @@ class Ranks:
         return [
             bytes(part[: int(size)].tolist()).decode(errors="replace") for part, size in zip(parts, sizes, strict=True)
         ]
+
+    def collect(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Named tensors of all ranks, in host memory, on the first one; of a name that several have, the first's."""
+        if self.control is None:
+            return dict(tensors)
+        here = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors.items()]
+        found = dict(tensors) if self.is_first else {}
+        known: set[str] = set()
+        for rank, said in enumerate(self.gather(json.dumps(here))):
+            for name, shape, dtype in json.loads(said):
+                if name in known:
+                    continue
+                known.add(name)
+                if rank == 0:
+                    continue
+                if self.is_first:
+                    found[name] = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+                    dist.recv(found[name].view(-1).view(torch.uint8), src=rank, group=self.control)
+                elif self.rank == rank:
+                    dist.send(tensors[name].view(-1).view(torch.uint8), dst=0, group=self.control)
+        return found
 
     def wait(self) -> None:
         """Until every rank is here."""

@@ -124,15 +124,16 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(
-    tensors: Mapping[str, torch.Tensor], ranks: Ranks, dtype: torch.dtype | None = None
+    tensors: Mapping[str, torch.Tensor], ranks: Ranks, dtype: torch.dtype | None = None, *, keeps: bool | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors whole and in host memory on the first rank, one after the other; nothing on the others."""
+    """The tensors whole and in host memory on the first rank, one after the other; nothing on the others. Where stages
+    have different ones, each has a rank that `keeps` its own, and the first gets them all."""
     found = {}
     for name, tensor in tensors.items():
         full = whole(tensor.detach())
-        if ranks.is_first:
-            found[name] = full.to("cpu", dtype)
-    return found
+        if ranks.is_first if keeps is None else keeps:
+            found[name] = full.to("cpu", dtype).contiguous()
+    return found if keeps is None else ranks.collect(found)
 
 
 class Part(NamedTuple):
@@ -143,8 +144,9 @@ class Part(NamedTuple):
     total: int | None
 
 
-def own_parts(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, Part]:
-    """This rank's share of the work of writing `tensors`: its rows of each, taken in turn where ranks replicate."""
+def own_parts(tensors: Mapping[str, torch.Tensor], *, is_first: bool) -> dict[str, Part]:
+    """This rank's share of the work of writing `tensors`: its rows of each, taken in turn where ranks replicate; the
+    first of those that have these tensors writes what is not spread."""
     found = {}
     for index, (name, tensor) in enumerate(tensors.items()):
         if isinstance(tensor, DTensor):
@@ -153,7 +155,7 @@ def own_parts(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, Pa
             mine = mesh.get_local_rank(0) if mesh.ndim == 2 else 0
             if index % copies == mine and start < stop:
                 found[name] = Part(tensor.to_local(), start, tensor.shape[0])
-        elif ranks.is_first:
+        elif is_first:
             found[name] = Part(tensor, 0, tensor.shape[0] if tensor.ndim else None)
     return found
 

@@ -12,7 +12,17 @@ from typing import Literal
 from tunesmith.config.schema import Lora
 from tunesmith.plan.facts import ModelFacts
 from tunesmith.plan.hardware import Gpu, Hardware, Rates, guessed_rates
-from tunesmith.plan.plan import Attention, Device, OptimizerStates, Precision, Products, Sharding, Storage, Wire
+from tunesmith.plan.plan import (
+    Attention,
+    Device,
+    OptimizerStates,
+    Precision,
+    Products,
+    Schedule,
+    Sharding,
+    Storage,
+    Wire,
+)
 
 Method = Literal["full", "lora", "qlora"]
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -117,6 +127,7 @@ class Choice:
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
+    schedule: Schedule = "1f1b"
 
     @property
     def data_ranks(self) -> int:

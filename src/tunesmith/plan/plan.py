@@ -18,6 +18,7 @@ Attention = Literal["flash-attn-4", "varlen", "sdpa"]
 OptimizerStates = Literal["fp32", "bf16", "int8", "fp8", "int4"]
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hybrid", "hierarchical"]
 Wire = Literal["plain", "int8"]
+Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -149,6 +150,8 @@ class Plan(Part):
     is lossy: each is off by at most 1/254 of the largest of its 128."""
     reduce: Wire = "plain"
     """How gradients travel to the rank that holds their weights: in fp32, or in int8 in the same way."""
+    schedule: Schedule = "1f1b"
+    """In which order the stages of a pipeline do the forward and backward passes of a step."""
     precision: Precision
     """Arithmetic of the forward and backward pass, and how the model's weights are held."""
     products: Products = "plain"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.memory import ALONE
 from tunesmith.plan.plan import Attention
+from tunesmith.plan.stages import PER_RANK
 
 EXECUTABLE: dict[str, frozenset[object]] = {
     "method": frozenset({"full", "lora", "qlora"}),
@@ -24,7 +25,7 @@ EXECUTABLE: dict[str, frozenset[object]] = {
     "sharding": frozenset({"none", "ddp", "zero1", "zero2", "zero3", "hybrid", "hierarchical"}),
     "gather": frozenset({"plain", "int8"}),
     "reduce": frozenset({"plain", "int8"}),
-    "axes": frozenset({"context"}),  # of "tensor", "context", "pipeline"
+    "axes": frozenset({"context", "pipeline"}),  # of "tensor", "context", "pipeline"
 }
 """What `tunesmith train` of this version can do; the planner chooses nothing else for this machine."""
 
@@ -150,8 +151,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "tensor and context parallelism stay within a node",
     ),
     (
-        lambda task, choice: choice.pipeline > task.facts.layers,
+        lambda task, choice: choice.pipeline > 1 and choice.pipeline * PER_RANK[choice.schedule] > task.facts.layers,
         "a pipeline stage has at least one layer",
+    ),
+    (
+        lambda task, choice: choice.pipeline > 1 and choice.schedule == "zero-bubble" and not _may_split(task, choice),
+        "a zero-bubble schedule takes the gradients of weights apart from the others, which goes with plain layers "
+        "only: not sharded, compiled or recomputed, nor trained in half precision",
     ),
     (
         lambda task, choice: choice.attention != "sdpa" and not _has_kernel(task),
@@ -196,6 +202,13 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
         missing.append("weights in int8 over several ranks")
     if choice.is_lossy and choice.ranks > choice.data_ranks:
         missing.append("int8 on the wire beside tensor, context or pipeline parallelism")
+    if choice.pipeline > 1:
+        if choice.sharding not in ("none", "ddp", "zero3"):
+            missing.append(f"{choice.sharding} within a pipeline")
+        if choice.tensor * choice.context > 1:
+            missing.append("tensor or context parallelism within a pipeline")
+        if choice.offload_activations or (task.has_masters and not choice.master_weights):
+            missing.append("activations in host memory or weights without masters within a pipeline")
     axes = {"tensor": choice.tensor, "context": choice.context, "pipeline": choice.pipeline}
     missing += [f"{axis} parallelism" for axis, size in axes.items() if size > 1 and axis not in EXECUTABLE["axes"]]
     return tuple(missing)
@@ -210,6 +223,17 @@ def may_release(task: Task, choice: Choice) -> bool:
         and task.precision != "fp16"
         and choice.accumulation(task) == 1
         and choice.sharding == "none"
+        and choice.pipeline == 1
+    )
+
+
+def _may_split(task: Task, choice: Choice) -> bool:
+    return (
+        choice.sharding == "none"
+        and not choice.is_compiled
+        and choice.recompute_layers == 0
+        and choice.mlp_slice == 0
+        and (task.has_adapters or task.precision == "fp32")
     )
 
 

@@ -124,6 +124,7 @@ def search(
         sharding=choice.sharding,
         gather=choice.gather,
         reduce=choice.reduce,
+        schedule=choice.schedule,
         precision=task.precision,
         products=choice.products,
         storage=choice.storage,

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from tunesmith.errors import UserError
 from tunesmith.model.forward import Calling, Inputs, Shape, to_device, token_losses
 from tunesmith.optim.build import Optimizer
 from tunesmith.parallel.context import Cut
+from tunesmith.parallel.pipeline import Pipelined
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.parallel.shard import Sharded, whole
 
@@ -115,16 +117,7 @@ class TrainStep:
         weights: dict[int, float] = {}
         self.optimizer.begin(learning_rate)
         try:
-            for index, micro_batch in enumerate(batch.micro_batches):
-                if should_stop():
-                    raise Interrupted
-                if isinstance(self.model, Sharded):
-                    self.model.begin_micro_batch(is_last=index == len(batch.micro_batches) - 1)
-                with record_function("data"):
-                    self._draw_from(batch.step, index)
-                    micro_batch = self.cut(micro_batch)
-                    inputs = to_device(micro_batch, self.device, self.shape)
-                losses_n = self._forward_backward(inputs, scale / batch.target_weight)
+            for micro_batch, losses_n in self._passes(batch, scale / batch.target_weight, should_stop):
                 with record_function("loss"):
                     self._add_by_source(micro_batch, losses_n, sums, weights)
             with record_function("optimizer"):
@@ -194,6 +187,31 @@ class TrainStep:
             raise NotFinite(self._blame(batch, totals, "gradient"))
         return overflowed
 
+    def _passes(
+        self, batch: StepBatch, factor: float, should_stop: Callable[[], bool]
+    ) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
+        """Forward and backward of every micro-batch of the step, with the weighted losses of its targets. A pipeline
+        does them all together, and the losses are known where its last stage is."""
+        if isinstance(self.model, Pipelined):
+            if should_stop():
+                raise Interrupted
+            with record_function("data"):
+                inputs = [to_device(micro_batch, self.device, self.shape) for micro_batch in batch.micro_batches]
+            draw = partial(self._draw_from, batch.step)
+            losses = self.model.run(inputs, self.calling, factor, self.z_loss, draw)
+            yield from zip(batch.micro_batches, losses, strict=False)
+            return
+        for index, micro_batch in enumerate(batch.micro_batches):
+            if should_stop():
+                raise Interrupted
+            if isinstance(self.model, Sharded):
+                self.model.begin_micro_batch(is_last=index == len(batch.micro_batches) - 1)
+            with record_function("data"):
+                self._draw_from(batch.step, index)
+                micro_batch = self.cut(micro_batch)
+                inputs = to_device(micro_batch, self.device, self.shape)
+            yield micro_batch, self._forward_backward(inputs, factor)
+
     def _forward_backward(self, inputs: Inputs, factor: float) -> torch.Tensor:
         total, losses_n = token_losses(self.model, inputs, self.calling, z_loss=self.z_loss)
         with record_function("backward"):
@@ -220,15 +238,19 @@ class TrainStep:
 
     def _clip(self, scale: float) -> torch.Tensor:
         """Unscale and clip the gradients; returns their norm before, without waiting for it."""
+        if isinstance(self.model, Pipelined):
+            self.model.finish_gradients(self.optimizer)
         if scale != 1.0:
             torch._foreach_div_([one.grad for one in self.optimizer.parameters if one.grad is not None], scale)
         norm = whole(self.optimizer.gradient_norm())
+        if isinstance(self.model, Pipelined):
+            norm = self.model.norm_of_all(norm, self.optimizer)
         if self.max_grad_norm is not None:
             self.optimizer.clip(norm, self.max_grad_norm)
         return norm.float()
 
-    def _draw_from(self, step: int, micro_batch: int) -> None:
-        text = f"{self.seed}:{step}:{micro_batch}:{self.ranks.rank}"
+    def _draw_from(self, step: int, micro_batch: int, stage: int = 0) -> None:
+        text = f"{self.seed}:{step}:{micro_batch}:{self.ranks.rank}" + (f":{stage}" if stage else "")
         torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
 
     def _blame(self, batch: StepBatch, totals: dict[int, float], what: str) -> str:
