@@ -38,6 +38,7 @@ def hosts(
     overrides: Overrides = None,
     hosts: Annotated[str, typer.Option(help="Names or addresses, separated by commas; the first leads.")] = "",
     ranks: PerNode = 8,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="Obey this plan instead of making one.")] = None,
     reach: Annotated[str, typer.Option(help="How a command is run on a host.")] = "ssh -tt {host}",
     address: Annotated[str | None, typer.Option(help="Of the first host, as the others see it.")] = None,
     show: Annotated[bool, typer.Option("--print", help="Print the commands instead of running them.")] = False,
@@ -52,7 +53,7 @@ def hosts(
     names = [name.strip() for name in hosts.split(",") if name.strip()]
     if not names:
         raise UserError("No hosts were named; say --hosts a,b.")
-    task = _task(config, overrides, None, len(names), ranks)
+    task = _task(config, overrides, None, len(names), ranks, plan_file=plan_file)
     commands = host_commands(task, names, reach, address=address)
     if show:
         for command in commands:
@@ -133,6 +134,7 @@ def _task(
     nodes: int,
     ranks: int,
     *,
+    plan_file: Path | None = None,
     has_gpus: bool = True,
     options: list[str] | tuple[str, ...] = (),
 ) -> Task:
@@ -144,8 +146,9 @@ def _task(
     from tunesmith.parallel.places import Task
 
     run = load(config, overrides or ()).run  # mistakes are found here, not on every rank
+    plan = ["--plan", str(plan_file)] if plan_file else []
     return Task(
-        command=[sys.executable, "-m", "tunesmith", "train", str(config), *(overrides or ())],
+        command=[sys.executable, "-m", "tunesmith", "train", str(config), *(overrides or ()), *plan],
         name=name or re.sub(r"[^A-Za-z0-9]+", "-", Path(run.output).name).strip("-") or "tunesmith",
         folder=os.getcwd(),
         output=run.output,
