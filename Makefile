@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo check test test-slow test-slurm bench docs clean
+.PHONY: setup demo check test test-slow test-slurm test-nodes bench docs clean
 
 setup: $(READY)
 
@@ -30,6 +30,9 @@ test-slow: setup
 
 test-slurm: setup
 	$(BIN)/pytest -m slurm tests/parallel/test_slurm.py
+
+test-nodes: setup
+	$(BIN)/pytest -m nodes tests/parallel/test_two_hosts.py
 
 bench: setup
 	$(BIN)/python benchmarks/cpu.py

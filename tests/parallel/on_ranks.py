@@ -179,21 +179,3 @@ def most_that_was_whole(ranks: Ranks, **job: Any) -> dict[str, float]:
     layer = sum(one.numel() * one.element_size() for one in decoder_layers(model)[0].parameters())
     everything = sum(one.numel() * one.element_size() for one in model.parameters())
     return {"most": max(held), "layer": layer, "all": everything, "parts": len(held)}
-
-
-def held(ranks: Ranks, **job: Any) -> dict[str, float]:
-    """Bytes of trained weights and of optimizer states that this rank holds between steps."""
-    from torch.distributed.tensor import DTensor
-
-    made_job = job_of(ranks, **job)
-    step = step_of(made_job, loss_scale_of(made_job))
-    made_job.model.train()
-    step(made_job.loader.step(0), 1e-3)
-
-    def size(tensor: Any) -> int:
-        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
-
-    tensors = made_job.optimizer.tensors()
-    weights = sum(size(one) for name, one in tensors.items() if name.startswith("weights/"))
-    states = sum(size(one) for name, one in tensors.items() if name.startswith("optimizer/exp"))
-    return {"weights": weights, "states": states}

@@ -44,6 +44,8 @@ WIDE_AGAIN = {"adapters": 0.8, "full": 3.5}
 """How many more where the layer is computed again at the same time; measured."""
 ENDS = {"adapters": 2, "full": 4}
 """Hidden states that are kept outside of the layers; a final norm that is trained keeps its input in fp32 as well."""
+WIRE = 1 + 4 / 128
+"""Bytes of a value in int8 on the wire, with its share of a block's scale (`parallel.quantized`)."""
 COLLECTIVES = 300 * MIB
 """What NCCL takes once there is more than one rank."""
 FRAGMENTATION = {"cpu": 0.08, "cuda": 0.01}
@@ -61,7 +63,7 @@ def timeline(task: Task, choice: Choice) -> list[Moment]:
     tokens = choice.tokens(task)
     saved, one_layer = _activations(task, choice, tokens)
     gradients = _gradients(task, choice)
-    kept_gradients = gradients if choice.accumulation(task) > 1 else 0.0  # those of the micro-batches before
+    kept_gradients = _kept_gradients(task, choice)
     gathered, gathered_head, unit = _gathered(task, choice)
     spread = choice.tensor
     hidden = tokens * facts.hidden * width
@@ -234,19 +236,17 @@ def _static(task: Task, choice: Choice) -> dict[str, float]:
         weights -= matrices * (task.width - 1)
     on_device = not choice.offload_optimizer
     states = _share(choice, "states")
-    has_masters = choice.has_masters(task)
-    copies = 1.0
-    if choice.ranks > 1 and not task.has_adapters:  # trained weights are held as shards in fp32
-        if choice.sharding in ("ddp", "zero1", "zero2"):
-            has_masters = True  # beside whole ones for the length of a step, whatever their precision
-        elif has_masters:
-            weights = 0.0  # and gathered from these for each use
-    elif choice.sharding == "ddp":
-        copies = 2.0  # what is reduced, and what the forward pass uses
+    if choice.sharding != "none" and not task.has_adapters:  # in fp32; what the forward pass uses is made from these
+        held = 4 * trained * states
+        return {
+            "weights": 0.0 if task.has_masters else held,
+            "master": held if task.has_masters and on_device else 0.0,
+            "optimizer": trained * _states(task, choice) * states if on_device else _visiting(task, choice),
+        }
     return {
         "weights": weights * _share(choice, "weights"),
-        "adapter": 4 * copies * trained * _share(choice, "weights") if task.has_adapters else 0.0,
-        "master": 4 * trained * states if has_masters and on_device else 0.0,
+        "adapter": 4 * trained * _share(choice, "weights") if task.has_adapters else 0.0,
+        "master": 4 * trained * states if choice.has_masters(task) and on_device else 0.0,
         "optimizer": trained * _states(task, choice) * states if on_device else _visiting(task, choice),
     }
 
@@ -273,15 +273,21 @@ def _states(task: Task, choice: Choice) -> float:
 
 
 def _gradients(task: Task, choice: Choice) -> float:
-    """All of them; in fp32 where they are summed, over micro-batches or ranks, or unscaled, else as backward made them.
-    Released: the largest two."""
-    is_summed = choice.accumulation(task) > 1 or (choice.ranks > 1 and choice.has_masters(task))
-    is_made = task.optimizer in ALONE and task.precision == "bf16" and not is_summed
-    width = task.width if is_made and task.has_masters else 4
-    held = _held(task, choice)[1] * _share(choice, "gradients")
+    """All of them; in fp32 where they are summed or unscaled, else as backward made them. Released: the largest two."""
+    is_made = task.optimizer in ALONE and task.precision == "bf16" and choice.accumulation(task) == 1
+    width = task.width if is_made and task.has_masters and choice.sharding == "none" else 4
+    held = _held(task, choice)[1] * _share(choice, "states")
     if choice.release_gradients:
         held = min(held, 2 * task.facts.embedding / choice.tensor)
     return width * held
+
+
+def _kept_gradients(task: Task, choice: Choice) -> float:
+    """Those of the micro-batches before: whole where they are reduced once a step."""
+    if choice.accumulation(task) == 1:
+        return 0.0
+    is_whole = choice.sharding in ("ddp", "zero1") or (choice.sharding != "none" and task.has_adapters)
+    return 4 * _held(task, choice)[1] if is_whole else _gradients(task, choice)
 
 
 def _gathered(task: Task, choice: Choice) -> tuple[float, float, float]:
@@ -292,18 +298,20 @@ def _gathered(task: Task, choice: Choice) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0
     layer = max(kind.parameters for kind in facts.kinds) / choice.tensor
     matrices = max(kind.matrices for kind in facts.kinds) / choice.tensor
-    unit = layer * task.width if not task.has_adapters else 0.0
-    if choice.sharding in ("ddp", "zero1"):
-        buckets = min(50 * MIB, 4 * _held(task, choice)[1])
-        return buckets, buckets, 0.0
-    if choice.sharding == "zero2":
-        return 50 * MIB, 50 * MIB, 2 * unit
-    width = layer * task.width
+    unit = layer * (task.width + 2 * 4) if not task.has_adapters else 0.0  # as made; in fp32, with those before
+    if choice.reduce == "int8":
+        unit += layer * (4 + 2 * WIRE)
+    packed = 2 * layer * WIRE if choice.gather == "int8" else 0.0
+    if choice.sharding in ("ddp", "zero1", "zero2"):
+        whole = 4 * task.trained if task.has_adapters else _held(task, choice)[0] * task.width
+        buffer = packed + (layer * task.width if choice.sharding != "ddp" else 0.0)
+        return whole + buffer, whole, unit
+    width = layer * task.width + packed / 2
     if choice.storage != "plain":  # 4 bits on the wire too
         width -= matrices * (task.width - QUANTIZED[choice.storage])
     head = facts.embedding / choice.tensor * task.width
     kept = _held(task, choice)[0] * task.width / choice.sharers if choice.sharding == "hierarchical" else 0.0
-    return kept + 2 * width, kept + head + width, 2 * unit  # the layer in use and the next one
+    return kept + 2 * width, kept + head + width, unit  # the layer in use and the next one
 
 
 def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, float]:

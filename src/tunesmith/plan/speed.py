@@ -83,8 +83,6 @@ EXPOSED = 0.05
 
 GRADIENT = 4
 """Bytes of a gradient on the wire: they are reduced in fp32."""
-WIRE = 1 + 4 / 128
-"""Bytes of a value in int8 on the wire (`parallel.quantized`), with its share of a block's scale."""
 PACK, UNPACK = 40, 12
 """Bytes passed over in memory to bring a value to int8 and back."""
 
@@ -309,8 +307,8 @@ def _communication(task: Task, choice: Choice, rounds: int, forward: float, back
         gathered -= facts.matrices / split * (task.width - memory.QUANTIZED[choice.storage])
     reduced = task.trained / split * GRADIENT
     if choice.sharding != "hierarchical":
-        gathered = base * WIRE if choice.gather == "int8" else gathered
-        reduced = task.trained / split * WIRE if choice.reduce == "int8" else reduced
+        gathered = base * memory.WIRE if choice.gather == "int8" else gathered
+        reduced = task.trained / split * memory.WIRE if choice.reduce == "int8" else reduced
     if choice.sharding in ("ddp", "zero1", "zero2"):
         reduction = _collective(task, choice, reduced, everywhere=True)
         gather = 0.0 if choice.sharding == "ddp" else _collective(task, choice, gathered, everywhere=True)
@@ -321,9 +319,9 @@ def _communication(task: Task, choice: Choice, rounds: int, forward: float, back
     gather_backward = _collective(task, choice, gathered, everywhere=choice.sharding == "zero3")
     reduction = _collective(task, choice, reduced, everywhere=choice.sharding != "hybrid")
     if choice.sharding == "hierarchical" and choice.gather == "int8":
-        gather_forward = _node_by_node(task, choice, between=base * WIRE, within=base * WIRE)
+        gather_forward = _node_by_node(task, choice, between=base * memory.WIRE, within=base * memory.WIRE)
     if choice.sharding == "hierarchical" and choice.reduce == "int8":
-        reduction = _node_by_node(task, choice, between=task.trained / split * WIRE, within=reduced)
+        reduction = _node_by_node(task, choice, between=task.trained / split * memory.WIRE, within=reduced)
     seen += rounds * (_seen(task, gather_forward, forward) + _seen(task, gather_backward + reduction, backward))
     if choice.sharding == "hybrid" and choice.replicate > 1:
         # Each rank reduces its shard with its peers in the other nodes, all over the same link, in the last round.
