@@ -125,6 +125,9 @@ def test_launch_reads_the_settings_first_and_writes_beside_them(tmp_path, monkey
         main(["launch", "kubernetes", "run.yaml"])
     assert ended.value.code == 0
     assert "name: my-run\n" in (tmp_path / "run.kubernetes.yaml").read_text()
+    with pytest.raises(SystemExit):
+        main(["launch", "hosts", "run.yaml", "--hosts", "a", "--plan", "my plan.json", "--print"])
+    assert "my plan.json" in capsys.readouterr().out
     monkeypatch.setenv("PATH", "")
     with pytest.raises(SystemExit) as ended:
         main(["launch", "ray", "run.yaml", "--submit"])

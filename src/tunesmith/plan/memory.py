@@ -236,11 +236,11 @@ def _static(task: Task, choice: Choice) -> dict[str, float]:
         weights -= matrices * (task.width - 1)
     on_device = not choice.offload_optimizer
     states = _share(choice, "states")
-    if choice.sharding != "none" and not task.has_adapters:  # in fp32; what the forward pass uses is made from these
-        held = 4 * trained * states
+    if choice.sharding != "none" and not task.has_adapters:  # what the forward pass uses is made from these
+        has_masters = choice.has_masters(task)
         return {
-            "weights": 0.0 if task.has_masters else held,
-            "master": held if task.has_masters and on_device else 0.0,
+            "weights": 0.0 if has_masters else task.width * trained * states,
+            "master": 4 * trained * states if has_masters and on_device else 0.0,
             "optimizer": trained * _states(task, choice) * states if on_device else _visiting(task, choice),
         }
     return {
@@ -274,8 +274,9 @@ def _states(task: Task, choice: Choice) -> float:
 
 def _gradients(task: Task, choice: Choice) -> float:
     """All of them; in fp32 where they are summed or unscaled, else as backward made them. Released: the largest two."""
-    is_made = task.optimizer in ALONE and task.precision == "bf16" and choice.accumulation(task) == 1
-    width = task.width if is_made and task.has_masters and choice.sharding == "none" else 4
+    is_summed = choice.accumulation(task) > 1 or (choice.sharding != "none" and choice.has_masters(task))
+    is_made = task.optimizer in ALONE and task.precision == "bf16" and not is_summed
+    width = task.width if is_made and task.has_masters else 4
     held = _held(task, choice)[1] * _share(choice, "states")
     if choice.release_gradients:
         held = min(held, 2 * task.facts.embedding / choice.tensor)
@@ -303,7 +304,8 @@ def _gathered(task: Task, choice: Choice) -> tuple[float, float, float]:
         unit += layer * (4 + 2 * WIRE)
     packed = 2 * layer * WIRE if choice.gather == "int8" else 0.0
     if choice.sharding in ("ddp", "zero1", "zero2"):
-        whole = 4 * task.trained if task.has_adapters else _held(task, choice)[0] * task.width
+        base, trained = _held(task, choice)
+        whole = 4 * trained if task.has_adapters else base * task.width
         buffer = packed + (layer * task.width if choice.sharding != "ddp" else 0.0)
         return whole + buffer, whole, unit
     width = layer * task.width + packed / 2

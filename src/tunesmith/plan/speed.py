@@ -83,8 +83,8 @@ EXPOSED = 0.05
 
 GRADIENT = 4
 """Bytes of a gradient on the wire: they are reduced in fp32."""
-PACK, UNPACK = 40, 12
-"""Bytes passed over in memory to bring a value to int8 and back."""
+PACK, UNPACK = {"cpu": 120, "cuda": 40}, {"cpu": 75, "cuda": 12}
+"""Bytes that could be passed over in memory while a value is brought to int8 and back; on a processor measured."""
 
 
 def step_time(task: Task, choice: Choice) -> Time:
@@ -236,10 +236,12 @@ def _quantization(task: Task, choice: Choice, tokens: float) -> float:
         size = memory.QUANTIZED[choice.storage] + 2 * task.width
         seconds += 2 * times * task.facts.matrices * size / task.rates.bandwidth
     if choice.gather == "int8":
-        seconds += (PACK / choice.data_ranks + 2 * UNPACK) * task.trained / task.rates.bandwidth
+        gathers = 1 if choice.sharding == "hierarchical" else 2
+        passes = PACK[task.device] / choice.data_ranks + gathers * UNPACK[task.device]
+        seconds += passes * task.trained / task.rates.bandwidth
     if choice.reduce == "int8":
         parts = choice.shard if choice.sharding == "hierarchical" else 1
-        seconds += (PACK + UNPACK) / parts * task.trained / task.rates.bandwidth
+        seconds += (PACK[task.device] + UNPACK[task.device]) / parts * task.trained / task.rates.bandwidth
     if choice.products == "fp8":
         widths = task.facts.total(lambda kind: kind.widths)
         passes = FP8_PASSES["adapters" if task.has_adapters else "full"]
