@@ -1,7 +1,7 @@
 """The order in which a loaded, adapted model is made ready to train. Mechanisms live elsewhere.
 
 cut into stages  ->  attention over context ranks  ->  MLPs in slices  ->  recompute some layers  ->  compile each
-layer  ->  offload the inputs of recomputed layers  ->  shard over ranks
+layer  ->  offload the inputs of recomputed layers  ->  spread experts over ranks  ->  shard
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from tunesmith.errors import UserError
 from tunesmith.parallel.activation import HostStore, offloaded, recomputed, slice_mlp
 from tunesmith.parallel.compile import compiled
 from tunesmith.parallel.context import attend_over
+from tunesmith.parallel.expert import spread_experts
 from tunesmith.parallel.mesh import context_mesh, data_mesh, world_mesh
 from tunesmith.parallel.pipeline import Pipelined, cut
 from tunesmith.parallel.shard import Sharded, shard
@@ -34,6 +35,8 @@ def spread(
 ) -> Sharded:
     """Shard over ranks; see `shard` for `prepare`. Layers may be wrapped before or after."""
     mesh = data_mesh(world_mesh(plan))
+    if plan.mesh.expert > 1:
+        spread_experts(model, mesh)
     return shard(model, decoder_layers(model), plan, mesh, has_adapters=has_adapters, prepare=prepare)
 
 

@@ -26,7 +26,7 @@ def load_in_parts(run: Run, plan: Plan, device: torch.device) -> tuple[nn.Module
 
     None where it must be loaded whole: its weights stay whole, or its files hold them in other ways than the model.
     """
-    if plan.sharding == "none" or plan.sharding in KEEPS_WHOLE or plan.mesh.pipeline > 1:
+    if plan.sharding == "none" or plan.sharding in KEEPS_WHOLE or plan.mesh.pipeline > 1 or plan.mesh.expert > 1:
         return None
     model, folder = load.load_empty(run, dtype=plan.precision)
     files = quantized.files_of(model, folder)

@@ -89,6 +89,7 @@ def shard(
     sharded = Sharded(model, plan, has_adapters=has_adapters)
     is_replicated = plan.sharding == "ddp"
     frozen = {weight for weight in model.parameters() if not weight.requires_grad} if is_replicated else set()
+    elsewhere = {weight for weight in model.parameters() if isinstance(weight, DTensor)}  # experts of other ranks
     sharers = plan.mesh.shard * plan.mesh.context
     after_forward = {"hierarchical": sharers}.get(plan.sharding, plan.sharding not in KEEPS_WHOLE)
     precision = getattr(torch, DTYPES[plan.precision])
@@ -108,7 +109,7 @@ def shard(
             mesh=mesh,
             reshard_after_forward=after_forward if unit is not sharded else False,
             mp_policy=policy,
-            ignored_params=frozen,
+            ignored_params=frozen | elsewhere,
         )
         if is_quantized:
             ways = {"gather": plan.gather == "int8", "reduce": plan.reduce == "int8"}

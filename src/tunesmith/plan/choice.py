@@ -127,6 +127,7 @@ class Choice:
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
+    expert: int = 1
     schedule: Schedule = "1f1b"
 
     @property

@@ -38,6 +38,8 @@ class Mesh(Part):
     tensor: Positive = 1
     context: Positive = 1
     pipeline: Positive = 1
+    expert: Positive = 1
+    """Of the ranks that see different data, so many share the experts of each layer; no axis of its own."""
 
     @property
     def ranks(self) -> int:

@@ -25,7 +25,7 @@ EXECUTABLE: dict[str, frozenset[object]] = {
     "sharding": frozenset({"none", "ddp", "zero1", "zero2", "zero3", "hybrid", "hierarchical"}),
     "gather": frozenset({"plain", "int8"}),
     "reduce": frozenset({"plain", "int8"}),
-    "axes": frozenset({"context", "pipeline"}),  # of "tensor", "context", "pipeline"
+    "axes": frozenset({"context", "pipeline", "expert"}),  # of these and "tensor"
 }
 """What `tunesmith train` of this version can do; the planner chooses nothing else for this machine."""
 
@@ -160,6 +160,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "only: not sharded, compiled or recomputed, nor trained in half precision",
     ),
     (
+        lambda task, choice: choice.expert > 1 and any(count % choice.expert for count in _experts(task) or [1]),
+        "experts are cut evenly over ranks, and this model has none or another number of them",
+    ),
+    (
         lambda task, choice: choice.attention != "sdpa" and not _has_kernel(task),
         "packed attention kernels need half precision, head sizes of 8 to 256 and compute capability 8.0",
     ),
@@ -202,6 +206,8 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
         missing.append("weights in int8 over several ranks")
     if choice.is_lossy and choice.ranks > choice.data_ranks:
         missing.append("int8 on the wire beside tensor, context or pipeline parallelism")
+    if choice.expert > 1 and (choice.expert != choice.ranks or choice.sharding not in ("zero1", "zero2", "zero3")):
+        missing.append("experts cut over other ranks than all those of zero1, zero2 or zero3")
     if choice.pipeline > 1:
         if choice.sharding not in ("none", "ddp", "zero3"):
             missing.append(f"{choice.sharding} within a pipeline")
@@ -209,7 +215,7 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
             missing.append("tensor or context parallelism within a pipeline")
         if choice.offload_activations or (task.has_masters and not choice.master_weights):
             missing.append("activations in host memory or weights without masters within a pipeline")
-    axes = {"tensor": choice.tensor, "context": choice.context, "pipeline": choice.pipeline}
+    axes = {"tensor": choice.tensor, "context": choice.context, "pipeline": choice.pipeline, "expert": choice.expert}
     missing += [f"{axis} parallelism" for axis, size in axes.items() if size > 1 and axis not in EXECUTABLE["axes"]]
     return tuple(missing)
 
@@ -225,6 +231,11 @@ def may_release(task: Task, choice: Choice) -> bool:
         and choice.sharding == "none"
         and choice.pipeline == 1
     )
+
+
+def _experts(task: Task) -> set[int]:
+    """How many experts layers of this model have."""
+    return {linear.count for kind in task.facts.kinds for linear in kind.linears if linear.count > 1}
 
 
 def _may_split(task: Task, choice: Choice) -> bool:

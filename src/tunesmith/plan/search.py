@@ -120,6 +120,7 @@ def search(
             tensor=choice.tensor,
             context=choice.context,
             pipeline=choice.pipeline,
+            expert=choice.expert,
         ),
         sharding=choice.sharding,
         gather=choice.gather,

@@ -1,0 +1,129 @@
+"""The experts of a mixture cut over the ranks that see different data; tokens travel to the experts that they chose.
+
+Of a layer's E experts each of n ranks holds E/n, whole, with their gradients and optimizer states. A forward pass sends
+each token's hidden state to the ranks of its experts and their results back, a backward pass the gradients, all by
+all-to-all: four times the hidden states of a token's experts, in each layer. Nothing else of an expert travels: its
+gradient is complete where it lies, since all ranks' tokens come by.
+
+  rank 0: tokens a b c    experts 0 1         a -> 0, b -> 3, c -> 1       rank 0 computes a c e
+  rank 1: tokens d e f    experts 2 3         d -> 2, e -> 0, f -> 3       rank 1 computes d b f
+
+Everything else of the model is the sharding's. The model's own code computes the experts, with fewer of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from tunesmith.errors import UserError
+
+ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
+"""What models give their experts: the tokens [T, H], and of each its experts and their weights [T, K]."""
+
+
+def spread_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
+    """Leave this rank its part of every layer's experts; returns their weights, which know where the others are."""
+    found = [module for module in model.modules() if _is_stack(module)]
+    if not found:
+        raise UserError(f"{type(model).__name__} has no experts that could be cut over ranks; use a plan without.")
+    for experts in found:
+        if experts.num_experts % mesh.size() != 0:
+            raise UserError(f"{experts.num_experts} experts cannot be cut evenly over {mesh.size()} ranks.")
+        _spread(experts, mesh)
+    return {weight for experts in found for weight in experts.parameters(recurse=False)}
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Whether this is a layer's experts, held as parameters with the experts as their first dimension."""
+    count = getattr(module, "num_experts", None)
+    weights = list(module.parameters(recurse=False))
+    if not isinstance(count, int) or not weights or any(weight.shape[0] != count for weight in weights):
+        return False
+    return list(inspect.signature(module.forward).parameters)[-3:] == ARGUMENTS or _is_wrapped(module)
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    """transformers may put a chooser of implementations around a forward that takes the same."""
+    inner = inspect.unwrap(type(module).forward)
+    return list(inspect.signature(inner).parameters)[1:4] == ARGUMENTS
+
+
+def _spread(experts: nn.Module, mesh: DeviceMesh) -> None:
+    each, group = experts.num_experts // mesh.size(), mesh.get_group()
+    mine = slice(mesh.get_local_rank() * each, (mesh.get_local_rank() + 1) * each)
+    for name, weight in list(experts.named_parameters(recurse=False)):
+        local = weight.detach()[mine].clone()
+        local = local.float() if weight.requires_grad else local  # as the optimizer updates it
+        spread = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        experts.register_parameter(name, nn.Parameter(spread, requires_grad=weight.requires_grad))
+    twin = copy.copy(experts)  # the model's own code, which wants plain tensors
+    twin._parameters = {}
+    twin.num_experts = each
+
+    @torch.compiler.disable
+    def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        for name, weight in experts.named_parameters(recurse=False):
+            vars(twin)[name] = weight.to_local().to(hidden_states.dtype)
+        return _through(twin, each, group, hidden_states, top_k_index, top_k_weights)
+
+    experts.forward = forward
+
+
+def _through(
+    experts: nn.Module,
+    each: int,
+    group: dist.ProcessGroup,
+    hidden_th: torch.Tensor,
+    index_tk: torch.Tensor,
+    weights_tk: torch.Tensor,
+) -> torch.Tensor:
+    """Send each token to its experts' ranks, compute what has come here, and sum up what comes back.
+
+    Legend: T tokens, K experts of a token, H hidden, S pairs of token and expert sent, R pairs received.
+    """
+    ranks = group.size()
+    chosen_s = index_tk.reshape(-1)
+    order_s = torch.argsort(chosen_s, stable=True)  # by rank, and for each rank by expert
+    token_s = order_s // index_tk.shape[1]
+    sent = torch.bincount(chosen_s // each, minlength=ranks)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    sent, received = sent.tolist(), received.tolist()
+    local_s = chosen_s[order_s] % each
+    local_r = local_s.new_empty(sum(received))
+    dist.all_to_all_single(local_r, local_s, received, sent, group=group)
+    arrived_rh = _Exchange.apply(hidden_th[token_s], sent, received, group)
+    # A last row that nobody sent: also experts without a token have a gradient then, of 0, as in one process.
+    rows_rh = torch.cat([arrived_rh, arrived_rh.new_zeros(1, arrived_rh.shape[1])])
+    index_r1 = torch.cat([local_r, local_r.new_zeros(1)])[:, None]
+    done_rh = experts(rows_rh, index_r1, torch.ones_like(index_r1, dtype=weights_tk.dtype))[:-1]
+    back_sh = _Exchange.apply(done_rh, received, sent, group)
+    own_order_s = torch.empty_like(order_s)
+    own_order_s[order_s] = torch.arange(len(order_s), device=order_s.device)
+    each_tkh = back_sh[own_order_s].view(*index_tk.shape, -1)
+    return (each_tkh * weights_tk[..., None]).sum(1).to(hidden_th.dtype)
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to the other ranks, so many to each, and theirs back; gradients the other way."""
+
+    @staticmethod
+    def forward(ctx, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup):
+        ctx.sizes, ctx.group = (sent, received), group
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        sent, received = ctx.sizes
+        out = gradient.new_empty(sum(sent), *gradient.shape[1:])
+        dist.all_to_all_single(out, gradient.contiguous(), sent, received, group=ctx.group)
+        return out, None, None, None

@@ -1,0 +1,121 @@
+"""A mixture whose experts are cut over the ranks: the same data, losses and gradients in each step as on one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from parallel.on_ranks import made
+from parallel.test_resume import assert_close
+from tiny import SETTINGS, write_data
+from tiny_model import make_tiny_model
+from tunesmith.assemble import prepare_run
+from tunesmith.config.load import from_mapping
+from tunesmith.errors import UserError
+
+STEPS = 20
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+EXPERT = {"shard": 2, "expert": 2}
+pytestmark = pytest.mark.distributed
+
+
+def write_mixture(folder: Path, kind: str) -> Path:
+    make_tiny_model(folder)  # for its tokenizer
+    vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+    torch.manual_seed(0)
+    if kind == "mixtral":
+        config = MixtralConfig(**SMALL, vocab_size=vocabulary, num_local_experts=4, num_experts_per_tok=2)
+        MixtralForCausalLM(config).save_pretrained(folder)
+    else:
+        many = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, vocab_size=vocabulary, **many)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    """By the kind of mixture: a folder with data and settings; 3 sequences a step, uneven for 2 ranks."""
+    known = {}
+
+    def of(kind: str) -> Path:
+        if kind not in known:
+            known[kind] = folder = tmp_path_factory.mktemp(kind)
+            write_data(folder / "train.jsonl", 60)
+            content = {
+                **SETTINGS,
+                "model": str(write_mixture(folder / "model", kind)),
+                "lora": {"rank": 4},
+                "data": [{"path": str(folder / "train.jsonl")}],
+                "eval": [],
+                "batch_tokens": 3 * 64,
+                "steps": STEPS,
+            }
+            (folder / "run.yaml").write_text(json.dumps(content))
+        return known[kind]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "sharding"),
+    [("full", "mixtral", "zero3"), ("lora", "mixtral", "zero3"), ("full", "qwen", "zero1")],
+)
+def test_experts_on_two_ranks_give_the_steps_of_one(world, settings, tmp_path, method, kind, sharding):
+    shared = {"count": STEPS, "folder": str(settings(kind)), "method": method}
+    alone = world(1)("parallel.on_ranks:steps", mesh={}, sharding="none", output=str(tmp_path / "one"), **shared)[0]
+    both = world(2)("parallel.on_ranks:steps", mesh=EXPERT, sharding=sharding, output=str(tmp_path / "two"), **shared)
+    for expected, *found in zip(alone, *both, strict=True):
+        assert found[0]["loss"] == found[1]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert found[0]["norm"] == found[1]["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+        assert sorted(origin for one in found for origin in one["data"]) == sorted(expected["data"])
+
+
+REFUSED = {
+    "qlora": ("qlora", {"shard": 2, "expert": 2}, "zero3", "experts in 4 or 8 bits"),
+    "uneven": ("full", {"shard": 3, "expert": 3}, "zero3", "experts are cut evenly over ranks"),
+    "replicated": ("full", {"replicate": 2, "expert": 2}, "ddp", "experts cut over other ranks than all"),
+}
+
+
+@pytest.mark.parametrize("way", REFUSED)
+def test_what_cannot_be_is_refused_in_a_sentence(settings, tmp_path, way):
+    method, mesh, sharding, why = REFUSED[way]
+    content = json.loads((settings("mixtral") / "run.yaml").read_text())
+    run = from_mapping(content | {"method": method, "output": str(tmp_path)})
+    with pytest.raises(UserError, match=why):
+        prepare_run(run, plan=made(run, mesh, sharding), warn=print)
+
+
+def test_a_model_without_experts_is_refused(settings, tiny_model, tmp_path):
+    content = json.loads((settings("mixtral") / "run.yaml").read_text())
+    run = from_mapping(content | {"model": str(tiny_model), "method": "full", "output": str(tmp_path)})
+    with pytest.raises(UserError, match="this model has none"):
+        prepare_run(run, plan=made(run, EXPERT, "zero3"), warn=print)
+
+
+def test_a_run_with_experts_on_two_ranks_goes_on_on_one(world, settings, tmp_path):
+    shared = {"folder": str(settings("mixtral")), "method": "full", "steps": 4, "save_every": 1000}
+
+    def train(until: int, count: int, output: str) -> list[float]:
+        way = {"mesh": EXPERT, "sharding": "zero3"} if count == 2 else {"mesh": {}, "sharding": "none"}
+        options = {"until": until, "output": str(tmp_path / output), **shared, **way}
+        return world(count)("parallel.on_ranks:train_for", **options)[0]["losses"]
+
+    whole = train(4, 1, "whole")
+    assert train(2, 2, "run") + train(4, 1, "run") == pytest.approx(whole, rel=1e-5)
+    assert_close(tmp_path / "run/model/model.safetensors", tmp_path / "whole/model/model.safetensors")
