@@ -241,7 +241,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
             # A tied weight is the first stage's to write.
             tensors = {name: tensor for name, tensor in tensors.items() if _weight_of(name) != called.tied}
         parts = {name: Rows(*part) for name, part in own_parts(tensors, is_first=is_first).items()}
-        return setting.checkpoints.save_together(step, parts, state, ranks, metric=metric)
+        return setting.checkpoints.save_together(step, parts, tensors.keys(), state, ranks, metric=metric)
 
     def restore(store: CheckpointStore, found: Checkpoint) -> dict[str, Any]:
         spread = {name: weight for name, weight in optimizer.weights.items() if isinstance(weight, DTensor)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -101,17 +102,18 @@ def test_a_run_on_two_ranks_stops_when_asked_and_is_continued_by_torchrun_with_t
     assert json.loads((two / "run" / "summary.json").read_text())["steps"] == 150
 
 
-def kill_the_second_rank(started: subprocess.Popen) -> None:
+def kill_a_rank(started: subprocess.Popen, rank: int) -> None:
+    mark = f"\0RANK={rank}\0".encode()
     children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
-    second = next(pid for pid in children if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
-    os.kill(int(second), signal.SIGKILL)
+    found = next(pid for pid in children if mark in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(int(found), signal.SIGKILL)
 
 
 def test_when_a_rank_is_killed_all_go_on_from_the_last_checkpoint_or_end_within_seconds(tiny_model, tmp_path):
     folder = write_all(tmp_path, tiny_model, steps=100_000, save_every=2, eval=[])
     started = run(folder, "tunesmith", "train", "run.yaml", "--ranks", "2", "--restarts", "1")
     wait_for_steps(folder, 5)
-    kill_the_second_rank(started)
+    kill_a_rank(started, 1)
     give_up = time.monotonic() + 300
     while not any(one["event"] == "resumed" for one in events.read(folder / "run")):
         assert time.monotonic() < give_up
@@ -119,7 +121,7 @@ def test_when_a_rank_is_killed_all_go_on_from_the_last_checkpoint_or_end_within_
     done = len(losses(folder))
     wait_for_steps(folder, done + 3)
     began = time.monotonic()
-    kill_the_second_rank(started)
+    kill_a_rank(started, 1)
     out, err = started.communicate(timeout=300)
     assert time.monotonic() - began < 60
     assert started.returncode == 70
@@ -130,6 +132,28 @@ def test_when_a_rank_is_killed_all_go_on_from_the_last_checkpoint_or_end_within_
     steps = [one["step"] for one in events.read(folder / "run") if one["event"] == "step"]
     assert steps == list(range(1, len(steps) + 1))
     assert "Continuing after step" in out
+
+
+@pytest.mark.slow
+def test_killed_at_random_twenty_times_a_run_on_two_ranks_ends_with_the_same_bytes(tiny_model, tmp_path):
+    kills = int(os.environ.get("TUNESMITH_TEST_KILLS", "20"))
+    changes = {"steps": 40 * kills, "save_every": 3, "eval": [], "method": "full"}
+    expected = write_all(tmp_path / "expected", tiny_model, **changes)
+    whole = run(expected, "tunesmith", "train", "run.yaml", "--ranks", "2")
+    assert whole.wait(900) == 0
+    folder = write_all(tmp_path / "killed", tiny_model, **changes)
+    started = run(folder, "tunesmith", "train", "run.yaml", "--ranks", "2", "--restarts", str(kills))
+    chance = random.Random(0)
+    for kill in range(kills):
+        wait_for_steps(folder, min(40 * kills - 5, 30 * kill + chance.randint(1, 25)))
+        kill_a_rank(started, chance.randint(0, 1))
+        time.sleep(2)  # for the launcher to notice
+    _, err = started.communicate(timeout=900)
+    assert started.returncode == 0, err
+    assert err.count("all ranks are started again") == kills
+    assert losses(folder) == losses(expected)
+    result = "run/model/model.safetensors"
+    assert (folder / result).read_bytes() == (expected / result).read_bytes()
 
 
 def test_a_step_that_hangs_ends_the_rank_and_leaves_its_stacks(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tiny import SETTINGS, write_data
-from tunesmith.checkpoint.store import CheckpointStore
+from tunesmith.checkpoint.store import CheckpointStore, _uncovered
 
 pytestmark = pytest.mark.distributed
 STEPS, STOP = 12, 5
@@ -65,6 +65,21 @@ def test_a_run_saved_on_four_ranks_goes_on_on_others(train, tmp_path, method, sh
     assert begun["evaluations"] + ended["evaluations"] == pytest.approx(whole["evaluations"], rel=1e-5)
     result = "model/model.safetensors" if method == "full" else "adapter/adapter_model.safetensors"
     assert_close(tmp_path / "run" / result, tmp_path / "whole" / result)
+
+
+def test_ranks_that_replicate_save_everything_after_every_resume(train, tmp_path):
+    whole = train(STEPS, 1, "none", tmp_path / "whole", method="full")
+    losses = []
+    for until in (3, 6, 9, STEPS):
+        losses += train(until, 2, "ddp", tmp_path / "run", method="full")["losses"]
+    assert losses == pytest.approx(whole["losses"], rel=1e-5)
+
+
+def test_rows_that_nobody_writes_are_noticed():
+    halves = [{"weights/x": [2, 4], "optimizer/step/x": [1, None]}, {"weights/x": [2, 4]}]
+    assert _uncovered({"weights/x", "optimizer/step/x"}, halves) == ""
+    assert "weights/x in parts that do not make a whole" in _uncovered({"weights/x"}, halves[:1])
+    assert "weights/y" in _uncovered({"weights/x", "weights/y"}, halves)
 
 
 def assert_close(found: Path, expected: Path) -> None:

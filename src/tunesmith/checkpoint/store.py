@@ -142,12 +142,13 @@ class CheckpointStore:
         self,
         step: int,
         parts: Mapping[str, Rows],
+        names: Collection[str],
         state: Mapping[str, JSON],
         together: Together,
         *,
         metric: float | None = None,
     ) -> bool:
-        """Like `save`, by several processes, each with its own rows of the tensors, into a file of its own.
+        """Like `save`, by several processes, each with its own rows of the tensors `names`, into a file of its own.
 
         The first one makes the folder, and moves it into place when all have written and read back their files. Says
         whether the checkpoint is on the disk, the same to all; the folder must be one for all of them.
@@ -178,13 +179,14 @@ class CheckpointStore:
                     raise Damaged(f"{file} was not read back as it was written")
         except (OSError, Damaged) as error:
             problem = _describe(error)
-        said = [json.loads(one) for one in together.gather(json.dumps([problem, files]))]
-        problem = next((one for one, _ in said if one), "")
+        held = {key: [len(rows.tensor) if rows.total is not None else 1, rows.total] for key, rows in parts.items()}
+        said = [json.loads(one) for one in together.gather(json.dumps([problem, files, held]))]
+        problem = next((one for one, _, _ in said if one), "") or _uncovered(set(names), [one[2] for one in said])
         checkpoint = None
         if together.is_first:
             try:
                 if partial is not None and not problem:
-                    written = {key: tuple(value) for _, theirs in said for key, value in theirs.items()}
+                    written = {key: tuple(value) for _, theirs, _ in said for key, value in theirs.items()}
                     checkpoint = self._commit(step, partial, written, text, metric)
             except (OSError, Damaged) as error:
                 problem = _describe(error)
@@ -581,6 +583,18 @@ def _overlap(place: list[int] | None, rows: int, span: tuple[int, int] | None) -
     start, total = place or (0, rows)
     begin, end = span or (0, total)
     return max(start, begin), min(start + rows, end), start, (begin, end)
+
+
+def _uncovered(names: set[str], held: list[dict[str, list[int | None]]]) -> str:
+    """What is wrong where the rows that processes write do not make up each tensor; else empty."""
+    rows: dict[str, int] = {}
+    totals: dict[str, int] = {}
+    for theirs in held:
+        for name, (count, total) in theirs.items():
+            rows[name] = rows.get(name, 0) + (count or 0)
+            totals[name] = 1 if total is None else total
+    bad = sorted(names - totals.keys()) + sorted(name for name, total in totals.items() if rows[name] < total)
+    return f"the ranks hold {bad[0]} in parts that do not make a whole" if bad else ""
 
 
 def _holds_any(file: Path, wanted: Callable[[str], tuple[int, int] | None]) -> bool:

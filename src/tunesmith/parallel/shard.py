@@ -149,7 +149,8 @@ def own_parts(tensors: Mapping[str, torch.Tensor], *, is_first: bool) -> dict[st
     """This rank's share of the work of writing `tensors`: its rows of each, taken in turn where ranks replicate; the
     first of those that have these tensors writes what is not spread."""
     found = {}
-    for index, (name, tensor) in enumerate(tensors.items()):
+    for index, name in enumerate(sorted(tensors)):  # states are not in the same order on all ranks
+        tensor = tensors[name]
         if isinstance(tensor, DTensor):
             mesh, (start, stop) = tensor.device_mesh, rows_of(tensor)
             copies = mesh.size(0) if mesh.ndim == 2 else 1
