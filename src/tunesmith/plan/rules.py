@@ -204,8 +204,8 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
             missing.append("offloaded optimizer states or weights without masters over several ranks")
     if choice.ranks > 1 and choice.storage == "int8":
         missing.append("weights in int8 over several ranks")
-    if choice.is_lossy and choice.ranks > choice.data_ranks:
-        missing.append("int8 on the wire beside tensor, context or pipeline parallelism")
+    if choice.is_lossy and (choice.ranks > choice.data_ranks or choice.expert > 1):
+        missing.append("int8 on the wire beside tensor, context, pipeline or expert parallelism")
     if choice.expert > 1 and (choice.expert != choice.ranks or choice.sharding not in ("zero1", "zero2", "zero3")):
         missing.append("experts cut over other ranks than all those of zero1, zero2 or zero3")
     if choice.pipeline > 1:
