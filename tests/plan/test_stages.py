@@ -1,10 +1,16 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
-from tunesmith.plan.stages import cut, micro_batches
+from tunesmith.plan import memory, speed
+from tunesmith.plan.choice import Choice
+from tunesmith.plan.facts import from_config
+from tunesmith.plan.stages import busiest, cut, micro_batches
+
+from .shapes import task
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
@@ -25,3 +31,44 @@ def test_no_other_cut_has_a_cheaper_costliest_stage(costs, stages, last):
 
 def test_micro_batches_make_whole_rounds():
     assert [micro_batches(count, 4) for count in (1, 4, 5, 8)] == [4, 4, 8, 8]
+
+
+def test_the_busiest_rank_does_its_part_and_little_more():
+    assert busiest(32, 0.0, 4, "1f1b") == 1 / 4
+    assert busiest(32, 2.0, 2, "1f1b") == 17 / 34
+    assert busiest(32, 5.0, 4, "1f1b") == 10 / 37
+    assert busiest(8, 0.0, 2, "interleaved") == 1 / 2
+
+
+def test_a_schedule_trades_waiting_for_memory():
+    given = task("Llama-3.1-8B", "8 x H100", "lora", 4096, 32)
+    stages = Choice(attention="varlen", is_compiled=True, pipeline=8)
+    plain, interleaved = (replace(stages, schedule=name) for name in ("1f1b", "interleaved"))
+    times = [speed.step_time(given, choice).bubbles for choice in (plain, interleaved)]
+    assert times[1] == pytest.approx(times[0] / 2, rel=0.1)
+    sizes = [memory.peak(memory.timeline(given, choice)).memory for choice in (plain, interleaved)]
+    assert sizes[0].activations < sizes[1].activations
+    alone = memory.peak(memory.timeline(given, replace(stages, pipeline=1))).memory
+    assert sizes[0].weights < alone.weights / 4
+    assert sizes[0].gathered >= 2 * 32 * 4096 * 4096 * 2  # what a stage will receive, both ways
+
+
+def test_more_micro_batches_wait_less_for_each_other():
+    stages = Choice(attention="varlen", is_compiled=True, pipeline=4)
+    shares = []
+    for sequences in (8, 32, 128):
+        time = speed.step_time(task("Llama-3.1-8B", "4 x H100", "lora", 4096, sequences), stages)
+        shares.append(time.bubbles / time.total)
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] < 0.05
+
+
+def test_experts_in_their_places_are_not_gathered():
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    mixtral = {"model_type": "mixtral", "num_key_value_heads": 8, "num_local_experts": 8, "vocab_size": 32000, **sizes}
+    given = task(from_config(mixtral), "8 x H200", "full", 4096, 8)
+    sharded = Choice(attention="varlen", is_compiled=True, sharding="zero3", shard=8)
+    spread = replace(sharded, expert=8)
+    here, there = (memory.timeline(given, choice)[1].memory.gathered for choice in (spread, sharded))
+    assert here < there / 5
+    assert speed.step_time(given, spread).communication < speed.step_time(given, sharded).communication

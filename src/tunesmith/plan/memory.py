@@ -14,6 +14,7 @@ from __future__ import annotations
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import Layer
 from tunesmith.plan.plan import Memory, Moment, Sharding
+from tunesmith.plan.stages import PER_RANK, micro_batches
 
 MIB = 2**20
 QUANTIZED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0 + 4 / 2048}
@@ -87,8 +88,11 @@ def timeline(task: Task, choice: Choice) -> list[Moment]:
     upper = (head + (facts.layers - choice.recompute_layers) * layer) * single if is_full else 0.0
     dequantized = _dequantized(task, choice)
 
+    received = _received(task, choice, tokens)
+
     def moment(name: str, **parts: float) -> Moment:
         sizes = {**static, **parts}
+        sizes["gathered"] = sizes.get("gathered", 0.0) + (received if name != "loading" else 0.0)
         if task.device == "cuda":
             sizes["context"] = CONTEXT["cuda"] + (COLLECTIVES if choice.ranks > 1 else 0)
         else:
@@ -205,6 +209,11 @@ def model_states(
     return parameters * held
 
 
+def kind_experts(kind: Layer) -> int:
+    """Parameters of a layer's experts."""
+    return sum(linear.count * linear.inputs * linear.outputs for linear in kind.linears if linear.count > 1)
+
+
 # parts
 
 
@@ -297,8 +306,9 @@ def _gathered(task: Task, choice: Choice) -> tuple[float, float, float]:
     facts = task.facts
     if choice.ranks == 1 or choice.sharding == "none":
         return 0.0, 0.0, 0.0
-    layer = max(kind.parameters for kind in facts.kinds) / choice.tensor
-    matrices = max(kind.matrices for kind in facts.kinds) / choice.tensor
+    stay = kind_experts if choice.expert > 1 else (lambda _: 0)  # tokens go to experts that have their places
+    layer = max(kind.parameters - stay(kind) for kind in facts.kinds) / choice.tensor
+    matrices = max(kind.matrices - stay(kind) for kind in facts.kinds) / choice.tensor
     unit = layer * (task.width + 2 * 4) if not task.has_adapters else 0.0  # as made; in fp32, with those before
     if choice.reduce == "int8":
         unit += layer * (4 + 2 * WIRE)
@@ -319,6 +329,11 @@ def _gathered(task: Task, choice: Choice) -> tuple[float, float, float]:
 def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, float]:
     """On one rank a plain model comes to the device as its files have it; a base that is to be in fp8 becomes so layer
     by layer. Optimizer states do not exist yet."""
+    if choice.pipeline > 1 or choice.expert > 1:  # every rank reads all of the model, and keeps its part
+        whole = task.facts.parameters * float(task.width)
+        if choice.storage != "plain":
+            whole -= task.facts.matrices * (task.width - QUANTIZED[choice.storage])
+        return {"optimizer": 0.0, "master": 0.0, "weights": max(static["weights"], whole)}
     if choice.ranks > 1 or task.device == "cpu":
         return {"optimizer": 0.0}
     joint = _widest_product(task, choice.storage)  # weights that share an input are put together for their adapters
@@ -477,8 +492,19 @@ def _layers_at_once(task: Task, choice: Choice) -> float:
     """Times all layers of the model, how many this rank keeps activations of."""
     if choice.pipeline == 1:
         return 1.0
-    layers, flying = task.facts.layers, min(choice.pipeline, choice.accumulation(task))
-    return -(-layers // choice.pipeline) / layers * flying
+    layers, stages = task.facts.layers, choice.pipeline
+    # Micro-batches between their two passes on the first rank: it has half of its layers twice as early, interleaved.
+    flying = (3 * stages - 1) / 2 if choice.schedule == "interleaved" else stages
+    return -(-layers // stages) / layers * min(flying, micro_batches(choice.accumulation(task), stages))
+
+
+def _received(task: Task, choice: Choice, tokens: float) -> float:
+    """Room for the hidden states and gradients that a rank's stages receive in a step: each has one of its own."""
+    if choice.pipeline == 1:
+        return 0.0
+    sides = 1 if choice.pipeline * PER_RANK[choice.schedule] == 2 else 2  # an end of the pipeline receives one of them
+    count = micro_batches(choice.accumulation(task), choice.pipeline) * PER_RANK[choice.schedule]
+    return sides * count * tokens * task.facts.hidden * task.width
 
 
 def _optimizer_workspace(task: Task, choice: Choice) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tunesmith.plan import memory
+from tunesmith.plan import memory, stages
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.plan import Sharding, Time
 
@@ -77,6 +77,8 @@ LINK, NETWORK = 0.75, 0.97
 """Share of a link's published speed that a collective reaches, within and between nodes."""
 HIDDEN_SHARE = {"cpu": 0.0, "cuda": 0.8}
 """Communication and copies hide behind this share of the computation beside them; on a processor behind nothing."""
+BUBBLE = {"1f1b": 1.0, "interleaved": 1 / 2, "zero-bubble": 1 / 3}
+"""What each stage but one makes the others wait, in passes of a micro-batch through the layers of a rank."""
 EXPOSED = 0.05
 """Of a collective, at least this share is seen: the first and the last one of a pass have nothing to hide behind."""
 
@@ -90,6 +92,8 @@ PACK, UNPACK = {"cpu": 120, "cuda": 40}, {"cpu": 75, "cuda": 12}
 def step_time(task: Task, choice: Choice) -> Time:
     """Of one optimizer step, on the slowest rank."""
     rounds = choice.accumulation(task)
+    if choice.pipeline > 1:
+        rounds = stages.micro_batches(rounds, choice.pipeline)
     forward, backward, recomputed = _passes(task, choice)
     compute = forward.total + backward.total + recomputed
     time = {part: rounds * (getattr(forward, part) + getattr(backward, part)) for part in Time.model_fields}
@@ -127,7 +131,7 @@ def bits_between_nodes(parameters: float, nodes: int, *, rounds: int = 1, bits: 
 def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     """Forward and backward of one micro-batch, and what recomputation adds to the backward pass."""
     facts, rates, tokens = task.facts, task.rates, choice.tokens(task)
-    split = choice.tensor * choice.pipeline
+    split = choice.tensor / _part_of_rank(task, choice)
     product_rate = _product_rate(task, choice, choice.mlp_tokens(task))
     forward_flops = 2 * facts.active * tokens / split
     products = forward_flops / product_rate
@@ -137,8 +141,8 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     adapter += 6 * task.adapted[0] * tokens / split / (ADAPTER_RATE * (rates.fp32 if task.width == 4 else rates.half))
     adapter *= 1 if choice.is_compiled else 1.5
     quantization = _quantization(task, choice, tokens) / split
-    head = 2 * facts.embedding * tokens / choice.tensor / (rates.fp32 if task.width == 4 else rates.half)
-    logits = 20 * facts.vocabulary * tokens / choice.tensor / rates.bandwidth
+    head = 2 * facts.embedding * tokens / split / (rates.fp32 if task.width == 4 else rates.half)
+    logits = 20 * facts.vocabulary * tokens / split / rates.bandwidth
     weight_gradients = 0 if task.has_adapters else 1
     share = task.backward_share
     forward = Time(
@@ -162,6 +166,15 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     # An MLP in slices is computed again in any case; a compiled layer leaves it out when it is itself recomputed.
     sliced = (1 - recomputed if choice.is_compiled else 1) if choice.mlp_slice else 0
     return forward, backward, share * (again * recomputed + sliced * products * _mlp_share(task))
+
+
+def _part_of_rank(task: Task, choice: Choice) -> float:
+    """The part of the layers and the head that the busiest rank of a pipeline computes."""
+    if choice.pipeline == 1:
+        return 1.0
+    facts = task.facts
+    head = facts.embedding / max(1.0, facts.active / facts.layers)
+    return stages.busiest(facts.layers, round(head, 2), choice.pipeline, choice.schedule)
 
 
 def _mlp_share(task: Task) -> float:
@@ -300,14 +313,21 @@ def _communication(task: Task, choice: Choice, rounds: int, forward: float, back
             moved * (choice.context - 1) / (LINK * task.hardware.link)
             - HIDDEN_SHARE[task.device] * (forward + backward),
         )
+    if choice.pipeline > 1:  # hidden states to the next stage, gradients to the one before
+        moved = 2 * stages.PER_RANK[choice.schedule] * tokens * facts.hidden * task.width
+        seen += rounds * _seen(task, moved / _between(task), forward + backward)
+    if choice.expert > 1:  # tokens to their experts and back, in both passes, with nothing to hide behind
+        moved = 4 * facts.total(lambda kind: kind.copies) * tokens * facts.hidden * task.width
+        seen += rounds * moved * (choice.expert - 1) / choice.expert / _between(task)
     if choice.holders == 1 or choice.sharding == "none":
         return seen
     split = choice.tensor * choice.pipeline
-    base = facts.parameters / split
+    stay = facts.total(memory.kind_experts) if choice.expert > 1 else 0
+    base = (facts.parameters - stay) / split
     gathered = base * task.width
     if choice.storage != "plain":
-        gathered -= facts.matrices / split * (task.width - memory.QUANTIZED[choice.storage])
-    reduced = task.trained / split * GRADIENT
+        gathered -= (facts.matrices - stay) / split * (task.width - memory.QUANTIZED[choice.storage])
+    reduced = (task.trained - (0 if task.has_adapters else stay)) / split * GRADIENT
     if choice.sharding != "hierarchical":
         gathered = base * memory.WIRE if choice.gather == "int8" else gathered
         reduced = task.trained / split * memory.WIRE if choice.reduce == "int8" else reduced
@@ -370,8 +390,8 @@ def _activation_traffic(task: Task, choice: Choice, compute: float) -> float:
 
 
 def _bubbles(choice: Choice, rounds: int, compute: float) -> float:
-    """One forward, one backward: each step starts and ends with stages that wait."""
-    return (choice.pipeline - 1) * compute if choice.pipeline > 1 and rounds else 0.0
+    """Each step starts and ends with stages that wait for each other."""
+    return (choice.pipeline - 1) * BUBBLE[choice.schedule] * compute if choice.pipeline > 1 and rounds else 0.0
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from tunesmith.plan.plan import Schedule
@@ -42,3 +43,13 @@ def micro_batches(accumulation: int, pipeline: int) -> int:
     """Micro-batches that go through the pipeline in a step: as many as there are, made up to whole rounds by idle
     ones."""
     return -(-accumulation // pipeline) * pipeline
+
+
+@lru_cache(maxsize=256)
+def busiest(layers: int, head: float, pipeline: int, schedule: Schedule) -> float:
+    """The part of the model's work that the busiest rank of a pipeline does; `head` is the output head's, in layers."""
+    stages = pipeline * PER_RANK[schedule]
+    runs = cut([1.0] * layers, stages, last=head)
+    loads = [float(len(run)) for run in runs]
+    loads[-1] += head
+    return max(sum(loads[rank::pipeline]) for rank in range(pipeline)) / (layers + head)
