@@ -263,5 +263,5 @@ def test_mutated_data_trains_or_is_refused_in_a_sentence(here, tiny_model, monke
     assert 0 < sum(codes) < COUNT or name == "plain.txt"
 
 
-def stop(_: object) -> None:
+def stop(*_: object) -> None:
     raise typer.Exit(0)
