@@ -29,8 +29,11 @@ WAYS = {
     "interleaved": ({"pipeline": 2}, "none", "interleaved"),
     "zero-bubble": ({"pipeline": 2}, "none", "zero-bubble"),
     "shard": ({"pipeline": 2, "shard": 2}, "zero3", "1f1b"),
+    "shard interleaved": ({"pipeline": 2, "shard": 2}, "zero3", "interleaved"),
+    "replicate": ({"pipeline": 2, "replicate": 2}, "ddp", "1f1b"),
 }
-METHODS = ("full", "lora", "qlora")
+CELLS = [(method, way) for method in ("full", "lora", "qlora") for way in list(WAYS)[:4]]
+CELLS += [("full", "shard interleaved"), ("full", "replicate"), ("lora", "replicate")]
 REFUSED = {
     "zero-bubble, sharded": ({"pipeline": 2, "shard": 2}, "zero3", "zero-bubble", "goes with plain layers only"),
     "more stages than layers": ({"pipeline": 3}, "none", "interleaved", "a pipeline stage has at least one layer"),
@@ -74,13 +77,12 @@ def alone(world, settings, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "way"), CELLS)
 def test_stages_give_the_steps_of_one_rank(world, settings, alone, tmp_path, method, way):
     mesh, sharding, schedule = WAYS[way]
     options = {"folder": str(settings), "mesh": mesh, "sharding": sharding, "method": method}
     options["wire"] = {"schedule": schedule}
-    ranks = 2 * mesh.get("shard", 1)
+    ranks = 2 * mesh.get("shard", 1) * mesh.get("replicate", 1)
     on_ranks = world(ranks)("parallel.on_ranks:steps", count=STEPS, output=str(tmp_path / "run"), **options)
     for number, expected in enumerate(alone(method)):
         found = [steps[number] for steps in on_ranks]
