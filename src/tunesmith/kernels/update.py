@@ -189,7 +189,7 @@ def _encode_(state: State, name: str, values: torch.Tensor, kind: States, bits: 
     blocks = F.pad(values, (0, -columns % BLOCK[kind])).view(rows, -1, BLOCK[kind])
     scale = blocks.abs().amax(2)
     state[f"{name}_scale"].copy_(scale)
-    part = (blocks / scale.clamp_min(1e-38).unsqueeze(2)).view(rows, -1)[:, :columns]
+    part = (blocks / scale.clamp_min(1e-30).unsqueeze(2)).view(rows, -1)[:, :columns]
     if kind == "fp8":
         part = part * FP8_LARGEST
         part = part.clamp_min(FP8_SMALLEST) if is_root else part

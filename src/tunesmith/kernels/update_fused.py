@@ -163,7 +163,6 @@ def _decode(state, scales, at, block, blocks, inside, fp8_largest, FORMAT: tl.co
     else:
         scale = tl.load(scales + block, mask=block < blocks, other=0.0)[:, None]
         if FORMAT == 3:
-            # As bytes: triton 3.6 does not compile a masked load of fp8.
             code = tl.load(state + at, mask=inside, other=0).to(tl.float8e4nv, bitcast=True)
             values = code.to(tl.float32) * (scale / fp8_largest)
         elif FORMAT == 2:
@@ -197,7 +196,7 @@ def _encode(
         values = tl.where(inside, values, 0.0)
         scale = tl.max(tl.abs(values), 1)
         tl.store(scales + block, scale, mask=block < blocks)
-        part = values / tl.maximum(scale, 1e-38)[:, None]
+        part = values / tl.maximum(scale, 1e-30)[:, None]
         size = tl.abs(part)
         sign = tl.where(part < 0, -1.0, 1.0)
         if FORMAT == 3:

@@ -1,0 +1,82 @@
+"""Every kernel compiles for the GPUs we name; no GPU is needed for that. (Triton 3.6 once failed at a constant.)"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
+HOPPER, AMPERE = 90, 80
+
+
+def compile_for(capability: int, kernel, types: dict[str, str], constants: dict, **options) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert "cubin" in made.asm
+
+
+NUMBERS = ("keep", "rate", "beta1", "beta2", "epsilon", "unbias", "fp8_largest", "fp8_smallest")
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16", "int8", "fp8", "int4"])
+def test_updates(states):
+    from tunesmith.kernels import update_fused as module
+
+    held = {"fp32": "*fp32", "bf16": "*bf16"}.get(states, "*u8")
+    types = {"weight": "*bf16", "gradient": "*bf16", "copy": "*bf16", "factor": "*fp32", "first": held, "second": held}
+    types |= {"first_scale": "*fp32", "second_scale": "*fp32", "seed": "i32", "start": "i64"}
+    types |= dict.fromkeys(("columns", "row_blocks", "blocks"), "i32") | dict.fromkeys(NUMBERS, "fp32")
+    block = module.BLOCK.get(states, module.VALUES)
+    flags = {"IS_LION": False, "IS_RANDOM": True, "HAS_COPY": False, "HAS_FACTOR": True}
+    constants = {"FORMAT": module.FORMATS[states], "TILE": module.VALUES // block, "BLOCK": block, **flags}
+    for capability in (HOPPER,) if states == "fp8" else (HOPPER, AMPERE):
+        compile_for(capability, module._kernel, types, constants, num_warps=4)
+
+
+@pytest.mark.parametrize("width", [4096, 65536])
+def test_quantizing_rows(width):
+    from tunesmith.kernels import quantize as module
+
+    types = {"x": "*bf16", "factor": "*fp32", "values": "*fp8e4nv", "scale": "*fp32", "stride": "i32", "K": "i32"}
+    constants = {"HAS_FACTOR": True, "LARGEST": module.LARGEST, "SMALLEST": module.SMALLEST_SCALE, "BLOCK": width}
+    compile_for(HOPPER, module._rows, types, constants, num_warps=min(32, width // 1024))
+
+
+def test_quantizing_transposed():
+    from tunesmith.kernels import quantize as module
+
+    sizes = dict.fromkeys(("stride", "T", "K", "LONGEST"), "i32")
+    types = {"x": "*bf16", "largest": "*fp32", "values": "*fp8e4nv", "scale": "*fp32", **sizes}
+    tile = {name: value for name, value in module.TURNED.items() if name != "num_warps"}
+    constants = {"LARGEST": module.LARGEST, "SMALLEST": module.SMALLEST_SCALE, **tile}
+    compile_for(HOPPER, module._turn, types, constants, num_warps=module.TURNED["num_warps"])
+
+
+@pytest.mark.parametrize("capability", [HOPPER, AMPERE])
+def test_the_gated_mlp(capability):
+    from tunesmith.kernels import swiglu as module
+
+    tensors = ("d_act", "g", "y", "low", "b_gate", "b_up", "a_down", "act", "d_y")
+    types = dict.fromkeys(tensors, "*bf16") | {"sums": "*fp32", "T": "i32", "WIDTH": "i32", "ROWS": "i32"}
+    for kernel, tile in ((module._forward, module.FORWARD), (module._backward, module.BACKWARD)):
+        named = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+        constants = {"R": 16, "R_PADDED": 16, "BT": tile["BT"], "BI": tile["BI"]}
+        options = {name: tile[name] for name in ("num_warps", "num_stages")}
+        compile_for(capability, kernel, named, constants, **options)
+
+
+@pytest.mark.parametrize("out", ["*fp8e4nv", "*bf16"])
+def test_weights_out_of_nf4(out):
+    from tunesmith.kernels import nf4_dequantize as module
+
+    types = {"packed": "*u8", "scales": "*u8", "nested": "*fp32", "offset": "*fp32", "values": "*fp32", "out": out}
+    types |= {"scale_values": "*fp32", "row_scales": "*fp32", "COUNT": "i32", "COLUMNS": "i32"}
+    constants = {"HAS_ROW_SCALES": "8" in out, "BYTES": module.BYTES, "BLOCK": module.BLOCK, "NESTED": module.NESTED}
+    compile_for(HOPPER, module._kernel, types, constants, num_warps=4)
