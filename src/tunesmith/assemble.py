@@ -32,10 +32,11 @@ from tunesmith.optim.build import build
 from tunesmith.parallel.apply import apply, wrap_layers
 from tunesmith.parallel.context import cut_of, multiple_of
 from tunesmith.parallel.fill import load_in_parts
-from tunesmith.parallel.mesh import check_ranks
+from tunesmith.parallel.mesh import check_ranks, world_mesh
 from tunesmith.parallel.pipeline import Pipelined
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.parallel.shard import Sharded, from_rows, gathered, own_parts, rows_of, whole
+from tunesmith.parallel.tensor import split
 from tunesmith.plan.documents import sample_lengths
 from tunesmith.plan.hardware import Hardware, probe, shared
 from tunesmith.plan.models import read_facts
@@ -240,7 +241,8 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         if isinstance(called, Pipelined) and not called.parts[0].is_first:
             # A tied weight is the first stage's to write.
             tensors = {name: tensor for name, tensor in tensors.items() if _weight_of(name) != called.tied}
-        parts = {name: Rows(*part) for name, part in own_parts(tensors, is_first=is_first).items()}
+        tensor = (ranks.rank % plan.mesh.tensor, plan.mesh.tensor)
+        parts = {name: Rows(*part) for name, part in own_parts(tensors, is_first=is_first, tensor=tensor).items()}
         return setting.checkpoints.save_together(step, parts, tensors.keys(), state, ranks, metric=metric)
 
     def restore(store: CheckpointStore, found: Checkpoint) -> dict[str, Any]:
@@ -343,12 +345,14 @@ def make_trainable(model: torch.nn.Module, run: Run, plan: Plan) -> torch.nn.Mod
     """Adapters or all weights, then everything that makes the steps fast and fit. Returns what is to be called."""
     if run.has_adapters:
         lora.attach(model, run.lora, seed=run.seed)
-        fuse(model, fp8=plan.products == "fp8", whole_mlps=plan.device == "cuda")
     else:
         model.requires_grad_(True)
-        if plan.products == "fp8":
-            use_fp8_products(model)
-    return apply(model, plan, has_adapters=run.has_adapters)
+    cut = split(model, world_mesh(plan)) if plan.mesh.tensor > 1 else None
+    if run.has_adapters:
+        fuse(model, fp8=plan.products == "fp8", whole_mlps=plan.device == "cuda")
+    elif plan.products == "fp8":
+        use_fp8_products(model)
+    return apply(model, plan, has_adapters=run.has_adapters, split=cut)
 
 
 def micro_batch_shape(plan: Plan) -> Shape | None:

@@ -115,3 +115,23 @@ def test_a_whole_mlp_in_nf4_is_the_mlp_of_its_weights_in_the_interpreter():
 def test_the_kernel_gives_the_same_bits_on_a_gpu():
     check_nf4("cuda", (torch.float32, torch.float16, torch.bfloat16))
     check_lowrank_mlp_nf4("cuda", torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (512, 256), (6, 640)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_part_of_a_weight_holds_the_values_of_the_whole(shape, ranks):
+    rows, columns = shape
+    held = nf4.quantize(draw(shape))
+    whole = nf4.dequantize(held, [rows], columns, torch.float32)
+    for rank in range(ranks):
+        part = nf4.cut_rows(held, shape, rank, ranks)
+        found = nf4.dequantize(part, [rows // ranks], columns, torch.float32)
+        assert torch.equal(found, whole.chunk(ranks)[rank])
+        part = nf4.cut_columns(held, shape, rank, ranks)
+        found = nf4.dequantize(part, [rows], columns // ranks, torch.float32)
+        assert torch.equal(found, whole.chunk(ranks, 1)[rank])
+
+
+def test_rows_that_hold_whole_groups_of_scales_stay_as_small():
+    held = nf4.quantize(draw((512, 256)))
+    assert nf4.cut_rows(held, (512, 256), 1, 2).shape == (nf4.size(256 * 256),)

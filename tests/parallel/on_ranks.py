@@ -136,6 +136,42 @@ def train_for(ranks: Ranks, until: int, **job: Any) -> dict[str, Any]:
     }
 
 
+def vocabulary_errors(ranks: Ranks) -> list[float]:
+    """How far loss and gradients over a vocabulary that two ranks share are off, in several ways of computing them."""
+    import torch
+    import torch.distributed as dist
+
+    from tunesmith.kernels.linear_cross_entropy import VocabularyPart, linear_cross_entropy
+
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((17, 5), (23, 5), (23,)))
+    rows, labels = torch.arange(2, 13), torch.randint(23, (11,), generator=generator)
+    weights = torch.rand(11, generator=generator)
+    mine = slice(ranks.rank * 12, ranks.rank * 12 + 12)  # 12 and 11 tokens
+    worst = []
+    for options in ({}, {"chunk": 3}, {"softcap": 5.0, "scale": 2.0}, {"z_loss": 0.3, "bias_v": True}):
+        found = []
+        for part in (None, VocabularyPart(mine.start, 12, dist.group.WORLD)):
+            leaves = [one.clone() if part is None else one[at].clone() for one, at in _cut(hidden, weight, bias, mine)]
+            for leaf in leaves:
+                leaf.requires_grad_()
+            more = {**options, "bias_v": leaves[2] if options.get("bias_v") else None, "part": part}
+            total, losses = linear_cross_entropy(*leaves[:2], labels, weights, rows, **more)
+            total.backward()
+            if part is not None:
+                dist.all_reduce(leaves[0].grad)
+            gradients = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves]
+            if part is None:
+                gradients = [gradient[at] for gradient, (_, at) in zip(gradients, _cut(*leaves, mine), strict=True)]
+            found.append([total.detach(), losses, *gradients])
+        worst.append(max((ours - theirs).abs().max().item() for ours, theirs in zip(*found, strict=True)))
+    return worst
+
+
+def _cut(hidden: Any, weight: Any, bias: Any, rows: slice) -> list[tuple[Any, slice]]:
+    return [(hidden, slice(None)), (weight, rows), (bias, rows)]
+
+
 def _stop_after(step: int, observe: Any):
     """Ask this process to stop, as a pre-emption does, when so many steps are done."""
     import os

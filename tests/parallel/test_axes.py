@@ -6,12 +6,21 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from parallel.on_ranks import made
 from tiny import SETTINGS, write_data
+from tiny_model import make_tiny_model
+from tunesmith.config.load import from_mapping
+from tunesmith.plan.hardware import probe, shared
+from tunesmith.plan.models import read_facts
+from tunesmith.plan.search import refusal
 
 STEPS = 20
 METHODS = ("full", "lora", "qlora")
 WAYS = {
+    "tensor 2": ({"tensor": 2}, "ddp"),
+    "tensor 2 x shard 2": ({"tensor": 2, "shard": 2}, "zero3"),
     "context 2": ({"context": 2}, "ddp"),
     "context 2 x shard 2": ({"context": 2, "shard": 2}, "zero3"),
 }
@@ -19,19 +28,23 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def settings(tiny_model, tmp_path_factory) -> Path:
-    """A folder with data and settings: documents of many lengths, three sequences a step."""
+def settings(tmp_path_factory) -> Path:
+    """A folder with a model wide enough for blocks of 64 weights in each part of it, data and settings: documents of
+    many lengths, three sequences a step."""
     folder = tmp_path_factory.mktemp("settings")
+    model = make_tiny_model(folder / "model", hidden_size=128, intermediate_size=128, initializer_range=0.05)
     write_data(folder / "train.jsonl", 60)
     write_data(folder / "more.jsonl", 20, seed=5)
     write_data(folder / "held_out.jsonl", 7, seed=1)
     content = {
         **SETTINGS,
-        "model": str(tiny_model),
+        "model": str(model),
         "lora": {"rank": 4},
         "data": [{"path": str(folder / "train.jsonl")}, {"path": str(folder / "more.jsonl"), "name": "more"}],
         "eval": [{"path": str(folder / "held_out.jsonl")}],
         "batch_tokens": 3 * 64,
+        "learning_rate": 1e-3,
+        "save_every": 1000,
         "steps": STEPS,
     }
     (folder / "run.yaml").write_text(json.dumps(content))
@@ -68,3 +81,61 @@ def test_splitting_layers_or_sequences_gives_the_steps_of_one_rank(world, settin
         assert found[0]["norm"] == pytest.approx(expected["norm"], rel=1e-5)
         assert found[0]["losses"] == pytest.approx(expected["losses"], rel=1e-5)
         assert sorted(origin for one in found[::group] for origin in one["data"]) == sorted(expected["data"])
+
+
+@pytest.mark.parametrize(
+    ("method", "way"), [("full", "tensor 2 x shard 2"), ("lora", "tensor 2"), ("lora", "context 2")]
+)
+def test_what_ranks_save_together_is_what_one_would_save(world, settings, tmp_path, method, way):
+    mesh, sharding = WAYS[way]
+    ranks = mesh.get("tensor", 1) * mesh.get("context", 1) * mesh.get("shard", 1)
+    split = {"mesh": mesh, "sharding": sharding}
+    single = {"mesh": {}, "sharding": "none"}
+    options = {"folder": str(settings), "method": method, "steps": 6}
+
+    def train(world_of, until, output, **layout):
+        return world_of("parallel.on_ranks:train_for", until=until, output=str(tmp_path / output), **layout, **options)[
+            0
+        ]
+
+    expected = train(world(1), 6, "whole", **single)
+    begun = train(world(ranks), 2, "run", **split)
+    going = train(world(1), 4, "run", **single)
+    ended = train(world(ranks), 6, "run", **split)
+    assert (begun["last"], going["first"], going["last"], ended["first"]) == (2, 3, 4, 5)
+    assert [*begun["losses"], *going["losses"], *ended["losses"]] == pytest.approx(expected["losses"], rel=1e-5)
+    assert ended["evaluations"][-1] == pytest.approx(expected["evaluations"][-1], rel=1e-5)
+    result = "model/model.safetensors" if method == "full" else "adapter/adapter_model.safetensors"
+    ours, theirs = (load_file(tmp_path / folder / result) for folder in ("run", "whole"))
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert (value - theirs[name]).abs().max() <= 1e-4 * theirs[name].abs().max() + 1e-6, name
+
+
+def test_a_vocabulary_cut_over_ranks_gives_the_loss_and_gradients_of_the_whole(world):
+    for worst in world(2)("parallel.on_ranks:vocabulary_errors"):
+        assert max(worst) < 1e-5
+
+
+REFUSED = [
+    ({"tensor": 4}, {}, "splits whole key heads"),
+    ({"tensor": 2}, {"method": "qlora"}, "would cut through blocks"),
+    ({"tensor": 2}, {"lora": {"dora": True}}, "DoRA needs whole rows"),
+    ({"tensor": 2, "context": 4}, {}, "stay within a node"),
+    ({"context": 2, "shard": 8}, {}, "fewer sequences than there are ranks"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "changes", "why"), REFUSED)
+def test_what_cannot_be_split_is_refused_in_a_sentence(settings, tiny_model, mesh, changes, why):
+    content = json.loads((settings / "run.yaml").read_text()) | {"model": str(tiny_model)} | changes
+    run = from_mapping(content)
+    plan = made(run, mesh, "zero3")
+    assert why in refusal(run, plan, read_facts(run.model), shared(probe(), 4))
+
+
+def test_several_ranks_without_a_way_to_share_are_refused(settings):
+    run = from_mapping(json.loads((settings / "run.yaml").read_text()))
+    for axis in ("tensor", "context"):
+        why = refusal(run, made(run, {axis: 2}, "none"), read_facts(run.model), shared(probe(), 2))
+        assert why == "several ranks need a way to share the weights that are the same on all"

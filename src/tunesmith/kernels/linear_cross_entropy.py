@@ -2,19 +2,35 @@
 
 Only rows that are targets are computed. The gradient is taken in the same pass, while the logits of a chunk are
 still there; backward only scales it. Memory is one chunk of logits (`CHUNK_ELEMENTS`), whatever the number of
-tokens and the vocabulary.
+tokens and the vocabulary. The vocabulary may be cut over ranks: each has the logits of its part, and they exchange the
+largest one, the sum of exponentials and the label's logit of each row; what each returns as the gradient of the hidden
+states is then to be summed over them.
 
 Legend: T tokens, N target rows, C rows of a chunk, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import torch.distributed as dist
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits held at a time: on a CPU what fits into its caches, on a GPU what makes its products efficient."""
+PLAIN_SHARE = 4
+"""Where ranks share a vocabulary no kernel works in place: of each logit there are several numbers in fp32."""
 ROWS_MULTIPLE = 128
 """Chunks are whole tiles of a GPU's products."""
+
+
+class VocabularyPart(NamedTuple):
+    """Of a vocabulary that is cut over ranks, the part of one of them."""
+
+    first: int
+    height: int
+    """Of all parts but the last ones, which may have fewer tokens."""
+    group: dist.ProcessGroup
 
 
 def linear_cross_entropy(
@@ -29,23 +45,28 @@ def linear_cross_entropy(
     softcap: float | None = None,
     z_loss: float = 0.0,
     chunk: int | None = None,
+    part: VocabularyPart | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of `weights_n` times the cross-entropy of the rows `rows_n`, and each row's own loss (no gradient).
 
     Logits are `(hidden @ weight.T + bias) * scale`, then soft-capped. `rows_n` must not repeat a row. `z_loss` times
     the squared logarithm of each row's sum of exponentials is added to the sum, and not to the rows' own losses.
+    `part`: what of the vocabulary `weight_vh` and `bias_v` are, where ranks share it.
     """
     if chunk is None:
         budget = CHUNK_ELEMENTS.get(hidden_th.device.type, CHUNK_ELEMENTS["cuda"])
-        chunk = max(1, budget // weight_vh.shape[0] // ROWS_MULTIPLE) * ROWS_MULTIPLE
+        if part is not None:
+            budget //= PLAIN_SHARE
+        height = part.height if part else weight_vh.shape[0]  # ranks must have the same chunks
+        chunk = max(1, budget // height // ROWS_MULTIPLE) * ROWS_MULTIPLE
     return _LinearCrossEntropy.apply(
-        hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, z_loss, chunk
+        hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, z_loss, chunk, part
     )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, z_loss, chunk):
+    def forward(ctx, hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, z_loss, chunk, part):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         needs_any = needs_hidden or needs_weight or needs_bias
         n = labels_n.shape[0]
@@ -55,20 +76,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_weight = torch.zeros_like(weight_vh, dtype=torch.float32) if needs_weight else None
         d_bias = torch.zeros_like(bias_v, dtype=torch.float32) if needs_bias else None
         for start in range(0, n, chunk):
-            part = slice(start, min(start + chunk, n))
-            rows_ch = hidden_th.index_select(0, rows_n[part])
+            some = slice(start, min(start + chunk, n))
+            rows_ch = hidden_th.index_select(0, rows_n[some])
             losses_c, log_totals_c, d_logits_cv = _chunk(
-                rows_ch, weight_vh, bias_v, labels_n[part], weights_n[part], scale, softcap, z_loss, needs_any
+                rows_ch, weight_vh, bias_v, labels_n[some], weights_n[some], scale, softcap, z_loss, needs_any, part
             )
-            losses_n[part] = losses_c
-            total += (losses_c * weights_n[part]).sum()
+            losses_n[some] = losses_c
+            total += (losses_c * weights_n[some]).sum()
             if z_loss:
-                total += z_loss * (log_totals_c.square() * weights_n[part]).sum()
+                total += z_loss * (log_totals_c.square() * weights_n[some]).sum()
             if d_logits_cv is None:
                 continue
             d_logits_cv = d_logits_cv.to(rows_ch.dtype)
             if d_hidden is not None:
-                d_hidden.index_copy_(0, rows_n[part], d_logits_cv @ weight_vh)
+                d_hidden.index_copy_(0, rows_n[some], d_logits_cv @ weight_vh)
             if d_weight is not None:
                 d_weight += d_logits_cv.t() @ rows_ch
             if d_bias is not None:
@@ -87,15 +108,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
         ]
         ctx.gradients = None
-        return *scaled, None, None, None, None, None, None, None
+        return *scaled, *[None] * 8
 
 
-def _chunk(rows_ch, weight_vh, bias_v, labels_c, weights_c, scale, softcap, z_loss, needs_gradient):
+def _chunk(rows_ch, weight_vh, bias_v, labels_c, weights_c, scale, softcap, z_loss, needs_gradient, part):
     """Losses of a few rows, logarithms of their sums of exponentials, and the gradient by the raw logits."""
     logits_cv = rows_ch @ weight_vh.t()
     if bias_v is not None:
         logits_cv += bias_v
-    if logits_cv.is_cuda:
+    if logits_cv.is_cuda and part is None:
         from tunesmith.kernels.cross_entropy import cross_entropy_
 
         losses_c, log_total_c = cross_entropy_(
@@ -107,19 +128,43 @@ def _chunk(rows_ch, weight_vh, bias_v, labels_c, weights_c, scale, softcap, z_lo
         logits_cv *= scale
     if softcap is not None:
         logits_cv = torch.tanh(logits_cv.div_(softcap)).mul_(softcap)
-    largest_c, index_c = logits_cv.max(-1)
-    label_c = logits_cv.gather(1, labels_c[:, None]).squeeze(1)
-    probability_cv = torch.softmax(logits_cv, -1)
-    # The largest probability is at least 1/V, so its logarithm is exact where that of the label's may underflow.
-    log_total_c = largest_c - probability_cv.gather(1, index_c[:, None]).squeeze(1).log()
+    if part is None:
+        is_here_c, column_c1 = torch.ones_like(weights_c), labels_c[:, None]
+        label_c, log_total_c, probability_cv = _softmax(logits_cv, column_c1)
+    else:
+        column_c = labels_c - part.first
+        is_here_c = ((column_c >= 0) & (column_c < logits_cv.shape[1])).to(logits_cv.dtype)
+        column_c1 = column_c.clamp(0, logits_cv.shape[1] - 1)[:, None]
+        label_c, log_total_c, probability_cv = _softmax_over_ranks(logits_cv, column_c1, is_here_c, part.group)
     losses_c = log_total_c - label_c
     if not needs_gradient:
         return losses_c, log_total_c, None
     d_logits_cv = probability_cv
     if z_loss:
         d_logits_cv *= (1 + 2 * z_loss * log_total_c)[:, None]
-    d_logits_cv.scatter_add_(1, labels_c[:, None], torch.full_like(label_c, -1.0)[:, None])
+    d_logits_cv.scatter_add_(1, column_c1, -is_here_c[:, None])
     d_logits_cv *= (weights_c * scale)[:, None]
     if softcap is not None:
         d_logits_cv *= 1 - (logits_cv / softcap) ** 2
     return losses_c, log_total_c, d_logits_cv
+
+
+def _softmax(logits_cv, column_c1):
+    """The label's logit of each row, the logarithm of its sum of exponentials, and its probabilities."""
+    largest_c, index_c = logits_cv.max(-1)
+    probability_cv = torch.softmax(logits_cv, -1)
+    # The largest probability is at least 1/V, so its logarithm is exact where that of the label's may underflow.
+    log_total_c = largest_c - probability_cv.gather(1, index_c[:, None]).squeeze(1).log()
+    return logits_cv.gather(1, column_c1).squeeze(1), log_total_c, probability_cv
+
+
+def _softmax_over_ranks(logits_cv, column_c1, is_here_c, group):
+    """The same where each rank has some of the columns; of the probabilities, those of its columns."""
+    largest_c = logits_cv.amax(-1)
+    dist.all_reduce(largest_c, dist.ReduceOp.MAX, group=group)
+    probability_cv = (logits_cv - largest_c[:, None]).exp_()
+    label_c = logits_cv.gather(1, column_c1).squeeze(1) * is_here_c
+    both = torch.stack([probability_cv.sum(-1), label_c])
+    dist.all_reduce(both, group=group)
+    total_c, label_c = both
+    return label_c, largest_c + total_c.log(), probability_cv.div_(total_c[:, None])

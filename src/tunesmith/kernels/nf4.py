@@ -3,8 +3,9 @@
 Blocks of 64 weights share a scale, their largest magnitude; each weight becomes the nearest of 16 values on [-1, 1].
 Of the scales, less their mean (`offset`), blocks of 256 share a scale again and become 8-bit codes. All of it lies in
 one uint8 tensor, so that whatever carries a weight carries this: 4.127 bits a weight. The weights of several linears
-may lie one behind the other; each is quantized by itself. A weight is made whole just before it is multiplied, in
-the forward pass and again in the backward pass, and is not kept.
+may lie one behind the other; each is quantized by itself. Of a weight that is cut over ranks, the blocks of a part may
+have scales in fp32 instead, in the place of scales of scales: 4.625 bits, and the same values. A weight is made whole
+just before it is multiplied, in the forward pass and again in the backward pass, and is not kept.
 
 Legend: T tokens, K inputs, N outputs.
 """
@@ -99,10 +100,12 @@ def dequantize(
     after the gradient that it is multiplied with cannot be made earlier and kept, as the compiler otherwise would.
     """
     out = weight4.new_empty(sum(rows), columns, dtype=dtype)
+    nested = NESTED if weight4.shape[0] == sum(size(height * columns) for height in rows) else 1
     flat, place, first = out.view(-1), 0, 0
     for height in rows:
         count = height * columns
-        parts = split(weight4[place : place + size(count)], count)
+        bytes_here = size(count, nested)
+        parts = split(weight4[place : place + bytes_here], count, nested)
         scales = None if scale_n is None else scale_n[first // columns :][:height]
         target = flat[first : first + count]
         if weight4.is_cuda:
@@ -112,7 +115,7 @@ def dequantize(
         else:
             weights = dequantize_plainly(parts, count)
             target.copy_(weights if scales is None else (weights.view(height, columns) / scales[:, None]).view(-1))
-        place, first = place + size(count), first + count
+        place, first = place + bytes_here, first + count
     return out
 
 
@@ -150,10 +153,49 @@ class _Nf4Linear(torch.autograd.Function):
         return g @ whole(weight4, [ctx.outputs], ctx.columns, g), None, None, None
 
 
-def split(weight4: torch.Tensor, count: int) -> Parts:
-    """The parts of one weight of `count` elements."""
+def cut_rows(weight4: torch.Tensor, shape_nk: tuple[int, int], rank: int, ranks: int) -> torch.Tensor:
+    """The rows of one of several ranks, as bytes of the same values. They must hold whole blocks."""
+    rows, columns = shape_nk[0] // ranks, shape_nk[1]
+    whole_parts = split(weight4, shape_nk[0] * columns)
+    first, count = rank * rows * columns, rows * columns
+    assert count % BLOCK == 0
+    packed = whole_parts.packed[first // 2 :][: count // 2]
+    blocks = slice(first // BLOCK, (first + count) // BLOCK)
+    if first % (BLOCK * NESTED) == 0 and count % (BLOCK * NESTED) == 0:
+        found = weight4.new_zeros(size(count))
+        parts = split(found, count)
+        parts.nested.copy_(whole_parts.nested[blocks.start // NESTED :][: parts.nested.shape[0]])
+        parts.offset.copy_(whole_parts.offset)
+        parts.scales.copy_(whole_parts.scales[blocks])
+        parts.packed.copy_(packed)
+        return found
+    return _with_plain_scales(packed, _scales(whole_parts)[blocks], count)
+
+
+def cut_columns(weight4: torch.Tensor, shape_nk: tuple[int, int], rank: int, ranks: int) -> torch.Tensor:
+    """The columns of one of several ranks, as bytes of the same values. They must be whole blocks in each row."""
+    rows, columns = shape_nk[0], shape_nk[1] // ranks
+    assert columns % BLOCK == 0
+    parts = split(weight4, rows * shape_nk[1])
+    packed = parts.packed.view(rows, ranks, columns // 2)[:, rank]
+    scales = _scales(parts).view(rows, ranks, columns // BLOCK)[:, rank]
+    return _with_plain_scales(packed.reshape(-1), scales.reshape(-1), rows * columns)
+
+
+def _with_plain_scales(packed: torch.Tensor, scales: torch.Tensor, count: int) -> torch.Tensor:
+    assert size(count, 1) != size(count)  # by which `dequantize` tells them apart
+    found = packed.new_zeros(size(count, 1))
+    parts = split(found, count, 1)
+    parts.nested.copy_(scales)
+    parts.scales.fill_(255)  # the code of 1
+    parts.packed.copy_(packed)
+    return found
+
+
+def split(weight4: torch.Tensor, count: int, per_nested: int = NESTED) -> Parts:
+    """The parts of one weight of `count` elements, of which so many blocks share a scale of scales."""
     blocks = -(-count // BLOCK)
-    nested = -(-blocks // NESTED)
+    nested = -(-blocks // per_nested)
     scales_at = _aligned(4 * nested + 4)
     packed_at = scales_at + _aligned(blocks)
     numbers = weight4[: 4 * nested + 4].view(torch.float32)
@@ -165,20 +207,27 @@ def split(weight4: torch.Tensor, count: int) -> Parts:
     )
 
 
-def size(count: int) -> int:
+def size(count: int, per_nested: int = NESTED) -> int:
     """Bytes that hold `count` weights."""
     blocks = -(-count // BLOCK)
-    return _aligned(4 * -(-blocks // NESTED) + 4) + _aligned(blocks) + _aligned(-(-count // 2))
+    return _aligned(4 * -(-blocks // per_nested) + 4) + _aligned(blocks) + _aligned(-(-count // 2))
 
 
 def dequantize_plainly(parts: Parts, count: int) -> torch.Tensor:
     """In torch alone, in fp32: the truth the kernel is held against."""
     device = parts.packed.device
-    nested = parts.nested.repeat_interleave(NESTED)[: parts.scales.shape[0]]
-    scales = scale_values(device)[parts.scales.int()] * nested + parts.offset
+    scales = _scales(parts)
     codes = torch.stack([parts.packed >> 4, parts.packed & 15], dim=1).view(-1)
     codes = F.pad(codes, (0, scales.shape[0] * BLOCK - codes.shape[0]))
     return (values(device)[codes.int()].view(-1, BLOCK) * scales[:, None]).view(-1)[:count]
+
+
+def _scales(parts: Parts) -> torch.Tensor:
+    """Of the blocks, in fp32."""
+    blocks = parts.scales.shape[0]
+    each = 1 if parts.nested.shape[0] == blocks else NESTED  # one block has one of either
+    nested = parts.nested.repeat_interleave(each)[:blocks]
+    return scale_values(parts.packed.device)[parts.scales.int()] * nested + parts.offset
 
 
 @cache

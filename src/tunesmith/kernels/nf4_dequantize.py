@@ -30,7 +30,7 @@ def dequantize_into(out: torch.Tensor, parts: Parts, row_scales: torch.Tensor | 
         HAS_ROW_SCALES=row_scales is not None,
         BYTES=BYTES,
         BLOCK=BLOCK,
-        NESTED=NESTED,
+        NESTED=1 if parts.nested.shape[0] == parts.scales.shape[0] else NESTED,
         num_warps=4,
         enable_fp_fusion=False,  # the scale is a product, rounded, and then a sum: fused it would be another number
     )

@@ -24,6 +24,7 @@ from tunesmith.errors import UserError
 from tunesmith.kernels.linear_cross_entropy import linear_cross_entropy
 from tunesmith.model.attention import NAME as PACKED_ATTENTION
 from tunesmith.model.attention import NotPackable
+from tunesmith.model.local import local
 
 Layout = Literal["packed", "padded"]
 
@@ -156,14 +157,15 @@ def losses_of_hidden(
     with record_function("loss"):
         return linear_cross_entropy(
             hidden_th,
-            head.weight,
+            local(head.weight),
             inputs.labels,
             inputs.weights,
             inputs.rows,
-            bias_v=getattr(head, "bias", None),
+            bias_v=None if getattr(head, "bias", None) is None else local(head.bias),
             scale=calling.logit_scale,
             softcap=calling.softcap,
             z_loss=z_loss,
+            part=getattr(head, "vocabulary", None),
         )
 
 

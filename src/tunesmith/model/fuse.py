@@ -15,6 +15,7 @@ from torch import nn
 from tunesmith.kernels.fp8 import FP8_MULTIPLE
 from tunesmith.kernels.lowrank import E4M3, lowrank_linear, lowrank_linear_fp8, quantize_rows
 from tunesmith.kernels.nf4 import dequantize
+from tunesmith.model.local import local
 from tunesmith.model.lora import LoraLinear
 from tunesmith.model.quantized import Fp8Base, Nf4Linear
 
@@ -90,8 +91,8 @@ class JointProduct(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x_tk = x.reshape(-1, x.shape[-1])
-        a_rk = torch.cat([member.lora_a for member in self.members]).to(x.dtype)
-        b_nr = torch.block_diag(*(member.lora_b * member.scale for member in self.members)).to(x.dtype)
+        a_rk = torch.cat([local(member.lora_a) for member in self.members]).to(x.dtype)
+        b_nr = torch.block_diag(*(local(member.lora_b) * member.scale for member in self.members)).to(x.dtype)
         if self.scale_n is not None:
             y_tn = lowrank_linear_fp8(x_tk, self.weight_nk, self.scale_n, a_rk, b_nr, self.bias_n, self.sizes)
         else:
@@ -125,10 +126,10 @@ class JointMlp(nn.Module):
         out = lowrank_mlp(
             x.reshape(-1, x.shape[-1]),
             FrozenWeights(self.gate_up, self.gate_up_scale, self.down, self.down_scale),
-            torch.cat([gate.lora_a, up.lora_a]).to(x.dtype),
-            *((member.lora_b * member.scale).to(x.dtype) for member in (gate, up)),
-            down.lora_a.to(x.dtype),
-            (down.lora_b * down.scale).to(x.dtype),
+            torch.cat([local(gate.lora_a), local(up.lora_a)]).to(x.dtype),
+            *((local(member.lora_b) * member.scale).to(x.dtype) for member in (gate, up)),
+            local(down.lora_a).to(x.dtype),
+            (local(down.lora_b) * down.scale).to(x.dtype),
             self.slice_tokens,
         )
         return out.view(x.shape)

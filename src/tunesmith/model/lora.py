@@ -26,6 +26,7 @@ from torch import nn
 
 from tunesmith.config.schema import Lora
 from tunesmith.errors import UserError
+from tunesmith.model.local import local
 from tunesmith.model.quantized import QuantizedLinear, is_transposed
 from tunesmith.plan.facts import choose_layers, matches
 
@@ -79,8 +80,8 @@ class LoraLinear(nn.Module):
             return self.joint.part(x, self.index)
         y = self.base(x)
         inner = F.dropout(x, self.dropout, self.training) if self.dropout else x
-        low = F.linear(inner, self.lora_a.to(x.dtype))
-        update = F.linear(low, (self.lora_b * self.scale).to(x.dtype))
+        low = F.linear(inner, local(self.lora_a).to(x.dtype))
+        update = F.linear(low, (local(self.lora_b) * self.scale).to(x.dtype))
         if self.lora_m is None:
             return y + update
         factor_o = (self.lora_m / self._lengths(x.dtype)).to(x.dtype)

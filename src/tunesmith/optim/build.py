@@ -115,8 +115,11 @@ class Optimizer:
             norms = [self._norms[name] for name in self.weights if name in self._norms]
         else:
             named = zip(self.weights, self.parameters, strict=True)
-            gradients = [one.grad for name, one in named if one.grad is not None and (names is None or name in names)]
-            norms = list(torch._foreach_norm(gradients, 2, dtype=torch.float32)) if gradients else []
+            alike = by_mesh(one for name, one in named if one.grad is not None and (names is None or name in names))
+            if len(alike) > 1:
+                norms = [one.full_tensor() if isinstance(one, DTensor) else one for one in map(_norm, alike)]
+                return torch.linalg.vector_norm(torch.stack(norms))
+            return _norm(alike[0]) if alike else torch.zeros(())
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
     def clip(self, norm: torch.Tensor, largest: float) -> None:
@@ -125,7 +128,8 @@ class Optimizer:
             for part in self.parts:
                 part.factor = (largest / (norm.float() + 1e-6)).clamp(max=1.0)
         else:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, largest, norm)
+            for some in by_mesh(self.parameters):
+                torch.nn.utils.clip_grads_with_norm_(some, largest, norm)
 
     def step(self, learning_rate: float) -> None:
         """Update every weight that has a gradient."""
@@ -248,6 +252,20 @@ class Optimizer:
         return [torch.optim.SGD(_groups(trained, run), lr=0.0, momentum=MOMENTUM)]
 
 
+def by_mesh(weights: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Weights that lie over the same ranks, which alone may be computed with together."""
+    found: dict[object, list[nn.Parameter]] = {}
+    for weight in weights:
+        found.setdefault(weight.device_mesh if isinstance(weight, DTensor) else None, []).append(weight)
+    return list(found.values())
+
+
+def _norm(weights: list[nn.Parameter]) -> torch.Tensor:
+    """Of all their gradients."""
+    norms = torch._foreach_norm([weight.grad for weight in weights], 2, dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
 def _master_of(weight: nn.Parameter, *, on_host: bool) -> nn.Parameter:
     if on_host:
         return nn.Parameter(pin(weight.detach().float().cpu().clone()))
@@ -258,9 +276,9 @@ def _groups(weights: list[nn.Parameter], run: Run) -> list[dict]:
     matrices = [weight for weight in weights if weight.ndim >= 2]
     vectors = [weight for weight in weights if weight.ndim < 2]
     return [
-        {"params": parameters, "weight_decay": decay}
+        {"params": some, "weight_decay": decay}
         for parameters, decay in ((matrices, run.weight_decay), (vectors, 0.0))
-        if parameters
+        for some in by_mesh(parameters)
     ]
 
 

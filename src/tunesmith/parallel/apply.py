@@ -1,7 +1,7 @@
 """The order in which a loaded, adapted model is made ready to train. Mechanisms live elsewhere.
 
-cut into stages  ->  attention over context ranks  ->  MLPs in slices  ->  recompute some layers  ->  compile each
-layer  ->  offload the inputs of recomputed layers  ->  spread experts over ranks  ->  shard
+cut into stages  ->  blocks over tensor ranks  ->  attention over context ranks  ->  MLPs in slices  ->  recompute some
+layers  ->  compile each layer  ->  offload the inputs of recomputed layers  ->  spread experts over ranks  ->  shard
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from tunesmith.errors import UserError
 from tunesmith.parallel.activation import HostStore, offloaded, recomputed, slice_mlp
@@ -19,22 +20,37 @@ from tunesmith.parallel.expert import spread_experts
 from tunesmith.parallel.mesh import context_mesh, data_mesh, world_mesh
 from tunesmith.parallel.pipeline import Pipelined, cut
 from tunesmith.parallel.shard import Sharded, shard
+from tunesmith.parallel.tensor import Split
 from tunesmith.plan.plan import Plan
 
 
-def apply(model: nn.Module, plan: Plan, *, has_adapters: bool) -> nn.Module:
-    """Returns what is to be called from now on: the model, or what stands before its shards."""
+def apply(model: nn.Module, plan: Plan, *, has_adapters: bool, split: Split | None = None) -> nn.Module:
+    """Returns what is to be called from now on: the model, or what stands before its shards. `split`: its weights are
+    cut over tensor ranks already."""
     if plan.mesh.pipeline > 1:
         return _apply_to_stages(model, plan, has_adapters=has_adapters)
+    if split is not None:
+        split.connect(model)
     wrap_layers(model, plan)
-    return model if plan.sharding == "none" else spread(model, plan, has_adapters=has_adapters)
+    if plan.sharding == "none":
+        return model
+    world = split.world if split is not None else None
+    sharded = spread(model, plan, has_adapters=has_adapters, world=world)
+    if split is not None:
+        sharded.tensor_ranks = split.mesh.get_group()
+    return sharded
 
 
 def spread(
-    model: nn.Module, plan: Plan, *, has_adapters: bool, prepare: Callable[[nn.Module], None] = lambda _: None
+    model: nn.Module,
+    plan: Plan,
+    *,
+    has_adapters: bool,
+    prepare: Callable[[nn.Module], None] = lambda _: None,
+    world: DeviceMesh | None = None,
 ) -> Sharded:
     """Shard over ranks; see `shard` for `prepare`. Layers may be wrapped before or after."""
-    mesh = data_mesh(world_mesh(plan))
+    mesh = data_mesh(world or world_mesh(plan))
     if plan.mesh.expert > 1:
         spread_experts(model, mesh)
     return shard(model, decoder_layers(model), plan, mesh, has_adapters=has_adapters, prepare=prepare)

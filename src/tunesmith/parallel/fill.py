@@ -24,9 +24,11 @@ from tunesmith.plan.plan import Plan
 def load_in_parts(run: Run, plan: Plan, device: torch.device) -> tuple[nn.Module, Sharded] | None:
     """The model, trainable, and what stands before its shards; layers are not wrapped yet.
 
-    None where it must be loaded whole: its weights stay whole, or its files hold them in other ways than the model.
+    None where it must be loaded whole: its weights stay whole, or are cut over tensor ranks, or its files hold them in
+    other ways than the model.
     """
-    if plan.sharding == "none" or plan.sharding in KEEPS_WHOLE or plan.mesh.pipeline > 1 or plan.mesh.expert > 1:
+    split = plan.mesh.pipeline * plan.mesh.expert * plan.mesh.tensor > 1
+    if plan.sharding == "none" or plan.sharding in KEEPS_WHOLE or split:
         return None
     model, folder = load.load_empty(run, dtype=plan.precision)
     files = quantized.files_of(model, folder)

@@ -25,10 +25,11 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tunesmith.model.forward import Entrance
 from tunesmith.model.fuse import JointMlp, JointProduct
@@ -55,6 +56,7 @@ class Sharded(Entrance):
         self.keeps_whole = plan.sharding in KEEPS_WHOLE
         self.reduces_once = plan.sharding in REDUCES_ONCE or has_adapters
         self.reduces_between_nodes_once = plan.sharding == "hybrid"
+        self.tensor_ranks: dist.ProcessGroup | None = None
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """To be told before each forward and backward pass of a step; the last one ends with reduced gradients."""
@@ -64,6 +66,27 @@ class Sharded(Entrance):
             self.set_requires_all_reduce(is_last)
         if self.keeps_whole:
             self.set_reshard_after_backward(is_last)
+
+    def end_backward(self) -> None:
+        """After the last backward pass of a step. Where layers are split over ranks, weights that are whole on each of
+        them have a part of their gradient on each."""
+        if self.tensor_ranks is None:
+            return
+        parts = [
+            weight.grad.to_local()
+            for weight in self.parameters()
+            if weight.grad is not None and "tensor" not in weight.device_mesh.mesh_dim_names
+        ]
+        flat = torch.cat([part.view(-1) for part in parts])
+        dist.all_reduce(flat, group=self.tensor_ranks)
+        summed = flat.split([part.numel() for part in parts])
+        torch._foreach_copy_(parts, [found.view_as(part) for found, part in zip(summed, parts, strict=True)])
+
+    def agreed(self, norm: torch.Tensor) -> torch.Tensor:
+        """The first rank's, where the last bit of a sum over several axes could be another one on each."""
+        if self.tensor_ranks is not None:
+            dist.broadcast(norm, 0)
+        return norm
 
     def free_whole_weights(self) -> None:
         """Those that a forward pass without a backward pass has left."""
@@ -89,7 +112,8 @@ def shard(
     sharded = Sharded(model, plan, has_adapters=has_adapters)
     is_replicated = plan.sharding == "ddp"
     frozen = {weight for weight in model.parameters() if not weight.requires_grad} if is_replicated else set()
-    elsewhere = {weight for weight in model.parameters() if isinstance(weight, DTensor)}  # experts of other ranks
+    has_experts = plan.mesh.expert > 1  # which lie over ranks already, some on each
+    elsewhere = {weight for weight in model.parameters() if has_experts and isinstance(weight, DTensor)}
     sharers = plan.mesh.shard * plan.mesh.context
     after_forward = {"hierarchical": sharers}.get(plan.sharding, plan.sharding not in KEEPS_WHOLE)
     precision = getattr(torch, DTYPES[plan.precision])
@@ -145,37 +169,57 @@ class Part(NamedTuple):
     total: int | None
 
 
-def own_parts(tensors: Mapping[str, torch.Tensor], *, is_first: bool) -> dict[str, Part]:
+def own_parts(
+    tensors: Mapping[str, torch.Tensor], *, is_first: bool, tensor: tuple[int, int] = (0, 1)
+) -> dict[str, Part]:
     """This rank's share of the work of writing `tensors`: its rows of each, taken in turn where ranks replicate; the
-    first of those that have these tensors writes what is not spread."""
+    first of those that have these tensors writes what is not spread. All ranks must ask at once, since columns that lie
+    apart are put together. `tensor`: which of how many tensor ranks this is."""
     found = {}
     for index, name in enumerate(sorted(tensors)):  # states are not in the same order on all ranks
-        tensor = tensors[name]
-        if isinstance(tensor, DTensor):
-            mesh, (start, stop) = tensor.device_mesh, rows_of(tensor)
-            copies = mesh.size(0) if mesh.ndim == 2 else 1
-            mine = mesh.get_local_rank(0) if mesh.ndim == 2 else 0
+        value = tensors[name]
+        if isinstance(value, DTensor):
+            start, stop = rows_of(value)
+            mine, copies = (0, 1) if _cut_dim(value) == 0 else tensor
+            if _cut_dim(value) == 1:
+                value = value.redistribute(placements=[*value.placements[:-1], Replicate()])
+            if "replicate" in value.device_mesh.mesh_dim_names:
+                replicas = value.device_mesh["replicate"]
+                mine, copies = mine * replicas.size() + replicas.get_local_rank(), copies * replicas.size()
             if index % copies == mine and start < stop:
-                found[name] = Part(tensor.to_local(), start, tensor.shape[0])
+                found[name] = Part(value.to_local(), start, value.shape[0])
         elif is_first:
-            found[name] = Part(tensor, 0, tensor.shape[0] if tensor.ndim else None)
+            found[name] = Part(value, 0, value.shape[0] if value.ndim else None)
     return found
 
 
 def rows_of(tensor: DTensor) -> tuple[int, int]:
     """The rows that this rank holds: shards are of equal size but for the last ones."""
-    mesh, total = tensor.device_mesh, tensor.shape[0]
-    each = -(-total // mesh.size(-1 + mesh.ndim))
-    start = min(total, each * mesh.get_local_rank(mesh.ndim - 1))
-    return start, min(total, start + each)
+    start, stop = 0, tensor.shape[0]
+    for axis in ("tensor", "shard") if _cut_dim(tensor) == 0 else ("shard",):
+        along = tensor.device_mesh[axis]
+        each = -(-(stop - start) // along.size())
+        start = min(stop, start + each * along.get_local_rank())
+        stop = min(stop, start + each)
+    return start, stop
 
 
 def from_rows(rows: torch.Tensor, weight: DTensor) -> DTensor:
     """A tensor with the weight's rows and place, of which this rank has its own."""
-    local = rows.to(weight.device)
     shape = torch.Size((weight.shape[0], *rows.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
+    if _cut_dim(weight) == 1:
+        along = weight.device_mesh["tensor"]
+        rows = rows.chunk(along.size(), 1)[along.get_local_rank()].contiguous()
+    local = rows.to(weight.device)
     return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _cut_dim(tensor: DTensor) -> int | None:
+    """The dimension of it that is cut over tensor ranks, where one is."""
+    names = tensor.device_mesh.mesh_dim_names
+    placed = tensor.placements[names.index("tensor")] if "tensor" in names else None
+    return placed.dim if isinstance(placed, Shard) else None
 
 
 def _in_fp32(unit: nn.Module) -> None:

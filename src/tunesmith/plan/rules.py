@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tunesmith.plan.choice import Choice, Task
+from tunesmith.plan.facts import Linear
 from tunesmith.plan.memory import ALONE
 from tunesmith.plan.plan import Attention
 from tunesmith.plan.stages import PER_RANK
@@ -25,7 +26,7 @@ EXECUTABLE: dict[str, frozenset[object]] = {
     "sharding": frozenset({"none", "ddp", "zero1", "zero2", "zero3", "hybrid", "hierarchical"}),
     "gather": frozenset({"plain", "int8"}),
     "reduce": frozenset({"plain", "int8"}),
-    "axes": frozenset({"context", "pipeline", "expert"}),  # of these and "tensor"
+    "axes": frozenset({"tensor", "context", "pipeline", "expert"}),
 }
 """What `tunesmith train` of this version can do; the planner chooses nothing else for this machine."""
 
@@ -50,6 +51,11 @@ FLASH_ATTENTION = (8, 0)
 BF16 = (8, 0)
 FP8 = (8, 9)
 """Compute capability that each needs."""
+
+COLWISE = frozenset({"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_fc"})
+ROWWISE = frozenset({"o_proj", "down_proj", "c_proj"})
+"""Linears that are cut by their outputs and by their inputs, as models' own plans name them."""
+NF4_BLOCK = 64
 
 Refusal = tuple[Callable[[Task, Choice], bool], str]
 
@@ -135,8 +141,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "int8 on the wire is for weights that all ranks share: zero1, zero2, zero3 and hierarchical",
     ),
     (
-        lambda task, choice: choice.sharding == "none" and choice.holders > 1,
-        "several ranks that hold the same weights need a way to share them",
+        lambda task, choice: choice.sharding == "none" and choice.holders * choice.tensor > 1,
+        "several ranks need a way to share the weights that are the same on all",
     ),
     (
         lambda task, choice: choice.data_ranks > task.sequences,
@@ -145,6 +151,22 @@ REFUSALS: tuple[Refusal, ...] = (
     (
         lambda task, choice: choice.tensor > 1 and task.facts.kv_heads % choice.tensor != 0,
         "tensor parallelism splits whole key heads",
+    ),
+    (
+        lambda task, choice: choice.tensor > 1 and any(width % choice.tensor for width, _ in _cuts(task)),
+        "tensor parallelism cuts every matrix into equal parts",
+    ),
+    (
+        lambda task, choice: (
+            choice.tensor > 1
+            and choice.storage == "nf4"
+            and any(width // choice.tensor * run % NF4_BLOCK for width, run in _cuts(task))
+        ),
+        "weights in 4 bits have a scale for each block of 64, and tensor parallelism would cut through blocks",
+    ),
+    (
+        lambda task, choice: choice.tensor > 1 and task.has_adapters and task.lora.dora,
+        "DoRA needs whole rows of each weight, which tensor parallelism cuts",
     ),
     (
         lambda task, choice: choice.tensor * choice.context > task.ranks_per_node,
@@ -215,6 +237,12 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
             missing.append("tensor or context parallelism within a pipeline")
         if choice.offload_activations or (task.has_masters and not choice.master_weights):
             missing.append("activations in host memory or weights without masters within a pipeline")
+    if choice.tensor > 1 and not _splits(task):
+        missing.append("tensor parallelism of experts or of projections that are one matrix")
+    if choice.tensor > 1 and choice.products == "fp8" and not task.has_adapters:
+        missing.append("fp8 products of trained weights that are cut over ranks")
+    if choice.tensor > 1 and (task.optimizer not in ("adamw", "sgd") or choice.optimizer_states != "fp32"):
+        missing.append("an optimizer other than adamw and sgd with states in fp32 beside tensor parallelism")
     axes = {"tensor": choice.tensor, "context": choice.context, "pipeline": choice.pipeline, "expert": choice.expert}
     missing += [f"{axis} parallelism" for axis, size in axes.items() if size > 1 and axis not in EXECUTABLE["axes"]]
     return tuple(missing)
@@ -265,6 +293,23 @@ def _has_kernel(task: Task) -> bool:
         and task.facts.head_dim % 8 == 0
         and task.facts.has_fused_attention
     )
+
+
+def _splits(task: Task) -> bool:
+    return all(one.count == 1 and _last(one) in COLWISE | ROWWISE for kind in task.facts.kinds for one in kind.linears)
+
+
+def _cuts(task: Task) -> list[tuple[int, int]]:
+    """Of each linear, the width that tensor parallelism cuts, and how many weights in a row lie together behind it."""
+    linears = [one for kind in task.facts.kinds for one in kind.linears]
+    return [
+        *((one.inputs, 1) for one in linears if _last(one) in ROWWISE),
+        *((one.outputs, one.inputs) for one in linears if _last(one) in COLWISE),
+    ]
+
+
+def _last(linear: Linear) -> str:
+    return linear.name.rpartition(".")[2]
 
 
 def _recompute(task: Task, choice: Choice) -> str:

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 from tunesmith.data.types import MicroBatch, StepBatch
 from tunesmith.errors import UserError
 from tunesmith.model.forward import Calling, Inputs, Shape, to_device, token_losses
-from tunesmith.optim.build import Optimizer
+from tunesmith.optim.build import Optimizer, by_mesh
 from tunesmith.parallel.context import Cut
 from tunesmith.parallel.pipeline import Pipelined
 from tunesmith.parallel.ranks import Ranks
@@ -120,6 +120,8 @@ class TrainStep:
             for micro_batch, losses_n in self._passes(batch, scale / batch.target_weight, should_stop):
                 with record_function("loss"):
                     self._add_by_source(micro_batch, losses_n, sums, weights)
+            if isinstance(self.model, Sharded):
+                self.model.end_backward()
             with record_function("optimizer"):
                 norm = self._clip(scale)
                 read = self._reader(sums, weights, norm)
@@ -241,8 +243,11 @@ class TrainStep:
         if isinstance(self.model, Pipelined):
             self.model.finish_gradients(self.optimizer)
         if scale != 1.0:
-            torch._foreach_div_([one.grad for one in self.optimizer.parameters if one.grad is not None], scale)
+            for some in by_mesh(one for one in self.optimizer.parameters if one.grad is not None):
+                torch._foreach_div_([one.grad for one in some], scale)
         norm = whole(self.optimizer.gradient_norm())
+        if isinstance(self.model, Sharded):
+            norm = self.model.agreed(norm)
         if isinstance(self.model, Pipelined):
             norm = self.model.norm_of_all(norm, self.optimizer)
         if self.max_grad_norm is not None:
