@@ -447,7 +447,8 @@ def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, floa
     facts = task.facts
 
     def of(kind: Layer) -> float:
-        return tokens * layer_bytes(
+        gathered = 2 * kind.key * task.width * (choice.context - 1) / choice.tensor  # keys and values of the others
+        return tokens * gathered + tokens * layer_bytes(
             task,
             kind,
             is_compiled=choice.is_compiled,

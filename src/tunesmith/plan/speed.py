@@ -306,13 +306,9 @@ def _communication(task: Task, choice: Choice, rounds: int, forward: float, back
     if choice.tensor > 1:  # four gathers or scatters of the hidden states in a layer, each way, nothing to hide behind
         moved = 8 * facts.layers / choice.pipeline * tokens * facts.hidden * task.width
         seen += rounds * moved * (choice.tensor - 1) / choice.tensor / (LINK * task.hardware.link)
-    if choice.context > 1:  # keys and values go round
-        moved = 3 * facts.total(lambda kind: 2 * kind.key) / choice.pipeline * tokens * task.width
-        seen += rounds * max(
-            0.0,
-            moved * (choice.context - 1) / (LINK * task.hardware.link)
-            - HIDDEN_SHARE[task.device] * (forward + backward),
-        )
+    if choice.context > 1:  # keys and values gathered, their gradients scattered: nothing to hide behind either
+        moved = 3 * facts.total(lambda kind: 2 * kind.key) / choice.pipeline / choice.tensor * tokens * task.width
+        seen += rounds * moved * (choice.context - 1) / (LINK * task.hardware.link)
     if choice.pipeline > 1:  # hidden states to the next stage, gradients to the one before
         moved = 2 * stages.PER_RANK[choice.schedule] * tokens * facts.hidden * task.width
         seen += rounds * _seen(task, moved / _between(task), forward + backward)
