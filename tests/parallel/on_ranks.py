@@ -13,6 +13,9 @@ from tunesmith.plan.plan import Mesh, Plan
 from tunesmith.train.job import Job
 from tunesmith.train.loop import loss_scale_of, rate_of, step_of
 
+STEPS = 20
+"""Of the runs that are compared with one rank's."""
+
 
 def job_of(
     ranks: Ranks, folder: str, mesh: dict[str, int], sharding: str, wire: dict[str, str] | None = None, **changes: Any

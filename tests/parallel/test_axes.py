@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from parallel.on_ranks import made
+from parallel.on_ranks import STEPS, made
 from tiny import SETTINGS, write_data
 from tiny_model import make_tiny_model
 from tunesmith.config.load import from_mapping
@@ -16,7 +16,6 @@ from tunesmith.plan.hardware import probe, shared
 from tunesmith.plan.models import read_facts
 from tunesmith.plan.search import refusal
 
-STEPS = 20
 METHODS = ("full", "lora", "qlora")
 WAYS = {
     "tensor 2": ({"tensor": 2}, "ddp"),
@@ -49,21 +48,6 @@ def settings(tmp_path_factory) -> Path:
     }
     (folder / "run.yaml").write_text(json.dumps(content))
     return folder
-
-
-@pytest.fixture(scope="module")
-def alone(world, settings, tmp_path_factory):
-    """By method: the steps of a run on one rank."""
-    known = {}
-
-    def of(method: str) -> list[dict]:
-        if method not in known:
-            output = str(tmp_path_factory.mktemp("alone") / "run")
-            options = {"folder": str(settings), "mesh": {}, "sharding": "none", "method": method, "output": output}
-            known[method] = world(1)("parallel.on_ranks:steps", count=STEPS, **options)[0]
-        return known[method]
-
-    return of
 
 
 @pytest.mark.parametrize("method", METHODS)

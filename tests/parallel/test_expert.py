@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from parallel.on_ranks import made
+from parallel.on_ranks import STEPS, made
 from parallel.test_resume import assert_close
 from tiny import SETTINGS, write_data
 from tiny_model import make_tiny_model
@@ -17,7 +17,6 @@ from tunesmith.assemble import prepare_run
 from tunesmith.config.load import from_mapping
 from tunesmith.errors import UserError
 
-STEPS = 20
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 64,

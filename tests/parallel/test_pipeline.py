@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, MixtralConfig, Qwen3Config
 
-from parallel.on_ranks import made
+from parallel.on_ranks import STEPS, made
 from parallel.test_resume import assert_close
 from tiny import SETTINGS, write_data
 from tiny_model import make_tiny_model
@@ -23,7 +23,6 @@ from tunesmith.model.forward import settle
 from tunesmith.parallel.pipeline import cut
 from tunesmith.plan.plan import Mesh, Plan
 
-STEPS = 20
 WAYS = {
     "1f1b": ({"pipeline": 2}, "none", "1f1b"),
     "interleaved": ({"pipeline": 2}, "none", "interleaved"),
@@ -60,21 +59,6 @@ def settings(tmp_path_factory) -> Path:
     }
     (folder / "run.yaml").write_text(json.dumps(content))
     return folder
-
-
-@pytest.fixture(scope="module")
-def alone(world, settings, tmp_path_factory):
-    """By method: the steps of a run on one rank."""
-    known = {}
-
-    def of(method: str) -> list[dict]:
-        if method not in known:
-            output = str(tmp_path_factory.mktemp("alone") / "run")
-            options = {"folder": str(settings), "mesh": {}, "sharding": "none", "method": method, "output": output}
-            known[method] = world(1)("parallel.on_ranks:steps", count=STEPS, **options)[0]
-        return known[method]
-
-    return of
 
 
 @pytest.mark.parametrize(("method", "way"), CELLS)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import settings as settings_of
 from hypothesis import strategies as st
 
-from parallel.on_ranks import made
-from parallel.test_shard import STEPS, alone, settings  # noqa: F401  (fixtures)
+from parallel.on_ranks import STEPS, made
+from parallel.test_shard import settings  # noqa: F401  (a fixture)
 from tunesmith.assemble import prepare_run
 from tunesmith.config.load import from_mapping
 from tunesmith.errors import UserError

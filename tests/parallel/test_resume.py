@@ -14,6 +14,7 @@ from tunesmith.checkpoint.store import CheckpointStore, _uncovered
 pytestmark = pytest.mark.distributed
 STEPS, STOP = 12, 5
 MESHES = {
+    8: {"zero3": {"shard": 8}},
     4: {"zero3": {"shard": 4}, "hybrid": {"replicate": 2, "shard": 2}, "ddp": {"replicate": 4}, "zero1": {"shard": 4}},
     2: {"zero3": {"shard": 2}, "ddp": {"replicate": 2}},
     1: {"none": {}},
@@ -31,7 +32,7 @@ def settings(tiny_model, tmp_path_factory) -> Path:
         "lora": {"rank": 4},
         "data": [{"path": str(folder / "train.jsonl")}],
         "eval": [{"path": str(folder / "held_out.jsonl")}],
-        "batch_tokens": 7 * 64,
+        "batch_tokens": 9 * 64,
         "steps": STEPS,
         "save_every": 1000,
     }
@@ -50,7 +51,14 @@ def train(world, settings):
     return to
 
 
-CASES = [("full", "zero3", 4), ("full", "hybrid", 2), ("full", "zero1", 1), ("qlora", "zero3", 2), ("lora", "ddp", 1)]
+CASES = [
+    ("full", "zero3", 8),
+    ("full", "zero3", 4),
+    ("full", "hybrid", 2),
+    ("full", "zero1", 1),
+    ("qlora", "zero3", 2),
+    ("lora", "ddp", 1),
+]
 
 
 @pytest.mark.parametrize(("method", "sharding", "after"), CASES)

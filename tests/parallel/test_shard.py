@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from parallel.on_ranks import made
+from parallel.on_ranks import STEPS, made
 from tiny import SETTINGS, write_data
 from tunesmith.assemble import prepare_run
 from tunesmith.config.load import from_mapping
 from tunesmith.errors import UserError
 
-STEPS = 20
 WAYS = {
     "ddp": {"replicate": 4},
     "zero1": {"shard": 4},
@@ -44,21 +43,6 @@ def settings(tiny_model, tmp_path_factory) -> Path:
     }
     (folder / "run.yaml").write_text(json.dumps(content))
     return folder
-
-
-@pytest.fixture(scope="module")
-def alone(world, settings, tmp_path_factory):
-    """By method: the steps of a run on one rank."""
-    known = {}
-
-    def of(method: str) -> list[dict]:
-        if method not in known:
-            output = str(tmp_path_factory.mktemp("alone") / "run")
-            options = {"folder": str(settings), "mesh": {}, "sharding": "none", "method": method, "output": output}
-            known[method] = world(1)("parallel.on_ranks:steps", count=STEPS, **options)[0]
-        return known[method]
-
-    return of
 
 
 REFUSED = [(method, way) for method in ("lora", "qlora") for way in ("zero1", "zero2")]
