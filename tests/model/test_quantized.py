@@ -314,4 +314,4 @@ def test_only_a_few_tensors_are_in_host_memory_at_a_time(tiny_model, monkeypatch
         patch.setattr("safetensors.safe_open", Counting)
         load_nf4(tiny_model)
     assert read > most > 0
-    assert most <= quantized.READERS + 2  # those under way, and the one in use
+    assert most <= quantized.READERS + 3  # those under way, the one in use, the one before, and the last linear's
