@@ -22,6 +22,7 @@ WAYS = {
     "tensor 2 x shard 2": ({"tensor": 2, "shard": 2}, "zero3"),
     "context 2": ({"context": 2}, "ddp"),
     "context 2 x shard 2": ({"context": 2, "shard": 2}, "zero3"),
+    "context 2 x tensor 2": ({"context": 2, "tensor": 2}, "zero3"),
 }
 pytestmark = pytest.mark.distributed
 

@@ -28,8 +28,7 @@ WAYS = {
     "hybrid": NODES,
     "hierarchical": NODES,
 }
-CELLS = [("full", way, {}) for way in WAYS]
-CELLS += [(method, way, {}) for method in ("lora", "qlora") for way in WAYS if way not in ("zero1", "zero2")]
+CELLS = [(method, way, {}) for method in ("full", "lora", "qlora") for way in WAYS]
 CELLS += [("full", "hierarchical", {"gather": "int8", "reduce": "int8"})]
 
 

@@ -108,6 +108,14 @@ def test_frozen_weights_cost_no_gradient_traffic(sent):
     assert sharded["scattered"] == pytest.approx(FP32 * sharded["layers"], rel=0.01)  # once, in two micro-batches
 
 
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize(("sharding", "times"), [("zero1", 1), ("zero2", 2)])
+def test_adapters_beside_a_whole_base_travel_alone(sent, method, sharding, times):
+    found = sent(sharding, {"shard": 4}, method=method, batch_tokens=8 * 64)  # two micro-batches
+    assert found["gathered"] == pytest.approx(FP32 * found["layers"], rel=0.01)
+    assert found["scattered"] == pytest.approx(times * FP32 * found["layers"], rel=0.01)
+
+
 def test_weights_in_four_bits_are_gathered_in_four_bits(sent):
     plain = sent("zero3", {"shard": 4}, method="lora")
     small = sent("zero3", {"shard": 4}, method="qlora")

@@ -13,10 +13,10 @@ backward passes reduce gradients:
   hierarchical   all ranks        each use; between them the       in each backward pass
                                   ranks of a node share a copy
 
-Gradients of adapters are small: they are reduced once a step whatever the strategy. Frozen weights are gathered where
-they are shared, in the form they are held in (nf4 stays 4 bits on the wire), and never reduced. Adapters lie as the
-weights of their layer do: replicated beside a replicated base, else in its shards and its collectives, where they cost
-a few percent of the traffic and none of the memory.
+Gradients of adapters are small: they are reduced once a step, except by zero2. Frozen weights are gathered where they
+are shared, in the form they are held in (nf4 stays 4 bits on the wire), and never reduced; ddp, zero1 and zero2, which
+would keep them whole anyway, leave them alone. Adapters are shared as trained weights are: beside a whole base by
+themselves, else in its shards and its collectives, where they cost a few percent of the traffic.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Sharded(Entrance):
     def __init__(self, model: nn.Module, plan: Plan, *, has_adapters: bool):
         super().__init__(model)
         self.keeps_whole = plan.sharding in KEEPS_WHOLE
-        self.reduces_once = plan.sharding in REDUCES_ONCE or has_adapters
+        self.reduces_once = plan.sharding in REDUCES_ONCE or (has_adapters and plan.sharding != "zero2")
         self.reduces_between_nodes_once = plan.sharding == "hybrid"
         self.tensor_ranks: dist.ProcessGroup | None = None
 
@@ -110,8 +110,8 @@ def shard(
     the weights only then, no more than one layer of them is ever whole.
     """
     sharded = Sharded(model, plan, has_adapters=has_adapters)
-    is_replicated = plan.sharding == "ddp"
-    frozen = {weight for weight in model.parameters() if not weight.requires_grad} if is_replicated else set()
+    has_whole_base = has_adapters and plan.sharding in KEEPS_WHOLE
+    frozen = {weight for weight in model.parameters() if has_whole_base and not weight.requires_grad}
     has_experts = plan.mesh.expert > 1  # which lie over ranks already, some on each
     elsewhere = {weight for weight in model.parameters() if has_experts and isinstance(weight, DTensor)}
     sharers = plan.mesh.shard * plan.mesh.context
@@ -124,7 +124,7 @@ def shard(
     groups = nodes(plan) if is_quantized else None
     for unit in (*layers, sharded):
         prepare(unit)
-        if not is_replicated:
+        if not has_whole_base:
             _buffers_to_parameters(unit)
         _in_fp32(unit)
         shapes = [weight.shape for weight in unit.parameters() if not isinstance(weight, DTensor)]

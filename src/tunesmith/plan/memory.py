@@ -254,7 +254,7 @@ def _static(task: Task, choice: Choice) -> dict[str, float]:
         }
     return {
         "weights": weights * _share(choice, "weights"),
-        "adapter": 4 * trained * _share(choice, "weights") if task.has_adapters else 0.0,
+        "adapter": 4 * trained * states if task.has_adapters else 0.0,
         "master": 4 * trained * states if choice.has_masters(task) and on_device else 0.0,
         "optimizer": trained * _states(task, choice) * states if on_device else _visiting(task, choice),
     }
@@ -296,7 +296,7 @@ def _kept_gradients(task: Task, choice: Choice) -> float:
     """Those of the micro-batches before: whole where they are reduced once a step."""
     if choice.accumulation(task) == 1:
         return 0.0
-    is_whole = choice.sharding in ("ddp", "zero1") or (choice.sharding != "none" and task.has_adapters)
+    is_whole = choice.sharding in ("ddp", "zero1") or (choice.sharding not in ("none", "zero2") and task.has_adapters)
     return 4 * _held(task, choice)[1] if is_whole else _gradients(task, choice)
 
 
@@ -316,8 +316,8 @@ def _gathered(task: Task, choice: Choice) -> tuple[float, float, float]:
     if choice.sharding in ("ddp", "zero1", "zero2"):
         base, trained = _held(task, choice)
         whole = 4 * trained if task.has_adapters else base * task.width
-        buffer = packed + (layer * task.width if choice.sharding != "ddp" else 0.0)
-        return whole + buffer, whole, unit
+        buffer = 0.0 if choice.sharding == "ddp" else whole / facts.layers if task.has_adapters else layer * task.width
+        return whole + packed + buffer, whole, unit
     width = layer * task.width + packed / 2
     if choice.storage != "plain":  # 4 bits on the wire too
         width -= matrices * (task.width - QUANTIZED[choice.storage])

@@ -124,10 +124,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "the optimizer states of adapters are too small to be worth moving",
     ),
     (
-        lambda task, choice: choice.sharding in ("zero1", "zero2") and task.has_adapters,
-        "gradients and states of adapters are too small to shard",
-    ),
-    (
         lambda task, choice: choice.sharding in ("hybrid", "hierarchical") and 1 in (choice.replicate, choice.shard),
         "hybrid and hierarchical sharding are for several nodes of several ranks",
     ),

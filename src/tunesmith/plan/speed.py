@@ -329,7 +329,8 @@ def _communication(task: Task, choice: Choice, rounds: int, forward: float, back
         reduced = task.trained / split * memory.WIRE if choice.reduce == "int8" else reduced
     if choice.sharding in ("ddp", "zero1", "zero2"):
         reduction = _collective(task, choice, reduced, everywhere=True)
-        gather = 0.0 if choice.sharding == "ddp" else _collective(task, choice, gathered, everywhere=True)
+        sent = reduced if task.has_adapters else gathered  # a frozen base is on each rank already
+        gather = 0.0 if choice.sharding == "ddp" else _collective(task, choice, sent, everywhere=True)
         reduction *= 2 if choice.sharding == "ddp" else 1
         times = rounds if choice.sharding == "zero2" else 1
         return seen + times * _seen(task, reduction, backward) + gather
