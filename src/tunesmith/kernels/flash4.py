@@ -15,6 +15,8 @@ from importlib.util import find_spec
 
 import torch
 
+from tunesmith.kernels.operator import operator
+
 
 @cache
 def is_available() -> bool:
@@ -44,9 +46,11 @@ def flash4(
     return _forward(q_thd, k_sgd, v_sgd, queries, None if keys is queries else keys, *sizes)[0]
 
 
+@cache
 def _functions() -> tuple[Callable, Callable]:
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
+    warnings.filterwarnings("ignore", message=".*aux_data.*")  # when it compiles a kernel; harmless
     return _flash_attn_fwd, _flash_attn_bwd
 
 
@@ -74,7 +78,7 @@ def _options(
     return options
 
 
-@torch.library.custom_op("tunesmith::flash4", mutates_args=())
+@operator("flash4")
 def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -87,19 +91,17 @@ def _forward(
     window: int,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about `aux_data`, at the first call; harmless
-        options = _options(queries, keys, longest_q, longest_k, scale, window, softcap)
-        out, lse, *_ = _functions()[0](q, k, v, return_lse=True, **options)
+    options = _options(queries, keys, longest_q, longest_k, scale, window, softcap)
+    out, lse, *_ = _functions()[0](q, k, v, return_lse=True, **options)
     return out, lse
 
 
-@_forward.register_fake
+@torch.library.register_fake(_forward)
 def _(q, k, v, queries, keys, longest_q, longest_k, scale, window, softcap):
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("tunesmith::flash4_backward", mutates_args=())
+@operator("flash4_backward")
 def _backward(
     d_out: torch.Tensor,
     q: torch.Tensor,
@@ -128,7 +130,7 @@ def _backward(
     return d_q, d_k, d_v
 
 
-@_backward.register_fake
+@torch.library.register_fake(_backward)
 def _(d_out, q, k, v, out, lse, queries, keys, longest_q, longest_k, scale, window, softcap):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -142,4 +144,4 @@ def _gradients(ctx, d_out, _):
     return *_backward(d_out, *ctx.saved_tensors, *ctx.options), *[None] * 7
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
+torch.library.register_autograd(_forward, _gradients, setup_context=_save)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tunesmith.kernels.lowrank import E4M3, product_fp8, quantize_apart, quantize_rows
+from tunesmith.kernels.operator import operator
 
 FP8_MULTIPLE = 16
 """Sizes of fp8 products are multiples of this."""
@@ -40,7 +41,7 @@ class _Fp8Linear(torch.autograd.Function):
         return d_x, d_weight
 
 
-@torch.library.custom_op("tunesmith::quantize_turned", mutates_args=())
+@operator("quantize_turned")
 def quantize_turned(x_tk: torch.Tensor, after: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize_rows` of the transposed matrix, with zeros up to the next multiple of what fp8 products can sum over.
 
@@ -56,7 +57,7 @@ def quantize_turned(x_tk: torch.Tensor, after: torch.Tensor | None) -> tuple[tor
     return values, scale
 
 
-@quantize_turned.register_fake
+@torch.library.register_fake(quantize_turned)
 def _(x_tk, after):
     return _turned(x_tk)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tunesmith.kernels.operator import operator
+
 LARGEST = 127
 
 
@@ -19,7 +21,7 @@ def quantize(weight_nk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return nearest.clamp_(-LARGEST, LARGEST).to(torch.int8), scale_n
 
 
-@torch.library.custom_op("tunesmith::int8_dequantize", mutates_args=())
+@operator("int8_dequantize")
 def dequantize(
     weight8: torch.Tensor, scale_n: torch.Tensor, dtype: torch.dtype, after: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -28,7 +30,7 @@ def dequantize(
     return torch.mul(weight8, scale_n[:, None], out=whole)
 
 
-@dequantize.register_fake
+@torch.library.register_fake(dequantize)
 def _(weight8, scale_n, dtype, after=None):
     return torch.empty(weight8.shape, dtype=dtype, device=weight8.device)
 

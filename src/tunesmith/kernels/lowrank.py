@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from tunesmith.kernels.nf4 import whole
+from tunesmith.kernels.operator import operator
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -53,7 +54,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x.float() / scale).to(E4M3), scale
 
 
-@torch.library.custom_op("tunesmith::quantize_rows", mutates_args=())
+@operator("quantize_rows")
 def quantize_apart(x: torch.Tensor, factor: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize_rows(x * factor)` in a pass of its own, which reads x once: for what is there already."""
     if not x.is_cuda:
@@ -65,7 +66,7 @@ def quantize_apart(x: torch.Tensor, factor: torch.Tensor | None) -> tuple[torch.
     return values, scale
 
 
-@quantize_apart.register_fake
+@torch.library.register_fake(quantize_apart)
 def _(x, factor):
     return _quantized_like(x)
 
@@ -132,7 +133,7 @@ def product_fp8(
 # The large product with the small one added in place: opaque to the compiler, which would copy the sum.
 
 
-@torch.library.custom_op("tunesmith::product_plus_small", mutates_args=())
+@operator("product_plus_small")
 def product_plus_small(
     x: torch.Tensor, weight: torch.Tensor, low: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
@@ -141,12 +142,12 @@ def product_plus_small(
     return _add_small_(y, low, up)
 
 
-@product_plus_small.register_fake
+@torch.library.register_fake(product_plus_small)
 def _(x, weight, low, up, bias):
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
-@torch.library.custom_op("tunesmith::product_plus_small_fp8", mutates_args=())
+@operator("product_plus_small_fp8")
 def product_plus_small_fp8(
     x8: torch.Tensor,
     scale_t: torch.Tensor,
@@ -160,7 +161,7 @@ def product_plus_small_fp8(
     return _add_small_(product_fp8(x8, scale_t, weight8_nk, scale_n, dtype), low, up)
 
 
-@product_plus_small_fp8.register_fake
+@torch.library.register_fake(product_plus_small_fp8)
 def _(x8, scale_t, weight8_nk, scale_n, low, up, dtype):
     return low.new_empty(x8.shape[0], weight8_nk.shape[0], dtype=dtype)
 

@@ -22,6 +22,7 @@ from tunesmith.kernels.lowrank import (
     quantize_rows,
 )
 from tunesmith.kernels.nf4 import whole
+from tunesmith.kernels.operator import operator
 from tunesmith.kernels.swiglu import swiglu, swiglu_backward
 
 ROWS = 128
@@ -134,7 +135,7 @@ def _gradients(
 # In slices. Opaque to the compiler, for which every slice would be a graph of its own.
 
 
-@torch.library.custom_op("tunesmith::sliced_mlp", mutates_args=())
+@operator("sliced_mlp")
 def _sliced(
     x: torch.Tensor,
     gate_up: torch.Tensor,
@@ -156,12 +157,12 @@ def _sliced(
     return out
 
 
-@_sliced.register_fake
+@torch.library.register_fake(_sliced)
 def _(x, gate_up, gate_up_scale, down, down_scale, a_gate_up, b_gate, b_up, a_down, b_down, size):
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("tunesmith::sliced_mlp_backward", mutates_args=())
+@operator("sliced_mlp_backward")
 def _sliced_backward(
     g: torch.Tensor,
     x: torch.Tensor,
@@ -195,7 +196,7 @@ def _sliced_backward(
     return d_x, d_a_gate_up, d_b_gate, d_b_up, d_a_down, d_b_down
 
 
-@_sliced_backward.register_fake
+@torch.library.register_fake(_sliced_backward)
 def _(g, x, gate_up, gate_up_scale, down, down_scale, a_gate_up, b_gate, b_up, a_down, b_down, size, needs_x):
     d_x = torch.empty_like(x) if needs_x else x.new_empty(0)
     return d_x, *(torch.empty_like(factor) for factor in (a_gate_up, b_gate, b_up, a_down, b_down))
@@ -212,7 +213,7 @@ def _backward(ctx, g):
     return d_x if needs_x else None, None, None, None, None, *d_factors, None
 
 
-_sliced.register_autograd(_backward, setup_context=_keep)
+torch.library.register_autograd(_sliced, _backward, setup_context=_keep)
 
 
 def _slices(x: torch.Tensor, size: int) -> Iterator[slice]:

@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from tunesmith.kernels.operator import operator
+
 BLOCK = 64
 NESTED = 256
 ALIGNED = 16
@@ -85,7 +87,7 @@ def draw(count: int, device: torch.device) -> torch.Tensor:
     return found
 
 
-@torch.library.custom_op("tunesmith::nf4_dequantize", mutates_args=())
+@operator("nf4_dequantize")
 def dequantize(
     weight4: torch.Tensor,
     rows: Sequence[int],
@@ -119,7 +121,7 @@ def dequantize(
     return out
 
 
-@dequantize.register_fake
+@torch.library.register_fake(dequantize)
 def _(weight4, rows, columns, dtype, scale_n=None, after=None):
     return weight4.new_empty(sum(rows), columns, dtype=dtype)
 

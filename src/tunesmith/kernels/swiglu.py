@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from tunesmith.kernels.lowrank import E4M3
+from tunesmith.kernels.operator import operator
 from tunesmith.kernels.quantize import quantize_rows_into
 
 FORWARD = {"BT": 16, "BI": 128, "num_warps": 4, "num_stages": 3}
@@ -27,7 +28,7 @@ PARTS, SHORTEST = 16, 256
 """Into how many parts the rows are cut, and how many rows a part has at least."""
 
 
-@torch.library.custom_op("tunesmith::swiglu", mutates_args=())
+@operator("swiglu")
 def swiglu(
     y_t2i: torch.Tensor, low_t2r: torch.Tensor, b_gate_ir: torch.Tensor, b_up_ir: torch.Tensor, fp8: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -53,12 +54,12 @@ def swiglu(
     return act, values, scale
 
 
-@swiglu.register_fake
+@torch.library.register_fake(swiglu)
 def _(y_t2i, low_t2r, b_gate_ir, b_up_ir, fp8):
     return _outputs(y_t2i, y_t2i.shape[0], b_gate_ir.shape[0], fp8)
 
 
-@torch.library.custom_op("tunesmith::swiglu_backward", mutates_args=())
+@operator("swiglu_backward")
 def swiglu_backward(
     d_act_ti: torch.Tensor,
     g_tr: torch.Tensor,
@@ -98,7 +99,7 @@ def swiglu_backward(
     return d_y, values, scale, sums.sum(0).to(y_t2i.dtype)
 
 
-@swiglu_backward.register_fake
+@torch.library.register_fake(swiglu_backward)
 def _(d_act_ti, g_tr, y_t2i, low_t2r, b_gate_ir, b_up_ir, a_down_ri, scale_2i, fp8):
     tokens, intermediate = d_act_ti.shape
     sums = y_t2i.new_empty(3, intermediate, b_gate_ir.shape[1])

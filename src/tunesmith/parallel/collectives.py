@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from tunesmith.kernels.operator import operator
+
 # torch 2.13 has new names for these.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -38,26 +40,26 @@ def scatter_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
     return _scatter(x, group.size, group.name)
 
 
-@torch.library.custom_op("tunesmith::gather_rows", mutates_args=())
+@operator("gather_rows")
 def _gather(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     found = x.new_empty(x.shape[0] * size, *x.shape[1:])
     _all_gather(found, x.contiguous(), group=_resolve_process_group(group))
     return found
 
 
-@_gather.register_fake
+@torch.library.register_fake(_gather)
 def _(x, size, group):
     return x.new_empty(x.shape[0] * size, *x.shape[1:])
 
 
-@torch.library.custom_op("tunesmith::scatter_rows", mutates_args=())
+@operator("scatter_rows")
 def _scatter(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     found = x.new_empty(x.shape[0] // size, *x.shape[1:])
     _reduce_scatter(found, x.contiguous(), group=_resolve_process_group(group))
     return found
 
 
-@_scatter.register_fake
+@torch.library.register_fake(_scatter)
 def _(x, size, group):
     return x.new_empty(x.shape[0] // size, *x.shape[1:])
 
@@ -66,5 +68,9 @@ def _save(ctx, inputs, output):
     _, ctx.size, ctx.group = inputs
 
 
-_gather.register_autograd(lambda ctx, g: (_scatter(g, ctx.size, ctx.group), None, None), setup_context=_save)
-_scatter.register_autograd(lambda ctx, g: (_gather(g, ctx.size, ctx.group), None, None), setup_context=_save)
+torch.library.register_autograd(
+    _gather, lambda ctx, g: (_scatter(g, ctx.size, ctx.group), None, None), setup_context=_save
+)
+torch.library.register_autograd(
+    _scatter, lambda ctx, g: (_gather(g, ctx.size, ctx.group), None, None), setup_context=_save
+)
