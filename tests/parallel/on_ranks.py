@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,16 @@ STEPS = 20
 
 
 def job_of(
-    ranks: Ranks, folder: str, mesh: dict[str, int], sharding: str, wire: dict[str, str] | None = None, **changes: Any
+    ranks: Ranks,
+    folder: str,
+    mesh: dict[str, int],
+    sharding: str,
+    wire: dict[str, str] | None = None,
+    moved: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> Job:
-    """The job that `tunesmith train` would run in `folder`, with this mesh; output goes to a folder of its own."""
+    """The job that `tunesmith train` would run in `folder`, with this mesh; output goes to a folder of its own.
+    `moved`: what the plan has elsewhere, even if that makes no sense on a processor."""
     settings = json.loads((Path(folder) / "run.yaml").read_text()) | changes
     run = from_mapping(settings)
     if ranks.is_first:
@@ -29,7 +37,7 @@ def job_of(
     ranks.wait()
     if not ranks.is_first:
         setting = join_run(run)
-    return assemble(setting, ranks)
+    return assemble(replace(setting, plan=setting.plan.changed(**moved or {})), ranks)
 
 
 def made(run, mesh: dict[str, int], sharding: str, wire: dict[str, str] | None = None) -> Plan:
@@ -112,8 +120,6 @@ def traffic(ranks: Ranks, **job: Any) -> dict[str, float]:
 
 def train_for(ranks: Ranks, until: int, **job: Any) -> dict[str, Any]:
     """Continue the run in its folder up to this step and save; its history, and which steps this sitting did."""
-    from dataclasses import replace
-
     from tunesmith.train import events
     from tunesmith.train.loop import train
 

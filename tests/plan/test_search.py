@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunesmith.errors import UserError
+from tunesmith.plan import rules
+from tunesmith.plan.choice import Choice
 from tunesmith.plan.facts import from_config
 from tunesmith.plan.hardware import Gpu, Hardware, named, shared
 from tunesmith.plan.plan import Plan
@@ -191,11 +193,25 @@ def test_optimizers_that_cannot_be_sharded_are_not_planned_for_several_ranks(opt
         search(run(method="full", optimizer=optimizer), SMOL, several, pins={"sharding": "zero3", "shard": 2})
 
 
-@pytest.mark.parametrize("pins", [{"offload_optimizer": True}, {"master_weights": False}])
-def test_states_on_the_host_and_weights_without_masters_are_not_planned_for_several_ranks(pins):
+def test_weights_without_masters_are_not_planned_for_several_ranks():
     several = machine().changed(gpus=(gpu(80), gpu(80)), link=300e9)
-    with pytest.raises(UserError, match=r"cannot do offloaded optimizer states or weights without masters over"):
-        search(run(method="full"), SMOL, several, pins={"sharding": "zero3", "shard": 2, **pins})
+    pins = {"sharding": "zero3", "shard": 2, "master_weights": False}
+    with pytest.raises(UserError, match="cannot do weights without masters over several ranks"):
+        search(run(method="full"), SMOL, several, pins=pins)
+
+
+def test_of_offloaded_shards_the_states_alone_are_in_host_memory():
+    several = machine().changed(gpus=(gpu(80), gpu(80)), link=300e9)
+    pins = {"sharding": "zero3", "replicate": 1, "shard": 2, "offload_optimizer": True}
+    apart = search(run(method="full"), SMOL, several, pins=pins).plan
+    together = search(run(method="full"), SMOL, several, pins={**pins, "offload_optimizer": False}).plan
+    assert apart.memory.master == together.memory.master == pytest.approx(4 * SMOL.parameters / 2, rel=0.01)
+    in_all = 8 * SMOL.parameters
+    assert apart.host_memory - together.host_memory == pytest.approx(in_all - 2 * SMOL.largest_layer * 4, rel=0.01)
+    alone = search(run(method="full"), SMOL, machine(gpu=gpu(80)), pins={"offload_optimizer": True})
+    assert alone.plan.memory.master == 0
+    (missing,) = rules.beyond(alone.task, Choice(sharding="ddp", tensor=2, offload_optimizer=True))
+    assert "with states in fp32 on the device beside tensor parallelism" in missing
 
 
 def test_unusual_learning_rates_and_batches_are_pointed_out():

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
-from tunesmith.optim.fused import Fused
+from tunesmith.optim.fused import Fused, local, spread
 from tunesmith.optim.offload import pin
 from tunesmith.plan.plan import OptimizerStates, Plan
 
@@ -307,7 +307,9 @@ def _gather_into(master: nn.Parameter):
 
 def _placed(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """A saved tensor on the weight's device, and spread over the ranks as the weight is."""
-    if isinstance(value, DTensor) or not isinstance(weight, DTensor) or value.ndim == 0:
+    if isinstance(value, DTensor):
+        return spread(local(value).to(weight.device), weight, value.shape)
+    if not isinstance(weight, DTensor) or value.ndim == 0:
         return value.to(weight.device)
     assert value.shape == weight.shape
     return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)

@@ -9,12 +9,14 @@ ranks each updates its rows; the blocks of states lie within rows, so these are 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tunesmith.kernels.update import Algorithm, States, new_state, update_
@@ -77,21 +79,23 @@ class Fused(torch.optim.Optimizer):
             "factor": self.factor,
         }
         assert model.grad is not None
-        gradient, copy = _local(model.grad), model.detach() if model is not weight else None
+        gradient, copy = local(model.grad), model.detach() if model is not weight else None
+        if not gradient.numel():
+            return
+        mine, start = local(weight.detach()), _start(weight)
+        held = {name: local(value) for name, value in state.items()}
         if not self.is_offloaded:
-            here = {name: _local(value) for name, value in state.items()}
-            if gradient.numel():
-                update_(_local(weight.detach()), gradient, here, copy=copy, start=_start(weight), **options)
+            update_(mine, gradient, held, copy=copy, start=start, **options)
             return
         if self.offload is None:
             self.offload = Offload(model.device, max(map(visit_bytes, self._visits())))
-        for first, host in self._pieces(weight, state):
+        for first, host in self._pieces(weight, held):
             rows = slice(first, first + next(iter(host.values())).shape[0])
             with self.offload.visit((self.numbers[weight], first), host) as here:
-                master = here.get("master", weight.detach()[rows])
+                master = here.get("master", mine[rows])
                 there = copy[rows] if copy is not None else None
-                start = first * (weight.numel() // weight.shape[0])
-                update_(master, gradient[rows], here, copy=there, start=start, **options)
+                begin = start + first * (mine.numel() // mine.shape[0])
+                update_(master, gradient[rows], here, copy=there, start=begin, **options)
 
     def end_step(self) -> None:
         if self.offload is not None:
@@ -105,16 +109,16 @@ class Fused(torch.optim.Optimizer):
     def make_state(self, weight: nn.Parameter) -> dict[str, torch.Tensor]:
         """The state before the first step, where it will live."""
         device = torch.device("cpu") if self.is_offloaded else weight.device
-        state = new_state(_local(weight.detach()), self.algorithm, self.states, device=device)
+        state = new_state(local(weight.detach()), self.algorithm, self.states, device=device)
         if self.is_offloaded:
             state = {name: pin(value) for name, value in state.items()}
-        return {"step": torch.zeros(()), **{name: _spread(value, weight) for name, value in state.items()}}
+        return {"step": torch.zeros(()), **{name: spread(value, weight) for name, value in state.items()}}
 
     def set_state(self, weight: nn.Parameter, values: Mapping[str, torch.Tensor]) -> None:
         """Values read from a checkpoint, spread as the weight is where it is."""
         state = self.make_state(weight)
         for name, value in values.items():
-            _local(state[name]).copy_(_local(value))
+            local(state[name]).copy_(local(value))
         self.state[weight].update(state)
 
     def fits(self, weight: nn.Parameter, values: Mapping[str, torch.Tensor]) -> bool:
@@ -132,22 +136,24 @@ class Fused(torch.optim.Optimizer):
     def _pieces(
         self, weight: nn.Parameter, state: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """What visits the device, some rows at a time: the first row, and tensors that share memory with the whole."""
-        held = {name: value for name, value in state.items() if name != "step"}
+        """What visits the device, some of this rank's rows at a time: the first row, and tensors that share memory with
+        the whole."""
+        held, mine = {name: value for name, value in state.items() if name != "step"}, local(weight.detach())
         if weight in self.models:
-            held["master"] = weight.detach()
-        rows = max(1, PIECE * weight.shape[0] // weight.numel())
-        for first in range(0, weight.shape[0], rows):
+            held["master"] = mine
+        rows = max(1, PIECE * len(mine) // max(1, mine.numel()))
+        for first in range(0, len(mine), rows):
             yield first, {name: value[first : first + rows] for name, value in held.items()}
 
     def _visits(self) -> Iterator[dict[str, torch.Tensor]]:
         """The largest piece of each parameter, as it would be."""
         for weight in self.numbers:
-            state = new_state(weight, self.algorithm, self.states, device=torch.device("meta"))
-            yield next(self._pieces(weight, state))[1]
+            state = new_state(local(weight.detach()), self.algorithm, self.states, device=torch.device("meta"))
+            for _, piece in itertools.islice(self._pieces(weight, state), 1):
+                yield piece
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -160,13 +166,14 @@ def _start(weight: torch.Tensor) -> int:
     return offset[0] * (weight.numel() // weight.shape[0])
 
 
-def _spread(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The rows of a state as the part of a whole that they are, where the weight's are."""
+def spread(part: torch.Tensor, weight: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
+    """This rank's part of a tensor (of this shape, or with the weight's rows) that lies over ranks as the weight does.
+    It stays on its device, which may be another than the weight's; `DTensor.from_local` would move it there."""
     if not isinstance(weight, DTensor):
-        return value
-    shape = torch.Size((weight.shape[0], *value.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(value, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride)
+        return part
+    shape = shape or torch.Size((weight.shape[0], *part.shape[1:]))
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), part.dtype)
+    return DTensor(part, DTensorSpec(weight.device_mesh, weight.placements, meta), requires_grad=False)
 
 
 def _draw(seed: int, step: int, number: int) -> int:

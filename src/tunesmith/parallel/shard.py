@@ -35,6 +35,7 @@ from tunesmith.model.forward import Entrance
 from tunesmith.model.fuse import JointMlp, JointProduct
 from tunesmith.model.load import DTYPES
 from tunesmith.model.quantized import QuantizedLinear
+from tunesmith.optim.fused import spread
 from tunesmith.parallel.mesh import nodes
 from tunesmith.parallel.quantized import quantize_collectives
 from tunesmith.parallel.ranks import Ranks
@@ -205,14 +206,12 @@ def rows_of(tensor: DTensor) -> tuple[int, int]:
 
 
 def from_rows(rows: torch.Tensor, weight: DTensor) -> DTensor:
-    """A tensor with the weight's rows and place, of which this rank has its own."""
+    """A tensor with the weight's rows, of which this rank has its own, where they are."""
     shape = torch.Size((weight.shape[0], *rows.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
     if _cut_dim(weight) == 1:
         along = weight.device_mesh["tensor"]
         rows = rows.chunk(along.size(), 1)[along.get_local_rank()].contiguous()
-    local = rows.to(weight.device)
-    return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride)
+    return spread(rows, weight, shape)
 
 
 def _cut_dim(tensor: DTensor) -> int | None:

@@ -156,6 +156,10 @@ class Choice:
     def has_masters(self, task: Task) -> bool:
         return task.has_masters and self.master_weights
 
+    def has_masters_apart(self, task: Task) -> bool:
+        """Masters beside the model's own weights; of shards in fp32 the weights are made when they are gathered."""
+        return self.has_masters(task) and self.sharding == "none"
+
     def accumulation(self, task: Task) -> int:
         """Micro-batches of one rank in one step, at most."""
         return -(-self._per_rank(task) // self.micro_batch)

@@ -166,11 +166,16 @@ def host_memory(task: Task, choice: Choice) -> int:
     loading = per_node * task.facts.largest_layer * 4  # a few tensors at a time, on their way to the device
     offloaded = 0.0
     if choice.offload_optimizer:
-        values = _states(task, choice) + (4 if choice.has_masters(task) else 0)
-        offloaded += per_node * _held(task, choice)[1] * values * _share(choice, "states")
+        offloaded += per_node * offloaded_bytes(task, choice)
     if choice.offload_activations:
         offloaded += per_node * _layer_inputs(task, choice, choice.tokens(task))
     return round(per_node * HOST_PROCESS + max(loading, offloaded))
+
+
+def offloaded_bytes(task: Task, choice: Choice) -> float:
+    """States, and masters beside the model's weights, of one rank."""
+    values = _states(task, choice) + (4 if choice.has_masters_apart(task) else 0)
+    return _held(task, choice)[1] * values * _share(choice, "states")
 
 
 def share(sharding: Sharding, what: str, data_ranks: int, shard: int) -> float:
@@ -249,7 +254,7 @@ def _static(task: Task, choice: Choice) -> dict[str, float]:
         has_masters = choice.has_masters(task)
         return {
             "weights": 0.0 if has_masters else task.width * trained * states,
-            "master": 4 * trained * states if has_masters and on_device else 0.0,
+            "master": 4 * trained * states if has_masters else 0.0,
             "optimizer": trained * _states(task, choice) * states if on_device else _visiting(task, choice),
         }
     return {
@@ -262,8 +267,8 @@ def _static(task: Task, choice: Choice) -> dict[str, float]:
 
 def _visiting(task: Task, choice: Choice) -> float:
     """Buffers for what lives in host memory."""
-    values = min(PIECE, _held(task, choice)[1])
-    return BUFFERS * values * (_states(task, choice) + (4 if choice.has_masters(task) else 0))
+    trained = _held(task, choice)[1] * _share(choice, "states")
+    return BUFFERS * min(PIECE / trained, 1) * offloaded_bytes(task, choice)
 
 
 def _states(task: Task, choice: Choice) -> float:

@@ -120,10 +120,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "micro-batch a step and without max_grad_norm and loss scaling",
     ),
     (
-        lambda task, choice: choice.offload_optimizer and task.has_adapters,
-        "the optimizer states of adapters are too small to be worth moving",
-    ),
-    (
         lambda task, choice: choice.sharding in ("hybrid", "hierarchical") and 1 in (choice.replicate, choice.shard),
         "hybrid and hierarchical sharding are for several nodes of several ranks",
     ),
@@ -218,8 +214,8 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
     if choice.sharding != "none":
         if task.optimizer not in SHARDED_OPTIMIZERS:
             missing.append(f"an optimizer other than {', '.join(SHARDED_OPTIMIZERS)} over several ranks")
-        if choice.offload_optimizer or (task.has_masters and not choice.master_weights):
-            missing.append("offloaded optimizer states or weights without masters over several ranks")
+        if task.has_masters and not choice.master_weights:
+            missing.append("weights without masters over several ranks")
     if choice.ranks > 1 and choice.storage == "int8":
         missing.append("weights in int8 over several ranks")
     if choice.is_lossy and (choice.ranks > choice.data_ranks or choice.expert > 1):
@@ -237,8 +233,9 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
         missing.append("tensor parallelism of experts or of projections that are one matrix")
     if choice.tensor > 1 and choice.products == "fp8" and not task.has_adapters:
         missing.append("fp8 products of trained weights that are cut over ranks")
-    if choice.tensor > 1 and (task.optimizer not in ("adamw", "sgd") or choice.optimizer_states != "fp32"):
-        missing.append("an optimizer other than adamw and sgd with states in fp32 beside tensor parallelism")
+    is_plain = choice.optimizer_states == "fp32" and not choice.offload_optimizer
+    if choice.tensor > 1 and (task.optimizer not in ("adamw", "sgd") or not is_plain):
+        missing.append("other than adamw and sgd with states in fp32 on the device beside tensor parallelism")
     axes = {"tensor": choice.tensor, "context": choice.context, "pipeline": choice.pipeline, "expert": choice.expert}
     missing += [f"{axis} parallelism" for axis, size in axes.items() if size > 1 and axis not in EXECUTABLE["axes"]]
     return tuple(missing)

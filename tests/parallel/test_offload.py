@@ -1,0 +1,58 @@
+"""Optimizer states that live elsewhere than the weights, on one rank and on four: the steps stay the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from parallel.on_ranks import STEPS
+from tiny import SETTINGS, write_data
+
+WAYS = {
+    "none": {},
+    "zero3": {"shard": 4},
+    "ddp": {"replicate": 4},
+    "zero1": {"shard": 4},
+    "zero2": {"shard": 4},
+    "hybrid": {"replicate": 2, "shard": 2},
+    "hierarchical": {"replicate": 2, "shard": 2},
+}
+CELLS = [
+    *((method, way) for method in ("full", "lora", "qlora") for way in ("none", "zero3")),
+    *(("full", way) for way in ("ddp", "zero1", "zero2", "hybrid", "hierarchical")),
+]
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model, tmp_path_factory) -> Path:
+    """A folder with data and settings; 7 sequences a step, which 4 ranks cannot share evenly."""
+    folder = tmp_path_factory.mktemp("settings")
+    write_data(folder / "train.jsonl", 60)
+    content = {
+        **SETTINGS,
+        "model": str(tiny_model),
+        "lora": {"rank": 4},
+        "data": [{"path": str(folder / "train.jsonl")}],
+        "eval": [],
+        "batch_tokens": 7 * 64,
+        "steps": STEPS,
+    }
+    (folder / "run.yaml").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(("method", "way"), CELLS)
+def test_states_in_host_memory_give_the_steps_of_one_rank(world, settings, alone, tmp_path, method, way):
+    options = {"folder": str(settings), "mesh": WAYS[way], "sharding": way, "method": method}
+    moved = {"offload_optimizer": True}
+    ranks = world(1 if way == "none" else 4)
+    found = ranks("parallel.on_ranks:steps", count=STEPS, output=str(tmp_path / "run"), moved=moved, **options)
+    for number, expected in enumerate(alone(method)):
+        here = [steps[number] for steps in found]
+        assert all(one["loss"] == here[0]["loss"] and one["norm"] == here[0]["norm"] for one in here)
+        assert here[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert here[0]["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+        assert sorted(origin for one in here for origin in one["data"]) == sorted(expected["data"])
