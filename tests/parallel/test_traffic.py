@@ -73,22 +73,24 @@ def test_hybrid_sends_a_part_between_nodes_and_reduces_it_there(sent):
     assert found["reduced"] == pytest.approx((layers + outside) / 2, rel=0.01)  # a shard's gradients, between nodes
 
 
-def test_int8_over_nodes_sends_a_tenth_of_full_sharding_between_them(sent):
+@pytest.mark.parametrize(("reduce", "share"), [("int8", 0.1), ("int4", 0.075)])
+def test_rounding_over_nodes_sends_a_tenth_of_full_sharding_between_them(sent, reduce, share):
     full = sent("zero3", {"shard": 4}, method="full")
     assert full["between"] == pytest.approx((full["gathered"] + full["scattered"]) / 2)
     mesh = {"replicate": 2, "shard": 2}
-    found = sent("hierarchical", mesh, method="full", wire={"gather": "int8", "reduce": "int8"})
-    assert found["between"] == pytest.approx(0.1 * full["between"], rel=0.2)
+    found = sent("hierarchical", mesh, method="full", wire={"gather": "int8", "reduce": reduce})
+    assert found["between"] == pytest.approx(share * full["between"], rel=0.2)
     # Full sharding in bf16 would send two thirds of what it sends here in fp32: gradients are reduced in fp32.
     assert found["between"] < 0.25 * 2 / 3 * full["between"]
 
 
-def test_int8_sends_a_quarter_of_fp32(sent):
+def test_int8_sends_a_quarter_of_fp32_and_int4_an_eighth(sent):
     plain = sent("zero3", {"shard": 4}, method="full")
-    found = sent("zero3", {"shard": 4}, method="full", wire={"gather": "int8", "reduce": "int8"})
-    assert found["scattered"] == 0
-    assert found["gathered"] == pytest.approx(plain["gathered"] / 4, rel=0.1)
-    assert found["exchanged"] == pytest.approx(plain["scattered"] / 4, rel=0.1)
+    for reduce, part in (("int8", 1 / 4), ("int4", 1 / 8)):
+        found = sent("zero3", {"shard": 4}, method="full", wire={"gather": "int8", "reduce": reduce})
+        assert found["scattered"] == 0
+        assert found["gathered"] == pytest.approx(plain["gathered"] / 4, rel=0.1)
+        assert found["exchanged"] == pytest.approx(part * plain["scattered"], rel=0.2)
 
 
 @pytest.mark.parametrize(("sharding", "mesh"), [("ddp", {"replicate": 4}), ("zero1", {"shard": 4})])

@@ -271,8 +271,8 @@ def test_dora_with_fp8_products_is_refused_in_a_sentence():
         make_plan(wanted, SMOL, machine(gpu=gpu(141)))
 
 
-def test_int8_on_the_wire_beside_another_axis_is_refused_in_a_sentence():
+def test_rounding_on_the_wire_beside_another_axis_is_refused_in_a_sentence():
     several = machine(gpu=gpu(80)).changed(gpus=(gpu(80),) * 4, link=300e9)
     pins = {"sharding": "zero3", "shard": 2, "context": 2, "reduce": "int8"}
-    with pytest.raises(UserError, match="int8 on the wire beside tensor, context, pipeline or expert parallelism"):
+    with pytest.raises(UserError, match="rounding on the wire beside tensor, context, pipeline or expert parallelism"):
         search(run(method="full"), SMOL, several, pins=pins)

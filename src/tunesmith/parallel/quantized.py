@@ -1,15 +1,20 @@
-"""FSDP2's collectives in int8, after ZeRO++: weights are gathered and gradients reduced with a quarter of fp32's bytes.
+"""FSDP2's collectives in few bits, after ZeRO++: weights gathered in int8, gradients reduced in int8 or int4.
 
-Matrices travel as int8 with an fp32 scale for each block of 128 values; vectors (norms, biases), which are few and each
-of which touches every token, travel as they are. A value is off by at most half a step, 1/254 of the largest of its
-block, about 0.6% of a usual value. Rounding is to the nearest: the same bits every time, and half the worst error of
-rounding at random, which would be for sums of many roundings. There are none: a value is rounded once on its whole way,
-sums are made in fp32, and what a rank has itself it adds as it is.
+Matrices travel in blocks with an fp32 scale each; vectors (norms, biases), which are few and each of which touches
+every token, travel as they are. A value is off by at most half a step of its block:
+
+          values of a block   bytes a value   at most, of the block's largest   usual values, root mean square
+  int8    128                 1.03            1/254                             0.6%
+  int4    64                  0.56            1/14                              11%
+
+Rounding is to the nearest: the same bits every time, and half the worst error of rounding at random, which would be for
+sums of many roundings. There are none: a value is rounded once on its whole way, sums are made in fp32, and what a rank
+has itself it adds as it is.
 
 Where the mesh has nodes, little goes between them:
 
-  gather   shard -> int8 -> ranks of the same place in the other nodes -> ranks of the node -> weights
-  reduce   gradients -> fp32 sums within the node -> int8 -> ranks of the same place in the other nodes -> fp32 sums
+  gather   shard -> rounded -> ranks of the same place in the other nodes -> ranks of the node -> weights
+  reduce   gradients -> fp32 sums within the node -> rounded -> ranks of the same place in the other nodes -> fp32 sums
 
 Gathers within a node, of the copy that hierarchical sharding keeps there, are exact: the backward pass has the weights
 of the forward pass.
@@ -27,9 +32,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tunesmith.errors import UserError
+from tunesmith.plan.plan import Wire
 
-BLOCK = 128
-LARGEST = 127
+BITS = {"int8": 8, "int4": 4}
+BLOCK = {"int8": 128, "int4": 64}
+"""Values that share a scale."""
 SMALLEST_SCALE = 1e-38
 ALIGNMENT = 16
 
@@ -43,30 +50,32 @@ class Nodes:
 
 
 def quantize_collectives(
-    unit: nn.Module, weights: Sequence[torch.Size], ranks: int, nodes: Nodes | None, *, gather: bool, reduce: bool
+    unit: nn.Module, weights: Sequence[torch.Size], ranks: int, nodes: Nodes | None, *, gather: Wire, reduce: Wire
 ) -> None:
-    """Let an FSDP unit with weights of these shapes, over so many ranks, gather or reduce them in int8."""
+    """Let an FSDP unit with weights of these shapes, over so many ranks, gather or reduce them in fewer bits."""
     assert isinstance(unit, FSDPModule)
     if not hasattr(unit, "set_custom_all_gather") or not hasattr(unit, "set_custom_reduce_scatter"):
         raise UserError(
-            f"The plan sends weights or gradients in int8, which torch {torch.__version__} has no place for; install "
-            "torch 2.13, or use a plan whose gather and reduce are plain."
+            f"The plan sends weights or gradients in 8 or 4 bits, which torch {torch.__version__} has no place for; "
+            "install torch 2.13, or use a plan whose gather and reduce are plain."
         )
-    packing = Packing([(len(shape) > 1, -(-shape[0] // ranks) * shape[1:].numel()) for shape in weights])
-    if gather:
-        unit.set_custom_all_gather(QuantizedGather(packing, ranks, nodes))
-    if reduce:
-        unit.set_custom_reduce_scatter(QuantizedReduce(packing, nodes))
+    pieces = [(len(shape) > 1, -(-shape[0] // ranks) * shape[1:].numel()) for shape in weights]
+    if gather != "plain":
+        unit.set_custom_all_gather(QuantizedGather(Packing(pieces, gather), ranks, nodes))
+    if reduce != "plain":
+        unit.set_custom_reduce_scatter(QuantizedReduce(Packing(pieces, reduce), nodes))
 
 
 class Packing:
-    """Between a flat shard and its bytes on the wire: scales, what travels as it is, int8 values.
+    """Between a flat shard and its bytes on the wire: scales, what travels as it is, values of 8 or 4 bits.
 
     `pieces` says of each weight in the shard whether it is a matrix, and its length. A shard of another length, which
     has some of these weights only, is taken for one matrix.
     """
 
-    def __init__(self, pieces: Sequence[tuple[bool, int]]):
+    def __init__(self, pieces: Sequence[tuple[bool, int]], wire: Wire):
+        self.bits, self.block = BITS[wire], BLOCK[wire]
+        self.zero = 2 ** (self.bits - 1)  # as a code on the wire; values reach so many steps, less one, either way
         self.length = sum(length for _, length in pieces)
         self.runs = [
             (is_matrix, sum(length for _, length in run))
@@ -75,9 +84,7 @@ class Packing:
 
     def bytes(self, length: int, dtype: torch.dtype) -> int:
         """Of a packed shard of so many values."""
-        matrices, rest = self._lengths(length)
-        blocks = -(-matrices // BLOCK)
-        return -(-(blocks * (4 + BLOCK) + rest * dtype.itemsize) // ALIGNMENT) * ALIGNMENT
+        return -(-sum(self._sizes(length, dtype)) // ALIGNMENT) * ALIGNMENT
 
     def pack(self, flat: torch.Tensor, packed: torch.Tensor) -> None:
         matrices, rest = self._parts(flat)
@@ -86,15 +93,22 @@ class Packing:
         if not matrices:
             return
         together = torch.cat(matrices).float()
-        blocks = nn.functional.pad(together, (0, -together.numel() % BLOCK)).view(-1, BLOCK)
-        scales.copy_(blocks.abs().amax(1) / LARGEST)
-        values.copy_((blocks / scales[:, None].clamp_min(SMALLEST_SCALE)).round_())
+        blocks = nn.functional.pad(together, (0, -together.numel() % self.block)).view(-1, self.block)
+        scales.copy_(blocks.abs().amax(1) / (self.zero - 1))
+        steps = (blocks / scales.clamp_min(SMALLEST_SCALE)[:, None]).round_()
+        codes = (steps + self.zero).to(torch.uint8)
+        if self.bits == 4:  # two in a byte: one of the first half of a block, and one of the other
+            first, second = codes.chunk(2, 1)
+            codes = first | second << 4
+        values.copy_(codes)
 
     def unpack(self, packed: torch.Tensor, flat: torch.Tensor, *, add: bool = False) -> None:
         """Write what was packed to `flat`, or add it to what is there."""
         matrices, rest = self._parts(flat)
         scales, plain, values = self._sections(packed, flat.numel(), flat.dtype)
-        together = (values * scales[:, None]).view(-1)[: sum(part.numel() for part in matrices)]
+        codes = values if self.bits == 8 else torch.cat([values & 15, values >> 4], 1)
+        together = ((codes.float() - self.zero) * scales[:, None]).view(-1)
+        together = together[: sum(part.numel() for part in matrices)]
         for parts, source in ((matrices, together), (rest, plain)):
             for target, part in zip(parts, source.split([part.numel() for part in parts]), strict=True):
                 if add:
@@ -122,11 +136,14 @@ class Packing:
     def _sections(
         self, packed: torch.Tensor, length: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        matrices, rest = self._lengths(length)
-        blocks = -(-matrices // BLOCK)
-        sizes = [4 * blocks, rest * dtype.itemsize, BLOCK * blocks]
+        sizes = self._sizes(length, dtype)
         scales, plain, values, _ = packed.split([*sizes, packed.numel() - sum(sizes)])
-        return scales.view(torch.float32), plain.view(dtype), values.view(torch.int8).view(-1, BLOCK)
+        return scales.view(torch.float32), plain.view(dtype), values.view(-1, self.block * self.bits // 8)
+
+    def _sizes(self, length: int, dtype: torch.dtype) -> list[int]:
+        matrices, rest = self._lengths(length)
+        blocks = -(-matrices // self.block)
+        return [4 * blocks, rest * dtype.itemsize, blocks * self.block * self.bits // 8]
 
 
 class _Comm:

@@ -121,7 +121,7 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=None if has_adapters else precision, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    is_quantized = "int8" in (plan.gather, plan.reduce)
+    is_quantized = (plan.gather, plan.reduce) != ("plain", "plain")
     groups = nodes(plan) if is_quantized else None
     for unit in (*layers, sharded):
         prepare(unit)
@@ -137,8 +137,8 @@ def shard(
             ignored_params=frozen | elsewhere,
         )
         if is_quantized:
-            ways = {"gather": plan.gather == "int8", "reduce": plan.reduce == "int8"}
-            quantize_collectives(unit, shapes, plan.mesh.data_ranks, groups, **ways)
+            ranks = plan.mesh.data_ranks
+            quantize_collectives(unit, shapes, ranks, groups, gather=plan.gather, reduce=plan.reduce)
         unit.set_gradient_divide_factor(1.0)  # the loss is divided by the target tokens of all ranks already
         unit.set_force_sum_reduction_for_comms(True)
     return sharded

@@ -120,7 +120,7 @@ class Choice:
     offload_optimizer: bool = False
     release_gradients: bool = False
     sharding: Sharding = "none"
-    gather: Wire = "plain"
+    gather: Literal["plain", "int8"] = "plain"
     reduce: Wire = "plain"
     replicate: int = 1
     shard: int = 1
@@ -141,7 +141,7 @@ class Choice:
     @property
     def is_lossy(self) -> bool:
         """What travels between ranks is rounded on the way."""
-        return "int8" in (self.gather, self.reduce)
+        return (self.gather, self.reduce) != ("plain", "plain")
 
     @property
     def holders(self) -> int:

@@ -45,8 +45,8 @@ WIDE_AGAIN = {"adapters": 0.8, "full": 3.5}
 """How many more where the layer is computed again at the same time; measured."""
 ENDS = {"adapters": 2, "full": 4}
 """Hidden states that are kept outside of the layers; a final norm that is trained keeps its input in fp32 as well."""
-WIRE = 1 + 4 / 128
-"""Bytes of a value in int8 on the wire, with its share of a block's scale (`parallel.quantized`)."""
+WIRE = {"int8": 1 + 4 / 128, "int4": 0.5 + 4 / 64}
+"""Bytes of a rounded value on the wire, with its share of a block's scale (`parallel.quantized`)."""
 COLLECTIVES = 300 * MIB
 """What NCCL takes once there is more than one rank."""
 FRAGMENTATION = {"cpu": 0.08, "cuda": 0.01}
@@ -315,9 +315,9 @@ def _gathered(task: Task, choice: Choice) -> tuple[float, float, float]:
     layer = max(kind.parameters - stay(kind) for kind in facts.kinds) / choice.tensor
     matrices = max(kind.matrices - stay(kind) for kind in facts.kinds) / choice.tensor
     unit = layer * (task.width + 2 * 4) if not task.has_adapters else 0.0  # as made; in fp32, with those before
-    if choice.reduce == "int8":
-        unit += layer * (4 + 2 * WIRE)
-    packed = 2 * layer * WIRE if choice.gather == "int8" else 0.0
+    if choice.reduce != "plain":
+        unit += layer * (4 + 2 * WIRE[choice.reduce])
+    packed = 0.0 if choice.gather == "plain" else 2 * layer * WIRE[choice.gather]
     if choice.sharding in ("ddp", "zero1", "zero2"):
         base, trained = _held(task, choice)
         whole = 4 * trained if task.has_adapters else base * task.width

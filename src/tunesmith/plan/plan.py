@@ -17,7 +17,7 @@ Storage = Literal["plain", "nf4", "int8"]
 Attention = Literal["flash-attn-4", "varlen", "sdpa"]
 OptimizerStates = Literal["fp32", "bf16", "int8", "fp8", "int4"]
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hybrid", "hierarchical"]
-Wire = Literal["plain", "int8"]
+Wire = Literal["plain", "int8", "int4"]
 Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
 Positive = Annotated[int, Field(ge=1)]
 
@@ -147,11 +147,12 @@ class Plan(Part):
     mesh: Mesh = Mesh()
     sharding: Sharding = "none"
     """How weights, gradients and optimizer states lie over the ranks that see different data."""
-    gather: Wire = "plain"
+    gather: Literal["plain", "int8"] = "plain"
     """How shared weights travel to the ranks that use them: in `precision`, or in int8 with a scale for each 128, which
     is lossy: each is off by at most 1/254 of the largest of its 128."""
     reduce: Wire = "plain"
-    """How gradients travel to the rank that holds their weights: in fp32, or in int8 in the same way."""
+    """How gradients travel to the rank that holds their weights: in fp32, in int8 in the same way, or in int4 with a
+    scale for each 64, off by at most 1/14 of the largest of its 64."""
     schedule: Schedule = "1f1b"
     """In which order the stages of a pipeline do the forward and backward passes of a step."""
     precision: Precision

@@ -25,7 +25,7 @@ EXECUTABLE: dict[str, frozenset[object]] = {
     "offload_optimizer": frozenset({False, True}),
     "sharding": frozenset({"none", "ddp", "zero1", "zero2", "zero3", "hybrid", "hierarchical"}),
     "gather": frozenset({"plain", "int8"}),
-    "reduce": frozenset({"plain", "int8"}),
+    "reduce": frozenset({"plain", "int8", "int4"}),
     "axes": frozenset({"tensor", "context", "pipeline", "expert"}),
 }
 """What `tunesmith train` of this version can do; the planner chooses nothing else for this machine."""
@@ -125,12 +125,12 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     (
         lambda task, choice: choice.is_lossy and task.has_adapters,
-        "int8 on the wire is for full fine-tuning: adapters send little, and a base in nf4 (method: qlora) has 4 bits "
-        "on the wire without being rounded again",
+        "rounding on the wire is for full fine-tuning: adapters send little, and a base in nf4 (method: qlora) has 4 "
+        "bits on the wire without being rounded again",
     ),
     (
         lambda task, choice: choice.is_lossy and choice.sharding in ("none", "ddp", "hybrid"),
-        "int8 on the wire is for weights that all ranks share: zero1, zero2, zero3 and hierarchical",
+        "rounding on the wire is for weights that all ranks share: zero1, zero2, zero3 and hierarchical",
     ),
     (
         lambda task, choice: choice.sharding == "none" and choice.holders * choice.tensor > 1,
@@ -219,7 +219,7 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
     if choice.ranks > 1 and choice.storage == "int8":
         missing.append("weights in int8 over several ranks")
     if choice.is_lossy and (choice.ranks > choice.data_ranks or choice.expert > 1):
-        missing.append("int8 on the wire beside tensor, context, pipeline or expert parallelism")
+        missing.append("rounding on the wire beside tensor, context, pipeline or expert parallelism")
     if choice.expert > 1 and (choice.expert != choice.ranks or choice.sharding not in ("zero1", "zero2", "zero3")):
         missing.append("experts cut over other ranks than all those of zero1, zero2 or zero3")
     if choice.pipeline > 1:

@@ -38,6 +38,8 @@ SAME = 0.01
 LOSSY = 1.5
 """What is rounded on the wire must save this much of the time of what is not."""
 IN_INT8 = {"gather": "int8", "reduce": "int8"}
+OFF = {"int8": "1/254 of the largest of its 128", "int4": "1/14 of the largest of its 64"}
+"""How far rounding takes a value, at most (`parallel.quantized`)."""
 Decide = Callable[[str, object, str], None]
 """Writes down a decision: topic, choice, reason."""
 
@@ -520,7 +522,9 @@ def _explain(
     if choice.ranks > 1:
         decide("sharding", _sharding_words(choice), _why_sharding(task, found, every, limit))
     if choice.is_lossy:
-        decide("communication", "weights and gradients in int8", _why_lossy(task, found, every))
+        sent = {"weights": choice.gather, "gradients": choice.reduce}
+        words = " and ".join(f"{what} in {wire}" for what, wire in sent.items() if wire != "plain")
+        decide("communication", words, _why_lossy(task, found, every))
     if choice.storage != "plain":
         if task.method == "qlora":
             decide("storage", choice.storage, f"method: qlora holds the frozen base in {task.lora.bits} bits")
@@ -638,7 +642,8 @@ def _why_lossy(task: Task, found: Candidate, every: list[Candidate]) -> str:
     if exact:
         times, gigabits = min(exact) / found.time.total, task.hardware.network * 8 / 1e9
         gain = f"; sent as they are, steps would take {times:.1f} times as long over {gigabits:.3g} Gbit/s"
-    return f"lossy: each value is off by at most 1/254 of the largest of its 128{gain}"
+    off = "; ".join(OFF[wire] for wire in dict.fromkeys((found.choice.gather, found.choice.reduce)) if wire in OFF)
+    return f"lossy: each value is off by at most {off}{gain}"
 
 
 def _gib(size: float) -> str:

@@ -86,7 +86,8 @@ EXPOSED = 0.05
 GRADIENT = 4
 """Bytes of a gradient on the wire: they are reduced in fp32."""
 PACK, UNPACK = {"cpu": 120, "cuda": 40}, {"cpu": 75, "cuda": 12}
-"""Bytes that could be passed over in memory while a value is brought to int8 and back; on a processor measured."""
+"""Bytes that could be passed over in memory while a value is rounded for the wire, and taken back; on a processor
+measured with int8."""
 
 
 def step_time(task: Task, choice: Choice) -> Time:
@@ -248,11 +249,11 @@ def _quantization(task: Task, choice: Choice, tokens: float) -> float:
         times = 1 + (math.ceil(tokens / choice.mlp_tokens(task)) - 1) * _mlp_share(task)  # once for each slice
         size = memory.QUANTIZED[choice.storage] + 2 * task.width
         seconds += 2 * times * task.facts.matrices * size / task.rates.bandwidth
-    if choice.gather == "int8":
+    if choice.gather != "plain":
         gathers = 1 if choice.sharding == "hierarchical" else 2
         passes = PACK[task.device] / choice.data_ranks + gathers * UNPACK[task.device]
         seconds += passes * task.trained / task.rates.bandwidth
-    if choice.reduce == "int8":
+    if choice.reduce != "plain":
         parts = choice.shard if choice.sharding == "hierarchical" else 1
         seconds += (PACK[task.device] + UNPACK[task.device]) / parts * task.trained / task.rates.bandwidth
     if choice.products == "fp8":
@@ -323,9 +324,11 @@ def _communication(task: Task, choice: Choice, rounds: int, forward: float, back
     if choice.storage != "plain":
         gathered -= (facts.matrices - stay) / split * (task.width - memory.QUANTIZED[choice.storage])
     reduced = (task.trained - (0 if task.has_adapters else stay)) / split * GRADIENT
+    rounded_weights = base * memory.WIRE.get(choice.gather, 0.0)
+    rounded_gradients = task.trained / split * memory.WIRE.get(choice.reduce, 0.0)
     if choice.sharding != "hierarchical":
-        gathered = base * memory.WIRE if choice.gather == "int8" else gathered
-        reduced = task.trained / split * memory.WIRE if choice.reduce == "int8" else reduced
+        gathered = rounded_weights or gathered
+        reduced = rounded_gradients or reduced
     if choice.sharding in ("ddp", "zero1", "zero2"):
         reduction = _collective(task, choice, reduced, everywhere=True)
         sent = reduced if task.has_adapters else gathered  # a frozen base is on each rank already
@@ -336,10 +339,10 @@ def _communication(task: Task, choice: Choice, rounds: int, forward: float, back
     gather_forward = _collective(task, choice, gathered, everywhere=choice.sharding != "hybrid")
     gather_backward = _collective(task, choice, gathered, everywhere=choice.sharding == "zero3")
     reduction = _collective(task, choice, reduced, everywhere=choice.sharding != "hybrid")
-    if choice.sharding == "hierarchical" and choice.gather == "int8":
-        gather_forward = _node_by_node(task, choice, between=base * memory.WIRE, within=base * memory.WIRE)
-    if choice.sharding == "hierarchical" and choice.reduce == "int8":
-        reduction = _node_by_node(task, choice, between=task.trained / split * memory.WIRE, within=reduced)
+    if choice.sharding == "hierarchical" and rounded_weights:
+        gather_forward = _node_by_node(task, choice, between=rounded_weights, within=rounded_weights)
+    if choice.sharding == "hierarchical" and rounded_gradients:
+        reduction = _node_by_node(task, choice, between=rounded_gradients, within=reduced)
     seen += rounds * (_seen(task, gather_forward, forward) + _seen(task, gather_backward + reduction, backward))
     if choice.sharding == "hybrid" and choice.replicate > 1:
         # Each rank reduces its shard with its peers in the other nodes, all over the same link, in the last round.

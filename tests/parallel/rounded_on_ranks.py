@@ -1,4 +1,4 @@
-"""Collectives in int8, as ranks do them for `test_quantized.py`."""
+"""Collectives in few bits, as ranks do them for `test_quantized.py`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tunesmith.parallel.quantized import Nodes, Packing, QuantizedGather, QuantizedReduce
 from tunesmith.parallel.ranks import Ranks
+from tunesmith.plan.plan import Wire
 
 
-def int8_collectives(ranks: Ranks) -> dict[str, Any]:
-    """How far int8 collectives are from exact ones, in units of the largest value of any rank; and whether all ranks
-    have the same result."""
+def rounded_collectives(ranks: Ranks, wire: Wire) -> dict[str, Any]:
+    """How far collectives of rounded values are from exact ones, in units of the largest value of any rank; and whether
+    all ranks have the same result."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "within"))
     nodes = Nodes(mesh.get_group("within"), mesh.get_group("between"))
-    packing, length, group = Packing([(True, 1000), (False, 30), (True, 77)]), 1107, dist.group.WORLD
+    packing, length, group = Packing([(True, 1000), (False, 30), (True, 77)], wire), 1107, dist.group.WORLD
     parts = torch.randn(4, 4, length, generator=torch.Generator().manual_seed(3))  # from each rank, for each rank
     shards = parts[:, 0]
     found: dict[str, Any] = {"same": True}
