@@ -198,6 +198,7 @@ def chat(*answers, **more):
 
 
 REFUSED = [
+    ({"prompt": None, "completion": "Hi"}, "`prompt` is null"),
     ({"question": "Hi", "answer": None}, "`answer` is null"),
     ({"question": "Hi", "answer": ""}, "`answer` is empty"),
     ({"question": "Hi", "answer": " \n"}, "`answer` is empty"),

@@ -159,14 +159,25 @@ def test_processes_that_build_the_same_store_do_not_disturb_each_other(cache):
     assert len(opened(stored("k"))) == 200
 
 
-def test_what_killed_builds_left_behind_is_removed_after_a_day(cache):
-    for name, age in (("partial-old", 90_000), ("partial-new", 60)):
+def test_what_killed_builds_left_and_what_nobody_opened_for_long_is_removed(cache):
+    days = {"partial-old": 1.1, "partial-new": 0.1, "forgotten": 61, "recent": 59}
+    for name, age in days.items():
         (cache / name).mkdir(parents=True)
         (cache / name / "tokens.bin").write_bytes(b"x")
         for path in (cache / name / "tokens.bin", cache / name):
-            os.utime(path, (time.time() - age,) * 2)
+            os.utime(path, (time.time() - age * 86400,) * 2)
     built(3)
-    assert sorted(folder.name for folder in cache.iterdir()) == ["k", "partial-new"]
+    assert sorted(folder.name for folder in cache.iterdir()) == ["k", "partial-new", "recent"]
+
+
+def test_tokens_that_are_used_are_not_removed(cache):
+    built(3)
+    long_ago = time.time() - 100 * 86400
+    for path in (*(cache / "k").iterdir(), cache / "k"):
+        os.utime(path, (long_ago, long_ago))
+    assert stored("k") is not None
+    built(3, key="other")
+    assert sorted(folder.name for folder in cache.iterdir()) == ["k", "other"]
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from tunesmith.infer.open import placement
+from tunesmith.errors import UserError
+from tunesmith.infer.open import open_model, placement
 from tunesmith.plan.plan import Memory, Plan
 
 
@@ -34,3 +37,13 @@ def test_a_run_trained_on_a_gpu_is_opened_without_one(monkeypatch, has_gpu):
     assert placement(plan("cpu")) == ("cpu", "bf16")
     assert placement(None) == ("cpu", "fp32")
     assert placement(plan("cuda"), precision="fp16", device="cpu") == ("cpu", "fp16")
+
+
+def test_a_model_folder_is_opened_by_itself_and_others_are_refused(tiny_model, tmp_path):
+    opened = open_model(Path(tiny_model))
+    assert opened.step is None
+    assert not opened.model.training
+    ids = opened.tokenizer("hello", return_tensors="pt").input_ids
+    assert torch.isfinite(opened.model(input_ids=ids).logits).all()
+    with pytest.raises(UserError, match="holds no run"):
+        open_model(tmp_path)

@@ -1,4 +1,4 @@
-"""`tunesmith chat`: talk to a trained run in the terminal."""
+"""`tunesmith chat`: talk to a trained run, or a model folder, in the terminal."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import typer
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a run, or of a model.")],
     prompt: Annotated[str | None, typer.Option(help="Ask this one thing, print the answer and end.")] = None,
     system: Annotated[str | None, typer.Option(help="System message to begin with.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, max=5.0, help="0 takes the likeliest token.")] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
 ) -> None:
-    """Talk to the model of a run. An empty line or Ctrl-D ends, Ctrl-C stops an answer, /new starts over."""
+    """Talk to a run, or a merged model. An empty line or Ctrl-D ends, Ctrl-C stops an answer, /new starts over."""
     from tunesmith.cli import output
     from tunesmith.infer.generate import stream
-    from tunesmith.infer.open import open_run
+    from tunesmith.infer.open import open_model
 
-    opened = open_run(folder)
+    opened = open_model(folder)
     if opened.step is not None:
         output.note(f"The run is not finished; this is its checkpoint of step {opened.step}.")
     beginning = [{"role": "system", "content": system}] if system else []

@@ -131,7 +131,9 @@ def _convert_prompt_completion(fields: dict[str, Any], origin: Origin, dataset: 
         )
         messages = [*asked, *answered]
         return _conversation([*_system(fields, messages, origin), *messages], origin, _tools(fields, origin))
-    prompt = _text("" if prompt is None else prompt, "prompt", origin)
+    if prompt is None:
+        raise UserError(f'{origin}: `prompt` is null; write "" where the completion stands alone.')
+    prompt = _text(prompt, "prompt", origin)
     answer = _answer(completion, name, origin)
     system = _system(fields, [], origin)
     if system:

@@ -40,6 +40,8 @@ PARALLEL_FROM = 2000
 """Records from which on a pool of processes pays for its start."""
 CHUNK = 256
 """Records that travel to a worker at a time."""
+KEPT_DAYS, ABANDONED_DAYS = 60, 1
+"""After which tokens that nobody opened, or that were never finished, are removed."""
 
 Progress = Callable[[str, int, int | None], None]
 """Told what is being done, how far it is, and out of how much (None: not known)."""
@@ -155,7 +157,10 @@ def stored(key: str) -> Whole | None:
     if not os.path.exists(folder):  # Path.exists raises where a parent may not be read
         return None
     try:
-        return _open(folder)
+        found = _open(folder)
+        with suppress(OSError):  # a cache that others own may be read all the same
+            os.utime(folder)
+        return found
     except _Damaged as damage:
         log.warning("The token cache %s is damaged (%s); it is made again.", folder, damage)
         return None
@@ -182,7 +187,7 @@ def build(
     root = cache_folder()
     with _disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(root)
+        _remove_old(root)
         partial_folder = Path(tempfile.mkdtemp(prefix="partial-", dir=root))
     try:
         writer = _Writer(partial_folder, vocab_size)
@@ -578,12 +583,14 @@ def _install(partial_folder: Path, folder: Path) -> None:
     _sync_folder(folder.parent)
 
 
-def _remove_abandoned(root: Path) -> None:
-    """What killed processes left behind; a living one writes more often than once a day."""
-    for folder in root.glob("partial-*"):
-        with suppress(FileNotFoundError):
+def _remove_old(root: Path) -> None:
+    """What nobody has opened for long, and what killed processes left behind; a living one writes more often than once
+    a day. A process that still reads removed tokens keeps them until it ends."""
+    for folder in root.iterdir():
+        days = ABANDONED_DAYS if folder.name.startswith("partial-") else KEPT_DAYS
+        with suppress(FileNotFoundError, NotADirectoryError):
             newest = max(path.stat().st_mtime for path in [folder, *folder.glob("*")])
-            if newest < time.time() - 86400:
+            if newest < time.time() - days * 86400:
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -18,12 +18,22 @@ from tunesmith.plan.plan import Device, Plan, Precision, Storage
 
 @dataclass(frozen=True)
 class Opened:
-    run: Run
     model: nn.Module
     tokenizer: object
     device: torch.device
     step: int | None
     """The checkpoint it was taken from; None for the finished result."""
+
+
+def open_model(folder: Path) -> Opened:
+    """What can be talked to in a folder: a run's model, or one that lies there by itself, such as a merged one."""
+    if read_identity(folder) is not None or not (folder / "config.json").exists():
+        return open_run(folder)
+    alone = Run(model=str(folder), data=str(folder))
+    place: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype: Precision = "bf16" if place == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    model = load.load_model(alone, dtype=dtype, device=place)
+    return Opened(model.eval(), load.load_tokenizer(alone), torch.device(place), None)
 
 
 def open_run(
@@ -50,7 +60,7 @@ def open_run(
             lora.attach_saved(model, folder / "adapter")
         else:
             step = _from_checkpoint(model, run, folder)
-    return Opened(run, model.eval(), tokenizer_of(run), torch.device(place), step)
+    return Opened(model.eval(), tokenizer_of(run), torch.device(place), step)
 
 
 def placement(
