@@ -237,8 +237,8 @@ def test_a_flipped_bit_anywhere_is_found(store, name):
         flipped[position] ^= 1 << (position % 8)
         file.write_bytes(flipped)
         assert store.latest() == before, position
-    with pytest.raises(UserError):
-        store.load(newest)
+        with pytest.raises(UserError):
+            store.load(newest)
 
 
 def test_damage_after_latest_is_found_by_load(store):
@@ -249,6 +249,23 @@ def test_damage_after_latest_is_found_by_load(store):
     (saved.path / "tensors.safetensors").write_bytes(data)
     with pytest.raises(UserError, match="checksum"):
         store.load(saved)
+
+
+def test_tensors_are_read_into_the_room_that_is_given(store):
+    tensors = {"a": torch.arange(12.0).view(4, 3), "b": torch.tensor(7), "c": torch.arange(5).bfloat16()}
+    saved = store.save(1, tensors, {})
+    rooms = {}
+
+    def room(name, shape, dtype):
+        rooms[name] = torch.zeros(shape, dtype=dtype)
+        return rooms[name]
+
+    found, _ = store.load_rows(saved, lambda name: (1, 3) if name == "a" else None, room)
+    assert rooms.keys() == tensors.keys()
+    assert all(found[name].tensor is rooms[name] for name in tensors)
+    assert_same(rooms["a"], tensors["a"][1:3])
+    assert_same(rooms["b"], tensors["b"])
+    assert_same(rooms["c"], tensors["c"])
 
 
 def test_extra_files_are_neither_loaded_nor_an_error(store, warnings):

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import safetensors
-import safetensors.torch
 import torch
 
 from tunesmith.checkpoint.files import (
@@ -42,6 +41,7 @@ from tunesmith.checkpoint.files import (
 )
 from tunesmith.errors import UserError
 
+Room = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 JSON = None | bool | int | float | str | list[Any] | tuple[Any, ...] | dict[str, Any]
 
 FORMAT = 1
@@ -224,11 +224,16 @@ class CheckpointStore:
         return {name: rows.tensor for name, rows in found.items()}, state
 
     def load_rows(
-        self, checkpoint: Checkpoint, wanted: Callable[[str], tuple[int, int] | None]
+        self,
+        checkpoint: Checkpoint,
+        wanted: Callable[[str], tuple[int, int] | None],
+        room: Room = lambda _, shape, dtype: torch.empty(shape, dtype=dtype),
     ) -> tuple[dict[str, Rows], dict[str, Any]]:
-        """Like `load`, but of each tensor the rows from one number to another that are `wanted`, or all (None).
+        """Like `load`, but of each tensor the rows from one number to another that are `wanted`, or all (None), read
+        into the tensor that `room` gives for its name, shape and dtype.
 
-        Files that hold none of them are not read; of the others, one at a time is in memory.
+        Files that hold none of them are not read; of the others, nothing but these rows is in memory. Where this fails,
+        rooms may hold what is damaged.
         """
         found: dict[str, Rows] = {}
         missing: dict[str, int] = {}
@@ -240,9 +245,12 @@ class CheckpointStore:
             for name, expected in manifest["files"].items():
                 file = checkpoint.path / name
                 if name == "state.json":
-                    state = json.loads(_checked(file, expected))
+                    with _Checked(file, expected) as opened:
+                        text = opened.read()
+                    state = json.loads(text)
                 elif _holds_any(file, wanted):
-                    _take_rows(_checked(file, expected), wanted, found, missing)
+                    with _Checked(file, expected) as opened:
+                        _take_rows(opened, wanted, room, found, missing)
             if absent := [name for name, count in missing.items() if count > 0]:
                 raise Damaged(f"rows of {absent[0]} are missing")
         except (OSError, Damaged) as error:
@@ -487,6 +495,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -566,11 +575,52 @@ def _encode_tensors(
             yield view[start : start + CHUNK_BYTES]
 
 
-def _checked(file: Path, expected: Mapping[str, Any]) -> bytes:
-    data = file.read_bytes()
-    if len(data) != expected["size"] or hashlib.sha256(data).hexdigest() != expected["sha256"]:
-        raise Damaged(f"{file.name} does not match its checksum")
-    return data
+class _Checked:
+    """A file that is read once, from its beginning; at the end it was what `expected` says, or Damaged is raised."""
+
+    def __init__(self, file: Path, expected: Mapping[str, Any]):
+        self.name = file.name
+        self.expected = expected
+        self.digest = hashlib.sha256()
+        self.left: int = expected["size"]
+        self._file = open(file, "rb")  # noqa: SIM115 (closed by __exit__)
+
+    def read_into(self, memory: memoryview) -> None:
+        for start in range(0, len(memory), CHUNK_BYTES):
+            chunk = memory[start : start + CHUNK_BYTES]
+            if self._file.readinto(chunk) != len(chunk):
+                raise self.damage
+            self.digest.update(chunk)
+        self.left -= len(memory)
+
+    def read(self, size: int | None = None) -> bytearray:
+        """So many bytes, or all that are left."""
+        size = self.left if size is None else size
+        if not 0 <= size <= self.left:
+            raise self.damage
+        content = bytearray(size)
+        self.read_into(memoryview(content))
+        return content
+
+    def skip(self, size: int) -> None:
+        while size > 0:
+            size -= len(self.read(min(size, CHUNK_BYTES)))
+
+    @property
+    def damage(self) -> Damaged:
+        return Damaged(f"{self.name} does not match its checksum")
+
+    def __enter__(self) -> _Checked:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        try:
+            if kind is None:
+                self.skip(self.left)
+                if self._file.read(1) or self.digest.hexdigest() != self.expected["sha256"]:
+                    raise self.damage
+        finally:
+            self._file.close()
 
 
 def _places(metadata: Mapping[str, str] | None) -> dict[str, list[int]]:
@@ -613,30 +663,48 @@ def _holds_any(file: Path, wanted: Callable[[str], tuple[int, int] | None]) -> b
 
 
 def _take_rows(
-    data: bytes,
+    file: _Checked,
     wanted: Callable[[str], tuple[int, int] | None],
+    room: Room,
     found: dict[str, Rows],
     missing: dict[str, int],
 ) -> None:
-    """Copy what is wanted out of a file's bytes; `missing` counts the rows that are still to come."""
-    size = int.from_bytes(data[:8], "little")
-    places = _places(json.loads(data[8 : 8 + size]).get("__metadata__"))
-    for name, tensor in safetensors.torch.load(data).items():
-        place = places.get(name)
-        if place is None and wanted(name) is None:
-            found[name] = Rows(tensor, 0, tensor.shape[0] if tensor.ndim else None)
+    """Read what is wanted out of a file; `missing` counts the rows that are still to come."""
+    try:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        places = _places(header.pop("__metadata__", None))
+        entries = sorted(
+            (*map(int, entry["data_offsets"]), name, tuple(map(int, entry["shape"])), _BY_NAME[entry["dtype"]])
+            for name, entry in header.items()
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise file.damage from None
+    at = 0
+    for begin, end, name, shape, dtype in entries:
+        if begin != at or end - begin != math.prod(shape) * dtype.itemsize or end > at + file.left:
+            raise file.damage
+        at = end
+        if not shape:
+            found[name] = Rows(room(name, shape, dtype))
+            file.read_into(_bytes_of(found[name].tensor))
             continue
-        if tensor.ndim == 0:
-            found[name] = Rows(tensor)
-            continue
-        first, last, start, (begin, end) = _overlap(place, tensor.shape[0], wanted(name))
+        first, last, start, (since, until) = _overlap(places.get(name), shape[0], wanted(name))
         if name not in found:
-            room = torch.empty((end - begin, *tensor.shape[1:]), dtype=tensor.dtype)
-            found[name] = Rows(room, begin, (place or (0, tensor.shape[0]))[1])
-            missing[name] = end - begin
-        if first < last:
-            found[name].tensor[first - begin : last - begin] = tensor[first - start : last - start]
-            missing[name] -= last - first
+            total = (places.get(name) or (0, shape[0]))[1]
+            found[name] = Rows(room(name, (until - since, *shape[1:]), dtype), since, total)
+            missing[name] = until - since
+        row = (end - begin) // max(1, shape[0])
+        taken = max(0, last - first)
+        file.skip(row * (first - start) if taken else end - begin)
+        if taken:
+            file.read_into(_bytes_of(found[name].tensor[first - since : last - since]))
+            file.skip(row * (start + shape[0] - last))
+            missing[name] -= taken
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Its memory, in which it must lie end to end."""
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
 
 
 def _encode_manifest(manifest: Mapping[str, Any]) -> bytes:
