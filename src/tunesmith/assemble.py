@@ -254,7 +254,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
                 return 0, 0
             return None if weight is None else rows_of(weight)
 
-        loaded, state = store.load_rows(found, rows)
+        loaded, state = store.load_rows(found, rows, optimizer.room)
         tensors = {}
         for name, part in loaded.items():
             if rows(name) == (0, 0):

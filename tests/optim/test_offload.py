@@ -1,15 +1,25 @@
 from __future__ import annotations
 
+import errno
+import os
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
-from tunesmith.optim import fused
+from tunesmith.optim import fused, scratch
 from tunesmith.optim.build import Optimizer
 from tunesmith.optim.fused import Fused
 from tunesmith.optim.offload import Offload, visit_bytes
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Where runs write, and states on disk are."""
+    monkeypatch.chdir(tmp_path)
 
 
 def make(kind: str = "adamw", *, dtype=torch.bfloat16, masters: bool = True, seed: int = 0, **how):
@@ -41,28 +51,101 @@ def assert_equal(one: Optimizer, other: Optimizer) -> None:
         assert torch.equal(weight, other.weights[name]), name
 
 
-@pytest.mark.parametrize("how", [{"offload": True}, {"release": True}, {"offload": True, "release": True}])
+HOW = [{"release": True}, *({"offload": home, "release": once} for home in ("host", "disk") for once in (False, True))]
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(
     ("kind", "masters"),
     [("adamw", True), ("adamw_8bit", True), ("adamw_4bit", False), ("adamw", False), ("lion", True)],
 )
-def test_in_host_memory_and_released_at_once_the_result_is_the_same(kind, masters, how, monkeypatch):
-    monkeypatch.setattr(fused, "PIECE", 700)  # so that matrices visit in several pieces, one of them smaller
+def test_in_host_memory_on_disk_and_released_at_once_the_result_is_the_same(kind, masters, how, monkeypatch):
+    small_pieces(monkeypatch)
     plain_model, plain = make(kind, masters=masters)
     model, other = make(kind, masters=masters, **how)
     assert advance(model, other, range(4)) == advance(plain_model, plain, range(4))
     assert_equal(other, plain)
 
 
-def test_saved_from_one_and_continued_with_the_other(monkeypatch):
-    monkeypatch.setattr(fused, "PIECE", 700)
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_saved_from_one_and_continued_with_the_other(home, monkeypatch):
+    small_pieces(monkeypatch)
     plain_model, plain = make("adamw_8bit")
     advance(plain_model, plain, range(2))
-    model, other = make("adamw_8bit", seed=1, offload=True, release=True)
+    model, other = make("adamw_8bit", seed=1, offload=home, release=True)
     other.restore(plain.tensors())
     assert_equal(other, plain)
     assert advance(model, other, range(2, 4)) == advance(plain_model, plain, range(2, 4))
     assert_equal(other, plain)
+    back_model, back = make("adamw_8bit", seed=2)
+    back.restore(other.tensors())
+    assert advance(back_model, back, range(4, 6)) == advance(plain_model, plain, range(4, 6))
+    assert_equal(back, plain)
+
+
+def test_what_is_saved_is_read_into_its_place_on_disk():
+    model, one = make(offload="disk")
+    advance(model, one, range(2))
+    saved = {name: tensor.clone() for name, tensor in one.tensors().items()}
+    _, other = make(offload="disk", seed=1)
+    rooms = {name: other.room(name, tuple(tensor.shape), tensor.dtype) for name, tensor in saved.items()}
+    for name, tensor in other.tensors().items():
+        assert rooms[name].data_ptr() == tensor.data_ptr(), name
+        rooms[name].copy_(saved[name])
+    other.restore(rooms)
+    assert_equal(other, one)
+    assert other.room("optimizer/exp_avg/0.weight", (2, 2), torch.float32).shape == (2, 2)
+    _, another = make("lion", offload="disk")
+    for name, tensor in saved.items():
+        another.room(name, tuple(tensor.shape), tensor.dtype).copy_(tensor)
+    another.restore(saved)
+    assert not any(value.any() for state in another.states() for value in state.values())  # it starts afresh
+
+
+def test_adamw_of_torch_and_the_one_that_offloads_go_on_from_each_other():
+    whole_model, whole = make(dtype=torch.float32, masters=False)
+    norms = advance(whole_model, whole, range(6))
+    model, one = make(dtype=torch.float32, masters=False)
+    found = advance(model, one, range(2))
+    for steps, how in ((range(2, 4), {"offload": "disk"}), (range(4, 6), {})):
+        saved = {name: tensor.clone() for name, tensor in one.tensors().items()}
+        model, one = make(dtype=torch.float32, masters=False, seed=3, **how)
+        assert isinstance(one.parts[0], Fused) == bool(how)
+        one.restore(saved)
+        found += advance(model, one, steps)
+    assert found == pytest.approx(norms, rel=1e-5)
+
+
+def test_a_file_of_states_has_no_name_and_ends_with_its_process(tmp_path):
+    model, optimizer = make(offload="disk")
+    advance(model, optimizer, range(1))
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    (part,) = optimizer.parts
+    held = sum(tensor.nbytes for name, tensor in optimizer.tensors().items() if "/step/" not in name)
+    size = os.fstat(part.scratch._file).st_size
+    assert held <= size <= held + 3 * 256 * len(optimizer.weights)
+
+
+def test_a_disk_without_room_is_one_sentence(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def go_on():
+        advance(model, optimizer, range(2))
+        optimizer.tensors()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scratch.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+        with pytest.raises(UserError, match=r"0.00 GiB for each rank, and .* has 0.00 GiB free; make room there"):
+            make(offload="disk")
+    with monkeypatch.context() as patch:
+        patch.setattr(scratch.os, "posix_fallocate", full)
+        with pytest.raises(UserError, match="cannot hold them: No space left on device; make room there"):
+            make(offload="disk")
+    model, optimizer = make(offload="disk")
+    monkeypatch.setattr(scratch.os, "pwrite", full)
+    with pytest.raises(UserError, match="could not be written: No space left on device; when that is put right"):
+        go_on()
 
 
 def test_a_released_gradient_is_gone_when_backward_is_done():
@@ -73,8 +156,15 @@ def test_a_released_gradient_is_gone_when_backward_is_done():
     assert optimizer.gradient_norm() > 0
 
 
-def test_weights_without_a_gradient_are_left_out_of_the_round():
-    _, optimizer = make(offload=True)
+def small_pieces(monkeypatch):
+    """So that matrices visit in several pieces, one of them smaller."""
+    monkeypatch.setattr(fused, "PIECE", 700)
+    monkeypatch.setattr(fused, "DISK_PIECE", 500)
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_weights_without_a_gradient_are_left_out_of_the_round(home):
+    _, optimizer = make(offload=home)
     _, plain = make()
     for step, absent in enumerate(("", "2.weight", "", "0.bias", "1.weight")):
         for one in (optimizer, plain):
@@ -86,8 +176,8 @@ def test_weights_without_a_gradient_are_left_out_of_the_round():
 
 
 def test_no_more_than_the_buffers_is_on_the_device(monkeypatch):
-    monkeypatch.setattr(fused, "PIECE", 700)
-    model, optimizer = make(offload=True)
+    small_pieces(monkeypatch)
+    model, optimizer = make(offload="host")
     advance(model, optimizer, range(2))
     (part,) = optimizer.parts
     assert isinstance(part, Fused)
@@ -113,7 +203,7 @@ def test_what_visits_comes_back_changed_and_the_next_is_there_before_it_is_asked
         assert torch.equal(tensors["b"], torch.full((2, 2), number + 3, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("how", ["offload", "release"])
+@pytest.mark.parametrize("how", [{"offload": "host"}, {"offload": "disk"}, {"release": True}])
 def test_only_optimizers_that_go_weight_by_weight_can(how):
     with pytest.raises(UserError, match="choose adamw or lion"):
-        make("muon", **{how: True})
+        make("muon", **how)

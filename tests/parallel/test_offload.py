@@ -20,8 +20,13 @@ WAYS = {
     "hierarchical": {"replicate": 2, "shard": 2},
 }
 CELLS = [
-    *((method, way) for method in ("full", "lora", "qlora") for way in ("none", "zero3")),
-    *(("full", way) for way in ("ddp", "zero1", "zero2", "hybrid", "hierarchical")),
+    *(
+        (method, way, home)
+        for method in ("full", "lora", "qlora")
+        for way in ("none", "zero3")
+        for home in ("host", "disk")
+    ),
+    *(("full", way, "host") for way in ("ddp", "zero1", "zero2", "hybrid", "hierarchical")),
 ]
 pytestmark = pytest.mark.distributed
 
@@ -44,10 +49,12 @@ def settings(tiny_model, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("method", "way"), CELLS)
-def test_states_in_host_memory_give_the_steps_of_one_rank(world, settings, alone, tmp_path, method, way):
+@pytest.mark.parametrize(("method", "way", "home"), CELLS)
+def test_states_in_host_memory_or_on_disk_give_the_steps_of_one_rank(
+    world, settings, alone, tmp_path, method, way, home
+):
     options = {"folder": str(settings), "mesh": WAYS[way], "sharding": way, "method": method}
-    moved = {"offload_optimizer": True}
+    moved = {"offload_optimizer": home}
     ranks = world(1 if way == "none" else 4)
     found = ranks("parallel.on_ranks:steps", count=STEPS, output=str(tmp_path / "run"), moved=moved, **options)
     for number, expected in enumerate(alone(method)):
@@ -56,3 +63,17 @@ def test_states_in_host_memory_give_the_steps_of_one_rank(world, settings, alone
         assert here[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert here[0]["norm"] == pytest.approx(expected["norm"], rel=1e-5)
         assert sorted(origin for one in here for origin in one["data"]) == sorted(expected["data"])
+
+
+def test_saved_on_four_ranks_with_states_on_disk_a_run_goes_on_on_others(world, settings, tmp_path):
+    def train(until: int, ranks: int, **moved) -> list[float]:
+        way = {"mesh": {"shard": ranks}, "sharding": "zero3"} if ranks > 1 else {"mesh": {}, "sharding": "none"}
+        options = {"folder": str(settings), "method": "full", "steps": 9, "output": str(tmp_path / "run"), **way}
+        return world(ranks)("parallel.on_ranks:train_for", until=until, moved=moved, **options)[0]["losses"]
+
+    options = {"folder": str(settings), "method": "full", "steps": 9, "output": str(tmp_path / "whole")}
+    whole = world(1)("parallel.on_ranks:train_for", until=9, mesh={}, sharding="none", **options)[0]["losses"]
+    found = train(3, 4, offload_optimizer="disk")
+    found += train(6, 2, offload_optimizer="disk")
+    found += train(9, 1)
+    assert found == pytest.approx(whole, rel=1e-5)

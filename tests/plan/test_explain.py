@@ -95,10 +95,10 @@ def test_unknown_questions_are_a_sentence():
 
 def test_what_if_knows_settings_parts_of_the_plan_and_hardware():
     settings, pins, hardware = explain.apart(
-        {"sequence_length": "512", "micro_batch": "2", "offload_optimizer": "true", "storage": "nf4", "hardware": "T4"}
+        {"sequence_length": "512", "micro_batch": "2", "offload_optimizer": "host", "storage": "nf4", "hardware": "T4"}
     )
     assert settings == ["sequence_length=512"]
-    assert pins == {"micro_batch": 2, "offload_optimizer": True, "storage": "nf4"}
+    assert pins == {"micro_batch": 2, "offload_optimizer": "host", "storage": "nf4"}
     assert hardware == "T4"
     for wrong in ({"micro_batch": "two"}, {"offload_optimizer": "maybe"}):
         with pytest.raises(UserError, match="--what-if"):

@@ -8,7 +8,7 @@ import pytest
 
 from tunesmith.errors import UserError
 from tunesmith.plan import speed
-from tunesmith.plan.hardware import named
+from tunesmith.plan.hardware import Hardware, named
 from tunesmith.plan.plan import Plan
 from tunesmith.plan.search import Search, search
 
@@ -53,7 +53,7 @@ def test_7b_full_on_one_node_of_four_is_fully_sharded_without_saving_more():
     assert (chosen.sharding, chosen.mesh.ranks) == ("zero3", 4)
     assert "a copy on each rank needs" in why(chosen, "sharding")
     assert chosen.optimizer_states == "fp32"
-    assert not chosen.offload_optimizer
+    assert chosen.offload_optimizer == "none"
 
 
 def test_7b_full_on_two_nodes_with_a_slow_link_is_hybrid_where_nothing_may_be_rounded():
@@ -97,21 +97,54 @@ def test_40b_full_on_eight_a100_needs_smaller_states_before_anything_is_offloade
     assert chosen.fits
     assert (chosen.sharding, chosen.optimizer_states) == ("zero3", "int8")
     assert chosen.recompute_layers > 0
-    assert not chosen.offload_optimizer
+    assert chosen.offload_optimizer == "none"
     assert "in fp32 at least" in why(chosen, "optimizer states")
 
 
 def test_40b_full_on_eight_small_a100_is_rounded_at_random_without_masters():
     chosen = plan("Falcon-40B", "8 x A100-40G", method="full", batch_tokens=65536)
     assert chosen.fits
-    assert (chosen.master_weights, chosen.optimizer_states, chosen.offload_optimizer) == (False, "int8", False)
+    assert (chosen.master_weights, chosen.optimizer_states, chosen.offload_optimizer) == (False, "int8", "none")
     assert "with fp32 masters at least" in why(chosen, "weights")
 
 
-def test_40b_full_with_accumulation_is_offloaded_as_the_last_resort():
-    chosen = plan("Falcon-40B", "8 x A100-40G, 2000 GB host memory", method="full", batch_tokens=2**19)
-    assert chosen.offload_optimizer
-    assert "host memory" in why(chosen, "offload")
+def test_32b_full_with_accumulation_and_states_in_fp32_is_offloaded_as_the_last_resort():
+    pins = {"optimizer_states": "fp32"}
+    settings = {"method": "full", "batch_tokens": 2**19}
+    chosen = found("Qwen2.5-32B", "8 x A100-40G, 2000 GB host memory", pins, **settings).plan
+    assert chosen.fits
+    assert (chosen.sharding, chosen.offload_optimizer) == ("zero3", "host")
+    assert chosen.host_memory > 8 * 32e9
+    assert chosen.memory.master > 4 * 32e9 / 8
+    assert "optimizer states to host memory: all else needs at least" in why(chosen, "offload")
+    assert "GiB a step each way over the host link at 24 GB/s take 1." in why(chosen, "offload")
+
+
+def test_7b_full_whose_states_no_memory_holds_has_them_on_disk():
+    given = {"method": "full", "batch_tokens": 2048, "sequence_length": 1024, "max_grad_norm": None}
+    chosen = plan("Llama-2-7B", "RTX 4090, 32 GB host memory", **given)
+    assert chosen.fits
+    assert (chosen.offload_optimizer, chosen.release_gradients) == ("disk", True)
+    assert chosen.disk == pytest.approx(12 * 6.74e9, rel=0.01)
+    assert chosen.host_memory < 8 * GIB
+    reason = why(chosen, "offload")
+    assert "optimizer states to disk: all else needs at least" in reason
+    assert "and host memory would have to hold 78.3 GiB and has 32.0 GiB" in reason
+    assert "150.6 GiB a step from and to the disk at 2 GB/s take 81 s" in reason
+    assert chosen.time.offload == pytest.approx(81, abs=1)
+    small = named("RTX 4090, 32 GB host memory").changed(disk=50 * GIB)
+    assert search(run(**given), MODEL["Llama-2-7B"], small).plan.disk < 50 * GIB  # states in 8 bits
+
+
+def test_on_a_processor_states_go_to_disk_when_memory_is_short():
+    machine = Hardware(processor="p", cores=4, memory=5 * GIB, available=5 * GIB, has_fast_bf16=False, disk=100 * GIB)
+    given = {"method": "full", "batch_tokens": 512, "sequence_length": 512}
+    chosen = search(run(**given), MODEL["SmolLM2-360M"], machine).plan
+    assert chosen.fits
+    assert chosen.offload_optimizer == "disk"
+    assert "optimizer states to disk: all else needs at least" in why(chosen, "offload")
+    larger = machine.changed(memory=16 * GIB, available=16 * GIB)
+    assert search(run(**given), MODEL["SmolLM2-360M"], larger).plan.offload_optimizer == "none"
 
 
 def test_180b_lora_on_eight_a100_is_sharded_and_not_quantized():
@@ -217,7 +250,7 @@ def test_7b_full_on_a_24_gb_card_leaves_its_states_in_host_memory():
     given = {"method": "full", "batch_tokens": 2048, "sequence_length": 1024, "max_grad_norm": None}
     chosen = plan("Llama-2-7B", "RTX 4090, 256 GB host memory", **given)
     assert chosen.fits
-    assert (chosen.offload_optimizer, chosen.release_gradients) == (True, True)
+    assert (chosen.offload_optimizer, chosen.release_gradients) == ("host", True)
     assert "all else needs at least" in why(chosen, "offload")
     trained = 6.74e9
     assert chosen.host_memory > trained * (4 if chosen.master_weights else 0)

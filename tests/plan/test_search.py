@@ -202,15 +202,15 @@ def test_weights_without_masters_are_not_planned_for_several_ranks():
 
 def test_of_offloaded_shards_the_states_alone_are_in_host_memory():
     several = machine().changed(gpus=(gpu(80), gpu(80)), link=300e9)
-    pins = {"sharding": "zero3", "replicate": 1, "shard": 2, "offload_optimizer": True}
+    pins = {"sharding": "zero3", "replicate": 1, "shard": 2, "offload_optimizer": "host"}
     apart = search(run(method="full"), SMOL, several, pins=pins).plan
-    together = search(run(method="full"), SMOL, several, pins={**pins, "offload_optimizer": False}).plan
+    together = search(run(method="full"), SMOL, several, pins={**pins, "offload_optimizer": "none"}).plan
     assert apart.memory.master == together.memory.master == pytest.approx(4 * SMOL.parameters / 2, rel=0.01)
     in_all = 8 * SMOL.parameters
     assert apart.host_memory - together.host_memory == pytest.approx(in_all - 2 * SMOL.largest_layer * 4, rel=0.01)
-    alone = search(run(method="full"), SMOL, machine(gpu=gpu(80)), pins={"offload_optimizer": True})
+    alone = search(run(method="full"), SMOL, machine(gpu=gpu(80)), pins={"offload_optimizer": "host"})
     assert alone.plan.memory.master == 0
-    (missing,) = rules.beyond(alone.task, Choice(sharding="ddp", tensor=2, offload_optimizer=True))
+    (missing,) = rules.beyond(alone.task, Choice(sharding="ddp", tensor=2, offload_optimizer="host"))
     assert "with states in fp32 on the device beside tensor parallelism" in missing
 
 

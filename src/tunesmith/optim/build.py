@@ -8,6 +8,7 @@ Without masters, weights in bf16 are rounded at random, which keeps small update
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -15,9 +16,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
-from tunesmith.optim.fused import Fused, local, spread
+from tunesmith.kernels.update import Algorithm
+from tunesmith.optim.fused import Fused, home_bytes, local, spread
 from tunesmith.optim.offload import pin
-from tunesmith.plan.plan import OptimizerStates, Plan
+from tunesmith.optim.scratch import Scratch
+from tunesmith.plan.plan import OffloadTo, OptimizerStates, Plan
 
 BETAS = (0.9, 0.999)
 LION_BETAS = (0.9, 0.99)
@@ -50,28 +53,24 @@ class Optimizer:
         *,
         master_weights: bool,
         states: OptimizerStates | None = None,
-        offload: bool = False,
+        offload: OffloadTo = "none",
         release: bool = False,
         accumulates: bool = False,
         ends: Collection[nn.Parameter] = (),
     ):
         """`states`: in the precision of what is updated when left out. `offload`: they and the masters live in host
-        memory. `release`: each weight is updated and its gradient freed within the backward pass. `accumulates`: a
-        step has several micro-batches, whose gradients are summed. `ends`: embedding and head, which Muon leaves to
-        AdamW."""
+        memory, or in a file in the run's folder. `release`: each weight is updated and its gradient freed within the
+        backward pass. `accumulates`: a step has several micro-batches, whose gradients are summed. `ends`: embedding
+        and head, which Muon leaves to AdamW."""
         self.weights = {name: parameter for name, parameter in named if parameter.requires_grad}
         if not self.weights:
             raise UserError("Nothing is left to train: every parameter of the model is frozen.")
         self.has_masters = master_weights
-        self.masters = {
-            name: _master_of(weight, on_host=offload) if master_weights else weight
-            for name, weight in self.weights.items()
-        }
         self.releases = release
         self._norms: dict[str, torch.Tensor] = {}
         is_half = any(weight.dtype != torch.float32 for weight in self.weights.values())
         states = states or ("bf16" if is_half and not master_weights else "fp32")
-        is_asked = offload or release or states != "fp32"
+        is_asked = offload != "none" or release or states != "fp32"
         is_whole = not any(isinstance(weight, DTensor) for weight in self.weights.values())  # else torch's own spreads
         is_fused = run.algorithm == "lion" or (run.algorithm == "adamw" and (is_asked or (is_half and is_whole)))
         is_rounded = is_fused and not any(weight.dtype == torch.float16 for weight in self.weights.values())
@@ -80,15 +79,20 @@ class Optimizer:
                 f"optimizer: {run.optimizer} loses small updates of weights in half precision; let the plan keep "
                 "master_weights, or use bf16 with adamw or lion."
             )
-        if (offload or release) and not is_fused:
+        if (offload != "none" or release) and not is_fused:
             raise UserError(
                 f"optimizer: {run.optimizer} cannot update weights one by one, as the plan's "
-                f"{'offload_optimizer' if offload else 'release_gradients'} wants; choose adamw or lion."
+                f"{'release_gradients' if offload == 'none' else 'offload_optimizer'} wants; choose adamw or lion."
             )
         assert not (release and accumulates)
+        scratch = self._scratch(run, states) if offload == "disk" else None
+        self.masters = {
+            name: _master_of(weight, offload, scratch) if master_weights else weight
+            for name, weight in self.weights.items()
+        }
         self.parameters = list((self.weights if is_fused else self.masters).values())
         """What carries the gradients that are clipped and applied."""
-        self.parts = [self._fused(run, states, offload)] if is_fused else self._build(run, ends)
+        self.parts = [self._fused(run, states, offload, scratch)] if is_fused else self._build(run, ends)
         self.owner = {weight: part for part in self.parts for group in part.param_groups for weight in group["params"]}
         for name, weight in self.weights.items():
             if master_weights and not is_fused:
@@ -160,9 +164,22 @@ class Optimizer:
                     found[f"optimizer/{key}/{name}"] = value
         return found
 
+    def room(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """What a saved tensor is to be read into: its own place, where there is one that the host can write, so that it
+        is never in memory twice, or at all; else new memory."""
+        kind, _, rest = name.partition("/")
+        key, _, of_state = rest.partition("/")
+        own = self.masters.get(rest)
+        if kind == "optimizer" and (weight := self.masters.get(of_state)) is not None:
+            own = self.owner[weight].state.get(weight, {}).get(_SAME.get(key, key))
+        own = None if own is None else local(own.detach())
+        if own is None or own.device.type != "cpu" or not own.is_contiguous():
+            return torch.empty(shape, dtype=dtype)
+        return own if (own.shape, own.dtype) == (shape, dtype) else torch.empty(shape, dtype=dtype)
+
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The inverse of `tensors`, bit for bit."""
+        """The inverse of `tensors`, bit for bit. What is given may be changed on the way."""
         names = {f"weights/{name}" for name in self.masters}
         found = {name for name in tensors if name.startswith("weights/")}
         if names != found:
@@ -176,15 +193,22 @@ class Optimizer:
                     f"The checkpoint's '{name}' has the shape {tuple(there)}, and that of these settings is "
                     f"{tuple(weight.shape)}; put lora.rank or the model back, or choose another output."
                 )
-            weight.copy_(_placed(tensors[f"weights/{name}"], weight))
+            if local(weight).data_ptr() != local(tensors[f"weights/{name}"]).data_ptr():
+                weight.copy_(_placed(tensors[f"weights/{name}"], weight))
         states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.masters}
         for full_name, value in tensors.items():
             kind, _, rest = full_name.partition("/")
             if kind == "optimizer":
                 key, _, name = rest.partition("/")
                 states[name][key] = value
-        # Else another optimizer was chosen since, which starts afresh.
-        if all(self._fits(self.masters[name], values) for name, values in states.items()):
+        for name, values in states.items():
+            _translate(values, is_fused=isinstance(self.owner[self.masters[name]], Fused))
+        if not all(self._fits(self.masters[name], values) for name, values in states.items()):
+            # Another optimizer was chosen since, which starts afresh.
+            for state in self.states():
+                for value in state.values():
+                    value.zero_()
+        else:
             for name, values in states.items():
                 weight = self.masters[name]
                 part = self.owner[weight]
@@ -222,16 +246,24 @@ class Optimizer:
 
         return hook
 
-    def _fused(self, run: Run, states: OptimizerStates, offload: bool) -> Fused:
+    def _scratch(self, run: Run, states: OptimizerStates) -> Scratch:
+        """The file for what this rank has of states and masters."""
+        sizes = [
+            home_bytes(weight, _algorithm(run), states, has_master=self.has_masters) for weight in self.weights.values()
+        ]
+        return Scratch(Path(run.output), sum(sizes))
+
+    def _fused(self, run: Run, states: OptimizerStates, offload: OffloadTo, scratch: Scratch | None) -> Fused:
         return Fused(
             _groups(list(self.masters.values()), run),
-            algorithm="lion" if run.algorithm == "lion" else "adamw",
+            algorithm=_algorithm(run),
             states=states,
             betas=LION_BETAS if run.algorithm == "lion" else BETAS,
             epsilon=EPSILON,
             seed=run.seed,
             models={self.masters[name]: weight for name, weight in self.weights.items()} if self.has_masters else {},
-            offload=offload,
+            offload=offload != "none",
+            scratch=scratch,
         )
 
     def _build(self, run: Run, ends: Collection[nn.Parameter]) -> list[torch.optim.Optimizer]:
@@ -266,8 +298,14 @@ def _norm(weights: list[nn.Parameter]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-def _master_of(weight: nn.Parameter, *, on_host: bool) -> nn.Parameter:
-    if on_host:
+def _algorithm(run: Run) -> Algorithm:
+    return "lion" if run.algorithm == "lion" else "adamw"
+
+
+def _master_of(weight: nn.Parameter, offload: OffloadTo, scratch: Scratch | None) -> nn.Parameter:
+    if scratch is not None:
+        return nn.Parameter(scratch.zeros(weight.shape, torch.float32).copy_(weight.detach()))
+    if offload == "host":
         return nn.Parameter(pin(weight.detach().float().cpu().clone()))
     return nn.Parameter(weight.detach().float().clone())
 
@@ -292,6 +330,21 @@ _STATE = {
     torch.optim.Muon: {"momentum_buffer"},
     torch.optim.SGD: {"momentum_buffer"},
 }
+
+
+_SAME = {"exp_avg_sq": "root"}
+
+
+def _translate(values: dict[str, torch.Tensor], *, is_fused: bool) -> None:
+    """AdamW's second moment in fp32, which torch's own optimizer has as it is and `Fused` as its root: a run that
+    goes on with the other one keeps it."""
+    for square, root in _SAME.items():
+        if is_fused and square in values:
+            local(values[square]).sqrt_()
+            values[root] = values.pop(square)
+        elif not is_fused and root in values and values[root].dtype == torch.float32:
+            local(values[root]).square_()
+            values[square] = values.pop(root)
 
 
 def _gather_into(master: nn.Parameter):

@@ -2,8 +2,8 @@
 
 Trained weights in bf16 are rounded at random (the mean is exact), drawn from (seed, step, parameter), so that a step is
 a function of what stood before it and a resumed run goes on bit for bit. States and masters may live in host memory
-(`optim.offload`), and a parameter may be updated as soon as its gradient is there. Of a weight that lies over several
-ranks each updates its rows; the blocks of states lie within rows, so these are the numbers one rank would have.
+or on disk (`optim.offload`), and a parameter may be updated as soon as its gradient is there. Of a weight that lies
+over several ranks each updates its rows; blocks of states lie within rows, so these are the numbers of one rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tunesmith.kernels.update import Algorithm, States, new_state, update_
-from tunesmith.optim.offload import PIECE, Offload, pin, visit_bytes
+from tunesmith.optim.offload import DISK_PIECE, PIECE, FromDisk, Offload, pin, visit_bytes
+from tunesmith.optim.scratch import Scratch, aligned
 
 
 class Fused(torch.optim.Optimizer):
@@ -35,9 +36,10 @@ class Fused(torch.optim.Optimizer):
         seed: int,
         models: Mapping[nn.Parameter, nn.Parameter],
         offload: bool = False,
+        scratch: Scratch | None = None,
     ):
         """`models`: the model's own weight for each parameter that is its master, written in the same pass; its
-        gradient is used. `offload`: states live in host memory; so do the masters, if they were made there."""
+        gradient is used. `offload`: states live in host memory, or in `scratch`; so do masters that were made there."""
         super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": epsilon})
         self.algorithm: Algorithm = algorithm
         self.states: States = states
@@ -47,9 +49,14 @@ class Fused(torch.optim.Optimizer):
         self.numbers = {weight: number for number, weight in enumerate(everything)}
         self.groups = {weight: group for group in self.param_groups for weight in group["params"]}
         self.is_offloaded = offload
+        self.scratch = scratch
+        self.piece = PIECE if scratch is None else DISK_PIECE
         self.offload: Offload | None = None
         self.factor: torch.Tensor | None = None
         """By which gradients are multiplied on the way."""
+        if scratch is not None:  # all of it has its place already
+            for weight in everything:
+                self.state[weight].update(self.make_state(weight))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -88,7 +95,8 @@ class Fused(torch.optim.Optimizer):
             update_(mine, gradient, held, copy=copy, start=start, **options)
             return
         if self.offload is None:
-            self.offload = Offload(model.device, max(map(visit_bytes, self._visits())))
+            size = max(map(visit_bytes, self._visits()))
+            self.offload = FromDisk(model.device, size, self.scratch) if self.scratch else Offload(model.device, size)
         for first, host in self._pieces(weight, held):
             rows = slice(first, first + next(iter(host.values())).shape[0])
             with self.offload.visit((self.numbers[weight], first), host) as here:
@@ -102,23 +110,26 @@ class Fused(torch.optim.Optimizer):
             self.offload.end_step()
 
     def wait(self) -> None:
-        """Until states and masters in host memory may be read."""
+        """Until states and masters that live elsewhere may be read there."""
         if self.offload is not None:
             self.offload.wait()
 
     def make_state(self, weight: nn.Parameter) -> dict[str, torch.Tensor]:
         """The state before the first step, where it will live."""
-        device = torch.device("cpu") if self.is_offloaded else weight.device
+        device = torch.device("meta" if self.scratch else "cpu") if self.is_offloaded else weight.device
         state = new_state(local(weight.detach()), self.algorithm, self.states, device=device)
-        if self.is_offloaded:
+        if self.scratch:
+            state = {name: self.scratch.zeros(value.shape, value.dtype) for name, value in state.items()}
+        elif self.is_offloaded:
             state = {name: pin(value) for name, value in state.items()}
         return {"step": torch.zeros(()), **{name: spread(value, weight) for name, value in state.items()}}
 
     def set_state(self, weight: nn.Parameter, values: Mapping[str, torch.Tensor]) -> None:
-        """Values read from a checkpoint, spread as the weight is where it is."""
-        state = self.make_state(weight)
+        """Values read from a checkpoint, spread as the weight is where it is; into their places, or there already."""
+        state = self.state[weight] or self.make_state(weight)
         for name, value in values.items():
-            local(state[name]).copy_(local(value))
+            if local(state[name]).data_ptr() != local(value).data_ptr():
+                local(state[name]).copy_(local(value))
         self.state[weight].update(state)
 
     def fits(self, weight: nn.Parameter, values: Mapping[str, torch.Tensor]) -> bool:
@@ -141,7 +152,7 @@ class Fused(torch.optim.Optimizer):
         held, mine = {name: value for name, value in state.items() if name != "step"}, local(weight.detach())
         if weight in self.models:
             held["master"] = mine
-        rows = max(1, PIECE * len(mine) // max(1, mine.numel()))
+        rows = max(1, self.piece * len(mine) // max(1, mine.numel()))
         for first in range(0, len(mine), rows):
             yield first, {name: value[first : first + rows] for name, value in held.items()}
 
@@ -164,6 +175,13 @@ def _start(weight: torch.Tensor) -> int:
         return 0
     _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
     return offset[0] * (weight.numel() // weight.shape[0])
+
+
+def home_bytes(weight: torch.Tensor, algorithm: Algorithm, states: States, *, has_master: bool) -> int:
+    """What this rank's part of a weight takes in a file."""
+    mine = local(weight.detach())
+    state = new_state(mine, algorithm, states, device=torch.device("meta"))
+    return visit_bytes(state) + (aligned(4 * mine.numel()) if has_master else 0)
 
 
 def spread(part: torch.Tensor, weight: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:

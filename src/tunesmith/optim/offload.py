@@ -1,31 +1,40 @@
-"""Optimizer states (and fp32 masters) that live in host memory and visit the device for their update.
+"""Optimizer states (and fp32 masters) that live in host memory or on disk and visit the device for their update.
 
-Each visit is a piece of a parameter, some rows of its states: brought by one stream while the piece before is updated,
-taken back by another while the piece after is. A few buffers of fixed size go round, so the device holds no more than
-these, and all waiting is done by streams: the host only queues. Which piece comes next is what came next in the step
-before. On a CPU the same code copies at once; that is for tests, since there is nothing to gain.
+Each visit is a piece of a parameter, some rows of its states: brought while the piece before is updated, taken back
+while the piece after is. A few buffers of fixed size go round, so the device holds no more than these. Which piece
+comes next is what came next in the step before.
+
+From host memory one stream brings and another takes back; all waiting is done by streams, the host only queues. On a
+CPU the same code copies at once; that is for tests, since there is nothing to gain. From disk one thread reads ahead
+and another writes behind, on a GPU by way of as many buffers in host memory, which holds no more than these either.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-PIECE = 1 << 25
-"""Values of a parameter in one visit: large enough for the link's full speed, small beside the device's memory."""
+from tunesmith.optim.scratch import Scratch, aligned
+
+PIECE, DISK_PIECE = 1 << 25, 1 << 21
+"""Values of a parameter in one visit: large enough for the full speed of the link or the disk, small beside the memory
+that is to be saved."""
 BUFFERS = 3
 """One arrives, one is updated, one leaves."""
-ALIGNMENT = 256
 
 Tensors = Mapping[str, torch.Tensor]
+Event = torch.cuda.Event | None
+"""When a stream is done; None where there are no streams."""
+Done = Event | Future[Event]
 
 
 class Offload:
-    """The way between host and device. `size` is the bytes of the largest visit."""
+    """The way between host memory and device. `size` is the bytes of the largest visit."""
 
     def __init__(self, device: torch.device, size: int):
         self.device = device
@@ -33,40 +42,35 @@ class Offload:
         self.buffers = [_Buffer(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(BUFFERS)]
         self.turn = 0
         self.arrived: dict[Hashable, _Visit] = {}
-        self.left: dict[Hashable, torch.cuda.Event | None] = {}
+        self.left: dict[Hashable, Done] = {}
         self.followers: dict[Hashable, tuple[Hashable, Tensors]] = {}
         self.previous: Hashable = None
 
     @contextmanager
-    def visit(self, key: Hashable, host: Tensors) -> Iterator[dict[str, torch.Tensor]]:
-        """The tensors of `host` on the device, to be changed there and written back."""
-        self.followers[self.previous] = (key, host)
+    def visit(self, key: Hashable, home: Tensors) -> Iterator[dict[str, torch.Tensor]]:
+        """The tensors of `home` on the device, to be changed there and written back."""
+        self.followers[self.previous] = (key, home)
         self.previous = key
-        visit = self.arrived.pop(key, None) or self._bring(key, host)
+        visit = self.arrived.pop(key, None) or self._bring(key, home)
         upcoming = key
         for _ in range(BUFFERS - 2):
-            upcoming, its_host = self.followers.get(upcoming, (None, None))
-            if upcoming is not None and upcoming not in self.arrived and upcoming != key and its_host is not None:
-                self.arrived[upcoming] = self._bring(upcoming, its_host, besides=visit.buffer)
-        _wait(_current(self.device), visit.ready)
+            upcoming, its_home = self.followers.get(upcoming, (None, None))
+            if upcoming is not None and upcoming not in self.arrived and upcoming != key and its_home is not None:
+                self.arrived[upcoming] = self._bring(upcoming, its_home, besides=visit.buffer)
+        self._await(visit.ready)
         yield visit.tensors
-        updated = _mark(_current(self.device))
-        with _on(self.streams[1]):
-            _wait(self.streams[1], updated)
-            for name, value in host.items():
-                value.copy_(visit.tensors[name], non_blocking=True)
-            visit.buffer.free = self.left[key] = _mark(self.streams[1])
+        visit.buffer.free = self.left[key] = self._return(visit, home)
 
     def end_step(self) -> None:
         """The next piece is the first of the next step."""
         self.previous = None
 
     def wait(self) -> None:
-        """Until the host may read."""
+        """Until everything is back where it lives."""
         if self.streams[1] is not None:
             self.streams[1].synchronize()
 
-    def _bring(self, key: Hashable, host: Tensors, besides: _Buffer | None = None) -> _Visit:
+    def _bring(self, key: Hashable, home: Tensors, besides: _Buffer | None = None) -> _Visit:
         buffer = self.buffers[self.turn % BUFFERS]
         if buffer is besides:
             self.turn += 1
@@ -76,18 +80,67 @@ class Offload:
             if visit.buffer is buffer:  # brought for nothing: its parameter had no gradient this time
                 buffer.free = visit.ready
                 del self.arrived[other]
-        with _on(self.streams[0]):
-            _wait(self.streams[0], buffer.free)
-            _wait(self.streams[0], self.left.get(key))
-            tensors = _carve(buffer.memory, host)
-            for name, value in host.items():
-                tensors[name].copy_(value, non_blocking=True)
-            return _Visit(tensors, buffer, _mark(self.streams[0]))
+        visit = _Visit(_carve(buffer.memory, home), buffer)
+        visit.ready = self._fetch(visit, home, [buffer.free, self.left.get(key)])
+        return visit
+
+    def _fetch(self, visit: _Visit, home: Tensors, after: list[Done]) -> Done:
+        """Start to copy what lives in `home` to the device, once these are done."""
+        return _copy(self.streams[0], after, home, visit.tensors)
+
+    def _await(self, ready: Done) -> None:
+        """Let what comes next on the device wait for what was brought."""
+        _wait(_current(self.device), ready)
+
+    def _return(self, visit: _Visit, home: Tensors) -> Done:
+        """Start to copy back what is on the device, once all that was queued there is done."""
+        return _copy(self.streams[1], [_mark(_current(self.device))], visit.tensors, home)
 
 
-def visit_bytes(host: Tensors) -> int:
+class FromDisk(Offload):
+    """The same for tensors of a file."""
+
+    def __init__(self, device: torch.device, size: int, scratch: Scratch):
+        super().__init__(device, size)
+        self.scratch = scratch
+        for buffer in self.buffers if device.type == "cuda" else ():
+            buffer.staging = pin(torch.empty(size, dtype=torch.uint8))
+        self.reader, self.writer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+
+    def wait(self) -> None:
+        for written in self.left.values():
+            written.result()
+
+    def _fetch(self, visit: _Visit, home: Tensors, after: list[Done]) -> Done:
+        return self.reader.submit(self._read, visit, home, after)
+
+    def _await(self, ready: Done) -> None:
+        super()._await(ready.result())
+
+    def _return(self, visit: _Visit, home: Tensors) -> Done:
+        return self.writer.submit(self._write, visit, home, _mark(_current(self.device)))
+
+    def _read(self, visit: _Visit, home: Tensors, after: list[Done]) -> Event:
+        for done in after:
+            if done is not None and (event := done.result()) is not None:
+                event.synchronize()
+        staged = visit.staged(home)
+        for name, value in home.items():
+            self.scratch.read(value, staged[name])
+        return None if staged is visit.tensors else _copy(self.streams[0], [], staged, visit.tensors)
+
+    def _write(self, visit: _Visit, home: Tensors, updated: Event) -> None:
+        staged = visit.staged(home)
+        if staged is not visit.tensors:
+            arrived = _copy(self.streams[1], [updated], visit.tensors, staged)
+            arrived.synchronize()
+        for name, value in home.items():
+            self.scratch.write(value, staged[name])
+
+
+def visit_bytes(home: Tensors) -> int:
     """What a visit of these tensors takes in a buffer."""
-    return sum(-(-value.nbytes // ALIGNMENT) * ALIGNMENT for value in host.values())
+    return sum(aligned(value.nbytes) for value in home.values())
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,23 +156,38 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
 @dataclass
 class _Buffer:
     memory: torch.Tensor
-    free: torch.cuda.Event | None = None
+    free: Done = None
     """When the last visit has left."""
+    staging: torch.Tensor | None = None
+    """As much host memory, on the way between a file and a GPU."""
 
 
 @dataclass
 class _Visit:
     tensors: dict[str, torch.Tensor]
     buffer: _Buffer
-    ready: torch.cuda.Event | None = field(default=None)
+    ready: Done = None
+
+    def staged(self, home: Tensors) -> dict[str, torch.Tensor]:
+        """The same in host memory."""
+        return self.tensors if self.buffer.staging is None else _carve(self.buffer.staging, home)
 
 
-def _carve(memory: torch.Tensor, host: Tensors) -> dict[str, torch.Tensor]:
+def _carve(memory: torch.Tensor, home: Tensors) -> dict[str, torch.Tensor]:
     tensors, start = {}, 0
-    for name, value in host.items():
+    for name, value in home.items():
         tensors[name] = memory[start : start + value.nbytes].view(value.dtype).view(value.shape)
-        start += -(-value.nbytes // ALIGNMENT) * ALIGNMENT
+        start += aligned(value.nbytes)
     return tensors
+
+
+def _copy(stream: torch.cuda.Stream | None, after: list[Event], source: Tensors, target: Tensors) -> Event:
+    with _on(stream):
+        for event in after:
+            _wait(stream, event)
+        for name, value in source.items():
+            target[name].copy_(value, non_blocking=True)
+        return _mark(stream)
 
 
 def _current(device: torch.device) -> torch.cuda.Stream | None:
@@ -130,10 +198,10 @@ def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     return torch.cuda.stream(stream) if stream is not None else nullcontext()
 
 
-def _mark(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+def _mark(stream: torch.cuda.Stream | None) -> Event:
     return stream.record_event() if stream is not None else None
 
 
-def _wait(stream: torch.cuda.Stream | None, event: torch.cuda.Event | None) -> None:
+def _wait(stream: torch.cuda.Stream | None, event: Event) -> None:
     if stream is not None and event is not None:
         stream.wait_event(event)

@@ -5,19 +5,39 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import tempfile
 import time
 from collections.abc import Callable
 
-from tunesmith.plan.hardware import Rates, has_fast_bf16, measured_rates, measured_rates_file, processor_key
+from tunesmith.plan.hardware import (
+    DISK,
+    Rates,
+    has_fast_bf16,
+    measured_links,
+    measured_links_file,
+    measured_rates,
+    measured_rates_file,
+    processor_key,
+)
 
 SIZES = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096))
 """Tokens, inputs and outputs of the products that are measured: those of an 8B model."""
 PROCESSOR_SIZES = ((1024, 576, 1536), (1024, 1536, 576))
 """Those of a model that is trained on a processor."""
+DISK_BYTES = 1 << 30
 
 
 def calibrate() -> str:
-    """Measure products, memory and host link, keep the rates for later plans, and say what was found."""
+    """Measure products, memory, host link and disk, keep the rates for later plans, and say what was found."""
+
+    links = measured_links() | {DISK: _disk_rate()}
+    measured_links_file().parent.mkdir(parents=True, exist_ok=True)
+    measured_links_file().write_text(json.dumps(links, indent=2) + "\n", encoding="utf-8")
+    return f"{_calibrate_device()}; disk {links[DISK] / 1e9:.1f} GB/s"
+
+
+def _calibrate_device() -> str:
     import torch
 
     if not torch.cuda.is_available():
@@ -63,6 +83,22 @@ def _keep(name: str, rates: Rates) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     kept = {other: one.model_dump() for other, one in measured_rates().items()} | {name: rates.model_dump()}
     file.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+
+
+def _disk_rate(size: int = DISK_BYTES) -> float:
+    """Bytes a second to and from the disk of this folder: a file written through to it, then read without what the
+    system has kept of it."""
+    block = os.urandom(1 << 24)
+    with tempfile.TemporaryFile(dir=".", buffering=0) as file:
+        began = time.perf_counter()
+        for _ in range(size // len(block)):
+            file.write(block)
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        while file.read(len(block)):
+            pass
+        return 2 * size / (time.perf_counter() - began)
 
 
 def _host_seconds(work: Callable[[], object], rounds: int = 5) -> float:

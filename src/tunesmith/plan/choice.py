@@ -15,6 +15,7 @@ from tunesmith.plan.hardware import Gpu, Hardware, Rates, guessed_rates
 from tunesmith.plan.plan import (
     Attention,
     Device,
+    OffloadTo,
     OptimizerStates,
     Precision,
     Products,
@@ -117,7 +118,7 @@ class Choice:
     master_weights: bool = True
     """Where the trained weights are held in half precision; else there are none."""
     optimizer_states: OptimizerStates = "fp32"
-    offload_optimizer: bool = False
+    offload_optimizer: OffloadTo = "none"
     release_gradients: bool = False
     sharding: Sharding = "none"
     gather: Literal["plain", "int8"] = "plain"

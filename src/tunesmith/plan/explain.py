@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
@@ -82,8 +82,9 @@ def _variants(found: Search) -> Iterator[tuple[str, Choice, str]]:
         yield "base in 8 bits", dataclasses.replace(choice, storage="int8"), ""
     if not task.has_adapters and choice.optimizer_states == "fp32":
         yield "optimizer states in 8 bits", dataclasses.replace(choice, optimizer_states="int8"), ""
-    if not task.has_adapters and not choice.offload_optimizer:
-        yield "optimizer in host memory", dataclasses.replace(choice, offload_optimizer=True), ""
+    if not task.has_adapters and choice.offload_optimizer == "none":
+        yield "optimizer in host memory", dataclasses.replace(choice, offload_optimizer="host"), ""
+        yield "optimizer on disk", dataclasses.replace(choice, offload_optimizer="disk"), ""
     for sharding, best in _best_by_sharding(found).items():
         yield f"sharding: {sharding}", best.choice, ""
 
@@ -238,6 +239,9 @@ def apart(changes: Mapping[str, str]) -> tuple[list[str], dict[str, Any], str | 
                     raise UserError(f"--what-if {key}={text}: it needs a whole number.")
                 pins[key] = int(text)
             else:
+                known = get_args(get_type_hints(Choice)[key])
+                if text not in known:
+                    raise UserError(f"--what-if {key}={text}: say {', '.join(known[:-1])} or {known[-1]}.")
                 pins[key] = text
         else:
             settings.append(f"{key}={text}")

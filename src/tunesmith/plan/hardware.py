@@ -34,8 +34,10 @@ COPY = 0.88
 """Share of the published bandwidth that a copy reaches (H200: 0.89)."""
 PROCESSOR_LINK = 2e9
 """Bytes a second between ranks on one processor: gloo over the loopback device."""
-PROCESSOR, BETWEEN_NODES = "processor", "between nodes"
+PROCESSOR, BETWEEN_NODES, DISK = "processor", "between nodes", "disk"
 """What has been measured, where it is no GPU's link."""
+DISK_RATE = 2e9
+"""Bytes a second from and to a disk that nobody has measured: an ordinary NVMe drive's, written as much as read."""
 UNKNOWN_NETWORK = 1.25e9
 """Bytes a second between nodes that nobody has measured: 10 Gbit/s."""
 
@@ -88,6 +90,8 @@ class Hardware(Part):
     """Bytes a second from one node to the others, as published."""
     disk: int = 0
     """Bytes free where runs are written."""
+    disk_rate: float = DISK_RATE
+    """Bytes a second from and to it, together."""
     has_flash_attention_4: bool = False
     """The package flash-attn-4 is installed."""
     is_named: bool = False
@@ -133,6 +137,7 @@ def _probe() -> Hardware:
         gpus=gpus,
         link=_link(gpus),
         disk=shutil.disk_usage(Path.cwd()).free,
+        disk_rate=measured_links().get(DISK, DISK_RATE),
         has_flash_attention_4=bool(gpus) and _has_flash_attention_4(),
     )
 
@@ -249,8 +254,8 @@ def measured_links_file() -> Path:
 
 
 def measured_links() -> dict[str, float]:
-    """Bytes a second between the ranks of a node, by GPU, and between nodes, as `tunesmith network` measured them; in
-    terms of what makers publish."""
+    """Bytes a second between the ranks of a node, by GPU, and between nodes, as `tunesmith network` measured them, in
+    terms of what makers publish; and from and to the disk, by `tunesmith plan --calibrate`."""
     try:
         content = json.loads(measured_links_file().read_text(encoding="utf-8"))
         return {str(name): float(speed) for name, speed in content.items()}

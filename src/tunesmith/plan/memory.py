@@ -26,7 +26,7 @@ STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256, "fp8": 1.0 + 4 /
 """Of one value, with its share of a block's scale (`kernels.update`)."""
 ALONE = frozenset({"adamw", "lion"})
 """Optimizers that update each weight for itself, from its gradient as backward made it (`optim.fused`)."""
-PIECE, BUFFERS = 1 << 25, 3
+PIECE, BUFFERS = {"host": 1 << 25, "disk": 1 << 21}, 3
 """Values whose states visit the device at a time, and how many such pieces do; as in `optim.offload`."""
 LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits the loss holds at a time; the same as `kernels.linear_cross_entropy.CHUNK_ELEMENTS`."""
@@ -165,11 +165,18 @@ def host_memory(task: Task, choice: Choice) -> int:
         return peak(timeline(task, choice)).memory.total
     loading = per_node * task.facts.largest_layer * 4  # a few tensors at a time, on their way to the device
     offloaded = 0.0
-    if choice.offload_optimizer:
-        offloaded += per_node * offloaded_bytes(task, choice)
+    if choice.offload_optimizer != "none":  # from a disk by way of as many buffers as the device has
+        is_here = choice.offload_optimizer == "host"
+        offloaded += per_node * (offloaded_bytes(task, choice) if is_here else _visiting(task, choice))
     if choice.offload_activations:
         offloaded += per_node * _layer_inputs(task, choice, choice.tokens(task))
     return round(per_node * HOST_PROCESS + max(loading, offloaded))
+
+
+def disk(task: Task, choice: Choice) -> int:
+    """What all ranks of a node keep on its disk while they train."""
+    per_node = max(1, choice.ranks // task.hardware.nodes)
+    return round(per_node * offloaded_bytes(task, choice)) if choice.offload_optimizer == "disk" else 0
 
 
 def offloaded_bytes(task: Task, choice: Choice) -> float:
@@ -248,7 +255,7 @@ def _static(task: Task, choice: Choice) -> dict[str, float]:
         weights -= matrices * (task.width - QUANTIZED[choice.storage])
     elif choice.products == "fp8" and task.has_adapters:  # the frozen base, quantized once
         weights -= matrices * (task.width - 1)
-    on_device = not choice.offload_optimizer
+    on_device = choice.offload_optimizer == "none"
     states = _share(choice, "states")
     if choice.sharding != "none" and not task.has_adapters:  # what the forward pass uses is made from these
         has_masters = choice.has_masters(task)
@@ -266,9 +273,9 @@ def _static(task: Task, choice: Choice) -> dict[str, float]:
 
 
 def _visiting(task: Task, choice: Choice) -> float:
-    """Buffers for what lives in host memory."""
+    """Buffers for what lives in host memory or on disk."""
     trained = _held(task, choice)[1] * _share(choice, "states")
-    return BUFFERS * min(PIECE / trained, 1) * offloaded_bytes(task, choice)
+    return BUFFERS * min(PIECE[choice.offload_optimizer] / trained, 1) * offloaded_bytes(task, choice)
 
 
 def _states(task: Task, choice: Choice) -> float:
@@ -524,5 +531,7 @@ def _optimizer_workspace(task: Task, choice: Choice) -> float:
         return 3 * 4 * largest
     if task.optimizer == "muon":  # a matrix and its products, in fp32 and bf16; embedding and head are AdamW's
         return 4 * 4 * matrix / choice.tensor
-    is_fused = task.optimizer == "lion" or choice.optimizer_states != "fp32"
+    if choice.offload_optimizer != "none":
+        largest = min(largest, PIECE[choice.offload_optimizer])
+    is_fused = task.optimizer == "lion" or choice.optimizer_states != "fp32" or choice.offload_optimizer != "none"
     return 8 * 4 * largest if is_fused and task.device == "cpu" else 0.0  # a GPU does it in one pass

@@ -16,6 +16,7 @@ Products = Literal["plain", "fp8"]
 Storage = Literal["plain", "nf4", "int8"]
 Attention = Literal["flash-attn-4", "varlen", "sdpa"]
 OptimizerStates = Literal["fp32", "bf16", "int8", "fp8", "int4"]
+OffloadTo = Literal["none", "host", "disk"]
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hybrid", "hierarchical"]
 Wire = Literal["plain", "int8", "int4"]
 Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
@@ -181,8 +182,9 @@ class Plan(Part):
     """The inputs of recomputed layers wait in host memory between forward and backward."""
     optimizer_states: OptimizerStates = "fp32"
     """How the states of AdamW or Lion are held; int8, fp8 and int4 in blocks with a scale each."""
-    offload_optimizer: bool = False
-    """Optimizer states and masters live in host memory."""
+    offload_optimizer: OffloadTo = "none"
+    """Where optimizer states and masters live, if not on the device: in host memory, or in a file in the run's folder
+    that is gone when the process ends."""
     release_gradients: bool = False
     """Each weight is updated and its gradient freed within the backward pass; one micro-batch a step, no clipping."""
     learning_rate: float
@@ -197,6 +199,8 @@ class Plan(Part):
     """What the device has for this run, in bytes."""
     host_memory: int = 0
     """Predicted peak of all ranks of a node in host memory, in bytes."""
+    disk: int = 0
+    """What all ranks of a node keep on its disk while they train, in bytes; checkpoints come on top."""
     time: Time = Time()
     """Predicted, of one step."""
     beyond: tuple[str, ...] = ()

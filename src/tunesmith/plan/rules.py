@@ -22,7 +22,7 @@ EXECUTABLE: dict[str, frozenset[object]] = {
     "recompute": frozenset({"none", "some", "all"}),
     "offload_activations": frozenset({False, True}),
     "optimizer_states": frozenset({"fp32", "bf16", "int8", "fp8", "int4"}),
-    "offload_optimizer": frozenset({False, True}),
+    "offload_optimizer": frozenset({"none", "host", "disk"}),
     "sharding": frozenset({"none", "ddp", "zero1", "zero2", "zero3", "hybrid", "hierarchical"}),
     "gather": frozenset({"plain", "int8"}),
     "reduce": frozenset({"plain", "int8", "int4"}),
@@ -41,7 +41,7 @@ WORDS = {
     "recompute": "recomputing {} layers",
     "offload_activations": "activations in host memory",
     "optimizer_states": "optimizer states in {}",
-    "offload_optimizer": "optimizer states in host memory",
+    "offload_optimizer": "optimizer states moved to {}",
     "sharding": "{} over several ranks",
     "gather": "weights gathered in {}",
     "reduce": "gradients reduced in {}",
@@ -107,12 +107,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "training without fp32 masters needs bf16 and AdamW or Lion, which round at random",
     ),
     (
-        lambda task, choice: (choice.offload_optimizer or choice.offload_activations) and task.device == "cpu",
+        lambda task, choice: (
+            task.device == "cpu" and (choice.offload_optimizer == "host" or choice.offload_activations)
+        ),
         "on a CPU everything is in host memory already",
     ),
     (
-        lambda task, choice: choice.offload_optimizer and task.optimizer not in ALONE,
-        "only AdamW and Lion update weight by weight, as states in host memory need it",
+        lambda task, choice: choice.offload_optimizer != "none" and task.optimizer not in ALONE,
+        "only AdamW and Lion update weight by weight, as states in host memory or on disk need it",
     ),
     (
         lambda task, choice: choice.release_gradients and not may_release(task, choice),
@@ -233,7 +235,7 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
         missing.append("tensor parallelism of experts or of projections that are one matrix")
     if choice.tensor > 1 and choice.products == "fp8" and not task.has_adapters:
         missing.append("fp8 products of trained weights that are cut over ranks")
-    is_plain = choice.optimizer_states == "fp32" and not choice.offload_optimizer
+    is_plain = choice.optimizer_states == "fp32" and choice.offload_optimizer == "none"
     if choice.tensor > 1 and (task.optimizer not in ("adamw", "sgd") or not is_plain):
         missing.append("other than adamw and sgd with states in fp32 on the device beside tensor parallelism")
     axes = {"tensor": choice.tensor, "context": choice.context, "pipeline": choice.pipeline, "expert": choice.expert}
@@ -326,5 +328,5 @@ def complexity(task: Task, choice: Choice) -> int:
         + 2 * (choice.optimizer_states != "fp32")
         + 2 * (not choice.master_weights)
         + 3 * choice.offload_activations
-        + 4 * choice.offload_optimizer
+        + {"none": 0, "host": 4, "disk": 6}[choice.offload_optimizer]
     )

@@ -151,6 +151,7 @@ def search(
         moments=tuple(memory.timeline(task, choice)),
         memory_limit=limit,
         host_memory=memory.host_memory(task, choice),
+        disk=memory.disk(task, choice),
         time=found.time,
         beyond=rules.beyond(task, choice),
         reasons=tuple(reasons),
@@ -233,17 +234,19 @@ def _tiers(task: Task) -> list[dict[str, Any]]:
     asked = "int8" if task.lora.bits == 8 else "nf4"
     plain = {"storage": asked if task.method == "qlora" else "plain"}
     if task.device == "cpu":
-        return [plain]
+        has_large_states = not task.has_adapters and task.optimizer in memory.ALONE
+        return [plain, {**plain, "offload_optimizer": "disk"}] if has_large_states else [plain]
     if task.has_adapters:
         # What was asked for stays; else 8 bits, which are closer to the base, before 4.
         small: dict[str, Any] = {"storage": "nf4"}
         order = [plain] if task.method == "qlora" else [plain, {"storage": "int8"}, small]
     else:
-        is_fused = task.optimizer in memory.ALONE
+        is_fused, sent = task.optimizer in memory.ALONE, {"offload_activations": True}
         small = {"optimizer_states": "int8"} if is_fused else {}
         rounded = [{**small, "master_weights": False}] if is_fused and task.precision == "bf16" else []
-        both = {**small, "offload_optimizer": True, "offload_activations": True}
-        order = [plain, small, {**small, "offload_activations": True}, *rounded, {"offload_optimizer": True}, both]
+        homes = ("host", "disk") if is_fused else ()
+        moved = [{**more, "offload_optimizer": home} for home in homes for more in ({}, {**small, **sent})]
+        order = [plain, small, {**small, **sent}, *rounded, *moved]
     tiers = [tier for one in order for tier in (one, {**one, "axes": True})]
     return [tier for index, tier in enumerate(tiers) if tier not in tiers[:index]]
 
@@ -380,9 +383,10 @@ def _micro_batches(task: Task, mesh: Mapping[str, Any]) -> list[int]:
 
 
 def _fits_host(task: Task, choice: Choice) -> bool:
-    """Whether host memory holds what is offloaded; loading alone is warned about, since it can go well."""
-    is_offloaded = choice.offload_optimizer or choice.offload_activations
-    return not is_offloaded or memory.host_memory(task, choice) <= task.hardware.available
+    """Whether host memory and disk hold what is offloaded; loading alone is warned about, since it can go well."""
+    is_offloaded = choice.offload_optimizer != "none" or choice.offload_activations
+    fits_memory = task.device == "cpu" or memory.host_memory(task, choice) <= task.hardware.available
+    return not is_offloaded or (fits_memory and memory.disk(task, choice) <= task.hardware.disk)
 
 
 def _best(task: Task, fitting: list[Candidate]) -> Candidate | None:
@@ -514,6 +518,7 @@ def _explain(
     run: Run, task: Task, found: Candidate, every: list[Candidate], limit: int, fits: bool, decide: Decide
 ) -> None:
     choice, layers = found.choice, task.facts.layers
+    every = [one for one in every if _fits_host(task, one.choice)] or every
     has = f"the {_gib(limit)} that may be used"
     if task.device == "cuda" and task.hardware.gpu_count > choice.ranks:
         idle = task.hardware.gpu_count - choice.ranks
@@ -535,12 +540,12 @@ def _explain(
         lost = f"updates smaller than {task.precision}'s steps would be lost"
         decide("weights", f"{task.precision} with fp32 masters", lost)
     elif task.has_masters:
-        least = _least(every, lambda one: one.master_weights and not one.offload_optimizer)
+        least = _least(every, lambda one: one.master_weights and one.offload_optimizer == "none")
         decide("weights", "bf16, rounded at random", f"with fp32 masters at least {least} are needed of {has}")
     if run.optimizer_states is not None:
         decide("optimizer states", choice.optimizer_states, f"optimizer: {run.optimizer}")
     elif choice.optimizer_states != "fp32":
-        least = _least(every, lambda one: one.optimizer_states == "fp32" and not one.offload_optimizer)
+        least = _least(every, lambda one: one.optimizer_states == "fp32" and one.offload_optimizer == "none")
         decide("optimizer states", choice.optimizer_states, f"in fp32 at least {least} are needed of {has}")
     if choice.release_gradients:
         decide("gradients", "released in the backward pass", "one micro-batch a step and no max_grad_norm: none waits")
@@ -549,9 +554,8 @@ def _explain(
         if freed and not (choice.recompute_layers == 0 and rules.complexity(task, choice) == 0):
             why = f"max_grad_norm needs the norm of them all; null would free up to {_gib(freed)}"
             decide("gradients", "kept to the end of the step", why)
-    if choice.offload_optimizer:
-        least = _least(every, lambda one: not one.offload_optimizer)
-        decide("offload", "optimizer states to host memory", f"all else needs at least {least} of {has}")
+    if choice.offload_optimizer != "none":
+        decide("offload", *_why_offloaded(task, found, every, has))
     if choice.offload_activations:
         least = _least(every, lambda one: not one.offload_activations)
         decide("offload", "layer inputs to host memory", f"all else needs at least {least} of {has}")
@@ -586,6 +590,22 @@ def _explain(
             _gib(host),
             f"only {_gib(task.hardware.available)} are free: loading the model may be killed by the system",
         )
+
+
+def _why_offloaded(task: Task, found: Candidate, every: list[Candidate], has: str) -> tuple[str, str]:
+    """Where the optimizer's states go and why, with what moves in each step and how long that takes."""
+    choice, hardware = found.choice, task.hardware
+    least = _least(every, lambda one: one.offload_optimizer == "none")
+    why = f"all else needs at least {least} of {has}"
+    if choice.offload_optimizer == "host":
+        moved, rate, way = memory.offloaded_bytes(task, choice), task.rates.host_link, "each way over the host link"
+    else:
+        moved, rate, way = 2 * memory.disk(task, choice), hardware.disk_rate, "from and to the disk"
+        in_memory = dataclasses.replace(choice, offload_optimizer="host")
+        if task.device == "cuda" and (need := memory.host_memory(task, in_memory)) > hardware.available:
+            why += f", and host memory would have to hold {_gib(need)} and has {_gib(hardware.available)}"
+    why += f"; {_gib(moved)} a step {way} at {rate / 1e9:.3g} GB/s take {moved / rate:.2g} s"
+    return f"optimizer states to {'host memory' if choice.offload_optimizer == 'host' else 'disk'}", why
 
 
 def _least(every: list[Candidate], of: Callable[[Choice], bool]) -> str:

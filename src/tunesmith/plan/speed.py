@@ -289,14 +289,16 @@ def _host_update(task: Task) -> float:
 
 
 def _optimizer(task: Task, choice: Choice) -> tuple[float, float]:
-    """Seconds of the update on the device, and of the way between it and the host where the states live there."""
-    if choice.offload_optimizer:  # both ways at once, and the update is hidden behind them
+    """Seconds of the update on the device, and of the way between it and where the states live, if elsewhere."""
+    if choice.offload_optimizer == "host":  # both ways at once, and the update is hidden behind them
         return 0.0, memory.offloaded_bytes(task, choice) / task.rates.host_link
     base = task.trained / choice.tensor / choice.pipeline
     held = base * memory.share(choice.sharding, "states", choice.holders, choice.sharers)
     states = memory.STATES[task.optimizer] * memory.STATE_BYTES[choice.optimizer_states]
     passes = 2 * states + 3 * 4 + (4 + task.width if choice.has_masters(task) else 4)
-    return held * passes / task.rates.bandwidth, 0.0
+    # From and to the disk for all ranks of a node; a GPU's update is hidden behind that, a processor's is not.
+    streamed = 2 * memory.disk(task, choice) / task.hardware.disk_rate
+    return held * passes / task.rates.bandwidth if not streamed or task.device == "cpu" else 0.0, streamed
 
 
 def _communication(task: Task, choice: Choice, rounds: int, forward: float, backward: float) -> float:
