@@ -24,19 +24,20 @@ from tunesmith.errors import UserError
 from tunesmith.evaluate.loss import HeldOut, held_out_losses, overall
 from tunesmith.infer.open import open_run, placement
 from tunesmith.model import attention, load, lora
-from tunesmith.model.forward import Calling, Shape, settle
+from tunesmith.model.forward import Shape, settle
 from tunesmith.model.fp8 import use_fp8_products
 from tunesmith.model.fuse import fuse
 from tunesmith.model.save import remove_leftovers, saved_buffers, write_adapter, write_model
 from tunesmith.optim.build import build
 from tunesmith.parallel.apply import apply, wrap_layers
 from tunesmith.parallel.context import cut_of, multiple_of
-from tunesmith.parallel.fill import load_in_parts
+from tunesmith.parallel.fill import lies_in_parts, load_in_parts
 from tunesmith.parallel.mesh import check_ranks, world_mesh
 from tunesmith.parallel.pipeline import Pipelined
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.parallel.shard import Sharded, from_rows, gathered, own_parts, rows_of, whole
-from tunesmith.parallel.tensor import split
+from tunesmith.parallel.tensor import Split
+from tunesmith.parallel.trial import check_layout, try_twin
 from tunesmith.plan.documents import sample_lengths
 from tunesmith.plan.hardware import Hardware, probe, shared
 from tunesmith.plan.models import read_facts
@@ -166,29 +167,28 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         device = torch.device("cuda", ranks.place.local_rank)
     make_reproducible(plan)
     attention.register(plan.attention)
-    in_parts = load_in_parts(run, plan, device)
-    if in_parts is not None:
-        model, called = in_parts
+    loaded, tried = None, None
+    if lies_in_parts(plan):
+        tried = try_twin(run, plan, device)
+        loaded = load_in_parts(run, plan, device)
+    if loaded is not None:
+        model = loaded.model
     else:
         # Over several ranks weights are sharded first and quantized then.
         in_fp8 = plan.products == "fp8" and run.has_adapters and ranks.count == 1
         model = load.load_model(run, dtype=plan.precision, device=str(device), storage=plan.storage, fp8=in_fp8)
-        called = None
     model.config.use_cache = False
-    calling, note = settle(model, vocabulary=load.vocabulary_size(model.config), entrance=called)
-    if calling.layout == "padded" and plan.mesh.pipeline > 1:
-        raise UserError(
-            f"{type(model).__name__} does not take packed documents, and padded ones have no one shape that the stages "
-            "of a pipeline could expect; use a plan without a pipeline."
-        )
+    calling, note = tried or settle(model, vocabulary=load.vocabulary_size(model.config))
+    if calling.layout == "packed":
+        model.set_attn_implementation(attention.NAME)
     if calling.layout == "padded":  # rows change their shape with every step: nothing to compile once
         plan = plan.model_copy(update={"is_compiled": False})
-    _check_layout(model, calling, plan)
-    if called is None:
+    check_layout(model, calling, plan)
+    if loaded is None:
         called = make_trainable(model, run, plan)
     else:
-        called.free_whole_weights()
-        wrap_layers(model, plan)
+        called = loaded.called
+        wrap_layers(model, plan, loaded.layers)
     optimizer = build(model, run, plan)
     loader = Loader(
         setting.data.train,
@@ -323,16 +323,6 @@ def _can_run(plan: Plan, run: Run, place: Place, ranks: int | None) -> bool:
     return plan.device == "cpu" or torch.cuda.device_count() >= plan.mesh.ranks
 
 
-def _check_layout(model: torch.nn.Module, calling: Calling, plan: Plan) -> None:
-    """Tokens can be shared out where they lie end to end."""
-    axes = [axis for axis in ("tensor", "context") if getattr(plan.mesh, axis) > 1]
-    if axes and calling.layout != "packed":
-        raise UserError(
-            f"{type(model).__name__} does not take packed documents, which {axes[0]} parallelism needs; use a plan "
-            f"with {axes[0]} 1."
-        )
-
-
 def _suits_gpu(plan: Plan, run: Run) -> bool:
     """Whether the GPU that is here now can do what was planned for the one that was here then."""
     if plan.device == "cpu":
@@ -347,12 +337,14 @@ def make_trainable(model: torch.nn.Module, run: Run, plan: Plan) -> torch.nn.Mod
         lora.attach(model, run.lora, seed=run.seed)
     else:
         model.requires_grad_(True)
-    cut = split(model, world_mesh(plan)) if plan.mesh.tensor > 1 else None
+    split = Split.of(model, world_mesh(plan)) if plan.mesh.tensor > 1 else None
+    if split is not None:
+        split.cut(model)
     if run.has_adapters:
         fuse(model, fp8=plan.products == "fp8", whole_mlps=plan.device == "cuda")
     elif plan.products == "fp8":
         use_fp8_products(model)
-    return apply(model, plan, has_adapters=run.has_adapters, split=cut)
+    return apply(model, plan, has_adapters=run.has_adapters, split=split)
 
 
 def micro_batch_shape(plan: Plan) -> Shape | None:

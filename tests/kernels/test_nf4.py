@@ -135,3 +135,12 @@ def test_a_part_of_a_weight_holds_the_values_of_the_whole(shape, ranks):
 def test_rows_that_hold_whole_groups_of_scales_stay_as_small():
     held = nf4.quantize(draw((512, 256)))
     assert nf4.cut_rows(held, (512, 256), 1, 2).shape == (nf4.size(256 * 256),)
+
+
+def test_parts_with_either_kind_of_scales_are_joined_to_the_values_of_both():
+    shapes = [(256, 256), (128, 256)]  # of four parts, the first one's are whole groups of scales and the second's torn
+    parts = [nf4.cut_rows(nf4.quantize(draw(shape)), shape, 1, 4) for shape in shapes]
+    rows = [height // 4 for height, _ in shapes]
+    each = [nf4.dequantize(part, [height], 256, torch.float32) for part, height in zip(parts, rows, strict=True)]
+    joined = nf4.join(parts, [height * 256 for height in rows])
+    assert torch.equal(nf4.dequantize(joined, rows, 256, torch.float32), torch.cat(each))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen
 from tiny_model import make_tiny_model
 from tunesmith.config.schema import Lora, Run
 from tunesmith.kernels import int8, nf4
-from tunesmith.model import load, lora, quantized
+from tunesmith.model import files, load, lora, quantized
 from tunesmith.model.fuse import JointProduct, fuse
 from tunesmith.plan.memory import QUANTIZED
 
@@ -118,18 +118,18 @@ def test_nothing_whole_is_saved_for_the_backward_pass(tmp_path):
 def test_one_weight_at_a_time_is_in_full_precision(tiny_model, monkeypatch, storage, kernel):
     """Files are read tensor by tensor, and each is quantized before the next is read."""
     trace = []
-    real_tensors, real_quantize = quantized._tensors, kernel.quantize
+    real_tensors, real_quantize = quantized.read_ahead, kernel.quantize
 
     def tensors(files, **options):
-        for name, tensor in real_tensors(files, **options):
+        for name, *read in real_tensors(files, **options):
             trace.append(name)
-            yield name, tensor
+            yield name, *read
 
     def quantize(weight):
         trace.append("quantized")
         return real_quantize(weight)
 
-    monkeypatch.setattr(quantized, "_tensors", tensors)
+    monkeypatch.setattr(quantized, "read_ahead", tensors)
     monkeypatch.setattr(kernel, "quantize", quantize)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     run = Run(model=str(tiny_model), data="none.jsonl")
@@ -302,6 +302,9 @@ def test_only_a_few_tensors_are_in_host_memory_at_a_time(tiny_model, monkeypatch
         def keys(self):
             return self.file.keys()
 
+        def get_slice(self, name):
+            return self.file.get_slice(name)
+
         def get_tensor(self, name):
             nonlocal most, read
             tensor = self.file.get_tensor(name)
@@ -314,4 +317,4 @@ def test_only_a_few_tensors_are_in_host_memory_at_a_time(tiny_model, monkeypatch
         patch.setattr("safetensors.safe_open", Counting)
         load_nf4(tiny_model)
     assert read > most > 0
-    assert most <= quantized.READERS + 3  # those under way, the one in use, the one before, and the last linear's
+    assert most <= files.READERS + 3  # those under way, the one in use, the one before, and the last linear's

@@ -224,3 +224,47 @@ def most_that_was_whole(ranks: Ranks, **job: Any) -> dict[str, float]:
     layer = sum(one.numel() * one.element_size() for one in decoder_layers(model)[0].parameters())
     everything = sum(one.numel() * one.element_size() for one in model.parameters())
     return {"most": max(held), "layer": layer, "all": everything, "parts": len(held)}
+
+
+def loading(ranks: Ranks, folder: str, warm_up: str, **job: Any) -> dict[str, int]:
+    """While the model of `folder` is loaded: by how many bytes this process grew at most, and how many it read.
+
+    Mapped pages of files count as long as they are mapped, the same ones once for each rank. A job with a tiny model
+    goes before, since libraries and compiled kernels are no part of a model.
+    """
+    import ctypes
+    import gc
+
+    from tunesmith import assemble as module
+    from tunesmith.model import files
+
+    def kilobytes(what: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(f"{what}:"))
+
+    found: dict[str, int] = {}
+    real_try, real_build, real_read = module.try_twin, module.build, files.Tensor.read
+
+    def try_twin(*arguments: Any) -> Any:
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier jobs have left would hide what this one needs
+        found.update(before=kilobytes("VmRSS"), read=0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        return real_try(*arguments)
+
+    def read(*arguments: Any) -> Any:
+        tensor = real_read(*arguments)
+        found["read"] += tensor.nbytes
+        return tensor
+
+    def build(*arguments: Any, **options: Any) -> Any:
+        found["after"] = kilobytes("VmHWM")
+        return real_build(*arguments, **options)
+
+    module.try_twin, module.build, files.Tensor.read = try_twin, build, read
+    try:
+        for one in (warm_up, folder):
+            job_of(ranks, folder=one, output=str(Path(one) / job["method"] / "-".join(job["mesh"])), **job)
+    finally:
+        module.try_twin, module.build, files.Tensor.read = real_try, real_build, real_read
+    return {"grew": 1024 * (found["after"] - found["before"]), "read": found["read"]}

@@ -1,8 +1,10 @@
-"""A sharded model is read layer by layer: no rank ever holds more of it than its share and one layer."""
+"""A model over several ranks is read in parts: each rank reads what it will hold, and never has more than one layer
+besides."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -26,3 +28,41 @@ def test_a_rank_never_holds_more_than_its_share_and_one_layer(world, tmp_path, m
         share = found["all"] / 4
         assert found["most"] < share + 1.1 * max(found["layer"], outside) + 4096
         assert found["most"] < 0.75 * found["all"]
+
+
+SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "initializer_range": 0.02}
+WAYS = {
+    "zero3": ({"shard": 4}, "zero3"),
+    "tensor": ({"tensor": 4}, "ddp"),
+    "tensor x shard": ({"tensor": 2, "shard": 2}, "zero3"),
+    "pipeline": ({"pipeline": 4}, "none"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """The same job with a tiny model, and with one of 300 MB."""
+    known = {}
+    for name, sizes in {
+        "tiny": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 256},
+        "large": {"num_hidden_layers": 54, "hidden_size": 512, "intermediate_size": 384},
+    }.items():
+        known[name] = folder = tmp_path_factory.mktemp(name)
+        write_data(folder / "train.jsonl", 20)
+        content = {**SETTINGS, "lora": {"rank": 4}, "eval": [], "data": [{"path": str(folder / "train.jsonl")}]}
+        content["model"] = str(make_tiny_model(folder / "model", **SIZES, **sizes))
+        (folder / "run.yaml").write_text(json.dumps(content))
+    return known
+
+
+@pytest.mark.parametrize(
+    ("method", "way"),
+    [*(("full", way) for way in WAYS), ("lora", "zero3"), ("qlora", "zero3")],
+)
+def test_while_a_model_is_loaded_on_four_ranks_all_of_them_need_little_more_than_its_size(world, folders, method, way):
+    mesh, sharding = WAYS[way]
+    size = (folders["large"] / "model/model.safetensors").stat().st_size
+    options = {"folder": str(folders["large"]), "warm_up": str(folders["tiny"])}
+    found = world(4)("parallel.on_ranks:loading", mesh=mesh, sharding=sharding, method=method, **options)
+    assert sum(one["grew"] for one in found) <= 1.3 * size
+    assert 0.98 * size < sum(one["read"] for one in found) < 1.02 * size

@@ -20,7 +20,7 @@ from tunesmith.errors import UserError
 from tunesmith.measure.bench import Workload, plan_for
 from tunesmith.model import attention, lora
 from tunesmith.model.forward import settle
-from tunesmith.parallel.pipeline import cut
+from tunesmith.parallel.pipeline import check_stages, cut
 from tunesmith.plan.plan import Mesh, Plan
 
 WAYS = {
@@ -150,7 +150,7 @@ def test_each_weight_is_on_one_stage_under_its_own_name(name):
 def test_a_model_whose_layers_alone_do_not_make_it_up_is_refused():
     positions_in_every_stage = GPT2Config(n_embd=32, n_layer=4, n_head=4, vocab_size=100)
     with pytest.raises(UserError, match="GPT2LMHeadModel cannot be cut into pipeline stages"):
-        cut(build(positions_in_every_stage), plan_of(pipeline=2), 0)
+        check_stages(build(positions_in_every_stage), 2)
 
 
 def test_a_stage_without_anything_to_train_is_refused():

@@ -184,6 +184,17 @@ def cut_columns(weight4: torch.Tensor, shape_nk: tuple[int, int], rank: int, ran
     return _with_plain_scales(packed.reshape(-1), scales.reshape(-1), rows * columns)
 
 
+def join(weights4: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tensor:
+    """Weights one behind the other. Where one of them was cut so that it has scales in fp32, all get them."""
+    if len({weight4.shape[0] == size(count) for weight4, count in zip(weights4, counts, strict=True)}) > 1:
+        weights4 = [
+            _with_plain_scales(parts.packed, _scales(parts), count) if weight4.shape[0] == size(count) else weight4
+            for weight4, count in zip(weights4, counts, strict=True)
+            for parts in [split(weight4, count)]
+        ]
+    return torch.cat(list(weights4))
+
+
 def _with_plain_scales(packed: torch.Tensor, scales: torch.Tensor, count: int) -> torch.Tensor:
     assert size(count, 1) != size(count)  # by which `dequantize` tells them apart
     found = packed.new_zeros(size(count, 1))

@@ -199,12 +199,11 @@ def packed_hidden_states(model: nn.Module, inputs: Inputs, embedded: torch.Tenso
     )[0]
 
 
-def settle(model: nn.Module, *, vocabulary: int, entrance: Entrance | None = None) -> tuple[Calling, str | None]:
+def settle(model: nn.Module, *, vocabulary: int) -> tuple[Calling, str | None]:
     """The fastest way of calling this model that gives what the model itself gives.
 
-    Through `entrance`, where the model's weights lie over several ranks, which must all take part. Returns it with a
-    sentence when it is not the fastest there is. Leaves the model with the attention that the
-    layout needs.
+    Returns it with a sentence when it is not the fastest there is. Leaves the model with the attention that the layout
+    needs.
     """
     config = model.config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None)
@@ -219,7 +218,7 @@ def settle(model: nn.Module, *, vocabulary: int, entrance: Entrance | None = Non
         own_attention = "sdpa"
     try:
         model.set_attn_implementation(own_attention)
-        expected = _own_losses(model, inputs) if entrance is None else entrance(_own_losses, inputs)
+        expected = _own_losses(model, inputs)
         # In half precision a model's own losses on random tokens are off by some percent, whichever way it is called.
         is_exact = expected.dtype == torch.float64
         tolerance, leak = (1e-4, 1e-5) if is_exact else (0.05 * expected.abs().max().item(), 0.005)
@@ -231,10 +230,10 @@ def settle(model: nn.Module, *, vocabulary: int, entrance: Entrance | None = Non
             try:
                 model.set_attn_implementation(attention)
                 with torch.no_grad():
-                    found = token_losses(entrance or model, inputs, calling)[1].to(expected.dtype)
+                    found = token_losses(model, inputs, calling)[1].to(expected.dtype)
                     # In half precision rounding hides a small leak from the comparison above. What stands in the
                     # first document must not reach the others at all, whatever the precision.
-                    others = token_losses(entrance or model, replace(inputs, tokens=changed), calling)[1]
+                    others = token_losses(model, replace(inputs, tokens=changed), calling)[1]
             except (NotPackable, TypeError, ValueError, RuntimeError) as error:
                 reasons.append(f"{layout}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
                 continue

@@ -14,7 +14,7 @@ from torch import nn
 
 from tunesmith.kernels.fp8 import FP8_MULTIPLE
 from tunesmith.kernels.lowrank import E4M3, lowrank_linear, lowrank_linear_fp8, quantize_rows
-from tunesmith.kernels.nf4 import dequantize
+from tunesmith.kernels.nf4 import dequantize, join
 from tunesmith.model.local import local
 from tunesmith.model.lora import LoraLinear
 from tunesmith.model.quantized import Fp8Base, Nf4Linear
@@ -64,7 +64,7 @@ class JointProduct(nn.Module):
 
     def __init__(self, members: list[LoraLinear], *, fp8: bool):
         super().__init__()
-        weight_nk = torch.cat([_held(member) for member in members])
+        weight_nk = _held(members)
         biases = [member.base.bias for member in members]
         bias_n = None
         if (known := next((bias for bias in biases if bias is not None), None)) is not None:
@@ -108,10 +108,10 @@ class JointMlp(nn.Module):
         self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
         self.slice_tokens = 0
         """More tokens than this are computed in slices; 0: never."""
-        gate_up = torch.cat([_held(mlp.gate_proj), _held(mlp.up_proj)])
+        gate_up = _held([mlp.gate_proj, mlp.up_proj])
         fp8 = fp8 and _fits_fp8(mlp.gate_proj) and _fits_fp8(mlp.down_proj)
         gate_up, gate_up_scale = _for_products(gate_up, [mlp.gate_proj, mlp.up_proj], fp8=fp8)
-        down, down_scale = _for_products(_held(mlp.down_proj), [mlp.down_proj], fp8=fp8)
+        down, down_scale = _for_products(_held([mlp.down_proj]), [mlp.down_proj], fp8=fp8)
         self.register_buffer("gate_up", gate_up, persistent=False)
         self.register_buffer("gate_up_scale", gate_up_scale, persistent=False)
         self.register_buffer("down", down, persistent=False)
@@ -161,9 +161,12 @@ def _can_fuse(module: nn.Module) -> bool:
     return type(base) in (nn.Linear, Fp8Base) or (isinstance(base, Nf4Linear) and not base.is_transposed)
 
 
-def _held(member: LoraLinear) -> torch.Tensor:
-    """The base's weight as it is held: a matrix, or the vector of bytes that is one in nf4."""
-    return member.base.weight4 if isinstance(member.base, Nf4Linear) else member.base.weight.detach()
+def _held(members: list[LoraLinear]) -> torch.Tensor:
+    """The bases' weights as they are held, one below the other: a matrix, or the vector of bytes that is one in nf4."""
+    bases = [member.base for member in members]
+    if isinstance(bases[0], Nf4Linear):
+        return join([base.weight4 for base in bases], [base.out_features * base.in_features for base in bases])
+    return torch.cat([base.weight.detach() for base in bases])
 
 
 def _for_products(

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+TWIN_TOKENS = 500
+"""The vocabulary of a small twin."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -153,6 +155,50 @@ def load_skeleton(run: Run) -> PreTrainedModel:
     config = load_config(run)
     with _reading(run, "config"), quiet(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=run.trust_remote_code)
+
+
+def build_twin(run: Run, *, dtype: str, device: torch.device, layers: int, width: int) -> PreTrainedModel:
+    """A small model of the same code, in evaluation mode: so many layers, narrow MLPs (a multiple of `width`), a small
+    vocabulary, and random weights that are the same every time. What would take the whole model to try is tried on it.
+    A model that cannot be made smaller is its own twin in size."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    small = load_config(run)
+    text = small.get_text_config()
+    depth = text.num_hidden_layers
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == depth:  # what each layer is
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = min(layers, depth)
+    if isinstance(getattr(text, "intermediate_size", None), int):
+        text.intermediate_size = min(text.intermediate_size, 2 * width)
+    text.vocab_size = min(text.vocab_size, TWIN_TOKENS)
+    text.pad_token_id = None
+    options = {"attn_implementation": "sdpa", "trust_remote_code": run.trust_remote_code}
+    with quiet():
+        for config in (small, load_config(run)):
+            try:
+                model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, DTYPES[dtype]), **options)
+                _draw_weights(model)
+                model = model.to(device).eval()
+                model(input_ids=torch.arange(4, device=device)[None], use_cache=False)
+                break
+            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+                if config is not small:
+                    raise
+    return model
+
+
+def _draw_weights(model: PreTrainedModel) -> None:
+    """So that each layer changes what passes through it by about as much as it is."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            drawn = torch.randn(weight.shape, generator=generator)
+            weight.copy_(drawn / weight.shape[-1] ** 0.5 if weight.ndim > 1 else 1 + 0.1 * drawn)
 
 
 def max_positions(config: PreTrainedConfig) -> int | None:

@@ -8,11 +8,7 @@ whatever the precision it is computed in. Embeddings, norms and the output head 
 
 from __future__ import annotations
 
-import json
-from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -22,12 +18,20 @@ from torch.overrides import TorchFunctionMode
 
 from tunesmith.kernels import int8, nf4
 from tunesmith.kernels.lowrank import quantize_rows
+from tunesmith.model.files import Block, Held, find, read_ahead
 from tunesmith.plan.plan import Storage
 
-READERS = 4
-"""Threads that read files ahead of what is being moved and quantized."""
-MOST_PINNED = 1 << 28
-"""Bytes of a tensor that is pinned: pinned memory is kept for the next one, and embeddings would keep gigabytes."""
+
+class Reading:
+    """How much of each tensor a process reads, and what it makes of it on the device: all, and nothing else.
+
+    `parallel.fill` has one for processes that share the reading."""
+
+    def part(self, name: str, shape: tuple[int, ...]) -> Block:
+        return ()
+
+    def whole(self, name: str, part: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        return part
 
 
 class QuantizedLinear(nn.Module):
@@ -148,45 +152,42 @@ def fill(
     return True
 
 
-def files_of(model: nn.Module, folder: Path) -> dict[str, Path] | None:
-    """The file of each tensor of a model built by `build_empty`, in the order they are to be read.
+def files_of(model: nn.Module, folder: Path) -> dict[str, Held] | None:
+    """Where files hold each tensor of a model built by `build_empty`, in the order they are to be read.
 
-    None when the files hold their tensors in other ways than the model, which transformers would translate.
+    None when they hold their tensors in other ways than the model, which transformers would translate.
     """
-    files = _files(folder)
-    if not files or not files.keys() <= model.state_dict().keys() or _has_fp32_parts(model):
-        return None
-    return files
+    return None if _has_fp32_parts(model) else find(folder, model.state_dict())
 
 
 @torch.no_grad()
 def fill_part(
     model: nn.Module,
-    files: dict[str, Path],
+    files: Mapping[str, Held],
     *,
     dtype: torch.dtype,
     device: torch.device,
     storage: Storage,
     fp8: Collection[str] = (),
+    reading: Reading | None = None,
 ) -> None:
     """Read these tensors into the model, as `fill` does with all."""
+    reading = reading or Reading()
     linears = linears_of_layers(model) if storage != "plain" else {}
-    for name, tensor in _tensors(files, pin=device.type == "cuda"):
+    for name, part, shape in read_ahead(files, pin=device.type == "cuda", part=reading.part):
+        value = reading.whole(name, part.to(device, non_blocking=True), shape)
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
         if owner in linears and leaf == "weight":
-            weight = tensor.to(device, non_blocking=True)
-            weight = weight if weight.dtype in (torch.float32, torch.bfloat16, torch.float16) else weight.float()
-            linear = linears[owner]
+            value = value if value.dtype in (torch.float32, torch.bfloat16, torch.float16) else value.float()
             bias = None if module.bias is None else module.bias.detach()
-            _replace(model, owner, _quantized(linear, weight, bias, storage))
+            _replace(model, owner, _quantized(linears[owner], value, bias, storage))
         elif owner in fp8 and leaf == "weight":
-            weight = tensor.to(device, non_blocking=True).to(dtype)
-            _replace(model, owner, Fp8Base(weight, None if module.bias is None else module.bias.detach()))
+            _replace(model, owner, Fp8Base(value.to(dtype), None if module.bias is None else module.bias.detach()))
         else:
-            value = tensor.to(device, non_blocking=True).to(dtype if tensor.is_floating_point() else tensor.dtype)
-            if device.type == "cpu" and value is tensor:
-                value = tensor.clone()  # not the mapped file itself
+            value = value.to(dtype) if value.is_floating_point() else value
+            if value is part:
+                value = value.clone(memory_format=torch.contiguous_format)  # not the mapped file itself
             if leaf in module._parameters:
                 module._parameters[leaf] = nn.Parameter(value)
             else:
@@ -247,43 +248,6 @@ def _quantized(
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module.train(model.training))
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor, in the order they are to be read."""
-    from safetensors import safe_open
-
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = json.loads(index.read_text())["weight_map"]
-        return {name: folder / file for name, file in sorted(names.items(), key=lambda item: (item[1], item[0]))}
-    single = folder / "model.safetensors"
-    if not single.exists():
-        return {}
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
-
-
-def _tensors(files: dict[str, Path], *, pin: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors in order, read ahead by threads; in pinned memory, from which they travel beside other work."""
-    from safetensors import safe_open
-
-    with ExitStack() as stack:
-        opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in dict.fromkeys(files.values())}
-
-        def read(name: str) -> torch.Tensor:
-            tensor = opened[files[name]].get_tensor(name)
-            return tensor.pin_memory() if pin and tensor.nbytes <= MOST_PINNED else tensor
-
-        readers = stack.enter_context(ThreadPoolExecutor(READERS))
-        underway: deque[tuple[str, Future[torch.Tensor]]] = deque()
-        for name in files:
-            underway.append((name, readers.submit(read, name)))
-            if len(underway) > READERS:
-                first, found = underway.popleft()
-                yield first, found.result()
-        for name, found in underway:
-            yield name, found.result()
 
 
 def _has_fp32_parts(model: nn.Module) -> bool:

@@ -6,20 +6,17 @@ layers  ->  compile each layer  ->  offload the inputs of recomputed layers  -> 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from tunesmith.errors import UserError
 from tunesmith.parallel.activation import HostStore, offloaded, recomputed, slice_mlp
 from tunesmith.parallel.compile import compiled
 from tunesmith.parallel.context import attend_over
-from tunesmith.parallel.expert import spread_experts
+from tunesmith.parallel.expert import find_experts, spread_experts
 from tunesmith.parallel.mesh import context_mesh, data_mesh, world_mesh
 from tunesmith.parallel.pipeline import Pipelined, cut
-from tunesmith.parallel.shard import Sharded, shard
+from tunesmith.parallel.shard import shard
 from tunesmith.parallel.tensor import Split
 from tunesmith.plan.plan import Plan
 
@@ -34,26 +31,14 @@ def apply(model: nn.Module, plan: Plan, *, has_adapters: bool, split: Split | No
     wrap_layers(model, plan)
     if plan.sharding == "none":
         return model
-    world = split.world if split is not None else None
-    sharded = spread(model, plan, has_adapters=has_adapters, world=world)
+    mesh = data_mesh(split.world if split is not None else world_mesh(plan))
+    if plan.mesh.expert > 1:
+        for experts in find_experts(model, mesh.size()).values():
+            spread_experts(experts, mesh)
+    sharded = shard(model, decoder_layers(model), plan, mesh, has_adapters=has_adapters)
     if split is not None:
         sharded.tensor_ranks = split.mesh.get_group()
     return sharded
-
-
-def spread(
-    model: nn.Module,
-    plan: Plan,
-    *,
-    has_adapters: bool,
-    prepare: Callable[[nn.Module], None] = lambda _: None,
-    world: DeviceMesh | None = None,
-) -> Sharded:
-    """Shard over ranks; see `shard` for `prepare`. Layers may be wrapped before or after."""
-    mesh = data_mesh(world or world_mesh(plan))
-    if plan.mesh.expert > 1:
-        spread_experts(model, mesh)
-    return shard(model, decoder_layers(model), plan, mesh, has_adapters=has_adapters, prepare=prepare)
 
 
 def wrap_layers(model: nn.Module, plan: Plan, layers: list[nn.Module] | None = None) -> None:

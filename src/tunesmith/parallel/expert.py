@@ -28,16 +28,15 @@ ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 """What models give their experts: the tokens [T, H], and of each its experts and their weights [T, K]."""
 
 
-def spread_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
-    """Leave this rank its part of every layer's experts; returns their weights, which know where the others are."""
-    found = [module for module in model.modules() if _is_stack(module)]
+def find_experts(model: nn.Module, ranks: int) -> dict[str, nn.Module]:
+    """By name, the experts of each layer that has some; UserError where they cannot be cut over so many ranks."""
+    found = {name: module for name, module in model.named_modules() if _is_stack(module)}
     if not found:
         raise UserError(f"{type(model).__name__} has no experts that could be cut over ranks; use a plan without.")
-    for experts in found:
-        if experts.num_experts % mesh.size() != 0:
-            raise UserError(f"{experts.num_experts} experts cannot be cut evenly over {mesh.size()} ranks.")
-        _spread(experts, mesh)
-    return {weight for experts in found for weight in experts.parameters(recurse=False)}
+    for experts in found.values():
+        if experts.num_experts % ranks != 0:
+            raise UserError(f"{experts.num_experts} experts cannot be cut evenly over {ranks} ranks.")
+    return found
 
 
 def _is_stack(module: nn.Module) -> bool:
@@ -55,11 +54,12 @@ def _is_wrapped(module: nn.Module) -> bool:
     return list(inspect.signature(inner).parameters)[1:4] == ARGUMENTS
 
 
-def _spread(experts: nn.Module, mesh: DeviceMesh) -> None:
+def spread_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
+    """Leave this rank its part of a layer's experts, where it has more; their weights know where the others are."""
     each, group = experts.num_experts // mesh.size(), mesh.get_group()
     mine = slice(mesh.get_local_rank() * each, (mesh.get_local_rank() + 1) * each)
     for name, weight in list(experts.named_parameters(recurse=False)):
-        local = weight.detach()[mine].clone()
+        local = weight.detach().to_local() if isinstance(weight, DTensor) else weight.detach()[mine].clone()
         local = local.float() if weight.requires_grad else local  # as the optimizer updates it
         spread = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
         experts.register_parameter(name, nn.Parameter(spread, requires_grad=weight.requires_grad))

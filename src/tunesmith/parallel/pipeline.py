@@ -93,8 +93,7 @@ class Cut:
 
 
 def cut(model: nn.Module, plan: Plan, stage: int) -> Cut:
-    """Leave of the model what this rank computes. UserError where the stages, one after the other, do not give what
-    the whole model gives."""
+    """Leave of the model what this rank computes; its weights need not be there yet."""
     _, _, layers = _find_layers(model)
     count = plan.mesh.pipeline * stages.PER_RANK[plan.schedule]
     if count > len(layers):
@@ -105,7 +104,6 @@ def cut(model: nn.Module, plan: Plan, stage: int) -> Cut:
     head = model.get_output_embeddings()
     runs = stages.cut([_size(layer) for layer in layers], count, last=_size(head))
     parts = [Part(model, own, number, count) for number, own in enumerate(runs)]
-    _check_parts(model, parts)
     if not all(any(weight.requires_grad for layer in part.layers for weight in layer.parameters()) for part in parts):
         raise UserError(
             "A stage of the pipeline would have nothing to train, since lora.layers leaves its layers out; adapt more "
@@ -114,6 +112,31 @@ def cut(model: nn.Module, plan: Plan, stage: int) -> Cut:
     made = Cut([part for part in parts if part.number % plan.mesh.pipeline == stage], _tied_name(model))
     _leave(model, made)
     return made
+
+
+@torch.no_grad()
+def check_stages(model: nn.Module, count: int) -> None:
+    """UserError where so many stages, one after the other, do not give what the whole model gives."""
+    _, _, layers = _find_layers(model)
+    parts = [Part(model, own, number, count) for number, own in enumerate(stages.cut([1.0] * len(layers), count))]
+    inputs = trial_inputs(vocabulary_size(model.config), model.get_input_embeddings().weight.device)
+    was_training = model.training
+    model.eval()
+    expected = hidden_states(model, inputs, Calling("packed"))
+    try:
+        hidden = None
+        for part in parts:
+            hidden = _hidden_of(model, part, inputs, hidden)
+        is_same = torch.allclose(hidden[0], expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
+    except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):
+        is_same = False
+    finally:
+        model.train(was_training)
+    if not is_same:
+        raise UserError(
+            f"{type(model).__name__} cannot be cut into pipeline stages: its layers, run after run, do not give what "
+            "the whole model gives; use a plan without a pipeline."
+        )
 
 
 class Pipelined(Entrance):
@@ -354,28 +377,6 @@ def _behind_layers(holder: nn.Module, layers: nn.ModuleList) -> list[str]:
     at = next(name for name, child in holder.named_children() if child is layers)
     behind = names[names.index(at) + 1 :]
     return [name for name in behind if next(getattr(holder, name).parameters(), None) is not None]
-
-
-@torch.no_grad()
-def _check_parts(model: nn.Module, parts: list[Part]) -> None:
-    inputs = trial_inputs(vocabulary_size(model.config), model.get_input_embeddings().weight.device)
-    was_training = model.training
-    model.eval()
-    expected = hidden_states(model, inputs, Calling("packed"))
-    try:
-        hidden = None
-        for part in parts:
-            hidden = _hidden_of(model, part, inputs, hidden)
-        is_same = torch.allclose(hidden[0], expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
-    except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):
-        is_same = False
-    finally:
-        model.train(was_training)
-    if not is_same:
-        raise UserError(
-            f"{type(model).__name__} cannot be cut into pipeline stages: its layers, run after run, do not give what "
-            "the whole model gives; use a plan without a pipeline."
-        )
 
 
 def _leave(model: nn.Module, mine: Cut) -> None:

@@ -104,17 +104,17 @@ def shard(
     *,
     has_adapters: bool,
     prepare: Callable[[nn.Module], None] = lambda _: None,
+    finish: Callable[[nn.Module], None] = lambda _: None,
 ) -> Sharded:
     """Put the strategy of the plan on a model that is trainable.
 
     `prepare` is called with each layer, and last with what is around them, just before it is sharded: where it reads
-    the weights only then, no more than one layer of them is ever whole.
+    the weights only then, no more than one layer of them is ever whole. Weights that are on the meta device still when
+    their layer is sharded get their rows by `finish`, which is called just after that.
     """
     sharded = Sharded(model, plan, has_adapters=has_adapters)
     has_whole_base = has_adapters and plan.sharding in KEEPS_WHOLE
     frozen = {weight for weight in model.parameters() if has_whole_base and not weight.requires_grad}
-    has_experts = plan.mesh.expert > 1  # which lie over ranks already, some on each
-    elsewhere = {weight for weight in model.parameters() if has_experts and isinstance(weight, DTensor)}
     sharers = plan.mesh.shard * plan.mesh.context
     after_forward = {"hierarchical": sharers}.get(plan.sharding, plan.sharding not in KEEPS_WHOLE)
     precision = getattr(torch, DTYPES[plan.precision])
@@ -125,6 +125,8 @@ def shard(
     groups = nodes(plan) if is_quantized else None
     for unit in (*layers, sharded):
         prepare(unit)
+        has_experts = plan.mesh.expert > 1  # which lie over ranks already, some on each
+        elsewhere = {weight for weight in unit.parameters() if has_experts and isinstance(weight, DTensor)}
         if not has_whole_base:
             _buffers_to_parameters(unit)
         _in_fp32(unit)
@@ -141,6 +143,7 @@ def shard(
             quantize_collectives(unit, shapes, ranks, groups, gather=plan.gather, reduce=plan.reduce)
         unit.set_gradient_divide_factor(1.0)  # the loss is divided by the target tokens of all ranks already
         unit.set_force_sum_reduction_for_comms(True)
+        finish(unit)
     return sharded
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,21 +62,51 @@ class SplitLinear(nn.Module):
 
 @dataclass(frozen=True)
 class Split:
-    """A model whose weights are cut; `connect` makes its blocks exchange what they need."""
+    """How a model's weights lie over tensor ranks: `cut` leaves this rank its part of them, `connect` makes the blocks
+    exchange what they need."""
 
     world: DeviceMesh
-    blocks: tuple[str, ...]
-    expected: torch.Tensor
-    """What the whole model computed for some tokens."""
+    styles: Mapping[str, str]
+    """By the module's name."""
+
+    @classmethod
+    def of(cls, model: nn.Module, world: DeviceMesh) -> Split:
+        # Said whenever weights that are cut twice are put together: that it takes two steps.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        prefix = _name_of(model, model.base_model)
+        return cls(world, {f"{prefix}.{name}".removeprefix("."): style for name, style in _styles(model).items()})
 
     @property
     def mesh(self) -> DeviceMesh:
         return self.world["tensor"]
 
+    def dims(self, model: nn.Module) -> dict[str, int]:
+        """The dimension along which each tensor is cut that is."""
+        found = {f"{name}.weight": CUTS[style] for name, style in self.styles.items() if style in CUTS}
+        found |= {f"{name}.bias": 0 for name, style in self.styles.items() if style == "colwise"}
+        for end in _ends(model):
+            found |= {f"{_name_of(model, end)}.{leaf}": 0 for leaf, _ in end.named_parameters()}
+        return found
+
+    def cut(self, model: nn.Module, is_here: Callable[[str], bool] = lambda _: True) -> None:
+        """Modules whose name `is_here`. Adapters are there already, and nothing is fused yet. Weights may be cut."""
+        for name, style in self.styles.items():
+            if style in CUTS and is_here(name):
+                parent, _, child = name.rpartition(".")
+                owner = model.get_submodule(parent)
+                setattr(owner, child, _cut(getattr(owner, child), style, self.mesh, name))
+        parts = {}  # embedding and head may be one weight
+        for end in _ends(model):
+            for leaf, weight in list(end.named_parameters()) if is_here(_name_of(model, end)) else []:
+                if weight not in parts:
+                    make = _distributed if weight.requires_grad else _frozen
+                    parts[weight] = make(weight, 0, self.mesh)
+                setattr(end, leaf, parts[weight])
+
     def connect(self, model: nn.Module) -> None:
         group = group_of(self.mesh)
-        for name in self.blocks:
-            block = model.base_model.get_submodule(name)
+        for name in dict.fromkeys(name.rpartition(".")[0] for name, style in self.styles.items() if style in CUTS):
+            block = model.get_submodule(name)
             block.register_forward_pre_hook(_gather_input(group), with_kwargs=True)
             block.register_forward_hook(_scatter_output(group))
         _look_up_in_parts(model.get_input_embeddings(), self.mesh)
@@ -84,36 +115,28 @@ class Split:
         height = -(-head.out_features // group.size)
         rank = self.mesh.get_local_rank()
         head.vocabulary = VocabularyPart(rank * height, height, self.mesh.get_group())
-        found = _try(model, group.size)
-        tolerance = 1e-3 if found.dtype == torch.float32 else 0.05
-        worst = (found - self.expected).abs().max().item()
-        if not worst <= tolerance * self.expected.abs().max().item():
-            raise UserError(
-                f"{type(model).__name__} computes something else when its layers are split over ranks (values differ "
-                f"by {worst:.2g}), so its own plan for that cannot be right; use a plan with tensor 1."
-            )
 
 
-def split(model: nn.Module, world: DeviceMesh) -> Split:
-    """Leave each tensor rank its part of the weights. Adapters are there already, and nothing is fused yet."""
-    styles, mesh = _styles(model), world["tensor"]
-    expected = _try(model, mesh.size())
-    # Said whenever weights that are cut twice are put together: that it takes two steps.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    for name, style in styles.items():
-        if style in CUTS:
-            parent, _, child = name.rpartition(".")
-            owner = model.base_model.get_submodule(parent)
-            setattr(owner, child, _cut(getattr(owner, child), style, mesh, name))
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    parts = {}  # embedding and head may be one weight
-    for end in ends:
-        for leaf, weight in list(end.named_parameters()):
-            if weight not in parts:
-                parts[weight] = _distributed(weight, 0, mesh) if weight.requires_grad else _frozen(weight, 0, mesh)
-            setattr(end, leaf, parts[weight])
-    blocks = dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style in CUTS)
-    return Split(world, tuple(blocks), expected)
+def check_split(model: nn.Module, ranks: int, make_split: Callable[[], None]) -> None:
+    """UserError where the model, cut and connected by `make_split`, does not compute what it did before."""
+    expected = _try(model, ranks)
+    make_split()
+    found = _try(model, ranks)
+    tolerance = 1e-3 if found.dtype == torch.float32 else 0.05
+    worst = (found - expected).abs().max().item()
+    if not worst <= tolerance * expected.abs().max().item():
+        raise UserError(
+            f"{type(model).__name__} computes something else when its layers are split over ranks (values differ "
+            f"by {worst:.2g}), so its own plan for that cannot be right; use a plan with tensor 1."
+        )
+
+
+def _ends(model: nn.Module) -> list[nn.Module]:
+    return [model.get_input_embeddings(), model.get_output_embeddings()]
+
+
+def _name_of(model: nn.Module, module: nn.Module) -> str:
+    return next(name for name, known in model.named_modules() if known is module)
 
 
 def _styles(model: nn.Module) -> dict[str, str]:
@@ -156,7 +179,7 @@ def _frozen_linear(base: nn.Module, dim: int, mesh: DeviceMesh) -> nn.Module:
     size, rank = mesh.size(), mesh.get_local_rank()
     bias = base.bias
     if bias is not None:  # one that is beside a sum over ranks is added by each of them
-        bias = bias.detach().chunk(size)[rank].clone() if dim == 0 else bias.detach() / size
+        bias = _part(bias, 0, mesh) if dim == 0 else bias.detach() / size
     if isinstance(base, Nf4Linear):
         shape = (base.out_features, base.in_features)
         cut = cut_rows if dim == 0 else cut_columns
@@ -173,16 +196,26 @@ def _frozen_linear(base: nn.Module, dim: int, mesh: DeviceMesh) -> nn.Module:
 
 
 def _frozen(weight: nn.Parameter, dim: int, mesh: DeviceMesh) -> nn.Parameter:
-    part = weight.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()]
-    return nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)
+    return nn.Parameter(_part(weight, dim, mesh), requires_grad=False)
 
 
 def _distributed(weight: nn.Parameter, dim: int, mesh: DeviceMesh) -> nn.Parameter:
     """In fp32, as the optimizer updates it."""
-    part = weight.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].float()
-    part = part.clone(memory_format=torch.contiguous_format)
-    sizes = {"shape": weight.shape, "stride": weight.contiguous().stride()}
-    return nn.Parameter(DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, **sizes))
+    return nn.Parameter(as_part(_part(weight, dim, mesh).float(), dim, mesh, weight.shape))
+
+
+def as_part(part: torch.Tensor, dim: int, mesh: DeviceMesh, shape: Sequence[int]) -> DTensor:
+    """What one rank has of a tensor of this shape that is cut along `dim`."""
+    sizes = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
+    return DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, **sizes)
+
+
+def _part(weight: torch.Tensor, dim: int, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's, also of a weight of which no more was read."""
+    if isinstance(weight, DTensor):
+        return weight.detach().to_local()
+    part = weight.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()]
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _look_up_in_parts(embedding: nn.Module, mesh: DeviceMesh) -> None:

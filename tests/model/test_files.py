@@ -1,0 +1,66 @@
+"""Experts that files hold one by one are the stacks that the model has, without transformers' reading them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+
+from tunesmith.config.schema import Run
+from tunesmith.model import files, load
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 100,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MIXTURES = {
+    "mixtral": MixtralConfig(**SMALL, num_local_experts=4),
+    "qwen": Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+}
+
+
+@pytest.fixture(params=MIXTURES)
+def mixture(request, tmp_path):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(MIXTURES[request.param]).save_pretrained(tmp_path)
+    assert any(".experts.3." in name for name in load_file(tmp_path / "model.safetensors"))
+    return tmp_path
+
+
+def test_experts_stored_one_by_one_are_stacked_as_transformers_does(mixture, monkeypatch):
+    expected = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32).state_dict()
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    found = load.load_model(Run(model=str(mixture), data="none.jsonl"), dtype="fp32", device="cpu").state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_a_part_of_a_stack_is_read_from_its_own_experts_only(mixture, monkeypatch):
+    model, folder = load.load_empty(Run(model=str(mixture), data="none.jsonl"), dtype="fp32")
+    held = files.find(folder, model.state_dict())
+    stacks = {name: one for name, one in held.items() if isinstance(one, files.Stack)}
+    assert len(stacks) == 4
+    read = []
+    real = files.Tensor.read
+    monkeypatch.setattr(files.Tensor, "read", lambda self, *more: read.append(self.name) or real(self, *more))
+    whole = {name: tensor for name, tensor, _ in files.read_ahead(stacks, pin=False)}
+    read.clear()
+    for name, tensor, shape in files.read_ahead(stacks, pin=False, part=lambda *_: (slice(1, 3),)):
+        assert shape == whole[name].shape
+        assert torch.equal(tensor, whole[name][1:3])
+    assert {name.split(".experts.")[1][0] for name in read} == {"1", "2"}
+
+
+def test_files_with_experts_missing_are_left_to_transformers(mixture):
+    tensors = load_file(mixture / "model.safetensors")
+    save_file({name: one for name, one in tensors.items() if ".experts.2." not in name}, mixture / "model.safetensors")
+    model, folder = load.load_empty(Run(model=str(mixture), data="none.jsonl"), dtype="fp32")
+    assert files.find(folder, model.state_dict()) is None
