@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -116,10 +117,12 @@ class Runs:
         die: Die | Sequence[Die] = (),
         kill_after: float | None = None,
         constants: dict[str, Any] | None = None,
+        memory: int | None = None,
     ) -> int:
         """Start it and return its process id; `wait` gives its end, before which no other can be started.
 
-        With `kill_after`, it is killed after so many seconds; `constants` (`module:NAME`) get other values in it.
+        With `kill_after`, it is killed after so many seconds; `constants` (`module:NAME`) get other values in it;
+        `memory` is what it may take beyond what it has when it starts, in bytes.
         """
         order = {
             "folder": str(folder),
@@ -127,6 +130,7 @@ class Runs:
             "die": [asdict(one) for one in ([die] if isinstance(die, Die) else die)],
             "kill_after": kill_after,
             "constants": constants or {},
+            "memory": memory,
         }
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
@@ -209,6 +213,8 @@ def _be_a_run(main, folder: Path, order: dict[str, Any]) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background have it ignored
         for name, stream in (("stdout.txt", 1), ("stderr.txt", 2)):
             os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+        if order["memory"] is not None:
+            _limit_memory(order["memory"])
         for name, value in order["constants"].items():
             owner, name = _find(name)
             setattr(owner, name, value)
@@ -222,6 +228,15 @@ def _be_a_run(main, folder: Path, order: dict[str, Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _limit_memory(size: int) -> None:
+    """By RLIMIT_DATA: all memory of its own that a process asks for counts, used or not, and what is beyond is refused
+    at once. Shared maps of files do not count, since the system can drop their pages; RLIMIT_AS would count them too,
+    and RLIMIT_RSS does nothing."""
+    status = Path("/proc/self/status").read_text()
+    has = 1024 * int(status.split("VmData:")[1].split()[0])
+    resource.setrlimit(resource.RLIMIT_DATA, (has + size, has + size))
 
 
 def _find(where: str) -> tuple[Any, str]:

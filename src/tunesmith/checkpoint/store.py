@@ -650,7 +650,7 @@ def _uncovered(names: set[str], held: list[dict[str, list[int | None]]]) -> str:
 def _holds_any(file: Path, wanted: Callable[[str], tuple[int, int] | None]) -> bool:
     """By the file's header, which is read again with the file and checked then."""
     try:
-        with safetensors.safe_open(file, framework="pt") as opened:
+        with safetensors.safe_open(file, framework="numpy") as opened:
             places = _places(opened.metadata())
             for name in opened.keys():  # noqa: SIM118 (it is no dict)
                 shape = opened.get_slice(name).get_shape()
@@ -747,7 +747,7 @@ def _verify(path: Path, step: int) -> None:
             raise Damaged(f"{name} does not match its checksum")
         if name.endswith(".safetensors"):
             try:
-                with safetensors.safe_open(file, framework="pt"):
+                with safetensors.safe_open(file, framework="numpy"):
                     pass
             except safetensors.SafetensorError as error:
                 raise Damaged(f"{name} is not a safetensors file ({error})") from None

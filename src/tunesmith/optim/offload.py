@@ -21,7 +21,7 @@ import torch
 
 from tunesmith.optim.scratch import Scratch, aligned
 
-PIECE, DISK_PIECE = 1 << 25, 1 << 21
+PIECE, DISK_PIECE = 1 << 25, 1 << 20
 """Values of a parameter in one visit: large enough for the full speed of the link or the disk, small beside the memory
 that is to be saved."""
 BUFFERS = 3
