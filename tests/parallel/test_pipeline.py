@@ -20,7 +20,7 @@ from tunesmith.errors import UserError
 from tunesmith.measure.bench import Workload, plan_for
 from tunesmith.model import attention, lora
 from tunesmith.model.forward import settle
-from tunesmith.parallel.pipeline import check_stages, cut
+from tunesmith.parallel.pipeline import Cut, Pipelined, check_stages, cut
 from tunesmith.plan.plan import Mesh, Plan
 
 WAYS = {
@@ -158,3 +158,12 @@ def test_a_stage_without_anything_to_train_is_refused():
     lora.attach(model, Lora(rank=2, layers="top 1"), seed=0)
     with pytest.raises(UserError, match="would have nothing to train"):
         cut(model, plan_of(pipeline=2), 0)
+
+
+def test_zero_bubble_with_adapters_is_refused_where_torch_cannot(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
+    model = torch.nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    plan = plan_for(Workload("tiny", "lora", 1, 64), device="cpu", products="plain", recompute_layers=0, compiled=False)
+    with pytest.raises(UserError, match=r"needs torch 2\.13, and this is 2\.11"):
+        Pipelined(model, Cut([], None), plan.changed(schedule="zero-bubble"), None)

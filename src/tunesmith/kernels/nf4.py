@@ -28,6 +28,9 @@ ALIGNED = 16
 CHUNK = BLOCK << 18
 """Weights quantized at a time: what is needed for it on the way stays below 300 MB, however large the matrix."""
 TINY = 1e-38
+SHARDED = torch.float8_e5m2
+"""What the bytes of a weight in nf4 are called in the hands of FSDP, which in torch 2.11 takes parameters of floating
+types only."""
 VALUES = (
     -1.0,
     -0.6961928009986877,
@@ -101,6 +104,7 @@ def dequantize(
     `scale_n` divides each row (for fp8, which has little range of its own). `after` is not looked at: a weight made
     after the gradient that it is multiplied with cannot be made earlier and kept, as the compiler otherwise would.
     """
+    weight4 = weight4.view(torch.uint8)
     out = weight4.new_empty(sum(rows), columns, dtype=dtype)
     nested = NESTED if weight4.shape[0] == sum(size(height * columns) for height in rows) else 1
     flat, place, first = out.view(-1), 0, 0
@@ -131,7 +135,7 @@ def whole(
 ) -> torch.Tensor:
     """The weight to multiply `like` with: made from nf4 where it is held so, else the tensor itself. In fp8, with
     `scale_n` for its rows, or in the precision of `like`."""
-    if held.dtype != torch.uint8:
+    if held.dtype not in (torch.uint8, SHARDED):
         return held
     dtype = like.dtype if scale_n is None else torch.float8_e4m3fn
     return dequantize(held, rows, columns, dtype, scale_n, like)

@@ -145,6 +145,12 @@ class Pipelined(Entrance):
     def __init__(self, called: nn.Module, mine: Cut, plan: Plan, group: dist.ProcessGroup):
         """`called` is what remains of the model here, or what stands before its shards."""
         super().__init__(called)
+        has_adapters = any(not weight.requires_grad for weight in called.parameters())
+        if plan.schedule == "zero-bubble" and has_adapters and torch.__version__ < (2, 13):
+            raise UserError(
+                f"A zero-bubble schedule of layers with adapters needs torch 2.13, and this is {torch.__version__}; "
+                "use a plan whose schedule is 1f1b or interleaved."
+            )
         self.parts = mine.parts
         self.tied = mine.tied
         self.group = group
