@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tunesmith import __version__
 from tunesmith.checkpoint import run_folder
+from tunesmith.checkpoint.result import stored_parts, stored_shapes, write_together
 from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Rows
 from tunesmith.config.schema import Run
 from tunesmith.data.loader import Loader
@@ -27,7 +29,18 @@ from tunesmith.model import attention, load, lora
 from tunesmith.model.forward import Shape, settle
 from tunesmith.model.fp8 import use_fp8_products
 from tunesmith.model.fuse import fuse
-from tunesmith.model.save import remove_leftovers, saved_buffers, write_adapter, write_model
+from tunesmith.model.lora import peft_name
+from tunesmith.model.quantized import files_of
+from tunesmith.model.save import (
+    ADAPTER_FILE,
+    MODEL_FILES,
+    describe_adapter,
+    describe_model,
+    remove_leftovers,
+    saved_buffers,
+    write_adapter,
+    write_model,
+)
 from tunesmith.optim.build import build
 from tunesmith.parallel.apply import apply, wrap_layers
 from tunesmith.parallel.context import cut_of, multiple_of
@@ -233,16 +246,23 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
             seconds=round(time.monotonic() - began, 3),
         )
 
+    def own(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those that this rank has a part in writing: a weight that is tied is the first stage's."""
+        tied = called.tied if isinstance(called, Pipelined) and not called.parts[0].is_first else None
+        return {name: tensor for name, tensor in tensors.items() if tied is None or _weight_of(name) != tied}
+
+    def parts_of(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, Rows]]:
+        tensor = (ranks.rank % plan.mesh.tensor, plan.mesh.tensor)
+        for name, part in own_parts(tensors, is_first=is_first, tensor=tensor):
+            yield name, Rows(*part)
+
     def save(step: int, state: dict[str, Any], metric: float | None) -> bool:
         tensors = optimizer.tensors()
         if ranks.count == 1:
             full = {name: whole(tensor) for name, tensor in tensors.items()}
             return setting.checkpoints.save(step, full, state, metric=metric) is not None
-        if isinstance(called, Pipelined) and not called.parts[0].is_first:
-            # A tied weight is the first stage's to write.
-            tensors = {name: tensor for name, tensor in tensors.items() if _weight_of(name) != called.tied}
-        tensor = (ranks.rank % plan.mesh.tensor, plan.mesh.tensor)
-        parts = {name: Rows(*part) for name, part in own_parts(tensors, is_first=is_first, tensor=tensor).items()}
+        tensors = own(tensors)
+        parts = dict(parts_of(tensors))
         return setting.checkpoints.save_together(step, parts, tensors.keys(), state, ranks, metric=metric)
 
     def restore(store: CheckpointStore, found: Checkpoint) -> dict[str, Any]:
@@ -267,23 +287,34 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
 
     def write_result() -> Path:
         target = folder / ("adapter" if run.has_adapters else "model")
-        weights, described = None, model
-        held = None if run.has_adapters else getattr(torch, load.DTYPES[plan.precision])
-        if isinstance(called, Sharded):
-            weights = gathered(optimizer.weights, ranks, held)
-        elif isinstance(called, Pipelined):
-            weights = gathered({**optimizer.weights, **saved_buffers(model)}, ranks, held, keeps=is_first)
-            if ranks.is_first:
-                described = load.load_skeleton(run)
-                if run.has_adapters:
-                    lora.attach(described, run.lora, seed=run.seed)
         if ranks.is_first:
             remove_leftovers(target)
+        if not isinstance(called, Sharded | Pipelined):
             if run.has_adapters:
-                write_adapter(described, run, target, weights)
-            else:
-                write_model(described, load.load_tokenizer(run), target, weights)
-        ranks.wait()
+                return write_adapter(model, run, target)
+            return write_model(model, load.load_tokenizer(run), target)
+        if run.has_adapters:
+            tensors = own(optimizer.weights)
+            parts = ((peft_name(name), rows) for name, rows in parts_of(tensors))
+            shapes = {peft_name(name): (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+            described = partial(_describe_adapter, model, run, is_whole=not isinstance(called, Pipelined))
+            write_together(target, shapes, parts, ranks, pattern=ADAPTER_FILE, describe=described)
+            return target
+        dtype = getattr(torch, load.DTYPES[plan.precision])
+        empty, source = load.load_empty(run, dtype=plan.precision)
+        tensors = {**optimizer.weights, **saved_buffers(model)}
+        if (files := files_of(empty, source)) is None:  # of another layout, which transformers knows: it wants them all
+            weights = gathered(tensors, ranks, dtype, keeps=is_first if isinstance(called, Pipelined) else None)
+            if ranks.is_first:
+                write_model(empty, load.load_tokenizer(run), target, weights)
+            ranks.wait()
+            return target
+        tensors = own(tensors)
+        parts = (stored for name, rows in parts_of(tensors) for stored in stored_parts(name, rows, files))
+        trained = optimizer.weights
+        kinds = {name: (one.shape, dtype if name in trained else one.dtype) for name, one in tensors.items()}
+        described = partial(describe_model, empty, load.load_tokenizer(run), dtype)
+        write_together(target, stored_shapes(kinds, files), parts, ranks, pattern=MODEL_FILES, describe=described)
         return target
 
     return Job(
@@ -307,6 +338,13 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         ranks=ranks,
         cut=cut,
     )
+
+
+def _describe_adapter(model: torch.nn.Module, run: Run, target: Path, *, is_whole: bool) -> None:
+    if not is_whole:
+        model = load.load_skeleton(run)
+        lora.attach(model, run.lora, seed=run.seed)
+    describe_adapter(model, run, target)
 
 
 def _weight_of(name: str) -> str:

@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,15 +191,21 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 # PEFT's files
 
 
-def adapter_tensors(model: nn.Module, weights: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """By PEFT's names; taken from `weights`, by the model's own names, where the model has shards only."""
-    tensors = {}
-    for name, adapter in adapters(model).items():
-        for ours, theirs in PEFT_NAMES.items():
-            if getattr(adapter, ours) is not None:
-                value = getattr(adapter, ours) if weights is None else weights[f"{name}.{ours}"]
-                tensors[f"{PREFIX}{name}.{theirs}"] = value.detach().cpu().contiguous()
-    return tensors
+def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """By PEFT's names."""
+    trained = [
+        f"{name}.{leaf}"
+        for name, one in adapters(model).items()
+        for leaf in PEFT_NAMES
+        if getattr(one, leaf, None) is not None
+    ]
+    return {peft_name(name): model.get_parameter(name).detach().cpu().contiguous() for name in trained}
+
+
+def peft_name(name: str) -> str:
+    """In PEFT's files, of an adapter's weight that has this name in the model."""
+    module, _, leaf = name.rpartition(".")
+    return f"{PREFIX}{module}.{PEFT_NAMES[leaf]}"
 
 
 def adapter_config(model: nn.Module, settings: Lora, base: str) -> dict[str, object]:

@@ -22,41 +22,60 @@ from tunesmith.config.schema import Run
 from tunesmith.model.load import locate, quiet
 from tunesmith.model.lora import adapter_config, adapter_tensors
 
+LARGEST_FILE = 5 * 10**9
+"""Bytes of a model's file; one tensor alone may be larger."""
+ADAPTER_FILE, MODEL_FILES = "adapter_model{suffix}.safetensors", "model{suffix}.safetensors"
 
-def write_adapter(model: nn.Module, run: Run, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> Path:
-    """The adapters of `model`, for Tunesmith and the peft library alike; their weights where the model has shards."""
+
+def write_adapter(model: nn.Module, run: Run, folder: Path) -> Path:
+    """The adapters of `model`, for Tunesmith and the peft library alike."""
+    with whole_folder(folder) as partial:
+        save_file(adapter_tensors(model), partial / ADAPTER_FILE.format(suffix=""), metadata={"format": "pt"})
+        describe_adapter(model, run, partial)
+    return folder
+
+
+def describe_adapter(model: nn.Module, run: Run, folder: Path) -> None:
+    """What a folder with an adapter has besides its weights."""
     source = locate(run.model)
     base = str(Path(source.location).resolve()) if source.is_local else source.location
-    with whole_folder(folder) as partial:
-        save_file(adapter_tensors(model, weights), partial / "adapter_model.safetensors", metadata={"format": "pt"})
-        (partial / "adapter_config.json").write_text(json.dumps(adapter_config(model, run.lora, base), indent=2) + "\n")
-    return folder
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config(model, run.lora, base), indent=2) + "\n")
 
 
 def write_model(model: nn.Module, tokenizer, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> Path:
     """The whole model with its tokenizer, in transformers' layout and in the precision the model is held in; its
     weights where the model has shards."""
     with whole_folder(folder) as partial:
-        use_cache = model.config.use_cache
-        model.config.use_cache = True
-        try:
-            with quiet():
-                if weights is None:
-                    model.save_pretrained(partial)
-                else:
-                    _save_shards(model, weights, partial)
-        finally:
-            model.config.use_cache = use_cache
-        tokenizer.save_pretrained(partial)
+        if weights is None:
+            _save(model, tokenizer, partial)
+        else:
+            buffers = {name: buffer for name, buffer in saved_buffers(model).items() if not buffer.is_meta}
+            _save(model, tokenizer, partial, state_dict={**weights, **buffers})
+            _set_dtype(partial, next(iter(weights.values())).dtype)
     return folder
 
 
-def _save_shards(model: nn.Module, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """`weights` and the buffers that belong to them, in one precision, which transformers would take from the model."""
-    buffers = {name: buffer for name, buffer in saved_buffers(model).items() if not buffer.is_meta}
-    model.save_pretrained(folder, state_dict={**weights, **buffers})
+def describe_model(model: nn.Module, tokenizer, dtype: torch.dtype, folder: Path) -> None:
+    """What a folder with a model has besides its weights, which are in this precision."""
+    _save(model, tokenizer, folder, state_dict={})
+    _set_dtype(folder, dtype)
+
+
+def _save(model: nn.Module, tokenizer, folder: Path, **options) -> None:
+    use_cache = model.config.use_cache
+    model.config.use_cache = True
+    try:
+        with quiet():
+            model.save_pretrained(folder, max_shard_size=LARGEST_FILE, **options)
+    finally:
+        model.config.use_cache = use_cache
+    tokenizer.save_pretrained(folder)
+
+
+def _set_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """That of the weights that were written, which transformers takes from the model."""
     config = json.loads((folder / "config.json").read_text())
-    config["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

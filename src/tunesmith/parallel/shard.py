@@ -21,7 +21,7 @@ themselves, else in its shards and its collectives, where they cost a few percen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -176,11 +176,10 @@ class Part(NamedTuple):
 
 def own_parts(
     tensors: Mapping[str, torch.Tensor], *, is_first: bool, tensor: tuple[int, int] = (0, 1)
-) -> dict[str, Part]:
+) -> Iterator[tuple[str, Part]]:
     """This rank's share of the work of writing `tensors`: its rows of each, taken in turn where ranks replicate; the
     first of those that have these tensors writes what is not spread. All ranks must ask at once, since columns that lie
     apart are put together. `tensor`: which of how many tensor ranks this is."""
-    found = {}
     for index, name in enumerate(sorted(tensors)):  # states are not in the same order on all ranks
         value = tensors[name]
         if isinstance(value, DTensor):
@@ -192,10 +191,9 @@ def own_parts(
                 replicas = value.device_mesh["replicate"]
                 mine, copies = mine * replicas.size() + replicas.get_local_rank(), copies * replicas.size()
             if index % copies == mine and start < stop:
-                found[name] = Part(value.to_local(), start, value.shape[0])
+                yield name, Part(value.to_local(), start, value.shape[0])
         elif is_first:
-            found[name] = Part(value, 0, value.shape[0] if value.ndim else None)
-    return found
+            yield name, Part(value, 0, value.shape[0] if value.ndim else None)
 
 
 def rows_of(tensor: DTensor) -> tuple[int, int]:

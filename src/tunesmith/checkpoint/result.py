@@ -1,0 +1,181 @@
+"""The result of a run over several ranks, written by all of them into one folder: no rank ever has more than its part.
+
+Where each tensor lies in which safetensors file is known from names, shapes and precision alone. The first rank makes
+the files, with their headers and at their full size; each rank writes the rows that it holds at their place; when all
+have synced theirs, the first one moves the folder into place, whole. The bytes are those that one process would write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tunesmith.checkpoint.store import _DTYPES, Rows, Together
+from tunesmith.model.files import Held, Stack
+from tunesmith.model.save import LARGEST_FILE, whole_folder
+
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Of tensors, by name: shape and precision."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a tensor in a file."""
+
+    file: str
+    start: int
+    """Its first byte."""
+    dtype: torch.dtype
+
+
+def write_together(
+    target: Path,
+    shapes: Shapes,
+    parts: Iterable[tuple[str, Rows]],
+    together: Together,
+    *,
+    pattern: str,
+    describe: Callable[[Path], None],
+) -> None:
+    """Write `parts` of tensors of these `shapes`, all that this rank knows, into files called by `pattern`; the first
+    rank adds the rest of the folder by `describe`. OSError, on every rank, where one of them could not write."""
+    headers, places, index = _lay_out(_of_all(shapes, together), pattern)
+    problem = ""
+    try:
+        with ExitStack() as stack:
+            partial = None
+            try:
+                if together.is_first:
+                    partial = stack.enter_context(whole_folder(target))
+                    describe(partial)
+                    _make_files(partial, headers, index, pattern)
+            except OSError as error:
+                problem = _words(error)
+            name = together.gather(partial.name if partial and not problem else "")[0]
+            try:
+                # Also a rank that cannot write asks for its parts, since others may need it for theirs.
+                _write_rows(target.parent / name if name else None, parts, places)
+            except OSError as error:
+                problem = _words(error)
+            if problem := next(filter(None, together.gather(problem)), ""):
+                raise OSError(problem)
+    except OSError as error:
+        problem = _words(error)
+    if problem := next(filter(None, together.gather(problem)), ""):
+        raise OSError(problem)
+
+
+def stored_parts(name: str, rows: Rows, held: Mapping[str, Held]) -> list[tuple[str, Rows]]:
+    """What a rank has of a tensor, as the model's own files would hold it: experts that they hold one by one are."""
+    if not isinstance(stack := held.get(name), Stack):
+        return [(name, rows)]
+    found = []
+    for expert, whole in enumerate(rows.tensor, rows.start):
+        matrices = stack.experts[expert]
+        for matrix, part in zip(matrices, whole.chunk(len(matrices)), strict=True):
+            found.append((matrix.name, Rows(part, 0, part.shape[0])))
+    return found
+
+
+def stored_shapes(shapes: Shapes, held: Mapping[str, Held]) -> Shapes:
+    """The shapes of what `stored_parts` gives."""
+    found = {}
+    for name, (shape, dtype) in shapes.items():
+        if not isinstance(stack := held.get(name), Stack):
+            found[name] = (shape, dtype)
+            continue
+        for matrices in stack.experts:
+            for matrix in matrices:
+                found[matrix.name] = ((shape[1] // len(matrices), *shape[2:]), dtype)
+    return found
+
+
+def _of_all(mine: Shapes, together: Together) -> Shapes:
+    """The tensors that the ranks have between them."""
+    said = json.dumps({name: [shape, str(dtype).removeprefix("torch.")] for name, (shape, dtype) in mine.items()})
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for theirs in map(json.loads, together.gather(said)):
+        for name, (shape, dtype) in theirs.items():
+            found.setdefault(name, (tuple(shape), getattr(torch, dtype)))
+    return found
+
+
+def _make_files(
+    folder: Path, headers: Mapping[str, tuple[bytes, int]], index: dict[str, Any] | None, pattern: str
+) -> None:
+    for file, (header, size) in headers.items():
+        (folder / file).write_bytes(header)
+        os.truncate(folder / file, size)
+    if index is not None:
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / f"{pattern.format(suffix='')}.index.json").write_text(text)
+
+
+def _words(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _write_rows(folder: Path | None, parts: Iterable[tuple[str, Rows]], places: Mapping[str, Place]) -> None:
+    opened: dict[str, int] = {}
+    problem: OSError | None = None
+    try:
+        for name, rows in parts:
+            if folder is None or problem is not None:
+                continue
+            place = places[name]
+            value = rows.tensor.detach().to("cpu", place.dtype).contiguous()
+            row_bytes = value.nbytes // value.shape[0] if value.ndim else value.nbytes
+            try:
+                if place.file not in opened:
+                    opened[place.file] = os.open(folder / place.file, os.O_WRONLY)
+                _write_at(opened[place.file], value, place.start + rows.start * row_bytes)
+            except OSError as error:
+                problem = error
+        for file in opened.values():
+            os.fsync(file)
+    finally:
+        for file in opened.values():
+            os.close(file)
+    if problem is not None:
+        raise problem
+
+
+def _write_at(file: int, value: torch.Tensor, start: int) -> None:
+    view = memoryview(value.reshape(-1).view(torch.uint8).numpy())
+    while len(view):
+        written = os.pwrite(file, view, start)
+        view, start = view[written:], start + written
+
+
+def _lay_out(
+    shapes: Shapes, pattern: str
+) -> tuple[dict[str, tuple[bytes, int]], dict[str, Place], dict[str, Any] | None]:
+    """By file its header and size, by tensor its place, and the index of several files."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
+    files = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=LARGEST_FILE)
+    headers, places = {}, {}
+    for file, names in files.filename_to_tensors.items():
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end, starts = 0, {}
+        for name in sorted(names, key=lambda name: (-tensors[name].element_size(), name)):  # as the library has them
+            starts[name], end = end, end + tensors[name].nbytes
+            kind, shape = _DTYPES[tensors[name].dtype], list(tensors[name].shape)
+            header[name] = {"dtype": kind, "shape": shape, "data_offsets": [starts[name], end]}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        text = len(text).to_bytes(8, "little") + text
+        headers[file] = (text, len(text) + end)
+        places |= {name: Place(file, len(text) + start, tensors[name].dtype) for name, start in starts.items()}
+    count = sum(tensor.numel() for tensor in tensors.values())
+    metadata = {"total_parameters": count, "total_size": sum(tensor.nbytes for tensor in tensors.values())}
+    index = {"metadata": metadata, "weight_map": {name: place.file for name, place in places.items()}}
+    return headers, places, index if files.is_sharded else None
