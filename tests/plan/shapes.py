@@ -25,6 +25,18 @@ MODEL["Llama-2-70B"] = from_config(
 FALCON = {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 8, "vocab_size": 65024}
 MODEL["Falcon-40B"] = from_config(FALCON | {"hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128})
 MODEL["Falcon-180B"] = from_config(FALCON | {"hidden_size": 14848, "num_hidden_layers": 80, "num_attention_heads": 232})
+MIXTRAL = from_config(
+    {
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "vocab_size": 32000,
+    }
+)
 
 
 def run(**settings) -> Run:

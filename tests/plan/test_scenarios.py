@@ -12,7 +12,9 @@ from tunesmith.plan.hardware import Hardware, named
 from tunesmith.plan.plan import Plan
 from tunesmith.plan.search import Search, search
 
-from .shapes import GIB, MODEL, run, why
+from .shapes import GIB, MIXTRAL, MODEL, run, why
+
+EXACT = {"gather": "plain", "reduce": "plain"}
 
 
 def plan(model: str, hardware: str, **settings) -> Plan:
@@ -56,9 +58,9 @@ def test_7b_full_on_one_node_of_four_is_fully_sharded_without_saving_more():
     assert chosen.offload_optimizer == "none"
 
 
-def test_7b_full_on_two_nodes_with_a_slow_link_is_hybrid_where_nothing_may_be_rounded():
+def test_7b_full_on_two_nodes_with_a_slow_link_is_hybrid_where_nothing_may_be_rounded_or_cut():
     hardware = "2 nodes of 4 x A100-80G, nvlink, 50 Gbit/s"
-    exact = {"gather": "plain", "reduce": "plain"}
+    exact = {**EXACT, "pipeline": 1}
     for tokens in (16384, 65536, 262144):
         result = found("Llama-2-7B", hardware, exact, method="full", sequence_length=1024, batch_tokens=tokens)
         chosen = result.plan
@@ -70,12 +72,53 @@ def test_7b_full_on_two_nodes_with_a_slow_link_is_hybrid_where_nothing_may_be_ro
 
 def test_7b_full_over_a_slow_link_with_little_to_hide_behind_is_in_int8_and_says_what_is_lost():
     hardware = "2 nodes of 4 x A100-80G, nvlink, 50 Gbit/s"
-    chosen = plan("Llama-2-7B", hardware, method="full", sequence_length=1024, batch_tokens=16384)
+    given = {"method": "full", "sequence_length": 1024}
+    chosen = found("Llama-2-7B", hardware, {"pipeline": 1}, batch_tokens=16384, **given).plan
     assert (chosen.sharding, chosen.gather, chosen.reduce) == ("hierarchical", "int8", "int8")
     assert "lossy: each value is off by at most 1/254 of the largest of its 128" in why(chosen, "communication")
-    assert "times as long over 50 Gbit/s" in why(chosen, "communication")
-    much = plan("Llama-2-7B", hardware, method="full", sequence_length=1024, batch_tokens=262144)
+    exact = found("Llama-2-7B", hardware, {"pipeline": 1, **EXACT}, batch_tokens=16384, **given).plan
+    times = exact.time.total / chosen.time.total
+    assert f"is exact, and takes {times:.1f} times as long over 50 Gbit/s" in why(chosen, "communication")
+    much = plan("Llama-2-7B", hardware, batch_tokens=262144, **given)
     assert (much.sharding, much.gather, much.reduce) == ("hybrid", "plain", "plain")
+
+
+def test_a_large_model_over_nodes_with_a_slow_link_is_a_pipeline_of_nodes():
+    hardware = "4 nodes of 4 x A100-80G, nvlink, 25 Gbit/s"
+    given = {"method": "full", "sequence_length": 2048, "batch_tokens": 2**19}
+    chosen = plan("Qwen2.5-32B", hardware, **given)
+    assert chosen.fits
+    assert (chosen.mesh.pipeline, chosen.sharding, chosen.mesh.shard, chosen.beyond) == (4, "zero3", 4, ())
+    assert chosen.accumulation >= 8 * chosen.mesh.pipeline
+    exact = found("Qwen2.5-32B", hardware, {"pipeline": 1, **EXACT}, **given).plan
+    times = exact.time.total / chosen.time.total
+    assert times > 1.2
+    assert why(chosen, "pipeline") == (
+        "4 stages, 1f1b: stages send each other hidden states alone, and wait for 4% of the time; anything else that "
+        f"is exact would take {times:.1f} times as long"
+    )
+    near = plan("Qwen2.5-32B", hardware.replace("25 Gbit/s", "1600 Gbit/s"), **given)
+    assert near.mesh.pipeline == 1
+
+
+def test_models_that_may_not_be_cut_are_not_made_pipelines_of():
+    hardware = "4 nodes of 4 x A100-80G, nvlink, 25 Gbit/s"
+    given = {"method": "full", "sequence_length": 2048, "batch_tokens": 2**19}
+    facts = MODEL["Qwen2.5-32B"]
+    for other in (facts.changed(extra=facts.extra + 1024 * facts.hidden), facts.changed(note="unknown")):
+        assert search(run(**given), other, named(hardware)).plan.mesh.pipeline == 1
+
+
+def test_mixtral_on_eight_gpus_sends_tokens_to_its_experts():
+    given = {"method": "full", "sequence_length": 4096, "batch_tokens": 2**17}
+    chosen = search(run(**given), MIXTRAL, named("8 x H200")).plan
+    assert chosen.fits
+    assert (chosen.mesh.expert, chosen.sharding, chosen.mesh.shard, chosen.beyond) == (8, "zero3", 8, ())
+    assert why(chosen, "experts").startswith("1 of each layer on a rank: tokens go to their experts, and no expert to")
+    gathered = search(run(**given), MIXTRAL, named("8 x H200"), pins={"expert": 1}).plan
+    assert gathered.time.total > 1.05 * chosen.time.total
+    quantized = search(run(**given | {"method": "qlora"}), MIXTRAL, named("8 x H200")).plan
+    assert quantized.mesh.expert == 1
 
 
 def test_a_fast_link_between_nodes_makes_full_sharding_a_match():

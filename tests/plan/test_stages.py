@@ -7,10 +7,9 @@ import pytest
 
 from tunesmith.plan import memory, speed
 from tunesmith.plan.choice import Choice
-from tunesmith.plan.facts import from_config
 from tunesmith.plan.stages import busiest, cut, micro_batches
 
-from .shapes import task
+from .shapes import MIXTRAL, task
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
@@ -64,9 +63,7 @@ def test_more_micro_batches_wait_less_for_each_other():
 
 
 def test_experts_in_their_places_are_not_gathered():
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
-    mixtral = {"model_type": "mixtral", "num_key_value_heads": 8, "num_local_experts": 8, "vocab_size": 32000, **sizes}
-    given = task(from_config(mixtral), "8 x H200", "full", 4096, 8)
+    given = task(MIXTRAL, "8 x H200", "full", 4096, 8)
     sharded = Choice(attention="varlen", is_compiled=True, sharding="zero3", shard=8)
     spread = replace(sharded, expert=8)
     here, there = (memory.timeline(given, choice)[1].memory.gathered for choice in (spread, sharded))

@@ -47,6 +47,8 @@ ENDS = {"adapters": 2, "full": 4}
 """Hidden states that are kept outside of the layers; a final norm that is trained keeps its input in fp32 as well."""
 WIRE = {"int8": 1 + 4 / 128, "int4": 0.5 + 4 / 64}
 """Bytes of a rounded value on the wire, with its share of a block's scale (`parallel.quantized`)."""
+CROWDED = 1.2
+"""Tokens that come to the rank whose experts are the most popular, against the mean; taken, not measured."""
 COLLECTIVES = 300 * MIB
 """What NCCL takes once there is more than one rank."""
 FRAGMENTATION = {"cpu": 0.08, "cuda": 0.01}
@@ -405,6 +407,7 @@ def layer_bytes(
     storage: str = "plain",
     tensor: int = 1,
     is_sliced: bool = False,
+    crowded: float = 1.0,
 ) -> float:
     """What a layer keeps for backward, for each token. Eager: as autograd's own hooks count it. Compiled: norms and
     activations are computed again from what stands before them, save where an adapter keeps its input."""
@@ -442,7 +445,7 @@ def layer_bytes(
     attention += 4 * task.facts.heads
     if not task.facts.has_fused_attention:
         attention += 8 * task.facts.heads * min(task.document_length, kind.window or task.document_length)
-    mlp = values * kind.intermediate * width + (2 if is_full else 1) * kind.copies * hidden * width
+    mlp = crowded * (values * kind.intermediate + (2 if is_full else 1) * kind.copies * hidden) * width
     adapter = 0.0
     if task.has_adapters:
         linears = [linear for linear in kind.linears if linear.is_adaptable]
@@ -468,6 +471,7 @@ def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, floa
             storage=choice.storage,
             tensor=choice.tensor,
             is_sliced=choice.mlp_slice > 0,
+            crowded=CROWDED if choice.expert > 1 and kind_experts(kind) else 1.0,
         )
 
     boundary = tokens * facts.hidden * task.width / choice.tensor

@@ -176,7 +176,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "only: not sharded, compiled or recomputed, nor trained in half precision",
     ),
     (
-        lambda task, choice: choice.expert > 1 and any(count % choice.expert for count in _experts(task) or [1]),
+        lambda task, choice: choice.expert > 1 and any(count % choice.expert for count in experts(task) or [1]),
         "experts are cut evenly over ranks, and this model has none or another number of them",
     ),
     (
@@ -256,7 +256,7 @@ def may_release(task: Task, choice: Choice) -> bool:
     )
 
 
-def _experts(task: Task) -> set[int]:
+def experts(task: Task) -> set[int]:
     """How many experts layers of this model have."""
     return {linear.count for kind in task.facts.kinds for linear in kind.linears if linear.count > 1}
 
@@ -322,6 +322,8 @@ def complexity(task: Task, choice: Choice) -> int:
         + 3 * (choice.tensor > 1)
         + 3 * (choice.context > 1)
         + 4 * (choice.pipeline > 1)
+        + (choice.schedule != "1f1b")
+        + 2 * (choice.expert > 1)
         + (choice.recompute_layers > 0)
         + (choice.mlp_slice > 0)
         + 2 * (choice.storage != "plain")

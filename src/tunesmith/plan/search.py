@@ -35,8 +35,11 @@ EQUAL = 0.05
 """Choices whose times differ by less than this are equals: predictions are no better."""
 SAME = 0.01
 """Among choices of the same kind, more memory must bring more than this."""
-LOSSY = 1.5
-"""What is rounded on the wire must save this much of the time of what is not."""
+WORTH = 1.2
+"""A pipeline must be this much faster than anything without, and what is rounded on the wire than anything exact."""
+SCHEDULES = ("1f1b", "interleaved")
+"""Those that are looked at; zero-bubble is for those who ask for it, since it goes with plain layers only."""
+MOST_STAGES = 16
 IN_INT8 = {"gather": "int8", "reduce": "int8"}
 OFF = {"int8": "1/254 of the largest of its 128", "int4": "1/14 of the largest of its 64"}
 """How far rounding takes a value, at most (`parallel.quantized`)."""
@@ -100,9 +103,10 @@ def search(
         pinned.setdefault("optimizer_states", run.optimizer_states)
     tiers: list[tuple[Candidate, ...]] = []
     chosen: Candidate | None = None
+    seen: set[Choice] = set()
     why_not = _Refused()
     for tier in _tiers(task):
-        candidates = tuple(_candidates(task, tier, pinned, limit, limited, why_not))
+        candidates = tuple(_candidates(task, tier, pinned, limit, limited, seen, why_not))
         tiers.append(candidates)
         chosen = _best(task, [one for one in candidates if one.bytes <= limit and _fits_host(task, one.choice)])
         if chosen:
@@ -252,7 +256,13 @@ def _tiers(task: Task) -> list[dict[str, Any]]:
 
 
 def _candidates(
-    task: Task, tier: Mapping[str, Any], pins: Mapping[str, Any], limit: int, is_limited: bool, why_not: _Refused
+    task: Task,
+    tier: Mapping[str, Any],
+    pins: Mapping[str, Any],
+    limit: int,
+    is_limited: bool,
+    seen: set[Choice],
+    why_not: _Refused,
 ) -> Iterator[Candidate]:
     base = Choice(
         attention=rules.attention_for(task, is_limited=is_limited),
@@ -261,18 +271,20 @@ def _candidates(
     )
     fixed = {name: value for name, value in pins.items() if name != "recompute_layers"}
     layers = pins.get("recompute_layers")
-    seen: set[Choice] = set()
     has_axes = tier.get("axes", False) or task.sequences < task.hardware.gpu_count > 1
-    for mesh in _meshes(task, is_limited, has_axes=has_axes):
+    wanted = fixed.get("pipeline")
+    plain = _meshes(task, is_limited, has_axes=has_axes) if wanted in (None, 1) else ()
+    for mesh in itertools.chain(plain, _pipelines(task, wanted)):
         for micro_batch in _micro_batches(task, mesh):
             choice = dataclasses.replace(base, **{**mesh, "micro_batch": micro_batch, **fixed})
             if "release_gradients" not in fixed:
                 choice = dataclasses.replace(choice, release_gradients=rules.may_release(task, choice))
-            if choice in seen:
+            if choice in seen or (choice.pipeline > 1 and not _has_work(task, choice, is_asked_for=wanted is not None)):
                 continue
             seen.add(choice)
             refusal = rules.refused(task, choice)
-            if refusal is None and is_limited and (missing := rules.beyond(task, choice)):
+            is_cut = choice.pipeline * choice.expert > 1  # for any hardware only where this version can do it
+            if refusal is None and (is_limited or is_cut) and (missing := rules.beyond(task, choice)):
                 refusal = f"this version of Tunesmith cannot do {missing[0]}"
             if refusal is not None:
                 why_not.first = why_not.first or refusal
@@ -372,6 +384,33 @@ def _meshes(task: Task, is_limited: bool, *, has_axes: bool) -> Iterator[dict[st
             if nodes > 1 and not task.has_adapters:
                 ways = {"sharding": "hierarchical", "shard": here, "replicate": nodes}
                 yield {**mesh, **(ways if here > 1 else {"sharding": "zero3", "shard": ranks}), **IN_INT8}
+            if tensor * context == 1 and rules.experts(task) and task.facts.note is None:
+                yield {**mesh, "sharding": "zero3", "shard": ranks, "expert": ranks}
+
+
+def _pipelines(task: Task, pinned: int | None) -> Iterator[dict[str, Any]]:
+    """With several nodes: a stage for each of them or for each rank, whose ranks replicate or share. Within one node
+    pipelines bring little, and are looked at when their number of stages is given."""
+    nodes, ranks = task.hardware.nodes, task.hardware.nodes * task.ranks_per_node
+    own = {size for size in (nodes, ranks) if size <= MOST_STAGES} if nodes > 1 and _can_be_cut(task) else set()
+    for pipeline in sorted(own) if pinned is None else range(max(2, pinned), pinned + 1):
+        beside = min(ranks // pipeline, task.sequences)
+        ways = ({"sharding": "ddp", "replicate": beside}, {"sharding": "zero3", "shard": beside})
+        for way, schedule in itertools.product(ways if beside > 1 else ({},), SCHEDULES):
+            yield {"pipeline": pipeline, "schedule": schedule, **way}
+
+
+def _can_be_cut(task: Task) -> bool:
+    """Into stages, each with something to train; what is outside the layers (learned positions, a vision tower) would
+    be missing from stages behind the first."""
+    facts = task.facts
+    return facts.note is None and facts.extra <= 4 * facts.hidden and task.lora.layers is None
+
+
+def _has_work(task: Task, choice: Choice, *, is_asked_for: bool) -> bool:
+    """Whether a pipeline has as many micro-batches as stages, and no more ranks, by what was pinned, than there are."""
+    has_ranks = choice.ranks <= task.hardware.nodes * task.ranks_per_node
+    return has_ranks and (is_asked_for or choice.accumulation(task) >= choice.pipeline)
 
 
 def _micro_batches(task: Task, mesh: Mapping[str, Any]) -> list[int]:
@@ -393,15 +432,22 @@ def _best(task: Task, fitting: list[Candidate]) -> Candidate | None:
     """The quickest; among those that are as quick, the simplest, then the one that needs the least memory."""
     if not fitting:
         return None
-    exact = [one for one in fitting if not one.choice.is_lossy]
-    least = min(one.time.total for one in fitting)
-    if exact and (quickest := min(one.time.total for one in exact)) <= LOSSY * least:
-        fitting, least = exact, quickest
-    equals = [one for one in fitting if one.time.total <= least * (1 + EQUAL)]
+    kept, least = [], float("inf")
+    for effort in sorted({_effort(one) for one in fitting}):
+        kind = [one for one in fitting if _effort(one) == effort]
+        quickest = min(one.time.total for one in kind)
+        if WORTH * quickest < least:
+            kept, least = kind, quickest
+    equals = [one for one in kept if one.time.total <= least * (1 + EQUAL)]
     simplest = min(rules.complexity(task, one.choice) for one in equals)
     simple = [one for one in equals if rules.complexity(task, one.choice) == simplest]
     least = min(one.time.total for one in simple)
     return min((one for one in simple if one.time.total <= least * (1 + SAME)), key=lambda one: one.bytes)
+
+
+def _effort(one: Candidate) -> int:
+    """Shards alone; stages, which need many micro-batches to be worth it; rounding on the wire, which is lossy."""
+    return 2 if one.choice.is_lossy else int(one.choice.pipeline > 1)
 
 
 # decisions that need no search
@@ -524,12 +570,19 @@ def _explain(
         idle = task.hardware.gpu_count - choice.ranks
         why = "the batch has too few sequences for all"
         decide("ranks", choice.ranks, f"{idle} GPU{'s'[: idle > 1]} stay idle: {why}")
-    if choice.ranks > 1:
+    if choice.pipeline > 1:
+        decide(
+            "pipeline", f"{choice.pipeline} stages, {choice.schedule}", _why_axis("pipeline", task, found, every, limit)
+        )
+    if choice.expert > 1:
+        each = max(rules.experts(task)) // choice.expert
+        decide("experts", f"{each} of each layer on a rank", _why_axis("expert", task, found, every, limit))
+    if choice.ranks > choice.pipeline:
         decide("sharding", _sharding_words(choice), _why_sharding(task, found, every, limit))
     if choice.is_lossy:
         sent = {"weights": choice.gather, "gradients": choice.reduce}
         words = " and ".join(f"{what} in {wire}" for what, wire in sent.items() if wire != "plain")
-        decide("communication", words, _why_lossy(task, found, every))
+        decide("communication", words, _why_lossy(task, found, [one for one in every if one.bytes <= limit]))
     if choice.storage != "plain":
         if task.method == "qlora":
             decide("storage", choice.storage, f"method: qlora holds the frozen base in {task.lora.bits} bits")
@@ -635,7 +688,7 @@ def _why_sharding(task: Task, found: Candidate, every: list[Candidate], limit: i
     """What the choice is better than, by the model's own numbers."""
 
     def best(sharding: str) -> Candidate | None:
-        kind = [one for one in every if one.choice.sharding == sharding]
+        kind = [one for one in every if one.choice.sharding == sharding and one.choice.pipeline == 1]
         return _best(task, [one for one in kind if one.bytes <= limit]) or min(
             kind, key=lambda one: one.bytes, default=None
         )
@@ -656,12 +709,26 @@ def _why_sharding(task: Task, found: Candidate, every: list[Candidate], limit: i
     return "; ".join(parts) or "the least time of what fits"
 
 
-def _why_lossy(task: Task, found: Candidate, every: list[Candidate]) -> str:
-    exact = [one.time.total for one in every if not one.choice.is_lossy]
+def _why_axis(axis: str, task: Task, found: Candidate, every: list[Candidate], limit: int) -> str:
+    """What a pipeline, or experts in their places, are better than."""
+    without = [one for one in every if getattr(one.choice, axis) == 1 and not one.choice.is_lossy]
+    quickest = _best(task, [one for one in without if one.bytes <= limit])
+    gain = f"all that is exact needs at least {_least(without, lambda _: True)} without"
+    if quickest is not None:
+        gain = f"anything else that is exact would take {quickest.time.total / found.time.total:.1f} times as long"
+    if axis == "expert":
+        return f"tokens go to their experts, and no expert to all ranks; {gain}"
+    waiting = found.time.bubbles / found.time.total
+    return f"stages send each other hidden states alone, and wait for {waiting:.0%} of the time; {gain}"
+
+
+def _why_lossy(task: Task, found: Candidate, fitting: list[Candidate]) -> str:
+    exact = [one.time.total for one in fitting if not one.choice.is_lossy]
     gain = ""
     if exact:
         times, gigabits = min(exact) / found.time.total, task.hardware.network * 8 / 1e9
-        gain = f"; sent as they are, steps would take {times:.1f} times as long over {gigabits:.3g} Gbit/s"
+        gain = f"; a plan with gather and reduce plain is exact, and takes {times:.1f} times as long over "
+        gain += f"{gigabits:.3g} Gbit/s"
     off = "; ".join(OFF[wire] for wire in dict.fromkeys((found.choice.gather, found.choice.reduce)) if wire in OFF)
     return f"lossy: each value is off by at most {off}{gain}"
 

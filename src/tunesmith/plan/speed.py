@@ -75,6 +75,8 @@ STEP = 2e-3
 """Seconds of a step outside of everything: batch, clipping, logging."""
 LINK, NETWORK = 0.75, 0.97
 """Share of a link's published speed that a collective reaches, within and between nodes."""
+SCATTER = {"cpu": 2, "cuda": 1}
+"""Times what a reduce-scatter has to send that it sends: gloo, on processors, makes a whole all-reduce of it."""
 HIDDEN_SHARE = {"cpu": 0.0, "cuda": 0.8}
 """Communication and copies hide behind this share of the computation beside them; on a processor behind nothing."""
 BUBBLE = {"1f1b": 1.0, "interleaved": 1 / 2, "zero-bubble": 1 / 3}
@@ -136,6 +138,7 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     product_rate = _product_rate(task, choice, choice.mlp_tokens(task))
     forward_flops = 2 * facts.active * tokens / split
     products = forward_flops / product_rate
+    products *= 1 + (memory.CROWDED - 1) * _mlp_share(task) if choice.expert > 1 else 1
     attention = _attention(task, choice) * tokens / split
     elementwise = _elementwise_bytes(task, choice) * tokens / split / rates.bandwidth
     adapter = task.adapted[1] * ADAPTER_PASSES * task.width * tokens / split / rates.bandwidth
@@ -203,7 +206,7 @@ def _product_rate(task: Task, choice: Choice, tokens: float) -> float:
     rows = tokens
     experts = max(linear.count / linear.active for kind in task.facts.kinds for linear in kind.linears)
     if experts > 1:
-        rows /= experts  # an expert sees its part of the tokens only
+        rows *= choice.expert / experts  # an expert sees its part of the tokens only, of all ranks that send it theirs
     scale = rates.fp32 if task.width == 4 else rates.half
     return best * rows / (rows + HALF_RATE_TOKENS * scale) * narrow / (narrow + HALF_RATE_WIDTH * scale)
 
@@ -313,10 +316,14 @@ def _communication(task: Task, choice: Choice, rounds: int, forward: float, back
         seen += rounds * moved * (choice.context - 1) / (LINK * task.hardware.link)
     if choice.pipeline > 1:  # hidden states to the next stage, gradients to the one before
         moved = 2 * stages.PER_RANK[choice.schedule] * tokens * facts.hidden * task.width
+        beside = choice.ranks // choice.pipeline  # that send at the same time, over the same link where it is a node's
+        moved *= min(beside, task.ranks_per_node) if task.hardware.nodes > 1 else 1
         seen += rounds * _seen(task, moved / _between(task), forward + backward)
     if choice.expert > 1:  # tokens to their experts and back, in both passes, with nothing to hide behind
         moved = 4 * facts.total(lambda kind: kind.copies) * tokens * facts.hidden * task.width
-        seen += rounds * moved * (choice.expert - 1) / choice.expert / _between(task)
+        nodes = task.hardware.nodes
+        away = task.ranks_per_node * (nodes - 1) / nodes if nodes > 1 else (choice.expert - 1) / choice.expert
+        seen += rounds * moved * away / _between(task)
     if choice.holders == 1 or choice.sharding == "none":
         return seen
     split = choice.tensor * choice.pipeline
@@ -332,19 +339,20 @@ def _communication(task: Task, choice: Choice, rounds: int, forward: float, back
         gathered = rounded_weights or gathered
         reduced = rounded_gradients or reduced
     if choice.sharding in ("ddp", "zero1", "zero2"):
-        reduction = _collective(task, choice, reduced, everywhere=True)
+        twice = 2 if choice.sharding == "ddp" else SCATTER[task.device]
+        reduction = twice * _collective(task, choice, reduced, everywhere=True)
         sent = reduced if task.has_adapters else gathered  # a frozen base is on each rank already
         gather = 0.0 if choice.sharding == "ddp" else _collective(task, choice, sent, everywhere=True)
-        reduction *= 2 if choice.sharding == "ddp" else 1
         times = rounds if choice.sharding == "zero2" else 1
         return seen + times * _seen(task, reduction, backward) + gather
     gather_forward = _collective(task, choice, gathered, everywhere=choice.sharding != "hybrid")
     gather_backward = _collective(task, choice, gathered, everywhere=choice.sharding == "zero3")
-    reduction = _collective(task, choice, reduced, everywhere=choice.sharding != "hybrid")
+    reduced_within = SCATTER[task.device] * reduced
+    reduction = _collective(task, choice, reduced_within, everywhere=choice.sharding != "hybrid")
     if choice.sharding == "hierarchical" and rounded_weights:
         gather_forward = _node_by_node(task, choice, between=rounded_weights, within=rounded_weights)
     if choice.sharding == "hierarchical" and rounded_gradients:
-        reduction = _node_by_node(task, choice, between=rounded_gradients, within=reduced)
+        reduction = _node_by_node(task, choice, between=rounded_gradients, within=reduced_within)
     seen += rounds * (_seen(task, gather_forward, forward) + _seen(task, gather_backward + reduction, backward))
     if choice.sharding == "hybrid" and choice.replicate > 1:
         # Each rank reduces its shard with its peers in the other nodes, all over the same link, in the last round.
