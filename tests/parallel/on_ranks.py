@@ -16,6 +16,13 @@ from tunesmith.train.loop import loss_scale_of, rate_of, step_of
 
 STEPS = 20
 """Of the runs that are compared with one rank's."""
+METHODS = {
+    "full": {"method": "full"},
+    "lora": {"method": "lora"},
+    "qlora": {"method": "qlora"},
+    "qlora in 8 bits": {"method": "qlora", "lora": {"rank": 4, "bits": 8}},
+}
+"""What their settings say of it."""
 
 
 def job_of(

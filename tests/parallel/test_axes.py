@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel.on_ranks import STEPS, made
+from parallel.on_ranks import METHODS, STEPS, made
 from parallel.test_resume import assert_close
 from tiny import SETTINGS, write_data
 from tiny_model import make_tiny_model
@@ -16,7 +16,6 @@ from tunesmith.plan.hardware import probe, shared
 from tunesmith.plan.models import read_facts
 from tunesmith.plan.search import refusal
 
-METHODS = ("full", "lora", "qlora")
 WAYS = {
     "tensor 2": ({"tensor": 2}, "ddp"),
     "tensor 2 x shard 2": ({"tensor": 2, "shard": 2}, "zero3"),
@@ -24,6 +23,7 @@ WAYS = {
     "context 2 x shard 2": ({"context": 2, "shard": 2}, "zero3"),
     "context 2 x tensor 2": ({"context": 2, "tensor": 2}, "zero3"),
 }
+CELLS = [*((method, way) for way in WAYS for method in ("full", "lora", "qlora")), ("qlora in 8 bits", "context 2")]
 pytestmark = pytest.mark.distributed
 
 
@@ -51,15 +51,14 @@ def settings(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("method", "way"), CELLS)
 def test_splitting_layers_or_sequences_gives_the_steps_of_one_rank(world, settings, alone, tmp_path, method, way):
     mesh, sharding = WAYS[way]
     ranks = mesh.get("tensor", 1) * mesh.get("context", 1) * mesh.get("shard", 1)
-    options = {"folder": str(settings), "mesh": mesh, "sharding": sharding, "method": method}
+    options = {"folder": str(settings), "mesh": mesh, "sharding": sharding, **METHODS[method]}
     on_ranks = world(ranks)("parallel.on_ranks:steps", count=STEPS, output=str(tmp_path / "run"), **options)
     group = ranks // mesh.get("shard", 1)  # see the same data
-    for number, expected in enumerate(alone(method)):
+    for number, expected in enumerate(alone(**METHODS[method])):
         found = [steps[number] for steps in on_ranks]
         assert all(one["loss"] == found[0]["loss"] and one["norm"] == found[0]["norm"] for one in found)
         assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
@@ -103,6 +102,7 @@ REFUSED = [
     ({"tensor": 4}, {}, "splits whole key heads"),
     ({"tensor": 2}, {"method": "qlora"}, "would cut through blocks"),
     ({"tensor": 2}, {"lora": {"dora": True}}, "DoRA needs whole rows"),
+    ({"tensor": 2}, {"method": "qlora", "lora": {"bits": 8}}, "weights in int8 that are cut over ranks"),
     ({"tensor": 2, "context": 4}, {}, "stay within a node"),
     ({"context": 2, "shard": 8}, {}, "fewer sequences than there are ranks"),
 ]

@@ -1,4 +1,4 @@
-"""States in few bits over several ranks: each has the codes of its rows, and they are those of one rank."""
+"""States of other kinds over several ranks: each has those of its rows, and they are those of one rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,12 @@ def settings(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("optimizer", "after"), [("adamw_8bit", 1), ("lion", 2)])
+STATE = {"adamw_8bit": "exp_avg", "lion": "exp_avg", "muon": "momentum_buffer"}
+OFF = {"adamw_8bit": 1e-4, "lion": 1e-3, "muon": 1e-2}
+"""Signs, and products in bf16, make much of the last bits of gradients."""
+
+
+@pytest.mark.parametrize(("optimizer", "after"), [("adamw_8bit", 1), ("lion", 2), ("muon", 1)])
 def test_begun_on_two_ranks_and_ended_on_others_a_run_is_that_of_one(world, settings, tmp_path, optimizer, after):
     def train(until: int, ranks: int, output: str) -> list[float]:
         way = {"mesh": {"shard": 2}, "sharding": "zero3"} if ranks == 2 else {"mesh": {}, "sharding": "none"}
@@ -46,9 +51,9 @@ def test_begun_on_two_ranks_and_ended_on_others_a_run_is_that_of_one(world, sett
     found = train(STOP, 2, "run")
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     codes = [load_file(file) for file in sorted(checkpoint.glob("rank-*"))]
-    name = "optimizer/exp_avg/model.layers.0.mlp.down_proj.weight"
+    name = f"optimizer/{STATE[optimizer]}/model.layers.0.mlp.down_proj.weight"
     assert [one[name].shape for one in codes] == [(16, 256), (16, 256)]
     assert str(codes[0][name].dtype) == ("torch.uint8" if optimizer == "adamw_8bit" else "torch.float32")
     found += train(STEPS, after, "run")
-    assert found == pytest.approx(expected, rel=1e-3 if optimizer == "lion" else 1e-4)
+    assert found == pytest.approx(expected, rel=OFF[optimizer])
     assert found[-1] < found[0]

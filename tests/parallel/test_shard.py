@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel.on_ranks import STEPS
+from parallel.on_ranks import METHODS, STEPS
 from tiny import SETTINGS, write_data
 
 WAYS = {
@@ -18,7 +18,6 @@ WAYS = {
     "hybrid": {"replicate": 2, "shard": 2},
     "hierarchical": {"replicate": 2, "shard": 2},
 }
-METHODS = ("full", "lora", "qlora")
 pytestmark = pytest.mark.distributed
 
 
@@ -45,9 +44,9 @@ def settings(tiny_model, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_sharing_gives_the_steps_of_one_rank(world, settings, alone, tmp_path, method, way):
-    options = {"folder": str(settings), "mesh": WAYS[way], "sharding": way, "method": method}
+    options = {"folder": str(settings), "mesh": WAYS[way], "sharding": way, **METHODS[method]}
     on_ranks = world(4)("parallel.on_ranks:steps", count=STEPS, output=str(tmp_path / "run"), **options)
-    for number, expected in enumerate(alone(method)):
+    for number, expected in enumerate(alone(**METHODS[method])):
         found = [steps[number] for steps in on_ranks]
         assert all(one["loss"] == found[0]["loss"] and one["norm"] == found[0]["norm"] for one in found)
         assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)

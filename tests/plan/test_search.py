@@ -208,11 +208,10 @@ def test_more_ranks_than_gpus_are_refused():
         make_plan(run(), SMOL, shared(machine().changed(gpus=(gpu(80),)), 8))
 
 
-@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
-def test_optimizers_that_cannot_be_sharded_are_not_planned_for_several_ranks(optimizer):
+def test_optimizers_that_cannot_be_sharded_are_not_planned_for_several_ranks():
     several = machine().changed(gpus=(gpu(80), gpu(80)), link=300e9)
-    with pytest.raises(UserError, match=r"cannot do an optimizer other than adamw, lion, sgd over several ranks"):
-        search(run(method="full", optimizer=optimizer), SMOL, several, pins={"sharding": "zero3", "shard": 2})
+    with pytest.raises(UserError, match=r"cannot do an optimizer other than adamw, lion, muon, sgd over several ranks"):
+        search(run(method="full", optimizer="adafactor"), SMOL, several, pins={"sharding": "zero3", "shard": 2})
 
 
 def test_weights_without_masters_are_not_planned_for_several_ranks():

@@ -27,7 +27,7 @@ def dequantize(
 ) -> torch.Tensor:
     """The weights [N, K] in `dtype`, in one pass. `after` is not looked at; see `nf4.dequantize`."""
     whole = torch.empty(weight8.shape, dtype=dtype, device=weight8.device)
-    return torch.mul(weight8, scale_n[:, None], out=whole)
+    return torch.mul(weight8.view(torch.int8), scale_n[:, None], out=whole)  # bytes of another name in shards
 
 
 @torch.library.register_fake(dequantize)

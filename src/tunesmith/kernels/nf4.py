@@ -29,8 +29,8 @@ CHUNK = BLOCK << 18
 """Weights quantized at a time: what is needed for it on the way stays below 300 MB, however large the matrix."""
 TINY = 1e-38
 SHARDED = torch.float8_e5m2
-"""What the bytes of a weight in nf4 are called in the hands of FSDP, which in torch 2.11 takes parameters of floating
-types only."""
+"""What the bytes of a weight in nf4 or int8 are called in the hands of FSDP, which in torch 2.11 takes parameters of
+floating types only."""
 VALUES = (
     -1.0,
     -0.6961928009986877,

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tunesmith.kernels import nf4
+from tunesmith.kernels.nf4 import SHARDED
 from tunesmith.model.forward import Entrance
 from tunesmith.model.fuse import JointMlp, JointProduct
 from tunesmith.model.load import DTYPES
@@ -235,5 +235,5 @@ def _buffers_to_parameters(unit: nn.Module) -> None:
         if isinstance(module, HOLDERS):
             for name, buffer in list(module.named_buffers(recurse=False)):
                 delattr(module, name)
-                held = buffer.view(nf4.SHARDED) if buffer.dtype == torch.uint8 else buffer
+                held = buffer.view(SHARDED) if buffer.dtype in (torch.uint8, torch.int8) else buffer
                 module.register_parameter(name, nn.Parameter(held, requires_grad=False))

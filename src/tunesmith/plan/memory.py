@@ -343,11 +343,6 @@ def _gathered(task: Task, choice: Choice) -> tuple[float, float, float]:
 def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, float]:
     """On one rank a plain model comes to the device as its files have it; a base that is to be in fp8 becomes so layer
     by layer. Optimizer states do not exist yet."""
-    if choice.pipeline > 1 or choice.expert > 1:  # every rank reads all of the model, and keeps its part
-        whole = task.facts.parameters * float(task.width)
-        if choice.storage != "plain":
-            whole -= task.facts.matrices * (task.width - QUANTIZED[choice.storage])
-        return {"optimizer": 0.0, "master": 0.0, "weights": max(static["weights"], whole)}
     if choice.ranks > 1 or task.device == "cpu":
         return {"optimizer": 0.0}
     joint = _widest_product(task, choice.storage)  # weights that share an input are put together for their adapters

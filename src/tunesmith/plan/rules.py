@@ -30,8 +30,9 @@ EXECUTABLE: dict[str, frozenset[object]] = {
 }
 """What `tunesmith train` of this version can do; the planner chooses nothing else for this machine."""
 
-SHARDED_OPTIMIZERS = ("adamw", "lion", "sgd")
-"""Those that update each value by itself, with states in rows as the weights' are: any rows can be another rank's."""
+SHARDED_OPTIMIZERS = ("adamw", "lion", "muon", "sgd")
+"""Those with states in rows as the weights' are: any rows can be another rank's. Muon gathers each matrix to update it;
+the others update each value by itself."""
 
 WORDS = {
     "method": "method: {}",
@@ -218,8 +219,8 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
             missing.append(f"an optimizer other than {', '.join(SHARDED_OPTIMIZERS)} over several ranks")
         if task.has_masters and not choice.master_weights:
             missing.append("weights without masters over several ranks")
-    if choice.ranks > 1 and choice.storage == "int8":
-        missing.append("weights in int8 over several ranks")
+    if choice.tensor > 1 and choice.storage == "int8":
+        missing.append("weights in int8 that are cut over ranks")
     if choice.is_lossy and (choice.ranks > choice.data_ranks or choice.expert > 1):
         missing.append("rounding on the wire beside tensor, context, pipeline or expert parallelism")
     if choice.expert > 1 and (choice.expert != choice.ranks or choice.sharding not in ("zero1", "zero2", "zero3")):
