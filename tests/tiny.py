@@ -54,8 +54,9 @@ def write_data(path: Path, count: int, *, seed: int = 0) -> Path:
     return path
 
 
-def write_all(folder: Path, model: Path, **changes: Any) -> Path:
-    """Data, run.yaml (JSON is YAML) and a plan with four micro-batches a step, for `tunesmith train` in `folder`."""
+def write_all(folder: Path, model: Path, *, beside: bool = False, **changes: Any) -> Path:
+    """Data, run.yaml (JSON is YAML) and a plan with four micro-batches a step, for `tunesmith train` in `folder`.
+    Checkpoints are written between steps, so that it is known when they are there, or `beside` them."""
     folder.mkdir(parents=True, exist_ok=True)
     write_data(folder / "train.jsonl", 20)
     write_data(folder / "held_out.jsonl", 4, seed=1)
@@ -65,19 +66,21 @@ def write_all(folder: Path, model: Path, **changes: Any) -> Path:
     from tunesmith.config.load import from_mapping
 
     run = from_mapping(settings)
-    plan = plan_run(run).model_copy(update={"threads": 1, "micro_batch": 1})
+    plan = plan_run(run).model_copy(update={"threads": 1, "micro_batch": 1, "save_beside": beside})
     (folder / "plan.json").write_text(plan.model_dump_json())
     return folder
 
 
 @dataclass(frozen=True)
 class Die:
-    """Send `signal` to the run itself, before or after the `count`-th call of `function` (`module:Class.name`)."""
+    """Send `signal` to the run itself, before or after the `count`-th call of `function` (`module:Class.name`); or, for
+    so many `seconds`, just keep that call waiting."""
 
     function: str
     count: int = 1
     after: bool = False
     signal: int = signal.SIGKILL
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -258,6 +261,9 @@ def _arm(die: Die) -> None:
         nonlocal calls
         calls += 1
         strikes = calls == die.count
+        if strikes and die.seconds:
+            time.sleep(die.seconds)
+            strikes = False
         if strikes and not die.after:
             os.kill(os.getpid(), die.signal)
         result = real(*arguments, **options)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from tunesmith import __version__
 from tunesmith.checkpoint import run_folder
 from tunesmith.checkpoint.result import stored_parts, stored_shapes, write_together
-from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Rows
+from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Rows, Saving, copy_to_host
 from tunesmith.config.schema import Run
 from tunesmith.data.loader import Loader
 from tunesmith.data.prepare import Prepared, prepare
@@ -256,14 +256,14 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         for name, part in own_parts(tensors, is_first=is_first, tensor=tensor):
             yield name, Rows(*part)
 
-    def save(step: int, state: dict[str, Any], metric: float | None) -> bool:
-        tensors = optimizer.tensors()
+    def save(step: int, state: dict[str, Any], metric: float | None, *, beside: bool) -> Saving:
+        tensors, copy = optimizer.tensors(), {"copy": copy_to_host} if beside else {}
         if ranks.count == 1:
             full = {name: whole(tensor) for name, tensor in tensors.items()}
-            return setting.checkpoints.save(step, full, state, metric=metric) is not None
+            return setting.checkpoints.begin(step, full, state, metric=metric, **copy)
         tensors = own(tensors)
         parts = dict(parts_of(tensors))
-        return setting.checkpoints.save_together(step, parts, tensors.keys(), state, ranks, metric=metric)
+        return setting.checkpoints.begin_together(step, parts, tensors.keys(), state, ranks, metric=metric, **copy)
 
     def restore(store: CheckpointStore, found: Checkpoint) -> dict[str, Any]:
         spread = {name: weight for name, weight in optimizer.weights.items() if isinstance(weight, DTensor)}

@@ -57,10 +57,14 @@ KILLS = [
 """In this order each comes a little further than those before it."""
 
 
+def write_beside(folder: Path, model: Path, **changes) -> Path:
+    return write_all(folder, model, beside=True, **changes)
+
+
 @pytest.fixture(scope="module")
 def reference(runs: Runs, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was never interrupted."""
-    folder = write_all(tmp_path_factory.mktemp("reference"), tiny_model)
+    folder = write_beside(tmp_path_factory.mktemp("reference"), tiny_model)
     ended = runs(folder, *TRAIN)
     assert ended.code == 0, ended.err
     history = outcome(folder / "run")["history"]
@@ -73,7 +77,7 @@ def reference(runs: Runs, tiny_model: Path, tmp_path_factory: pytest.TempPathFac
 
 def test_killed_everywhere_the_result_is_the_same(runs, reference, tiny_model, tmp_path):
     assert len(KILLS) >= 20
-    write_all(tmp_path, tiny_model)
+    write_beside(tmp_path, tiny_model)
     for die in KILLS:
         ended = runs(tmp_path, *TRAIN, die=die)
         assert ended.code == -signal.SIGKILL, (die, ended)
@@ -86,7 +90,7 @@ def test_killed_everywhere_the_result_is_the_same(runs, reference, tiny_model, t
 
 
 def test_killed_at_random_moments_the_result_is_the_same(runs, reference, tiny_model, tmp_path):
-    write_all(tmp_path, tiny_model, save_every=1)
+    write_beside(tmp_path, tiny_model, save_every=1)
     chance = random.Random(0)
     kills = 0
     for _ in range(12):
@@ -109,13 +113,29 @@ def test_killed_at_random_moments_the_result_is_the_same(runs, reference, tiny_m
     )
 )
 def test_no_sequence_of_kills_changes_the_result(runs, reference, tiny_model, tmp_path_factory, kills):
-    folder = write_all(tmp_path_factory.mktemp("killed"), tiny_model)
+    folder = write_beside(tmp_path_factory.mktemp("killed"), tiny_model)
     for die in kills:
         ended = runs(folder, *TRAIN, die=die)
         assert ended.code in (0, -signal.SIGKILL), ended.err
     ended = runs(folder, *TRAIN)
     assert ended.code == 0, ended.err
     assert_same(folder / "run", reference)
+
+
+def test_killed_while_a_checkpoint_is_written_beside_training_the_one_before_is_there(
+    runs, reference, tiny_model, tmp_path
+):
+    write_beside(tmp_path, tiny_model)  # saves after steps 2 and 4, of four micro-batches each
+    for die in (Die(STEP, 19), Die(STEP, 19, signal=signal.SIGTERM)):
+        stalled = Die(WRITE, 5, seconds=1.0 if die.signal == signal.SIGTERM else 60.0)  # the second one's state
+        ended = runs(tmp_path, *TRAIN, die=[stalled, die])
+        assert ended.code == (143 if die.signal == signal.SIGTERM else -signal.SIGKILL), ended
+        assert ended.seconds < 30
+        found = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-????????"))
+        assert found[-1] == "step-00000002" if die.signal == signal.SIGKILL else len(found) > 1
+    ended = runs(tmp_path, *TRAIN)
+    assert ended.code == 0, ended.err
+    assert_same(tmp_path / "run", reference)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "sgd"])
@@ -128,9 +148,9 @@ def test_all_weights_and_mixed_data_are_continued_exactly_too(runs, tiny_model, 
         "save_every": 1,
         "schedule": "wsd",
     }
-    expected = write_all(tmp_path / "expected", tiny_model, **changes)
+    expected = write_beside(tmp_path / "expected", tiny_model, **changes)
     assert runs(expected, *TRAIN).code == 0
-    folder = write_all(tmp_path / "killed", tiny_model, **changes)
+    folder = write_beside(tmp_path / "killed", tiny_model, **changes)
     for die in (Die(STEP, 2), Die(WRITE, 5), Die(STEP, 8), Die("tunesmith.assemble:write_model", after=True)):
         assert runs(folder, *TRAIN, die=die).code == -signal.SIGKILL
     assert runs(folder, *TRAIN).code == 0
@@ -138,7 +158,7 @@ def test_all_weights_and_mixed_data_are_continued_exactly_too(runs, tiny_model, 
 
 
 def test_asked_to_stop_it_saves_and_stops_and_goes_on_exactly(runs, reference, tiny_model, tmp_path):
-    write_all(tmp_path, tiny_model, save_every=100)
+    write_beside(tmp_path, tiny_model, save_every=100)
     ended = runs(tmp_path, *TRAIN, die=Die(STEP, 10, signal=signal.SIGINT))
     assert ended.code == 130
     assert ended.err == ""
@@ -159,7 +179,7 @@ def test_asked_to_stop_it_saves_and_stops_and_goes_on_exactly(runs, reference, t
 
 
 def test_asked_to_stop_before_anything_was_done_it_can_be_started_again(runs, reference, tiny_model, tmp_path):
-    write_all(tmp_path, tiny_model)
+    write_beside(tmp_path, tiny_model)
     ended = runs(tmp_path, *TRAIN, die=Die("tunesmith.model.load:load_model", signal=signal.SIGINT))
     assert ended.code == 130
     assert ended.err == "interrupted\n"
@@ -169,7 +189,7 @@ def test_asked_to_stop_before_anything_was_done_it_can_be_started_again(runs, re
 
 
 def test_it_stops_within_max_minutes_and_goes_on_exactly(runs, reference, tiny_model, tmp_path):
-    write_all(tmp_path, tiny_model)
+    write_beside(tmp_path, tiny_model)
     limited = (*TRAIN, "max_minutes=0.07")
     pid = runs.start(tmp_path, *limited, die=Die(STEP, 17, signal=signal.SIGSTOP))
     wait_until_stopped(pid)

@@ -19,7 +19,7 @@ from tunesmith.train import events
 
 TRAIN = ("train", "run.yaml", "--plan", "plan.json")
 STEP = "tunesmith.train.step:TrainStep._forward_backward"
-SAVE = "tunesmith.checkpoint.store:CheckpointStore.save"
+SAVE = "tunesmith.checkpoint.store:CheckpointStore.begin"
 AT_ONCE = {"tunesmith.train.loop:RETRY_SECONDS": 0.0}
 
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import safetensors
 import torch
@@ -42,6 +42,7 @@ from tunesmith.checkpoint.files import (
 from tunesmith.errors import UserError
 
 Room = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
+Copy = Callable[[torch.Tensor], torch.Tensor]
 JSON = None | bool | int | float | str | list[Any] | tuple[Any, ...] | dict[str, Any]
 
 FORMAT = 1
@@ -83,6 +84,25 @@ class Together(Protocol):
     def gather(self, text: str) -> list[str]: ...
 
 
+class Saving(NamedTuple):
+    """A checkpoint that has begun. `write` speaks to nobody and may run in a thread of its own; then `finish`, by all
+    processes that take part, says whether it is on the disk."""
+
+    write: Callable[[], None]
+    finish: Callable[[], Checkpoint | bool | None]
+
+
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that training does not change, pinned where it comes from a GPU: that is as fast as the link allows, and
+    PyTorch keeps the memory for the next one."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor.detach())
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 class CheckpointStore:
     """The checkpoints of one lineage in `folder`: the newest `keep`, and the best one by metric.
 
@@ -121,6 +141,20 @@ class CheckpointStore:
         What the file system refuses (no room, read-only, no permission) costs a warning and gives None: try
         again later. NaN and infinity, in the tensors, the state or the metric, are a UserError.
         """
+        saving = self.begin(step, tensors, state, metric=metric)
+        saving.write()
+        return saving.finish()
+
+    def begin(
+        self,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        state: Mapping[str, JSON],
+        *,
+        metric: float | None = None,
+        copy: Copy = _itself,
+    ) -> Saving:
+        """`save` in two parts, of which the first may run beside other work on tensors that are copied by `copy`."""
         for name, tensor in tensors.items():
             if not _is_finite(tensor):
                 raise UserError(
@@ -130,15 +164,26 @@ class CheckpointStore:
         if metric is not None and not math.isfinite(metric):
             raise UserError(f"the metric is {metric} at step {step}, so this state was not saved")
         metric = None if metric is None else float(metric)
-        try:
-            checkpoint = self._write(step, tensors, _encode_state(state), metric)
-        except (OSError, Damaged) as error:
-            self._warn_unwritten(step, _describe(error))
-            return None
-        self._tidy_up(checkpoint)
-        return checkpoint
+        copies, text = {name: copy(tensor) for name, tensor in tensors.items()}, _encode_state(state)
+        outcome: list[Checkpoint | Exception] = []
 
-    def save_together(
+        def write() -> None:
+            try:
+                outcome.append(self._write(step, copies, text, metric))
+            except (OSError, Damaged) as error:
+                outcome.append(error)
+
+        def finish() -> Checkpoint | None:
+            (found,) = outcome
+            if isinstance(found, Checkpoint):
+                self._tidy_up(found)
+                return found
+            self._warn_unwritten(step, _describe(found))
+            return None
+
+        return Saving(write, finish)
+
+    def begin_together(
         self,
         step: int,
         parts: Mapping[str, Rows],
@@ -147,11 +192,12 @@ class CheckpointStore:
         together: Together,
         *,
         metric: float | None = None,
-    ) -> bool:
-        """Like `save`, by several processes, each with its own rows of the tensors `names`, into a file of its own.
+        copy: Copy = _itself,
+    ) -> Saving:
+        """Like `begin`, by several processes, each with its own rows of the tensors `names`, into a file of its own.
 
-        The first one makes the folder, and moves it into place when all have written and read back their files. Says
-        whether the checkpoint is on the disk, the same to all; the folder must be one for all of them.
+        The first one makes the folder, and moves it into place when all have written and read back their files.
+        `finish` says whether the checkpoint is on the disk, the same to all; the folder must be one for all of them.
         """
         bad = [name for name, rows in parts.items() if not _is_finite(rows.tensor)]
         if any(found := together.gather(bad[0] if bad else "")):
@@ -168,37 +214,45 @@ class CheckpointStore:
         except OSError as error:
             problem = _describe(error)
         name = together.gather(partial.name if partial else "")[0]
+        copies = {key: copy(rows.tensor) for key, rows in parts.items()} if name else {}
+        places = {key: [rows.start, rows.total] for key, rows in parts.items() if rows.total is not None}
+        held = {key: [len(rows.tensor) if rows.total is not None else 1, rows.total] for key, rows in parts.items()}
         files: dict[str, tuple[int, str]] = {}
-        try:
-            if name:
+
+        def write() -> None:
+            nonlocal problem
+            if not name:
+                return
+            try:
                 file = f"rank-{together.rank:05d}-of-{together.count:05d}.safetensors"
-                tensors = {key: rows.tensor for key, rows in parts.items()}
-                places = {key: [rows.start, rows.total] for key, rows in parts.items() if rows.total is not None}
-                files[file] = write_new(self.folder / name / file, _encode_tensors(tensors, places))
+                files[file] = write_new(self.folder / name / file, _encode_tensors(copies, places))
                 if sha256_file(self.folder / name / file) != files[file][1]:
                     raise Damaged(f"{file} was not read back as it was written")
-        except (OSError, Damaged) as error:
-            problem = _describe(error)
-        held = {key: [len(rows.tensor) if rows.total is not None else 1, rows.total] for key, rows in parts.items()}
-        said = [json.loads(one) for one in together.gather(json.dumps([problem, files, held]))]
-        problem = next((one for one, _, _ in said if one), "") or _uncovered(set(names), [one[2] for one in said])
-        checkpoint = None
-        if together.is_first:
-            try:
-                if partial is not None and not problem:
-                    written = {key: tuple(value) for _, theirs, _ in said for key, value in theirs.items()}
-                    checkpoint = self._commit(step, partial, written, text, metric)
             except (OSError, Damaged) as error:
                 problem = _describe(error)
-            finally:
-                if partial is not None and checkpoint is None:
-                    shutil.rmtree(partial, ignore_errors=True)
-                free_lock(lock)
-            if checkpoint is None:
-                self._warn_unwritten(step, problem)
-            else:
-                self._tidy_up(checkpoint)
-        return together.gather("saved" if checkpoint else "")[0] == "saved"
+
+        def finish() -> bool:
+            said = [json.loads(one) for one in together.gather(json.dumps([problem, files, held]))]
+            trouble = next((one for one, _, _ in said if one), "") or _uncovered(set(names), [one[2] for one in said])
+            checkpoint = None
+            if together.is_first:
+                try:
+                    if partial is not None and not trouble:
+                        written = {key: tuple(value) for _, theirs, _ in said for key, value in theirs.items()}
+                        checkpoint = self._commit(step, partial, written, text, metric)
+                except (OSError, Damaged) as error:
+                    trouble = _describe(error)
+                finally:
+                    if partial is not None and checkpoint is None:
+                        shutil.rmtree(partial, ignore_errors=True)
+                    free_lock(lock)
+                if checkpoint is None:
+                    self._warn_unwritten(step, trouble)
+                else:
+                    self._tidy_up(checkpoint)
+            return together.gather("saved" if checkpoint else "")[0] == "saved"
+
+        return Saving(write, finish)
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole, every byte of it read; damaged ones are named in a warning."""

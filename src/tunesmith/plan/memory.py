@@ -160,11 +160,11 @@ def peak(moments: list[Moment]) -> Moment:
     return max(moments, key=lambda moment: moment.memory.total)
 
 
-def host_memory(task: Task, choice: Choice) -> int:
-    """Peak of all ranks of a node in host memory: loading, then what is offloaded."""
+def host_memory(task: Task, choice: Choice, *, copied: int = 0) -> int:
+    """Peak of all ranks of a node in host memory: loading, then what is offloaded and `copied` of a checkpoint."""
     per_node = max(1, choice.ranks // task.hardware.nodes)
     if task.device == "cpu":
-        return peak(timeline(task, choice)).memory.total
+        return peak(timeline(task, choice)).memory.total + copied
     loading = per_node * task.facts.largest_layer * 4  # a few tensors at a time, on their way to the device
     offloaded = 0.0
     if choice.offload_optimizer != "none":  # from a disk by way of as many buffers as the device has
@@ -172,7 +172,14 @@ def host_memory(task: Task, choice: Choice) -> int:
         offloaded += per_node * (offloaded_bytes(task, choice) if is_here else _visiting(task, choice))
     if choice.offload_activations:
         offloaded += per_node * _layer_inputs(task, choice, choice.tokens(task))
-    return round(per_node * HOST_PROCESS + max(loading, offloaded))
+    return round(per_node * HOST_PROCESS + max(loading, offloaded + copied))
+
+
+def checkpoint(task: Task, choice: Choice) -> int:
+    """What all ranks of a node write of a checkpoint: trained weights as the optimizer updates them, and states."""
+    is_half = task.precision != "fp32" and choice.sharding == "none" and not choice.has_masters(task)
+    weight = task.width if is_half and not task.has_adapters else 4
+    return round(task.trained * (weight + _states(task, choice)) / min(choice.ranks, task.hardware.nodes))
 
 
 def disk(task: Task, choice: Choice) -> int:

@@ -187,6 +187,8 @@ class Plan(Part):
     that is gone when the process ends."""
     release_gradients: bool = False
     """Each weight is updated and its gradient freed within the backward pass; one micro-batch a step, no clipping."""
+    save_beside: bool = False
+    """Checkpoints are copied to host memory and written beside the next steps."""
     learning_rate: float
     deterministic: bool
     memory: Memory

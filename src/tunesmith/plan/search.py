@@ -117,6 +117,8 @@ def search(
     found = chosen or min(every, key=lambda candidate: candidate.bytes)
     _explain(run, task, found, every, limit, chosen is not None, decide)
     choice = found.choice
+    saves_beside = _saves_beside(task, choice, decide)
+    copied = memory.checkpoint(task, choice) if saves_beside else 0
     plan = Plan(
         device=task.device,
         threads=max(1, hardware.cores // hardware.processes),
@@ -148,13 +150,14 @@ def search(
         optimizer_states=choice.optimizer_states,
         offload_optimizer=choice.offload_optimizer,
         release_gradients=choice.release_gradients,
+        save_beside=saves_beside,
         learning_rate=_learning_rate(run, decide),
         deterministic=_deterministic(run, task.device, decide),
         memory=found.peak.memory,
         peak=found.peak.name,
         moments=tuple(memory.timeline(task, choice)),
         memory_limit=limit,
-        host_memory=memory.host_memory(task, choice),
+        host_memory=memory.host_memory(task, choice, copied=copied),
         disk=memory.disk(task, choice),
         time=found.time,
         beyond=rules.beyond(task, choice),
@@ -426,6 +429,18 @@ def _fits_host(task: Task, choice: Choice) -> bool:
     is_offloaded = choice.offload_optimizer != "none" or choice.offload_activations
     fits_memory = task.device == "cpu" or memory.host_memory(task, choice) <= task.hardware.available
     return not is_offloaded or (fits_memory and memory.disk(task, choice) <= task.hardware.disk)
+
+
+def _saves_beside(task: Task, choice: Choice, decide: Decide) -> bool:
+    """Whether checkpoints are copied and written beside training. States that are not on the device change in place."""
+    copied = memory.checkpoint(task, choice)
+    if choice.offload_optimizer != "none":
+        return False
+    fits = memory.host_memory(task, choice, copied=copied) <= task.hardware.available
+    if not fits:
+        free = f"only {_gib(task.hardware.available)} of host memory are free"
+        decide("checkpoints", "written between steps", f"a copy to write beside them is {_gib(copied)}, and {free}")
+    return fits
 
 
 def _best(task: Task, fitting: list[Candidate]) -> Candidate | None:

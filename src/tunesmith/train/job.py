@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from tunesmith.checkpoint.store import Checkpoint, CheckpointStore
+from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Saving
 from tunesmith.config.schema import Run
 from tunesmith.data.loader import Loader
 from tunesmith.model.forward import Calling, Shape
@@ -19,6 +19,13 @@ from tunesmith.parallel.context import Cut
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import Plan
 from tunesmith.train.events import Evaluation
+
+
+class Save(Protocol):
+    def __call__(self, step: int, state: dict[str, Any], metric: float | None, *, beside: bool) -> Saving:
+        """After so many steps, with state and held-out loss; `beside` training, of copies, or of the weights and states
+        themselves."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -39,9 +46,8 @@ class Job:
     """Where to look for a checkpoint to continue from: the same, unless changed settings were accepted."""
     evaluate: Callable[[int], Evaluation] | None
     """Held-out losses after so many steps; None without held-out data."""
-    save: Callable[[int, dict[str, Any], float | None], bool]
-    """Writes a checkpoint after so many steps, with state and held-out loss; whether it is on the disk. All ranks must
-    take part."""
+    save: Save
+    """Begins a checkpoint. All ranks must take part."""
     restore: Callable[[CheckpointStore, Checkpoint], dict[str, Any]]
     """Gives weights and optimizer the values of a checkpoint, and returns the state that was saved with it."""
     write_result: Callable[[], Path]

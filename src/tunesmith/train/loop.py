@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +21,7 @@ import torch
 from torch.profiler import record_function
 
 from tunesmith.checkpoint.run_folder import write_summary
-from tunesmith.checkpoint.store import Checkpoint, CheckpointStore
+from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Saving
 from tunesmith.data.types import StepBatch
 from tunesmith.errors import UserError
 from tunesmith.optim.schedule import learning_rate
@@ -97,6 +98,42 @@ class _Underway:
     result: Callable[[], StepResult]
 
 
+class _Saving:
+    """A checkpoint on its way to the disk: written at once, or by a thread beside training."""
+
+    def __init__(self, step: int, began: float, checkpoint: Saving, *, beside: bool):
+        self.step = step
+        self.seconds = 0.0
+        """From the first copy to the last byte."""
+        self._began = began
+        self._checkpoint = checkpoint
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True) if beside else None
+        if self._thread is None:
+            self._write()
+        else:
+            self._thread.start()
+
+    @property
+    def is_written(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    def finish(self) -> bool:
+        """Wait for it; whether it is on the disk. A matter of all ranks."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return bool(self._checkpoint.finish())
+
+    def _write(self) -> None:
+        try:
+            self._checkpoint.write()
+        except BaseException as error:  # for the thread that waits
+            self._error = error
+        self.seconds = time.monotonic() - self._began
+
+
 class _Loop:
     def __init__(self, job: Job, observe: Observer, started: float, watch: Watch | None):
         self.job = job
@@ -113,6 +150,7 @@ class _Loop:
         self.done = 0
         self.underway: _Underway | None = None
         self.last_end = 0.0
+        self.saving: _Saving | None = None
         self.saved_at: int | None = None
         self.metric_at: tuple[int, float] | None = None
         self.first_loss: float | None = None
@@ -128,7 +166,12 @@ class _Loop:
         self._restore()
         self.next_save_time = time.monotonic() + SAVE_SECONDS
         with _signals() as asked_to_stop:
-            reason = self._steps(asked_to_stop)
+            try:
+                reason = self._steps(asked_to_stop)
+            except Exception as error:
+                if self.job.ranks.count == 1 or isinstance(error, NotFinite):  # else others may know nothing of it
+                    self._finish_saving()
+                raise
             if reason is not None:
                 is_saved = self._save()
                 kept = "everything is saved" if is_saved else "the last steps could not be saved"
@@ -177,6 +220,8 @@ class _Loop:
         is_alone = job.ranks.count == 1  # others would wait for the rest of this rank's step
         while launched < self.total:
             with self.hang_watch():
+                if self.saving is not None and not any(job.ranks.any([not self.saving.is_written])):
+                    self._finish_saving()
                 reason = self._agreed(asked_to_stop() or self._out_of_time())
             if reason is not None:
                 break
@@ -199,7 +244,7 @@ class _Loop:
             if evaluates:
                 self._evaluate()
             if self.underway is None and self._is_save_due(launched):
-                self._save()
+                self._begin_saving(beside=job.plan.save_beside)
         self._settle()
         return reason
 
@@ -304,8 +349,8 @@ class _Loop:
         return step % every == 0 or step == self.total
 
     def _is_save_due(self, step: int) -> bool:
-        if step == self.total:
-            return False  # _finish saves
+        if step == self.total or (self.saving is not None and self.job.run.save_every is None):
+            return False  # _finish saves; or one is on its way
         if self.retry_time is None and self.job.run.save_every is not None:
             return step % self.job.run.save_every == 0
         due = self.next_save_time if self.retry_time is None else self.retry_time
@@ -313,8 +358,16 @@ class _Loop:
         return is_time or (self.retry_time is None and step in self.job.loader.epoch_ends)
 
     def _save(self) -> bool:
+        """Now, and to the end; whether the state of this step is on the disk."""
+        self._finish_saving()
+        if self.saved_at != self.done:
+            self._begin_saving(beside=False)
+        return self.saved_at == self.done
+
+    def _begin_saving(self, *, beside: bool) -> None:
+        self._finish_saving()
         if self.saved_at == self.done:
-            return True
+            return
         began = time.monotonic()
         metric = self.metric_at[1] if self.metric_at and self.metric_at[0] == self.done else None
         state = {
@@ -323,17 +376,24 @@ class _Loop:
             "loss_scale": self.scale.value if self.scale else None,
             "clean_steps": self.scale.clean_steps if self.scale else None,
         }
-        saved = self.job.save(self.done, state, metric)
-        seconds = time.monotonic() - began
-        self.slowest_save = max(self.slowest_save, seconds)
-        if not saved:
-            self.retry_time = time.monotonic() + RETRY_SECONDS
-            return False
         self.retry_time = None
-        self.saved_at = self.done
+        self.saving = _Saving(self.done, began, self.job.save(self.done, state, metric, beside=beside), beside=beside)
+        if not beside:
+            self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        """Wait for the checkpoint that is on its way, if one is, and say how it went."""
+        if self.saving is None:
+            return
+        saving, self.saving = self.saving, None
+        is_saved = saving.finish()
+        self.slowest_save = max(self.slowest_save, saving.seconds)
+        if not is_saved:
+            self.retry_time = time.monotonic() + RETRY_SECONDS
+            return
+        self.saved_at = saving.step
         self.next_save_time = time.monotonic() + SAVE_SECONDS
-        self.observe(events.Checkpointed(self.done, round(seconds, 3)))
-        return True
+        self.observe(events.Checkpointed(saving.step, round(saving.seconds, 3)))
 
     def _agreed(self, reason: str | None) -> str | None:
         """Why to stop, where any rank has a reason; the same on all."""
