@@ -310,7 +310,7 @@ def settle(
         optimizer_states=one.states,
         master_weights=one.has_masters,
     )
-    return task, dataclasses.replace(choice, attention=attention_for(task, is_limited=True))
+    return task, dataclasses.replace(choice, attention=attention_for(task))
 
 
 def machine(device: str) -> Hardware:

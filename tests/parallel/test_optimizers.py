@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tiny import SETTINGS, write_data
@@ -57,3 +58,20 @@ def test_begun_on_two_ranks_and_ended_on_others_a_run_is_that_of_one(world, sett
     found += train(STEPS, after, "run")
     assert found == pytest.approx(expected, rel=OFF[optimizer])
     assert found[-1] < found[0]
+
+
+def test_weights_without_masters_are_rounded_over_ranks_as_on_one(world, settings, tmp_path):
+    def train(ranks: int, output: str, **moved) -> list[float]:
+        way = {"mesh": {"shard": 2}, "sharding": "zero3"} if ranks == 2 else {"mesh": {}, "sharding": "none"}
+        options = {"folder": str(settings), "output": str(tmp_path / output), "precision": "bf16", "batch_tokens": 128}
+        moved = {"micro_batch": 2 // ranks, **moved}
+        return world(ranks)("parallel.on_ranks:train_for", until=STEPS, moved=moved, **options, **way)[0]["losses"]
+
+    rounded = train(2, "rounded", master_weights=False)
+    (checkpoint,) = (tmp_path / "rounded" / "checkpoints").glob("step-*")
+    held = load_file(next(checkpoint.glob("rank-*")))["weights/model.layers.0.mlp.down_proj.weight"]
+    assert held.dtype == torch.bfloat16
+    assert held.shape == (16, 256)
+    assert rounded == pytest.approx(train(1, "alone", master_weights=False), rel=5e-3)
+    assert rounded == pytest.approx(train(2, "masters"), rel=2e-2)
+    assert rounded[-1] < 0.97 * rounded[0]

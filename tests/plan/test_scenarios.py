@@ -117,8 +117,8 @@ def test_mixtral_on_eight_gpus_sends_tokens_to_its_experts():
     assert why(chosen, "experts").startswith("1 of each layer on a rank: tokens go to their experts, and no expert to")
     gathered = search(run(**given), MIXTRAL, named("8 x H200"), pins={"expert": 1}).plan
     assert gathered.time.total > 1.05 * chosen.time.total
-    quantized = search(run(**given | {"method": "qlora"}), MIXTRAL, named("8 x H200")).plan
-    assert quantized.mesh.expert == 1
+    with pytest.raises(UserError, match="cannot do experts in 4 or 8 bits"):
+        search(run(**given | {"method": "qlora"}), MIXTRAL, named("8 x H200"))
 
 
 def test_a_fast_link_between_nodes_makes_full_sharding_a_match():
@@ -144,8 +144,8 @@ def test_40b_full_on_eight_a100_needs_smaller_states_before_anything_is_offloade
     assert "in fp32 at least" in why(chosen, "optimizer states")
 
 
-def test_40b_full_on_eight_small_a100_is_rounded_at_random_without_masters():
-    chosen = plan("Falcon-40B", "8 x A100-40G", method="full", batch_tokens=65536)
+def test_40b_full_on_eight_smaller_gpus_is_rounded_at_random_without_masters():
+    chosen = plan("Falcon-40B", "8 x L40S", method="full", batch_tokens=65536)
     assert chosen.fits
     assert (chosen.master_weights, chosen.optimizer_states, chosen.offload_optimizer) == (False, "int8", "none")
     assert "with fp32 masters at least" in why(chosen, "weights")
@@ -154,7 +154,7 @@ def test_40b_full_on_eight_small_a100_is_rounded_at_random_without_masters():
 def test_32b_full_with_accumulation_and_states_in_fp32_is_offloaded_as_the_last_resort():
     pins = {"optimizer_states": "fp32"}
     settings = {"method": "full", "batch_tokens": 2**19}
-    chosen = found("Qwen2.5-32B", "8 x A100-40G, 2000 GB host memory", pins, **settings).plan
+    chosen = found("Qwen2.5-32B", "8 x L40S, 2000 GB host memory", pins, **settings).plan
     assert chosen.fits
     assert (chosen.sharding, chosen.offload_optimizer) == ("zero3", "host")
     assert chosen.host_memory > 8 * 32e9

@@ -136,7 +136,7 @@ def test_more_memory_never_makes_a_plan_worse(method, model, sizes):
     before = None
     for size in sorted(sizes):
         hardware = machine(gpu=gpu(size, name="NVIDIA H200"))
-        found = search(wanted, MODEL[model], hardware, is_limited=False)
+        found = search(wanted, MODEL[model], hardware)
         now = (not found.plan.fits, len(found.tiers), found.plan.time.total)
         if before is not None:
             assert now[:2] <= before[:2]
@@ -158,7 +158,7 @@ def test_more_memory_never_makes_a_plan_for_several_nodes_worse(model, gigabits,
     before = None
     for size in sorted(sizes):
         cards = [one.changed(memory=size * GIB, free=size * GIB) for one in nodes.gpus]
-        found = search(wanted, MODEL[model], nodes.changed(gpus=tuple(cards)), is_limited=True)
+        found = search(wanted, MODEL[model], nodes.changed(gpus=tuple(cards)))
         now = (not found.plan.fits, len(found.tiers), found.plan.time.total)
         if before is not None:
             assert now[:2] <= before[:2]
@@ -214,11 +214,19 @@ def test_optimizers_that_cannot_be_sharded_are_not_planned_for_several_ranks():
         search(run(method="full", optimizer="adafactor"), SMOL, several, pins={"sharding": "zero3", "shard": 2})
 
 
-def test_weights_without_masters_are_not_planned_for_several_ranks():
+def test_weights_without_masters_over_ranks_take_one_micro_batch():
     several = machine().changed(gpus=(gpu(80), gpu(80)), link=300e9)
-    pins = {"sharding": "zero3", "shard": 2, "master_weights": False}
-    with pytest.raises(UserError, match="cannot do weights without masters over several ranks"):
-        search(run(method="full"), SMOL, several, pins=pins)
+    pins = {"sharding": "zero3", "replicate": 1, "shard": 2, "master_weights": False}
+    plan = search(run(method="full"), SMOL, several, pins=pins).plan
+    assert (plan.master_weights, plan.accumulation) == (False, 1)
+    with pytest.raises(UserError, match="without masters over several ranks and several micro-batches"):
+        search(run(method="full"), SMOL, several, pins={**pins, "micro_batch": 1})
+
+
+def test_a_mesh_for_more_gpus_than_there_are_is_refused():
+    several = machine().changed(gpus=(gpu(80), gpu(80)), link=300e9)
+    with pytest.raises(UserError, match="fewer GPUs than its mesh has ranks"):
+        search(run(method="full"), SMOL, several, pins={"sharding": "zero3", "replicate": 2, "shard": 2})
 
 
 def test_of_offloaded_shards_the_states_alone_are_in_host_memory():

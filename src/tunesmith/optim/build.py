@@ -72,8 +72,7 @@ class Optimizer:
         is_half = any(weight.dtype != torch.float32 for weight in self.weights.values())
         states = states or ("bf16" if is_half and not master_weights else "fp32")
         is_asked = offload != "none" or release or states != "fp32"
-        is_whole = not any(isinstance(weight, DTensor) for weight in self.weights.values())  # else torch's own spreads
-        is_fused = run.algorithm == "lion" or (run.algorithm == "adamw" and (is_asked or (is_half and is_whole)))
+        is_fused = run.algorithm == "lion" or (run.algorithm == "adamw" and (is_asked or is_half))
         is_rounded = is_fused and not any(weight.dtype == torch.float16 for weight in self.weights.values())
         if is_half and not master_weights and not is_rounded:
             raise UserError(

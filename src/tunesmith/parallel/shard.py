@@ -1,8 +1,8 @@
 """Weights, gradients and optimizer states over the ranks that see different data: each strategy on FSDP2.
 
-A unit (a decoder layer; everything outside the layers) holds its trained weights in fp32, as shards, and computes with
-whole ones in the plan's precision. What the strategies differ in is who shares, how long weights stay whole, and which
-backward passes reduce gradients:
+A unit (a decoder layer; everything outside the layers) holds its trained weights as shards, in fp32 (in bf16 where they
+are rounded at random), and computes with whole ones in the plan's precision. What the strategies differ in is who
+shares, how long weights stay whole, and which backward passes reduce gradients:
 
                  shared by        whole from ... to ...            gradients are reduced
   ddp            nobody           forward .. end of the step       once a step (all-reduce)
@@ -123,6 +123,7 @@ def shard(
         param_dtype=None if has_adapters else precision, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     is_quantized = (plan.gather, plan.reduce) != ("plain", "plain")
+    is_rounded = plan.precision == "bf16" and not plan.master_weights and not has_adapters
     groups = nodes(plan) if is_quantized else None
     for unit in (*layers, sharded):
         prepare(unit)
@@ -130,7 +131,8 @@ def shard(
         elsewhere = {weight for weight in unit.parameters() if has_experts and isinstance(weight, DTensor)}
         if not has_whole_base:
             _buffers_to_parameters(unit)
-        _in_fp32(unit)
+        if not is_rounded:
+            _in_fp32(unit)
         shapes = [weight.shape for weight in unit.parameters() if not isinstance(weight, DTensor)]
         fully_shard(
             unit,

@@ -85,20 +85,28 @@ def _variants(found: Search) -> Iterator[tuple[str, Choice, str]]:
     if not task.has_adapters and choice.offload_optimizer == "none":
         yield "optimizer in host memory", dataclasses.replace(choice, offload_optimizer="host"), ""
         yield "optimizer on disk", dataclasses.replace(choice, offload_optimizer="disk"), ""
-    for sharding, best in _best_by_sharding(found).items():
-        yield f"sharding: {sharding}", best.choice, ""
+    for way, best in _best_by_way(found).items():
+        yield way, best.choice, ""
 
 
-def _best_by_sharding(found: Search) -> dict[str, Candidate]:
+def _best_by_way(found: Search) -> dict[str, Candidate]:
+    """Of sharing the work out over ranks; the way of the plan itself is none of them."""
     limit = found.plan.memory_limit
     best: dict[str, Candidate] = {}
     for candidate in found.tiers[-1]:
-        kind = candidate.choice.sharding
+        kind = _way(candidate.choice)
         key = (candidate.bytes > limit, candidate.time.total if candidate.bytes <= limit else candidate.bytes)
         now = best.get(kind)
         if now is None or key < (now.bytes > limit, now.time.total if now.bytes <= limit else now.bytes):
             best[kind] = candidate
-    return best if len(best) > 1 else {}
+    best.pop(_way(found.chosen.choice), None)
+    return best
+
+
+def _way(choice: Choice) -> str:
+    axes = {"tensor": choice.tensor, "context": choice.context, "pipeline": choice.pipeline, "expert": choice.expert}
+    words = [f"sharding: {choice.sharding}", *(f"{axis} {size}" for axis, size in axes.items() if size > 1)]
+    return ", ".join([*words, *(["rounded on the wire"] if choice.is_lossy else [])])
 
 
 def changes_that_fit(run: Run, facts: ModelFacts, hardware: Hardware, *, most: int = 4) -> list[str]:
@@ -106,7 +114,7 @@ def changes_that_fit(run: Run, facts: ModelFacts, hardware: Hardware, *, most: i
     answers: list[str] = []
     for words, changed_run, changed_hardware in _changes(run, facts, hardware):
         try:
-            plan = search(changed_run, facts, changed_hardware, is_limited=not changed_hardware.is_named).plan
+            plan = search(changed_run, facts, changed_hardware).plan
         except UserError:
             continue
         if plan.fits:
@@ -134,9 +142,9 @@ def _changes(run: Run, facts: ModelFacts, hardware: Hardware) -> Iterator[tuple[
         if run.optimizer == "adamw":
             yield "optimizer: adafactor", changed(optimizer="adafactor"), hardware
         yield "method: lora", changed(method="lora"), hardware
-    if run.method != "qlora" and "qlora" in rules.EXECUTABLE["method"]:
+    if run.method != "qlora":
         yield "method: qlora", changed(method="qlora"), hardware
-    if hardware.gpus and (hardware.is_named or "ddp" in rules.EXECUTABLE["sharding"]):
+    if hardware.gpus:
         for count in (2, 4, 8):
             if count > len(hardware.gpus):
                 yield f"{count} x {hardware.gpus[0].name}", run, _with_gpus(hardware, count)

@@ -1,7 +1,7 @@
 """What may go with what, each with its reason in one sentence, and what the installed Tunesmith can execute.
 
 `refused` is about the world: such a choice would make no sense anywhere. `beyond` is about this version: a choice that
-is sound, predicted and shown, but that `train` cannot do yet. Switching a capability on is a line in `EXECUTABLE`.
+is sound and predicted, but that `train` cannot do yet; the planner shows it, and does not take it.
 """
 
 from __future__ import annotations
@@ -14,39 +14,9 @@ from tunesmith.plan.memory import ALONE
 from tunesmith.plan.plan import Attention
 from tunesmith.plan.stages import PER_RANK
 
-EXECUTABLE: dict[str, frozenset[object]] = {
-    "method": frozenset({"full", "lora", "qlora"}),
-    "products": frozenset({"plain", "fp8"}),
-    "storage": frozenset({"plain", "nf4", "int8"}),
-    "attention": frozenset({"flash-attn-4", "varlen", "sdpa"}),
-    "recompute": frozenset({"none", "some", "all"}),
-    "offload_activations": frozenset({False, True}),
-    "optimizer_states": frozenset({"fp32", "bf16", "int8", "fp8", "int4"}),
-    "offload_optimizer": frozenset({"none", "host", "disk"}),
-    "sharding": frozenset({"none", "ddp", "zero1", "zero2", "zero3", "hybrid", "hierarchical"}),
-    "gather": frozenset({"plain", "int8"}),
-    "reduce": frozenset({"plain", "int8", "int4"}),
-    "axes": frozenset({"tensor", "context", "pipeline", "expert"}),
-}
-"""What `tunesmith train` of this version can do; the planner chooses nothing else for this machine."""
-
 SHARDED_OPTIMIZERS = ("adamw", "lion", "muon", "sgd")
 """Those with states in rows as the weights' are: any rows can be another rank's. Muon gathers each matrix to update it;
 the others update each value by itself."""
-
-WORDS = {
-    "method": "method: {}",
-    "products": "{} products",
-    "storage": "weights in {}",
-    "attention": "attention by {}",
-    "recompute": "recomputing {} layers",
-    "offload_activations": "activations in host memory",
-    "optimizer_states": "optimizer states in {}",
-    "offload_optimizer": "optimizer states moved to {}",
-    "sharding": "{} over several ranks",
-    "gather": "weights gathered in {}",
-    "reduce": "gradients reduced in {}",
-}
 
 FLASH_ATTENTION = (8, 0)
 BF16 = (8, 0)
@@ -198,27 +168,16 @@ def refused(task: Task, choice: Choice) -> str | None:
 
 def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
     """What of this choice the installed Tunesmith cannot execute."""
-    wanted = {
-        "method": task.method,
-        "products": choice.products,
-        "storage": choice.storage,
-        "attention": choice.attention,
-        "recompute": _recompute(task, choice),
-        "offload_activations": choice.offload_activations,
-        "optimizer_states": choice.optimizer_states,
-        "offload_optimizer": choice.offload_optimizer,
-        "sharding": choice.sharding,
-        "gather": choice.gather,
-        "reduce": choice.reduce,
-    }
-    missing = [WORDS[name].format(value) for name, value in wanted.items() if value not in EXECUTABLE[name]]
+    missing = []
     if choice.storage != "plain" and any(linear.count > 1 for kind in task.facts.kinds for linear in kind.linears):
         missing.append("experts in 4 or 8 bits")
     if choice.sharding != "none":
         if task.optimizer not in SHARDED_OPTIMIZERS:
             missing.append(f"an optimizer other than {', '.join(SHARDED_OPTIMIZERS)} over several ranks")
-        if task.has_masters and not choice.master_weights:
-            missing.append("weights without masters over several ranks")
+        if task.has_masters and not choice.master_weights and choice.accumulation(task) > 1:
+            missing.append("weights without masters over several ranks and several micro-batches")
+        if task.has_masters and not choice.master_weights and choice.tensor * choice.expert > 1:
+            missing.append("weights without masters beside tensor or expert parallelism")
     if choice.tensor > 1 and choice.storage == "int8":
         missing.append("weights in int8 that are cut over ranks")
     if choice.is_lossy and (choice.ranks > choice.data_ranks or choice.expert > 1):
@@ -239,8 +198,6 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
     is_plain = choice.optimizer_states == "fp32" and choice.offload_optimizer == "none"
     if choice.tensor > 1 and (task.optimizer not in ("adamw", "sgd") or not is_plain):
         missing.append("other than adamw and sgd with states in fp32 on the device beside tensor parallelism")
-    axes = {"tensor": choice.tensor, "context": choice.context, "pipeline": choice.pipeline, "expert": choice.expert}
-    missing += [f"{axis} parallelism" for axis, size in axes.items() if size > 1 and axis not in EXECUTABLE["axes"]]
     return tuple(missing)
 
 
@@ -272,12 +229,11 @@ def _may_split(task: Task, choice: Choice) -> bool:
     )
 
 
-def attention_for(task: Task, *, is_limited: bool) -> Attention:
-    """The best kernel for packed documents that the device (and, where limited, this version) has."""
+def attention_for(task: Task) -> Attention:
+    """The best kernel for packed documents that the device has."""
     if not _has_kernel(task):
         return "sdpa"
-    is_there = task.hardware.has_flash_attention_4 and (not is_limited or "flash-attn-4" in EXECUTABLE["attention"])
-    return "flash-attn-4" if is_there else "varlen"
+    return "flash-attn-4" if task.hardware.has_flash_attention_4 else "varlen"
 
 
 def _has_kernel(task: Task) -> bool:
@@ -306,12 +262,6 @@ def _cuts(task: Task) -> list[tuple[int, int]]:
 
 def _last(linear: Linear) -> str:
     return linear.name.rpartition(".")[2]
-
-
-def _recompute(task: Task, choice: Choice) -> str:
-    if choice.recompute_layers == 0:
-        return "none"
-    return "all" if choice.recompute_layers == task.facts.layers else "some"
 
 
 def complexity(task: Task, choice: Choice) -> int:

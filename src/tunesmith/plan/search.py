@@ -83,12 +83,10 @@ def search(
     hardware: Hardware,
     *,
     pins: Mapping[str, Any] | None = None,
-    is_limited: bool | None = None,
     lengths: Sequence[int] = (),
 ) -> Search:
-    """Look for the best plan. `pins` fixes what may be chosen; `is_limited` keeps to what this version can execute,
-    which it does unless the hardware is a named one. `lengths` are those of some documents, where they are known."""
-    limited = not hardware.is_named if is_limited is None else is_limited
+    """Look for the best plan. `pins` fixes what may be chosen; `lengths` are those of some documents, where they are
+    known."""
     reasons: list[Reason] = []
 
     def decide(topic: str, choice: object, why: str) -> None:
@@ -106,7 +104,7 @@ def search(
     seen: set[Choice] = set()
     why_not = _Refused()
     for tier in _tiers(task):
-        candidates = tuple(_candidates(task, tier, pinned, limit, limited, seen, why_not))
+        candidates = tuple(_candidates(task, tier, pinned, limit, seen, why_not))
         tiers.append(candidates)
         chosen = _best(task, [one for one in candidates if one.bytes <= limit and _fits_host(task, one.choice)])
         if chosen:
@@ -263,12 +261,11 @@ def _candidates(
     tier: Mapping[str, Any],
     pins: Mapping[str, Any],
     limit: int,
-    is_limited: bool,
     seen: set[Choice],
     why_not: _Refused,
 ) -> Iterator[Candidate]:
     base = Choice(
-        attention=rules.attention_for(task, is_limited=is_limited),
+        attention=rules.attention_for(task),
         is_compiled=task.device == "cuda",
         **{name: value for name, value in tier.items() if name != "axes"},
     )
@@ -276,7 +273,7 @@ def _candidates(
     layers = pins.get("recompute_layers")
     has_axes = tier.get("axes", False) or task.sequences < task.hardware.gpu_count > 1
     wanted = fixed.get("pipeline")
-    plain = _meshes(task, is_limited, has_axes=has_axes) if wanted in (None, 1) else ()
+    plain = _meshes(task, has_axes=has_axes) if wanted in (None, 1) else ()
     for mesh in itertools.chain(plain, _pipelines(task, wanted)):
         for micro_batch in _micro_batches(task, mesh):
             choice = dataclasses.replace(base, **{**mesh, "micro_batch": micro_batch, **fixed})
@@ -286,17 +283,18 @@ def _candidates(
                 continue
             seen.add(choice)
             refusal = rules.refused(task, choice)
-            is_cut = choice.pipeline * choice.expert > 1  # for any hardware only where this version can do it
-            if refusal is None and (is_limited or is_cut) and (missing := rules.beyond(task, choice)):
+            if refusal is None and (missing := rules.beyond(task, choice)):
                 refusal = f"this version of Tunesmith cannot do {missing[0]}"
+            if refusal is None and choice.ranks > task.hardware.nodes * task.ranks_per_node:
+                refusal = "there are fewer GPUs than its mesh has ranks"
             if refusal is not None:
                 why_not.first = why_not.first or refusal
                 continue
-            yield from _recomputing(task, choice, layers, _ways(task, choice, pins), limit, is_limited)
+            yield from _recomputing(task, choice, layers, _ways(task, choice, pins), limit)
 
 
 def _recomputing(
-    task: Task, choice: Choice, layers: int | None, ways: list[dict[str, Any]], limit: int, is_limited: bool
+    task: Task, choice: Choice, layers: int | None, ways: list[dict[str, Any]], limit: int
 ) -> Iterator[Candidate]:
     """The choice with as much recomputation as it needs, in each of the ways: none when it fits without."""
     if layers is not None:
@@ -308,7 +306,7 @@ def _recomputing(
         if plain.bytes <= limit:
             return
     for way in ways:
-        yield from _fewest_layers(task, dataclasses.replace(choice, **way), limit, is_limited)
+        yield from _fewest_layers(task, dataclasses.replace(choice, **way), limit)
 
 
 def _ways(task: Task, choice: Choice, pins: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -334,12 +332,12 @@ def _slices(task: Task, choice: Choice) -> tuple[int, ...]:
     return (MLP_SLICE,) if tokens * 2 * widest >= MOST_VALUES else (0, MLP_SLICE)
 
 
-def _fewest_layers(task: Task, choice: Choice, limit: int, is_limited: bool) -> Iterator[Candidate]:
+def _fewest_layers(task: Task, choice: Choice, limit: int) -> Iterator[Candidate]:
     """The choice with every layer recomputed, and with only as many as it needs."""
     evaluate = functools.partial(_evaluate, task, choice)
     every = evaluate(task.facts.layers)
     yield every
-    if every.bytes > limit or (is_limited and "some" not in rules.EXECUTABLE["recompute"]):
+    if every.bytes > limit:
         return
     low, high = 0, task.facts.layers  # the fewest layers that do
     while high - low > 1:
@@ -357,11 +355,11 @@ def _evaluate(task: Task, choice: Choice, recompute_layers: int) -> Candidate:
     return Candidate(choice, memory.peak(memory.timeline(task, choice)), speed.step_time(task, choice))
 
 
-def _meshes(task: Task, is_limited: bool, *, has_axes: bool) -> Iterator[dict[str, Any]]:
+def _meshes(task: Task, *, has_axes: bool) -> Iterator[dict[str, Any]]:
     """Ways to lay ranks over the GPUs; all of them are used where the batch has work for all."""
     hardware = task.hardware
     per_node = task.ranks_per_node
-    if hardware.nodes * per_node == 1 or (is_limited and "ddp" not in rules.EXECUTABLE["sharding"]):
+    if hardware.nodes * per_node == 1:
         yield {}
         return
     powers = [size for size in (1, 2, 4, 8, 16) if per_node % size == 0] if has_axes else [1]
@@ -411,9 +409,8 @@ def _can_be_cut(task: Task) -> bool:
 
 
 def _has_work(task: Task, choice: Choice, *, is_asked_for: bool) -> bool:
-    """Whether a pipeline has as many micro-batches as stages, and no more ranks, by what was pinned, than there are."""
-    has_ranks = choice.ranks <= task.hardware.nodes * task.ranks_per_node
-    return has_ranks and (is_asked_for or choice.accumulation(task) >= choice.pipeline)
+    """Whether a pipeline has as many micro-batches as stages."""
+    return is_asked_for or choice.accumulation(task) >= choice.pipeline
 
 
 def _micro_batches(task: Task, mesh: Mapping[str, Any]) -> list[int]:
