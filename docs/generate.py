@@ -280,11 +280,14 @@ def distributed_page() -> str:
         return text
     rows = json.loads(results.read_text(encoding="utf-8"))["numbers"]
     ways = [name.removesuffix("_seconds") for name in rows[0] if name.endswith("_seconds")]
-    head = ["link, Mbit/s", "measured", *(f"{way}: s (MB)" for way in ways), "the planner takes"]
+    head = ["link, Mbit/s", "measured", *(f"{way}: s (MB)" for way in ways), "the planner takes", "without stages"]
     lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for row in rows:
         cells = [f"{row[f'{way}_seconds']:.3g} ({row[f'{way}_megabytes']:.3g})" for way in ways]
-        lines.append(f"| {row['megabits']:g} | {row['measured_megabits']:g} | {' | '.join(cells)} | {row['planner']} |")
+        taken = f"{row['planner']} | {row['planner_whole']}"
+        lines.append(f"| {row['megabits']:g} | {row['measured_megabits']:g} | {' | '.join(cells)} | {taken} |")
+        predicted = " | ".join(f"{row[f'{way}_predicted']:.3g}" for way in ways)
+        lines.append(f"| | predicted | {predicted} | | |")
     return before + start + "\n".join(lines) + "\n" + end + after
 
 
