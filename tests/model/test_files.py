@@ -1,13 +1,14 @@
-"""Experts that files hold one by one are the stacks that the model has, without transformers' reading them."""
+"""Models are read from their files as transformers would: experts held one by one, and attention of their own."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config, MixtralConfig, Qwen3MoeConfig
 
 from tunesmith.config.schema import Run
+from tunesmith.errors import UserError
 from tunesmith.model import files, load
 
 SMALL = {
@@ -64,3 +65,26 @@ def test_files_with_experts_missing_are_left_to_transformers(mixture):
     save_file({name: one for name, one in tensors.items() if ".experts.2." not in name}, mixture / "model.safetensors")
     model, folder = load.load_empty(Run(model=str(mixture), data="none.jsonl"), dtype="fp32")
     assert files.find(folder, model.state_dict()) is None
+
+
+def test_files_of_another_size_are_left_to_transformers_which_refuses_them(mixture):
+    tensors = load_file(mixture / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:90].clone()
+    save_file(tensors, mixture / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="could not be loaded"):
+        load.load_model(Run(model=str(mixture), data="none.jsonl"), dtype="fp32", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [Gemma2Config(**SMALL), BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=100)],
+    ids=["gemma2", "bloom"],
+)
+def test_models_that_cannot_use_the_usual_attention_are_loaded_with_their_own(tmp_path, config):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load.load_model(Run(model=str(tmp_path), data="none.jsonl"), dtype="fp32", device="cpu")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, expected(tokens).logits)

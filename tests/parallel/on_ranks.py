@@ -184,6 +184,22 @@ def vocabulary_errors(ranks: Ranks) -> list[float]:
     return worst
 
 
+def refusal_of_a_wrong_split(ranks: Ranks, **job: Any) -> str:
+    """What is said of a model whose parts, over tensor ranks, are not added up."""
+    from tunesmith.errors import UserError
+    from tunesmith.parallel import tensor
+
+    real = tensor.scatter_rows
+    tensor.scatter_rows = lambda x, group: x.chunk(group.size)[ranks.rank % group.size]
+    try:
+        job_of(ranks, **job)
+    except UserError as error:
+        return str(error)
+    finally:
+        tensor.scatter_rows = real
+    return ""
+
+
 def _cut(hidden: Any, weight: Any, bias: Any, rows: slice) -> list[tuple[Any, slice]]:
     return [(hidden, slice(None)), (weight, rows), (bias, rows)]
 

@@ -93,6 +93,13 @@ def test_what_ranks_save_together_is_what_one_would_save(world, settings, tmp_pa
     assert_close(tmp_path / "run" / result, tmp_path / "whole" / result)
 
 
+@pytest.mark.parametrize("method", ["full", "qlora"])
+def test_a_model_that_computes_something_else_when_it_is_split_is_refused(world, settings, tmp_path, method):
+    options = {"folder": str(settings), "mesh": {"tensor": 2}, "sharding": "ddp", "method": method}
+    found = world(2)("parallel.on_ranks:refusal_of_a_wrong_split", output=str(tmp_path / "run"), **options)
+    assert all("computes something else when its layers are split over ranks" in said for said in found)
+
+
 def test_a_vocabulary_cut_over_ranks_gives_the_loss_and_gradients_of_the_whole(world):
     for worst in world(2)("parallel.on_ranks:vocabulary_errors"):
         assert max(worst) < 1e-5

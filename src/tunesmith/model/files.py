@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -99,13 +99,13 @@ def find(folder: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, Held] | 
             return None
     for name, matrices in stacks.items():
         count, parts = (1 + max(place[axis] for place in matrices) for axis in (0, 1))
-        if name not in wanted or len(matrices) != count * parts:
+        if len(matrices) != count * parts:
             return None
         found[name] = Stack([[matrices[expert, part] for part in range(parts)] for expert in range(count)])
     with ExitStack() as stack:
-        opened = _open(stack, [held for held in found.values() if isinstance(held, Stack)])
-        for name in stacks:
-            if found[name].shape(opened) != tuple(wanted[name].shape):
+        opened = _open(stack, found.values())
+        for name, held in found.items():
+            if name not in wanted or held.shape(opened) != tuple(wanted[name].shape):
                 return None
     return found or None
 
@@ -136,7 +136,7 @@ def read_ahead(
             yield underway.popleft().result()
 
 
-def _open(stack: ExitStack, held: Sequence[Held]) -> Opened:
+def _open(stack: ExitStack, held: Iterable[Held]) -> Opened:
     from safetensors import safe_open
 
     paths = sorted({path for one in held for path in one.paths})

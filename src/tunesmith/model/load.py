@@ -75,9 +75,7 @@ def load_tokenizer(run: Run) -> PreTrainedTokenizerBase:
         )
 
 
-def load_model(
-    run: Run, *, dtype: str, device: str, attention: str = "sdpa", storage: Storage = "plain", fp8: bool = False
-) -> PreTrainedModel:
+def load_model(run: Run, *, dtype: str, device: str, storage: Storage = "plain", fp8: bool = False) -> PreTrainedModel:
     """The model with its weights in `dtype` ("fp32", "bf16", "fp16") on `device`, in evaluation mode.
 
     Weights go from their files to the device one by one. With `storage` nf4 or int8 the linears of the decoder layers
@@ -89,14 +87,13 @@ def load_model(
     from tunesmith.model import quantized
 
     form = {"dtype": getattr(torch, DTYPES[dtype]), "device": torch.device(device), "storage": storage}
-    model, folder = load_empty(run, dtype=dtype, attention=attention)
+    model, folder = load_empty(run, dtype=dtype)
     with _reading(run, "weights"), quiet():
         in_fp8 = _taken_in_fp8(model, run) if fp8 and storage == "plain" else ()
         if quantized.fill(model, folder, fp8=in_fp8, **form):
             return model
         # Files of another layout are translated by transformers, which reads them whole, in host memory.
-        options = {"attn_implementation": attention, "trust_remote_code": run.trust_remote_code}
-        options |= {"use_safetensors": True, "local_files_only": True}
+        options = {"trust_remote_code": run.trust_remote_code, "use_safetensors": True, "local_files_only": True}
         if storage == "plain":
             return AutoModelForCausalLM.from_pretrained(folder, dtype=form["dtype"], **options).to(device).eval()
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options)
@@ -104,7 +101,7 @@ def load_model(
     return model.eval()
 
 
-def load_empty(run: Run, *, dtype: str, attention: str = "sdpa") -> tuple[PreTrainedModel, Path]:
+def load_empty(run: Run, *, dtype: str) -> tuple[PreTrainedModel, Path]:
     """The model to be filled from its files, without weights but for those it computes itself; and their folder."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -112,7 +109,7 @@ def load_empty(run: Run, *, dtype: str, attention: str = "sdpa") -> tuple[PreTra
     from tunesmith.model import quantized
 
     config = load_config(run)
-    options = {"attn_implementation": attention, "trust_remote_code": run.trust_remote_code}
+    options = {"trust_remote_code": run.trust_remote_code}
     with _reading(run, "weights"), quiet():
         folder = _weights_folder(locate(run.model))
         model = quantized.build_empty(
@@ -175,7 +172,7 @@ def build_twin(run: Run, *, dtype: str, device: torch.device, layers: int, width
         text.intermediate_size = min(text.intermediate_size, 2 * width)
     text.vocab_size = min(text.vocab_size, TWIN_TOKENS)
     text.pad_token_id = None
-    options = {"attn_implementation": "sdpa", "trust_remote_code": run.trust_remote_code}
+    options = {"trust_remote_code": run.trust_remote_code}
     with quiet():
         for config in (small, load_config(run)):
             try:
