@@ -28,6 +28,7 @@ PLAN = Plan(
 def test_other_predictions_are_no_other_plan():
     predictions = {"memory": Memory(weights=5), "time": Time(products=1.0), "peak": "loss", "host_memory": 7}
     assert plan_differences(PLAN, PLAN.model_copy(update=predictions)) == []
+    assert plan_differences(PLAN, PLAN.model_copy(update={"offload_optimizer": "disk"})) == []
     assert plan_differences(PLAN, PLAN.model_copy(update={"micro_batch": 2})) == [
         "the plan's micro_batch was 1 and is now 2"
     ]

@@ -32,7 +32,7 @@ def test_states_that_exceed_the_memory_of_a_process_are_trained_on_disk(runs, wi
             settings = {"method": "full", "steps": 3, "batch_tokens": 64, "eval": [], "learning_rate": 1e-3}
             write_all(folder, wide, **settings)
             plan = json.loads((folder / "plan.json").read_text())
-            (folder / "plan.json").write_text(json.dumps(plan | {"offload_optimizer": home}))
+            (folder / "plan.json").write_text(json.dumps(plan | {"offload_optimizer": home, "save_beside": False}))
         return runs(folder, "train", "run.yaml", "--plan", "plan.json", **options)
 
     assert train("whole", "none").code == 0

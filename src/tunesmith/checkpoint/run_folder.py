@@ -140,9 +140,11 @@ def write_start(folder: Path, identity: Identity, plan: Plan) -> None:
 
 
 def plan_differences(before: Plan, now: Plan) -> list[str]:
-    """What a plan would do differently to a continued run, one phrase each; on how many ranks, it may choose anew."""
+    """What a plan would do differently to a continued run, one phrase each; on how many ranks, and where weights and
+    states live, it may choose anew."""
     predicted = {"memory", "peak", "moments", "memory_limit", "host_memory", "disk", "time", "beyond", "reasons"}
-    harmless = predicted | {"device", "mesh", "sharding", "schedule", "save_beside"}
+    elsewhere = {"offload_optimizer", "offload_parameters", "offload_activations"}
+    harmless = predicted | elsewhere | {"device", "mesh", "sharding", "schedule", "save_beside"}
     old, new = (_flat(plan.model_dump(mode="json", exclude=harmless)) for plan in (before, now))
     return [
         f"the plan's {key} was {_shown(old.get(key))} and is now {_shown(new[key])}"
