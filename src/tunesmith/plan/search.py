@@ -685,7 +685,7 @@ def _but_recompute(choice: Choice) -> Choice:
 
 def _sharding_words(choice: Choice) -> str:
     words = {
-        "ddp": f"replicated on {choice.data_ranks}",
+        "ddp": f"replicated on {choice.data_ranks}" if choice.data_ranks > 1 else "one copy",
         "hybrid": f"hybrid, {choice.shard} a node times {choice.replicate}",
         "hierarchical": f"hierarchical, {choice.shard} a node times {choice.replicate}",
         "none": "none",
@@ -707,7 +707,9 @@ def _why_sharding(task: Task, found: Candidate, every: list[Candidate], limit: i
 
     chosen = found.choice.sharding
     if chosen == "ddp":
-        return "a whole copy fits on each rank, which costs the least communication"
+        holders = found.choice.tensor * found.choice.pipeline
+        held = f"over {holders} ranks" if holders > 1 else "on each rank"
+        return f"a whole copy fits {held}, which costs the least communication"
     parts = []
     replicated = best("ddp")
     if replicated and replicated.bytes > limit:
