@@ -73,9 +73,10 @@ def write_together(
 
 
 def stored_parts(name: str, rows: Rows, held: Mapping[str, Held]) -> list[tuple[str, Rows]]:
-    """What a rank has of a tensor, as the model's own files would hold it: experts that they hold one by one are."""
-    if not isinstance(stack := held.get(name), Stack):
-        return [(name, rows)]
+    """What a rank has of a tensor, as the model's own files hold it: under their name, and experts one by one."""
+    stack = held.get(name)
+    if not isinstance(stack, Stack):
+        return [(stack.name if stack is not None else name, rows)]
     found = []
     for expert, whole in enumerate(rows.tensor, rows.start):
         matrices = stack.experts[expert]
@@ -88,8 +89,9 @@ def stored_shapes(shapes: Shapes, held: Mapping[str, Held]) -> Shapes:
     """The shapes of what `stored_parts` gives."""
     found = {}
     for name, (shape, dtype) in shapes.items():
-        if not isinstance(stack := held.get(name), Stack):
-            found[name] = (shape, dtype)
+        stack = held.get(name)
+        if not isinstance(stack, Stack):
+            found[stack.name if stack is not None else name] = (shape, dtype)
             continue
         for matrices in stack.experts:
             for matrix in matrices:
