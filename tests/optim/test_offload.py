@@ -13,7 +13,7 @@ from tunesmith.errors import UserError
 from tunesmith.optim import fused, scratch
 from tunesmith.optim.build import Optimizer
 from tunesmith.optim.fused import Fused
-from tunesmith.optim.offload import Offload, visit_bytes
+from tunesmith.optim.offload import FromDisk, Offload, visit_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -201,6 +201,25 @@ def test_what_visits_comes_back_changed_and_the_next_is_there_before_it_is_asked
     for number, tensors in enumerate(host):
         assert torch.equal(tensors["a"], torch.full((4,), number + 3.0))
         assert torch.equal(tensors["b"], torch.full((2, 2), number + 3, dtype=torch.uint8))
+
+
+def test_from_disk_by_way_of_other_buffers_as_on_a_gpu(tmp_path):
+    file = scratch.Scratch(tmp_path, 5 * 2 * 256)
+    home = [{"a": file.zeros((4,), torch.float32), "b": file.zeros((2, 3), torch.uint8)} for _ in range(5)]
+    offload = FromDisk(torch.device("cpu"), max(map(visit_bytes, home)), file)
+    for buffer in offload.buffers:
+        buffer.staging = torch.empty_like(buffer.memory)
+    for _ in range(3):
+        for number, tensors in enumerate(home):
+            if number != 2:  # which has no gradient
+                with offload.visit(number, tensors) as here:
+                    here["a"] += number
+                    here["b"] += 1
+        offload.end_step()
+    offload.wait()
+    for number, tensors in enumerate(home):
+        assert torch.equal(tensors["a"], torch.full((4,), 3.0 * number if number != 2 else 0.0))
+        assert torch.equal(tensors["b"], torch.full((2, 3), 3 if number != 2 else 0, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("how", [{"offload": "host"}, {"offload": "disk"}, {"release": True}])

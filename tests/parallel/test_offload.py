@@ -1,4 +1,4 @@
-"""Optimizer states that live elsewhere than the weights, on one rank and on four: the steps stay the same."""
+"""Optimizer states and parameters that live elsewhere than on the device, on one rank and on four: the same steps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tiny import SETTINGS, write_data
 
 WAYS = {
     "none": {},
+    "alone": {"shard": 1},
     "zero3": {"shard": 4},
     "ddp": {"replicate": 4},
     "zero1": {"shard": 4},
@@ -19,14 +20,14 @@ WAYS = {
     "hybrid": {"replicate": 2, "shard": 2},
     "hierarchical": {"replicate": 2, "shard": 2},
 }
+METHODS = ("full", "lora", "qlora")
+HOST, DISK, PARAMETERS = {"offload_optimizer": "host"}, {"offload_optimizer": "disk"}, {"offload_parameters": True}
 CELLS = [
-    *(
-        (method, way, home)
-        for method in ("full", "lora", "qlora")
-        for way in ("none", "zero3")
-        for home in ("host", "disk")
-    ),
-    *(("full", way, "host") for way in ("ddp", "zero1", "zero2", "hybrid", "hierarchical")),
+    *((method, way, moved) for method in METHODS for way in ("none", "zero3") for moved in (HOST, DISK)),
+    *(("full", way, HOST) for way in ("ddp", "zero1", "zero2", "hybrid", "hierarchical")),
+    *((method, way, PARAMETERS) for method in METHODS for way in ("alone", "zero3")),
+    *(("full", way, PARAMETERS) for way in ("hybrid", "hierarchical")),
+    ("full", "zero3", PARAMETERS | DISK),
 ]
 pytestmark = pytest.mark.distributed
 
@@ -49,13 +50,17 @@ def settings(tiny_model, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("method", "way", "home"), CELLS)
-def test_states_in_host_memory_or_on_disk_give_the_steps_of_one_rank(
-    world, settings, alone, tmp_path, method, way, home
+def name_of(value: object) -> str:
+    return "-".join(map(str, value.values())) if isinstance(value, dict) else str(value)
+
+
+@pytest.mark.parametrize(("method", "way", "moved"), CELLS, ids=name_of)
+def test_what_lives_in_host_memory_or_on_disk_gives_the_steps_of_one_rank(
+    world, settings, alone, tmp_path, method, way, moved
 ):
-    options = {"folder": str(settings), "mesh": WAYS[way], "sharding": way, "method": method}
-    moved = {"offload_optimizer": home}
-    ranks = world(1 if way == "none" else 4)
+    sharding = "zero3" if way == "alone" else way
+    options = {"folder": str(settings), "mesh": WAYS[way], "sharding": sharding, "method": method}
+    ranks = world(1 if way in ("none", "alone") else 4)
     found = ranks("parallel.on_ranks:steps", count=STEPS, output=str(tmp_path / "run"), moved=moved, **options)
     for number, expected in enumerate(alone(method)):
         here = [steps[number] for steps in found]

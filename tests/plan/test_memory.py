@@ -155,6 +155,7 @@ CHOICES = st.builds(
     is_compiled=st.booleans(),
     offload_activations=st.booleans(),
     offload_optimizer=st.sampled_from(["none", "host", "disk"]),
+    offload_parameters=st.booleans(),
     optimizer_states=st.sampled_from(["fp32", "bf16", "int8"]),
     storage=st.sampled_from(["plain", "nf4", "int8"]),
     pipeline=st.sampled_from([1, 2]),

@@ -163,6 +163,38 @@ def test_32b_full_with_accumulation_and_states_in_fp32_is_offloaded_as_the_last_
     assert "GiB a step each way over the host link at 24 GB/s take 1." in why(chosen, "offload")
 
 
+def test_40b_full_with_accumulation_whose_gradients_alone_are_too_much_has_its_parameters_in_host_memory():
+    chosen = plan("Falcon-40B", "8 x A100-40G, 2000 GB host memory", method="full", batch_tokens=2**19)
+    assert chosen.fits
+    assert (chosen.offload_parameters, chosen.offload_optimizer, chosen.sharding) == (True, "none", "zero3")
+    assert (chosen.memory.weights, chosen.memory.master, chosen.memory.optimizer) == (0, 0, 0)
+    assert chosen.memory.gradients < 2 * GIB
+    assert chosen.host_memory > 16 * 41e9
+    reason = why(chosen, "offload")
+    assert "parameters and gradients to host memory: all else needs at least" in reason
+    assert "GiB a step over the host link at 24 GB/s take 55 s, partly beside the computation" in reason
+
+
+def test_70b_qlora_on_a_24_gb_card_brings_its_base_layer_by_layer():
+    chosen = plan("Llama-3.1-70B", "RTX 4090, 128 GB host memory", method="qlora")
+    assert chosen.fits
+    assert (chosen.offload_parameters, chosen.sharding, chosen.mesh.ranks) == (True, "zero3", 1)
+    assert chosen.host_memory < 64 * GIB
+    for refusal, more in (
+        ("everything is in host memory already", {"device": "cpu"}),
+        ("the optimizer's states are there already", {"pins": {"offload_optimizer": "host"}}),
+        ("come layer by layer, as those of zero3", {"pins": {"sharding": "none"}}),
+    ):
+        pins = {"offload_parameters": True, **more.pop("pins", {})}
+        with pytest.raises(UserError, match=refusal):
+            found("Llama-3.1-70B", "RTX 4090", pins, method="qlora", **more)
+
+
+def test_what_host_memory_cannot_hold_is_not_said_to_fit():
+    given = {"method": "full", "batch_tokens": 2048, "max_grad_norm": None}
+    assert not plan("Llama-2-13B", "RTX 4090, 96 GB host memory", **given).fits
+
+
 def test_7b_full_whose_states_no_memory_holds_has_them_on_disk():
     given = {"method": "full", "batch_tokens": 2048, "sequence_length": 1024, "max_grad_norm": None}
     chosen = plan("Llama-2-7B", "RTX 4090, 32 GB host memory", **given)

@@ -131,9 +131,8 @@ class FromDisk(Offload):
 
     def _write(self, visit: _Visit, home: Tensors, updated: Event) -> None:
         staged = visit.staged(home)
-        if staged is not visit.tensors:
-            arrived = _copy(self.streams[1], [updated], visit.tensors, staged)
-            arrived.synchronize()
+        if staged is not visit.tensors and (copied := _copy(self.streams[1], [updated], visit.tensors, staged)):
+            copied.synchronize()
         for name, value in home.items():
             self.scratch.write(value, staged[name])
 

@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
@@ -34,6 +33,7 @@ from tunesmith.model import load, lora, quantized
 from tunesmith.model.files import Block, Held, read_ahead
 from tunesmith.model.fp8 import use_fp8_products
 from tunesmith.model.fuse import fuse
+from tunesmith.optim.fused import spread
 from tunesmith.parallel.apply import decoder_layers
 from tunesmith.parallel.collectives import gather_rows, group_of
 from tunesmith.parallel.expert import find_experts, spread_experts
@@ -119,7 +119,7 @@ def load_in_parts(run: Run, plan: Plan, device: torch.device) -> Loaded | None:
     def finish(unit: nn.Module) -> None:
         """The rows of those weights that are shared as they are."""
         part = {name: held for name, held in files.items() if belongs(unit, name) and name in later}
-        _fill_rows(model, part, device)
+        _fill_rows(model, part, torch.device("cpu") if plan.offload_parameters else device)
         _close_gaps(device)
 
     if not is_sharded:
@@ -214,9 +214,7 @@ def _fill_rows(model: nn.Module, files: Mapping[str, Held], device: torch.device
         old = weights.pop(name)
         local = part.to(device, old.dtype, non_blocking=True)
         local = local.clone() if local is part else local  # not the mapped file itself
-        sizes = {"shape": old.shape, "stride": old.stride()}
-        spread = DTensor.from_local(local, old.device_mesh, old.placements, run_check=False, **sizes)
-        new = nn.Parameter(spread, requires_grad=old.requires_grad)
+        new = nn.Parameter(spread(local, old, old.shape), requires_grad=old.requires_grad)
         for module in model.modules():  # a weight may be tied
             for leaf, weight in module._parameters.items():
                 if weight is old:

@@ -8,6 +8,9 @@ share them like ranks with different data: `shard` of this mesh (`replicate` for
 
 from __future__ import annotations
 
+import atexit
+
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tunesmith.errors import UserError
@@ -35,8 +38,12 @@ def nodes(plan: Plan) -> Nodes | None:
 
 
 def world_mesh(plan: Plan) -> DeviceMesh:
-    """All ranks."""
+    """All ranks; one, where none were started, is a world of its own."""
     sizes = plan.mesh
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if plan.device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(dist.destroy_process_group)
     if plan.sharding == "ddp":
         data = {"replicate": sizes.data_ranks * sizes.context, "shard": 1}
     elif plan.sharding == "hybrid":

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tunesmith.kernels.nf4 import SHARDED
@@ -122,6 +122,7 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=None if has_adapters else precision, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    offload = CPUOffloadPolicy(pin_memory=plan.device == "cuda") if plan.offload_parameters else OffloadPolicy()
     is_quantized = (plan.gather, plan.reduce) != ("plain", "plain")
     is_rounded = plan.precision == "bf16" and not plan.master_weights and not has_adapters
     groups = nodes(plan) if is_quantized else None
@@ -139,6 +140,7 @@ def shard(
             mesh=mesh,
             reshard_after_forward=after_forward if unit is not sharded else False,
             mp_policy=policy,
+            offload_policy=offload,
             ignored_params=frozen | elsewhere,
         )
         if is_quantized:

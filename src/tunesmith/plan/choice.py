@@ -119,6 +119,7 @@ class Choice:
     """Where the trained weights are held in half precision; else there are none."""
     optimizer_states: OptimizerStates = "fp32"
     offload_optimizer: OffloadTo = "none"
+    offload_parameters: bool = False
     release_gradients: bool = False
     sharding: Sharding = "none"
     gather: Literal["plain", "int8"] = "plain"

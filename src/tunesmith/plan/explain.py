@@ -85,6 +85,9 @@ def _variants(found: Search) -> Iterator[tuple[str, Choice, str]]:
     if not task.has_adapters and choice.offload_optimizer == "none":
         yield "optimizer in host memory", dataclasses.replace(choice, offload_optimizer="host"), ""
         yield "optimizer on disk", dataclasses.replace(choice, offload_optimizer="disk"), ""
+    if not choice.offload_parameters and choice.offload_optimizer == "none" and choice.sharding in ("none", "zero3"):
+        moved = {"offload_parameters": True, "sharding": "zero3", "release_gradients": False}
+        yield "parameters in host memory", dataclasses.replace(choice, **moved), "the processor does the update"
     for way, best in _best_by_way(found).items():
         yield way, best.choice, ""
 
@@ -265,7 +268,8 @@ def differences(before: Plan, after: Plan) -> list[tuple[str, str, str]]:
     ]
     names = (
         "sequence_length", "sequences_per_step", "micro_batch", "recompute_layers", "precision", "products", "storage",
-        "master_weights", "optimizer_states", "offload_optimizer", "keep_attention", "mlp_slice", "offload_activations",
+        "master_weights", "optimizer_states", "offload_optimizer", "offload_parameters",
+        "keep_attention", "mlp_slice", "offload_activations",
         "sharding", "attention", "learning_rate",
     )  # fmt: skip
     for name in names:

@@ -11,6 +11,8 @@ not a count of tensors in our own code, it says so.
 
 from __future__ import annotations
 
+import dataclasses
+
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import Layer
 from tunesmith.plan.plan import Memory, Moment, Sharding
@@ -28,6 +30,8 @@ ALONE = frozenset({"adamw", "lion"})
 """Optimizers that update each weight for itself, from its gradient as backward made it (`optim.fused`)."""
 PIECE, BUFFERS = {"host": 1 << 25, "disk": 1 << 20}, 3
 """Values whose states visit the device at a time, and how many such pieces do; as in `optim.offload`."""
+PINNED = 1.25
+"""Host memory of pinned tensors: their sizes are rounded up to powers of two."""
 LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits the loss holds at a time; the same as `kernels.linear_cross_entropy.CHUNK_ELEMENTS`."""
 LOGIT_BYTES = {"cpu": 8, "cuda": 2}
@@ -167,7 +171,10 @@ def host_memory(task: Task, choice: Choice, *, copied: int = 0) -> int:
         return peak(timeline(task, choice)).memory.total + copied
     loading = per_node * task.facts.largest_layer * 4  # a few tensors at a time, on their way to the device
     offloaded = 0.0
-    if choice.offload_optimizer != "none":  # from a disk by way of as many buffers as the device has
+    if choice.offload_parameters:
+        offloaded += per_node * (parameter_bytes(task, choice) + gradient_bytes(task, choice))
+        offloaded += per_node * (_visiting if choice.offload_optimizer == "disk" else offloaded_bytes)(task, choice)
+    elif choice.offload_optimizer != "none":  # from a disk by way of as many buffers as the device has
         is_here = choice.offload_optimizer == "host"
         offloaded += per_node * (offloaded_bytes(task, choice) if is_here else _visiting(task, choice))
     if choice.offload_activations:
@@ -180,6 +187,17 @@ def checkpoint(task: Task, choice: Choice) -> int:
     is_half = task.precision != "fp32" and choice.sharding == "none" and not choice.has_masters(task)
     weight = task.width if is_half and not task.has_adapters else 4
     return round(task.trained * (weight + _states(task, choice)) / min(choice.ranks, task.hardware.nodes))
+
+
+def parameter_bytes(task: Task, choice: Choice) -> float:
+    """Offloaded parameters of one rank in host memory: the frozen ones as they are held, trained ones in fp32."""
+    static = _static(task, dataclasses.replace(choice, offload_parameters=False))
+    return PINNED * sum(static.get(part, 0.0) for part in ("weights", "adapter", "master"))
+
+
+def gradient_bytes(task: Task, choice: Choice) -> float:
+    """Offloaded gradients of one rank."""
+    return 4 * _held(task, choice)[1] * _share(choice, "states")
 
 
 def disk(task: Task, choice: Choice) -> int:
@@ -257,6 +275,8 @@ def _held(task: Task, choice: Choice) -> tuple[float, float]:
 
 
 def _static(task: Task, choice: Choice) -> dict[str, float]:
+    if choice.offload_parameters:
+        return {"weights": 0.0}
     base, trained = _held(task, choice)
     weights = base * task.width
     matrices = task.facts.matrices / choice.tensor / choice.pipeline
@@ -304,6 +324,8 @@ def _states(task: Task, choice: Choice) -> float:
 
 def _gradients(task: Task, choice: Choice) -> float:
     """All of them; in fp32 where they are summed or unscaled, else as backward made them. Released: the largest two."""
+    if choice.offload_parameters:
+        return 0.0
     is_summed = choice.accumulation(task) > 1 or (choice.sharding != "none" and choice.has_masters(task))
     is_made = task.optimizer in ALONE and task.precision == "bf16" and not is_summed
     width = task.width if is_made and task.has_masters else 4
@@ -325,7 +347,7 @@ def _gathered(task: Task, choice: Choice) -> tuple[float, float, float]:
     """Whole parameters out of shards with the buffers of collectives, in the layers and at the loss, and the
     gradients of one layer on their way."""
     facts = task.facts
-    if choice.ranks == 1 or choice.sharding == "none":
+    if choice.sharding == "none" or (choice.ranks == 1 and not choice.offload_parameters):
         return 0.0, 0.0, 0.0
     stay = kind_experts if choice.expert > 1 else (lambda _: 0)  # tokens go to experts that have their places
     layer = max(kind.parameters - stay(kind) for kind in facts.kinds) / choice.tensor
@@ -350,7 +372,7 @@ def _gathered(task: Task, choice: Choice) -> tuple[float, float, float]:
 def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, float]:
     """On one rank a plain model comes to the device as its files have it; a base that is to be in fp8 becomes so layer
     by layer. Optimizer states do not exist yet."""
-    if choice.ranks > 1 or task.device == "cpu":
+    if choice.ranks > 1 or choice.offload_parameters or task.device == "cpu":
         return {"optimizer": 0.0}
     joint = _widest_product(task, choice.storage)  # weights that share an input are put together for their adapters
     if choice.storage != "plain":

@@ -185,6 +185,9 @@ class Plan(Part):
     offload_optimizer: OffloadTo = "none"
     """Where optimizer states and masters live, if not on the device: in host memory, or in a file in the run's folder
     that is gone when the process ends."""
+    offload_parameters: bool = False
+    """Weights and gradients live in host memory, and each layer comes to the device when it is used, as shards do (also
+    on one rank); the processor does the update, and the optimizer's states are beside them or on disk."""
     release_gradients: bool = False
     """Each weight is updated and its gradient freed within the backward pass; one micro-batch a step, no clipping."""
     save_beside: bool = False

@@ -79,13 +79,22 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     (
         lambda task, choice: (
-            task.device == "cpu" and (choice.offload_optimizer == "host" or choice.offload_activations)
+            task.device == "cpu"
+            and (choice.offload_optimizer == "host" or choice.offload_parameters or choice.offload_activations)
         ),
         "on a CPU everything is in host memory already",
     ),
     (
         lambda task, choice: choice.offload_optimizer != "none" and task.optimizer not in ALONE,
         "only AdamW and Lion update weight by weight, as states in host memory or on disk need it",
+    ),
+    (
+        lambda task, choice: choice.offload_parameters and choice.offload_optimizer == "host",
+        "where parameters are in host memory, the optimizer's states are there already",
+    ),
+    (
+        lambda task, choice: choice.offload_parameters and choice.sharding not in ("zero3", "hybrid", "hierarchical"),
+        "parameters in host memory come layer by layer, as those of zero3, hybrid and hierarchical sharding do",
     ),
     (
         lambda task, choice: choice.release_gradients and not may_release(task, choice),
@@ -184,6 +193,8 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
         missing.append("rounding on the wire beside tensor, context, pipeline or expert parallelism")
     if choice.expert > 1 and (choice.expert != choice.ranks or choice.sharding not in ("zero1", "zero2", "zero3")):
         missing.append("experts cut over other ranks than all those of zero1, zero2 or zero3")
+    if choice.offload_parameters and (choice.tensor * choice.pipeline * choice.expert > 1 or choice.is_lossy):
+        missing.append("parameters in host memory beside tensor, pipeline or expert parallelism or rounded collectives")
     if choice.pipeline > 1:
         if choice.sharding not in ("none", "ddp", "zero3"):
             missing.append(f"{choice.sharding} within a pipeline")
@@ -282,4 +293,5 @@ def complexity(task: Task, choice: Choice) -> int:
         + 2 * (not choice.master_weights)
         + 3 * choice.offload_activations
         + {"none": 0, "host": 4, "disk": 6}[choice.offload_optimizer]
+        + 5 * choice.offload_parameters
     )

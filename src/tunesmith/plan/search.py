@@ -112,7 +112,7 @@ def search(
     every = [candidate for tier in tiers for candidate in tier]
     if not every:
         raise UserError(f"This run cannot be planned: {why_not.first or 'nothing is left to choose'}.")
-    found = chosen or min(every, key=lambda candidate: candidate.bytes)
+    found = chosen or min(every, key=lambda candidate: (not _fits_host(task, candidate.choice), candidate.bytes))
     _explain(run, task, found, every, limit, chosen is not None, decide)
     choice = found.choice
     saves_beside = _saves_beside(task, choice, decide)
@@ -147,6 +147,7 @@ def search(
         offload_activations=choice.offload_activations,
         optimizer_states=choice.optimizer_states,
         offload_optimizer=choice.offload_optimizer,
+        offload_parameters=choice.offload_parameters,
         release_gradients=choice.release_gradients,
         save_beside=saves_beside,
         learning_rate=_learning_rate(run, decide),
@@ -245,12 +246,16 @@ def _tiers(task: Task) -> list[dict[str, Any]]:
         # What was asked for stays; else 8 bits, which are closer to the base, before 4.
         small: dict[str, Any] = {"storage": "nf4"}
         order = [plain] if task.method == "qlora" else [plain, {"storage": "int8"}, small]
+        order += [{**order[-1], "offload_parameters": True}]
     else:
         is_fused, sent = task.optimizer in memory.ALONE, {"offload_activations": True}
         small = {"optimizer_states": "int8"} if is_fused else {}
         rounded = [{**small, "master_weights": False}] if is_fused and task.precision == "bf16" else []
-        homes = ("host", "disk") if is_fused else ()
-        moved = [{**more, "offload_optimizer": home} for home in homes for more in ({}, {**small, **sent})]
+        more = ({}, {**small, **sent})
+        moved = [{**one, "offload_optimizer": "host"} for one in more if is_fused]
+        moved += [{**one, "offload_parameters": True} for one in ({}, sent)]
+        moved += [{**one, "offload_optimizer": "disk"} for one in more if is_fused]
+        moved += [{**sent, "offload_parameters": True, "offload_optimizer": "disk"}] if is_fused else []
         order = [plain, small, {**small, **sent}, *rounded, *moved]
     tiers = [tier for one in order for tier in (one, {**one, "axes": True})]
     return [tier for index, tier in enumerate(tiers) if tier not in tiers[:index]]
@@ -273,7 +278,9 @@ def _candidates(
     layers = pins.get("recompute_layers")
     has_axes = tier.get("axes", False) or task.sequences < task.hardware.gpu_count > 1
     wanted = fixed.get("pipeline")
-    plain = _meshes(task, has_axes=has_axes) if wanted in (None, 1) else ()
+    plain = list(_meshes(task, has_axes=has_axes)) if wanted in (None, 1) else []
+    if base.offload_parameters and plain == [{}]:
+        plain = [{"sharding": "zero3"}]  # of one rank: what brings parameters layer by layer is the same
     for mesh in itertools.chain(plain, _pipelines(task, wanted)):
         for micro_batch in _micro_batches(task, mesh):
             choice = dataclasses.replace(base, **{**mesh, "micro_batch": micro_batch, **fixed})
@@ -423,7 +430,7 @@ def _micro_batches(task: Task, mesh: Mapping[str, Any]) -> list[int]:
 
 def _fits_host(task: Task, choice: Choice) -> bool:
     """Whether host memory and disk hold what is offloaded; loading alone is warned about, since it can go well."""
-    is_offloaded = choice.offload_optimizer != "none" or choice.offload_activations
+    is_offloaded = choice.offload_optimizer != "none" or choice.offload_parameters or choice.offload_activations
     fits_memory = task.device == "cpu" or memory.host_memory(task, choice) <= task.hardware.available
     return not is_offloaded or (fits_memory and memory.disk(task, choice) <= task.hardware.disk)
 
@@ -621,6 +628,13 @@ def _explain(
             decide("gradients", "kept to the end of the step", why)
     if choice.offload_optimizer != "none":
         decide("offload", *_why_offloaded(task, found, every, has))
+    if choice.offload_parameters:
+        least = _least(every, lambda one: not one.offload_parameters)
+        moved = 2 * choice.accumulation(task) * memory.parameter_bytes(task, choice) / memory.PINNED
+        rate = task.rates.host_link
+        takes = f"{_gib(moved)} a step over the host link at {rate / 1e9:.3g} GB/s take {_seconds(moved / rate)}"
+        why = f"all else needs at least {least} of {has}; {takes}, partly beside the computation"
+        decide("offload", "parameters and gradients to host memory", why)
     if choice.offload_activations:
         least = _least(every, lambda one: not one.offload_activations)
         decide("offload", "layer inputs to host memory", f"all else needs at least {least} of {has}")
@@ -669,7 +683,7 @@ def _why_offloaded(task: Task, found: Candidate, every: list[Candidate], has: st
         in_memory = dataclasses.replace(choice, offload_optimizer="host")
         if task.device == "cuda" and (need := memory.host_memory(task, in_memory)) > hardware.available:
             why += f", and host memory would have to hold {_gib(need)} and has {_gib(hardware.available)}"
-    why += f"; {_gib(moved)} a step {way} at {rate / 1e9:.3g} GB/s take {moved / rate:.2g} s"
+    why += f"; {_gib(moved)} a step {way} at {rate / 1e9:.3g} GB/s take {_seconds(moved / rate)}"
     return f"optimizer states to {'host memory' if choice.offload_optimizer == 'host' else 'disk'}", why
 
 
@@ -745,6 +759,10 @@ def _why_lossy(task: Task, found: Candidate, fitting: list[Candidate]) -> str:
         gain += f"{gigabits:.3g} Gbit/s"
     off = "; ".join(OFF[wire] for wire in dict.fromkeys((found.choice.gather, found.choice.reduce)) if wire in OFF)
     return f"lossy: each value is off by at most {off}{gain}"
+
+
+def _seconds(time: float) -> str:
+    return f"{time:.0f} s" if time >= 10 else f"{time:.1f} s"
 
 
 def _gib(size: float) -> str:

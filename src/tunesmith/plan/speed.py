@@ -65,6 +65,8 @@ HOST_AGAIN = {False: 0.8, True: 1.35}
 """Times as much more where the layer is computed again, without and with its attention kept."""
 HOST_UPDATE = {"muon": 0.35e-3, "adafactor": 0.2e-3}
 """Seconds of it for each trained matrix, of optimizers that are made of many small operations."""
+HOST_UPDATES = 20e9
+"""Bytes a second that a node's processors pass over in an optimizer's update."""
 LAUNCH = 6e-6
 """Seconds of the processor to start a kernel of eager code."""
 DISPATCH = 10e-6
@@ -104,6 +106,8 @@ def step_time(task: Task, choice: Choice) -> Time:
     time["optimizer"], host_update = _optimizer(task, choice)
     time["communication"] = _communication(task, choice, rounds, forward.total, backward.total + recomputed)
     time["offload"] = host_update + rounds * _activation_traffic(task, choice, compute)
+    if choice.offload_parameters:
+        time["offload"] += _parameter_traffic(task, choice, rounds, forward.total, backward.total + recomputed)
     time["bubbles"] = _bubbles(choice, rounds, compute)
     time["host"] = rounds * _waiting(task, choice, compute) + _host_update(task) + STEP
     return Time(**time)
@@ -299,6 +303,9 @@ def _optimizer(task: Task, choice: Choice) -> tuple[float, float]:
     held = base * memory.share(choice.sharding, "states", choice.holders, choice.sharers)
     states = memory.STATES[task.optimizer] * memory.STATE_BYTES[choice.optimizer_states]
     passes = 2 * states + 3 * 4 + (4 + task.width if choice.has_masters(task) else 4)
+    if choice.offload_parameters:  # by the processors, which all ranks of a node share
+        per_node = max(1, choice.ranks // task.hardware.nodes)
+        return per_node * held * passes / HOST_UPDATES, 2 * memory.disk(task, choice) / task.hardware.disk_rate
     # From and to the disk for all ranks of a node; a GPU's update is hidden behind that, a processor's is not.
     streamed = 2 * memory.disk(task, choice) / task.hardware.disk_rate
     return held * passes / task.rates.bandwidth if not streamed or task.device == "cpu" else 0.0, streamed
@@ -396,6 +403,12 @@ def _activation_traffic(task: Task, choice: Choice, compute: float) -> float:
         return 0.0
     inputs = task.facts.hidden * task.width * choice.recompute_layers * choice.tokens(task) / choice.tensor
     return _seen(task, 2 * inputs / choice.pipeline / task.rates.host_link, compute)
+
+
+def _parameter_traffic(task: Task, choice: Choice, rounds: int, forward: float, backward: float) -> float:
+    """Parameters to the device for each pass, gradients from it at the same time."""
+    weights = memory.parameter_bytes(task, choice) / memory.PINNED / task.rates.host_link
+    return rounds * (_seen(task, weights, forward) + _seen(task, weights, backward))
 
 
 def _bubbles(choice: Choice, rounds: int, compute: float) -> float:

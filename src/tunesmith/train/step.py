@@ -252,7 +252,7 @@ class TrainStep:
             norm = self.model.norm_of_all(norm, self.optimizer)
         if self.max_grad_norm is not None:
             self.optimizer.clip(norm, self.max_grad_norm)
-        return norm.float()
+        return norm.float().to(self.device)
 
     def _draw_from(self, step: int, micro_batch: int, stage: int = 0) -> None:
         text = f"{self.seed}:{step}:{micro_batch}:{self.ranks.rank}" + (f":{stage}" if stage else "")
