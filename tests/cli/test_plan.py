@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tunesmith.cli.main import app
+from tunesmith.plan.hardware import DISK_RATE, measured_links, probe
 from tunesmith.plan.plan import Plan
 
 LLAMA_8B = {
@@ -142,8 +144,11 @@ def test_train_refuses_a_plan_for_a_machine_that_is_not_here(folder):
 def test_a_processor_is_measured_once_and_its_plans_are_no_guess_any_more(folder, monkeypatch):
     monkeypatch.setenv("TUNESMITH_CACHE", str(folder / "cache"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("tunesmith.plan.calibrate.DISK_BYTES", 1 << 25)
     assert "factor of three" in plan("run.yaml", "device=cpu")
     page = plan("run.yaml", "device=cpu", "--calibrate")
     assert "GFLOP/s in fp32" in page
+    assert re.search(r"disk [\d.]+ GB/s", page)
+    assert probe().disk_rate == measured_links()["disk"] != DISK_RATE
     assert "factor of three" not in page
     assert "factor of three" not in plan("run.yaml", "device=cpu")

@@ -121,6 +121,8 @@ def _page(
     output.say(output.table(("", "memory", "bytes"), parts, right=("bytes",)))
     if plan.device == "cuda":
         output.say(f"Host memory of each node: about {output.readable_bytes(plan.host_memory)}")
+    if plan.disk:
+        output.say(f"Disk of each node while it trains: about {output.readable_bytes(plan.disk)}")
     output.say()
     shares = sorted(plan.time.model_dump().items(), key=lambda item: -item[1])
     largest = ", ".join(f"{name} {seconds / plan.time.total:.0%}" for name, seconds in shares[:4] if seconds > 0)

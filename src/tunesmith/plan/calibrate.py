@@ -26,6 +26,7 @@ SIZES = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096))
 PROCESSOR_SIZES = ((1024, 576, 1536), (1024, 1536, 576))
 """Those of a model that is trained on a processor."""
 DISK_BYTES = 1 << 30
+"""Written and read: more than what a drive takes into its own memory at once."""
 
 
 def calibrate() -> str:
@@ -85,20 +86,20 @@ def _keep(name: str, rates: Rates) -> None:
     file.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
 
 
-def _disk_rate(size: int = DISK_BYTES) -> float:
+def _disk_rate() -> float:
     """Bytes a second to and from the disk of this folder: a file written through to it, then read without what the
     system has kept of it."""
     block = os.urandom(1 << 24)
     with tempfile.TemporaryFile(dir=".", buffering=0) as file:
         began = time.perf_counter()
-        for _ in range(size // len(block)):
+        for _ in range(DISK_BYTES // len(block)):
             file.write(block)
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         while file.read(len(block)):
             pass
-        return 2 * size / (time.perf_counter() - began)
+        return 2 * DISK_BYTES / (time.perf_counter() - began)
 
 
 def _host_seconds(work: Callable[[], object], rounds: int = 5) -> float:

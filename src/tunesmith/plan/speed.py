@@ -66,7 +66,7 @@ HOST_AGAIN = {False: 0.8, True: 1.35}
 HOST_UPDATE = {"muon": 0.35e-3, "adafactor": 0.2e-3}
 """Seconds of it for each trained matrix, of optimizers that are made of many small operations."""
 HOST_UPDATES = 20e9
-"""Bytes a second that a node's processors pass over in an optimizer's update."""
+"""Bytes a second that a node's processors pass over in an optimizer's update: a guess."""
 LAUNCH = 6e-6
 """Seconds of the processor to start a kernel of eager code."""
 DISPATCH = 10e-6
