@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from tunesmith.measure.profile import StepProfiler
+    from tunesmith.plan.plan import Plan
     from tunesmith.train.job import Job
     from tunesmith.train.loop import Outcome
 
@@ -100,6 +102,7 @@ def command(
             if place.rank != 0 and is_turn:
                 setting = join_run(run)
             others.wait()
+        stack.enter_context(_memory_errors_in_words(setting.plan, folder))
         job = assemble(setting, others)
         for message in job.warnings:
             warn(message)
@@ -115,6 +118,27 @@ def command(
         _say_outcome(outcome, folder, profiler)
     if not outcome.is_finished:
         raise typer.Exit(130 if "Ctrl-C" in outcome.reason else 143 if "SIGTERM" in outcome.reason else 0)
+
+
+@contextmanager
+def _memory_errors_in_words(plan: Plan, folder: Path) -> Iterator[None]:
+    """Memory that ran out is no fault of ours that had to be reported, and something can be done about it."""
+    import torch
+
+    from tunesmith.errors import UserError
+
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        owner = "the GPU" if isinstance(error, torch.OutOfMemoryError) else "this machine"
+        predicted, limit = (f"{size / 2**30:.1f} GiB" for size in (plan.memory.total, plan.memory_limit))
+        raise UserError(
+            f"The memory of {owner} ran out, though {predicted} of {limit} were predicted to do. End other programs "
+            f"that use it, or lower micro_batch or raise recompute_layers in {folder / 'plan.json'}, or choose a "
+            "shorter sequence_length in a new output; `tunesmith train` then goes on from the last checkpoint."
+        ) from error
 
 
 def _start_ranks(arguments: list[str], count: int, *, restarts: int, accept_changes: bool, folder: Path) -> None:
