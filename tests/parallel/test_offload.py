@@ -16,7 +16,6 @@ WAYS = {
     "zero3": {"shard": 4},
     "ddp": {"replicate": 4},
     "zero1": {"shard": 4},
-    "zero2": {"shard": 4},
     "hybrid": {"replicate": 2, "shard": 2},
     "hierarchical": {"replicate": 2, "shard": 2},
 }
@@ -24,7 +23,7 @@ METHODS = ("full", "lora", "qlora")
 HOST, DISK, PARAMETERS = {"offload_optimizer": "host"}, {"offload_optimizer": "disk"}, {"offload_parameters": True}
 CELLS = [
     *((method, way, moved) for method in METHODS for way in ("none", "zero3") for moved in (HOST, DISK)),
-    *(("full", way, HOST) for way in ("ddp", "zero1", "zero2", "hybrid", "hierarchical")),
+    *(("full", way, HOST) for way in ("ddp", "zero1", "hybrid")),
     *((method, way, PARAMETERS) for method in METHODS for way in ("alone", "zero3")),
     *(("full", way, PARAMETERS) for way in ("hybrid", "hierarchical")),
     ("full", "zero3", PARAMETERS | DISK),
@@ -59,10 +58,11 @@ def test_what_lives_in_host_memory_or_on_disk_gives_the_steps_of_one_rank(
     world, settings, alone, tmp_path, method, way, moved
 ):
     sharding = "zero3" if way == "alone" else way
-    options = {"folder": str(settings), "mesh": WAYS[way], "sharding": sharding, "method": method}
+    settled = {"method": method} | ({} if method == "full" else {"batch_tokens": 4 * 64})  # one micro-batch is quicker
+    options = {"folder": str(settings), "mesh": WAYS[way], "sharding": sharding, **settled}
     ranks = world(1 if way in ("none", "alone") else 4)
     found = ranks("parallel.on_ranks:steps", count=STEPS, output=str(tmp_path / "run"), moved=moved, **options)
-    for number, expected in enumerate(alone(method)):
+    for number, expected in enumerate(alone(**settled)):
         here = [steps[number] for steps in found]
         assert all(one["loss"] == here[0]["loss"] and one["norm"] == here[0]["norm"] for one in here)
         assert here[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
