@@ -3,8 +3,8 @@
     python benchmarks/host.py [--device cpu] [--layers 16] [--top 30] [--only TEXT]
 
 Layers are narrow and tokens few, so that a GPU waits for the processor; small models train at this speed. Each way of
-training is measured in a process of its own. The profile has the backward pass too, which is run by the same thread for
-that; only the main thread's time is right, so it is taken without the profiler, as the fastest of some steps.
+training is measured in a process of its own. Times are those of the fastest of some steps, without the profiler; the
+profile has the backward pass too, which is run by the same thread for that. On a CPU the layers' own arithmetic counts.
 """
 
 from __future__ import annotations
