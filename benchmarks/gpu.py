@@ -6,7 +6,7 @@
 Each case runs in a process of its own. Several build and compile at once, and each is timed alone (`pool.py`). What
 comes out is written to FOLDER/gpu.jsonl at once; the second form makes benchmarks/results/gpu.json of such files, with
 our speed over that of the fastest other system on the same workload in the same call. `fast` cases may take what memory
-they need, `tight` ones compute every layer again.
+they need; `tight` ones compute every layer again and save what else the workload says.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class Case:
     """Set aside for it on the GPU."""
     products: str = "bf16"
     recompute_layers: int = 0
-    offload_activations: bool = False
 
     @property
     def name(self) -> str:
@@ -53,7 +52,7 @@ CASES = (
     Case("lora-8b", "unsloth", "fast", 82),
     Case("lora-8b", "unsloth", "tight", 40, recompute_layers=32),
     Case("qlora-8b", "tunesmith", "fast", 42, "fp8", recompute_layers=1),
-    Case("qlora-8b", "tunesmith", "tight", 24, "fp8", recompute_layers=32, offload_activations=True),
+    Case("qlora-8b", "tunesmith", "tight", 24, "fp8", recompute_layers=32),
     Case("qlora-8b", "unsloth", "fast", 42),
     Case("qlora-8b", "unsloth", "tight", 24, recompute_layers=32),
     Case("full-7b", "tunesmith", "fast", 106, "fp8"),
@@ -106,7 +105,8 @@ def measure(cases: list[Case], folder: Path, *, workers: int, deadline: float) -
 def words(found: dict[str, Any]) -> str:
     if "failed" in found:
         return found["failed"]
-    return f"{found['tokens_per_second']:,.0f} tokens/s, {found['peak_bytes'] / GIB:.1f} GiB"
+    notes = "".join(f"; {note}" for note in found.get("notes", ()))
+    return f"{found['tokens_per_second']:,.0f} tokens/s, {found['peak_bytes'] / GIB:.1f} GiB{notes}"
 
 
 def collect(files: list[Path]) -> Path:

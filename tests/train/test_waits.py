@@ -7,12 +7,14 @@ import dataclasses
 import plain_flash4
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tunesmith.measure import bench
 from tunesmith.model import forward
+from tunesmith.parallel import compile
 from tunesmith.train import step as train_step
 
 WORKLOAD = dataclasses.replace(bench.WORKLOADS["tiny"], rounds=2)
@@ -109,8 +111,11 @@ def test_nothing_waits_inside_a_step_on_a_gpu(method, saves):
     plan = bench.plan_for(workload, device="cuda", products="plain", recompute_layers=2 if saves else 0, compiled=True)
     step = bench.build(workload, plan.changed(offload_activations=saves, keep_attention=saves))
     made = bench.batches(workload, 4)
+    counters.clear()
     for batch in made[:3]:
         step(batch, 1e-3)
+    assert not counters["graph_break"], "a layer is one graph"
+    assert not compile.news().notes
     torch.cuda.set_sync_debug_mode("error")
     try:
         result = step.launch(made[3], 1e-3)

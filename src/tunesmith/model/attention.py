@@ -11,10 +11,11 @@ Legend: T tokens, D head dim; queries have more heads than keys in grouped atten
 from __future__ import annotations
 
 import inspect
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 
 from tunesmith.errors import UserError
 from tunesmith.kernels import flash4
@@ -24,6 +25,8 @@ NAME = "tunesmith_packed"
 UPCAST_BELOW = 512
 """Shorter documents are computed in fp32 on a CPU, since SDPA's backward in bf16 is slow there: at 170 tokens and 9
 heads 2.0 ms against 7.2 ms, forward and backward on two cores; at 512 tokens the two are even."""
+HAS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""torch's variable-length attention knows of fewer key heads than query heads."""
 
 
 def register(kernel: Attention | None = None) -> str:
@@ -38,7 +41,11 @@ def register(kernel: Attention | None = None) -> str:
             "The plan's attention is flash-attn-4, which is not installed here or has no kernels for this GPU; install "
             "it, or make the plan anew by `tunesmith plan`."
         )
-    AttentionInterface.register(NAME, packed_attention if kernel is None else partial(packed_attention, kernel=kernel))
+    # Settled here: looking for packages and devices would break a compiled layer into pieces.
+    kernel = kernel or ("flash-attn-4" if flash4.is_available() else "varlen")
+    if kernel == "varlen" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        kernel = "sdpa"
+    AttentionInterface.register(NAME, partial(packed_attention, kernel=kernel))
     return NAME
 
 
@@ -58,7 +65,7 @@ def packed_attention(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     s_aux: torch.Tensor | None = None,
-    kernel: Attention | None = None,
+    kernel: Attention = "varlen",
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """[1, heads, T, D] queries, keys and values to [1, T, heads, D].
@@ -75,7 +82,7 @@ def packed_attention(
         assert max_length_k is not None
         bounds, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
     window = sliding_window if sliding_window is not None and sliding_window < longest[1] else None
-    if kernel in (None, "flash-attn-4") and _has_flash4(query, dropout):
+    if kernel == "flash-attn-4" and _has_flash4(query, dropout):
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return flash4.flash4(q, k, v, *bounds, *longest, scale, window, softcap).unsqueeze(0), None
     if kernel != "sdpa" and _has_kernel(query, dropout, softcap):
@@ -90,7 +97,7 @@ class NotPackable(RuntimeError):
 
 def _has_flash4(query: torch.Tensor, dropout: float) -> bool:
     is_right = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] in (64, 96, 128)
-    return query.is_cuda and is_right and dropout == 0.0 and flash4.is_available()
+    return query.is_cuda and is_right and dropout == 0.0
 
 
 def _has_kernel(query: torch.Tensor, dropout: float, softcap: float | None) -> bool:
@@ -101,18 +108,15 @@ def _has_kernel(query: torch.Tensor, dropout: float, softcap: float | None) -> b
         and query.shape[-1] % 8 == 0
         and dropout == 0.0
         and softcap is None
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
 
 
 def _variable_length(query, key, value, bounds, longest, scale, window) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     groups = query.shape[1] // key.shape[1]
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     options = {}
     if groups > 1:
-        if "enable_gqa" in _variable_length_parameters():
+        if HAS_GROUPS:
             options["enable_gqa"] = True
         else:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -128,13 +132,6 @@ def _variable_length(query, key, value, bounds, longest, scale, window) -> torch
         **options,
     )
     return out.unsqueeze(0)
-
-
-@cache
-def _variable_length_parameters() -> frozenset[str]:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def _by_document(query, key, value, q_lengths, k_lengths, scale, window, softcap, dropout) -> torch.Tensor:
