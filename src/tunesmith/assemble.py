@@ -31,6 +31,7 @@ from tunesmith.model.fp8 import use_fp8_products
 from tunesmith.model.fuse import fuse
 from tunesmith.model.lora import peft_name
 from tunesmith.model.quantized import files_of
+from tunesmith.model.rotary import rotate_in_kernels
 from tunesmith.model.save import (
     ADAPTER_FILE,
     MODEL_FILES,
@@ -382,6 +383,8 @@ def make_trainable(model: torch.nn.Module, run: Run, plan: Plan) -> torch.nn.Mod
         fuse(model, fp8=plan.products == "fp8", whole_mlps=plan.device == "cuda")
     elif plan.products == "fp8":
         use_fp8_products(model)
+    if plan.device == "cuda" and split is None:
+        rotate_in_kernels(model, model.get_input_embeddings().weight.dtype)
     return apply(model, plan, has_adapters=run.has_adapters, split=split)
 
 
@@ -408,6 +411,8 @@ def evaluate_run(
         device = next(model.parameters()).device
         # Fused as in training, since in half precision the same sums in another order are other losses.
         fuse(model, fp8=plan.products == "fp8" and device.type == "cuda", whole_mlps=device.type == "cuda")
+        if device.type == "cuda":
+            rotate_in_kernels(model, model.get_input_embeddings().weight.dtype)
         sizes = {"sequence_length": plan.sequence_length, "micro_batch": plan.micro_batch}
         return held_out_losses(model, calling, stores, device=device, **sizes)
 

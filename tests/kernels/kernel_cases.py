@@ -299,3 +299,46 @@ def check_update(device: str, dtypes=(torch.float32, torch.bfloat16)) -> None:
                         torch.testing.assert_close(found.cpu(), copy, rtol=2e-3, atol=1e-6, msg=case)
                     cases += 1
     print(f"update: {cases} cases")
+
+
+def check_rotary(device: str, dtypes=(torch.float32, torch.float16), fp8: bool = False) -> None:
+    """The kernel against the plain rotation and its gradient, from tensors that lie in memory in several ways."""
+    from tunesmith.kernels.rotary_fused import rotate_into
+
+    cases = 0
+    for dtype in dtypes:
+        for tokens, heads, groups, size in ((1, 1, 1, 8), (5, 4, 2, 16), (3, 6, 2, 48), (7, 3, 3, 10)):
+            generator = torch.Generator().manual_seed(tokens)
+
+            def draw(*shape: int, generator=generator, dtype=dtype) -> torch.Tensor:
+                return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+            y, cos, sin = draw(tokens, heads + 2 * groups, size), draw(tokens, size), draw(tokens, size)
+            sizes = [heads, groups, groups]
+            exact = y.double().requires_grad_()
+            parts = exact.split(sizes, 1)
+            both = (cos.double(), sin.double())
+            wanted = [reference.rotate(parts[0], *both), reference.rotate(parts[1], *both), parts[2]]
+            d_parts = [draw(count, tokens, size).transpose(0, 1) for count in sizes]
+            (gradient,) = torch.autograd.grad(wanted, exact, [one.double() for one in d_parts])
+            outputs = [torch.full((tokens, count, size), 9.0, dtype=dtype, device=device) for count in sizes]
+            joint = torch.full_like(y, 9.0)
+            rotate_into(y.split(sizes, 1), cos, sin, tuple(outputs), back=False)
+            rotate_into(tuple(d_parts), cos, sin, joint.split(sizes, 1), back=True)
+            pair = [torch.full_like(one, 9.0) for one in outputs[:2]]
+            rotate_into(y.split(sizes, 1)[:2], cos, sin, tuple(pair), back=False)
+            for found, want in zip((*outputs, joint, *pair), (*wanted, gradient, *wanted[:2]), strict=True):
+                assert (found.double() - want).norm() <= TOLERANCE[dtype] * want.norm(), (dtype, tokens, size)
+            if fp8:
+                factor = torch.rand(y[0].numel(), generator=generator).to(device) + 0.5
+                values = torch.empty(tokens, y[0].numel(), dtype=torch.float8_e4m3fn, device=device)
+                scale = torch.empty(tokens, 1, device=device)
+                again = torch.empty_like(joint)
+                targets = again.split(sizes, 1)
+                rotate_into(tuple(d_parts), cos, sin, targets, back=True, quantized=(factor, values, scale))
+                assert torch.equal(again, joint)
+                want = gradient.flatten(1) * factor
+                error = (values.double() * scale - want).abs() / want.abs().amax(1, keepdim=True)
+                assert error.max() <= 2**-4, (tokens, size, error.max())
+            cases += 1
+    print(f"rotary: {cases} cases")

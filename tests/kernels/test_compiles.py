@@ -80,3 +80,18 @@ def test_weights_out_of_nf4(out):
     types |= {"scale_values": "*fp32", "row_scales": "*fp32", "COUNT": "i32", "COLUMNS": "i32"}
     constants = {"HAS_ROW_SCALES": "8" in out, "BYTES": module.BYTES, "BLOCK": module.BLOCK, "NESTED": module.NESTED}
     compile_for(HOPPER, module._kernel, types, constants, num_warps=4)
+
+
+@pytest.mark.parametrize(("back", "fp8"), [(False, False), (True, False), (True, True)])
+def test_rotary_positions(back, fp8):
+    from tunesmith.kernels import quantize
+    from tunesmith.kernels import rotary_fused as module
+
+    tensors = ("q", "k", "v", "cos", "sin", "q_out", "k_out", "v_out")
+    strides = [name for name in module._rotate.arg_names if name.endswith(("_row", "_head"))]
+    types = dict.fromkeys(tensors, "*bf16") | dict.fromkeys(strides, "i32")
+    types |= {"factor": "*fp32", "values": "*fp8e4nv" if fp8 else "*bf16", "scale": "*fp32"}
+    constants = {"H": 32, "G": 8, "V": 8, "D": 128, "HEADS": 64, "HALF": 64, "BACK": back, "FP8": fp8}
+    constants |= {"HAS_FACTOR": fp8, "LARGEST": quantize.LARGEST, "SMALLEST": quantize.SMALLEST_SCALE}
+    for capability in (HOPPER,) if fp8 else (HOPPER, AMPERE):
+        compile_for(capability, module._rotate, types, constants, num_warps=module.WARPS)

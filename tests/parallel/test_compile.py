@@ -9,10 +9,13 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
+from tunesmith import assemble
 from tunesmith.cli.display import Display
 from tunesmith.data.loader import PackedDocument, micro_batch_of
 from tunesmith.data.types import StepBatch
 from tunesmith.measure.bench import Workload, build, plan_for
+from tunesmith.model.fuse import fuse
+from tunesmith.model.rotary import rotate_in_kernels
 from tunesmith.parallel.compile import compiled, news
 from tunesmith.train import events, loop
 
@@ -120,11 +123,20 @@ def batch_of(*lengths: int) -> StepBatch:
     return StepBatch(0, 0.0, (micro_batch_of(documents),), target_weight=targets, tokens=sum(lengths))
 
 
-def test_document_lengths_do_not_compile_anything_again(monkeypatch):
+@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("products", ["plain", "fp8"])
+def test_document_lengths_do_not_compile_anything_again(monkeypatch, rotates, products):
+    if rotates:  # as on a GPU
+
+        def fuse_and_rotate(model, **named):
+            fuse(model, **named)
+            assert rotate_in_kernels(model, torch.float32) == 2
+
+        monkeypatch.setattr(assemble, "fuse", fuse_and_rotate)
     plain_flash4.install(monkeypatch)
     compile_by(monkeypatch, "aot_eager_decomp_partition")
     workload = Workload("tiny", "lora", 1, 96)
-    plan = plan_for(workload, device="cpu", products="plain", recompute_layers=1, compiled=True)
+    plan = plan_for(workload, device="cpu", products=products, recompute_layers=1, compiled=True)
     step = build(workload, plan.changed(attention="flash-attn-4"))
     made = [batch_of(*lengths) for lengths in ((50, 46), (96,), (7,) * 11, (1, 90), (40, 30, 20))]
     step(made[0], 1e-3)

@@ -65,3 +65,9 @@ def swiglu(y_t2i: torch.Tensor, low_t2r: torch.Tensor, b_gate_ir: torch.Tensor, 
     gate = y_t2i[:, :intermediate] + low_t2r[:, :rank] @ b_gate_ir.t()
     up = y_t2i[:, intermediate:] + low_t2r[:, rank:] @ b_up_ir.t()
     return F.silu(gate) * up
+
+
+def rotate(x_thd: torch.Tensor, cos_td: torch.Tensor, sin_td: torch.Tensor) -> torch.Tensor:
+    """Rotary positions, the first half of a head against the second."""
+    first, second = x_thd.chunk(2, -1)
+    return x_thd * cos_td[:, None] + torch.cat([-second, first], -1) * sin_td[:, None]

@@ -83,7 +83,8 @@ def packed_attention(
         bounds, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
     window = sliding_window if sliding_window is not None and sliding_window < longest[1] else None
     if kernel == "flash-attn-4" and _has_flash4(query, dropout):
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        # Squeezed, not indexed: the gradient of an index is a full-size copy.
+        q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
         return flash4.flash4(q, k, v, *bounds, *longest, scale, window, softcap).unsqueeze(0), None
     if kernel != "sdpa" and _has_kernel(query, dropout, softcap):
         return _variable_length(query, key, value, bounds, longest, scale, window), None
@@ -113,7 +114,7 @@ def _has_kernel(query: torch.Tensor, dropout: float, softcap: float | None) -> b
 
 def _variable_length(query, key, value, bounds, longest, scale, window) -> torch.Tensor:
     groups = query.shape[1] // key.shape[1]
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     options = {}
     if groups > 1:
         if HAS_GROUPS:

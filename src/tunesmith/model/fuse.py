@@ -8,6 +8,8 @@ where they were, under their names, so checkpoints and adapter files do not chan
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -91,13 +93,18 @@ class JointProduct(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x_tk = x.reshape(-1, x.shape[-1])
-        a_rk = torch.cat([local(member.lora_a) for member in self.members]).to(x.dtype)
-        b_nr = torch.block_diag(*(local(member.lora_b) * member.scale for member in self.members)).to(x.dtype)
-        if self.scale_n is not None:
-            y_tn = lowrank_linear_fp8(x_tk, self.weight_nk, self.scale_n, a_rk, b_nr, self.bias_n, self.sizes)
+        weight_nk, scale_n, *others = self.operands(x.dtype)
+        if scale_n is not None:
+            y_tn = lowrank_linear_fp8(x_tk, weight_nk, scale_n, *others)
         else:
-            y_tn = lowrank_linear(x_tk, self.weight_nk, a_rk, b_nr, self.bias_n, self.sizes)
+            y_tn = lowrank_linear(x_tk, weight_nk, *others)
         return y_tn.view(*x.shape[:-1], -1).split(self.sizes, dim=-1)
+
+    def operands(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """The frozen weight and the scales of its rows, the joint factors in this precision, bias, and sizes."""
+        a_rk = torch.cat([local(member.lora_a) for member in self.members]).to(dtype)
+        b_nr = torch.block_diag(*(local(member.lora_b) * member.scale for member in self.members)).to(dtype)
+        return self.weight_nk, self.scale_n, a_rk, b_nr, self.bias_n, self.sizes
 
 
 class JointMlp(nn.Module):

@@ -33,6 +33,7 @@ from tunesmith.model import load, lora, quantized
 from tunesmith.model.files import Block, Held, read_ahead
 from tunesmith.model.fp8 import use_fp8_products
 from tunesmith.model.fuse import fuse
+from tunesmith.model.rotary import rotate_in_kernels
 from tunesmith.optim.fused import spread
 from tunesmith.parallel.apply import decoder_layers
 from tunesmith.parallel.collectives import gather_rows, group_of
@@ -114,6 +115,8 @@ def load_in_parts(run: Run, plan: Plan, device: torch.device) -> Loaded | None:
             fuse(unit, fp8=plan.products == "fp8", whole_mlps=device.type == "cuda", dtype=dtype)
         elif plan.products == "fp8" and within:
             use_fp8_products(unit)
+        if device.type == "cuda" and within and split is None:
+            rotate_in_kernels(unit, dtype)
         _close_gaps(device)
 
     def finish(unit: nn.Module) -> None:

@@ -1,0 +1,146 @@
+"""Attention whose queries and keys are rotated by a kernel of ours; takes the place of a model's own module.
+
+Which modules these are is tried, not known: one that gives its attention function the same queries, keys and values as
+ours, and makes the same of what comes back. The names of its linears do not change.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from tunesmith.kernels.lowrank_qkv import lowrank_qkv
+from tunesmith.kernels.rotary import rotate_pair
+from tunesmith.model.lora import LoraLinear
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+OPTIONS = {"scaling", "dropout", "sliding_window", "softcap"}
+"""What attention functions are told beside the queries, keys and values, and ours keep."""
+TRIAL = "tunesmith_trial"
+TRIED = 6
+"""Tokens."""
+
+
+def rotate_in_kernels(model: nn.Module, dtype: torch.dtype) -> int:
+    """Put our module in the place of each attention that it equals; returns how many. `dtype` is that of activations;
+    adapters are grouped already."""
+    found = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if (options := _options(child, dtype)) is not None:
+                setattr(parent, name, RotaryAttention(child, options))
+                found += 1
+    return found
+
+
+class RotaryAttention(nn.Module):
+    """Packed documents alone: with a cache or a mask the model's own module is called."""
+
+    def __init__(self, own: nn.Module, options: dict[str, Any]):
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        super().__init__()
+        self.functions = ALL_ATTENTION_FUNCTIONS
+        for name in LINEARS:
+            setattr(self, name, getattr(own, name))
+        self.own = (own,)  # a tuple, so that it is no child, and the linears keep their names
+        self.config, self.options = own.config, options
+        for name in ("layer_idx", "is_causal", "head_dim"):
+            setattr(self, name, getattr(own, name, None))
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **named):
+        if past_key_values is not None or attention_mask is not None or "cu_seq_lens_q" not in named:
+            return self.own[0](
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **named,
+            )
+        parts = (part.transpose(0, 1).unsqueeze(0) for part in self.rotated(hidden_states, *position_embeddings))
+        function = self.functions[self.config._attn_implementation]
+        attended, _ = function(self, *parts, None, **named | self.options)
+        return self.o_proj(attended.reshape(*hidden_states.shape[:-1], -1)), None
+
+    def rotated(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values of one row of tokens, [T, heads, D]."""
+        cos, sin = (one.flatten(0, -2) for one in (cos, sin))
+        joint = getattr(self.q_proj, "joint", None)
+        if joint is not None and len(joint.members) == 3:
+            return lowrank_qkv(x.flatten(0, -2), *joint.operands(x.dtype), cos, sin)
+        q, k, v = (getattr(self, name)(x).flatten(0, -2) for name in LINEARS[:3])
+        return *rotate_pair(q, k, cos, sin), v.unflatten(1, (-1, cos.shape[1]))
+
+
+def _options(module: nn.Module, dtype: torch.dtype) -> dict[str, Any] | None:
+    """What the module tells its attention function, or None where ours would not do the same."""
+    if {name for name, _ in module.named_children()} != set(LINEARS) or not hasattr(module, "head_dim"):
+        return None
+    if next(module.parameters(recurse=False), None) is not None or getattr(module, "config", None) is None:
+        return None
+    held = list(itertools.chain(module.parameters(), module.buffers()))
+    if any(tensor.is_meta for tensor in held):
+        return None  # nothing to try
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(held[0].device, dtype)
+
+    x = draw(1, TRIED, _inputs(module.q_proj))
+    cos, sin = draw(1, TRIED, module.head_dim), draw(1, TRIED, module.head_dim)
+    with torch.no_grad(), _recorded(module.config) as calls:
+        try:
+            out = module(x, position_embeddings=(cos, sin), attention_mask=None)[0]
+        except (TypeError, ValueError, RuntimeError):
+            return None  # called in another way
+        if len(calls) != 1:
+            return None
+        (parts, options) = calls[0]
+        if set(options) - OPTIONS or options.get("dropout") or getattr(module, "attention_dropout", 0.0):
+            return None
+        ours = RotaryAttention(module, options)
+        expected = [part.transpose(0, 1).unsqueeze(0) for part in ours.rotated(x, cos, sin)]
+        again = ours.o_proj(_stand_in(parts[0]).reshape(1, TRIED, -1))
+    pairs = [*zip(parts, expected, strict=True), (out, again)]
+    return options if all(_is_close(*pair) for pair in pairs) else None
+
+
+@contextmanager
+def _recorded(config: Any) -> Iterator[list[tuple[tuple[torch.Tensor, ...], dict[str, Any]]]]:
+    """While this lasts, attention functions take note of their arguments, and pass queries on."""
+    from transformers import AttentionInterface
+
+    calls = []
+
+    def take_note(_module, query, key, value, mask, **options):
+        assert mask is None
+        calls.append(((query, key, value), options))
+        return _stand_in(query), None
+
+    before = config._attn_implementation
+    AttentionInterface.register(TRIAL, take_note)
+    config._attn_implementation = TRIAL
+    try:
+        yield calls
+    finally:
+        config._attn_implementation = before
+
+
+def _inputs(linear: nn.Module) -> int:
+    return linear.lora_a.shape[1] if isinstance(linear, LoraLinear) else linear.in_features
+
+
+def _stand_in(query: torch.Tensor) -> torch.Tensor:
+    return query.transpose(1, 2)
+
+
+def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """To the rounding of half precision, in which a model's code rounds more often than ours."""
+    if found.shape != expected.shape:
+        return False
+    return bool((found.float() - expected.float()).norm() <= 2e-2 * expected.float().norm())

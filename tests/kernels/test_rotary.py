@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreted import run_interpreted
+
+from tunesmith.kernels import reference
+from tunesmith.kernels.lowrank import quantize_rows
+from tunesmith.kernels.lowrank_qkv import lowrank_qkv
+from tunesmith.kernels.rotary import rotate_pair
+
+TOKENS, INPUTS, SIZE, RANK = 6, 32, 16, 4
+ROWS = (64, 32, 32)
+"""Outputs of queries, keys and values: four heads over two."""
+
+
+def draw(*shape: int, seed: int = 0, size: float = 1.0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * size
+
+
+def test_the_kernel_is_right_in_the_interpreter():
+    assert "rotary: 8 cases" in run_interpreted("check_rotary")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_kernel_is_right_on_the_gpu():
+    from kernel_cases import check_rotary
+
+    check_rotary("cuda", (torch.bfloat16,), fp8=True)
+
+
+def test_a_pair_and_its_gradient_are_those_of_the_plain_rotation():
+    leaves = [draw(TOKENS, rows, seed=rows).float().requires_grad_() for rows in (64, 32)]
+    cos, sin = draw(TOKENS, SIZE, seed=1).float(), draw(TOKENS, SIZE, seed=2).float()
+    found = rotate_pair(*leaves, cos, sin)
+    wanted = [reference.rotate(leaf.unflatten(1, (-1, SIZE)), cos, sin) for leaf in leaves]
+    directions = [draw(*one.shape, seed=3).float() for one in wanted]
+    for ours, plain in (
+        (found, wanted),
+        *[tuple(torch.autograd.grad(some, leaves, directions) for some in (found, wanted))],
+    ):
+        for one, want in zip(ours, plain, strict=True):
+            torch.testing.assert_close(one, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_joint_product_is_that_of_plain_linears_rotated(fp8):
+    weight, bias = draw(sum(ROWS), INPUTS, seed=1, size=0.2), draw(sum(ROWS), seed=2)
+    cos, sin = draw(TOKENS, SIZE, seed=3), draw(TOKENS, SIZE, seed=4)
+    shapes = ((TOKENS, INPUTS), (3 * RANK, INPUTS), (sum(ROWS), 3 * RANK))
+    exact = [draw(*shape, seed=5 + at, size=0.3).requires_grad_() for at, shape in enumerate(shapes)]
+    held, scale = weight.float(), None
+    if fp8:
+        held, scale = quantize_rows(weight.float())
+        weight, scale = (held.float() * scale).double(), scale.squeeze(1)
+    leaves = [leaf.detach().float().requires_grad_() for leaf in exact]
+    x, a, b = exact
+    y = x @ weight.t() + (x @ a.t()) @ b.t() + bias
+    parts = [part.unflatten(1, (-1, SIZE)) for part in y.split(ROWS, 1)]
+    wanted = [reference.rotate(parts[0], cos, sin), reference.rotate(parts[1], cos, sin), parts[2]]
+    found = lowrank_qkv(leaves[0], held, scale, *leaves[1:], bias.float(), ROWS, cos.float(), sin.float())
+    directions = [draw(*one.shape, seed=9) for one in wanted]
+    gradients = torch.autograd.grad(found, leaves, [one.float() for one in directions])
+    for one, want in zip((*found, *gradients), (*wanted, *torch.autograd.grad(wanted, exact, directions)), strict=True):
+        assert (one.double() - want).norm() <= (3e-2 if fp8 else 1e-5) * want.norm()
+
+
+def test_the_joint_product_is_not_kept():
+    x = draw(TOKENS, INPUTS).float().requires_grad_()
+    factors = draw(3 * RANK, INPUTS).float().requires_grad_(), draw(sum(ROWS), 3 * RANK).float().requires_grad_()
+    cos = draw(TOKENS, SIZE).float()
+    found = lowrank_qkv(x, draw(sum(ROWS), INPUTS).float(), None, *factors, None, ROWS, cos, cos)
+    assert all(part.untyped_storage().nbytes() == part.numel() * 4 for part in found)
+    kept = [one for one in found[0].grad_fn.saved_tensors if one is not None]
+    assert not any(one.shape == (TOKENS, sum(ROWS)) for one in kept)

@@ -1,0 +1,108 @@
+"""A model whose attention was replaced gives the same losses and gradients, under the same names; what would not is
+left alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_forward import HEAD, SMALL, build
+from transformers import (
+    CohereConfig,
+    Gemma2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PhiConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from tunesmith.config.schema import Lora
+from tunesmith.model import attention, lora
+from tunesmith.model.forward import Calling, token_losses, trial_inputs
+from tunesmith.model.fp8 import use_fp8_products
+from tunesmith.model.fuse import fuse
+from tunesmith.model.quantized import quantize_linears
+from tunesmith.model.rotary import RotaryAttention, rotate_in_kernels
+
+CPU = torch.device("cpu")
+REPLACED = [
+    LlamaConfig(**SMALL),
+    LlamaConfig(**SMALL, attention_bias=True),
+    MistralConfig(**SMALL, sliding_window=4),
+    Gemma2Config(**SMALL, **HEAD, sliding_window=4, query_pre_attn_scalar=5),
+    Qwen2Config(**SMALL),
+]
+LEFT = [
+    LlamaConfig(**SMALL, attention_dropout=0.1),
+    Qwen3Config(**SMALL, **HEAD),
+    CohereConfig(**SMALL),
+    PhiConfig(**SMALL, partial_rotary_factor=0.5),
+    GPTNeoXConfig(**{**SMALL, "num_key_value_heads": 4}),
+]
+
+
+def results(model):
+    total, losses = token_losses(model, trial_inputs(100, CPU), Calling("packed"))
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return losses, dict(zip(trained, torch.autograd.grad(total, trained.values()), strict=True))
+
+
+def made(config, method: str, storage: str = "plain", fp8: bool = False):
+    model = build(config)
+    model.set_attn_implementation(attention.NAME)
+    if storage != "plain":
+        quantize_linears(model, dtype=torch.float32, device=CPU, storage=storage)
+    if method == "full":
+        if fp8:
+            use_fp8_products(model)
+        return model
+    lora.attach(model, Lora(rank=4), seed=0)
+    for at, adapter in enumerate(lora.adapters(model).values()):
+        torch.nn.init.normal_(adapter.lora_b, std=0.1, generator=torch.Generator().manual_seed(at))
+    fuse(model, fp8=fp8)
+    return model
+
+
+@pytest.mark.parametrize("config", REPLACED, ids=lambda config: config.model_type)
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_losses_gradients_and_names_stay(config, method):
+    model = made(config, method)
+    losses, gradients = results(model)
+    assert rotate_in_kernels(model, torch.float32) == 2
+    again, found = results(model)
+    torch.testing.assert_close(again, losses, rtol=1e-5, atol=1e-5)
+    assert found.keys() == gradients.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("method", "storage", "fp8"), [("lora", "plain", True), ("qlora", "nf4", False), ("full", "plain", True)], ids=str
+)
+def test_over_every_storage(method, storage, fp8):
+    model = made(LlamaConfig(**{**SMALL, "hidden_size": 64}), method, storage, fp8)
+    losses, gradients = results(model)
+    assert rotate_in_kernels(model, torch.float32) == 2
+    again, found = results(model)
+    torch.testing.assert_close(again, losses, rtol=1e-3, atol=1e-3)
+    for name, gradient in found.items():
+        assert (gradient - gradients[name]).norm() <= 0.05 * gradients[name].norm(), name
+
+
+@pytest.mark.parametrize("config", LEFT, ids=lambda config: config.model_type)
+def test_other_attention_is_left_alone(config):
+    model = build(config)
+    before = model.config._attn_implementation
+    assert rotate_in_kernels(model, torch.float32) == 0
+    assert model.config._attn_implementation == before
+
+
+def test_with_a_cache_the_models_own_module_answers():
+    model = build(LlamaConfig(**SMALL))
+    tokens = torch.arange(3, 9)[None]
+    expected = model.generate(tokens, max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(tokens))
+    rotate_in_kernels(model, torch.float32)
+    assert any(isinstance(module, RotaryAttention) for module in model.modules())
+    found = model.generate(tokens, max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(tokens))
+    assert torch.equal(found, expected)
