@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner import Configuration, machine, peak, settle
+from planner import Configuration, machine, settle
 from results import write_result
 
 from tunesmith.plan import memory, speed
 from tunesmith.plan.plan import Moment
 from tunesmith.plan.search import MARGIN
+
+EARLIER = {"chunks": 2, "can_be_fp8": False}
+"""The loss of rows that do not say how it was computed."""
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
@@ -85,14 +88,16 @@ def compare(rows: list[dict[str, Any]], device: str = "cuda") -> list[Compared]:
         if "stale" in row:
             continue
         task, choice = settle(Configuration(**row["configuration"]), hardware, device, row.get("document_length"))
-        moment = peak(task, choice)
+        loss = memory.Loss(**row.get("loss", EARLIER))
+        moments = memory.timeline(task, choice, loss)
+        moment = memory.peak(moments)
         tokens, seconds = row.get("tokens", task.step_tokens), row.get("step_seconds")
         context = row.get("context_bytes") or moment.memory.context
         found.append(
             Compared(
                 name=row["name"],
                 predicted=moment,
-                predicted_step=memory.peak([one for one in memory.timeline(task, choice) if one.name != "loading"]),
+                predicted_step=memory.peak([one for one in moments if one.name != "loading"]),
                 predicted_speed=tokens / speed.step_time(task, choice).total,
                 measured_bytes=row.get("peak_bytes"),
                 measured_speed=tokens / seconds if seconds else None,

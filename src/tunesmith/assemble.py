@@ -27,7 +27,7 @@ from tunesmith.evaluate.loss import HeldOut, held_out_losses, overall
 from tunesmith.infer.open import open_run, placement
 from tunesmith.model import attention, load, lora
 from tunesmith.model.forward import Shape, settle
-from tunesmith.model.fp8 import use_fp8_products
+from tunesmith.model.fp8 import use_fp8_head_gradient, use_fp8_products
 from tunesmith.model.fuse import fuse
 from tunesmith.model.lora import peft_name
 from tunesmith.model.quantized import files_of
@@ -381,6 +381,8 @@ def make_trainable(model: torch.nn.Module, run: Run, plan: Plan) -> torch.nn.Mod
         split.cut(model)
     if run.has_adapters:
         fuse(model, fp8=plan.products == "fp8", whole_mlps=plan.device == "cuda")
+        if plan.products == "fp8" and not lies_in_parts(plan):  # in parts, a whole copy of the head would be too much
+            use_fp8_head_gradient(model)
     elif plan.products == "fp8":
         use_fp8_products(model)
     if plan.device == "cuda" and split is None:

@@ -41,6 +41,45 @@ def check_cross_entropy(device: str, dtypes=(torch.float32, torch.float16)) -> N
     print(f"cross_entropy: {cases} cases")
 
 
+def check_cross_entropy_fp8(device: str, values_dtype=torch.float32) -> None:
+    """The gradient in two parts; before rounding where `values_dtype` is wide."""
+    from tunesmith.kernels.cross_entropy import cross_entropy_, cross_entropy_fp8
+
+    cases = 0
+    for rows, vocabulary, width in ((1, 1, 16), (1, 5, 16), (7, 1000, 1008), (3, 8193, 8208)):
+        for scale, softcap, z_loss in ((1.0, None, 0.0), (0.5, 20.0, 0.1)):
+            generator = torch.Generator().manual_seed(rows)
+            logits = (torch.randn(rows, vocabulary, generator=generator) * 4).to(torch.float16).to(device)
+            labels = torch.randint(vocabulary, (rows,), generator=generator).to(device)
+            logits[-1, labels[-1]] = 40.0  # a label that is nearly certain
+            weights = torch.rand(rows, generator=generator).to(device)
+            exact = logits.double().requires_grad_()
+            identity = torch.eye(vocabulary, dtype=torch.float64, device=device)
+            given = {"scale": scale, "softcap": softcap, "z_loss": z_loss}
+            rows_n = torch.arange(rows, device=device)
+            total, _ = reference.linear_cross_entropy(exact, identity, labels, weights, rows_n, **given)
+            (gradient,) = torch.autograd.grad(total, exact)
+            values = torch.full((rows, width), 7.0, device=device).to(values_dtype)
+            losses, log_totals, scales, owns = cross_entropy_fp8(logits, labels, weights, values, **given)
+            for found, expected in zip(
+                (losses, log_totals), cross_entropy_(logits, labels, weights, **given), strict=True
+            ):
+                assert torch.equal(found, expected)
+            values = values.double()
+            assert values[:, vocabulary:].abs().sum() == 0
+            assert values.gather(1, labels[:, None]).abs().sum() == 0
+            if softcap is None and vocabulary > 1:
+                assert (values.amax(1) == 448.0).all()
+            own = gradient.gather(1, labels[:, None])
+            torch.testing.assert_close(owns.double(), own, rtol=1e-4, atol=1e-6)
+            others = gradient.scatter(1, labels[:, None], 0.0)
+            error = (values[:, :vocabulary] * scales - others).norm(dim=1)
+            bound = {torch.float32: 1e-4, torch.float8_e4m3fn: 2**-4}[values_dtype]
+            assert (error <= bound * others.norm(dim=1)).all(), (rows, vocabulary, scale, softcap, error)
+            cases += 1
+    print(f"cross_entropy in fp8: {cases} cases")
+
+
 def check_add_lowrank(device: str, dtypes=(torch.float32, torch.float16)) -> None:
     from tunesmith.kernels.add_lowrank import add_lowrank_
 

@@ -40,6 +40,21 @@ def test_updates(states):
         compile_for(capability, module._kernel, types, constants, num_warps=4)
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("has_softcap", [False, True])
+def test_cross_entropy(in_fp8, has_softcap):
+    from tunesmith.kernels import cross_entropy as module
+
+    results = dict.fromkeys(("losses", "log_totals", "scales", "owns"), "*fp32")
+    types = {"logits": "*bf16", "labels": "*i64", "weights": "*fp32", "values8": "*fp8e4nv" if in_fp8 else "*bf16"}
+    types |= results | dict.fromkeys(("stride", "vocabulary", "width"), "i32")
+    types |= dict.fromkeys(("scale", "softcap", "z_loss"), "fp32")
+    flags = {"HAS_SOFTCAP": has_softcap, "NEEDS_GRADIENT": True, "IN_FP8": in_fp8}
+    for capability in (HOPPER,) if in_fp8 else (HOPPER, AMPERE):
+        constants = {**flags, "LARGEST": module.LARGEST, "BLOCK": module.BLOCK}
+        compile_for(capability, module._row, types, constants, num_warps=8)
+
+
 @pytest.mark.parametrize("width", [4096, 65536])
 def test_quantizing_rows(width):
     from tunesmith.kernels import quantize as module

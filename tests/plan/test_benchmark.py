@@ -92,6 +92,7 @@ def test_the_page_is_made_from_the_recorded_runs(planner, tmp_path, monkeypatch)
     size = memory.peak(memory.timeline(task, choice)[1:]).memory
     seconds = planner.speed.step_time(task, choice).total
     row = {"name": one.name, "configuration": planner.dataclasses.asdict(one), "document_length": 400.0, "tokens": 1024}
+    row["loss"] = planner.dataclasses.asdict(memory.LOSS)
     measured = {"peak_bytes": size.allocated, "step_seconds": seconds * 1.1}
     rows = [
         row | measured | {"limit_bytes": None},

@@ -129,9 +129,41 @@ def _kept(config: dict, method: str, tokens: int, rank: int) -> int:
 
 
 def test_the_loss_holds_as_many_logits_as_its_kernel_says():
+    from tunesmith.kernels.fp8 import FP8_MULTIPLE
     from tunesmith.kernels.linear_cross_entropy import CHUNK_ELEMENTS
 
     assert memory.LOGITS == CHUNK_ELEMENTS
+    assert memory.FP8_MULTIPLE == FP8_MULTIPLE
+
+
+@pytest.mark.parametrize(
+    ("method", "choice", "is_there"),
+    [
+        ("lora", Choice(products="fp8"), True),
+        ("qlora", Choice(products="fp8", storage="nf4"), True),
+        ("lora", Choice(), False),
+        ("full", Choice(products="fp8"), False),
+        ("lora", Choice(products="fp8", sharding="zero2", shard=2), True),
+        ("lora", Choice(products="fp8", sharding="zero3", shard=2), False),
+        ("lora", Choice(products="fp8", sharding="ddp", tensor=2), False),
+        ("lora", Choice(products="fp8", pipeline=2), False),
+    ],
+)
+def test_a_frozen_head_in_fp8_costs_a_byte_a_weight_and_one_a_logit(method, choice, is_there):
+    given = task("Llama-3.1-8B", "8 x H200", method, 4096, 4)
+    found, without = (
+        next(one.memory for one in memory.timeline(given, choice, way) if one.name == "loss")
+        for way in (memory.Loss(), memory.Loss(can_be_fp8=False))
+    )
+    assert found.weights - without.weights == is_there * given.facts.embedding
+    assert found.loss - without.loss == is_there * memory.LOGITS["cuda"]
+
+
+def test_a_second_chunk_of_logits_is_as_large_as_the_first():
+    given = task("Llama-3.1-8B", "H200", "lora", 4096, 4)
+    choice = Choice(micro_batch=4)
+    one, two = (memory.timeline(given, choice, memory.Loss(chunks=count))[2].memory.loss for count in (1, 2))
+    assert two - one == 2 * memory.LOGITS["cuda"]
 
 
 def test_adapters_on_the_top_layers_keep_less():

@@ -1,9 +1,10 @@
-"""Cross-entropy of rows of logits and its gradient, the gradient written over the logits.
+"""Cross-entropy of rows of logits and its gradient, written over the logits or in fp8.
 
 One program a row: a first pass finds the largest logit and the sum of exponentials, a second writes the gradient. The
-logits are read twice and written once, in their own precision; nothing else of their size exists.
+logits are read twice and written once, in their own precision; nothing else of their size exists. In fp8 the label's
+part of the gradient stays apart.
 
-Legend: C rows, V vocabulary.
+Legend: C rows, V vocabulary, W its width in fp8; `8` marks fp8 values.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 8192
+LARGEST = 448.0
 
 
 def cross_entropy_(
@@ -31,28 +33,60 @@ def cross_entropy_(
     `scale` and `softcap` are applied to the raw logits first, and `z_loss` adds to the gradient, as in
     `kernels.linear_cross_entropy`.
     """
+    losses_c, log_totals_c = torch.empty(2, logits_cv.shape[0], dtype=torch.float32, device=logits_cv.device).unbind()
+    results = (losses_c, log_totals_c, losses_c, losses_c)
+    _run(logits_cv, labels_c, weights_c, None, results, scale, softcap, z_loss, needs_gradient)
+    return losses_c, log_totals_c
+
+
+def cross_entropy_fp8(
+    logits_cv: torch.Tensor,
+    labels_c: torch.Tensor,
+    weights_c: torch.Tensor,
+    values8_cw: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same losses and logarithms; then, of the gradient, the scale of each row of `values8_cw`, which are written
+    here, and the label's own entry, 0 among those: [C, 1] each, in fp32. What W has more than V is filled with zeros.
+
+    The largest value of a row is the format's largest, or less than that where logits are soft-capped.
+    """
+    rows, device = logits_cv.shape[0], logits_cv.device
+    losses_c, log_totals_c, owns_c = torch.empty(3, rows, dtype=torch.float32, device=device).unbind()
+    scale_c1 = torch.empty(rows, 1, dtype=torch.float32, device=device)  # apart: fp8 products want it aligned
+    results = (losses_c, log_totals_c, scale_c1, owns_c)
+    _run(logits_cv, labels_c, weights_c, values8_cw, results, scale, softcap, z_loss, True)
+    return losses_c, log_totals_c, scale_c1, owns_c[:, None]
+
+
+def _run(logits_cv, labels_c, weights_c, values8_cw, results, scale, softcap, z_loss, needs_gradient) -> None:
     assert logits_cv.stride(1) == 1
     rows, vocabulary = logits_cv.shape
-    losses_c, log_totals_c = torch.empty(2, rows, dtype=torch.float32, device=logits_cv.device).unbind()
-    if rows:
-        block = min(BLOCK, triton.next_power_of_2(vocabulary))
-        _row[(rows,)](
-            logits_cv,
-            logits_cv.stride(0),
-            labels_c,
-            weights_c,
-            losses_c,
-            log_totals_c,
-            vocabulary,
-            scale,
-            softcap if softcap is not None else 1.0,
-            z_loss,
-            HAS_SOFTCAP=softcap is not None,
-            NEEDS_GRADIENT=needs_gradient,
-            BLOCK=block,
-            num_warps=8 if block >= 4096 else 4,
-        )
-    return losses_c, log_totals_c
+    if not rows:
+        return
+    block = min(BLOCK, triton.next_power_of_2(vocabulary))
+    _row[(rows,)](
+        logits_cv,
+        logits_cv.stride(0),
+        labels_c,
+        weights_c,
+        *results,
+        logits_cv if values8_cw is None else values8_cw,
+        vocabulary,
+        vocabulary if values8_cw is None else values8_cw.shape[1],
+        scale,
+        softcap if softcap is not None else 1.0,
+        z_loss,
+        HAS_SOFTCAP=softcap is not None,
+        NEEDS_GRADIENT=needs_gradient,
+        IN_FP8=values8_cw is not None,
+        LARGEST=LARGEST,
+        BLOCK=block,
+        num_warps=8 if block >= 4096 else 4,
+    )
 
 
 @triton.jit
@@ -63,12 +97,18 @@ def _row(
     weights,
     losses,
     log_totals,
+    scales,
+    owns,
+    values8,
     vocabulary,
+    width,
     scale,
     softcap,
     z_loss,
     HAS_SOFTCAP: tl.constexpr,
     NEEDS_GRADIENT: tl.constexpr,
+    IN_FP8: tl.constexpr,
+    LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -76,6 +116,7 @@ def _row(
     label = tl.load(labels + row)
     offsets = tl.arange(0, BLOCK)
     largest = float("-inf")
+    largest_other = float("-inf")
     total = 0.0
     for first in range(0, vocabulary, BLOCK):
         inside = first + offsets < vocabulary
@@ -85,15 +126,34 @@ def _row(
         new_largest = tl.maximum(largest, tl.max(z, 0))
         total = total * tl.exp(largest - new_largest) + tl.sum(tl.exp(z - new_largest), 0)
         largest = new_largest
+        if IN_FP8:
+            largest_other = tl.maximum(largest_other, tl.max(tl.where(first + offsets == label, float("-inf"), z), 0))
     log_total = largest + tl.log(total)
     own = tl.load(start + label).to(tl.float32) * scale
+    slope = 1.0
     if HAS_SOFTCAP:
-        own = softcap * _tanh(own / softcap)
+        own_capped = _tanh(own / softcap)
+        own = softcap * own_capped
+        slope = 1.0 - own_capped * own_capped
     tl.store(losses + row, log_total - own)
     tl.store(log_totals + row, log_total)
-    if NEEDS_GRADIENT:
-        weight = tl.load(weights + row) * scale
-        more = 1.0 + 2.0 * z_loss * log_total
+    weight = tl.load(weights + row) * scale
+    more = 1.0 + 2.0 * z_loss * log_total
+    if IN_FP8:
+        tl.store(scales + row, tl.exp(largest_other - log_total) / LARGEST * more * weight)
+        tl.store(owns + row, (tl.exp(own - log_total) * more - 1.0) * slope * weight)
+        for first in range(0, width, BLOCK):
+            column = first + offsets
+            is_other = (column < vocabulary) & (column != label)
+            z = tl.load(start + column, mask=is_other, other=0.0).to(tl.float32) * scale
+            if HAS_SOFTCAP:
+                capped = _tanh(z / softcap)
+                value = tl.exp(softcap * capped - largest_other) * (1.0 - capped * capped)
+            else:
+                value = tl.exp(z - largest_other)
+            value = tl.where(is_other, value * LARGEST, 0.0)
+            tl.store(values8 + row * width + column, value.to(values8.dtype.element_ty), mask=column < width)
+    elif NEEDS_GRADIENT:
         for first in range(0, vocabulary, BLOCK):
             column = first + offsets
             inside = column < vocabulary

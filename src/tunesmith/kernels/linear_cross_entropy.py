@@ -6,7 +6,11 @@ tokens and the vocabulary. The vocabulary may be cut over ranks: each has the lo
 largest one, the sum of exponentials and the label's logit of each row; what each returns as the gradient of the hidden
 states is then to be summed over them.
 
-Legend: T tokens, N target rows, C rows of a chunk, H hidden, V vocabulary.
+A frozen head may have its weight in fp8 besides, for the gradient of the hidden states alone. Probabilities and weights
+are then rounded, but the label's part is added in full precision: where the label is likely, the gradient is the
+small difference of the two, and rounding would be larger than that (docs/lab.md).
+
+Legend: T tokens, N target rows, C rows of a chunk, H hidden, V vocabulary, W its width in fp8; `8` marks fp8 values.
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+
+from tunesmith.kernels.lowrank import E4M3, product_fp8, quantize_rows
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits held at a time: on a CPU what fits into its caches, on a GPU what makes its products efficient."""
@@ -33,6 +40,13 @@ class VocabularyPart(NamedTuple):
     group: dist.ProcessGroup
 
 
+class Turned(NamedTuple):
+    """A head's weight transposed and in fp8, with the scale of each row (`kernels.fp8.quantize_turned`)."""
+
+    values8_hw: torch.Tensor
+    scale_h1: torch.Tensor
+
+
 def linear_cross_entropy(
     hidden_th: torch.Tensor,
     weight_vh: torch.Tensor,
@@ -46,13 +60,16 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk: int | None = None,
     part: VocabularyPart | None = None,
+    turned: Turned | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of `weights_n` times the cross-entropy of the rows `rows_n`, and each row's own loss (no gradient).
 
     Logits are `(hidden @ weight.T + bias) * scale`, then soft-capped. `rows_n` must not repeat a row. `z_loss` times
     the squared logarithm of each row's sum of exponentials is added to the sum, and not to the rows' own losses.
-    `part`: what of the vocabulary `weight_vh` and `bias_v` are, where ranks share it.
+    `part`: what of the vocabulary `weight_vh` and `bias_v` are, where ranks share it. `turned`: `weight_vh` once more,
+    of a whole head that is frozen, where the gradient of `hidden_th` is to be computed in fp8.
     """
+    assert turned is None or part is None
     if chunk is None:
         budget = CHUNK_ELEMENTS.get(hidden_th.device.type, CHUNK_ELEMENTS["cuda"])
         if part is not None:
@@ -60,15 +77,19 @@ def linear_cross_entropy(
         height = part.height if part else weight_vh.shape[0]  # ranks must have the same chunks
         chunk = max(1, budget // height // ROWS_MULTIPLE) * ROWS_MULTIPLE
     return _LinearCrossEntropy.apply(
-        hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, z_loss, chunk, part
+        hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, z_loss, chunk, part, turned
     )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, z_loss, chunk, part):
+    def forward(
+        ctx, hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, z_loss, chunk, part, turned
+    ):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         needs_any = needs_hidden or needs_weight or needs_bias
+        assert turned is None or not (needs_weight or needs_bias)
+        width = None if turned is None else turned.values8_hw.shape[1]
         n = labels_n.shape[0]
         total = hidden_th.new_zeros((), dtype=torch.float32)
         losses_n = hidden_th.new_zeros(n, dtype=torch.float32)
@@ -78,22 +99,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, n, chunk):
             some = slice(start, min(start + chunk, n))
             rows_ch = hidden_th.index_select(0, rows_n[some])
-            losses_c, log_totals_c, d_logits_cv = _chunk(
-                rows_ch, weight_vh, bias_v, labels_n[some], weights_n[some], scale, softcap, z_loss, needs_any, part
-            )
+            given = (rows_ch, weight_vh, bias_v, labels_n[some], weights_n[some], scale, softcap, z_loss)
+            losses_c, log_totals_c, d_logits = _chunk(*given, needs_any, part, width)
             losses_n[some] = losses_c
             total += (losses_c * weights_n[some]).sum()
             if z_loss:
                 total += z_loss * (log_totals_c.square() * weights_n[some]).sum()
-            if d_logits_cv is None:
+            if d_logits is None:
                 continue
-            d_logits_cv = d_logits_cv.to(rows_ch.dtype)
-            if d_hidden is not None:
-                d_hidden.index_copy_(0, rows_n[some], d_logits_cv @ weight_vh)
-            if d_weight is not None:
-                d_weight += d_logits_cv.t() @ rows_ch
-            if d_bias is not None:
-                d_bias += d_logits_cv.float().sum(0)
+            if turned is not None:
+                d_hidden.index_copy_(0, rows_n[some], _d_rows(d_logits, turned, weight_vh, labels_n[some]))
+            else:
+                d_logits = d_logits.to(rows_ch.dtype)
+                if d_hidden is not None:
+                    d_hidden.index_copy_(0, rows_n[some], d_logits @ weight_vh)
+                if d_weight is not None:
+                    d_weight += d_logits.t() @ rows_ch
+                if d_bias is not None:
+                    d_bias += d_logits.float().sum(0)
+            del d_logits  # before the next chunk is made
         ctx.gradients = (d_hidden, d_weight, d_bias)
         ctx.dtypes = (hidden_th.dtype, weight_vh.dtype, bias_v.dtype if bias_v is not None else None)
         ctx.mark_non_differentiable(losses_n)
@@ -108,20 +132,41 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
         ]
         ctx.gradients = None
-        return *scaled, *[None] * 8
+        return *scaled, *[None] * 9
 
 
-def _chunk(rows_ch, weight_vh, bias_v, labels_c, weights_c, scale, softcap, z_loss, needs_gradient, part):
-    """Losses of a few rows, logarithms of their sums of exponentials, and the gradient by the raw logits."""
+class _Rounded(NamedTuple):
+    """The gradient of a few rows of logits in fp8."""
+
+    values8_cw: torch.Tensor
+    scale_c1: torch.Tensor
+    own_c1: torch.Tensor
+    """The label's entry, which is 0 among the values."""
+
+
+def _d_rows(d_logits, turned, weight_vh, labels_c):
+    """The gradient of the hidden states of a few rows."""
+    rounded = (d_logits.values8_cw, d_logits.scale_c1, *turned)
+    d_rows_ch = product_fp8(*rounded, weight_vh.dtype, fast=False)
+    return d_rows_ch.addcmul_(weight_vh.index_select(0, labels_c), d_logits.own_c1)
+
+
+def _chunk(rows_ch, weight_vh, bias_v, labels_c, weights_c, scale, softcap, z_loss, needs_gradient, part, width):
+    """Losses of a few rows, logarithms of their sums of exponentials, and the gradient by the raw logits: in fp8 of
+    this `width` where it is given."""
     logits_cv = rows_ch @ weight_vh.t()
     if bias_v is not None:
         logits_cv += bias_v
     if logits_cv.is_cuda and part is None:
-        from tunesmith.kernels.cross_entropy import cross_entropy_
+        from tunesmith.kernels.cross_entropy import cross_entropy_, cross_entropy_fp8
 
-        losses_c, log_total_c = cross_entropy_(
-            logits_cv, labels_c, weights_c, scale=scale, softcap=softcap, z_loss=z_loss, needs_gradient=needs_gradient
-        )
+        given = (logits_cv, labels_c, weights_c)
+        options = {"scale": scale, "softcap": softcap, "z_loss": z_loss}
+        if needs_gradient and width is not None:
+            values8_cw = logits_cv.new_empty(logits_cv.shape[0], width, dtype=E4M3)
+            losses_c, log_total_c, *rest = cross_entropy_fp8(*given, values8_cw, **options)
+            return losses_c, log_total_c, _Rounded(values8_cw, *rest)
+        losses_c, log_total_c = cross_entropy_(*given, **options, needs_gradient=needs_gradient)
         return losses_c, log_total_c, logits_cv if needs_gradient else None
     logits_cv = logits_cv.float()
     if scale != 1.0:
@@ -139,14 +184,29 @@ def _chunk(rows_ch, weight_vh, bias_v, labels_c, weights_c, scale, softcap, z_lo
     losses_c = log_total_c - label_c
     if not needs_gradient:
         return losses_c, log_total_c, None
+    more_c1 = (1 + 2 * z_loss * log_total_c)[:, None]
+    factor_c1 = (weights_c * scale)[:, None]
+    slope_cv = None if softcap is None else 1 - (logits_cv / softcap) ** 2
+    if width is not None:
+        return losses_c, log_total_c, _rounded(probability_cv, column_c1, more_c1, factor_c1, slope_cv, width)
     d_logits_cv = probability_cv
     if z_loss:
-        d_logits_cv *= (1 + 2 * z_loss * log_total_c)[:, None]
+        d_logits_cv *= more_c1
     d_logits_cv.scatter_add_(1, column_c1, -is_here_c[:, None])
-    d_logits_cv *= (weights_c * scale)[:, None]
-    if softcap is not None:
-        d_logits_cv *= 1 - (logits_cv / softcap) ** 2
+    d_logits_cv *= factor_c1
+    if slope_cv is not None:
+        d_logits_cv *= slope_cv
     return losses_c, log_total_c, d_logits_cv
+
+
+def _rounded(probability_cv, column_c1, more_c1, factor_c1, slope_cv, width):
+    own_c1 = (probability_cv.gather(1, column_c1) * more_c1 - 1) * factor_c1
+    others_cv = probability_cv.scatter_(1, column_c1, 0.0)
+    if slope_cv is not None:
+        own_c1 *= slope_cv.gather(1, column_c1)
+        others_cv *= slope_cv
+    values8_cw, scale_c1 = quantize_rows(F.pad(others_cv, (0, width - others_cv.shape[1])))
+    return _Rounded(values8_cw, scale_c1 * more_c1 * factor_c1, own_c1)
 
 
 def _softmax(logits_cv, column_c1):

@@ -120,12 +120,19 @@ class _LowRankFp8(torch.autograd.Function):
 
 
 def product_fp8(
-    x8: torch.Tensor, scale_t: torch.Tensor, weight8_nk: torch.Tensor, scale_n: torch.Tensor, dtype: torch.dtype
+    x8: torch.Tensor,
+    scale_t: torch.Tensor,
+    weight8_nk: torch.Tensor,
+    scale_n: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    fast: bool = True,
 ) -> torch.Tensor:
-    """`(x8 * scale_t) @ (weight8 * scale_n).T`, in `dtype` (bf16 on a GPU)."""
+    """`(x8 * scale_t) @ (weight8 * scale_n).T`, in `dtype` (bf16 on a GPU). Sums that are not `fast` are carried on in
+    fp32 every 128 values: for very long ones (docs/lab.md)."""
     if x8.is_cuda:
         return torch._scaled_mm(
-            x8, weight8_nk.t(), scale_t, scale_n.view(1, -1), out_dtype=torch.bfloat16, use_fast_accum=True
+            x8, weight8_nk.t(), scale_t, scale_n.view(1, -1), out_dtype=torch.bfloat16, use_fast_accum=fast
         )
     return ((x8.float() * scale_t) @ (weight8_nk.float() * scale_n.reshape(-1, 1)).t()).to(dtype)
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from tunesmith.errors import UserError
-from tunesmith.kernels.linear_cross_entropy import linear_cross_entropy
+from tunesmith.kernels.linear_cross_entropy import Turned, linear_cross_entropy
 from tunesmith.model.attention import NAME as PACKED_ATTENTION
 from tunesmith.model.attention import NotPackable
 from tunesmith.model.local import local
@@ -166,6 +166,7 @@ def losses_of_hidden(
             softcap=calling.softcap,
             z_loss=z_loss,
             part=getattr(head, "vocabulary", None),
+            turned=Turned(head.values8_hw, head.scale_h1) if hasattr(head, "values8_hw") else None,
         )
 
 

@@ -1,10 +1,10 @@
-"""Trained linears whose three products run in fp8; the weights stay what they are."""
+"""Products in fp8: all three of a trained linear, one of a frozen output head; the weights stay what they are."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from tunesmith.kernels.fp8 import FP8_MULTIPLE, fp8_linear
+from tunesmith.kernels.fp8 import FP8_MULTIPLE, fp8_linear, quantize_turned
 
 
 class Fp8Linear(nn.Linear):
@@ -31,3 +31,15 @@ def use_fp8_products(model: nn.Module) -> int:
                 setattr(parent, name, Fp8Linear(child))
                 swapped += 1
     return swapped
+
+
+def use_fp8_head_gradient(model: nn.Module) -> bool:
+    """Keep a frozen head's weight in fp8 besides, for the gradient of what enters it; its logits stay in full
+    precision, since rounding costs most there. False where sizes do not allow it."""
+    head = model.get_output_embeddings()
+    if head.weight.requires_grad or head.weight.shape[1] % FP8_MULTIPLE:
+        return False
+    values8_hw, scale_h1 = quantize_turned(head.weight.detach(), None)
+    head.register_buffer("values8_hw", values8_hw, persistent=False)
+    head.register_buffer("scale_h1", scale_h1, persistent=False)
+    return True

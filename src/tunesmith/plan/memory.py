@@ -34,10 +34,10 @@ PINNED = 1.25
 """Host memory of pinned tensors: their sizes are rounded up to powers of two."""
 LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits the loss holds at a time; the same as `kernels.linear_cross_entropy.CHUNK_ELEMENTS`."""
+FP8_MULTIPLE = 16
+"""Sizes of fp8 products are multiples of this; the same as in `kernels.fp8`."""
 LOGIT_BYTES = {"cpu": 8, "cuda": 2}
 """Of one logit at the worst moment: on a CPU fp32 logits and softmax; on a GPU the gradient replaces them."""
-CHUNKS = {"cpu": 1, "cuda": 2}
-"""Chunks of logits that exist at a time: a GPU's next one is made before the last one is given up."""
 CONTEXT = {"cpu": 450 * MIB, "cuda": 800 * MIB}
 """Measured with our kernels loaded: 742 to 814 MiB."""
 LIBRARIES = {"cpu": 0, "cuda": 68 * MIB}
@@ -61,12 +61,27 @@ HOST_PROCESS = 3 * 2**30
 """Host memory of one rank without weights: Python, torch, CUDA's libraries."""
 
 
-def timeline(task: Task, choice: Choice) -> list[Moment]:
-    """The memory of one rank at each moment of a step that may be its peak."""
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """How it is computed. What was measured when that was done in another way is described by that one."""
+
+    chunks: int = 1
+    """Of logits, at a time."""
+    can_be_fp8: bool = True
+    """The gradient of what enters a frozen head, where products are in fp8."""
+
+
+LOSS = Loss()
+
+
+def timeline(task: Task, choice: Choice, way: Loss = LOSS) -> list[Moment]:
+    """The memory of one rank at each moment of a step that may be its peak. `way`: of the loss."""
     facts, width = task.facts, task.width
     trained = "adapters" if task.has_adapters else "full"
     is_full = not task.has_adapters
     static = _static(task, choice)
+    has_fp8_head = way.can_be_fp8 and _has_fp8_head(task, choice)
+    static["weights"] += facts.embedding if has_fp8_head else 0
     tokens = choice.tokens(task)
     saved, one_layer = _activations(task, choice, tokens)
     gradients = _gradients(task, choice)
@@ -124,7 +139,7 @@ def timeline(task: Task, choice: Choice) -> list[Moment]:
             activations=saved,
             gradients=kept_gradients,
             gathered=gathered_head,
-            loss=_loss(task, tokens, spread, head) + hidden,
+            loss=_loss(task, tokens, spread, head, way.chunks, in_fp8=has_fp8_head) + hidden,
         ),
         moment(
             "first layer of the backward pass",
@@ -381,11 +396,19 @@ def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, 
     return {"optimizer": 0.0, "weights": whole, "workspace": joint * task.width if task.has_adapters else 0.0}
 
 
-def _loss(task: Task, tokens: float, spread: int, head: float) -> float:
+def _has_fp8_head(task: Task, choice: Choice) -> bool:
+    """Whether a frozen head has its weight in fp8 besides (`model.fp8`): where it is whole on each rank."""
+    is_cut = choice.tensor * choice.pipeline * choice.expert > 1
+    is_whole = not is_cut and choice.sharding in ("none", "ddp", "zero1", "zero2")
+    is_frozen = task.has_adapters and task.facts.has_head
+    return choice.products == "fp8" and is_frozen and is_whole and task.facts.hidden % FP8_MULTIPLE == 0
+
+
+def _loss(task: Task, tokens: float, spread: int, head: float, chunks: int, *, in_fp8: bool) -> float:
     """Chunks of logits and the gradient of the head (`kernels.linear_cross_entropy`): in fp32, and one chunk's part."""
     logits = tokens * task.facts.vocabulary
-    width = max(LOGIT_BYTES[task.device], task.width)
-    several = min(CHUNKS[task.device] * LOGITS[task.device], logits) / spread * width + 4 * head
+    width = max(LOGIT_BYTES[task.device], task.width) + (1 if in_fp8 else 0)
+    several = min(chunks * LOGITS[task.device], logits) / spread * width + 4 * head
     return max(several, min(LOGITS[task.device], logits) / spread * width + (4 + task.width) * head)
 
 
