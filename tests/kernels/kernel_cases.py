@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import torch
 
 from tunesmith.kernels import reference
@@ -280,6 +282,40 @@ def check_quantize(device: str, values_dtype=torch.float32) -> None:
         assert values[:, rows:].float().abs().sum() == 0
         cases += 1
     print(f"quantize: {cases} cases")
+
+
+def check_quantize_and_project(device: str, dtypes=(torch.float32, torch.float16), values_dtype=torch.float32) -> None:
+    """Rows as `quantize_rows_into` gives them, and the product; by a program for each tile, and by one for all."""
+    from tunesmith.kernels import quantize
+
+    cases = 0
+    one_each, one_for_all = {"IN_FLIGHT": 36 << 20}, {"IN_FLIGHT": 1, "MULTIPROCESSORS": 1}  # the latter's are higher
+    for dtype in dtypes:
+        for rows, columns, rank in ((1, 16, 1), (37, 300, 5), (70, 512, 16), (33, 520, 48), (5, 8208, 4), (9, 48, 65)):
+            generator = torch.Generator().manual_seed(rows)
+            joint = torch.randn(rows, columns + 16, generator=generator).to(dtype).to(device)
+            x = joint[:, :columns]  # rows lie apart
+            x[0] = 0.0
+            a = torch.randn(rank, columns, generator=generator).to(dtype).to(device)
+            b = torch.randn(columns, rank, generator=generator).to(dtype).to(device)
+            factor = torch.rand(columns, generator=generator).to(device) + 0.5
+            for by, small in ((None, a.t()), (factor, b)):
+                wanted = torch.empty(rows, columns, dtype=values_dtype, device=device), torch.empty(rows, 1).to(device)
+                quantize.quantize_rows_into(x, by, *wanted)
+                product = x.double() @ small.double()
+                for way in (one_each, one_for_all):
+                    found = [torch.full_like(tensor.float(), 7.0).to(tensor.dtype) for tensor in wanted]
+                    low = torch.full((rows + 1, rank), 7.0, dtype=dtype, device=device)
+                    with patch.multiple(quantize, **way):
+                        quantize.quantize_and_project_into(x, by, small, *found, low[:rows])
+                    case = str((dtype, rows, columns, rank, way))
+                    assert all(torch.equal(one.float(), two.float()) for one, two in zip(found, wanted, strict=True)), (
+                        case
+                    )
+                    assert (low[:rows].double() - product).norm() <= TOLERANCE[dtype] * product.norm(), case
+                    assert (low[rows] == 7.0).all(), case
+                    cases += 1
+    print(f"quantize_and_project: {cases} cases")
 
 
 def _check_scaled(values: torch.Tensor, scale: torch.Tensor, wanted: torch.Tensor, bound: float) -> None:

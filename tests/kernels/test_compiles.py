@@ -64,6 +64,20 @@ def test_quantizing_rows(width):
     compile_for(HOPPER, module._rows, types, constants, num_warps=min(32, width // 1024))
 
 
+@pytest.mark.parametrize("rank", [16, 48])
+def test_quantizing_rows_with_a_small_product(rank):
+    from tunesmith.kernels import quantize as module
+
+    types = dict.fromkeys(("x", "small", "low"), "*bf16") | dict.fromkeys(("factor", "scale"), "*fp32")
+    types |= dict.fromkeys(("T", "K", "x_row", "small_row", "small_column"), "i32") | {"values": "*fp8e4nv"}
+    tile = {name: value for name, value in module.PROJECTED.items() if name != "num_warps"}
+    padded = {"R": rank, "R_PADDED": 16 if rank == 16 else 64}
+    constants = {"HAS_FACTOR": True, "LARGEST": module.LARGEST, "SMALLEST": module.SMALLEST_SCALE, **padded}
+    for height in (module.LOWEST, tile["BT"]):
+        sizes = constants | tile | {"BT": height}
+        compile_for(HOPPER, module._rows_and_product, types, sizes, num_warps=module.PROJECTED["num_warps"])
+
+
 def test_quantizing_transposed():
     from tunesmith.kernels import quantize as module
 

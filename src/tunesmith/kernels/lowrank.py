@@ -62,13 +62,38 @@ def quantize_apart(x: torch.Tensor, factor: torch.Tensor | None) -> tuple[torch.
     from tunesmith.kernels.quantize import quantize_rows_into
 
     values, scale = _quantized_like(x)
-    quantize_rows_into(x.contiguous(), factor, values, scale)
+    quantize_rows_into(_with_whole_rows(x), factor, values, scale)
     return values, scale
 
 
 @torch.library.register_fake(quantize_apart)
 def _(x, factor):
     return _quantized_like(x)
+
+
+@operator("quantize_and_project")
+def quantize_and_project(
+    x: torch.Tensor, factor: torch.Tensor | None, small: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`quantize_rows(x * factor)` and `x @ small` in one pass over x; `small` [K, R] may be a transposed view."""
+    if not x.is_cuda:
+        return *quantize_apart(x, factor), x @ small
+    from tunesmith.kernels.quantize import quantize_and_project_into
+
+    values, scale = _quantized_like(x)
+    low = x.new_empty(x.shape[0], small.shape[1])
+    quantize_and_project_into(_with_whole_rows(x), factor, small, values, scale, low)
+    return values, scale, low
+
+
+@torch.library.register_fake(quantize_and_project)
+def _(x, factor, small):
+    return *_quantized_like(x), x.new_empty(x.shape[0], small.shape[1])
+
+
+def _with_whole_rows(x: torch.Tensor) -> torch.Tensor:
+    """Its rows may lie apart, as those of a part of some columns do; the values of one do not."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _quantized_like(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,10 +122,9 @@ class _LowRank(torch.autograd.Function):
 class _LowRankFp8(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_tk, held, scale_n, a_rk, b_nr, bias_n, rows):
-        low_tr = x_tk @ a_rk.t()
+        x8_tk, scale_t, low_tr = quantize_and_project(x_tk, None, a_rk.t())
         ctx.save_for_backward(x_tk, held, scale_n, a_rk, b_nr, low_tr)
         ctx.rows = rows
-        x8_tk, scale_t = quantize_apart(x_tk, None)
         weight8_nk = whole(held, rows, x_tk.shape[1], x_tk, scale_n)
         y = product_plus_small_fp8(x8_tk, scale_t, weight8_nk, scale_n, low_tr, b_nr.t(), x_tk.dtype)
         return y if bias_n is None else y + bias_n
@@ -108,10 +132,11 @@ class _LowRankFp8(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g_tn):
         x_tk, held, scale_n, a_rk, b_nr, low_tr = ctx.saved_tensors
-        g_tr = g_tn @ b_nr
         d_x = None
-        if ctx.needs_input_grad[0]:
-            g8_tn, scale_t = quantize_apart(g_tn, scale_n)
+        if not ctx.needs_input_grad[0]:
+            g_tr = g_tn @ b_nr
+        else:
+            g8_tn, scale_t, g_tr = quantize_and_project(g_tn, scale_n, b_nr)
             weight8_nk = whole(held, ctx.rows, x_tk.shape[1], g_tn, scale_n)
             ones_k = torch.ones(weight8_nk.shape[1], device=g_tn.device, dtype=torch.float32)
             # The transposed copy is made anew each time: 4 ms for all of an 8B model, against 7 GB to keep it.

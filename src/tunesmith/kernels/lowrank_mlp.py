@@ -18,7 +18,7 @@ from tunesmith.kernels.lowrank import (
     product_fp8,
     product_plus_small,
     product_plus_small_fp8,
-    quantize_apart,
+    quantize_and_project,
     quantize_rows,
 )
 from tunesmith.kernels.nf4 import whole
@@ -109,12 +109,13 @@ def _gradients(
 ):
     """Of the input (None when not needed) and of the five factors."""
     is_fp8 = gate_up_scale is not None
-    g_down = g @ b_down
     weight = whole(down, _rows(b_down), a_down.shape[1], g, down_scale)
     if is_fp8:
+        g8, g_scale, g_down = quantize_and_project(g, down_scale, b_down)
         ones = torch.ones(weight.shape[1], device=g.device, dtype=torch.float32)
-        d_act = product_fp8(*quantize_apart(g, down_scale), weight.t().contiguous(), ones, g.dtype)
+        d_act = product_fp8(g8, g_scale, weight.t().contiguous(), ones, g.dtype)
     else:
+        g_down = g @ b_down
         d_act = g @ weight
     scale_in = gate_up_scale if is_fp8 else y.new_empty(0, dtype=torch.float32)
     d_y, d8, d_scale, d_factors = swiglu_backward(d_act, g_down, y, low, b_gate, b_up, a_down, scale_in, is_fp8)

@@ -1,0 +1,374 @@
+"""Our kernels on a GPU over their tiles and beside variants of them: one line each, checked against plain torch.
+
+    python benchmarks/kernels.py [--only TEXT ...] [--rows 16384] [--deadline 85]
+    TRITON_INTERPRET=1 python benchmarks/kernels.py --device cpu --rows 40 --narrow 64
+
+Median of 20 calls, the cache emptied before each. Several processes first run everything on few rows, so that what is
+timed afterwards, alone, is compiled already. The first of each group is what is in use, or what it replaced; the last
+column is the share of an H200's copy bandwidth, with each tensor read or written once. A variant that fails says why,
+and the others go on. The second form shows that the script runs; its times say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import kernel_variants
+import torch
+
+from tunesmith.kernels import quantize, reference, swiglu
+
+CALLS = 20
+COPY_BYTES_PER_SECOND = 4.27e12
+FLUSH_BYTES = 1 << 30
+"""So much that the processor has launched the next call before the GPU is done with it."""
+WARM_ROWS = 512
+RANK = 16
+
+
+@dataclass(frozen=True)
+class Group:
+    """Variants of one thing: `make` gives the inputs for so many rows, `check` raises where a result is wrong."""
+
+    name: str
+    make: Callable[[int, str], Any]
+    variants: dict[str, Callable[[Any], Any]]
+    check: Callable[[Any, Any], None]
+    bytes_a_row: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rows", type=int, default=16384)
+    parser.add_argument("--narrow", type=int, default=1, help="widths are divided by this")
+    parser.add_argument("--only", nargs="*", default=[], help="groups whose name contains one of these")
+    parser.add_argument("--deadline", type=float, default=85.0, help="seconds after which nothing more is timed")
+    parser.add_argument("--workers", type=int, default=12, help="processes that compile")
+    parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    chosen = [
+        group
+        for group in groups(options.narrow)
+        if not options.only or any(text in group.name for text in options.only)
+    ]
+    if options.compile is not None:
+        compile_share(chosen, options.compile, options.workers)
+        return
+    began = time.perf_counter()
+    if options.device == "cuda":
+        compile_all(options.workers, until=began + 0.6 * options.deadline)
+        print(f"{torch.cuda.get_device_name()}, {options.rows} rows; compiled in {time.perf_counter() - began:.0f} s")
+    for group in chosen:
+        measure(group, options.rows, options.device, until=began + options.deadline)
+    print(f"{time.perf_counter() - began:.0f} s in all")
+
+
+def compile_all(workers: int, until: float) -> None:
+    """What does not end in time is compiled when its turn to be timed comes."""
+    started = [
+        subprocess.Popen([sys.executable, *sys.argv, "--compile", str(number)], stderr=subprocess.DEVNULL)
+        for number in range(workers)
+    ]
+    for process in started:
+        try:
+            process.wait(max(0.1, until - time.perf_counter()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def compile_share(chosen: list[Group], number: int, workers: int) -> None:
+    jobs = [(group, run) for group in chosen for run in group.variants.values()]
+    for group, run in jobs[number::workers]:
+        try:
+            run(group.make(WARM_ROWS, "cuda"))
+        except Exception:  # said when its turn to be timed comes
+            continue
+
+
+def measure(group: Group, rows: int, device: str, until: float) -> None:
+    print(f"\n{group.name}", flush=True)
+    if time.perf_counter() > until:
+        print("  not begun: no time left")
+        return
+    try:
+        inputs = group.make(rows, device)
+    except Exception as error:
+        print(f"  no inputs: {_line(error)}", flush=True)
+        return
+    for name, run in group.variants.items():
+        if time.perf_counter() > until:
+            print(f"  {name:44} no time left")
+            continue
+        try:
+            group.check(inputs, run(inputs))
+            seconds = timed(partial(run, inputs), device)
+            share = rows * group.bytes_a_row / seconds / COPY_BYTES_PER_SECOND
+            print(f"  {name:44} {seconds * 1e6:9.1f} us {share:7.0%}", flush=True)
+        except Exception as error:
+            print(f"  {name:44} failed: {_line(error)}", flush=True)
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def timed(run: Callable[[], Any], device: str) -> float:
+    """Median in seconds. The cache is emptied by reading: written lines would go to memory during the call."""
+    if device == "cpu":
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+    flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+    pairs = []
+    for _ in range(3):
+        run()
+    for _ in range(CALLS):
+        flush.amax()
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        run()
+        last.record()
+        pairs.append((first, last))
+    torch.cuda.synchronize()
+    return statistics.median(first.elapsed_time(last) for first, last in pairs) / 1e3
+
+
+# What is measured.
+
+
+def groups(narrow: int) -> Iterator[Group]:
+    for rank in (16, 32, 48):
+        yield projected(4096 // narrow, rank, is_gradient=False)
+        yield projected(6144 // narrow, rank, is_gradient=True)
+    for width, is_gradient in ((14336 // narrow, False), (28672 // narrow, True)):
+        yield quantized(width, is_gradient)
+    yield gated(14336 // narrow, backward=False)
+    yield gated(14336 // narrow, backward=True)
+
+
+def projected(width: int, rank: int, is_gradient: bool) -> Group:
+    """As the input of a linear, times a transposed factor; or as a gradient, with the weight's scales folded in."""
+
+    def make(rows: int, device: str) -> tuple:
+        x, factor, values, scale = _rows(rows, width, device, is_gradient)
+        small = _normal(width, rank, device=device) if is_gradient else _normal(rank, width, device=device).t()
+        return x, factor, small, values, scale, x.new_empty(rows, rank)
+
+    def apart(inputs: tuple) -> tuple:
+        x, factor, small, values, scale, low = inputs
+        quantize.quantize_rows_into(x, factor, values, scale)
+        torch.mm(x, small, out=low)
+        return inputs
+
+    def together(inputs: tuple, tile: tuple[int, int, int, int], in_flight: int) -> tuple:
+        height, block, stages, warps = tile
+        names = {"BT": height, "BK": block, "STAGES": stages, "num_warps": warps}
+        with patch.multiple(quantize, PROJECTED=names, LOWEST=height, IN_FLIGHT=in_flight << 20):
+            quantize.quantize_and_project_into(*inputs)
+        return inputs
+
+    def check(_, found: tuple) -> None:
+        x, factor, small, values, scale, low = found
+        for some in _some_rows(x):
+            _check_rows(x[some], factor, values[some], scale[some])
+            wanted = x[some].float() @ small.float()
+            error = ((low[some].float() - wanted).norm() / wanted.norm()).item()
+            assert error < 1e-2, f"the product is off by {error:.2g}"
+
+    # Height, block, stages, warps, and MiB of rows in flight.
+    tried = (
+        ((32, 256, 3, 8), 36),
+        ((32, 256, 4, 8), 36),
+        ((32, 256, 4, 8), 26),
+        ((16, 256, 3, 4), 36),
+        ((16, 512, 3, 8), 36),
+        ((16, 256, 4, 8), 26),
+        ((32, 128, 4, 4), 36),
+        ((32, 512, 2, 8), 36),
+        ((64, 128, 3, 8), 36),
+        ((64, 128, 4, 8), 72),
+    )
+    variants: dict[str, Callable[[Any], Any]] = {"rows, then the product": apart}
+    for tile, in_flight in tried:
+        height, block, stages, warps = tile
+        name = f"{height} x {block}, {stages} stages, {warps} warps, {in_flight} MiB"
+        variants[name] = partial(together, tile=tile, in_flight=in_flight)
+    kind = "gradient" if is_gradient else "input"
+    return Group(f"project: {kind} {width} wide, rank {rank}", make, variants, check, 3 * width + 2 * rank)
+
+
+def quantized(width: int, is_gradient: bool) -> Group:
+    def make(rows: int, device: str) -> tuple:
+        return _rows(rows, width, device, is_gradient)
+
+    def in_use(inputs: tuple, per_warp: int) -> tuple:
+        with patch.object(quantize, "PER_WARP", per_warp):
+            quantize.quantize_rows_into(*inputs)
+        return inputs
+
+    def variant(inputs: tuple, kernel: Callable, **sizes: int) -> tuple:
+        kernel(*inputs, **sizes)
+        return inputs
+
+    def check(_, found: tuple) -> None:
+        x, factor, values, scale = found
+        for some in _some_rows(x):
+            _check_rows(x[some], factor, values[some], scale[some])
+
+    variants: dict[str, Callable[[Any], Any]] = {
+        f"a row held, {per_warp} values a warp": partial(in_use, per_warp=per_warp)
+        for per_warp in (1024, 512, 2048, 4096)
+    }
+    for block, stages, warps in ((2048, 1, 8), (4096, 1, 8), (4096, 1, 16), (4096, 2, 8), (4096, 3, 16), (8192, 1, 16)):
+        sizes = {"block": block, "stages": stages, "num_warps": warps}
+        variants[_named("twice", sizes)] = partial(variant, kernel=kernel_variants.rows_twice, **sizes)
+    for programs, stages, warps in ((132, 2, 16), (132, 2, 32), (264, 2, 16), (264, 2, 8), (264, 3, 16), (396, 2, 8)):
+        sizes = {"programs": programs, "stages": stages, "num_warps": warps}
+        variants[_named("down", sizes)] = partial(variant, kernel=kernel_variants.rows_down, **sizes)
+    name = f"quantize: rows {width} wide" + (" with a factor" if is_gradient else "")
+    return Group(name, make, variants, check, 3 * width)
+
+
+FORWARD = (
+    (16, 128, 4, 3, 16),
+    (16, 128, 4, 2, 16),
+    (16, 128, 4, 4, 16),
+    (16, 128, 8, 3, 16),
+    (16, 128, 4, 3, 32),
+    (16, 128, 4, 3, 8),
+    (16, 256, 4, 3, 16),
+    (16, 256, 8, 3, 16),
+    (16, 256, 8, 4, 32),
+    (32, 64, 4, 3, 16),
+    (32, 128, 4, 3, 16),
+    (32, 128, 8, 3, 16),
+    (64, 64, 4, 2, 16),
+)
+BACKWARD = (
+    (32, 64, 4, 2, 16),
+    (32, 64, 4, 1, 16),
+    (32, 64, 4, 3, 16),
+    (32, 64, 8, 2, 16),
+    (32, 64, 4, 2, 32),
+    (32, 64, 4, 2, 8),
+    (16, 64, 4, 2, 16),
+    (16, 64, 4, 3, 16),
+    (16, 64, 2, 3, 16),
+    (16, 128, 4, 2, 16),
+    (16, 128, 4, 3, 16),
+    (32, 32, 4, 3, 16),
+    (32, 128, 8, 2, 16),
+    (64, 32, 4, 2, 16),
+)
+"""BT, BI, warps, stages, parts."""
+
+
+def gated(width: int, backward: bool) -> Group:
+    def make(rows: int, device: str) -> dict[str, torch.Tensor]:
+        draw = partial(_normal, device=device)
+        inputs = {"y": draw(rows, 2 * width), "low": draw(rows, 2 * RANK), "d_act": draw(rows, width)}
+        inputs |= {"g": draw(rows, RANK), "b_gate": draw(width, RANK) * 0.2, "b_up": draw(width, RANK) * 0.2}
+        inputs["a_down"] = draw(RANK, width) * 0.2
+        return inputs | (_plain_sums(inputs) if backward else {})
+
+    def forward(inputs: dict, tile: dict, parts: int) -> torch.Tensor:
+        with patch.multiple(swiglu, FORWARD=tile, PARTS=parts):
+            return swiglu.swiglu(*(inputs[name] for name in ("y", "low", "b_gate", "b_up")), False)[0]
+
+    def check_forward(inputs: dict, act: torch.Tensor) -> None:
+        for some in _some_rows(act):
+            wanted = reference.swiglu(*_float(inputs["y"][some], inputs["low"][some], inputs["b_gate"], inputs["b_up"]))
+            _check_close("the activation", act[some], wanted)
+
+    def back(inputs: dict, tile: dict, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+        names = ("d_act", "g", "y", "low", "b_gate", "b_up", "a_down")
+        unused = inputs["y"].new_empty(0, dtype=torch.float32)
+        with patch.multiple(swiglu, BACKWARD=tile, PARTS=parts):
+            d_y, _, _, sums = swiglu.swiglu_backward(*(inputs[name] for name in names), unused, False)
+        return d_y, sums
+
+    def check_back(inputs: dict, found: tuple[torch.Tensor, torch.Tensor]) -> None:
+        d_y, sums = found
+        for some, wanted in zip(_some_rows(d_y), inputs["d_y"], strict=True):
+            _check_close("the gradient of gate and up", d_y[some], wanted)
+        _check_close("the factors' gradients", sums, inputs["sums"])
+
+    variants: dict[str, Callable[[Any], Any]] = {}
+    for height, block, warps, stages, parts in BACKWARD if backward else FORWARD:
+        tile = {"BT": height, "BI": block, "num_warps": warps, "num_stages": stages}
+        name = f"{height} x {block}, {stages} stages, {warps} warps, {parts} parts"
+        variants[name] = partial(back if backward else forward, tile=tile, parts=parts)
+    name = f"gated: {'backward' if backward else 'forward'}, {width} wide, rank {RANK}"
+    return Group(name, make, variants, check_back if backward else check_forward, (10 if backward else 6) * width)
+
+
+def _plain_sums(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What the backward kernel should give: `d_y` of the rows that are looked at, and the sums over all rows."""
+    y, low, d_act, g = (inputs[name] for name in ("y", "low", "d_act", "g"))
+    factors = [inputs[name].float().requires_grad_() for name in ("b_gate", "b_up", "a_down")]
+    totals = [torch.zeros_like(factor) for factor in factors]
+
+    def gradients(some: slice) -> tuple[torch.Tensor, ...]:
+        y_some = y[some].float().requires_grad_()
+        act = reference.swiglu(y_some, low[some].float(), factors[0], factors[1])
+        outputs, directions = (act, act @ factors[2].t()), (d_act[some].float(), g[some].float())
+        return torch.autograd.grad(outputs, (y_some, *factors), directions)
+
+    for start in range(0, len(y), 2048):
+        for total, part in zip(totals, gradients(slice(start, start + 2048))[1:], strict=True):
+            total += part
+    sums = torch.stack([totals[0], totals[1], totals[2].t()])
+    return {"d_y": [gradients(some)[0] for some in _some_rows(y)], "sums": sums}
+
+
+def _rows(rows: int, width: int, device: str, has_factor: bool) -> tuple:
+    x = _normal(rows, width, device=device)
+    factor = torch.rand(width, device=device) + 0.5 if has_factor else None
+    # The interpreter rounds to fp8 in another way.
+    values = torch.empty(rows, width, device=device, dtype=torch.float8_e4m3fn if device == "cuda" else torch.float32)
+    return x, factor, values, torch.empty(rows, 1, device=device)
+
+
+def _normal(*shape: int, device: str) -> torch.Tensor:
+    return torch.randn(*shape, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+
+
+def _named(name: str, sizes: dict[str, int]) -> str:
+    return f"{name}: " + ", ".join(f"{key} {value}" for key, value in sizes.items())
+
+
+def _some_rows(x: torch.Tensor) -> tuple[slice, slice]:
+    """The first ones and the last."""
+    return slice(0, 128), slice(max(0, len(x) - 128), len(x))
+
+
+def _float(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.float() for tensor in tensors]
+
+
+def _check_rows(x: torch.Tensor, factor: torch.Tensor | None, values: torch.Tensor, scale: torch.Tensor) -> None:
+    wanted = x.float() if factor is None else x.float() * factor
+    largest = wanted.abs().amax(1, keepdim=True)
+    torch.testing.assert_close(scale, largest / quantize.LARGEST, rtol=1e-5, atol=0)
+    error = ((values.float() * scale - wanted).abs() / largest).max().item()
+    assert error <= 2**-4, f"values are off by {error:.2g}"
+
+
+def _check_close(what: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
+    error = ((found.float() - wanted.float()).norm() / wanted.float().norm()).item()
+    assert error < 1e-2, f"{what} is off by {error:.2g}"
+
+
+if __name__ == "__main__":
+    main()
