@@ -3,30 +3,48 @@
     python benchmarks/gpu.py [--out FOLDER] [--deadline SECONDS] [--only TEXT ...]
     python benchmarks/gpu.py --collect FOLDER/gpu.jsonl ...
 
-Each case runs in a process of its own. Several build and compile at once, and each is timed alone (`pool.py`). What
-comes out is written to FOLDER/gpu.jsonl at once; the second form makes benchmarks/results/gpu.json of such files, with
-our speed over that of the fastest other system on the same workload in the same call. `fast` cases may take what memory
-they need; `tight` ones compute every layer again and save what else the workload says.
+Each case runs in a process of its own. Several compile at once, on models of two layers; each then builds its whole
+model when there is memory for it, and is timed alone (`pool.py`). What comes out is written to FOLDER/gpu.jsonl; the
+second form makes benchmarks/results/gpu.json of such files, oldest first, with our speed over that of the fastest
+other system on the same workload. `fast` cases may take what memory they need; `tight` ones compute every layer again
+and save what else the workload says. Two take minutes, and are measured only when `--only` names them: `long`, `70b`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from pool import Order, Pool
+import gpu_profile
+from gpu_worker import needs_files
+from pool import TURN_SECONDS, Order, Pool
 from results import write_result
 
 from tunesmith.measure.results import document
 
 GIB = 2**30
+TOP = 25
+"""Kernels of a profile that are kept in the result."""
 WHAT = "Training steps on one GPU, random weights at published shapes: median of the steps after warm-up"
+SETTINGS = {
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # of each worker: there are nearly as many as the processor has cores
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "UNSLOTH_DISABLE_STATISTICS": "1",
+}
+"""Of the workers' environment."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +57,18 @@ class Case:
     """Set aside for it on the GPU."""
     products: str = "bf16"
     recompute_layers: int = 0
+    first_gib: float = 9
+    """While it compiles on two layers."""
+    warmup: int = 3
+    steps: int = 6
+    turn_seconds: float = TURN_SECONDS
+    """The most it may be alone."""
+    is_large: bool = False
+    """Takes minutes: measured when asked for by name."""
 
     @property
     def name(self) -> str:
-        return f"{self.workload}, {self.system}, {self.goal}, {self.products}"
+        return name_of(asdict(self))
 
 
 CASES = (
@@ -62,6 +88,20 @@ CASES = (
     Case("lora-8b-packed", "liger", "fast", 110),
     Case("lora-8b-packed", "trl", "fast", 120),
     Case("lora-8b-packed", "unsloth", "fast", 90),
+    Case("qlora-70b", "tunesmith", "tight", 60, "fp8", 80, warmup=1, steps=3, is_large=True),
+    Case(
+        "lora-8b-long",
+        "tunesmith",
+        "tight",
+        115,
+        "fp8",
+        32,
+        first_gib=40,
+        warmup=0,
+        steps=1,
+        turn_seconds=300,
+        is_large=True,
+    ),
 )
 
 
@@ -69,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
     parser.add_argument("--deadline", type=float, default=540.0, help="seconds after which no case is begun")
-    parser.add_argument("--workers", type=int, default=5, help="processes at once")
+    parser.add_argument("--workers", type=int, default=16, help="processes at once")
     parser.add_argument("--only", nargs="*", default=[], help="cases whose name contains one of these")
     parser.add_argument("--collect", nargs="+", type=Path, help="files to make the result of, instead of measuring")
     options = parser.parse_args()
@@ -77,29 +117,58 @@ def main() -> None:
         print(f"wrote {collect(options.collect)}")
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    chosen = [case for case in CASES if not options.only or any(text in case.name for text in options.only)]
-    measure(chosen, options.out, workers=options.workers, deadline=options.deadline)
+    measure(choose(options.only), options.out, workers=options.workers, deadline=options.deadline)
+
+
+def choose(only: list[str]) -> list[Case]:
+    """The smallest first: while they are measured one after the other, the large ones compile beside them."""
+    chosen = [case for case in CASES if (any(text in case.name for text in only) if only else not case.is_large)]
+    return sorted(chosen, key=lambda case: case.gib)
 
 
 def measure(cases: list[Case], folder: Path, *, workers: int, deadline: float) -> None:
     import torch
 
-    budget = torch.cuda.get_device_properties(0).total_memory - (workers + 1) * GIB
-    command = [sys.executable, str(Path(__file__).with_name("gpu_worker.py")), str(folder / "models")]
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    os.environ |= {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    has_gpu = torch.cuda.is_available()
+    budget = torch.cuda.get_device_properties(0).total_memory - (workers + 3) * GIB if has_gpu else 1 << 60
+    os.environ.update({**SETTINGS, **os.environ})
     began = time.monotonic()
-    with (folder / "gpu.jsonl").open("a") as rows, (folder / "gpu.log").open("a") as log:
+    with (
+        tempfile.TemporaryDirectory(prefix="tunesmith-gpu-") as models,
+        ExitStack() as ends,
+        (folder / "gpu.jsonl").open("a") as rows,
+        (folder / "gpu.log").open("a") as log,
+    ):
+        command = [sys.executable, str(Path(__file__).with_name("gpu_worker.py")), models]
+        ends.callback(write_models(cases, command, log))
         rows.write(json.dumps({"document": document(WHAT, {})}) + "\n")
-        pool = Pool(command, workers=workers, budget=budget, deadline=deadline, log=log, reuses_workers=False)
+        # The largest may wait until the others are done: none of them has the memory for long.
+        ways = {"reuses_workers": False, "patience": math.inf}
+        pool = Pool(command, workers=workers, budget=budget, deadline=deadline, log=log, **ways)
         for case in cases:
-            size = int(case.gib * GIB)
-            pool.add(Order(asdict(case), size=size, first_size=size))
+            sizes = {"size": int(case.gib * GIB), "first_size": int(case.first_gib * GIB)}
+            pool.add(Order(asdict(case), **sizes, turn_seconds=case.turn_seconds))
         for order, found in pool.run():
-            row = asdict(Case(**order.payload)) | found
-            rows.write(json.dumps(row) + "\n")
+            rows.write(json.dumps(order.payload | found) + "\n")
             rows.flush()
-            print(f"{time.monotonic() - began:4.0f} s {Case(**order.payload).name}: {words(found)}", flush=True)
+            print(f"{time.monotonic() - began:4.0f} s {name_of(order.payload)}: {words(found)}", flush=True)
+
+
+def write_models(cases: list[Case], command: list[str], log: IO[str]) -> Callable[[], None]:
+    """Begin to write what systems want to load from a disk; what is returned ends that."""
+    shapes = {case.workload for case in cases if needs_files(asdict(case))}
+    writing = [subprocess.Popen([*command, workload], stdout=log, stderr=log) for workload in shapes]
+
+    def end() -> None:
+        for process in writing:
+            process.kill()
+            process.wait()
+
+    return end
+
+
+def name_of(row: dict[str, Any]) -> str:
+    return f"{row['workload']}, {row['system']}, {row['goal']}, {row['products']}"
 
 
 def words(found: dict[str, Any]) -> str:
@@ -110,20 +179,51 @@ def words(found: dict[str, Any]) -> str:
 
 
 def collect(files: list[Path]) -> Path:
-    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    head = next(line["document"] for line in lines if "document" in line)
-    rows = [line for line in lines if "document" not in line]
+    """Of each case the newest row, and one that failed only where none did not; says what is left out."""
+    about: dict[str, Any] = {}
+    kept: dict[str, dict[str, Any]] = {}
+    for file in files:
+        for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+            if "document" in line:
+                about = line["document"]
+                continue
+            name, row = name_of(line), settle(line) | {"date": about["date"], "commit": about["commit"]}
+            before = kept.get(name)
+            keeps_before = before is not None and "failed" in row and "failed" not in before
+            if before is not None:
+                print(f"left out: {name}: {words(row if keeps_before else before)}", file=sys.stderr)
+            if not keeps_before:
+                kept[name] = row
+    order = {case.name: index for index, case in enumerate(CASES)}
+    rows = sorted(kept.values(), key=lambda row: order.get(name_of(row), len(order)))
+    return write_result("gpu", WHAT, compare(rows), about=about)
+
+
+def settle(row: dict[str, Any]) -> dict[str, Any]:
+    """Of the profile the share of a step in which a kernel ran (the step as timed, since recording slows the processor
+    down), what the time went to, and the kernels at the top."""
+    if "profile" not in row:
+        return row
+    profile = row["profile"]
+    busy = min(1.0, profile["kernel_ms"] / row["step_seconds"] / 1000)
+    kinds = gpu_profile.kinds(profile, products=row["products"])
+    kept = {"kernel_ms": profile["kernel_ms"], "kinds": kinds, "kernels": profile["kernels"][:TOP]}
+    return row | {"busy": round(busy, 4), "profile": kept}
+
+
+def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Ours with their speed over that of the fastest other system on the same workload with the same goal."""
     best: dict[tuple[str, str], float] = {}
     for row in rows:
         if row["system"] != "tunesmith" and "failed" not in row:
             key = row["workload"], row["goal"]
             best[key] = max(best.get(key, 0.0), row["tokens_per_second"])
-    for row in rows:
-        if "failed" not in row and row["system"] == "tunesmith" and (row["workload"], row["goal"]) in best:
-            row["to_best_peer"] = round(row["tokens_per_second"] / best[row["workload"], row["goal"]], 3)
-    order = {case.name: index for index, case in enumerate(CASES)}
-    rows.sort(key=lambda row: order.get(Case(**{name: row[name] for name in Case.__dataclass_fields__}).name, 99))
-    return write_result("gpu", WHAT, rows, about=head)
+    return [
+        row | {"to_best_peer": round(row["tokens_per_second"] / best[row["workload"], row["goal"]], 3)}
+        if row["system"] == "tunesmith" and "failed" not in row and (row["workload"], row["goal"]) in best
+        else row
+        for row in rows
+    ]
 
 
 if __name__ == "__main__":

@@ -1,103 +1,161 @@
-"""Measures one case of `gpu.py`, handed out by `pool.py`: `gpu_worker.py MODELS`."""
+"""Measures one case of `gpu.py`, handed out by `pool.py`: `gpu_worker.py MODELS`.
+
+What a case compiles is compiled on two of its layers, which need little of the GPU's memory, so that many workers do
+that at once; the whole model then finds its layers compiled, and has the memory for some seconds only.
+
+`gpu_worker.py MODELS WORKLOAD` writes the model that some systems want to load from a disk, and measures nothing.
+"""
 
 from __future__ import annotations
 
-import itertools
-import json
-import re
+import gc
+import os
 import sys
-import tempfile
-from collections import Counter
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import gpu_profile
 import pool
 
-PROFILED = 3
-"""Steps, launched ahead as in training."""
-TOP = 60
+SETTLE_SECONDS = 0.5
+"""What others had queued on the GPU when they were stopped has to run out."""
+Case = dict[str, Any]
+Turn = Callable[[], AbstractContextManager[object]]
 
 
 def main() -> None:
-    order = next(pool.orders())
-    if order["system"] == "unsloth":
+    models = Path(sys.argv[1])
+    if len(sys.argv) > 2:
+        from tunesmith.measure import bench, peers
+
+        peers.saved(bench.WORKLOADS[sys.argv[2]], models, device())
+        return
+    case = next(pool.orders())
+    if case["system"] == "unsloth":
+        os.environ["UNSLOTH_COMPILE_LOCATION"] = str(models / f"unsloth-{os.getpid()}")
         import unsloth  # noqa: F401  (wants to come before torch)
     try:
-        found = measure(order, Path(sys.argv[1]))
+        found = measure_ours(case) if case["system"] == "tunesmith" else measure_theirs(case, models)
     except Exception as error:
-        import traceback
-
         traceback.print_exc()
         is_memory = "OutOfMemory" in type(error).__name__
         found = {"failed": "out of memory" if is_memory else f"{type(error).__name__}: {str(error)[:200]}"}
     pool.say("result", **found)
 
 
-def measure(case: dict[str, Any], models: Path) -> dict[str, Any]:
+def measure_ours(case: Case) -> dict[str, Any]:
     from tunesmith.measure import bench
-    from tunesmith.measure.peers import measure_peer
     from tunesmith.parallel.compile import news
 
+    began = time.monotonic()
     workload = bench.WORKLOADS[case["workload"]]
-    counts = {"warmup": 3, "steps": 6, "turn": pool.turn}
-    if case["system"] != "tunesmith":
-        recompute = case["recompute_layers"] > 0
-        found = measure_peer(case["system"], workload, device="cuda", recompute=recompute, models=models, **counts)
-        return asdict(found)
+    few = bench.few_layers(workload)
+    step = build(case, few)
+    for batch in bench.batches(few, 2):
+        step(batch, bench.LEARNING_RATE)
+    del step, batch
+    found: dict[str, Any] = {"rehearsal_seconds": round(time.monotonic() - began, 1)}
+    compiled = news()
+    found |= {"left_over_bytes": give_back()}
+    pool.ask_for_memory()
+    step = build(case, workload)
+    with ExitStack() as alone:
+        found |= asdict(bench.measure(step, workload, **counts(case), turn=lambda: lasting(alone)))
+        trace = None if workload.is_tight or step.device.type != "cuda" else gpu_profile.record(step, workload)
+    if trace is not None:
+        found["profile"] = gpu_profile.read(trace)
+    again = news()
+    found["compile_seconds"] = round(compiled.seconds, 1) if compiled else 0.0
+    found["compile_again_seconds"] = round(again.seconds, 1) if again else 0.0
+    found["notes"] = [note for one in (compiled, again) if one for note in one.notes]
+    return found
+
+
+def build(case: Case, workload: Any) -> Any:
+    from tunesmith.measure import bench
+
+    layers = bench.SHAPES[workload.shape]["num_hidden_layers"]
     plan = bench.plan_for(
         workload,
-        device="cuda",
+        device=device(),
         products="fp8" if case["products"] == "fp8" else "plain",
-        recompute_layers=case["recompute_layers"],
-        compiled=True,
+        recompute_layers=min(layers, case["recompute_layers"]),
+        compiled=device() == "cuda",
     )
     if case["goal"] == "tight":
         plan = plan.model_copy(update=dict(workload.saving))
-    step = bench.build(workload, plan)
-    found = asdict(bench.measure(step, workload, **counts))
-    if (compiled := news()) is not None:
-        found |= {"compile_seconds": round(compiled.seconds, 1), "notes": compiled.notes}
-    with pool.turn():
-        return found | {"profile": profile(step, workload)}
+    return bench.build(workload, plan)
 
 
-def profile(step: Any, workload: Any) -> dict[str, Any]:
-    """Where the time of a step goes: the share in which a kernel ran, and the kernels that took the longest."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as recorded
-
+def measure_theirs(case: Case, models: Path) -> dict[str, Any]:
     from tunesmith.measure import bench
+    from tunesmith.measure.peers import measure_peer, saved
 
-    made = bench.batches(workload, PROFILED)
-    with recorded(activities=[ProfilerActivity.CUDA]) as trace:
-        results = [step.launch(batch, bench.LEARNING_RATE) for batch in made]
-        for result in results:
-            result()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        trace.export_chrome_trace(str(file))
-        events = json.loads(file.read_text())["traceEvents"]
-    kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memset")]
-    spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in kernels)
-    busy, end = 0.0, spans[0][0]
-    for start, stop in spans:
-        busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    times: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
-    for event in kernels:
-        name = re.sub(r"\s+", " ", event["name"])[:160]
-        times[name] += event["dur"]
-        calls[name] += 1
-    return {
-        "busy": round(busy / (end - spans[0][0]), 4),
-        "kernel_ms": round(busy / PROFILED / 1000, 2),
-        "kernels": [
-            {"name": name, "calls": round(calls[name] / PROFILED, 1), "ms": round(time / PROFILED / 1000, 3)}
-            for name, time in itertools.islice(times.most_common(), TOP)
-        ],
-    }
+    workload = bench.WORKLOADS[case["workload"]]
+
+    def measure(one: Any, turn: Turn = nullcontext, **few: int) -> dict[str, Any]:
+        chosen = {"device": device(), "recompute": case["recompute_layers"] > 0, "models": models}
+        return asdict(measure_peer(case["system"], one, **chosen, turn=turn, **few))
+
+    began = time.monotonic()
+    found: dict[str, Any] = {"notes": []}
+    few = 4096 if case["system"] == "trl" else None  # words: it makes all logits at once
+    try:
+        measure(bench.few_layers(workload, vocabulary=few), warmup=1, steps=1)
+    except Exception as error:  # not what is measured: the whole model then compiles for itself
+        traceback.print_exc()
+        found["notes"].append(f"with two layers: {type(error).__name__}: {str(error)[:200]}")
+    found |= {"rehearsal_seconds": round(time.monotonic() - began, 1), "left_over_bytes": give_back()}
+    if needs_files(case):
+        saved(workload, models, device())
+    pool.ask_for_memory()
+    return found | measure(workload, turn=settled, **counts(case))
+
+
+def needs_files(case: Case) -> bool:
+    """Whether the system loads its model from a disk."""
+    return case["system"] == "unsloth" or (case["system"] != "tunesmith" and case["workload"].startswith("qlora"))
+
+
+def counts(case: Case) -> dict[str, int]:
+    return {"warmup": case["warmup"], "steps": case["steps"]}
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    with pool.turn():
+        time.sleep(SETTLE_SECONDS)
+        yield
+
+
+def lasting(alone: ExitStack) -> AbstractContextManager[None]:
+    """A turn that lasts until `alone` is closed."""
+    alone.enter_context(settled())
+    return nullcontext()
+
+
+def give_back() -> int:
+    """Free what was used so far; the bytes that could not be freed."""
+    import torch
+
+    gc.collect()
+    if device() != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+def device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ class Order:
     """Orders of a kind share all that a process compiles for them, as long as they follow each other."""
     family: str = ""
     """Orders of a family share some of it."""
+    turn_seconds: float = TURN_SECONDS
 
 
 @dataclass(eq=False)
@@ -86,9 +87,11 @@ class Pool:
         deadline: float,
         log: IO[str],
         reuses_workers: bool = True,
+        patience: float = PATIENCE,
     ):
         self.command = command
         self.reuses_workers = reuses_workers
+        self.patience = patience
         self.count = workers
         self.budget = budget
         self.deadline = time.monotonic() + deadline
@@ -144,9 +147,9 @@ class Pool:
             assert worker.order
             if worker.order.size <= self._free or not self._taken:
                 self.needs.remove((since, worker))
-                worker.held = worker.order.size
+                worker.held, worker.since = worker.order.size, time.monotonic()
                 worker.send({"go": True})
-            elif time.monotonic() - since > PATIENCE:
+            elif time.monotonic() - since > self.patience:
                 return
 
     @property
@@ -239,9 +242,12 @@ class Pool:
         """Those to be ended: the one whose turn or order takes too long, or all when the time is over."""
         now = time.monotonic()
         if self.timing is not None:
-            return [self.timing] if now - self.timing_since > TURN_SECONDS else []
+            assert self.timing.order
+            return [self.timing] if now - self.timing_since > self.timing.order.turn_seconds else []
         is_over = now > self.deadline + GRACE_SECONDS
-        return [one for one in self.workers if one.order and (is_over or now - one.since > ORDER_SECONDS)]
+        waiting = [*self.turns, *(worker for _, worker in self.needs)]
+        late = [one for one in self.workers if one not in waiting and now - one.since > ORDER_SECONDS]
+        return [one for one in self.workers if one.order and (is_over or one in late)]
 
 
 # the worker's side

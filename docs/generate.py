@@ -17,6 +17,9 @@ from typing import Any
 from tunesmith.config.schema import json_schema
 
 DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
+REPLACED = {"gpu_speed": "gpu"}
+"""Older results, and the file whose numbers took their place."""
 
 
 def main() -> int:
@@ -130,7 +133,7 @@ def planner_page() -> str:
         "",
         "## Predicted against measured",
         "",
-        *_measured(DOCS.parent / "benchmarks" / "results" / "planner.json"),
+        *_measured(RESULTS / "planner.json"),
         "",
         "## GPUs that are known by name",
         "",
@@ -208,16 +211,61 @@ def benchmarks_page() -> str:
         "Every number here is read from a file in benchmarks/results, which also says how it came about.",
         "`tunesmith bench` measures the standard workloads on your machine.",
     ]
-    for path in sorted((DOCS.parent / "benchmarks" / "results").glob("*.json")):
+    paths = sorted(RESULTS.glob("*.json"))
+    for path in paths:
+        if any(other.stem == REPLACED.get(path.stem) for other in paths):
+            continue
         content = json.loads(path.read_text(encoding="utf-8"))
         versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
         lines += ["", f"## {content['what']}", ""]
         lines += [f"{content['device']}, {content['date']}, commit {content['commit']}; {versions}.", ""]
         if path.stem == "planner":
             lines.append("The tables are on the [planner's page](planner.md).")
+        elif path.stem == "gpu":
+            lines += _gpu_tables(content["numbers"])
         else:
             lines += _number_tables(content["numbers"])
     return "\n".join(lines) + "\n"
+
+
+def _gpu_tables(rows: list[dict[str, Any]]) -> list[str]:
+    """Ours beside other systems on the same workload, and where the time of a step goes."""
+    from tunesmith.measure.bench import WORKLOADS
+
+    names = list(dict.fromkeys(row["workload"] for row in rows))
+    lines = ["`fast`: with what memory it takes; `tight`: every layer computed again, and what else saves memory."]
+    lines += ["Busy: the share of a step in which a kernel ran.", ""]
+    for name in names:
+        one = WORKLOADS[name]
+        what = "packed documents of chat lengths in " if one.is_packed else ""
+        lines.append(f"- {name}: {one.method}, {one.shape}, {what}{one.sequences} x {one.length:,} tokens a step")
+    commits = {row["commit"] for row in rows}
+    head = ["workload", "goal", "system", "products", "tokens/s", "to the fastest other", "peak GiB", "busy"]
+    head += ["commit"] if len(commits) > 1 else []
+    lines += ["", f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
+    for row in rows:
+        cells = [row["workload"], row["goal"], row["system"], row["products"]]
+        if "failed" in row:
+            cells += [_figure("failed", row["failed"]), "", "", ""]
+        else:
+            ratio, busy = row.get("to_best_peer"), row.get("busy")
+            cells += [f"{row['tokens_per_second']:,.0f}", f"{ratio:.2f}" if ratio else ""]
+            cells += [f"{row['peak_bytes'] / 2**30:.1f}", f"{busy:.1%}" if busy else ""]
+        lines.append(f"| {' | '.join([*cells, *([row['commit']] if len(commits) > 1 else [])])} |")
+    return lines + _time_table(rows)
+
+
+def _time_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Of the first of our rows that was recorded under the profiler."""
+    row = next((row for row in rows if row["system"] == "tunesmith" and "profile" in row), None)
+    if row is None:
+        return []
+    kinds, total = row["profile"]["kinds"], row["profile"]["kernel_ms"]
+    lines = ["", f"Where the time of a step goes, {row['workload']}, {row['goal']}, {row['products']}:", ""]
+    lines += ["| kernels | ms | share |", "| --- | --- | --- |"]
+    lines += [f"| {kind} | {time:.1f} | {time / total:.1%} |" for kind, time in kinds.items()]
+    step = row["step_seconds"] * 1000
+    return [*lines, f"| none runs | {max(0.0, step - total):.1f} | |", f"| the step | {step:.1f} | |"]
 
 
 def _number_tables(numbers: Any) -> list[str]:
@@ -275,7 +323,7 @@ def distributed_page() -> str:
     text = page.read_text(encoding="utf-8") if page.exists() else ""
     before, start, rest = text.partition("<!-- made from benchmarks/results/two_hosts.json -->\n")
     _, end, after = rest.partition("<!-- end -->\n")
-    results = DOCS.parent / "benchmarks" / "results" / "two_hosts.json"
+    results = RESULTS / "two_hosts.json"
     if not (start and end and results.exists()):
         return text
     rows = json.loads(results.read_text(encoding="utf-8"))["numbers"]

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -190,6 +190,15 @@ def build(workload: Workload, plan: Plan, *, rank: int = 16, optimizer: str = "a
     )
 
 
+def few_layers(workload: Workload, layers: int = 2, vocabulary: int | None = None) -> Workload:
+    """The same with so many layers: what it compiles is what the whole one needs, in little memory. Two layers show all
+    kinds there are, since the first has no gradient to give to a frozen embedding."""
+    shape = f"{workload.shape}-{layers}-layers"
+    few = {"num_hidden_layers": layers} | ({"vocab_size": vocabulary} if vocabulary else {})
+    SHAPES[shape] = {**SHAPES[workload.shape], **few}
+    return replace(workload, shape=shape)
+
+
 def batches(workload: Workload, count: int) -> list[StepBatch]:
     random = np.random.Generator(np.random.PCG64(0))
     vocabulary = SHAPES[workload.shape]["vocab_size"]
@@ -254,12 +263,10 @@ def timed(
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     made = batches(workload, warmup + steps)
-    _, first = _run(launch, made[:1], on_gpu)
-    _run(launch, made[1:warmup], on_gpu)
+    _, before = _run(launch, made[:warmup], on_gpu)
     with turn():
         loss, times = _run(launch, made[warmup:], on_gpu)
-    tokens = [batch.tokens for batch in made]
-    return summary([*first, *times], [tokens[0], *tokens[warmup:]], loss, device, warmup=1)
+    return summary([*before, *times], [batch.tokens for batch in made], loss, device, warmup=warmup)
 
 
 def _run(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,17 @@ from typing import Any
 import torch
 
 from tunesmith.data.types import StepBatch
-from tunesmith.measure.bench import LEARNING_RATE, SHAPES, Measurement, Turn, Workload, batches, summary, timed
+from tunesmith.measure.bench import (
+    LEARNING_RATE,
+    SHAPES,
+    Measurement,
+    Turn,
+    Workload,
+    batches,
+    few_layers,
+    summary,
+    timed,
+)
 from tunesmith.train.step import reader
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -101,7 +112,7 @@ def _build(name: str, workload: Workload, folder: Path, device: str, recompute: 
         from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
         model = AutoModelForCausalLM.from_pretrained(
-            _saved(workload, folder, device),
+            saved(workload, folder, device),
             device_map={"": device},
             dtype=torch.bfloat16,
             attn_implementation=_attention(workload),
@@ -127,8 +138,7 @@ def _build(name: str, workload: Workload, folder: Path, device: str, recompute: 
 def _unsloth(workload: Workload, folder: Path, recompute: bool) -> Any:
     from unsloth import FastLanguageModel
 
-    path = _saved(workload, folder, "cuda")
-    torch.cuda.empty_cache()
+    path = saved(workload, folder, "cuda")
     model, _ = FastLanguageModel.from_pretrained(
         str(path),
         max_seq_length=workload.length,
@@ -240,16 +250,41 @@ def _adapters() -> Any:
     return LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=16, lora_dropout=0.0, bias="none", target_modules=TARGETS)
 
 
-def _saved(workload: Workload, folder: Path, device: str) -> Path:
+def saved(workload: Workload, folder: Path, device: str) -> Path:
     """The workload's model as a folder, for systems that only load from one; made by the first that needs it."""
     path = folder / workload.shape
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
+    with (folder / f"{workload.shape}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (path / "tokenizer.json").exists():
-            _random_model(workload, device).save_pretrained(path)
+            _save(workload, path, device)
             tokenizer_of(SHAPES[workload.shape]["vocab_size"]).save_pretrained(path)
     return path
+
+
+def _save(workload: Workload, path: Path, device: str) -> None:
+    """A file for each layer. All have the weights of the first: random ones cost the same wherever they stand, and a
+    model of one layer needs little memory."""
+    from safetensors.torch import save_file
+
+    model = _random_model(few_layers(workload, 1), device)
+    weights = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    in_layer = {name: tensor for name, tensor in weights.items() if ".layers.0." in name}
+    parts = [{name: tensor for name, tensor in weights.items() if name not in in_layer}]
+    layers = SHAPES[workload.shape]["num_hidden_layers"]
+    for layer in range(layers):
+        parts.append({name.replace(".layers.0.", f".layers.{layer}."): tensor for name, tensor in in_layer.items()})
+    path.mkdir(parents=True, exist_ok=True)
+    files = {f"model-{index:05}-of-{len(parts):05}.safetensors": part for index, part in enumerate(parts, 1)}
+    for name, part in files.items():
+        save_file(part, path / name, metadata={"format": "pt"})
+    size = sum(tensor.nbytes for part in parts for tensor in part.values())
+    where = {name: file for file, part in files.items() for name in part}
+    index = {"metadata": {"total_size": size}, "weight_map": where}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    model.config.num_hidden_layers = layers
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(path)
 
 
 def tokenizer_of(size: int) -> Any:

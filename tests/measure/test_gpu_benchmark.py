@@ -1,0 +1,131 @@
+"""The GPU benchmark's mechanism, at a tiny shape without a GPU: cases in processes, one file of results, one page."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tunesmith.measure import bench, peers
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("gpu")
+
+
+def row(**changes) -> dict:
+    made = {"workload": "lora-8b", "system": "tunesmith", "goal": "fast", "products": "fp8", "step_seconds": 0.5}
+    return made | {"tokens_per_second": 200.0, "peak_bytes": 2**30} | changes
+
+
+def write(file: Path, commit: str, rows: list[dict]) -> Path:
+    head = {"document": {"what": "w", "date": "d", "commit": commit, "device": "D", "versions": {}}}
+    file.write_text("".join(json.dumps(one) + "\n" for one in [head, *rows]))
+    return file
+
+
+def test_cases_are_measured_on_two_layers_and_then_whole(gpu, tmp_path):
+    cases = [
+        gpu.Case("tiny", system, "fast", 1, first_gib=1, warmup=1, steps=2) for system in ("tunesmith", "transformers")
+    ]
+    gpu.measure(cases, tmp_path, workers=2, deadline=300)
+    head, *rows = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert head["document"]["commit"]
+    ours, theirs = sorted(rows, key=lambda one: one["system"] != "tunesmith")
+    assert ours["loss"] == pytest.approx(theirs["loss"], abs=2e-3)
+    assert ours["tokens_per_second"] > 0
+    assert ours["rehearsal_seconds"] > 0
+    assert ours["notes"] == theirs["notes"] == []
+
+
+def test_the_large_cases_are_measured_when_they_are_named(gpu):
+    usual = gpu.choose([])
+    assert len(usual) == 16
+    assert [case.gib for case in usual] == sorted(case.gib for case in usual)
+    assert [case.workload for case in gpu.choose(["long", "70b"])] == ["qlora-70b", "lora-8b-long"]
+    assert {case.workload for case in gpu.choose(["lora-8b,"])} == {"lora-8b", "qlora-8b"}
+
+
+def test_the_newest_row_of_a_case_counts_and_a_failure_only_where_nothing_else_is(gpu, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RESULTS", str(tmp_path / "results"))
+    old = write(tmp_path / "a", "old", [row(tokens_per_second=100.0), row(goal="tight"), row(workload="full-7b")])
+    peer = row(system="unsloth", products="bf16", tokens_per_second=160.0)
+    failures = [row(goal="tight", failed="out of time"), row(workload="qlora-8b", failed="out of memory")]
+    new = write(tmp_path / "b", "new", [row(), peer, *failures])
+    found = json.loads(gpu.collect([old, new]).read_text())
+    kept = [(one["workload"], one["system"], one["goal"], one["commit"]) for one in found["numbers"]]
+    assert kept == [
+        ("lora-8b", "tunesmith", "fast", "new"),
+        ("lora-8b", "tunesmith", "tight", "old"),
+        ("lora-8b", "unsloth", "fast", "new"),
+        ("qlora-8b", "tunesmith", "fast", "new"),
+        ("full-7b", "tunesmith", "fast", "old"),
+    ]
+    assert found["commit"] == "new"
+    assert [one.get("to_best_peer") for one in found["numbers"]] == [1.25, None, None, None, None]
+    said = capsys.readouterr().err
+    assert "lora-8b, tunesmith, fast, fp8: 100 tokens/s" in said
+    assert "lora-8b, tunesmith, tight, fp8: out of time" in said
+
+
+def test_kernels_are_sorted_by_what_they_are_for(gpu):
+    profile = importlib.import_module("gpu_profile")
+    names = {
+        "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_ovscale_TNT": "products",
+        "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT": "head",
+        "nvjet_sm90_tst_32x128_64x10_1x2_h_bz_NNN": "low-rank sums",
+        "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90": "attention",
+        "_rows": "quantizing",
+        "_row": "head",
+        "triton_poi_fused_add_view_5": profile.REST,
+    }
+    made = [{"name": name, "calls": 1, "ms": 2.0**at} for at, name in enumerate(names)]
+    found = profile.kinds({"kernel_ms": 200.0, "kernels": made}, products="fp8")
+    expected: dict[str, float] = {}
+    for at, kind in enumerate(names.values()):
+        expected[kind] = expected.get(kind, 0.0) + 2.0**at
+    expected[profile.REST] += 200.0 - 127.0
+    assert found == expected
+    assert profile._kind("nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT", "bf16") == "products"
+
+
+def test_the_page_shows_speeds_ratios_and_where_the_time_goes(gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("RESULTS", str(tmp_path))
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    generate = importlib.import_module("generate")
+    monkeypatch.setattr(generate, "RESULTS", tmp_path)
+    kernels = [
+        {"name": "_rows", "calls": 1, "ms": 100.0},
+        *[{"name": f"k{at}", "calls": 1, "ms": 1} for at in range(50)],
+    ]
+    recorded = row(profile={"kernel_ms": 400.0, "kernels": kernels})
+    peer = row(system="unsloth", products="bf16", tokens_per_second=160.0)
+    gpu.collect([write(tmp_path / "a", "c", [recorded, peer, row(goal="tight", failed="out of time")])])
+    write(tmp_path / "gpu_speed.json", "c", [])
+    page = generate.benchmarks_page()
+    assert "| lora-8b | fast | tunesmith | fp8 | 200 | 1.25 | 1.0 | 80.0% |" in page
+    assert "| lora-8b | fast | unsloth | bf16 | 160 |  | 1.0 |  |" in page
+    assert "| lora-8b | tight | tunesmith | fp8 | out of time |  |  |  |" in page
+    assert "| quantizing | 100.0 | 25.0% |" in page
+    assert "| none runs | 100.0 | |" in page
+    assert len(json.loads((tmp_path / "gpu.json").read_text())["numbers"][0]["profile"]["kernels"]) == 25
+
+
+def test_a_model_written_for_others_has_alike_layers_and_loads(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    workload = bench.WORKLOADS["tiny"]
+    path = peers.saved(workload, tmp_path, "cpu")
+    assert peers.saved(workload, tmp_path, "cpu") == path
+    model = AutoModelForCausalLM.from_pretrained(path)
+    first, second = model.model.layers
+    assert torch.equal(first.mlp.up_proj.weight, second.mlp.up_proj.weight)
+    assert model.config.num_hidden_layers == 2
+    assert first.mlp.up_proj.weight.std() > 0
