@@ -380,7 +380,7 @@ def make_trainable(model: torch.nn.Module, run: Run, plan: Plan) -> torch.nn.Mod
     if split is not None:
         split.cut(model)
     if run.has_adapters:
-        fuse(model, fp8=plan.products == "fp8", whole_mlps=plan.device == "cuda")
+        fuse(model, fp8=plan.products == "fp8", whole_mlps=plan.device == "cuda", keep_turned=plan.keep_turned)
         if plan.products == "fp8" and not lies_in_parts(plan):  # in parts, a whole copy of the head would be too much
             use_fp8_head_gradient(model)
     elif plan.products == "fp8":

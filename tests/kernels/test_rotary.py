@@ -44,8 +44,8 @@ def test_a_pair_and_its_gradient_are_those_of_the_plain_rotation():
             torch.testing.assert_close(one, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_the_joint_product_is_that_of_plain_linears_rotated(fp8):
+@pytest.mark.parametrize(("fp8", "keep_turned"), [(False, False), (True, False), (True, True)])
+def test_the_joint_product_is_that_of_plain_linears_rotated(fp8, keep_turned):
     weight, bias = draw(sum(ROWS), INPUTS, seed=1, size=0.2), draw(sum(ROWS), seed=2)
     cos, sin = draw(TOKENS, SIZE, seed=3), draw(TOKENS, SIZE, seed=4)
     shapes = ((TOKENS, INPUTS), (3 * RANK, INPUTS), (sum(ROWS), 3 * RANK))
@@ -54,12 +54,13 @@ def test_the_joint_product_is_that_of_plain_linears_rotated(fp8):
     if fp8:
         held, scale = quantize_rows(weight.float())
         weight, scale = (held.float() * scale).double(), scale.squeeze(1)
+    turned = held.t().contiguous() if keep_turned else None
     leaves = [leaf.detach().float().requires_grad_() for leaf in exact]
     x, a, b = exact
     y = x @ weight.t() + (x @ a.t()) @ b.t() + bias
     parts = [part.unflatten(1, (-1, SIZE)) for part in y.split(ROWS, 1)]
     wanted = [reference.rotate(parts[0], cos, sin), reference.rotate(parts[1], cos, sin), parts[2]]
-    found = lowrank_qkv(leaves[0], held, scale, *leaves[1:], bias.float(), ROWS, cos.float(), sin.float())
+    found = lowrank_qkv(leaves[0], held, scale, *leaves[1:], bias.float(), ROWS, turned, cos.float(), sin.float())
     directions = [draw(*one.shape, seed=9) for one in wanted]
     gradients = torch.autograd.grad(found, leaves, [one.float() for one in directions])
     for one, want in zip((*found, *gradients), (*wanted, *torch.autograd.grad(wanted, exact, directions)), strict=True):
@@ -70,7 +71,7 @@ def test_the_joint_product_is_not_kept():
     x = draw(TOKENS, INPUTS).float().requires_grad_()
     factors = draw(3 * RANK, INPUTS).float().requires_grad_(), draw(sum(ROWS), 3 * RANK).float().requires_grad_()
     cos = draw(TOKENS, SIZE).float()
-    found = lowrank_qkv(x, draw(sum(ROWS), INPUTS).float(), None, *factors, None, ROWS, cos, cos)
+    found = lowrank_qkv(x, draw(sum(ROWS), INPUTS).float(), None, *factors, None, ROWS, None, cos, cos)
     assert all(part.untyped_storage().nbytes() == part.numel() * 4 for part in found)
     kept = [one for one in found[0].grad_fn.saved_tensors if one is not None]
     assert not any(one.shape == (TOKENS, sum(ROWS)) for one in kept)

@@ -56,6 +56,18 @@ def test_siblings_are_computed_together(tiny_model):
     assert sizes == [1, 1, 1, 1, 2, 2, 3, 3]
 
 
+def test_weights_kept_transposed_change_nothing(tiny_model):
+    once, twice = adapted(tiny_model), adapted(tiny_model)
+    fuse(once, fp8=True)
+    fuse(twice, fp8=True, keep_turned=True)
+    kept = [module.turned_kn for module in twice.modules() if isinstance(module, JointProduct)]
+    assert kept
+    assert all(turned is not None for turned in kept)
+    (logits, gradients), (again, found) = results(once), results(twice)
+    assert torch.equal(again, logits)
+    assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
+
+
 def test_a_member_called_alone_is_right_too(tiny_model):
     plain, fused = adapted(tiny_model), adapted(tiny_model)
     fuse(fused, fp8=False)
@@ -133,8 +145,8 @@ def test_each_weight_is_given_up_when_it_is_grouped_and_not_at_the_end(tiny_mode
     bases = [weakref.ref(adapter.base) for adapter in lora.adapters(model).values()]
     alive, group = [], module._group
 
-    def watched(members, *, fp8):
-        group(members, fp8=fp8)
+    def watched(members, **named):
+        group(members, **named)
         alive.append(sum(base() is not None for base in bases))
 
     monkeypatch.setattr(module, "_group", watched)

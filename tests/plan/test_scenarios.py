@@ -258,6 +258,18 @@ def test_named_hardware_gives_the_same_plan_whatever_the_machine(monkeypatch):
     assert plan("Llama-3.1-8B", "H200") == before
 
 
+def test_memory_that_is_left_over_holds_fp8_weights_transposed():
+    sizes = {"sequence_length": 4096, "batch_tokens": 16384, "precision": "fp8"}
+    ample, short = plan("Llama-3.1-8B", "H200", **sizes), plan("Llama-3.1-8B", "RTX 4090", **sizes)
+    assert (ample.keep_turned, short.keep_turned) == (True, False)
+    assert "also transposed" in [reason.choice for reason in ample.reasons]
+    pinned = found("Llama-3.1-8B", "H200", {"keep_turned": False}, **sizes).plan
+    assert ample.memory.weights - pinned.memory.weights == MODEL["Llama-3.1-8B"].matrices
+    assert ample.tokens_per_second > pinned.tokens_per_second
+    assert not plan("Llama-3.1-8B", "H200", **sizes, lora={"dropout": 0.1}).keep_turned
+    assert not plan("Llama-3.1-8B", "2 x H200", **sizes).keep_turned
+
+
 def test_a_sequence_of_256k_tokens_on_one_h200_keeps_its_layer_inputs_in_host_memory():
     chosen = plan("Llama-3.1-8B", "H200", sequence_length=262144, batch_tokens=262144, precision="fp8")
     assert chosen.fits

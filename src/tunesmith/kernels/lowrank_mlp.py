@@ -20,6 +20,7 @@ from tunesmith.kernels.lowrank import (
     product_plus_small_fp8,
     quantize_and_project,
     quantize_rows,
+    turned_fp8,
 )
 from tunesmith.kernels.nf4 import whole
 from tunesmith.kernels.operator import operator
@@ -36,6 +37,9 @@ class FrozenWeights(NamedTuple):
     gate_up_scale: torch.Tensor | None
     down: torch.Tensor
     down_scale: torch.Tensor | None
+    gate_up_turned: torch.Tensor | None = None
+    """In fp8, transposed, where that is kept."""
+    down_turned: torch.Tensor | None = None
 
 
 def lowrank_mlp(
@@ -50,26 +54,26 @@ def lowrank_mlp(
 ) -> torch.Tensor:
     """`a_gate_up` [2R, H] holds the factors of gate and of up, one below the other; each `b` holds its scale. More than
     `slice_tokens` tokens (0: any number) are computed in slices."""
-    arguments = (x_th, *frozen, a_gate_up, b_gate, b_up, a_down, b_down)
+    factors = (a_gate_up, b_gate, b_up, a_down, b_down)
     if 0 < slice_tokens < x_th.shape[0]:
-        return _sliced(*arguments, slice_tokens)
-    return _LowRankMlp.apply(*arguments)
+        return _sliced(x_th, *frozen[:4], *factors, slice_tokens)
+    return _LowRankMlp.apply(x_th, *frozen, *factors)
 
 
 class _LowRankMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, gate_up, gate_up_scale, down, down_scale, a_gate_up, b_gate, b_up, a_down, b_down):
+    def forward(ctx, x, *others):
+        (gate_up, gate_up_scale, down, down_scale, *turned), factors = others[:6], others[6:]
+        a_gate_up, b_gate, b_up, a_down, b_down = factors
         y, low, low_down, activation = _up(x, gate_up, gate_up_scale, a_gate_up, b_gate, b_up, a_down)
         out = _down(*activation, down, down_scale, low_down, b_down)
-        ctx.save_for_backward(
-            x, y, low, low_down, gate_up, gate_up_scale, down, down_scale, a_gate_up, b_gate, b_up, a_down, b_down
-        )
+        ctx.save_for_backward(x, y, low, low_down, gate_up, gate_up_scale, down, down_scale, *factors, *turned)
         return out
 
     @staticmethod
     def backward(ctx, g):
         d_x, *d_factors = _gradients(g, *ctx.saved_tensors, needs_x=ctx.needs_input_grad[0])
-        return d_x, None, None, None, None, *d_factors
+        return d_x, *[None] * 6, *d_factors
 
 
 def _up(x, gate_up, gate_up_scale, a_gate_up, b_gate, b_up, a_down):
@@ -104,31 +108,32 @@ def _gradients(
     b_up,
     a_down,
     b_down,
+    gate_up_turned=None,
+    down_turned=None,
     *,
     needs_x,
 ):
     """Of the input (None when not needed) and of the five factors."""
     is_fp8 = gate_up_scale is not None
-    weight = whole(down, _rows(b_down), a_down.shape[1], g, down_scale)
     if is_fp8:
         g8, g_scale, g_down = quantize_and_project(g, down_scale, b_down)
-        ones = torch.ones(weight.shape[1], device=g.device, dtype=torch.float32)
-        d_act = product_fp8(g8, g_scale, weight.t().contiguous(), ones, g.dtype)
+        turned = turned_fp8(down, down_turned, _rows(b_down), a_down.shape[1], g, down_scale)
+        d_act = product_fp8(g8, g_scale, *turned, g.dtype)
     else:
         g_down = g @ b_down
-        d_act = g @ weight
+        d_act = g @ whole(down, _rows(b_down), a_down.shape[1], g)
     scale_in = gate_up_scale if is_fp8 else y.new_empty(0, dtype=torch.float32)
     d_y, d8, d_scale, d_factors = swiglu_backward(d_act, g_down, y, low, b_gate, b_up, a_down, scale_in, is_fp8)
     intermediate = b_gate.shape[0]
     g_gate_up = torch.cat([d_y[:, :intermediate] @ b_gate, d_y[:, intermediate:] @ b_up], dim=1)
     d_x = None
     if needs_x:
-        weight = whole(gate_up, _rows(b_gate, b_up), x.shape[1], d_y, gate_up_scale)
+        rows = _rows(b_gate, b_up)
         if is_fp8:
-            ones = torch.ones(weight.shape[1], device=g.device, dtype=torch.float32)
-            d_x = product_plus_small_fp8(d8, d_scale, weight.t().contiguous(), ones, g_gate_up, a_gate_up, g.dtype)
+            turned = turned_fp8(gate_up, gate_up_turned, rows, x.shape[1], d_y, gate_up_scale)
+            d_x = product_plus_small_fp8(d8, d_scale, *turned, g_gate_up, a_gate_up, g.dtype)
         else:
-            d_x = product_plus_small(d_y, weight, g_gate_up, a_gate_up, None)
+            d_x = product_plus_small(d_y, whole(gate_up, rows, x.shape[1], d_y), g_gate_up, a_gate_up, None)
     d_b_gate, d_b_up, d_a_down = d_factors.unbind()
     return d_x, g_gate_up.t() @ x, d_b_gate, d_b_up, d_a_down.t(), g.t() @ low_down
 

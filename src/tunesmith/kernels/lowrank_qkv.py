@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tunesmith.kernels.lowrank import product_plus_small, product_plus_small_fp8, quantize_apart
+from tunesmith.kernels.lowrank import product_plus_small, product_plus_small_fp8, quantize_and_project, turned_fp8
 from tunesmith.kernels.nf4 import whole
 from tunesmith.kernels.rotary import rotated_apart, rotated_back
 
@@ -25,40 +25,43 @@ def lowrank_qkv(
     b_nr: torch.Tensor,
     bias_n: torch.Tensor | None,
     rows: Sequence[int],
+    turned8_kn: torch.Tensor | None,
     cos_td: torch.Tensor,
     sin_td: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[T, heads, D] each. `weight_nk` is in bf16, fp8 or nf4, as three weights with so many `rows`; with `scale_n` the
-    large products run in fp8. `b_nr` already holds the adapters' scale."""
-    return _LowRankQkv.apply(x_tk, weight_nk, scale_n, a_rk, b_nr, bias_n, tuple(rows), cos_td, sin_td)
+    large products run in fp8, and `turned8_kn` is the weight transposed, where that is kept. `b_nr` already holds the
+    adapters' scale."""
+    return _LowRankQkv.apply(x_tk, weight_nk, scale_n, a_rk, b_nr, bias_n, tuple(rows), turned8_kn, cos_td, sin_td)
 
 
 class _LowRankQkv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_tk, held, scale_n, a_rk, b_nr, bias_n, rows, cos_td, sin_td):
-        low_tr = x_tk @ a_rk.t()
-        ctx.save_for_backward(x_tk, held, scale_n, a_rk, b_nr, low_tr, cos_td, sin_td)
-        ctx.rows = rows
+    def forward(ctx, x_tk, held, scale_n, a_rk, b_nr, bias_n, rows, turned8_kn, cos_td, sin_td):
         weight_nk = whole(held, rows, x_tk.shape[1], x_tk, scale_n)
         if scale_n is None:
+            low_tr = x_tk @ a_rk.t()
             y_tn = product_plus_small(x_tk, weight_nk.t(), low_tr, b_nr.t(), bias_n)
         else:
-            y_tn = product_plus_small_fp8(*quantize_apart(x_tk, None), weight_nk, scale_n, low_tr, b_nr.t(), x_tk.dtype)
+            *x8, low_tr = quantize_and_project(x_tk, None, a_rk.t())
+            y_tn = product_plus_small_fp8(*x8, weight_nk, scale_n, low_tr, b_nr.t(), x_tk.dtype)
             y_tn = y_tn if bias_n is None else y_tn + bias_n
+        ctx.save_for_backward(x_tk, held, scale_n, a_rk, b_nr, low_tr, turned8_kn, cos_td, sin_td)
+        ctx.rows = rows
         return rotated_apart(y_tn, cos_td, sin_td, rows[1] // cos_td.shape[1])
 
     @staticmethod
     def backward(ctx, d_q, d_k, d_v):
-        x_tk, held, scale_n, a_rk, b_nr, low_tr, cos_td, sin_td = ctx.saved_tensors
+        x_tk, held, scale_n, a_rk, b_nr, low_tr, turned8_kn, cos_td, sin_td = ctx.saved_tensors
         is_fp8 = scale_n is not None
         g_tn, *g8 = rotated_back(d_q, d_k, d_v, cos_td, sin_td, scale_n, is_fp8)
         g_tr = g_tn @ b_nr
         d_x = None
         if ctx.needs_input_grad[0]:
-            weight_nk = whole(held, ctx.rows, x_tk.shape[1], g_tn, scale_n)
             if is_fp8:
-                ones_k = torch.ones(weight_nk.shape[1], device=g_tn.device, dtype=torch.float32)
-                d_x = product_plus_small_fp8(*g8, weight_nk.t().contiguous(), ones_k, g_tr, a_rk, g_tn.dtype)
+                turned = turned_fp8(held, turned8_kn, ctx.rows, x_tk.shape[1], g_tn, scale_n)
+                d_x = product_plus_small_fp8(*g8, *turned, g_tr, a_rk, g_tn.dtype)
             else:
+                weight_nk = whole(held, ctx.rows, x_tk.shape[1], g_tn)
                 d_x = product_plus_small(g_tn, weight_nk, g_tr, a_rk, None)
-        return d_x, None, None, g_tr.t() @ x_tk, g_tn.t() @ low_tr, *[None] * 4
+        return d_x, None, None, g_tr.t() @ x_tk, g_tn.t() @ low_tr, *[None] * 5

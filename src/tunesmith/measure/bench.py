@@ -137,6 +137,7 @@ def plan_for(workload: Workload, *, device: str, products: str, recompute_layers
         storage="nf4" if workload.method == "qlora" else "plain",
         attention="sdpa" if device != "cuda" else "flash-attn-4" if flash4.is_available() else "varlen",
         is_compiled=compiled,
+        keep_turned=products == "fp8" and workload.method == "lora" and compiled and not recompute_layers,
         master_weights=False,
         sequence_length=workload.length,
         sequences_per_step=workload.sequences,

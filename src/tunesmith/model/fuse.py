@@ -25,10 +25,18 @@ SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Sibling linears that models call one after the other with the same input, in this order."""
 
 
-def fuse(model: nn.Module, *, fp8: bool, whole_mlps: bool = False, dtype: torch.dtype | None = None) -> int:
+def fuse(
+    model: nn.Module,
+    *,
+    fp8: bool,
+    whole_mlps: bool = False,
+    keep_turned: bool = False,
+    dtype: torch.dtype | None = None,
+) -> int:
     """Group the model's adapters; returns the number of groups. Dropout, DoRA and bases in int8 are left alone.
 
-    `whole_mlps` makes one operation of each gated MLP (needs a GPU). `dtype` is that of activations: the embedding's,
+    `whole_mlps` makes one operation of each gated MLP (needs a GPU). With `keep_turned` weights in fp8 are held
+    transposed, too. `dtype` is that of activations: the embedding's,
     where `model` is a whole one.
     """
     groups = 0
@@ -37,7 +45,7 @@ def fuse(model: nn.Module, *, fp8: bool, whole_mlps: bool = False, dtype: torch.
         for parent in _parents(model):
             for name, child in list(parent.named_children()):
                 if _is_gated_mlp(child, dtype):
-                    setattr(parent, name, JointMlp(child, fp8=fp8))
+                    setattr(parent, name, JointMlp(child, fp8=fp8, keep_turned=keep_turned))
                     groups += 1
     for parent in _parents(model):
         taken: set[str] = set()
@@ -47,7 +55,7 @@ def fuse(model: nn.Module, *, fp8: bool, whole_mlps: bool = False, dtype: torch.
                 len({type(adapted[name].base) for name in names}) == 1
             ):
                 taken.update(names)
-                _group([adapted[name] for name in names], fp8=fp8)
+                _group([adapted[name] for name in names], fp8=fp8, keep_turned=keep_turned)
                 groups += 1
     return groups
 
@@ -64,7 +72,7 @@ class JointProduct(nn.Module):
     The members are called one after the other with the same input: the first computes all, the others take their part.
     """
 
-    def __init__(self, members: list[LoraLinear], *, fp8: bool):
+    def __init__(self, members: list[LoraLinear], *, fp8: bool, keep_turned: bool = False):
         super().__init__()
         weight_nk = _held(members)
         biases = [member.base.bias for member in members]
@@ -77,6 +85,7 @@ class JointProduct(nn.Module):
         weight_nk, scale_n = _for_products(weight_nk, members, fp8=fp8)
         self.register_buffer("weight_nk", weight_nk, persistent=False)
         self.register_buffer("scale_n", scale_n, persistent=False)
+        self.register_buffer("turned_kn", _turned(weight_nk) if keep_turned else None, persistent=False)
         self.register_buffer("bias_n", bias_n, persistent=False)
         self.input: torch.Tensor | None = None
         self.outputs: tuple[torch.Tensor, ...] = ()
@@ -97,20 +106,21 @@ class JointProduct(nn.Module):
         if scale_n is not None:
             y_tn = lowrank_linear_fp8(x_tk, weight_nk, scale_n, *others)
         else:
-            y_tn = lowrank_linear(x_tk, weight_nk, *others)
+            y_tn = lowrank_linear(x_tk, weight_nk, *others[:-1])
         return y_tn.view(*x.shape[:-1], -1).split(self.sizes, dim=-1)
 
     def operands(self, dtype: torch.dtype) -> tuple[Any, ...]:
-        """The frozen weight and the scales of its rows, the joint factors in this precision, bias, and sizes."""
+        """The frozen weight and the scales of its rows, the joint factors in this precision, bias, sizes, and the
+        weight transposed where that is kept."""
         a_rk = torch.cat([local(member.lora_a) for member in self.members]).to(dtype)
         b_nr = torch.block_diag(*(local(member.lora_b) * member.scale for member in self.members)).to(dtype)
-        return self.weight_nk, self.scale_n, a_rk, b_nr, self.bias_n, self.sizes
+        return self.weight_nk, self.scale_n, a_rk, b_nr, self.bias_n, self.sizes, self.turned_kn
 
 
 class JointMlp(nn.Module):
     """A gated MLP with adapters on all its linears, as one operation; takes the place of the model's own."""
 
-    def __init__(self, mlp: nn.Module, *, fp8: bool):
+    def __init__(self, mlp: nn.Module, *, fp8: bool, keep_turned: bool = False):
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
         self.slice_tokens = 0
@@ -123,6 +133,8 @@ class JointMlp(nn.Module):
         self.register_buffer("gate_up_scale", gate_up_scale, persistent=False)
         self.register_buffer("down", down, persistent=False)
         self.register_buffer("down_scale", down_scale, persistent=False)
+        self.register_buffer("gate_up_turned", _turned(gate_up) if keep_turned else None, persistent=False)
+        self.register_buffer("down_turned", _turned(down) if keep_turned else None, persistent=False)
         for member in (self.gate_proj, self.up_proj, self.down_proj):
             member.base = nn.Identity()
 
@@ -132,7 +144,14 @@ class JointMlp(nn.Module):
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         out = lowrank_mlp(
             x.reshape(-1, x.shape[-1]),
-            FrozenWeights(self.gate_up, self.gate_up_scale, self.down, self.down_scale),
+            FrozenWeights(
+                self.gate_up,
+                self.gate_up_scale,
+                self.down,
+                self.down_scale,
+                self.gate_up_turned,
+                self.down_turned,
+            ),
             torch.cat([local(gate.lora_a), local(up.lora_a)]).to(x.dtype),
             *((local(member.lora_b) * member.scale).to(x.dtype) for member in (gate, up)),
             local(down.lora_a).to(x.dtype),
@@ -193,11 +212,15 @@ def _for_products(
     return held, quantize_rows(weight_nk)[1].squeeze(1)
 
 
+def _turned(held: torch.Tensor) -> torch.Tensor | None:
+    return held.t().contiguous() if held.dtype == E4M3 else None
+
+
 def _fits_fp8(member: LoraLinear) -> bool:
     return member.base.in_features % FP8_MULTIPLE == 0 and member.base.out_features % FP8_MULTIPLE == 0
 
 
-def _group(members: list[LoraLinear], *, fp8: bool) -> None:
-    product = JointProduct(members, fp8=fp8)
+def _group(members: list[LoraLinear], *, fp8: bool, keep_turned: bool) -> None:
+    product = JointProduct(members, fp8=fp8, keep_turned=keep_turned)
     for index, member in enumerate(members):
         member.join(product, index)

@@ -298,7 +298,7 @@ def _static(task: Task, choice: Choice) -> dict[str, float]:
     if choice.storage != "plain":
         weights -= matrices * (task.width - QUANTIZED[choice.storage])
     elif choice.products == "fp8" and task.has_adapters:  # the frozen base, quantized once
-        weights -= matrices * (task.width - 1)
+        weights -= matrices * (task.width - (2 if choice.keep_turned else 1))
     on_device = choice.offload_optimizer == "none"
     states = _share(choice, "states")
     if choice.sharding != "none" and not task.has_adapters:  # what the forward pass uses is made from these
@@ -426,8 +426,8 @@ def _dequantized(task: Task, choice: Choice) -> float:
     widest = _widest_product(task, choice.storage) / choice.tensor
     if choice.storage != "plain":
         return widest * task.width
-    is_frozen_fp8 = choice.products == "fp8" and task.has_adapters and choice.is_compiled
-    return widest if is_frozen_fp8 else 0.0  # the transposed copy alone
+    is_turned = choice.products == "fp8" and task.has_adapters and choice.is_compiled and not choice.keep_turned
+    return widest if is_turned else 0.0  # the transposed copy alone
 
 
 def _widest_product(task: Task, storage: str) -> float:

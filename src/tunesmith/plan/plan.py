@@ -172,6 +172,8 @@ class Plan(Part):
     """Packed sequences in one optimizer step, over all ranks."""
     micro_batch: Positive
     """Packed sequences in one forward pass of one rank."""
+    keep_turned: bool = False
+    """Frozen weights in fp8 are held transposed, too, as the backward pass needs them; else turned each time."""
     recompute_layers: Annotated[int, Field(ge=0)] = 0
     """Decoder layers whose activations are computed again in the backward pass instead of being kept."""
     keep_attention: bool = False

@@ -164,6 +164,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "packed attention kernels need half precision, head sizes of 8 to 256 and compute capability 8.0",
     ),
     (
+        lambda task, choice: choice.keep_turned and not may_keep_turned(task, choice),
+        "weights are kept transposed where adapters without dropout or DoRA are on all linears of one GPU's fp8 base",
+    ),
+    (
         lambda task, choice: choice.recompute_layers > task.facts.layers,
         "there are not so many layers to recompute",
     ),
@@ -222,6 +226,22 @@ def may_release(task: Task, choice: Choice) -> bool:
         and choice.accumulation(task) == 1
         and choice.sharding == "none"
         and choice.pipeline == 1
+    )
+
+
+def may_keep_turned(task: Task, choice: Choice) -> bool:
+    """Whether frozen weights are in fp8, whole, and used by kernels that take them transposed."""
+    return (
+        task.has_adapters
+        and choice.products == "fp8"
+        and choice.storage == "plain"
+        and choice.is_compiled
+        and choice.ranks == 1
+        and not choice.offload_parameters
+        and not choice.mlp_slice
+        and task.lora.targets == "all-linear"
+        and task.lora.layers is None
+        and not (task.lora.dropout or task.lora.dora or experts(task))
     )
 
 

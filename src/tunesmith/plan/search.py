@@ -112,6 +112,8 @@ def search(
     every = [candidate for tier in tiers for candidate in tier]
     if not every:
         raise UserError(f"This run cannot be planned: {why_not.first or 'nothing is left to choose'}.")
+    if chosen is not None:
+        chosen = _with_turned(task, chosen, pinned, limit)
     found = chosen or min(every, key=lambda candidate: (not _fits_host(task, candidate.choice), candidate.bytes))
     _explain(run, task, found, every, limit, chosen is not None, decide)
     choice = found.choice
@@ -137,6 +139,7 @@ def search(
         storage=choice.storage,
         attention=choice.attention,
         is_compiled=choice.is_compiled,
+        keep_turned=choice.keep_turned,
         master_weights=choice.has_masters(task),
         sequence_length=task.sequence_length,
         sequences_per_step=task.sequences,
@@ -469,6 +472,15 @@ def _effort(one: Candidate) -> int:
     return 2 if one.choice.is_lossy else int(one.choice.pipeline > 1)
 
 
+def _with_turned(task: Task, found: Candidate, pins: Mapping[str, Any], limit: int) -> Candidate:
+    """With memory that is left over, frozen weights are kept transposed, too."""
+    choice = dataclasses.replace(found.choice, keep_turned=True)
+    if found.choice.recompute_layers or "keep_turned" in pins or not rules.may_keep_turned(task, choice):
+        return found
+    more = _evaluate(task, choice, 0)
+    return more if more.bytes <= limit else found
+
+
 # decisions that need no search
 
 
@@ -641,6 +653,9 @@ def _explain(
     if choice.mlp_slice:
         wide = 2 * max(kind.intermediate for kind in task.facts.kinds) * task.width * choice.tokens(task)
         decide("MLP", f"{choice.mlp_slice:,} tokens at a time", f"for all tokens it would make {_gib(wide)} at once")
+    if choice.keep_turned:
+        turned = task.facts.matrices / choice.tensor
+        decide("weights", "also transposed", f"{_gib(turned)} more than needed, for a backward pass that turns none")
     rounds = choice.accumulation(task)
     decide(
         "micro-batch",

@@ -269,6 +269,8 @@ def _quantization(task: Task, choice: Choice, tokens: float) -> float:
         seconds += passes * task.width * widths * tokens / task.rates.bandwidth
         if not task.has_adapters:
             seconds += 6 * task.facts.matrices / task.rates.bandwidth
+        elif not choice.keep_turned:
+            seconds += 2 * task.facts.matrices / task.rates.bandwidth
     return seconds
 
 
