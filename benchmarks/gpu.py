@@ -72,19 +72,19 @@ class Case:
 
 
 CASES = (
-    Case("lora-8b", "tunesmith", "fast", 76, "fp8"),
-    Case("lora-8b", "tunesmith", "fast", 80, recompute_layers=1),
+    Case("lora-8b", "tunesmith", "fast", 78, "fp8"),
+    Case("lora-8b", "tunesmith", "fast", 78),
     Case("lora-8b", "tunesmith", "tight", 30, "fp8", recompute_layers=32),
     Case("lora-8b", "unsloth", "fast", 82),
     Case("lora-8b", "unsloth", "tight", 40, recompute_layers=32),
-    Case("qlora-8b", "tunesmith", "fast", 42, "fp8", recompute_layers=1),
+    Case("qlora-8b", "tunesmith", "fast", 42, "fp8"),
     Case("qlora-8b", "tunesmith", "tight", 24, "fp8", recompute_layers=32),
     Case("qlora-8b", "unsloth", "fast", 42),
     Case("qlora-8b", "unsloth", "tight", 24, recompute_layers=32),
     Case("full-7b", "tunesmith", "fast", 106, "fp8"),
     Case("full-7b", "tunesmith", "fast", 110, recompute_layers=1),
     Case("full-7b", "liger", "fast", 110),
-    Case("lora-8b-packed", "tunesmith", "fast", 76, "fp8"),
+    Case("lora-8b-packed", "tunesmith", "fast", 78, "fp8"),
     Case("lora-8b-packed", "liger", "fast", 110),
     Case("lora-8b-packed", "trl", "fast", 120),
     Case("lora-8b-packed", "unsloth", "fast", 90),
