@@ -1,48 +1,192 @@
-"""What sharding costs where there is nothing to share: each strategy on one GPU, over NCCL, against the plain path.
+"""What sharding costs where there is nothing to share, and offloading where it is not needed: on one GPU, over NCCL.
 
-    python benchmarks/gpu_strategies.py [LAYERS]
+    python benchmarks/gpu_strategies.py [--layers 6] [--deadline SECONDS] [--only full lora qlora host]
 
-Llama-3-8B's shapes with so many layers, LoRA and full fine-tuning (fp32 masters and states), random weights.
+Each strategy trains Llama-3-8B's shape with few layers, random weights, and is timed between two timings of the plain
+path, whose model stays beside it; all of a method by one process, alone on the GPU (`pool.py`), after it has compiled
+beside the others. `host` is the whole 8B shape, all weights trained, with AdamW's states in fp32 on the GPU and in host
+memory. Writes benchmarks/results/gpu_strategies.json (or into the folder that RESULTS names).
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed as dist
+import pool
+from gpu import SETTINGS
+from gpu_worker import device, give_back, settled
+from results import write_result
 
-from tunesmith.measure import bench
-
-LAYERS = int(sys.argv[1]) if len(sys.argv) > 1 else 8
-WAYS = {"lora": ("none", "ddp", "zero3"), "full": ("none", "ddp", "zero2", "zero3", "hybrid")}
+GIB = 2**30
+LINK = 55e9
+"""Bytes a second that the host link of such a GPU carries each way."""
+SHARDINGS = ("ddp", "zero1", "zero2", "zero3", "hybrid", "hierarchical")
+QUANTIZED = {"zero3, int8 on the wire": {"sharding": "zero3", "gather": "int8", "reduce": "int8"}}
+WAYS: dict[str, dict[str, dict[str, str]]] = {
+    "full": {name: {"sharding": name} for name in SHARDINGS} | QUANTIZED,
+    "lora": {name: {"sharding": name} for name in SHARDINGS},
+    "qlora": {"zero3": {"sharding": "zero3"}},
+}
+SIZES = {"full": (112, 34), "lora": (60, 14), "qlora": (50, 12), "host": (115, 24)}
+"""GiB set aside for each group, and while it compiles on two layers."""
+SHAPES = {"cuda": "llama3-8b", "cpu": "tiny"}
+WARMUP, STEPS, AGAIN = 2, 6, 4
+"""Steps of a way, and of the plain one after it."""
 
 
 def main() -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
-    dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
-    bench.SHAPES["cut"] = {**bench.SHAPES["llama3-8b"], "num_hidden_layers": LAYERS}
-    for method, ways in WAYS.items():
-        workload = bench.Workload("cut", method, 4, 4096)
-        plain = None
-        for way in ways:
-            plan = bench.plan_for(workload, device="cuda", products="plain", recompute_layers=0, compiled=True)
-            plan = plan.changed(sharding=way, master_weights=method == "full", optimizer_states="fp32")
-            step = bench.build(workload, plan)
-            found = bench.measure(step, workload, warmup=3, steps=8)
-            plain = plain or found
-            share = found.tokens_per_second / plain.tokens_per_second
-            print(
-                f"{method:5} {way:6} {found.tokens_per_second:9,.0f} tokens/s  {share:6.1%}  "
-                f"{found.peak_bytes / 2**30:6.1f} GiB  loss {found.loss:.4f}",
-                flush=True,
-            )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--deadline", type=float, default=240.0)
+    parser.add_argument("--only", nargs="*", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--log", type=Path, default=Path(os.devnull), help="what the processes say")
+    options = parser.parse_args()
+    os.environ.update({**SETTINGS, "TORCHINDUCTOR_COMPILE_THREADS": "4", **os.environ})
+    command = [sys.executable, __file__, "--work"]
+    rows: list[dict[str, Any]] = []
+    began = time.monotonic()
+    with options.log.open("a") as log:
+        budget = 125 * GIB
+        ways = {"reuses_workers": False, "patience": math.inf}
+        at_work = pool.Pool(command, workers=4, budget=budget, deadline=options.deadline, log=log, **ways)
+        for name in options.only:
+            payload = {"group": name, "layers": options.layers}
+            size, first = (gib * GIB for gib in SIZES[name])
+            at_work.add(pool.Order(payload, size=size, first_size=first, turn_seconds=150))
+        for order, found in at_work.run():
+            rows += found.get("rows") or [{"method": order.payload["group"], "way": "all", **found}]
+            print(f"{time.monotonic() - began:4.0f} s {order.payload['group']}", flush=True)
+    rows.sort(key=lambda row: (*WAYS, "host").index(row.get("group", row["method"])))
+    for row in rows:
+        print(words(row), flush=True)
+    what = f"Strategies on one GPU against the plain path, 8B shape with {options.layers} layers, 4 x 4,096 tokens"
+    print(f"wrote {write_result('gpu_strategies', what, rows)}")
+
+
+def words(row: dict[str, Any]) -> str:
+    name = f"{row['method']:5} {row['way']:24}"
+    if "failed" in row:
+        return f"{name} {row['failed']}"
+    link = f"  link alone {row['link_seconds']:.2f} s of {row['step_seconds']:.2f}" if "link_seconds" in row else ""
+    return (
+        f"{name} {row['tokens_per_second']:9,.0f} tokens/s  {row['share_of_plain']:6.1%}  "
+        f"{row['peak_bytes'] / GIB:6.1f} GiB  loss {row['loss']:.4f}{link}"
+    )
+
+
+# a process of its own for each group
+
+
+def work() -> None:
+    from tunesmith.measure import bench
+
+    order = next(pool.orders())
+    shape = SHAPES[device()]
+    bench.SHAPES["cut"] = {**bench.SHAPES[shape], "num_hidden_layers": order["layers"]}
+    measure = in_host_memory(shape) if order["group"] == "host" else strategies(order["group"])
+    rows = []
+    try:
+        rows.extend(measure)
+    except Exception as error:
+        rows.append({"method": order["group"], "way": "plain", "failed": reason(error)})
+    pool.say("result", rows=[{"group": order["group"], **row} for row in rows])
+
+
+def strategies(method: str) -> Iterator[dict[str, Any]]:
+    from tunesmith.measure import bench
+
+    workload = bench.Workload("cut", method, 4, 4096 if device() == "cuda" else 64)
+    for sharding in ("none", "zero3"):  # what a layer is compiled to, which all ways have in common
+        rehearse(workload, sharding=sharding)
+    pool.ask_for_memory()
+    with settled():
+        plain, first = begin(workload)
+        yield {"method": method, "way": "plain", "share_of_plain": 1.0, **first}
+        before = first["step_seconds"]
+        for name, changes in WAYS[method].items():
+            give_back()
+            try:
+                step, found = begin(workload, **changes)
+            except Exception as error:  # the others are to be measured all the same
+                yield {"method": method, "way": name, "failed": reason(error)}
+                continue
             del step
-            torch._dynamo.reset()
-            torch.cuda.empty_cache()
-    dist.destroy_process_group()
+            give_back()
+            after = bench.measure(plain, workload, warmup=1, steps=AGAIN).step_seconds
+            share = (before + after) / 2 / found["step_seconds"]
+            yield {"method": method, "way": name, "share_of_plain": round(share, 4), **found}
+            before = after
+
+
+def in_host_memory(shape: str) -> Iterator[dict[str, Any]]:
+    """The states of a whole model, and what the link alone would take to bring them and take them back at once."""
+    from tunesmith.measure import bench
+
+    workload = bench.Workload(shape, "full", 4, 4096 if device() == "cuda" else 64)
+    kept: dict[str, Any] = {"master_weights": False, "recompute_layers": bench.SHAPES[shape]["num_hidden_layers"]}
+    rehearse(workload, **kept)
+    pool.ask_for_memory()
+    with settled():
+        plain = 0.0
+        for way, offload in (("plain", "none"), ("host", "host")):
+            step, found = begin(workload, warmup=2, steps=3, offload_optimizer=offload, **kept)
+            states = sum(value.nbytes for state in step.optimizer.states() for value in state.values())
+            plain = plain or found["step_seconds"]
+            found["share_of_plain"] = round(plain / found["step_seconds"], 4)
+            moved = {"moved_bytes": states, "link_seconds": round(states / LINK, 3)} if way == "host" else {}
+            yield {"method": "full", "way": f"8B, states: {way}", **found, **moved}
+            del step
+            give_back()
+
+
+def begin(workload: Any, *, warmup: int = WARMUP, steps: int = STEPS, **changes: Any) -> tuple[Any, dict[str, Any]]:
+    """A training step made anew, and its speed and memory without what others hold."""
+    import torch
+
+    from tunesmith.measure import bench
+
+    held = torch.cuda.memory_allocated() if device() == "cuda" else 0
+    step = build(workload, **changes)
+    found = bench.measure(step, workload, warmup=warmup, steps=steps)
+    names = ("tokens_per_second", "step_seconds", "loss", "spread")
+    return step, {"peak_bytes": found.peak_bytes - held, **{name: getattr(found, name) for name in names}}
+
+
+def rehearse(workload: Any, **changes: Any) -> None:
+    from tunesmith.measure import bench
+
+    few = bench.few_layers(workload)
+    step = build(few, **changes | ({"recompute_layers": 2} if changes.get("recompute_layers") else {}))
+    for batch in bench.batches(few, 2):
+        step(batch, bench.LEARNING_RATE)
+    del step, batch
+    give_back()
+
+
+def build(workload: Any, **changes: Any) -> Any:
+    from tunesmith.measure import bench
+
+    on_gpu = device() == "cuda"
+    plan = bench.plan_for(workload, device=device(), products="plain", recompute_layers=0, compiled=on_gpu)
+    usual = {"master_weights": workload.method == "full", "optimizer_states": "fp32"}
+    return bench.build(workload, plan.changed(**usual | changes))
+
+
+def reason(error: Exception) -> str:
+    traceback.print_exc()
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["--work"]:
+        work()
+    else:
+        main()

@@ -221,6 +221,8 @@ def benchmarks_page() -> str:
         lines += [f"{content['device']}, {content['date']}, commit {content['commit']}; {versions}.", ""]
         if path.stem == "planner":
             lines.append("The tables are on the [planner's page](planner.md).")
+        elif path.stem == "gpu_strategies":
+            lines.append("The table is on the page about [several GPUs](distributed.md).")
         elif path.stem == "gpu":
             lines += _gpu_tables(content["numbers"])
         else:
@@ -318,15 +320,21 @@ def _figure(name: str, value: Any) -> str:
 
 
 def distributed_page() -> str:
-    """Written by hand, but for the table of two hosts."""
+    """Written by hand, but for the tables of two hosts and of strategies on one GPU."""
     page = DOCS / "distributed.md"
     text = page.read_text(encoding="utf-8") if page.exists() else ""
-    before, start, rest = text.partition("<!-- made from benchmarks/results/two_hosts.json -->\n")
-    _, end, after = rest.partition("<!-- end -->\n")
-    results = RESULTS / "two_hosts.json"
-    if not (start and end and results.exists()):
-        return text
-    rows = json.loads(results.read_text(encoding="utf-8"))["numbers"]
+    for name, table in (("two_hosts", _two_hosts), ("gpu_strategies", _strategies)):
+        before, start, rest = text.partition(f"<!-- made from benchmarks/results/{name}.json -->\n")
+        _, end, after = rest.partition("<!-- end -->\n")
+        results = RESULTS / f"{name}.json"
+        if start and end and results.exists():
+            lines = table(json.loads(results.read_text(encoding="utf-8")))
+            text = before + start + "\n".join(lines) + "\n" + end + after
+    return text
+
+
+def _two_hosts(content: dict[str, Any]) -> list[str]:
+    rows = content["numbers"]
     ways = [name.removesuffix("_seconds") for name in rows[0] if name.endswith("_seconds")]
     head = ["link, Mbit/s", "measured", *(f"{way}: s (MB)" for way in ways), "the planner takes", "without stages"]
     lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
@@ -336,7 +344,28 @@ def distributed_page() -> str:
         lines.append(f"| {row['megabits']:g} | {row['measured_megabits']:g} | {' | '.join(cells)} | {taken} |")
         predicted = " | ".join(f"{row[f'{way}_predicted']:.3g}" for way in ways)
         lines.append(f"| | predicted | {predicted} | | |")
-    return before + start + "\n".join(lines) + "\n" + end + after
+    return lines
+
+
+def _strategies(content: dict[str, Any]) -> list[str]:
+    lines = [f"{content['what']}. {content['device']}, {content['date']}, commit {content['commit']}.", ""]
+    lines += ["| method | strategy | tokens/s | of the plain path | peak GiB | loss | note |", "| --- " * 7 + "|"]
+    for row in content["numbers"]:
+        cells = [row["method"], row["way"]]
+        if "failed" in row:
+            cells += ["", "", "", "", _figure("failed", row["failed"])]
+        else:
+            cells += [f"{row['tokens_per_second']:,.0f}", f"{row['share_of_plain']:.1%}"]
+            cells += [f"{row['peak_bytes'] / 2**30:.1f}", f"{row['loss']:.4f}", _moved(row)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _moved(row: dict[str, Any]) -> str:
+    if "link_seconds" not in row:
+        return ""
+    moved, step, link = row["moved_bytes"] / 1e9, row["step_seconds"], row["link_seconds"]
+    return f"{moved:.0f} GB each way in {step:.2f} s; the link alone takes {link:.2f}"
 
 
 PAGES: dict[str, Callable[[], str]] = {

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,3 +132,33 @@ def test_a_model_written_for_others_has_alike_layers_and_loads(tmp_path):
     assert torch.equal(first.mlp.up_proj.weight, second.mlp.up_proj.weight)
     assert model.config.num_hidden_layers == 2
     assert first.mlp.up_proj.weight.std() > 0
+
+
+def test_each_strategy_is_held_against_the_plain_path_with_the_same_losses(tmp_path, monkeypatch):
+    environment = os.environ | {"RESULTS": str(tmp_path)}
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "gpu_strategies.py"),
+        "--layers",
+        "2",
+        "--only",
+        "qlora",
+        "host",
+    ]
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    content = json.loads((tmp_path / "gpu_strategies.json").read_text())
+    rows = {(one["method"], one["way"]): one for one in content["numbers"]}
+    assert list(rows) == [(*pair,) for pair in (("qlora", "plain"), ("qlora", "zero3"), *HOST)]
+    assert rows["qlora", "zero3"]["loss"] == pytest.approx(rows["qlora", "plain"]["loss"], abs=1e-4)
+    assert rows[HOST[1]]["loss"] == pytest.approx(rows[HOST[0]]["loss"], abs=1e-4)
+    assert rows[HOST[1]]["moved_bytes"] > 8 * 64 * 512  # two fp32 states of the embedding alone
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    generate = importlib.import_module("generate")
+    table = generate._strategies(content | {"numbers": [*content["numbers"], {**FAILED, "failed": "a | b"}]})
+    assert len(table) == 4 + 5
+    assert table[-1] == "| full | zero3 |  |  |  |  | a \\| b |"
+    assert "GB each way" in table[-2]
+
+
+HOST = [("full", "8B, states: plain"), ("full", "8B, states: host")]
+FAILED = {"method": "full", "way": "zero3"}
