@@ -153,6 +153,8 @@ def groups(narrow: int) -> Iterator[Group]:
         yield projected(6144 // narrow, rank, is_gradient=True)
     for width, is_gradient in ((14336 // narrow, False), (28672 // narrow, True)):
         yield quantized(width, is_gradient)
+    for width in (4096 // narrow, 11008 // narrow):
+        yield both_ways(width)
     yield gated(14336 // narrow, backward=False)
     yield gated(14336 // narrow, backward=True)
 
@@ -238,6 +240,54 @@ def quantized(width: int, is_gradient: bool) -> Group:
         variants[_named("down", sizes)] = partial(variant, kernel=kernel_variants.rows_down, **sizes)
     name = f"quantize: rows {width} wide" + (" with a factor" if is_gradient else "")
     return Group(name, make, variants, check, 3 * width)
+
+
+def both_ways(width: int) -> Group:
+    """A gradient by its rows and, transposed, by its columns: in three passes, and in two."""
+
+    def make(rows: int, device: str) -> tuple:
+        x, _, values, scale = _rows(rows, width, device, has_factor=False)
+        turned = values.new_empty(width, rows), scale.new_empty(width, 1)
+        return x, values, scale, *turned, scale.new_empty(width)
+
+    def apart(inputs: tuple) -> tuple:
+        x, values, scale, values_turned, scale_turned, _ = inputs
+        quantize.quantize_rows_into(x, None, values, scale)
+        quantize.quantize_turned_into(x, values_turned, scale_turned)
+        return inputs
+
+    def together(inputs: tuple, stages: int, per_warp: int, at_work: int, is_turned: bool = True) -> tuple:
+        x, values, scale, values_turned, scale_turned, largest = inputs
+        sizes = {"STAGES": stages, "PER_WARP": per_warp, "AT_WORK": at_work}
+        with patch.object(quantize, "WITH_MAXIMA", sizes):
+            quantize.quantize_with_maxima_into(x, values, scale, largest)
+        if is_turned:
+            quantize.quantize_turned_into(x, values_turned, scale_turned, largest)
+        return inputs
+
+    def check(_, found: tuple) -> None:
+        x, values, scale, values_turned, scale_turned, _ = found
+        for some in _some_rows(x):
+            _check_rows(x[some], None, values[some], scale[some])
+        _check_rows(x[:, :128].t(), None, values_turned[:128], scale_turned[:128])
+        _check_rows(x[:, -128:].t(), None, values_turned[-128:], scale_turned[-128:])
+
+    variants: dict[str, Callable[[Any], Any]] = {"three passes": apart}
+    for stages, per_warp, at_work in (
+        (3, 512, 16384),
+        (3, 1024, 16384),
+        (2, 512, 16384),
+        (2, 1024, 16384),
+        (4, 512, 16384),
+        (3, 512, 8192),
+        (3, 1024, 24576),
+        (3, 512, 33024),
+    ):
+        sizes = {"stages": stages, "per_warp": per_warp, "at_work": at_work}
+        variants[_named("two", sizes)] = partial(together, **sizes)
+        if at_work == 16384 and stages == 3:
+            variants[_named("not turned", sizes)] = partial(together, **sizes, is_turned=False)
+    return Group(f"both ways: {width} wide", make, variants, check, 6 * width)
 
 
 FORWARD = (

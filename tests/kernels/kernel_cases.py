@@ -280,8 +280,33 @@ def check_quantize(device: str, values_dtype=torch.float32) -> None:
         quantize_turned_into(x, values, scale)
         _check_scaled(values[:, :rows], scale, x.t(), bound)
         assert values[:, rows:].float().abs().sum() == 0
+        quantize_turned_into(x, values, scale, x.new_full((columns,), 44.8))  # what is given is used
+        torch.testing.assert_close(scale, torch.full_like(scale, 0.1), rtol=1e-6, atol=0)
         cases += 1
     print(f"quantize: {cases} cases")
+
+
+def check_quantize_with_maxima(device: str, values_dtype=torch.float32) -> None:
+    """Rows as `quantize_rows_into` gives them, and the largest of each column; by many programs, and by few."""
+    from tunesmith.kernels import quantize
+
+    cases = 0
+    for rows, columns in ((1, 16), (37, 48), (70, 512), (300, 129), (5, 16400)):
+        generator = torch.Generator().manual_seed(rows)
+        joint = torch.randn(rows, columns + 16, generator=generator).to(device)
+        x = joint[:, :columns]  # rows lie apart
+        x[0], x[:, 1] = 0.0, 0.0
+        wanted = torch.empty(rows, columns, dtype=values_dtype, device=device), torch.empty(rows, 1, device=device)
+        quantize.quantize_rows_into(x, None, *wanted)
+        for multiprocessors in (1, 132):
+            found = [torch.full_like(tensor.float(), 7.0).to(tensor.dtype) for tensor in wanted]
+            largest = torch.full((columns,), 7.0, device=device)
+            with patch.object(quantize, "MULTIPROCESSORS", multiprocessors):
+                quantize.quantize_with_maxima_into(x, *found, largest)
+            assert all(torch.equal(one.float(), two.float()) for one, two in zip(found, wanted, strict=True))
+            assert torch.equal(largest, x.abs().amax(0)), (rows, columns, multiprocessors)
+            cases += 1
+    print(f"quantize_with_maxima: {cases} cases")
 
 
 def check_quantize_and_project(device: str, dtypes=(torch.float32, torch.float16), values_dtype=torch.float32) -> None:

@@ -78,6 +78,26 @@ def test_quantizing_rows_with_a_small_product(rank):
         compile_for(HOPPER, module._rows_and_product, types, sizes, num_warps=module.PROJECTED["num_warps"])
 
 
+@pytest.mark.parametrize("width", [4096, 11008, 16384])
+def test_quantizing_rows_with_the_largest_of_columns(width):
+    from tunesmith.kernels import quantize as module
+
+    types = {"x": "*bf16", "values": "*fp8e4nv", "scale": "*fp32", "largest": "*i32"}
+    types |= dict.fromkeys(("stride", "T", "K"), "i32")
+    block, rest = {4096: (4096, 0), 11008: (8192, 4096), 16384: (16384, 0)}[width]
+    constants = {"LARGEST": module.LARGEST, "SMALLEST": module.SMALLEST_SCALE, "STAGES": module.WITH_MAXIMA["STAGES"]}
+    sizes = {"BLOCK": block, "REST": rest}
+    compile_for(HOPPER, module._rows_and_maxima, types, constants | sizes, num_warps=min(16, block // 512))
+
+
+def test_the_largest_of_columns():
+    from tunesmith.kernels import quantize as module
+
+    types = {"x": "*bf16", "largest": "*i32"} | dict.fromkeys(("stride", "T", "K"), "i32")
+    tile = {name: value for name, value in module.MAXIMA.items() if name != "num_warps"}
+    compile_for(HOPPER, module._column_maxima, types, tile, num_warps=module.MAXIMA["num_warps"])
+
+
 def test_quantizing_transposed():
     from tunesmith.kernels import quantize as module
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from interpreted import run_interpreted
 
+from tunesmith.kernels.fp8 import quantize_turned, quantize_with_maxima
 from tunesmith.kernels.lowrank import quantize_and_project, quantize_apart
 
 
@@ -29,6 +30,23 @@ def test_the_operator_gives_what_its_two_parts_give(has_factor):
     torch.library.opcheck(quantize_and_project, (x, factor, a.t()), test_utils=("test_schema", "test_faketensor"))
 
 
+def test_rows_and_the_largest_of_their_columns_come_out_of_one_pass_in_the_interpreter():
+    assert "quantize_with_maxima: 10 cases" in run_interpreted("check_quantize_with_maxima")
+
+
+def test_the_largest_of_columns_change_nothing_where_they_are_known():
+    x = torch.randn(7, 32, generator=torch.Generator().manual_seed(0))
+    values, scale, largest = quantize_with_maxima(x)
+    wanted, wanted_scale = quantize_apart(x, None)
+    assert torch.equal(values.float(), wanted.float())
+    assert torch.equal(scale, wanted_scale)
+    assert torch.equal(largest, x.abs().amax(0))
+    for one, two in zip(quantize_turned(x, None, largest), quantize_turned(x, None), strict=True):
+        assert torch.equal(one.float(), two.float())
+    torch.library.opcheck(quantize_with_maxima, (x,), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(quantize_turned, (x, None, largest), test_utils=("test_schema", "test_faketensor"))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_rows_and_turned_columns_come_out_over_their_scales_on_the_gpu():
@@ -45,3 +63,22 @@ def test_rows_and_a_small_product_come_out_of_one_pass_on_the_gpu():
 
     check_quantize_and_project("cuda", (torch.float32, torch.bfloat16), torch.float32)
     check_quantize_and_project("cuda", (torch.bfloat16,), torch.float8_e4m3fn)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_rows_and_the_largest_of_their_columns_come_out_of_one_pass_on_the_gpu():
+    from kernel_cases import check_quantize_with_maxima
+
+    check_quantize_with_maxima("cuda", torch.float32)
+    check_quantize_with_maxima("cuda", torch.float8_e4m3fn)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_matrices_whose_rows_are_not_whole_are_quantized_rightly_on_the_gpu():
+    x = torch.randn(64, 96, device="cuda", dtype=torch.bfloat16)
+    for one, two in zip(quantize_turned(x.t(), None), quantize_turned(x.t().contiguous(), None), strict=True):
+        assert torch.equal(one.float(), two.float())
+    for one, two in zip(quantize_with_maxima(x.t()), quantize_with_maxima(x.t().contiguous()), strict=True):
+        assert torch.equal(one.float(), two.float())

@@ -11,7 +11,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tunesmith.kernels.lowrank import E4M3, product_fp8, quantize_apart, quantize_rows
+from tunesmith.kernels.lowrank import (
+    E4M3,
+    product_fp8,
+    quantize_apart,
+    quantize_rows,
+    quantized_like,
+    with_whole_rows,
+)
 from tunesmith.kernels.operator import operator
 
 FP8_MULTIPLE = 16
@@ -33,32 +40,60 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g_tn):
         *turned, weight_nk = ctx.saved_tensors
-        d_x = d_weight = None
-        if ctx.needs_input_grad[0]:
-            d_x = product_fp8(*quantize_apart(g_tn, None), *quantize_turned(weight_nk, g_tn), g_tn.dtype)
-        if ctx.needs_input_grad[1]:
-            d_weight = product_fp8(*quantize_turned(g_tn, None), *turned, g_tn.dtype)
+        needs_x, needs_weight = ctx.needs_input_grad
+        d_x = d_weight = largest_n = None
+        if needs_x:
+            if needs_weight:
+                g8_tn, scale_t, largest_n = quantize_with_maxima(g_tn)
+            else:
+                g8_tn, scale_t = quantize_apart(g_tn, None)
+            d_x = product_fp8(g8_tn, scale_t, *quantize_turned(weight_nk, g_tn), g_tn.dtype)
+        if needs_weight:
+            d_weight = product_fp8(*quantize_turned(g_tn, None, largest_n), *turned, g_tn.dtype)
         return d_x, d_weight
 
 
+@operator("quantize_with_maxima")
+def quantize_with_maxima(x_tk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`quantize_rows` in a pass that also gives the largest absolute value of each column, for `quantize_turned`."""
+    if not x_tk.is_cuda:
+        return *quantize_apart(x_tk, None), x_tk.abs().amax(0).float()
+    from tunesmith.kernels.quantize import quantize_with_maxima_into
+
+    values, scale, largest_k = _quantized_with_maxima(x_tk)
+    quantize_with_maxima_into(with_whole_rows(x_tk), values, scale, largest_k)
+    return values, scale, largest_k
+
+
+@torch.library.register_fake(quantize_with_maxima)
+def _(x_tk):
+    return _quantized_with_maxima(x_tk)
+
+
+def _quantized_with_maxima(x_tk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return *quantized_like(x_tk), x_tk.new_empty(x_tk.shape[1], dtype=torch.float32)
+
+
 @operator("quantize_turned")
-def quantize_turned(x_tk: torch.Tensor, after: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_turned(
+    x_tk: torch.Tensor, after: torch.Tensor | None, largest_k: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`quantize_rows` of the transposed matrix, with zeros up to the next multiple of what fp8 products can sum over.
 
-    `after` is not looked at: what needs the gradient cannot be made in the forward pass and kept, as the compiler
-    otherwise would.
+    `largest_k` spares a pass where the largest values of the columns are known. `after` is not looked at: what needs
+    the gradient cannot be made in the forward pass and kept, as the compiler otherwise would.
     """
     if not x_tk.is_cuda:
         return quantize_rows(F.pad(x_tk.t(), (0, -x_tk.shape[0] % FP8_MULTIPLE)).contiguous())
     from tunesmith.kernels.quantize import quantize_turned_into
 
     values, scale = _turned(x_tk)
-    quantize_turned_into(x_tk, values, scale)
+    quantize_turned_into(with_whole_rows(x_tk), values, scale, largest_k)
     return values, scale
 
 
 @torch.library.register_fake(quantize_turned)
-def _(x_tk, after):
+def _(x_tk, after, largest_k=None):
     return _turned(x_tk)
 
 

@@ -63,14 +63,14 @@ def quantize_apart(x: torch.Tensor, factor: torch.Tensor | None) -> tuple[torch.
         return quantize_rows(x if factor is None else x.float() * factor)
     from tunesmith.kernels.quantize import quantize_rows_into
 
-    values, scale = _quantized_like(x)
-    quantize_rows_into(_with_whole_rows(x), factor, values, scale)
+    values, scale = quantized_like(x)
+    quantize_rows_into(with_whole_rows(x), factor, values, scale)
     return values, scale
 
 
 @torch.library.register_fake(quantize_apart)
 def _(x, factor):
-    return _quantized_like(x)
+    return quantized_like(x)
 
 
 @operator("quantize_and_project")
@@ -82,23 +82,23 @@ def quantize_and_project(
         return *quantize_apart(x, factor), x @ small
     from tunesmith.kernels.quantize import quantize_and_project_into
 
-    values, scale = _quantized_like(x)
+    values, scale = quantized_like(x)
     low = x.new_empty(x.shape[0], small.shape[1])
-    quantize_and_project_into(_with_whole_rows(x), factor, small, values, scale, low)
+    quantize_and_project_into(with_whole_rows(x), factor, small, values, scale, low)
     return values, scale, low
 
 
 @torch.library.register_fake(quantize_and_project)
 def _(x, factor, small):
-    return *_quantized_like(x), x.new_empty(x.shape[0], small.shape[1])
+    return *quantized_like(x), x.new_empty(x.shape[0], small.shape[1])
 
 
-def _with_whole_rows(x: torch.Tensor) -> torch.Tensor:
+def with_whole_rows(x: torch.Tensor) -> torch.Tensor:
     """Its rows may lie apart, as those of a part of some columns do; the values of one do not."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _quantized_like(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized_like(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape, dtype=E4M3), x.new_empty(x.shape[0], 1, dtype=torch.float32)
 
 

@@ -2,7 +2,7 @@
 
 `quantize_rows` holds a row in registers: one read, one write. `quantize_and_project` also multiplies by a small matrix
 on the way. `quantize_turned` quantizes along the other dimension and writes the transposed matrix, as fp8 products
-want it.
+want it; the largest values of the columns, which it needs, may come from `quantize_with_maxima`.
 
 Legend: T rows, K columns, R columns of a small matrix; `8` marks fp8 values.
 """
@@ -21,6 +21,11 @@ TURNED = {"BT": 128, "BK": 128, "num_warps": 4}
 """Tile of a program that transposes."""
 MAXIMA = {"PART": 1024, "BT": 32, "BK": 128, "num_warps": 4}
 """Of one that looks for the largest values of some columns, over so many rows."""
+WITH_MAXIMA = {"STAGES": 3, "PER_WARP": 512, "AT_WORK": 16384}
+"""Of one that also finds the largest values of the columns: how far ahead it loads rows, values a warp holds of a row,
+and values that the programs of a multiprocessor hold together."""
+WIDEST_WITH_MAXIMA = 16384
+"""Wider rows and as many largest values do not fit into registers."""
 PROJECTED = {"BT": 32, "BK": 256, "STAGES": 3, "num_warps": 8}
 """Of one that multiplies by a small matrix. Each tile reads all of that matrix, from the cache: low ones read it often,
 high ones have many rows in flight."""
@@ -97,18 +102,49 @@ def _programs(x_tk: torch.Tensor, height: int) -> int:
     return triton.cdiv(tiles, triton.cdiv(tiles, most))
 
 
-def quantize_turned_into(x_tk: torch.Tensor, values_kt: torch.Tensor, scale_k1: torch.Tensor) -> None:
+def quantize_with_maxima_into(
+    x_tk: torch.Tensor, values: torch.Tensor, scale_t1: torch.Tensor, largest_k: torch.Tensor
+) -> None:
+    """`quantize_rows_into`, and the largest absolute value of each column."""
+    rows, columns = x_tk.shape
+    if columns > WIDEST_WITH_MAXIMA:
+        quantize_rows_into(x_tk, None, values, scale_t1)
+        _find_maxima(x_tk, largest_k)
+        return
+    largest_k.zero_()
+    block = 1 << (columns.bit_length() - 1)
+    rest = max(16, triton.next_power_of_2(columns - block)) if columns > block else 0
+    programs = MULTIPROCESSORS * max(2, WITH_MAXIMA["AT_WORK"] // columns)
+    _rows_and_maxima[(min(rows, programs),)](
+        x_tk,
+        values,
+        scale_t1,
+        largest_k.view(torch.int32),
+        x_tk.stride(0),
+        rows,
+        columns,
+        LARGEST=LARGEST,
+        SMALLEST=SMALLEST_SCALE,
+        BLOCK=block,
+        REST=rest,
+        STAGES=WITH_MAXIMA["STAGES"],
+        num_warps=min(16, max(4, block // WITH_MAXIMA["PER_WARP"])),
+    )
+
+
+def quantize_turned_into(
+    x_tk: torch.Tensor, values_kt: torch.Tensor, scale_k1: torch.Tensor, largest_k: torch.Tensor | None = None
+) -> None:
     """fp8 values [K, T] of the transposed matrix, with the scale of each of its rows; T may be longer, then zeros fill
-    the rest."""
+    the rest. `largest_k`: the largest absolute values of the columns, where they are known."""
     rows, columns = x_tk.shape
     longest = values_kt.shape[1]
-    largest = x_tk.new_zeros(columns, dtype=torch.float32)
-    _column_maxima[(triton.cdiv(columns, MAXIMA["BK"]), triton.cdiv(rows, MAXIMA["PART"]))](
-        x_tk, largest, x_tk.stride(0), rows, columns, **MAXIMA
-    )
+    if largest_k is None:
+        largest_k = x_tk.new_empty(columns, dtype=torch.float32)
+        _find_maxima(x_tk, largest_k)
     _turn[(triton.cdiv(columns, TURNED["BK"]), triton.cdiv(longest, TURNED["BT"]))](
         x_tk,
-        largest,
+        largest_k,
         values_kt,
         scale_k1,
         x_tk.stride(0),
@@ -118,6 +154,14 @@ def quantize_turned_into(x_tk: torch.Tensor, values_kt: torch.Tensor, scale_k1: 
         LARGEST=LARGEST,
         SMALLEST=SMALLEST_SCALE,
         **TURNED,
+    )
+
+
+def _find_maxima(x_tk: torch.Tensor, largest_k: torch.Tensor) -> None:
+    rows, columns = x_tk.shape
+    largest_k.zero_()
+    _column_maxima[(triton.cdiv(columns, MAXIMA["BK"]), triton.cdiv(rows, MAXIMA["PART"]))](
+        x_tk, largest_k.view(torch.int32), x_tk.stride(0), rows, columns, **MAXIMA
     )
 
 
@@ -143,6 +187,47 @@ def _rows(
     step = tl.maximum(tl.max(tl.abs(value), 0) / LARGEST, SMALLEST)
     tl.store(values + row * K + columns, (value / step).to(values.dtype.element_ty), mask=inside)
     tl.store(scale + row, step)
+
+
+@triton.jit
+def _rows_and_maxima(
+    x,
+    values,
+    scale,
+    largest,
+    stride,
+    T,
+    K,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A program takes some rows, one after the other. The width is a power of two and a rest, so that fewer lanes are
+    idle than with the next power of two."""
+    columns = tl.arange(0, BLOCK)
+    found = tl.zeros((BLOCK,), dtype=tl.float32)
+    if REST > 0:
+        others = BLOCK + tl.arange(0, REST)
+        is_other = others < K
+        found_others = tl.zeros((REST,), dtype=tl.float32)
+    for row in tl.range(tl.program_id(0).to(tl.int64), T, tl.num_programs(0), num_stages=STAGES):
+        value = tl.load(x + row * stride + columns).to(tl.float32)
+        found = tl.maximum(found, tl.abs(value))
+        most = tl.max(tl.abs(value), 0)
+        if REST > 0:
+            other = tl.load(x + row * stride + others, mask=is_other, other=0.0).to(tl.float32)
+            found_others = tl.maximum(found_others, tl.abs(other))
+            most = tl.maximum(most, tl.max(tl.abs(other), 0))
+        step = tl.maximum(most / LARGEST, SMALLEST)
+        tl.store(scale + row, step)
+        tl.store(values + row * K + columns, (value / step).to(values.dtype.element_ty))
+        if REST > 0:
+            tl.store(values + row * K + others, (other / step).to(values.dtype.element_ty), mask=is_other)
+    _keep_largest(largest + columns, found, columns < K)
+    if REST > 0:
+        _keep_largest(largest + others, found_others, is_other)
 
 
 @triton.jit
@@ -213,7 +298,13 @@ def _column_maxima(x, largest, stride, T, K, PART: tl.constexpr, BT: tl.constexp
         inside = (rows < T)[:, None] & is_column[None, :]
         value = tl.load(x + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         found = tl.maximum(found, tl.abs(value))
-    tl.atomic_max(largest + columns, tl.max(found, 0), mask=is_column)
+    _keep_largest(largest + columns, tl.max(found, 0), is_column)
+
+
+@triton.jit
+def _keep_largest(place, found, mask):
+    """Of numbers that are not negative, whose bits are in the same order; relaxed, since only later kernels read it."""
+    tl.atomic_max(place, found.to(tl.int32, bitcast=True), mask=mask, sem="relaxed")
 
 
 @triton.jit
