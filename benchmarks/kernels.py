@@ -291,37 +291,40 @@ def both_ways(width: int) -> Group:
 
 
 FORWARD = (
-    (16, 128, 4, 3, 16),
-    (16, 128, 4, 2, 16),
-    (16, 128, 4, 4, 16),
-    (16, 128, 8, 3, 16),
-    (16, 128, 4, 3, 32),
-    (16, 128, 4, 3, 8),
-    (16, 256, 4, 3, 16),
-    (16, 256, 8, 3, 16),
-    (16, 256, 8, 4, 32),
-    (32, 64, 4, 3, 16),
-    (32, 128, 4, 3, 16),
-    (32, 128, 8, 3, 16),
-    (64, 64, 4, 2, 16),
+    (16, 128, 4, 3, None, 16),
+    (16, 128, 4, 2, None, 16),
+    (16, 128, 4, 3, None, 32),
+    (16, 256, 8, 3, None, 16),
+    (32, 128, 8, 3, None, 16),
+    (16, 128, 4, 1, 2, 16),
+    (16, 128, 4, 1, 3, 16),
+    (16, 128, 4, 1, 4, 16),
+    (16, 128, 4, 1, 3, 32),
+    (16, 256, 8, 1, 3, 16),
+    (16, 256, 4, 1, 3, 16),
+    (32, 64, 4, 1, 3, 16),
+    (32, 128, 4, 1, 2, 16),
+    (32, 128, 8, 1, 3, 16),
+    (32, 128, 8, 1, 3, 8),
 )
 BACKWARD = (
-    (32, 64, 4, 2, 16),
-    (32, 64, 4, 1, 16),
-    (32, 64, 4, 3, 16),
-    (32, 64, 8, 2, 16),
-    (32, 64, 4, 2, 32),
-    (32, 64, 4, 2, 8),
-    (16, 64, 4, 2, 16),
-    (16, 64, 4, 3, 16),
-    (16, 64, 2, 3, 16),
-    (16, 128, 4, 2, 16),
-    (16, 128, 4, 3, 16),
-    (32, 32, 4, 3, 16),
-    (32, 128, 8, 2, 16),
-    (64, 32, 4, 2, 16),
+    (32, 64, 4, 2, None, 16),
+    (32, 64, 4, 1, None, 16),
+    (32, 64, 4, 2, None, 32),
+    (32, 64, 8, 2, None, 16),
+    (16, 64, 4, 2, None, 16),
+    (32, 64, 4, 1, 2, 16),
+    (32, 64, 4, 1, 3, 16),
+    (32, 64, 4, 1, 4, 16),
+    (32, 64, 4, 1, 2, 32),
+    (32, 64, 4, 1, 2, 8),
+    (32, 64, 8, 1, 3, 16),
+    (16, 64, 4, 1, 3, 16),
+    (16, 128, 4, 1, 3, 16),
+    (32, 128, 8, 1, 2, 16),
+    (64, 32, 4, 1, 2, 16),
 )
-"""BT, BI, warps, stages, parts."""
+"""BT, BI, warps, stages, ahead, parts."""
 
 
 def gated(width: int, backward: bool) -> Group:
@@ -355,9 +358,10 @@ def gated(width: int, backward: bool) -> Group:
         _check_close("the factors' gradients", sums, inputs["sums"])
 
     variants: dict[str, Callable[[Any], Any]] = {}
-    for height, block, warps, stages, parts in BACKWARD if backward else FORWARD:
-        tile = {"BT": height, "BI": block, "num_warps": warps, "num_stages": stages}
-        name = f"{height} x {block}, {stages} stages, {warps} warps, {parts} parts"
+    for height, block, warps, stages, ahead, parts in BACKWARD if backward else FORWARD:
+        tile = {"BT": height, "BI": block, "AHEAD": ahead, "num_warps": warps, "num_stages": stages}
+        loads = f"{stages} stages" if ahead is None else f"{ahead} ahead"
+        name = f"{height} x {block}, {loads}, {warps} warps, {parts} parts"
         variants[name] = partial(back if backward else forward, tile=tile, parts=parts)
     name = f"gated: {'backward' if backward else 'forward'}, {width} wide, rank {RANK}"
     return Group(name, make, variants, check_back if backward else check_forward, (10 if backward else 6) * width)

@@ -21,9 +21,10 @@ from tunesmith.kernels.lowrank import E4M3
 from tunesmith.kernels.operator import operator
 from tunesmith.kernels.quantize import quantize_rows_into
 
-FORWARD = {"BT": 16, "BI": 128, "num_warps": 4, "num_stages": 3}
-BACKWARD = {"BT": 32, "BI": 64, "num_warps": 4, "num_stages": 2}
-"""Tile and warps of a program."""
+FORWARD = {"BT": 16, "BI": 128, "AHEAD": None, "num_warps": 4, "num_stages": 3}
+BACKWARD = {"BT": 32, "BI": 64, "AHEAD": None, "num_warps": 4, "num_stages": 2}
+"""Tile and warps of a program. `num_stages` loads the small factors of later tiles ahead; `AHEAD`, a number of tiles in
+its place, the wide tensors too."""
 PARTS, SHORTEST = 16, 256
 """Into how many parts the rows are cut, and how many rows a part has at least."""
 
@@ -155,13 +156,14 @@ def _forward(
     R_PADDED: tl.constexpr,
     BT: tl.constexpr,
     BI: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     columns = tl.program_id(0) * BI + tl.arange(0, BI)
     is_column = columns < WIDTH
     of_gate = _rank_by_column(b_gate, columns, is_column, R, R_PADDED)
     of_up = _rank_by_column(b_up, columns, is_column, R, R_PADDED)
     first = tl.program_id(1) * ROWS
-    for start in range(first, tl.minimum(first + ROWS, T), BT):
+    for start in tl.range(first, tl.minimum(first + ROWS, T), BT, num_stages=AHEAD):
         rows = (start + tl.arange(0, BT)).to(tl.int64)
         is_row = rows < T
         inside = is_row[:, None] & is_column[None, :]
@@ -192,6 +194,7 @@ def _backward(
     R_PADDED: tl.constexpr,
     BT: tl.constexpr,
     BI: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     columns = tl.program_id(0) * BI + tl.arange(0, BI)
     is_column = columns < WIDTH
@@ -204,7 +207,7 @@ def _backward(
     sum_up = tl.zeros((BI, R_PADDED), dtype=tl.float32)
     sum_down = tl.zeros((BI, R_PADDED), dtype=tl.float32)
     first = tl.program_id(1) * ROWS
-    for start in range(first, tl.minimum(first + ROWS, T), BT):
+    for start in tl.range(first, tl.minimum(first + ROWS, T), BT, num_stages=AHEAD):
         rows = (start + tl.arange(0, BT)).to(tl.int64)
         is_row = rows < T
         inside = is_row[:, None] & is_column[None, :]
