@@ -43,15 +43,15 @@ ATTENTION = frozenset(
 
 def recomputed(forward: Forward, *, keep_attention: bool = False) -> Forward:
     """Keep the inputs alone (and what attention gave) and compute the rest again in the backward pass."""
-    options = {}
-    if keep_attention:
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
-        # About operators that change tensors in place, said whenever this is compiled; ours do not.
-        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    policy = functools.partial(create_selective_checkpoint_contexts, _attention_kept if keep_attention else _none_kept)
+    # About operators that change tensors in place, said whenever this is compiled; ours do not.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     # Layers of a group keep their common result on a module from the first to the last of them, and none after that.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
     def again(*arguments, **named):
+        # Compiled without a policy, torch 2.11 keeps what operations of ours hand to their gradients.
+        options = {"context_fn": policy} if keep_attention or torch.compiler.is_compiling() else {}
         return checkpoint(forward, *arguments, use_reentrant=False, **options, **named)
 
     return again
@@ -193,6 +193,10 @@ def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     target[:length].copy_(source[:length], non_blocking=True)
 
 
-def _policy(_context, operator, *_arguments, **_named) -> CheckpointPolicy:
+def _attention_kept(_context, operator, *_arguments, **_named) -> CheckpointPolicy:
     is_attention = operator._schema.name in ATTENTION
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _none_kept(_context, _operator, *_arguments, **_named) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
