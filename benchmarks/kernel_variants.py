@@ -69,7 +69,7 @@ def _rows_down(
         if HAS_FACTOR:
             value *= tl.load(factor + columns, mask=inside, other=0.0).to(tl.float32)
         step = tl.maximum(tl.max(tl.abs(value), 0) / LARGEST, SMALLEST)
-        tl.store(values + row * K + columns, (value / step).to(values.dtype.element_ty), mask=inside)
+        tl.store(values + row * K + columns, (value * (1.0 / step)).to(values.dtype.element_ty), mask=inside)
         tl.store(scale + row, step)
 
 
@@ -104,4 +104,4 @@ def _rows_twice(
         value = tl.load(x + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
         if HAS_FACTOR:
             value *= tl.load(factor + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(values + row * K + columns, (value / step).to(values.dtype.element_ty), mask=inside)
+        tl.store(values + row * K + columns, (value * (1.0 / step)).to(values.dtype.element_ty), mask=inside)

@@ -185,7 +185,7 @@ def _rows(
     if HAS_FACTOR:
         value *= tl.load(factor + columns, mask=inside, other=0.0).to(tl.float32)
     step = tl.maximum(tl.max(tl.abs(value), 0) / LARGEST, SMALLEST)
-    tl.store(values + row * K + columns, (value / step).to(values.dtype.element_ty), mask=inside)
+    tl.store(values + row * K + columns, (value * (1.0 / step)).to(values.dtype.element_ty), mask=inside)
     tl.store(scale + row, step)
 
 
@@ -221,10 +221,11 @@ def _rows_and_maxima(
             found_others = tl.maximum(found_others, tl.abs(other))
             most = tl.maximum(most, tl.max(tl.abs(other), 0))
         step = tl.maximum(most / LARGEST, SMALLEST)
+        inverse = 1.0 / step
         tl.store(scale + row, step)
-        tl.store(values + row * K + columns, (value / step).to(values.dtype.element_ty))
+        tl.store(values + row * K + columns, (value * inverse).to(values.dtype.element_ty))
         if REST > 0:
-            tl.store(values + row * K + others, (other / step).to(values.dtype.element_ty), mask=is_other)
+            tl.store(values + row * K + others, (other * inverse).to(values.dtype.element_ty), mask=is_other)
     _keep_largest(largest + columns, found, columns < K)
     if REST > 0:
         _keep_largest(largest + others, found_others, is_other)
@@ -272,6 +273,7 @@ def _rows_and_product(
                 scaled *= tl.load(factor + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
             found = tl.maximum(found, tl.abs(scaled))
         step = tl.maximum(tl.max(found, 1) / LARGEST, SMALLEST)
+        inverse = 1.0 / step
         tl.store(scale + rows, step, mask=is_row)
         of_low = low + rows[:, None] * R + ranks[None, :]
         tl.store(of_low, product.to(low.dtype.element_ty), mask=is_row[:, None] & is_rank[None, :])
@@ -283,7 +285,7 @@ def _rows_and_product(
             scaled = tl.load(of_x, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
             if HAS_FACTOR:
                 scaled *= tl.load(factor + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-            value8 = (scaled / step[:, None]).to(values.dtype.element_ty)
+            value8 = (scaled * inverse[:, None]).to(values.dtype.element_ty)
             tl.store(values + rows[:, None] * K + columns[None, :], value8, mask=inside)
 
 
@@ -328,7 +330,7 @@ def _turn(
     inside = (rows < T)[:, None] & is_column[None, :]
     value = tl.load(x + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     step = tl.maximum(tl.load(largest + columns, mask=is_column, other=1.0) / LARGEST, SMALLEST)
-    value8 = tl.trans(value / step[None, :]).to(values.dtype.element_ty)
+    value8 = tl.trans(value * (1.0 / step)[None, :]).to(values.dtype.element_ty)
     is_place = is_column[:, None] & (rows < LONGEST)[None, :]
     tl.store(values + columns[:, None] * LONGEST + rows[None, :], value8, mask=is_place)
     if tl.program_id(1) == 0:
