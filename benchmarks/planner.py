@@ -1,14 +1,15 @@
 """Predicted against measured: a seeded list of configurations, each run through the real training step.
 
     python benchmarks/planner.py [--out FOLDER] [--deadline SECONDS] [--device cpu] [--list]
-    python benchmarks/planner.py --collect FOLDER/planner.jsonl ...
+    python benchmarks/planner.py --collect benchmarks/results/planner.json FOLDER/planner.jsonl ... [--held-out]
 
 The first measures: many processes build and compile at once, and each is timed alone (`pool.py`). What comes out of a
 configuration is written to FOLDER/planner.jsonl at once. Some are given a limit, as if the GPU were a smaller one,
 close to what they are predicted to need; they either fit or run out of memory. The second makes
-benchmarks/results/planner.json of one or several such files. Only what was measured is kept there: predictions are
-made by the present model whenever the file is read, so that docs/planner.md and the tests hold every change of the
-model against the same measurements.
+benchmarks/results/planner.json of such files, and of what is there already where that is named first. Only what was
+measured is kept there: predictions are made by the present model whenever the file is read, so that docs/planner.md and
+the tests hold every change of the model against the same measurements. `--held-out` marks what is new: no constant of
+the model was chosen with it in view, which is true until one is, and the mark then has to go.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ LONGEST_STEP = 4.0
 LARGEST = 100 * GIB
 USUAL = 20 * GIB
 """Larger ones are drawn more rarely, the larger the more: they leave no room for others to be prepared beside them."""
+LONELY = 60 * GIB
+"""Where speed alone is measured, those that leave no room for others come last."""
 MEASURE_WITHIN = 1.15, GIB
 """What a configuration may take of the GPU beside others: so much more than predicted, and then tried again alone."""
 
@@ -159,20 +162,21 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="only say what would be measured")
     parser.add_argument("--only", default="", help="only configurations whose names contain this")
     parser.add_argument("--skip", type=Path, nargs="*", default=[], help="files with what is measured already")
-    parser.add_argument("--collect", type=Path, nargs="*", default=[], help="files to make the result of")
+    parser.add_argument("--collect", type=Path, nargs="*", default=[], help="files to make the result of, oldest first")
+    parser.add_argument("--held-out", action="store_true", help="mark what is new among what is collected")
     given = parser.parse_args()
-    if given.collect:
-        from planner_results import collect
+    from planner_results import collect, read_rows
 
-        print(collect(given.collect))
+    if given.collect:
+        print(collect(given.collect, held_out=given.held_out))
         return
     hardware = machine(given.device)
     chosen = configurations(hardware, seed=given.seed) if given.device == "cuda" else tiny(given.seed)
-    lines = [json.loads(line) for file in given.skip for line in file.read_text(encoding="utf-8").splitlines()]
-    done = {(row["name"], row["limit_bytes"]) for row in lines}
+    done = {(row["name"], row["limit_bytes"]) for file in given.skip for row in read_rows(file)}
     chosen = [(one, limit) for one, limit in chosen if given.only in one.name and (one.name, limit) not in done]
     if given.only_speed:
         chosen = [(one, limit) for one, limit in chosen if limit is None]
+        chosen.sort(key=lambda pair: peak(*settle(pair[0], hardware, given.device)).memory.total > LONELY)
     if given.list:
         for one, limit in chosen:
             print(describe(one, limit, hardware, given.device))

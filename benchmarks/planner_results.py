@@ -20,23 +20,40 @@ EARLIER = {"chunks": 2, "can_be_fp8": False}
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-
-
-def collect(files: list[Path]) -> Path:
-    """Write what was measured into benchmarks/results; where something was measured again, the later counts."""
-    rows = [row for file in files for row in read_rows(file)]
-    about = next(row["document"] for row in rows if "document" in row)
-    kept: dict[tuple[str, int | None], dict[str, Any]] = {}
+    """Of a result, or of what the benchmark wrote while it measured; there each with when and by which code."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".json":
+        content = json.loads(text)
+        rows = content["numbers"]["rows"]
+        about = {name: value for name, value in content.items() if name != "numbers"}
+        return [{"document": about, **rows[0]}, *rows[1:]]
+    rows, about = [json.loads(line) for line in text.splitlines() if line.strip()], {}
     for row in rows:
-        row.pop("document", None)
-        if "failed" in row and (row["failed"] != "out of memory" or row["limit_bytes"] is None):
-            print(f"left out: {row['name']}: {row['failed']}", file=sys.stderr)
-            continue
-        if row.get("timed") and not is_steady(row["timed"]):
-            print(f"its time is left out: {row['name']}: {row['timed']}", file=sys.stderr)
-            row = {name: value for name, value in row.items() if name not in ("timed", "step_seconds")}
-        kept[row["name"], row["limit_bytes"]] = row
+        about = row.get("document", about)
+        row |= {name: about[name] for name in ("date", "commit") if name in about}
+    return rows
+
+
+def collect(files: list[Path], *, held_out: bool = False) -> Path:
+    """Write what was measured into benchmarks/results; where something was measured again, the later counts.
+
+    `held_out`: what these files add to the first is marked so; what was measured before was in view all the same."""
+    kept: dict[tuple[str, int | None], dict[str, Any]] = {}
+    about: dict[str, Any] = {}
+    for file in files:
+        for row in read_rows(file):
+            about = about or row.get("document", {})
+            row.pop("document", None)
+            if "failed" in row and (row["failed"] != "out of memory" or row["limit_bytes"] is None):
+                print(f"left out: {row['name']}: {row['failed']}", file=sys.stderr)
+                continue
+            if row.get("timed") and not is_steady(row["timed"]):
+                print(f"its time is left out: {row['name']}: {row['timed']}", file=sys.stderr)
+                row = {name: value for name, value in row.items() if name not in ("timed", "step_seconds")}
+            key = row["name"], row["limit_bytes"]
+            if held_out and file is not files[0] and (key not in kept or kept[key].get("is_held_out")):
+                row["is_held_out"] = True
+            kept[key] = row
     return write_result("planner", about["what"], {"rows": list(kept.values())}, about)
 
 
@@ -61,6 +78,8 @@ class Compared:
     """Tokens a second; None where a limit was tried instead, or the time was not steady."""
     limit: int | None
     """Memory of the GPU, the driver's part included, where it was limited."""
+    is_held_out: bool = False
+    """Measured after the model's constants were chosen."""
 
     @property
     def memory_error(self) -> float | None:
@@ -102,6 +121,7 @@ def compare(rows: list[dict[str, Any]], device: str = "cuda") -> list[Compared]:
                 measured_bytes=row.get("peak_bytes"),
                 measured_speed=tokens / seconds if seconds else None,
                 limit=row["limit_bytes"] and row["limit_bytes"] + context,
+                is_held_out=row.get("is_held_out", False),
             )
         )
     return found

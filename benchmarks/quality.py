@@ -1,15 +1,17 @@
 """Does saving cost quality? The same fine-tune in each precision, storage and optimizer, by held-out loss.
 
-    python benchmarks/quality.py --model MODEL --train FILE --held-out FILE [--seeds 3] [--workers 8] [key=value ...]
+    python benchmarks/quality.py --model MODEL --train FILE --held-out FILE [--seeds 3] [--workers 16] [key=value ...]
 
-Runs are independent, so several share the device. A variant passes when its mean lies within the spread of its
-baselines' runs (the same method in fp32 and bf16), or below. Everything goes through `tunesmith plan` and `train`.
+Runs are independent, so several share the device; those of a variant follow each other in one process. A variant
+passes when its mean lies within the spread of its baselines' runs (the same method in fp32 and bf16), or below.
+Everything goes through `tunesmith plan` and `train`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -23,6 +25,8 @@ from typing import Any
 from results import write_result
 
 FULL_RATE, LORA_RATE = "2e-5", "5e-4"
+MARK = "@@"
+"""Begins the line in which a process says what it found."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,11 @@ class Variant:
     """Which group's spread it is held against."""
     is_baseline: bool = False
     without_masters: bool = False
+
+    def in_processes(self, seeds: int) -> list[list[int]]:
+        """Which seeds follow each other in a process. Runs in fp32 take the longest and compile nothing."""
+        every = list(range(seeds))
+        return [[seed] for seed in every] if "precision=fp32" in self.settings else [every]
 
 
 VARIANTS = (
@@ -56,19 +65,25 @@ def main() -> None:
     parser.add_argument("--train", type=Path, required=True)
     parser.add_argument("--held-out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--only", nargs="*", default=[], help="variants whose name contains one of these")
+    parser.add_argument("--log", type=Path, default=None, help="where a file of what each process said is kept")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of all runs")
     options = parser.parse_args()
+    # A process has little to do for the processor but to compile and to launch kernels.
+    os.environ.update({"TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ})
     chosen = [one for one in VARIANTS if not options.only or any(text in one.name for text in options.only)]
     with (
         tempfile.TemporaryDirectory(prefix="tunesmith-quality-") as folder,
         ThreadPoolExecutor(options.workers) as pool,
     ):
         settings = write_settings(Path(folder), options)
-        jobs = [(one, seed) for one in chosen for seed in range(options.seeds)]
-        found = list(pool.map(lambda job: train(settings, *job, options.overrides), jobs))
-    rows = summarize(chosen, [(one, loss) for (one, _), loss in zip(jobs, found, strict=True)])
+        logs = options.log or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        jobs = [(one, seeds) for one in chosen for seeds in one.in_processes(options.seeds)]
+        done = list(pool.map(lambda job: in_process(settings, *job, options.overrides, logs), jobs))
+    found = [(one, run) for (one, _), runs in zip(jobs, done, strict=True) for run in runs]
+    rows = summarize(chosen, found)
     what = f"Held-out loss by precision, storage and optimizer: {Path(options.model).stem}, {options.seeds} seeds each"
     print(f"wrote {write_result('quality', what, rows)}")
 
@@ -79,8 +94,9 @@ def write_settings(folder: Path, options: argparse.Namespace) -> Path:
         "data": str(options.train.resolve()),
         "eval": str(options.held_out.resolve()),
         "sequence_length": 512,
-        "batch_tokens": 8192,
-        "epochs": 2,
+        "batch_tokens": 4096,
+        "steps": 60,
+        "eval_every": 1000,
         "lora": {"rank": 16},
     }
     path = folder / "run.yaml"
@@ -88,44 +104,71 @@ def write_settings(folder: Path, options: argparse.Namespace) -> Path:
     return path
 
 
-def train(settings: Path, variant: Variant, seed: int, overrides: list[str]) -> float | None:
-    """The held-out loss at the end; None, with the reason on stderr, where the run failed."""
-    began = time.monotonic()
-    output = settings.parent / f"{variant.name} {seed}".replace(",", "").replace(" ", "-")
+def in_process(
+    settings: Path, variant: Variant, seeds: list[int], overrides: list[str], logs: Path
+) -> list[dict[str, float]]:
+    """The runs that succeeded, of a process that does these one after the other; says why the others did not."""
+    name = f"{variant.name} {seeds[0]}".replace(",", "").replace(" ", "-")
+    job = {"settings": str(settings), "variant": variant.name, "seeds": seeds, "overrides": overrides}
+    log = logs / f"{name}.log"
+    with log.open("w") as file:
+        command = [sys.executable, __file__, "--work", json.dumps(job)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": file, "text": True, "errors": "replace"}
+        process = subprocess.Popen(command, **pipes)
+        assert process.stdout
+        found = []
+        for line in process.stdout:
+            if line.startswith(MARK):
+                found.append(json.loads(line.removeprefix(MARK)))
+                print(f"{variant.name}: {found[-1]}", flush=True)
+    if process.wait() or len(found) < len(seeds):
+        print(f"{variant.name} failed: {log.read_text().strip()[-500:]}", file=sys.stderr, flush=True)
+    return found
+
+
+def work(job: dict[str, Any]) -> None:
+    """Train with one seed after the other by the ordinary commands, in one process, which compiles once."""
+    settings = Path(job["settings"])
+    variant = next(one for one in VARIANTS if one.name == job["variant"])
     rate = LORA_RATE if variant.baseline == "lora" else FULL_RATE
-    given = [f"learning_rate={rate}", *variant.settings, f"seed={seed}", f"output={output}", *overrides]
-    extra: list[str] = []
-    try:
+    for seed in job["seeds"]:
+        began = time.monotonic()
+        output = settings.parent / f"{variant.name} {seed}".replace(",", "").replace(" ", "-")
+        given = [f"learning_rate={rate}", *variant.settings, f"seed={seed}", f"output={output}", *job["overrides"]]
+        extra: list[str] = []
         if variant.without_masters:
-            plan = settings.parent / f"{output.name}.json"
+            plan = output.with_suffix(".json")
             call("plan", str(settings), *given, "--save", str(plan))
             plan.write_text(json.dumps(json.loads(plan.read_text()) | {"master_weights": False}))
             extra = ["--plan", str(plan)]
         call("train", str(settings), *given, *extra)
-        loss = json.loads((output / "summary.json").read_text())["held_out_after"]
-    except subprocess.CalledProcessError as error:
-        print(f"{variant.name}, seed {seed} failed: {error.stderr.strip()[-500:]}", file=sys.stderr, flush=True)
-        return None
-    print(f"{variant.name}, seed {seed}: {loss:.4f} ({time.monotonic() - began:.0f} s)", flush=True)
-    return loss
+        summary = json.loads((output / "summary.json").read_text())
+        run = {"before": summary["held_out_before"], "loss": summary["held_out_after"]}
+        seconds = round(time.monotonic() - began, 1)
+        print(f"\n{MARK}{json.dumps({'seed': seed, **run, 'seconds': seconds})}", flush=True)
 
 
 def call(*arguments: str) -> None:
-    command = [sys.executable, "-m", "tunesmith", *arguments]
-    subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
+    """A command of tunesmith, in this process; ends it where the command fails."""
+    from tunesmith.cli.main import main as tunesmith
+
+    try:
+        tunesmith(arguments)
+    except SystemExit as end:
+        if end.code:
+            raise
 
 
-def summarize(variants: list[Variant], found: list[tuple[Variant, float | None]]) -> list[dict[str, Any]]:
+def summarize(variants: list[Variant], found: list[tuple[Variant, dict[str, float]]]) -> list[dict[str, Any]]:
     rows = []
     for variant in variants:
-        losses = [loss for one, loss in found if one is variant and loss is not None]
-        base = [
-            loss for one, loss in found if one.baseline == variant.baseline and one.is_baseline and loss is not None
-        ]
+        losses = [run["loss"] for one, run in found if one is variant]
+        base = [run["loss"] for one, run in found if one.baseline == variant.baseline and one.is_baseline]
         row: dict[str, Any] = {"variant": variant.name, "losses": [round(loss, 4) for loss in losses]}
         if losses:
             mean = statistics.fmean(losses)
-            row |= {"mean": round(mean, 4)}
+            before = statistics.fmean(run["before"] for one, run in found if one is variant)
+            row |= {"before": round(before, 4), "mean": round(mean, 4)}
             if base:
                 row |= {
                     "to_baseline_mean": round(mean - statistics.fmean(base), 4),
@@ -138,4 +181,7 @@ def summarize(variants: list[Variant], found: list[tuple[Variant, float | None]]
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--work"]:
+        work(json.loads(sys.argv[2]))
+    else:
+        main()

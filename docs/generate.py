@@ -156,17 +156,28 @@ def _measured(path: Path) -> list[str]:
     near = [row for row in rows if row.limit is not None]
     too_sure = sum(row.is_said_to_fit and not row.does_fit for row in near)
     too_careful = sum(row.does_fit and not row.is_said_to_fit for row in near)
+    new = [row for row in rows if row.is_held_out]
+    in_view = [row for row in rows if not row.is_held_out]
+    later = sorted({row["commit"] for row in content["numbers"]["rows"] if row.get("is_held_out")})
+    apart = (
+        [f"Those marked * were measured later, at {', '.join(later)}, and no constant was chosen with them in view."]
+        if new
+        else ["New ones have not been predicted yet."]
+    )
     lines = [
         f"{content['device']}, {content['date']}, commit {content['commit']}; configurations drawn by a seeded",
         "generator, each run through the real training step. The predictions are those of the present model. Its",
-        "constants were chosen with these measurements in view, so this says how well it describes them; new ones have",
-        "not been predicted yet. Small models and batches were bound by the processor of that machine, which took 4 to",
-        "24 ms to start the kernels of a layer; others may be quicker.",
+        "constants were chosen with these measurements in view, so this says how well it describes them.",
+        *apart,
+        "Small models and batches were bound by the processor of that machine, which took 4 to 24 ms to start the",
+        "kernels of a layer; others may be quicker.",
         "",
         "| | configurations | off by, median | worst |",
         "| --- | --- | --- | --- |",
-        _summary("peak memory of a step", [row.memory_error for row in rows]),
-        _summary("tokens a second", [row.speed_error for row in rows]),
+        _summary("peak memory of a step", [row.memory_error for row in in_view]),
+        _summary("tokens a second", [row.speed_error for row in in_view]),
+        *([_summary("peak memory of a step *", [row.memory_error for row in new])] if new else []),
+        *([_summary("tokens a second *", [row.speed_error for row in new])] if new else []),
         "",
         f"{len(near)} were run with a limit close to what they need, as if the GPU were a smaller one: {too_sure} were",
         f"said to fit and ran out of memory, and {too_careful} were said not to fit and did.",
@@ -175,7 +186,8 @@ def _measured(path: Path) -> list[str]:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in (row for row in rows if row.limit is None):
-        cells = [row.name, f"{row.predicted_step.memory.allocated / 2**30:.2f}"]
+        name = f"{row.name} *" if row.is_held_out else row.name
+        cells = [name, f"{row.predicted_step.memory.allocated / 2**30:.2f}"]
         cells += [f"{(row.measured_bytes or 0) / 2**30:.2f}", _percent(row.memory_error)]
         if row.measured_speed:
             cells += [f"{row.predicted_speed:,.0f}", f"{row.measured_speed:,.0f}", _percent(row.speed_error)]
