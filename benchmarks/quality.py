@@ -24,7 +24,7 @@ from typing import Any
 
 from results import write_result
 
-FULL_RATE, LORA_RATE = "2e-5", "5e-4"
+FULL_RATE, LORA_RATE = "5e-5", "5e-4"
 MARK = "@@"
 """Begins the line in which a process says what it found."""
 
