@@ -285,6 +285,7 @@ def _save(workload: Workload, path: Path, device: str) -> None:
     model.config.num_hidden_layers = layers
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(path)
+    model.generation_config.save_pretrained(path)
 
 
 def tokenizer_of(size: int) -> Any:
