@@ -148,67 +148,12 @@ def timed(run: Callable[[], Any], device: str) -> float:
 
 
 def groups(narrow: int) -> Iterator[Group]:
-    for rank in (16, 32, 48):
-        yield projected(4096 // narrow, rank, is_gradient=False)
-        yield projected(6144 // narrow, rank, is_gradient=True)
     for width, is_gradient in ((14336 // narrow, False), (28672 // narrow, True)):
         yield quantized(width, is_gradient)
     for width in (4096 // narrow, 11008 // narrow):
         yield both_ways(width)
     yield gated(14336 // narrow, backward=False)
     yield gated(14336 // narrow, backward=True)
-
-
-def projected(width: int, rank: int, is_gradient: bool) -> Group:
-    """As the input of a linear, times a transposed factor; or as a gradient, with the weight's scales folded in."""
-
-    def make(rows: int, device: str) -> tuple:
-        x, factor, values, scale = _rows(rows, width, device, is_gradient)
-        small = _normal(width, rank, device=device) if is_gradient else _normal(rank, width, device=device).t()
-        return x, factor, small, values, scale, x.new_empty(rows, rank)
-
-    def apart(inputs: tuple) -> tuple:
-        x, factor, small, values, scale, low = inputs
-        quantize.quantize_rows_into(x, factor, values, scale)
-        torch.mm(x, small, out=low)
-        return inputs
-
-    def together(inputs: tuple, tile: tuple[int, int, int, int], in_flight: int) -> tuple:
-        height, block, stages, warps = tile
-        names = {"BT": height, "BK": block, "STAGES": stages, "num_warps": warps}
-        with patch.multiple(quantize, PROJECTED=names, LOWEST=height, IN_FLIGHT=in_flight << 20):
-            quantize.quantize_and_project_into(*inputs)
-        return inputs
-
-    def check(_, found: tuple) -> None:
-        x, factor, small, values, scale, low = found
-        for some in _some_rows(x):
-            _check_rows(x[some], factor, values[some], scale[some])
-            wanted = x[some].float() @ small.float()
-            error = ((low[some].float() - wanted).norm() / wanted.norm()).item()
-            assert error < 1e-2, f"the product is off by {error:.2g}"
-
-    # Height, block, stages, warps, and MiB of rows in flight.
-    tried = (
-        ((32, 256, 3, 8), 36),
-        ((32, 256, 4, 8), 36),
-        ((32, 256, 3, 16), 36),
-        ((32, 256, 3, 16), 26),
-        ((32, 512, 2, 16), 36),
-        ((16, 256, 3, 4), 36),
-        ((16, 512, 3, 8), 36),
-        ((16, 256, 4, 8), 26),
-        ((64, 128, 3, 8), 36),
-        ((64, 256, 2, 16), 36),
-        ((64, 256, 2, 16), 72),
-    )
-    variants: dict[str, Callable[[Any], Any]] = {"rows, then the product": apart}
-    for tile, in_flight in tried:
-        height, block, stages, warps = tile
-        name = f"{height} x {block}, {stages} stages, {warps} warps, {in_flight} MiB"
-        variants[name] = partial(together, tile=tile, in_flight=in_flight)
-    kind = "gradient" if is_gradient else "input"
-    return Group(f"project: {kind} {width} wide, rank {rank}", make, variants, check, 3 * width + 2 * rank)
 
 
 def quantized(width: int, is_gradient: bool) -> Group:

@@ -15,8 +15,8 @@ from tunesmith.plan import memory, speed
 from tunesmith.plan.plan import Moment
 from tunesmith.plan.search import MARGIN
 
-EARLIER = {"chunks": 2, "can_be_fp8": False}
-"""The loss of rows that do not say how it was computed."""
+EARLIER = {"chunks": 2, "can_be_fp8": False, "keeps_joint": True}
+"""The way of rows that do not say theirs."""
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
@@ -107,8 +107,8 @@ def compare(rows: list[dict[str, Any]], device: str = "cuda") -> list[Compared]:
         if "stale" in row:
             continue
         task, choice = settle(Configuration(**row["configuration"]), hardware, device, row.get("document_length"))
-        loss = memory.Loss(**row.get("loss", EARLIER))
-        moments = memory.timeline(task, choice, loss)
+        way = memory.Way(**row.get("way", EARLIER))
+        moments = memory.timeline(task, choice, way)
         moment = memory.peak(moments)
         tokens, seconds = row.get("tokens", task.step_tokens), row.get("step_seconds")
         context = row.get("context_bytes") or moment.memory.context

@@ -381,7 +381,8 @@ def make_trainable(model: torch.nn.Module, run: Run, plan: Plan) -> torch.nn.Mod
         split.cut(model)
     if run.has_adapters:
         fuse(model, fp8=plan.products == "fp8", whole_mlps=plan.device == "cuda", keep_turned=plan.keep_turned)
-        if plan.products == "fp8" and not lies_in_parts(plan):  # in parts, a whole copy of the head would be too much
+        # A copy of the head, which is too much in parts, or where memory is short.
+        if plan.products == "fp8" and not (lies_in_parts(plan) or plan.recompute_layers):
             use_fp8_head_gradient(model)
     elif plan.products == "fp8":
         use_fp8_products(model)

@@ -66,7 +66,7 @@ def check_cross_entropy_fp8(device: str, values_dtype=torch.float32) -> None:
             for found, expected in zip(
                 (losses, log_totals), cross_entropy_(logits, labels, weights, **given), strict=True
             ):
-                assert torch.equal(found, expected)
+                torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
             values = values.double()
             assert values[:, vocabulary:].abs().sum() == 0
             assert values.gather(1, labels[:, None]).abs().sum() == 0
@@ -127,10 +127,11 @@ def check_swiglu(device: str, dtypes=(torch.float32, torch.float16), fp8: bool =
             act, values, scale = swiglu(y, low, b_gate, b_up, fp8)
             d_y, d_values, d_scale, sums = swiglu_backward(d_act, g, y, low, b_gate, b_up, a_down, scale_in, fp8)
             tolerance = TOLERANCE[dtype]
+            wanted = (wanted[0] * (scale_in if fp8 else 1.0), *wanted[1:])
             for found, want in ((act, expected), *zip((d_y, sums[0], sums[1], sums[2].t()), wanted, strict=True)):
                 assert (found.double() - want).norm() <= tolerance * want.norm(), (dtype, tokens, intermediate, rank)
             if fp8:
-                for found, want in ((values.float() * scale, act), (d_values.float() * d_scale, d_y * scale_in)):
+                for found, want in ((values.float() * scale, act), (d_values.float() * d_scale, d_y)):
                     error = (found - want.float()).abs() / want.float().abs().amax(1, keepdim=True)
                     assert error.max() <= 2**-4, (tokens, intermediate, rank, error.max())
             cases += 1
@@ -309,40 +310,6 @@ def check_quantize_with_maxima(device: str, values_dtype=torch.float32) -> None:
     print(f"quantize_with_maxima: {cases} cases")
 
 
-def check_quantize_and_project(device: str, dtypes=(torch.float32, torch.float16), values_dtype=torch.float32) -> None:
-    """Rows as `quantize_rows_into` gives them, and the product; by a program for each tile, and by one for all."""
-    from tunesmith.kernels import quantize
-
-    cases = 0
-    one_each, one_for_all = {"IN_FLIGHT": 36 << 20}, {"IN_FLIGHT": 1, "MULTIPROCESSORS": 1}  # the latter's are higher
-    for dtype in dtypes:
-        for rows, columns, rank in ((1, 16, 1), (37, 300, 5), (70, 512, 16), (33, 520, 48), (5, 8208, 4), (9, 48, 65)):
-            generator = torch.Generator().manual_seed(rows)
-            joint = torch.randn(rows, columns + 16, generator=generator).to(dtype).to(device)
-            x = joint[:, :columns]  # rows lie apart
-            x[0] = 0.0
-            a = torch.randn(rank, columns, generator=generator).to(dtype).to(device)
-            b = torch.randn(columns, rank, generator=generator).to(dtype).to(device)
-            factor = torch.rand(columns, generator=generator).to(device) + 0.5
-            for by, small in ((None, a.t()), (factor, b)):
-                wanted = torch.empty(rows, columns, dtype=values_dtype, device=device), torch.empty(rows, 1).to(device)
-                quantize.quantize_rows_into(x, by, *wanted)
-                product = x.double() @ small.double()
-                for way in (one_each, one_for_all):
-                    found = [torch.full_like(tensor.float(), 7.0).to(tensor.dtype) for tensor in wanted]
-                    low = torch.full((rows + 1, rank), 7.0, dtype=dtype, device=device)
-                    with patch.multiple(quantize, **way):
-                        quantize.quantize_and_project_into(x, by, small, *found, low[:rows])
-                    case = str((dtype, rows, columns, rank, way))
-                    assert all(torch.equal(one.float(), two.float()) for one, two in zip(found, wanted, strict=True)), (
-                        case
-                    )
-                    assert (low[:rows].double() - product).norm() <= TOLERANCE[dtype] * product.norm(), case
-                    assert (low[rows] == 7.0).all(), case
-                    cases += 1
-    print(f"quantize_and_project: {cases} cases")
-
-
 def _check_scaled(values: torch.Tensor, scale: torch.Tensor, wanted: torch.Tensor, bound: float) -> None:
     largest = wanted.abs().amax(1, keepdim=True)
     torch.testing.assert_close(scale, (largest / 448.0).clamp(min=1e-12 / 448.0), rtol=1e-6, atol=0)
@@ -401,7 +368,7 @@ def check_update(device: str, dtypes=(torch.float32, torch.bfloat16)) -> None:
     print(f"update: {cases} cases")
 
 
-def check_rotary(device: str, dtypes=(torch.float32, torch.float16), fp8: bool = False) -> None:
+def check_rotary(device: str, dtypes=(torch.float32, torch.float16)) -> None:
     """The kernel against the plain rotation and its gradient, from tensors that lie in memory in several ways."""
     from tunesmith.kernels.rotary_fused import rotate_into
 
@@ -429,16 +396,16 @@ def check_rotary(device: str, dtypes=(torch.float32, torch.float16), fp8: bool =
             rotate_into(y.split(sizes, 1)[:2], cos, sin, tuple(pair), back=False)
             for found, want in zip((*outputs, joint, *pair), (*wanted, gradient, *wanted[:2]), strict=True):
                 assert (found.double() - want).norm() <= TOLERANCE[dtype] * want.norm(), (dtype, tokens, size)
-            if fp8:
-                factor = torch.rand(y[0].numel(), generator=generator).to(device) + 0.5
-                values = torch.empty(tokens, y[0].numel(), dtype=torch.float8_e4m3fn, device=device)
-                scale = torch.empty(tokens, 1, device=device)
-                again = torch.empty_like(joint)
-                targets = again.split(sizes, 1)
-                rotate_into(tuple(d_parts), cos, sin, targets, back=True, quantized=(factor, values, scale))
-                assert torch.equal(again, joint)
-                want = gradient.flatten(1) * factor
-                error = (values.double() * scale - want).abs() / want.abs().amax(1, keepdim=True)
-                assert error.max() <= 2**-4, (tokens, size, error.max())
             cases += 1
     print(f"rotary: {cases} cases")
+
+
+def check_turn(device: str) -> None:
+    from tunesmith.kernels.quantize import turn_into
+
+    for rows, columns in ((1, 1), (130, 257), (64, 300)):
+        values = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, device=device)
+        found = torch.empty(columns, rows, dtype=torch.uint8, device=device)
+        turn_into(values, found)
+        assert torch.equal(found, values.t())
+    print("turn: 3 cases")

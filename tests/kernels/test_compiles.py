@@ -51,7 +51,7 @@ def test_cross_entropy(in_fp8, has_softcap):
     types |= dict.fromkeys(("scale", "softcap", "z_loss"), "fp32")
     flags = {"HAS_SOFTCAP": has_softcap, "NEEDS_GRADIENT": True, "IN_FP8": in_fp8}
     for capability in (HOPPER,) if in_fp8 else (HOPPER, AMPERE):
-        constants = {**flags, "LARGEST": module.LARGEST, "BLOCK": module.BLOCK}
+        constants = {**flags, "LARGEST": module.LARGEST, "LOWEST": module.LOWEST, "BLOCK": module.BLOCK}
         compile_for(capability, module._row, types, constants, num_warps=8)
 
 
@@ -62,20 +62,6 @@ def test_quantizing_rows(width):
     types = {"x": "*bf16", "factor": "*fp32", "values": "*fp8e4nv", "scale": "*fp32", "stride": "i32", "K": "i32"}
     constants = {"HAS_FACTOR": True, "LARGEST": module.LARGEST, "SMALLEST": module.SMALLEST_SCALE, "BLOCK": width}
     compile_for(HOPPER, module._rows, types, constants, num_warps=min(32, width // 1024))
-
-
-@pytest.mark.parametrize("rank", [16, 48])
-def test_quantizing_rows_with_a_small_product(rank):
-    from tunesmith.kernels import quantize as module
-
-    types = dict.fromkeys(("x", "small", "low"), "*bf16") | dict.fromkeys(("factor", "scale"), "*fp32")
-    types |= dict.fromkeys(("T", "K", "x_row", "small_row", "small_column"), "i32") | {"values": "*fp8e4nv"}
-    tile = {name: value for name, value in module.PROJECTED.items() if name != "num_warps"}
-    padded = {"R": rank, "R_PADDED": 16 if rank == 16 else 64}
-    constants = {"HAS_FACTOR": True, "LARGEST": module.LARGEST, "SMALLEST": module.SMALLEST_SCALE, **padded}
-    for height in (module.LOWEST, tile["BT"]):
-        sizes = constants | tile | {"BT": height}
-        compile_for(HOPPER, module._rows_and_product, types, sizes, num_warps=module.PROJECTED["num_warps"])
 
 
 @pytest.mark.parametrize("width", [4096, 11008, 16384])
@@ -113,10 +99,12 @@ def test_the_gated_mlp(capability):
     from tunesmith.kernels import swiglu as module
 
     tensors = ("d_act", "g", "y", "low", "b_gate", "b_up", "a_down", "act", "d_y")
-    types = dict.fromkeys(tensors, "*bf16") | {"sums": "*fp32", "T": "i32", "WIDTH": "i32", "ROWS": "i32"}
+    types = dict.fromkeys(tensors, "*bf16") | {"sums": "*fp32", "scale": "*fp32"}
+    types |= {"T": "i32", "WIDTH": "i32", "ROWS": "i32"}
     for kernel, tile in ((module._forward, module.FORWARD), (module._backward, module.BACKWARD)):
         named = {name: kind for name, kind in types.items() if name in kernel.arg_names}
         constants = {"R": 16, "R_PADDED": 16, "BT": tile["BT"], "BI": tile["BI"]}
+        constants |= {"SCALED": capability == HOPPER} if "SCALED" in kernel.arg_names else {}
         options = {name: tile[name] for name in ("num_warps", "num_stages")}
         for ahead in {tile["AHEAD"], 3}:
             compile_for(capability, kernel, named, constants | {"AHEAD": ahead}, **options)
@@ -132,16 +120,13 @@ def test_weights_out_of_nf4(out):
     compile_for(HOPPER, module._kernel, types, constants, num_warps=4)
 
 
-@pytest.mark.parametrize(("back", "fp8"), [(False, False), (True, False), (True, True)])
-def test_rotary_positions(back, fp8):
-    from tunesmith.kernels import quantize
+@pytest.mark.parametrize("back", [False, True])
+def test_rotary_positions(back):
     from tunesmith.kernels import rotary_fused as module
 
     tensors = ("q", "k", "v", "cos", "sin", "q_out", "k_out", "v_out")
     strides = [name for name in module._rotate.arg_names if name.endswith(("_row", "_head"))]
     types = dict.fromkeys(tensors, "*bf16") | dict.fromkeys(strides, "i32")
-    types |= {"factor": "*fp32", "values": "*fp8e4nv" if fp8 else "*bf16", "scale": "*fp32"}
-    constants = {"H": 32, "G": 8, "V": 8, "D": 128, "HEADS": 64, "HALF": 64, "BACK": back, "FP8": fp8}
-    constants |= {"HAS_FACTOR": fp8, "LARGEST": quantize.LARGEST, "SMALLEST": quantize.SMALLEST_SCALE}
-    for capability in (HOPPER,) if fp8 else (HOPPER, AMPERE):
+    constants = {"H": 32, "G": 8, "V": 8, "D": 128, "HEADS": 64, "HALF": 64, "BACK": back}
+    for capability in (HOPPER, AMPERE):
         compile_for(capability, module._rotate, types, constants, num_warps=module.WARPS)

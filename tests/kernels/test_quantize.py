@@ -5,29 +5,12 @@ import torch
 from interpreted import run_interpreted
 
 from tunesmith.kernels.fp8 import quantize_turned, quantize_with_maxima
-from tunesmith.kernels.lowrank import quantize_and_project, quantize_apart
+from tunesmith.kernels.lowrank import quantize_apart, quantize_rows, turn
 
 
 def test_rows_and_turned_columns_come_out_over_their_scales_in_the_interpreter():
     # In fp32: the interpreter does not round to fp8 as a GPU does.
     assert "quantize: 4 cases" in run_interpreted("check_quantize")
-
-
-def test_rows_and_a_small_product_come_out_of_one_pass_in_the_interpreter():
-    assert "quantize_and_project: 48 cases" in run_interpreted("check_quantize_and_project")
-
-
-@pytest.mark.parametrize("has_factor", [False, True])
-def test_the_operator_gives_what_its_two_parts_give(has_factor):
-    generator = torch.Generator().manual_seed(0)
-    x, a = torch.randn(7, 32, generator=generator), torch.randn(3, 32, generator=generator)
-    factor = torch.rand(32, generator=generator) + 0.5 if has_factor else None
-    values, scale, low = quantize_and_project(x, factor, a.t())
-    wanted, wanted_scale = quantize_apart(x, factor)
-    assert torch.equal(values.float(), wanted.float())
-    assert torch.equal(scale, wanted_scale)
-    torch.testing.assert_close(low, x @ a.t())
-    torch.library.opcheck(quantize_and_project, (x, factor, a.t()), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_rows_and_the_largest_of_their_columns_come_out_of_one_pass_in_the_interpreter():
@@ -58,15 +41,6 @@ def test_rows_and_turned_columns_come_out_over_their_scales_on_the_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_rows_and_a_small_product_come_out_of_one_pass_on_the_gpu():
-    from kernel_cases import check_quantize_and_project
-
-    check_quantize_and_project("cuda", (torch.float32, torch.bfloat16), torch.float32)
-    check_quantize_and_project("cuda", (torch.bfloat16,), torch.float8_e4m3fn)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_rows_and_the_largest_of_their_columns_come_out_of_one_pass_on_the_gpu():
     from kernel_cases import check_quantize_with_maxima
 
@@ -82,3 +56,21 @@ def test_matrices_whose_rows_are_not_whole_are_quantized_rightly_on_the_gpu():
         assert torch.equal(one.float(), two.float())
     for one, two in zip(quantize_with_maxima(x.t()), quantize_with_maxima(x.t().contiguous()), strict=True):
         assert torch.equal(one.float(), two.float())
+
+
+def test_a_matrix_in_fp8_is_transposed():
+    values = quantize_rows(torch.randn(7, 32, generator=torch.Generator().manual_seed(0)))[0]
+    assert torch.equal(turn(values).float(), values.float().t())
+    torch.library.opcheck(turn, (values,), test_utils=("test_faketensor",))
+
+
+def test_a_matrix_in_fp8_is_transposed_in_the_interpreter():
+    assert "turn: 3 cases" in run_interpreted("check_turn")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_matrix_in_fp8_is_transposed_on_the_gpu():
+    from kernel_cases import check_turn
+
+    check_turn("cuda")

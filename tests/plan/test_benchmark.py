@@ -92,7 +92,7 @@ def test_the_page_is_made_from_the_recorded_runs(planner, tmp_path, monkeypatch)
     size = memory.peak(memory.timeline(task, choice)[1:]).memory
     seconds = planner.speed.step_time(task, choice).total
     row = {"name": one.name, "configuration": planner.dataclasses.asdict(one), "document_length": 400.0, "tokens": 1024}
-    row["loss"] = planner.dataclasses.asdict(memory.LOSS)
+    row["way"] = planner.dataclasses.asdict(memory.WAY)
     measured = {"peak_bytes": size.allocated, "step_seconds": seconds * 1.1}
     rows = [
         row | measured | {"limit_bytes": None},
@@ -139,6 +139,7 @@ def test_what_was_measured_later_is_marked_and_told_apart(planner, tmp_path, mon
             "peak_bytes": size,
             "tokens": 1024,
             "document_length": 400.0,
+            "way": planner.dataclasses.asdict(memory.WAY),
         }
 
     size = memory.peak(memory.timeline(*planner.settle(one, named("H200"), "cuda", 400.0))[1:]).memory.allocated

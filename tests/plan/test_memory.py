@@ -153,7 +153,7 @@ def test_a_frozen_head_in_fp8_costs_a_byte_a_weight_and_one_a_logit(method, choi
     given = task("Llama-3.1-8B", "8 x H200", method, 4096, 4)
     found, without = (
         next(one.memory for one in memory.timeline(given, choice, way) if one.name == "loss")
-        for way in (memory.Loss(), memory.Loss(can_be_fp8=False))
+        for way in (memory.Way(), memory.Way(can_be_fp8=False))
     )
     assert found.weights - without.weights == is_there * given.facts.embedding
     assert found.loss - without.loss == is_there * memory.LOGITS["cuda"]
@@ -162,7 +162,7 @@ def test_a_frozen_head_in_fp8_costs_a_byte_a_weight_and_one_a_logit(method, choi
 def test_a_second_chunk_of_logits_is_as_large_as_the_first():
     given = task("Llama-3.1-8B", "H200", "lora", 4096, 4)
     choice = Choice(micro_batch=4)
-    one, two = (memory.timeline(given, choice, memory.Loss(chunks=count))[2].memory.loss for count in (1, 2))
+    one, two = (memory.timeline(given, choice, memory.Way(chunks=count))[2].memory.loss for count in (1, 2))
     assert two - one == 2 * memory.LOGITS["cuda"]
 
 

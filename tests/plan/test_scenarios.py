@@ -294,8 +294,9 @@ def test_attention_is_kept_where_there_is_room_for_it():
         named("H200"),
         pins={name: getattr(chosen, name) for name in ("recompute_layers", "mlp_slice")} | {"keep_attention": False},
     ).plan
-    kept = 131072 * (4096 * 2 + 32 * 4) * (chosen.recompute_layers - 1)  # the one at hand would have it either way
-    assert 0 <= chosen.memory.activations - tighter.memory.activations - kept < 1024
+    kept = (chosen.memory.activations - tighter.memory.activations) / (131072 * (4096 * 2 + 32 * 4))
+    # At some moments there is a layer at hand that would have it either way.
+    assert round(kept, 4) in (chosen.recompute_layers - 1, chosen.recompute_layers)
     assert tighter.time.recomputation > chosen.time.recomputation
 
 

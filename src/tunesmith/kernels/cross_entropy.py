@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 
 BLOCK = 8192
+LOWEST = -1e30
+"""Below every logit, and unlike minus infinity a number to subtract from."""
 LARGEST = 448.0
 
 
@@ -84,6 +86,7 @@ def _run(logits_cv, labels_c, weights_c, values8_cw, results, scale, softcap, z_
         NEEDS_GRADIENT=needs_gradient,
         IN_FP8=values8_cw is not None,
         LARGEST=LARGEST,
+        LOWEST=LOWEST,
         BLOCK=block,
         num_warps=8 if block >= 4096 else 4,
     )
@@ -109,32 +112,39 @@ def _row(
     NEEDS_GRADIENT: tl.constexpr,
     IN_FP8: tl.constexpr,
     LARGEST: tl.constexpr,
+    LOWEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
     label = tl.load(labels + row)
     offsets = tl.arange(0, BLOCK)
-    largest = float("-inf")
-    largest_other = float("-inf")
-    total = 0.0
-    for first in range(0, vocabulary, BLOCK):
-        inside = first + offsets < vocabulary
-        z = tl.load(start + first + offsets, mask=inside, other=float("-inf")).to(tl.float32) * scale
-        if HAS_SOFTCAP:
-            z = tl.where(inside, softcap * _tanh(z / softcap), float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(z, 0))
-        total = total * tl.exp(largest - new_largest) + tl.sum(tl.exp(z - new_largest), 0)
-        largest = new_largest
-        if IN_FP8:
-            largest_other = tl.maximum(largest_other, tl.max(tl.where(first + offsets == label, float("-inf"), z), 0))
-    log_total = largest + tl.log(total)
     own = tl.load(start + label).to(tl.float32) * scale
     slope = 1.0
     if HAS_SOFTCAP:
         own_capped = _tanh(own / softcap)
         own = softcap * own_capped
         slope = 1.0 - own_capped * own_capped
+    # Sums stay apart until the end: bringing them together in each block would take longer than all else. In fp8 the
+    # label is not among them.
+    largest = LOWEST
+    totals = tl.zeros((BLOCK,), dtype=tl.float32)
+    for first in range(0, vocabulary, BLOCK):
+        inside = first + offsets < vocabulary
+        if IN_FP8:
+            inside = inside & (first + offsets != label)
+        z = tl.load(start + first + offsets, mask=inside, other=float("-inf")).to(tl.float32) * scale
+        if HAS_SOFTCAP:
+            z = tl.where(inside, softcap * _tanh(z / softcap), float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(z, 0))
+        totals = totals * tl.exp(largest - new_largest) + tl.exp(z - new_largest)
+        largest = new_largest
+    total = tl.sum(totals, 0)
+    largest_other = largest
+    if IN_FP8:
+        largest = tl.maximum(largest_other, own)
+        total = total * tl.exp(largest_other - largest) + tl.exp(own - largest)
+    log_total = largest + tl.log(total)
     tl.store(losses + row, log_total - own)
     tl.store(log_totals + row, log_total)
     weight = tl.load(weights + row) * scale

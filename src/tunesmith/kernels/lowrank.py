@@ -73,24 +73,21 @@ def _(x, factor):
     return quantized_like(x)
 
 
-@operator("quantize_and_project")
-def quantize_and_project(
-    x: torch.Tensor, factor: torch.Tensor | None, small: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`quantize_rows(x * factor)` and `x @ small` in one pass over x; `small` [K, R] may be a transposed view."""
-    if not x.is_cuda:
-        return *quantize_apart(x, factor), x @ small
-    from tunesmith.kernels.quantize import quantize_and_project_into
+@operator("turn")
+def turn(values8: torch.Tensor) -> torch.Tensor:
+    """The transposed matrix."""
+    if not values8.is_cuda:
+        return values8.t().contiguous()
+    from tunesmith.kernels.quantize import turn_into
 
-    values, scale = quantized_like(x)
-    low = x.new_empty(x.shape[0], small.shape[1])
-    quantize_and_project_into(with_whole_rows(x), factor, small, values, scale, low)
-    return values, scale, low
+    turned = _turned_like(values8)
+    turn_into(values8.contiguous(), turned)
+    return turned
 
 
-@torch.library.register_fake(quantize_and_project)
-def _(x, factor, small):
-    return *quantized_like(x), x.new_empty(x.shape[0], small.shape[1])
+@torch.library.register_fake(turn)
+def _turned_like(values8):
+    return values8.new_empty(values8.shape[1], values8.shape[0])
 
 
 def with_whole_rows(x: torch.Tensor) -> torch.Tensor:
@@ -124,23 +121,21 @@ class _LowRank(torch.autograd.Function):
 class _LowRankFp8(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_tk, held, scale_n, a_rk, b_nr, bias_n, rows, turned8_kn):
-        x8_tk, scale_t, low_tr = quantize_and_project(x_tk, None, a_rk.t())
+        low_tr = x_tk @ a_rk.t()
         ctx.save_for_backward(x_tk, held, scale_n, a_rk, b_nr, low_tr, turned8_kn)
         ctx.rows = rows
         weight8_nk = whole(held, rows, x_tk.shape[1], x_tk, scale_n)
-        y = product_plus_small_fp8(x8_tk, scale_t, weight8_nk, scale_n, low_tr, b_nr.t(), x_tk.dtype)
+        y = product_plus_small_fp8(*quantize_apart(x_tk, None), weight8_nk, scale_n, low_tr, b_nr.t(), x_tk.dtype)
         return y if bias_n is None else y + bias_n
 
     @staticmethod
     def backward(ctx, g_tn):
         x_tk, held, scale_n, a_rk, b_nr, low_tr, turned8_kn = ctx.saved_tensors
+        g_tr = g_tn @ b_nr
         d_x = None
-        if not ctx.needs_input_grad[0]:
-            g_tr = g_tn @ b_nr
-        else:
-            g8_tn, scale_t, g_tr = quantize_and_project(g_tn, scale_n, b_nr)
+        if ctx.needs_input_grad[0]:
             turned = turned_fp8(held, turned8_kn, ctx.rows, x_tk.shape[1], g_tn, scale_n)
-            d_x = product_plus_small_fp8(g8_tn, scale_t, *turned, g_tr, a_rk, g_tn.dtype)
+            d_x = product_plus_small_fp8(*quantize_apart(g_tn, scale_n), *turned, g_tr, a_rk, g_tn.dtype)
         return d_x, None, None, g_tr.t() @ x_tk, g_tn.t() @ low_tr, None, None, None
 
 
@@ -155,7 +150,7 @@ def turned_fp8(
     """The transposed weight for a gradient that has the rows' scales in it already, and ones in place of scales. Made
     anew each time where it is not kept: 6 ms a step for an 8B model, against 7 GB."""
     if turned8_kn is None:
-        turned8_kn = whole(held, rows, columns, like, scale_n).t().contiguous()
+        turned8_kn = turn(whole(held, rows, columns, like, scale_n))
     return turned8_kn, torch.ones(columns, device=like.device, dtype=torch.float32)
 
 

@@ -18,7 +18,7 @@ from tunesmith.kernels.lowrank import (
     product_fp8,
     product_plus_small,
     product_plus_small_fp8,
-    quantize_and_project,
+    quantize_apart,
     quantize_rows,
     turned_fp8,
 )
@@ -76,12 +76,12 @@ class _LowRankMlp(torch.autograd.Function):
         return d_x, *[None] * 6, *d_factors
 
 
-def _up(x, gate_up, gate_up_scale, a_gate_up, b_gate, b_up, a_down):
+def _up(x, gate_up, gate_up_scale, a_gate_up, b_gate, b_up, a_down, quantize=quantize_rows):
     """From the input to the activation (in its own precision, and in fp8 with scales), and what backward needs."""
     is_fp8 = gate_up_scale is not None
     low = x @ a_gate_up.t()
     weight = whole(gate_up, _rows(b_gate, b_up), x.shape[1], x, gate_up_scale)
-    y = product_fp8(*quantize_rows(x), weight, gate_up_scale, x.dtype) if is_fp8 else x @ weight.t()
+    y = product_fp8(*quantize(x), weight, gate_up_scale, x.dtype) if is_fp8 else x @ weight.t()
     act, act8, act_scale = swiglu(y, low, b_gate, b_up, is_fp8)
     return y, low, act @ a_down.t(), (act, act8, act_scale)
 
@@ -115,16 +115,18 @@ def _gradients(
 ):
     """Of the input (None when not needed) and of the five factors."""
     is_fp8 = gate_up_scale is not None
+    g_down = g @ b_down
     if is_fp8:
-        g8, g_scale, g_down = quantize_and_project(g, down_scale, b_down)
         turned = turned_fp8(down, down_turned, _rows(b_down), a_down.shape[1], g, down_scale)
-        d_act = product_fp8(g8, g_scale, *turned, g.dtype)
+        d_act = product_fp8(*quantize_apart(g, down_scale), *turned, g.dtype)
     else:
-        g_down = g @ b_down
         d_act = g @ whole(down, _rows(b_down), a_down.shape[1], g)
     scale_in = gate_up_scale if is_fp8 else y.new_empty(0, dtype=torch.float32)
     d_y, d8, d_scale, d_factors = swiglu_backward(d_act, g_down, y, low, b_gate, b_up, a_down, scale_in, is_fp8)
     intermediate = b_gate.shape[0]
+    if is_fp8:  # d_y has the weights' scales in it
+        scale_gate, scale_up = gate_up_scale[:, None].split(intermediate)
+        b_gate, b_up = (b_gate / scale_gate).to(g.dtype), (b_up / scale_up).to(g.dtype)
     g_gate_up = torch.cat([d_y[:, :intermediate] @ b_gate, d_y[:, intermediate:] @ b_up], dim=1)
     d_x = None
     if needs_x:
@@ -156,8 +158,9 @@ def _sliced(
     size: int,
 ) -> torch.Tensor:
     out = torch.empty_like(x)
+    factors = (a_gate_up, b_gate, b_up, a_down)
     for part in _slices(x, size):
-        _, _, low_down, activation = _up(x[part], gate_up, gate_up_scale, a_gate_up, b_gate, b_up, a_down)
+        _, _, low_down, activation = _up(x[part], gate_up, gate_up_scale, *factors[:4], quantize=_quantize_alone)
         out[part] = _down(*activation, down, down_scale, low_down, b_down)
         del activation  # before the next slice makes its own
     return out
@@ -190,7 +193,7 @@ def _sliced_backward(
     sums = [torch.zeros_like(factor, dtype=torch.float32) for factor in factors]
     frozen = (gate_up, gate_up_scale, down, down_scale)
     for part in _slices(x, size):
-        y, low, low_down, activation = _up(x[part], gate_up, gate_up_scale, a_gate_up, b_gate, b_up, a_down)
+        y, low, low_down, activation = _up(x[part], gate_up, gate_up_scale, *factors[:4], quantize=_quantize_alone)
         del activation  # backward computes it again on the way
         d_part, *d_factors = _gradients(g[part], x[part], y, low, low_down, *frozen, *factors, needs_x=needs_x)
         if needs_x:
@@ -220,6 +223,11 @@ def _backward(ctx, g):
 
 
 torch.library.register_autograd(_sliced, _backward, setup_context=_keep)
+
+
+def _quantize_alone(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where no compiler makes it part of what computes x."""
+    return quantize_apart(x, None)
 
 
 def _slices(x: torch.Tensor, size: int) -> Iterator[slice]:

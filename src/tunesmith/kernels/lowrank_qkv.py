@@ -1,7 +1,7 @@
 """The joint product of queries, keys and values with frozen weights and adapters, rotated, as one operation.
 
 `rotate(x @ W.T + (x @ A.T) @ B.T)`, apart into queries, keys and values. The product itself is not kept, and the
-gradients of the three become one matrix, quantized where the products run in fp8, in the pass that rotates them back.
+gradients of the three become one matrix in the pass that rotates them back.
 
 Legend: T tokens, K inputs, N outputs, R rank, D head dim; `8` marks fp8 values.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tunesmith.kernels.lowrank import product_plus_small, product_plus_small_fp8, quantize_and_project, turned_fp8
+from tunesmith.kernels.lowrank import product_plus_small, product_plus_small_fp8, quantize_apart, turned_fp8
 from tunesmith.kernels.nf4 import whole
 from tunesmith.kernels.rotary import rotated_apart, rotated_back
 
@@ -39,12 +39,11 @@ class _LowRankQkv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_tk, held, scale_n, a_rk, b_nr, bias_n, rows, turned8_kn, cos_td, sin_td):
         weight_nk = whole(held, rows, x_tk.shape[1], x_tk, scale_n)
+        low_tr = x_tk @ a_rk.t()
         if scale_n is None:
-            low_tr = x_tk @ a_rk.t()
             y_tn = product_plus_small(x_tk, weight_nk.t(), low_tr, b_nr.t(), bias_n)
         else:
-            *x8, low_tr = quantize_and_project(x_tk, None, a_rk.t())
-            y_tn = product_plus_small_fp8(*x8, weight_nk, scale_n, low_tr, b_nr.t(), x_tk.dtype)
+            y_tn = product_plus_small_fp8(*quantize_apart(x_tk, None), weight_nk, scale_n, low_tr, b_nr.t(), x_tk.dtype)
             y_tn = y_tn if bias_n is None else y_tn + bias_n
         ctx.save_for_backward(x_tk, held, scale_n, a_rk, b_nr, low_tr, turned8_kn, cos_td, sin_td)
         ctx.rows = rows
@@ -53,14 +52,13 @@ class _LowRankQkv(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_q, d_k, d_v):
         x_tk, held, scale_n, a_rk, b_nr, low_tr, turned8_kn, cos_td, sin_td = ctx.saved_tensors
-        is_fp8 = scale_n is not None
-        g_tn, *g8 = rotated_back(d_q, d_k, d_v, cos_td, sin_td, scale_n, is_fp8)
+        g_tn = rotated_back(d_q, d_k, d_v, cos_td, sin_td)
         g_tr = g_tn @ b_nr
         d_x = None
         if ctx.needs_input_grad[0]:
-            if is_fp8:
+            if scale_n is not None:
                 turned = turned_fp8(held, turned8_kn, ctx.rows, x_tk.shape[1], g_tn, scale_n)
-                d_x = product_plus_small_fp8(*g8, *turned, g_tr, a_rk, g_tn.dtype)
+                d_x = product_plus_small_fp8(*quantize_apart(g_tn, scale_n), *turned, g_tr, a_rk, g_tn.dtype)
             else:
                 weight_nk = whole(held, ctx.rows, x_tk.shape[1], g_tn)
                 d_x = product_plus_small(g_tn, weight_nk, g_tr, a_rk, None)

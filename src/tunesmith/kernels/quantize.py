@@ -1,10 +1,10 @@
 """Matrices to fp8 in own kernels, where the compiler would read them more often than needed.
 
-`quantize_rows` holds a row in registers: one read, one write. `quantize_and_project` also multiplies by a small matrix
-on the way. `quantize_turned` quantizes along the other dimension and writes the transposed matrix, as fp8 products
-want it; the largest values of the columns, which it needs, may come from `quantize_with_maxima`.
+`quantize_rows` holds a row in registers: one read, one write. `quantize_turned` quantizes along the other dimension and
+writes the transposed matrix, as fp8 products want it; the largest values of the columns, which it needs, may come from
+`quantize_with_maxima`. `turn` transposes what is in fp8 already.
 
-Legend: T rows, K columns, R columns of a small matrix; `8` marks fp8 values.
+Legend: T rows, K columns; `8` marks fp8 values.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ PER_WARP = 1024
 """Values of a row that a warp holds, where it has enough of them."""
 TURNED = {"BT": 128, "BK": 128, "num_warps": 4}
 """Tile of a program that transposes."""
+BYTES = {"BN": 128, "BK": 128, "num_warps": 8}
+"""Of one that transposes what is in fp8 already."""
 MAXIMA = {"PART": 1024, "BT": 32, "BK": 128, "num_warps": 4}
 """Of one that looks for the largest values of some columns, over so many rows."""
 WITH_MAXIMA = {"STAGES": 3, "PER_WARP": 512, "AT_WORK": 16384}
@@ -26,16 +28,8 @@ WITH_MAXIMA = {"STAGES": 3, "PER_WARP": 512, "AT_WORK": 16384}
 and values that the programs of a multiprocessor hold together."""
 WIDEST_WITH_MAXIMA = 16384
 """Wider rows and as many largest values do not fit into registers."""
-PROJECTED = {"BT": 32, "BK": 256, "STAGES": 3, "num_warps": 8}
-"""Of one that multiplies by a small matrix. Each tile reads all of that matrix, from the cache: low ones read it often,
-high ones have many rows in flight."""
-IN_FLIGHT = 36 << 20
-"""Bytes of rows that programs are at work on: they are read a second time, and should still be in the cache (50 MB)."""
-LOWEST, MULTIPROCESSORS = 16, 132
-"""Rows of a tile where there are too few to keep every multiprocessor busy with higher ones."""
-WIDEST, HIGHEST_RANK = 8192, 64
-"""Of what is multiplied on the way: a tile of wider rows does not stay in the cache, sums of more columns not in
-registers."""
+MULTIPROCESSORS = 132
+"""Of an H100 or H200; programs that go on from row to row are as many as these can hold."""
 
 
 def quantize_rows_into(
@@ -58,48 +52,6 @@ def quantize_rows_into(
         num_warps=min(32, max(4, block // PER_WARP)),
         num_stages=1,
     )
-
-
-def quantize_and_project_into(
-    x_tk: torch.Tensor,
-    factor_k: torch.Tensor | None,
-    small_kr: torch.Tensor,
-    values: torch.Tensor,
-    scale_t1: torch.Tensor,
-    low_tr: torch.Tensor,
-) -> None:
-    """`quantize_rows_into`, and `low = x @ small` (without the factor), with x read from memory once where it fits."""
-    (rows, columns), rank = x_tk.shape, small_kr.shape[1]
-    if columns > WIDEST or rank > HIGHEST_RANK:
-        quantize_rows_into(x_tk, factor_k, values, scale_t1)
-        torch.mm(x_tk, small_kr, out=low_tr)
-        return
-    tile = PROJECTED if rows > PROJECTED["BT"] * MULTIPROCESSORS else PROJECTED | {"BT": LOWEST}
-    _rows_and_product[(_programs(x_tk, tile["BT"]),)](
-        x_tk,
-        x_tk if factor_k is None else factor_k,
-        small_kr,
-        values,
-        scale_t1,
-        low_tr,
-        rows,
-        columns,
-        x_tk.stride(0),
-        *small_kr.stride(),
-        HAS_FACTOR=factor_k is not None,
-        LARGEST=LARGEST,
-        SMALLEST=SMALLEST_SCALE,
-        R=rank,
-        R_PADDED=max(16, triton.next_power_of_2(rank)),
-        **tile,
-    )
-
-
-def _programs(x_tk: torch.Tensor, height: int) -> int:
-    """How many share the tiles of so many rows: no more than the cache has room for, each with as many tiles."""
-    tiles = triton.cdiv(x_tk.shape[0], height)
-    most = max(1, IN_FLIGHT // (height * x_tk.shape[1] * x_tk.element_size()))
-    return triton.cdiv(tiles, triton.cdiv(tiles, most))
 
 
 def quantize_with_maxima_into(
@@ -154,6 +106,14 @@ def quantize_turned_into(
         LARGEST=LARGEST,
         SMALLEST=SMALLEST_SCALE,
         **TURNED,
+    )
+
+
+def turn_into(values8_nk: torch.Tensor, turned8_kn: torch.Tensor) -> None:
+    """The transposed matrix."""
+    rows, columns = values8_nk.shape
+    _turn_bytes[(triton.cdiv(columns, BYTES["BK"]), triton.cdiv(rows, BYTES["BN"]))](
+        values8_nk.view(torch.uint8), turned8_kn.view(torch.uint8), rows, columns, **BYTES
     )
 
 
@@ -232,64 +192,6 @@ def _rows_and_maxima(
 
 
 @triton.jit
-def _rows_and_product(
-    x,
-    factor,
-    small,
-    values,
-    scale,
-    low,
-    T,
-    K,
-    x_row,
-    small_row,
-    small_column,
-    HAS_FACTOR: tl.constexpr,
-    LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    R: tl.constexpr,
-    R_PADDED: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    ranks = tl.arange(0, R_PADDED)
-    is_rank = ranks < R
-    for tile in range(tl.program_id(0), tl.cdiv(T, BT), tl.num_programs(0)):
-        rows = (tile * BT + tl.arange(0, BT)).to(tl.int64)
-        is_row = rows < T
-        found = tl.zeros((BT, BK), dtype=tl.float32)
-        product = tl.zeros((BT, R_PADDED), dtype=tl.float32)
-        for start in tl.range(0, K, BK, num_stages=STAGES):
-            columns = start + tl.arange(0, BK)
-            is_column = columns < K
-            inside = is_row[:, None] & is_column[None, :]
-            value = tl.load(x + rows[:, None] * x_row + columns[None, :], mask=inside, other=0.0)
-            of_small = small + columns[:, None] * small_row + ranks[None, :] * small_column
-            some = tl.load(of_small, mask=is_column[:, None] & is_rank[None, :], other=0.0)
-            product = tl.dot(value, some, product, input_precision="ieee")
-            scaled = value.to(tl.float32)
-            if HAS_FACTOR:
-                scaled *= tl.load(factor + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-            found = tl.maximum(found, tl.abs(scaled))
-        step = tl.maximum(tl.max(found, 1) / LARGEST, SMALLEST)
-        inverse = 1.0 / step
-        tl.store(scale + rows, step, mask=is_row)
-        of_low = low + rows[:, None] * R + ranks[None, :]
-        tl.store(of_low, product.to(low.dtype.element_ty), mask=is_row[:, None] & is_rank[None, :])
-        for start in tl.range(0, K, BK, num_stages=STAGES):
-            columns = start + tl.arange(0, BK)
-            is_column = columns < K
-            inside = is_row[:, None] & is_column[None, :]
-            of_x = x + rows[:, None] * x_row + columns[None, :]
-            scaled = tl.load(of_x, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            if HAS_FACTOR:
-                scaled *= tl.load(factor + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-            value8 = (scaled * inverse[:, None]).to(values.dtype.element_ty)
-            tl.store(values + rows[:, None] * K + columns[None, :], value8, mask=inside)
-
-
-@triton.jit
 def _column_maxima(x, largest, stride, T, K, PART: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
     columns = tl.program_id(0) * BK + tl.arange(0, BK)
     is_column = columns < K
@@ -335,3 +237,12 @@ def _turn(
     tl.store(values + columns[:, None] * LONGEST + rows[None, :], value8, mask=is_place)
     if tl.program_id(1) == 0:
         tl.store(scale + columns, step, mask=is_column)
+
+
+@triton.jit
+def _turn_bytes(x, turned, N, K, BN: tl.constexpr, BK: tl.constexpr):
+    rows = (tl.program_id(1) * BN + tl.arange(0, BN)).to(tl.int64)
+    columns = (tl.program_id(0) * BK + tl.arange(0, BK)).to(tl.int64)
+    inside = (rows < N)[:, None] & (columns < K)[None, :]
+    value = tl.trans(tl.load(x + rows[:, None] * K + columns[None, :], mask=inside, other=0))
+    tl.store(turned + columns[:, None] * N + rows[None, :], value, mask=(columns < K)[:, None] & (rows < N)[None, :])

@@ -1,17 +1,15 @@
-"""Rotary positions of queries and keys, and values copied beside them, in one pass; backward too, with the gradient's
-rows quantized to fp8 on the way where asked.
+"""Rotary positions of queries and keys, and values copied beside them, in one pass; backward too.
 
 The compiler needs three times as long for the gradient, which it gathers piece by piece (docs/lab.md). The first half
 of a head is rotated against the second, as in Llama and its descendants: `x * cos + (-second, first) * sin`.
 
-Legend: T tokens, H query heads, G key heads, D head dim, N = (H + 2 G) D; `8` marks fp8 values.
+Legend: T tokens, H query heads, G key heads, D head dim, N = (H + 2 G) D.
 """
 
 from __future__ import annotations
 
 import torch
 
-from tunesmith.kernels.lowrank import E4M3, quantize_rows
 from tunesmith.kernels.operator import operator
 
 
@@ -80,44 +78,29 @@ def _(y_tn, cos_td, sin_td, key_heads):
 
 @operator("rotated_back")
 def rotated_back(
-    d_q: torch.Tensor,
-    d_k: torch.Tensor,
-    d_v: torch.Tensor,
-    cos_td: torch.Tensor,
-    sin_td: torch.Tensor,
-    factor_n: torch.Tensor | None,
-    fp8: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradient of the joint product, and the fp8 values of its rows times `factor_n`, with their scales (empty when
-    `fp8` is off)."""
-    g_tn, values, scale = _joint(d_q, d_k, fp8)
+    d_q: torch.Tensor, d_k: torch.Tensor, d_v: torch.Tensor, cos_td: torch.Tensor, sin_td: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the joint product [T, N]."""
+    g_tn = _joint(d_q, d_k)
     parts = _apart(g_tn, cos_td, d_k.shape[1])
     if not d_q.is_cuda:
         for one, target in zip((d_q, d_k), parts, strict=False):
             target.copy_(_plain(one, cos_td, sin_td, True))
         parts[2].copy_(d_v)
-        if fp8:
-            values, scale = quantize_rows(g_tn if factor_n is None else g_tn.float() * factor_n)
-        return g_tn, values, scale
+        return g_tn
     from tunesmith.kernels.rotary_fused import rotate_into
 
-    rotate_into((d_q, d_k, d_v), cos_td, sin_td, parts, back=True, quantized=(factor_n, values, scale) if fp8 else None)
-    return g_tn, values, scale
+    rotate_into((d_q, d_k, d_v), cos_td, sin_td, parts, back=True)
+    return g_tn
 
 
 @torch.library.register_fake(rotated_back)
-def _(d_q, d_k, d_v, cos_td, sin_td, factor_n, fp8):
-    return _joint(d_q, d_k, fp8)
+def _(d_q, d_k, d_v, cos_td, sin_td):
+    return _joint(d_q, d_k)
 
 
-def _joint(d_q: torch.Tensor, d_k: torch.Tensor, fp8: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens, width = d_q.shape[0], (d_q.shape[1] + 2 * d_k.shape[1]) * d_q.shape[2]
-    rows = tokens if fp8 else 0
-    return (
-        d_q.new_empty(tokens, width),
-        d_q.new_empty(rows, width, dtype=E4M3),
-        d_q.new_empty(rows, 1, dtype=torch.float32),
-    )
+def _joint(d_q: torch.Tensor, d_k: torch.Tensor) -> torch.Tensor:
+    return d_q.new_empty(d_q.shape[0], (d_q.shape[1] + 2 * d_k.shape[1]) * d_q.shape[2])
 
 
 def _apart(y_tn: torch.Tensor, cos_td: torch.Tensor, key_heads: int) -> tuple[torch.Tensor, ...]:

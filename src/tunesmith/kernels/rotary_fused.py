@@ -9,8 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from tunesmith.kernels.quantize import LARGEST, SMALLEST_SCALE
-
 WARPS = 8
 
 
@@ -21,24 +19,19 @@ def rotate_into(
     targets: tuple[torch.Tensor, ...],
     *,
     back: bool,
-    quantized: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """`parts` are queries, keys and, where there is a third, values, which are only copied: [T, heads, D], as are the
-    `targets`. `quantized`: a factor for each column, and where the fp8 values of the rows and their scales go."""
+    `targets`. (Quantizing the rows in the same pass took longer than in one of its own.)"""
     queries, keys = parts[:2]
     tokens, query_heads, size = queries.shape
     key_heads, value_heads = keys.shape[1], keys.shape[1] if len(parts) == 3 else 0
     parts, targets = ((*some, some[1])[:3] for some in (parts, targets))  # without values: any pointer
     assert all(one.stride(2) == 1 for one in (*parts, *targets))
-    factor, values, scale = quantized or (None, queries, queries)
     _rotate[(tokens,)](
         *parts,
         cos_td.contiguous(),
         sin_td.contiguous(),
         *targets,
-        queries if factor is None else factor,
-        values,
-        scale,
         *(stride for one in (*parts, *targets) for stride in one.stride()[:2]),
         H=query_heads,
         G=key_heads,
@@ -47,10 +40,6 @@ def rotate_into(
         HEADS=triton.next_power_of_2(query_heads + key_heads + value_heads),
         HALF=triton.next_power_of_2(size // 2),
         BACK=back,
-        FP8=quantized is not None,
-        HAS_FACTOR=factor is not None,
-        LARGEST=LARGEST,
-        SMALLEST=SMALLEST_SCALE,
         num_warps=WARPS,
     )
 
@@ -65,9 +54,6 @@ def _rotate(
     q_out,
     k_out,
     v_out,
-    factor,
-    values,
-    scale,
     q_row,
     q_head,
     k_row,
@@ -87,10 +73,6 @@ def _rotate(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BACK: tl.constexpr,
-    FP8: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
-    LARGEST: tl.constexpr,
-    SMALLEST: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
@@ -131,15 +113,3 @@ def _rotate(
         out_v = v_out + token * v_out_row + (head - H - G) * v_out_head + place
         tl.store(out_v, new_first.to(dtype), mask=is_v)
         tl.store(out_v + D // 2, new_second.to(dtype), mask=is_v)
-    if FP8:
-        column = head * D + place
-        inside = (head < H + G + V) & is_place
-        if HAS_FACTOR:
-            new_first *= tl.load(factor + column, mask=inside, other=0.0).to(tl.float32)
-            new_second *= tl.load(factor + column + D // 2, mask=inside, other=0.0).to(tl.float32)
-        largest = tl.maximum(tl.max(tl.max(tl.abs(new_first), 1), 0), tl.max(tl.max(tl.abs(new_second), 1), 0))
-        step = tl.maximum(largest / LARGEST, SMALLEST)
-        target = values + token * ((H + G + V) * D) + column
-        tl.store(target, (new_first / step).to(values.dtype.element_ty), mask=inside)
-        tl.store(target + D // 2, (new_second / step).to(values.dtype.element_ty), mask=inside)
-        tl.store(scale + token, step)

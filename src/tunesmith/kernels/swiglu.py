@@ -72,8 +72,9 @@ def swiglu_backward(
     scale_2i: torch.Tensor,
     fp8: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From the gradient `d_act + g @ a_down` of the activation: that of gate and up [T, 2I], its fp8 values and scales
-    after multiplying by `scale_2i`, and those of b_gate, b_up and a_down transposed [3, I, R]."""
+    """From the gradient `d_act + g @ a_down` of the activation: that of gate and up [T, 2I], and those of b_gate, b_up
+    and a_down transposed [3, I, R]. With `fp8` the first is multiplied by `scale_2i`, and its fp8 values and scales are
+    there too."""
     (tokens, intermediate), rank = d_act_ti.shape, b_gate_ir.shape[1]
     d_y, values, scale = _outputs(y_t2i, tokens, 2 * intermediate, fp8)
     rows, parts = _cut(tokens)
@@ -86,6 +87,7 @@ def swiglu_backward(
         b_gate_ir,
         b_up_ir,
         a_down_ri,
+        scale_2i,
         d_y,
         sums,
         tokens,
@@ -93,10 +95,11 @@ def swiglu_backward(
         rows,
         R=rank,
         R_PADDED=_padded(rank),
+        SCALED=fp8,
         **BACKWARD,
     )
     if fp8:
-        quantize_rows_into(d_y, scale_2i, values, scale)
+        quantize_rows_into(d_y, None, values, scale)
     return d_y, values, scale, sums.sum(0).to(y_t2i.dtype)
 
 
@@ -185,6 +188,7 @@ def _backward(
     b_gate,
     b_up,
     a_down,
+    scale,
     d_y,
     sums,
     T,
@@ -192,6 +196,7 @@ def _backward(
     ROWS,
     R: tl.constexpr,
     R_PADDED: tl.constexpr,
+    SCALED: tl.constexpr,
     BT: tl.constexpr,
     BI: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -203,6 +208,9 @@ def _backward(
     of_gate = _rank_by_column(b_gate, columns, is_column, R, R_PADDED)
     of_up = _rank_by_column(b_up, columns, is_column, R, R_PADDED)
     of_down = tl.load(a_down + rank[:, None] * WIDTH + columns[None, :], mask=known, other=0.0)
+    if SCALED:
+        scale_gate = tl.load(scale + columns, mask=is_column, other=0.0)[None, :]
+        scale_up = tl.load(scale + WIDTH + columns, mask=is_column, other=0.0)[None, :]
     sum_gate = tl.zeros((BI, R_PADDED), dtype=tl.float32)
     sum_up = tl.zeros((BI, R_PADDED), dtype=tl.float32)
     sum_down = tl.zeros((BI, R_PADDED), dtype=tl.float32)
@@ -226,8 +234,12 @@ def _backward(
         act = (silu * up).to(d_y.dtype.element_ty)
         d_gate = (d * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(d_y.dtype.element_ty)
         d_up = (d * silu).to(d_y.dtype.element_ty)
-        tl.store(d_y + wide, d_gate, mask=inside)
-        tl.store(d_y + wide + WIDTH, d_up, mask=inside)
+        if SCALED:
+            tl.store(d_y + wide, (d_gate.to(tl.float32) * scale_gate).to(d_y.dtype.element_ty), mask=inside)
+            tl.store(d_y + wide + WIDTH, (d_up.to(tl.float32) * scale_up).to(d_y.dtype.element_ty), mask=inside)
+        else:
+            tl.store(d_y + wide, d_gate, mask=inside)
+            tl.store(d_y + wide + WIDTH, d_up, mask=inside)
         sum_gate += tl.dot(tl.trans(d_gate), low_gate, input_precision="ieee")
         sum_up += tl.dot(tl.trans(d_up), low_up, input_precision="ieee")
         sum_down += tl.dot(tl.trans(act), low_down, input_precision="ieee")

@@ -62,20 +62,22 @@ HOST_PROCESS = 3 * 2**30
 
 
 @dataclasses.dataclass(frozen=True)
-class Loss:
-    """How it is computed. What was measured when that was done in another way is described by that one."""
+class Way:
+    """How things are computed. What was measured when that was another way is described by that one."""
 
     chunks: int = 1
     """Of logits, at a time."""
     can_be_fp8: bool = True
     """The gradient of what enters a frozen head, where products are in fp8."""
+    keeps_joint: bool = False
+    """The joint product of queries, keys and values is alive as long as the values are."""
 
 
-LOSS = Loss()
+WAY = Way()
 
 
-def timeline(task: Task, choice: Choice, way: Loss = LOSS) -> list[Moment]:
-    """The memory of one rank at each moment of a step that may be its peak. `way`: of the loss."""
+def timeline(task: Task, choice: Choice, way: Way = WAY) -> list[Moment]:
+    """The memory of one rank at each moment of a step that may be its peak."""
     facts, width = task.facts, task.width
     trained = "adapters" if task.has_adapters else "full"
     is_full = not task.has_adapters
@@ -83,7 +85,7 @@ def timeline(task: Task, choice: Choice, way: Loss = LOSS) -> list[Moment]:
     has_fp8_head = way.can_be_fp8 and _has_fp8_head(task, choice)
     static["weights"] += facts.embedding if has_fp8_head else 0
     tokens = choice.tokens(task)
-    saved, one_layer = _activations(task, choice, tokens)
+    saved, one_layer = _activations(task, choice, tokens, way)
     gradients = _gradients(task, choice)
     kept_gradients = _kept_gradients(task, choice)
     gathered, gathered_head, unit = _gathered(task, choice)
@@ -397,10 +399,11 @@ def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, 
 
 
 def _has_fp8_head(task: Task, choice: Choice) -> bool:
-    """Whether a frozen head has its weight in fp8 besides (`model.fp8`): where it is whole on each rank."""
+    """Whether a frozen head has its weight in fp8 besides (`model.fp8`): where it is whole on each rank, and memory is
+    not so short that layers are recomputed."""
     is_cut = choice.tensor * choice.pipeline * choice.expert > 1
     is_whole = not is_cut and choice.sharding in ("none", "ddp", "zero1", "zero2")
-    is_frozen = task.has_adapters and task.facts.has_head
+    is_frozen = task.has_adapters and task.facts.has_head and not choice.recompute_layers
     return choice.products == "fp8" and is_frozen and is_whole and task.facts.hidden % FP8_MULTIPLE == 0
 
 
@@ -454,6 +457,7 @@ def layer_bytes(
     storage: str = "plain",
     tensor: int = 1,
     is_sliced: bool = False,
+    keeps_joint: bool = False,
     crowded: float = 1.0,
 ) -> float:
     """What a layer keeps for backward, for each token. Eager: as autograd's own hooks count it. Compiled: norms and
@@ -472,7 +476,9 @@ def layer_bytes(
         is_apart = _is_apart(task, storage)
         if is_apart or (is_full and products != "fp8"):
             values = 3 if kind.mlp_values == 4 else 2
-        if task.has_adapters and not is_apart:  # a joint product: the values keep all three alive
+        # A joint product that the model itself takes apart and rotates (`model.rotary`): the values keep all of it.
+        is_taken_apart = keeps_joint or tensor > 1 or kind.has_qk_norm
+        if task.has_adapters and not is_apart and is_taken_apart:
             attention += (kind.query + kind.key) * width
     else:
         # An RMS norm keeps its input in fp32 and, where its own weight is trained, what it multiplies with that.
@@ -504,7 +510,7 @@ def layer_bytes(
     return (norms + attention + mlp + adapter) / tensor
 
 
-def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, float]:
+def _activations(task: Task, choice: Choice, tokens: float, way: Way) -> tuple[float, float]:
     """What all layers of this rank keep, and one layer alone, recomputed or not."""
     facts = task.facts
 
@@ -518,6 +524,7 @@ def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, floa
             storage=choice.storage,
             tensor=choice.tensor,
             is_sliced=choice.mlp_slice > 0,
+            keeps_joint=way.keeps_joint,
             crowded=CROWDED if choice.expert > 1 and kind_experts(kind) else 1.0,
         )
 
