@@ -19,7 +19,7 @@ NAMED = (
     ("attention", r"flash_attn|flash_fwd|flash_bwd|fmha"),
     ("products", r"nvjet_sm\d+_qq|e4m3"),
     ("head", r"^_row$"),
-    ("quantizing", r"^(_rows|_column_maxima|_turn)$|triton_.*amax"),
+    ("quantizing", r"^(_rows\w*|_column_maxima|_turn\w*)$|triton_.*amax"),
     ("MLP kernels", r"^(_forward|_backward)$"),
     ("low-rank sums", r"^_add$"),
     ("nf4 and updates", r"^_kernel$"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tunesmith.kernels import quantize
 from tunesmith.measure import bench, peers
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +98,10 @@ def test_kernels_are_sorted_by_what_they_are_for(gpu):
         expected[kind] = expected.get(kind, 0.0) + 2.0**at
     expected[profile.REST] += 200.0 - 127.0
     assert found == expected
+    launched = re.findall(r"(\w+)\[", Path(quantize.__file__).read_text())
+    ours = [name for name in launched if name.startswith("_") and callable(getattr(quantize, name, None))]
+    assert "_turn" in ours
+    assert {profile._kind(name, "fp8") for name in ours} == {"quantizing"}
     assert profile._kind("nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT", "bf16") == "products"
 
 
