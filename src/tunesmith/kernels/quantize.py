@@ -15,7 +15,7 @@ import triton.language as tl
 
 LARGEST = 448.0
 SMALLEST_SCALE = 1e-12 / LARGEST
-PER_WARP = 1024
+PER_WARP = 2048
 """Values of a row that a warp holds, where it has enough of them."""
 TURNED = {"BT": 128, "BK": 128, "num_warps": 4}
 """Tile of a program that transposes."""

@@ -21,8 +21,8 @@ from tunesmith.kernels.lowrank import E4M3
 from tunesmith.kernels.operator import operator
 from tunesmith.kernels.quantize import quantize_rows_into
 
-FORWARD = {"BT": 16, "BI": 128, "AHEAD": None, "num_warps": 4, "num_stages": 3}
-BACKWARD = {"BT": 32, "BI": 64, "AHEAD": None, "num_warps": 4, "num_stages": 2}
+FORWARD = {"BT": 16, "BI": 128, "AHEAD": 3, "num_warps": 4, "num_stages": 3}
+BACKWARD = {"BT": 16, "BI": 128, "AHEAD": 3, "num_warps": 4, "num_stages": 2}
 """Tile and warps of a program. `num_stages` loads the small factors of later tiles ahead; `AHEAD`, a number of tiles in
 its place, the wide tensors too."""
 PARTS, SHORTEST = 16, 256
