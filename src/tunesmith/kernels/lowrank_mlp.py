@@ -20,6 +20,7 @@ from tunesmith.kernels.lowrank import (
     product_plus_small_fp8,
     quantize_apart,
     quantize_rows,
+    turn,
     turned_fp8,
 )
 from tunesmith.kernels.nf4 import whole
@@ -158,9 +159,10 @@ def _sliced(
     size: int,
 ) -> torch.Tensor:
     out = torch.empty_like(x)
+    gate_up, down = _whole_once(x, gate_up, gate_up_scale, down, down_scale, b_gate, b_up, b_down)
     factors = (a_gate_up, b_gate, b_up, a_down)
     for part in _slices(x, size):
-        _, _, low_down, activation = _up(x[part], gate_up, gate_up_scale, *factors[:4], quantize=_quantize_alone)
+        _, _, low_down, activation = _up(x[part], gate_up, gate_up_scale, *factors, quantize=_quantize_alone)
         out[part] = _down(*activation, down, down_scale, low_down, b_down)
         del activation  # before the next slice makes its own
     return out
@@ -191,11 +193,14 @@ def _sliced_backward(
     factors = (a_gate_up, b_gate, b_up, a_down, b_down)
     d_x = torch.empty_like(x) if needs_x else x.new_empty(0)
     sums = [torch.zeros_like(factor, dtype=torch.float32) for factor in factors]
-    frozen = (gate_up, gate_up_scale, down, down_scale)
+    gate_up, down = _whole_once(x, gate_up, gate_up_scale, down, down_scale, b_gate, b_up, b_down)
+    turned = (turn(gate_up), turn(down)) if gate_up_scale is not None else (None, None)
+    frozen = (gate_up, gate_up_scale, down if turned[1] is None else turned[1], down_scale)
+    del down  # the transposed one is enough
     for part in _slices(x, size):
         y, low, low_down, activation = _up(x[part], gate_up, gate_up_scale, *factors[:4], quantize=_quantize_alone)
         del activation  # backward computes it again on the way
-        d_part, *d_factors = _gradients(g[part], x[part], y, low, low_down, *frozen, *factors, needs_x=needs_x)
+        d_part, *d_factors = _gradients(g[part], x[part], y, low, low_down, *frozen, *factors, *turned, needs_x=needs_x)
         if needs_x:
             d_x[part] = d_part
         for total, gradient in zip(sums, d_factors, strict=True):
@@ -223,6 +228,14 @@ def _backward(ctx, g):
 
 
 torch.library.register_autograd(_sliced, _backward, setup_context=_keep)
+
+
+def _whole_once(x, gate_up, gate_up_scale, down, down_scale, b_gate, b_up, b_down):
+    """The weights that all slices multiply with: made from nf4 for all of them."""
+    return (
+        whole(gate_up, _rows(b_gate, b_up), x.shape[1], x, gate_up_scale),
+        whole(down, _rows(b_down), b_gate.shape[0], x, down_scale),
+    )
 
 
 def _quantize_alone(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
