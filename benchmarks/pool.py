@@ -112,6 +112,7 @@ class Pool:
     def run(self) -> Iterator[tuple[Order, dict[str, Any]]]:
         """Each order with what came of it, as soon as it is known; `failed` says why there is nothing. Those that the
         deadline left are not among them."""
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # workers must not outlive this process
         try:
             while self.waiting or any(worker.order for worker in self.workers):
                 if time.monotonic() > self.deadline:
@@ -131,6 +132,7 @@ class Pool:
         finally:
             for worker in self.workers:
                 worker.signal(signal.SIGKILL)
+            signal.signal(signal.SIGTERM, before)
 
     def _hand_out(self) -> None:
         if self.timing:

@@ -56,6 +56,7 @@ def test_the_large_cases_are_measured_when_they_are_named(gpu):
     assert [case.gib for case in usual] == sorted(case.gib for case in usual)
     assert [case.workload for case in gpu.choose(["long", "70b"])] == ["qlora-70b", "lora-8b-long"]
     assert {case.workload for case in gpu.choose(["lora-8b,"])} == {"lora-8b", "qlora-8b"}
+    assert not any(case.is_large for case in gpu.choose(["tight", "lora-8b"]))
 
 
 def test_the_newest_row_of_a_case_counts_and_a_failure_only_where_nothing_else_is(gpu, tmp_path, monkeypatch, capsys):

@@ -7,6 +7,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,35 @@ def test_what_the_deadline_cuts_off_is_out_of_time_and_nothing_new_is_begun(plan
             at_work.add(pool.Order({"name": name}, size=8, first_size=1))
         found = [(order.payload["name"], result) for order, result in at_work.run()]
     assert found == [("a", {"failed": "out of time"})]
+
+
+def test_workers_end_with_the_process_that_hands_out_orders(tmp_path):
+    code = (
+        "import pool, sys\n"
+        "worker = 'import os, sys, time; open(sys.argv[1], \"w\").write(str(os.getpid())); time.sleep(600)'\n"
+        "command = [sys.executable, '-c', worker, sys.argv[1]]\n"
+        "at_work = pool.Pool(command, workers=1, budget=10, deadline=600, log=open(sys.argv[1] + '.log', 'w'))\n"
+        "at_work.add(pool.Order({}, size=8, first_size=1))\n"
+        "list(at_work.run())\n"
+    )
+    place = tmp_path / "pid"
+    process = subprocess.Popen([sys.executable, "-c", code, str(place)], cwd=ROOT / "benchmarks")
+    wait_for(lambda: place.exists() and place.read_text())
+    process.terminate()
+    assert process.wait(timeout=20) == 143
+    wait_for(lambda: not is_alive(int(place.read_text())))
+
+
+def wait_for(happened, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_the_page_is_made_from_the_recorded_runs(planner, tmp_path, monkeypatch):

@@ -197,7 +197,7 @@ def _through_trainer(
         output_dir=str(folder),
         per_device_train_batch_size=rows,
         max_steps=len(documents),
-        max_length=workload.length,
+        max_length=None,
         padding_free=workload.is_packed,
         gradient_checkpointing=recompute,
         learning_rate=LEARNING_RATE,
@@ -301,7 +301,7 @@ def tokenizer_of(size: int) -> Any:
     )
 
 
-Inputs = dict[str, torch.Tensor]
+Inputs = dict[str, Any]
 
 
 def _rows(batch: StepBatch, workload: Workload, device: str) -> Iterator[Inputs]:
@@ -312,7 +312,13 @@ def _rows(batch: StepBatch, workload: Workload, device: str) -> Iterator[Inputs]
         tokens = tokens.view(workload.sequences, workload.length)
         yield {"input_ids": tokens, "labels": tokens}
         return
-    yield {"input_ids": tokens[None], "labels": tokens[None], "position_ids": micro.positions.to(device)[None]}
+    bounds = {}
+    if _attention(workload) != "sdpa":  # transformers would work them out as tensors, which flash-attn-4 refuses
+        for side in "qk":
+            bounds[f"cu_seq_lens_{side}"] = micro.boundaries.to(device)
+            bounds[f"max_length_{side}"] = micro.longest
+    positions = micro.positions.to(device)[None]
+    yield {"input_ids": tokens[None], "labels": tokens[None], "position_ids": positions, **bounds}
 
 
 def _padded(batch: StepBatch, workload: Workload, device: str) -> Iterator[Inputs]:
