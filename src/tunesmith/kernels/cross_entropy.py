@@ -117,7 +117,7 @@ def _row(
 ):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
-    label = tl.load(labels + row)
+    label = tl.load(labels + row).to(tl.int32)
     offsets = tl.arange(0, BLOCK)
     own = tl.load(start + label).to(tl.float32) * scale
     slope = 1.0
@@ -130,12 +130,13 @@ def _row(
     largest = LOWEST
     totals = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, vocabulary, BLOCK):
-        inside = first + offsets < vocabulary
-        if IN_FP8:
-            inside = inside & (first + offsets != label)
-        z = tl.load(start + first + offsets, mask=inside, other=float("-inf")).to(tl.float32) * scale
+        column = first + offsets
+        inside = column < vocabulary
+        z = tl.load(start + column, mask=inside, other=float("-inf")).to(tl.float32) * scale
         if HAS_SOFTCAP:
             z = tl.where(inside, softcap * _tanh(z / softcap), float("-inf"))
+        if IN_FP8:  # not as a mask of the load, which would then go value by value
+            z = tl.where(column == label, float("-inf"), z)
         new_largest = tl.maximum(largest, tl.max(z, 0))
         totals = totals * tl.exp(largest - new_largest) + tl.exp(z - new_largest)
         largest = new_largest
@@ -154,14 +155,14 @@ def _row(
         tl.store(owns + row, (tl.exp(own - log_total) * more - 1.0) * slope * weight)
         for first in range(0, width, BLOCK):
             column = first + offsets
-            is_other = (column < vocabulary) & (column != label)
-            z = tl.load(start + column, mask=is_other, other=0.0).to(tl.float32) * scale
+            inside = column < vocabulary
+            z = tl.load(start + column, mask=inside, other=0.0).to(tl.float32) * scale
             if HAS_SOFTCAP:
                 capped = _tanh(z / softcap)
                 value = tl.exp(softcap * capped - largest_other) * (1.0 - capped * capped)
             else:
                 value = tl.exp(z - largest_other)
-            value = tl.where(is_other, value * LARGEST, 0.0)
+            value = tl.where(inside & (column != label), value * LARGEST, 0.0)
             tl.store(values8 + row * width + column, value.to(values8.dtype.element_ty), mask=column < width)
     elif NEEDS_GRADIENT:
         for first in range(0, vocabulary, BLOCK):

@@ -22,7 +22,7 @@ from tunesmith.kernels.operator import operator
 from tunesmith.kernels.quantize import quantize_rows_into
 
 FORWARD = {"BT": 16, "BI": 128, "AHEAD": 3, "num_warps": 4, "num_stages": 3}
-BACKWARD = {"BT": 16, "BI": 128, "AHEAD": 3, "num_warps": 4, "num_stages": 2}
+BACKWARD = {"BT": 16, "BI": 64, "AHEAD": 3, "num_warps": 4, "num_stages": 2}
 """Tile and warps of a program. `num_stages` loads the small factors of later tiles ahead; `AHEAD`, a number of tiles in
 its place, the wide tensors too."""
 PARTS, SHORTEST = 16, 256
@@ -232,19 +232,23 @@ def _backward(
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid
         act = (silu * up).to(d_y.dtype.element_ty)
-        d_gate = (d * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(d_y.dtype.element_ty)
-        d_up = (d * silu).to(d_y.dtype.element_ty)
+        d_gate = d * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        d_up = d * silu
         if SCALED:
-            tl.store(d_y + wide, (d_gate.to(tl.float32) * scale_gate).to(d_y.dtype.element_ty), mask=inside)
-            tl.store(d_y + wide + WIDTH, (d_up.to(tl.float32) * scale_up).to(d_y.dtype.element_ty), mask=inside)
-        else:
-            tl.store(d_y + wide, d_gate, mask=inside)
-            tl.store(d_y + wide + WIDTH, d_up, mask=inside)
+            d_gate *= scale_gate
+            d_up *= scale_up
+        d_gate = d_gate.to(d_y.dtype.element_ty)
+        d_up = d_up.to(d_y.dtype.element_ty)
+        tl.store(d_y + wide, d_gate, mask=inside)
+        tl.store(d_y + wide + WIDTH, d_up, mask=inside)
         sum_gate += tl.dot(tl.trans(d_gate), low_gate, input_precision="ieee")
         sum_up += tl.dot(tl.trans(d_up), low_up, input_precision="ieee")
         sum_down += tl.dot(tl.trans(act), low_down, input_precision="ieee")
     target = sums + tl.program_id(1).to(tl.int64) * 3 * WIDTH * R + columns[:, None] * R + rank[None, :]
     is_sum = is_column[:, None] & (rank[None, :] < R)
+    if SCALED:
+        sum_gate /= tl.load(scale + columns, mask=is_column, other=1.0)[:, None]
+        sum_up /= tl.load(scale + WIDTH + columns, mask=is_column, other=1.0)[:, None]
     tl.store(target, sum_gate, mask=is_sum)
     tl.store(target + WIDTH * R, sum_up, mask=is_sum)
     tl.store(target + 2 * WIDTH * R, sum_down, mask=is_sum)
