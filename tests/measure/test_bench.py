@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 
+import numpy as np
 import pytest
 
 from tunesmith.measure import bench, peers
@@ -49,6 +51,17 @@ def test_packed_documents_are_the_same_for_all(ours):
     assert row["input_ids"].numel() == tokens == batch.tokens
     assert all(part["input_ids"].numel() <= workload.sequences * workload.length for part in padded)
     assert int((row["position_ids"] == 0).sum()) == sum(len(part["input_ids"]) for part in padded)
+
+
+def test_packed_documents_are_as_long_as_those_of_chats():
+    workload = bench.WORKLOADS["lora-8b-packed"]
+    random = np.random.Generator(np.random.PCG64(0))
+    drawn = [bench.chat_lengths(random, workload) for _ in range(20)]
+    lengths = [length for one in drawn for length in one]
+    assert 250 < statistics.median(lengths) < 450
+    assert max(lengths) <= workload.length
+    room = 20 * workload.sequences * workload.length
+    assert 0.97 * room < sum(lengths) <= room
 
 
 def test_without_a_gpu_the_tiny_workload_is_measured_against_transformers(monkeypatch):

@@ -227,11 +227,13 @@ def batches(workload: Workload, count: int) -> list[StepBatch]:
 
 
 def chat_lengths(random: np.random.Generator, workload: Workload) -> list[int]:
-    """Document lengths that fill the workload's sequences: log-normal with median 350, cut at the sequence length."""
+    """Document lengths that fill the workload's sequences: log-normal with median 350, cut at the sequence length.
+
+    Of many packed sequences some are drawn: the fullest would be those of a few long documents."""
     lengths = np.minimum(random.lognormal(np.log(350), 1.0, 4096).astype(np.int64) + 2, workload.length)
     sequences = pack(lengths, workload.length)
-    full = sorted(sequences, key=lambda chosen: -int(lengths[chosen].sum()))[: workload.sequences]
-    return [int(length) for chosen in full for length in lengths[chosen]]
+    drawn = random.permutation(len(sequences))[: workload.sequences]
+    return [int(length) for index in drawn for length in lengths[sequences[index]]]
 
 
 Turn = Callable[[], AbstractContextManager[object]]
