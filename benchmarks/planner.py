@@ -1,15 +1,16 @@
 """Predicted against measured: a seeded list of configurations, each run through the real training step.
 
     python benchmarks/planner.py [--out FOLDER] [--deadline SECONDS] [--device cpu] [--list]
-    python benchmarks/planner.py --collect benchmarks/results/planner.json FOLDER/planner.jsonl ... [--held-out]
+    python benchmarks/planner.py --collect benchmarks/results/planner.json FOLDER/planner.jsonl ... [--held-out all]
 
 The first measures: many processes build and compile at once, and each is timed alone (`pool.py`). What comes out of a
 configuration is written to FOLDER/planner.jsonl at once. Some are given a limit, as if the GPU were a smaller one,
 close to what they are predicted to need; they either fit or run out of memory. The second makes
 benchmarks/results/planner.json of such files, and of what is there already where that is named first. Only what was
 measured is kept there: predictions are made by the present model whenever the file is read, so that docs/planner.md and
-the tests hold every change of the model against the same measurements. `--held-out` marks what is new: no constant of
-the model was chosen with it in view, which is true until one is, and the mark then has to go.
+the tests hold every change of the model against the same measurements. `--held-out all` marks what is new: no constant
+of the model was chosen with it in view, which is true until one is, and the mark then has to go. With `half` constants
+may be chosen by the other half.
 """
 
 from __future__ import annotations
@@ -163,7 +164,12 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only configurations whose names contain this")
     parser.add_argument("--skip", type=Path, nargs="*", default=[], help="files with what is measured already")
     parser.add_argument("--collect", type=Path, nargs="*", default=[], help="files to make the result of, oldest first")
-    parser.add_argument("--held-out", action="store_true", help="mark what is new among what is collected")
+    parser.add_argument(
+        "--held-out",
+        default="none",
+        choices=("none", "half", "all"),
+        help="what is marked of the new among what is collected",
+    )
     given = parser.parse_args()
     from planner_results import collect, read_rows
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from planner import Configuration, machine, settle
 from results import write_result
@@ -15,7 +16,7 @@ from tunesmith.plan import memory, speed
 from tunesmith.plan.plan import Moment
 from tunesmith.plan.search import MARGIN
 
-EARLIER = {"chunks": 2, "can_be_fp8": False, "keeps_joint": True}
+EARLIER = {"chunks": 2, "can_be_fp8": False, "keeps_joint": True, "in_pieces": True}
 """The way of rows that do not say theirs."""
 
 
@@ -34,10 +35,11 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def collect(files: list[Path], *, held_out: bool = False) -> Path:
+def collect(files: list[Path], *, held_out: Literal["none", "half", "all"] = "none") -> Path:
     """Write what was measured into benchmarks/results; where something was measured again, the later counts.
 
-    `held_out`: what these files add to the first is marked so; what was measured before was in view all the same."""
+    `held_out`: what these files add to the first is marked so, all of it or the half that its names choose; what was
+    measured before was in view all the same. A time that does not count says why, as `time_left_out`."""
     kept: dict[tuple[str, int | None], dict[str, Any]] = {}
     about: dict[str, Any] = {}
     for file in files:
@@ -47,19 +49,26 @@ def collect(files: list[Path], *, held_out: bool = False) -> Path:
             if "failed" in row and (row["failed"] != "out of memory" or row["limit_bytes"] is None):
                 print(f"left out: {row['name']}: {row['failed']}", file=sys.stderr)
                 continue
-            if row.get("timed") and not is_steady(row["timed"]):
+            if row.get("timed") and not is_steady(row["timed"]) and "time_left_out" not in row:
                 print(f"its time is left out: {row['name']}: {row['timed']}", file=sys.stderr)
-                row = {name: value for name, value in row.items() if name not in ("timed", "step_seconds")}
+                row["time_left_out"] = "not steady"
             key = row["name"], row["limit_bytes"]
-            if held_out and file is not files[0] and (key not in kept or kept[key].get("is_held_out")):
+            is_meant = held_out == "all" or (held_out == "half" and is_in_the_half(row["name"]))
+            if is_meant and file is not files[0] and (key not in kept or kept[key].get("is_held_out")):
                 row["is_held_out"] = True
             kept[key] = row
     return write_result("planner", about["what"], {"rows": list(kept.values())}, about)
 
 
 def is_steady(times: list[float]) -> bool:
-    """Whether the last two steps took about as long, and not much less than the longest."""
-    return len(times) > 1 and abs(times[-1] / times[-2] - 1) < 0.1 and times[-1] > 0.5 * max(times)
+    """Whether the last two steps took about as long, and not much less than the longest. One alone is taken as it is:
+    the one before it, on the same queue, was not counted."""
+    return len(times) == 1 or (abs(times[-1] / times[-2] - 1) < 0.1 and times[-1] > 0.5 * max(times))
+
+
+def is_in_the_half(name: str) -> bool:
+    """By a hash of the name, whatever was measured."""
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 2 == 0
 
 
 @dataclass(frozen=True)
@@ -75,11 +84,17 @@ class Compared:
     measured_bytes: int | None
     """Allocated at the peak of a step; None where it ran out of memory."""
     measured_speed: float | None
-    """Tokens a second; None where a limit was tried instead, or the time was not steady."""
+    """Tokens a second; None where a limit was tried instead, or the time does not count."""
     limit: int | None
     """Memory of the GPU, the driver's part included, where it was limited."""
     is_held_out: bool = False
-    """Measured after the model's constants were chosen."""
+    """No constant of the model was chosen with it in view."""
+    time_left_out: str = ""
+    """Why the time does not count."""
+    timed: int = 0
+    """Steps whose median is the time."""
+    commit: str = ""
+    """Of the code that was measured; empty where it is that of the file."""
 
     @property
     def memory_error(self) -> float | None:
@@ -110,7 +125,8 @@ def compare(rows: list[dict[str, Any]], device: str = "cuda") -> list[Compared]:
         way = memory.Way(**row.get("way", EARLIER))
         moments = memory.timeline(task, choice, way)
         moment = memory.peak(moments)
-        tokens, seconds = row.get("tokens", task.step_tokens), row.get("step_seconds")
+        tokens = row.get("tokens", task.step_tokens)
+        seconds = row.get("step_seconds") if "time_left_out" not in row else None
         context = row.get("context_bytes") or moment.memory.context
         found.append(
             Compared(
@@ -122,6 +138,9 @@ def compare(rows: list[dict[str, Any]], device: str = "cuda") -> list[Compared]:
                 measured_speed=tokens / seconds if seconds else None,
                 limit=row["limit_bytes"] and row["limit_bytes"] + context,
                 is_held_out=row.get("is_held_out", False),
+                time_left_out=row.get("time_left_out", ""),
+                timed=len(row.get("timed", [])) if seconds else 0,
+                commit=row.get("commit", ""),
             )
         )
     return found

@@ -158,19 +158,23 @@ def _measured(path: Path) -> list[str]:
     too_careful = sum(row.does_fit and not row.is_said_to_fit for row in near)
     new = [row for row in rows if row.is_held_out]
     in_view = [row for row in rows if not row.is_held_out]
-    later = sorted({row["commit"] for row in content["numbers"]["rows"] if row.get("is_held_out")})
-    apart = (
-        [f"Those marked * were measured later, at {', '.join(later)}, and no constant was chosen with them in view."]
-        if new
-        else ["New ones have not been predicted yet."]
-    )
+    of_file = content["commit"]
+    commits = sorted({row.commit or of_file for row in rows})
+    timed = [row for row in rows if row.measured_speed]
+    timed_at = sorted({row.commit or of_file for row in timed})
+    apart = [
+        "For those marked * it is a forecast: no constant of the speed model was chosen with them in view. The others",
+        "say how well it describes what it was fitted to.",
+    ]
     lines = [
-        f"{content['device']}, {content['date']}, commit {content['commit']}; configurations drawn by a seeded",
-        "generator, each run through the real training step. The predictions are those of the present model. Its",
-        "constants were chosen with these measurements in view, so this says how well it describes them.",
-        *apart,
-        "Small models and batches were bound by the processor of that machine, which took 4 to 24 ms to start the",
-        "kernels of a layer; others may be quicker.",
+        f"{content['device']}; configurations drawn by a seeded generator, each run through the real training step:",
+        f"memory by the code of {', '.join(commits)}, times by that of {', '.join(timed_at) or 'none'}.",
+        "The predictions are those of the present model.",
+        *(apart if new else ["Its constants were chosen with all of these in view."]),
+        f"{sum(row.timed == 1 for row in timed)} of the {len(timed)} times are those of one step, after three that do",
+        "not count; the others are medians. Small models and batches were bound by the processor of that machine,",
+        "which compiled other configurations meanwhile and took 7 to 13 ms to start the kernels of a layer; others",
+        "may be quicker.",
         "",
         "| | configurations | off by, median | worst |",
         "| --- | --- | --- | --- |",
@@ -192,7 +196,7 @@ def _measured(path: Path) -> list[str]:
         if row.measured_speed:
             cells += [f"{row.predicted_speed:,.0f}", f"{row.measured_speed:,.0f}", _percent(row.speed_error)]
         else:
-            cells += ["", "not steady", ""]
+            cells += ["", row.time_left_out or "not steady", ""]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "| configuration | GiB of the GPU | GiB predicted, everything | said to fit | fits |"]
     lines += ["| --- | --- | --- | --- | --- |"]

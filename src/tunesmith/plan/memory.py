@@ -46,7 +46,8 @@ WIDE = {("adapters", "plain"): 3.0, ("adapters", "fp8"): 4.0, ("full", "plain"):
 """Tensors as wide as the MLP, in the working precision, that exist beside what was kept while its gradient is computed:
 those of the activation (one) and of both its inputs (two), then their fp8 values. The last one is measured."""
 WIDE_AGAIN = {"adapters": 0.8, "full": 3.5}
-"""How many more where the layer is computed again at the same time; measured."""
+"""How many more where the layer is computed again at the same time, if it is compiled in two pieces; measured. Of one
+graph none are seen, with all weights or in fp8; adapters in half precision have not been measured as one."""
 ENDS = {"adapters": 2, "full": 4}
 """Hidden states that are kept outside of the layers; a final norm that is trained keeps its input in fp32 as well."""
 WIRE = {"int8": 1 + 4 / 128, "int4": 0.5 + 4 / 64}
@@ -71,6 +72,8 @@ class Way:
     """The gradient of what enters a frozen head, where products are in fp8."""
     keeps_joint: bool = False
     """The joint product of queries, keys and values is alive as long as the values are."""
+    in_pieces: bool = False
+    """A layer is compiled in two, before and after its attention, and neither knows what the other keeps."""
 
 
 WAY = Way()
@@ -82,8 +85,8 @@ def timeline(task: Task, choice: Choice, way: Way = WAY) -> list[Moment]:
     trained = "adapters" if task.has_adapters else "full"
     is_full = not task.has_adapters
     static = _static(task, choice)
-    has_fp8_head = way.can_be_fp8 and _has_fp8_head(task, choice)
-    static["weights"] += facts.embedding if has_fp8_head else 0
+    is_head_fp8 = way.can_be_fp8 and has_fp8_head(task, choice)
+    static["weights"] += facts.embedding if is_head_fp8 else 0
     tokens = choice.tokens(task)
     saved, one_layer = _activations(task, choice, tokens, way)
     gradients = _gradients(task, choice)
@@ -99,7 +102,8 @@ def timeline(task: Task, choice: Choice, way: Way = WAY) -> list[Moment]:
     else:
         backward = 3 * wide + 4 * hidden
     backward += 2 * wide if choice.mlp_slice else 0.0  # a slice is computed again first
-    again = WIDE_AGAIN[trained] * wide if choice.is_compiled else 0.0
+    is_more = way.in_pieces or (task.has_adapters and choice.products != "fp8")
+    again = WIDE_AGAIN[trained] * wide if choice.is_compiled and is_more else 0.0
     again += hidden if choice.offload_activations else 0.0  # the next input is on its way
     is_all_again = choice.recompute_layers == facts.layers
     is_some_again = 0 < choice.recompute_layers < facts.layers
@@ -141,7 +145,7 @@ def timeline(task: Task, choice: Choice, way: Way = WAY) -> list[Moment]:
             activations=saved,
             gradients=kept_gradients,
             gathered=gathered_head,
-            loss=_loss(task, tokens, spread, head, way.chunks, in_fp8=has_fp8_head) + hidden,
+            loss=_loss(task, tokens, spread, head, way.chunks, in_fp8=is_head_fp8) + hidden,
         ),
         moment(
             "first layer of the backward pass",
@@ -268,6 +272,15 @@ def model_states(
 def kind_experts(kind: Layer) -> int:
     """Parameters of a layer's experts."""
     return sum(linear.count * linear.inputs * linear.outputs for linear in kind.linears if linear.count > 1)
+
+
+def has_fp8_head(task: Task, choice: Choice) -> bool:
+    """Whether a frozen head has its weight in fp8 besides (`model.fp8`): where it is whole on each rank, and memory is
+    not so short that layers are recomputed."""
+    is_cut = choice.tensor * choice.pipeline * choice.expert > 1
+    is_whole = not is_cut and choice.sharding in ("none", "ddp", "zero1", "zero2")
+    is_frozen = task.has_adapters and task.facts.has_head and not choice.recompute_layers
+    return choice.products == "fp8" and is_frozen and is_whole and task.facts.hidden % FP8_MULTIPLE == 0
 
 
 # parts
@@ -398,15 +411,6 @@ def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, 
     return {"optimizer": 0.0, "weights": whole, "workspace": joint * task.width if task.has_adapters else 0.0}
 
 
-def _has_fp8_head(task: Task, choice: Choice) -> bool:
-    """Whether a frozen head has its weight in fp8 besides (`model.fp8`): where it is whole on each rank, and memory is
-    not so short that layers are recomputed."""
-    is_cut = choice.tensor * choice.pipeline * choice.expert > 1
-    is_whole = not is_cut and choice.sharding in ("none", "ddp", "zero1", "zero2")
-    is_frozen = task.has_adapters and task.facts.has_head and not choice.recompute_layers
-    return choice.products == "fp8" and is_frozen and is_whole and task.facts.hidden % FP8_MULTIPLE == 0
-
-
 def _loss(task: Task, tokens: float, spread: int, head: float, chunks: int, *, in_fp8: bool) -> float:
     """Chunks of logits and the gradient of the head (`kernels.linear_cross_entropy`): in fp32, and one chunk's part."""
     logits = tokens * task.facts.vocabulary
@@ -458,6 +462,7 @@ def layer_bytes(
     tensor: int = 1,
     is_sliced: bool = False,
     keeps_joint: bool = False,
+    in_pieces: bool = False,
     crowded: float = 1.0,
 ) -> float:
     """What a layer keeps for backward, for each token. Eager: as autograd's own hooks count it. Compiled: norms and
@@ -470,8 +475,8 @@ def layer_bytes(
         norms = kind.norms * hidden * (width + into_products) + kind.post_norms * hidden * width + qk_norms * width
         attention = 2 * (kind.query + kind.key) * width
         values = 2
-        if products == "fp8" and is_full:  # what enters the last product of each block, in fp8
-            attention += kind.query + kind.intermediate
+        if products == "fp8" and is_full:  # what enters the MLP's last product, in fp8
+            attention += kind.intermediate + (kind.query if in_pieces else 0)
         # Fused adapters compute the activation again; others keep it, as the gradient of a trained weight does.
         is_apart = _is_apart(task, storage)
         if is_apart or (is_full and products != "fp8"):
@@ -525,6 +530,7 @@ def _activations(task: Task, choice: Choice, tokens: float, way: Way) -> tuple[f
             tensor=choice.tensor,
             is_sliced=choice.mlp_slice > 0,
             keeps_joint=way.keeps_joint,
+            in_pieces=way.in_pieces,
             crowded=CROWDED if choice.expert > 1 and kind_experts(kind) else 1.0,
         )
 

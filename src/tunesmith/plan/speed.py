@@ -42,29 +42,34 @@ ELEMENTWISE = {
 not. Norms in transformers' own code go over their input a dozen times each way, half of that in fp32."""
 FORWARD_ELEMENTWISE = 0.4
 """The forward pass's part of them."""
-ADAPTER_PASSES = 4.0
-"""Over inputs and outputs of adapted linears (a probe on an H200 spent 95 of 755 ms there)."""
+ADAPTER_PASSES = 2.0
+"""Over inputs and outputs of adapted linears."""
 ADAPTER_RATE = 0.25
 """Share of the half-precision rate that products as narrow as an adapter's reach."""
-FP8_PASSES = {"adapters": 3.0, "full": 5.5}
+FP8_PASSES = {"adapters": 1.8, "full": 5.5}
 """Over inputs and outputs of products, to scale and convert them; where weights are trained also transposed."""
 UNFUSED_ATTENTION = (44, 48)
 """Bytes passed over for each score in the forward and the backward pass, where no kernel keeps scores on the chip: 33
 and 36 by the operators of transformers' own code, which reach three quarters of the memory's speed."""
 HOST_LAYER = {
     ("full", "plain"): 4.5e-3,
-    ("full", "fp8"): 11.5e-3,
-    ("adapters", "plain"): 6.5e-3,
-    ("adapters", "fp8"): 9.5e-3,
+    ("full", "fp8"): 7e-3,
+    ("adapters", "plain"): 6.2e-3,
+    ("adapters", "fp8"): 6.2e-3,
 }
 """Seconds of the processor for a compiled layer's forward and backward pass: what starting its kernels takes when the
-GPU waits for nothing else. Measured on one machine with an H200; others may be quicker."""
-HOST_NF4 = 1.7e-3
+GPU waits for nothing else. Measured on one machine with an H200 whose processor compiled other things meanwhile; others
+may be quicker. Not measured in half precision: of all weights it is what it was when layers were compiled in two
+pieces, of adapters what it is in fp8."""
+HOST_NF4 = 3.5e-3
 """Seconds of it more where weights are made whole first."""
-HOST_AGAIN = {False: 0.8, True: 1.35}
-"""Times as much more where the layer is computed again, without and with its attention kept."""
-HOST_UPDATE = {"muon": 0.35e-3, "adafactor": 0.2e-3}
-"""Seconds of it for each trained matrix, of optimizers that are made of many small operations."""
+HOST_AGAIN = 0.5
+"""Times as much more where the layer is computed again, within the graph of its backward pass."""
+UPDATE = {"muon": 0.35e-3, "adafactor": 0.45e-3}
+"""Seconds for each trained matrix that nothing hides, of optimizers that are made of many small operations; torch's
+Adafactor also has the processor wait for two norms of each."""
+NEWTON_SCHULZ = 5
+"""Steps by which Muon makes a matrix orthogonal, each of three products."""
 HOST_UPDATES = 20e9
 """Bytes a second that a node's processors pass over in an optimizer's update: a guess."""
 LAUNCH = 6e-6
@@ -109,7 +114,7 @@ def step_time(task: Task, choice: Choice) -> Time:
     if choice.offload_parameters:
         time["offload"] += _parameter_traffic(task, choice, rounds, forward.total, backward.total + recomputed)
     time["bubbles"] = _bubbles(choice, rounds, compute)
-    time["host"] = rounds * _waiting(task, choice, compute) + _host_update(task) + STEP
+    time["host"] = rounds * _waiting(task, choice, compute) + _small_operations(task) + STEP
     return Time(**time)
 
 
@@ -152,6 +157,8 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     head = 2 * facts.embedding * tokens / split / (rates.fp32 if task.width == 4 else rates.half)
     logits = 20 * facts.vocabulary * tokens / split / rates.bandwidth
     weight_gradients = 0 if task.has_adapters else 1
+    has_fp8_head = rates.fp8 and memory.has_fp8_head(task, choice)
+    head_backward = rates.half / rates.fp8 if has_fp8_head else 1 + weight_gradients
     share = task.backward_share
     forward = Time(
         products=products,
@@ -159,7 +166,7 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
         elementwise=FORWARD_ELEMENTWISE * elementwise,
         adapter=adapter / 3,
         quantization=quantization / 2,
-        loss=head * (2 + weight_gradients) + logits,
+        loss=head * (1 + head_backward) + logits,
     )
     backward = Time(
         products=products * (1 + weight_gradients) * share,
@@ -168,7 +175,9 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
         adapter=adapter * 2 / 3,
         quantization=quantization / 2 * share,
     )
-    again = products + FORWARD_ELEMENTWISE * elementwise + adapter / 3 + quantization / 2
+    # A recomputed layer's output is nobody's input: its last product falls out of the graph that both passes are.
+    needed = 1 - _last_share(task) if choice.is_compiled else 1
+    again = needed * products + FORWARD_ELEMENTWISE * elementwise + adapter / 3 + quantization / 2
     again += 0.0 if choice.keep_attention else attention
     recomputed = choice.recompute_layers / facts.layers
     # An MLP in slices is computed again in any case; a compiled layer leaves it out when it is itself recomputed.
@@ -196,6 +205,19 @@ def _mlp_share(task: Task) -> float:
         )
     )
     return wide / facts.active
+
+
+def _last_share(task: Task) -> float:
+    """Of the products, those whose outcome is added to what the layer gives and is needed for nothing else."""
+    facts = task.facts
+    last = facts.total(
+        lambda kind: sum(
+            linear.active * linear.inputs * linear.outputs
+            for linear in kind.linears
+            if linear.inputs == kind.intermediate and linear.count == 1 and not kind.post_norms
+        )
+    )
+    return last / facts.active
 
 
 def _product_rate(task: Task, choice: Choice, tokens: float) -> float:
@@ -281,17 +303,18 @@ def _waiting(task: Task, choice: Choice, compute: float) -> float:
     if task.device == "cuda" and choice.is_compiled:
         kind = "adapters" if task.has_adapters else "full"
         layer = HOST_LAYER[kind, choice.products] + (HOST_NF4 if choice.storage == "nf4" else 0.0)
-        return max(0.0, layers * layer * (1 + share * HOST_AGAIN[choice.keep_attention]) - compute)
+        return max(0.0, layers * layer * (1 + share * HOST_AGAIN) - compute)
     kernels = layers * (KERNELS[0] * (1 + share) + KERNELS[1] + (70 if task.has_adapters else 0))
     return max(0.0, LAUNCH * kernels - compute) if task.device == "cuda" else DISPATCH * kernels
 
 
-def _host_update(task: Task) -> float:
+def _small_operations(task: Task) -> float:
+    """Seconds of an update that is many of them for each matrix."""
     matrices = sum(
         count * sum(linear.is_adaptable for linear in kind.linears) * (2 if task.has_adapters else 1)
         for kind, count in task.facts.counts
     )
-    return HOST_UPDATE.get(task.optimizer, 0.0) * matrices if task.device == "cuda" else 0.0
+    return UPDATE.get(task.optimizer, 0.0) * matrices if task.device == "cuda" else 0.0
 
 
 # the rest
@@ -310,7 +333,20 @@ def _optimizer(task: Task, choice: Choice) -> tuple[float, float]:
         return per_node * held * passes / HOST_UPDATES, 2 * memory.disk(task, choice) / task.hardware.disk_rate
     # From and to the disk for all ranks of a node; a GPU's update is hidden behind that, a processor's is not.
     streamed = 2 * memory.disk(task, choice) / task.hardware.disk_rate
-    return held * passes / task.rates.bandwidth if not streamed or task.device == "cpu" else 0.0, streamed
+    update = held * passes / task.rates.bandwidth + _orthogonal(task)
+    return update if not streamed or task.device == "cpu" else 0.0, streamed
+
+
+def _orthogonal(task: Task) -> float:
+    """Seconds of Muon's products, which every rank computes of whole matrices; those of adapters are nothing."""
+    if task.optimizer != "muon" or task.has_adapters:
+        return 0.0
+    operations = 0
+    for kind, count in task.facts.counts:
+        for linear in kind.linears:
+            short, long = sorted((linear.inputs, linear.outputs))
+            operations += count * linear.count * NEWTON_SCHULZ * 2 * short**2 * (2 * long + short)
+    return operations / task.rates.half
 
 
 def _communication(task: Task, choice: Choice, rounds: int, forward: float, backward: float) -> float:
