@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_strategies.py [--layers 6] [--deadline SECONDS] [--only full lora qlora host]
 
+The plans are made by hand: on one GPU the planner takes the plain path, and these go through FSDP all the same.
 Each strategy trains Llama-3-8B's shape with few layers, random weights, and is timed between two timings of the plain
 path, whose model stays beside it; all of a method by one process, alone on the GPU (`pool.py`), after it has compiled
 beside the others. `host` is the whole 8B shape, all weights trained, with AdamW's states in fp32 on the GPU and in host

@@ -43,7 +43,7 @@ from tunesmith.model.save import (
     write_model,
 )
 from tunesmith.optim.build import build
-from tunesmith.parallel.apply import apply, wrap_layers
+from tunesmith.parallel.apply import apply, decoder_layers, wrap_layers
 from tunesmith.parallel.context import cut_of, multiple_of
 from tunesmith.parallel.fill import lies_in_parts, load_in_parts
 from tunesmith.parallel.mesh import check_ranks, world_mesh
@@ -204,6 +204,8 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         called = loaded.called
         wrap_layers(model, plan, loaded.layers)
     optimizer = build(model, run, plan)
+    if called is model:
+        optimizer.update_beside(model, decoder_layers(model))
     loader = Loader(
         setting.data.train,
         [dataset.weight for dataset in run.data],
@@ -290,6 +292,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         target = folder / ("adapter" if run.has_adapters else "model")
         if ranks.is_first:
             remove_leftovers(target)
+        optimizer.settle()
         if not isinstance(called, Sharded | Pipelined):
             if run.has_adapters:
                 return write_adapter(model, run, target)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
@@ -152,6 +153,16 @@ def test_fused_adamw_in_fp32_is_torch_adamw():
     advance(model, fused, range(5))
     for one, other in zip(model.parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "is_fused"), [("cuda", 2048, True), ("cuda", 64, False), ("cpu", 2048, False)]
+)
+def test_large_weights_on_a_gpu_are_clipped_on_their_way_into_the_update(device, rows, is_fused):
+    with FakeTensorMode():
+        weight = nn.Parameter(torch.empty(rows, 1024, device=device))
+        optimizer = Optimizer([("weight", weight)], Run(model="x", data="x"), master_weights=False)
+    assert isinstance(optimizer.parts[0], Fused) == is_fused
 
 
 def test_lion_steps_by_the_sign_of_its_momentum():

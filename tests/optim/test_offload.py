@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,8 @@ from torch import nn
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
-from tunesmith.optim import fused, scratch
+from tunesmith.measure import bench
+from tunesmith.optim import fused, offload, scratch
 from tunesmith.optim.build import Optimizer
 from tunesmith.optim.fused import Fused
 from tunesmith.optim.offload import FromDisk, Offload, visit_bytes
@@ -183,7 +186,7 @@ def test_no_more_than_the_buffers_is_on_the_device(monkeypatch):
     assert isinstance(part, Fused)
     assert part.offload is not None
     held = sum(buffer.memory.nbytes for buffer in part.offload.buffers)
-    assert held == 3 * 3 * 2816  # two moments and the master of 700 values in fp32, each aligned
+    assert held == 4 * 3 * 2816  # two moments and the master of 700 values in fp32, each aligned
     assert all(state["exp_avg"].device.type == "cpu" for state in optimizer.states())
 
 
@@ -220,6 +223,58 @@ def test_from_disk_by_way_of_other_buffers_as_on_a_gpu(tmp_path):
     for number, tensors in enumerate(home):
         assert torch.equal(tensors["a"], torch.full((4,), 3.0 * number if number != 2 else 0.0))
         assert torch.equal(tensors["b"], torch.full((2, 3), 3 if number != 2 else 0, dtype=torch.uint8))
+
+
+class Late:
+    """What a device has queued beside its own work, done as late as may be: when something waits for it."""
+
+    def __init__(self, monkeypatch):
+        self.queue: list[Callable[[], object]] = []
+        self.done = 0
+        monkeypatch.setattr(offload, "_copy", self.later(offload._copy))
+        monkeypatch.setattr(fused, "update_", self.later(fused.update_))
+        monkeypatch.setattr(Offload, "mark", lambda _: len(self.queue))
+        monkeypatch.setattr(Offload, "let_wait", lambda _, event: self.catch_up(event or 0))
+
+    def later(self, function):
+        return lambda *arguments, **named: self.queue.append(partial(function, *arguments, **named))
+
+    def catch_up(self, until: int) -> None:
+        while self.done < until:
+            self.queue[self.done]()
+            self.done += 1
+
+    @property
+    def waiting(self) -> int:
+        return len(self.queue) - self.done
+
+
+@pytest.mark.parametrize("masters", [True, False])
+def test_a_forward_pass_begins_while_weights_are_updated_and_finds_each_updated(masters, monkeypatch):
+    workload = bench.Workload("tiny", "full", 2, 32)
+    plan = bench.plan_for(workload, device="cpu", products="plain", recompute_layers=1, compiled=False)
+    plan = plan.changed(precision="bf16", master_weights=masters, optimizer_states="fp32")
+    expected_step = bench.build(workload, plan)
+    expected = [expected_step(batch, 1e-2).loss for batch in bench.batches(workload, 4)]
+    late = Late(monkeypatch)
+    step = bench.build(workload, plan.changed(offload_optimizer="host"))
+    waiting, held = [], []
+
+    def look(*_) -> None:
+        waiting.append(late.waiting)
+        held.append(step.optimizer.held_over())
+
+    for layer in step.model.model.layers:
+        layer.register_forward_pre_hook(look)
+    found = [step(batch, 1e-2).loss for batch in bench.batches(workload, 4)]
+    assert found == expected
+    layer = sum(weight.nbytes for weight in step.model.model.layers[0].parameters())
+    assert held == [0, 0, *[layer, 0] * 3]
+    assert all(waiting[2::2])
+    assert not any(waiting[3::2])
+    step.optimizer.settle()
+    assert not late.waiting
+    assert_equal(step.optimizer, expected_step.optimizer)
 
 
 @pytest.mark.parametrize("how", [{"offload": "host"}, {"offload": "disk"}, {"release": True}])

@@ -184,6 +184,13 @@ def test_unknown_gpus_and_guessed_models_keep_a_larger_margin():
     assert "a guess" in why(make_plan(run(), guessed, known), "margin")
 
 
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("size", [24, 80, 141])
+def test_on_one_rank_nothing_is_shared_but_what_comes_from_host_memory(method, size):
+    plan = make_plan(run(method=method), LLAMA_8B, machine(gpu=gpu(size), memory=512 * GIB))
+    assert plan.sharding == ("zero3" if plan.offload_parameters else "none")
+
+
 def test_a_machine_with_several_gpus_gets_what_this_version_can_execute():
     several = machine().changed(gpus=(gpu(80), gpu(80)), link=300e9)
     plan = make_plan(run(), LLAMA_8B, several)

@@ -163,6 +163,15 @@ def test_muon_takes_the_time_of_its_products_where_all_weights_are_trained():
     assert speed.step_time(adapters, COMPILED).optimizer < 0.001
 
 
+def test_a_forward_pass_runs_beside_an_update_from_host_memory_unless_backward_did_it():
+    given = task("Llama-3.1-8B", "H200", "full", 4096, 4)
+    host = Choice(micro_batch=4, offload_optimizer="host")
+    released = speed.step_time(given, replace(host, release_gradients=True)).offload
+    forward = speed._passes(given, host)[0].total
+    assert forward > 0
+    assert speed.step_time(given, host).offload == pytest.approx(released - forward)
+
+
 def test_long_documents_cost_more_than_short_ones_in_the_same_sequence():
     given = task("Llama-3.1-8B", "H200", "lora", 16384, 1)
     short = replace(given, document_length=512)

@@ -33,6 +33,7 @@ from tunesmith.model.forward import Calling
 from tunesmith.model.quantized import build_empty, fill_randomly
 from tunesmith.optim.build import Optimizer
 from tunesmith.optim.build import build as build_optimizer
+from tunesmith.parallel.apply import decoder_layers
 from tunesmith.plan.plan import Memory, Plan
 from tunesmith.train.loop import peak_memory
 from tunesmith.train.step import StepResult, TrainStep
@@ -180,6 +181,8 @@ def build(workload: Workload, plan: Plan, *, rank: int = 16, optimizer: str = "a
     else:  # a workload says nothing of them: in the weights' precision, as its peers have them
         has_masters = plan.master_weights and plan.sharding == "none"
         updates = Optimizer(model.named_parameters(), run, master_weights=has_masters)
+    if called is model:
+        updates.update_beside(model, decoder_layers(model))
     return TrainStep(
         called.train(),
         Calling("packed"),

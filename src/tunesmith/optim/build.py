@@ -7,7 +7,7 @@ Without masters, weights in bf16 are rounded at random, which keeps small update
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,6 +27,9 @@ BETAS = (0.9, 0.999)
 LION_BETAS = (0.9, 0.99)
 EPSILON = 1e-8
 MOMENTUM = 0.9
+LARGE = 1 << 20
+"""Values of the usual weight from which AdamW on a GPU takes a kernel for each and clips on the way: a pass over all
+gradients costs more than so many launches. Torch's own does many small ones in one launch."""
 
 
 def build(model: nn.Module, run: Run, plan: Plan) -> Optimizer:
@@ -71,7 +74,7 @@ class Optimizer:
         self._norms: dict[str, torch.Tensor] = {}
         is_half = any(weight.dtype != torch.float32 for weight in self.weights.values())
         states = states or ("bf16" if is_half and not master_weights else "fp32")
-        is_asked = offload != "none" or release or states != "fp32"
+        is_asked = offload != "none" or release or states != "fp32" or _is_large(self.weights.values())
         is_fused = run.algorithm == "lion" or (run.algorithm == "adamw" and (is_asked or is_half))
         is_rounded = is_fused and not any(weight.dtype == torch.float16 for weight in self.weights.values())
         if is_half and not master_weights and not is_rounded:
@@ -101,6 +104,33 @@ class Optimizer:
                 weight.grad_dtype = torch.float32
             if release:
                 weight.register_post_accumulate_grad_hook(self._update_at_once(name))
+
+    def update_beside(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+        """Where states come from host memory, begin the model's next forward pass while weights are still updated: a
+        layer waits for its own, and the model for those outside the layers, which come first."""
+        (part, *_) = self.parts
+        if self.releases or not isinstance(part, Fused) or not part.is_offloaded or part.scratch is not None:
+            return
+        weights = [set(layer.parameters()) for layer in layers]
+        outside = set(self.weights.values()).difference(*weights)
+        for module, own in zip((model.base_model, *layers), (outside, *weights), strict=True):
+            module.register_forward_pre_hook(lambda *_, own=own: part.settle(own))
+        place = {weight: number for number, own in enumerate((outside, *weights)) for weight in own}
+        named = zip(self.masters.values(), self.weights.values(), strict=True)
+        places = {master: place[weight] for master, weight in named}
+        part.order.sort(key=lambda master: places[master])
+        part.is_beside = True
+
+    def settle(self) -> None:
+        """Before weights are used otherwise than by a forward pass: wait, on the device, for their updates."""
+        for part in self.parts:
+            if isinstance(part, Fused):
+                part.settle()
+
+    def held_over(self) -> int:
+        """Bytes of gradients whose updates may still be under way in the next forward pass."""
+        fused = [part for part in self.parts if isinstance(part, Fused)]
+        return sum(update.gradient.nbytes for part in fused for update in part.updating.values())
 
     def begin(self, learning_rate: float) -> None:
         """Before the backward pass of a step: its rate."""
@@ -180,6 +210,7 @@ class Optimizer:
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The inverse of `tensors`, bit for bit. What is given may be changed on the way."""
+        self.settle()
         names = {f"weights/{name}" for name in self.masters}
         found = {name for name in tensors if name.startswith("weights/")}
         if names != found:
@@ -297,6 +328,12 @@ def _norm(weights: list[nn.Parameter]) -> torch.Tensor:
     """Of all their gradients."""
     norms = torch._foreach_norm([weight.grad for weight in weights], 2, dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _is_large(weights: Collection[torch.Tensor]) -> bool:
+    """Whether they lie on a GPU and are large, each counted whole, so that all ranks find the same."""
+    on_gpu = any(weight.is_cuda for weight in weights)
+    return on_gpu and sum(weight.numel() for weight in weights) >= LARGE * len(weights)
 
 
 def _algorithm(run: Run) -> Algorithm:

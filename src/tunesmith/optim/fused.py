@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tunesmith.kernels.update import Algorithm, States, new_state, update_
-from tunesmith.optim.offload import DISK_PIECE, PIECE, FromDisk, Offload, pin, visit_bytes
+from tunesmith.optim.offload import DISK_PIECE, PIECE, Event, FromDisk, Offload, pin, visit_bytes
 from tunesmith.optim.scratch import Scratch, aligned
 
 
@@ -48,12 +49,18 @@ class Fused(torch.optim.Optimizer):
         everything = [weight for group in self.param_groups for weight in group["params"]]
         self.numbers = {weight: number for number, weight in enumerate(everything)}
         self.groups = {weight: group for group in self.param_groups for weight in group["params"]}
+        self.starts = {weight: _start(weight) for weight in everything}
         self.is_offloaded = offload
         self.scratch = scratch
         self.piece = PIECE if scratch is None else DISK_PIECE
         self.offload: Offload | None = None
         self.factor: torch.Tensor | None = None
         """By which gradients are multiplied on the way."""
+        self.order = everything
+        """In which weights are updated."""
+        self.is_beside = False
+        """Updates run beside what comes after them, which must `settle` before it uses their weights."""
+        self.updating: dict[nn.Parameter, _Update] = {}
         if scratch is not None:  # all of it has its place already
             for weight in everything:
                 self.state[weight].update(self.make_state(weight))
@@ -61,10 +68,23 @@ class Fused(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         assert closure is None
-        for weight in self.numbers:
-            if self._model(weight).grad is not None:
+        self.settle()
+        with self._visitors().beside() if self.is_beside else nullcontext():
+            for weight in self.order:
+                model = self._model(weight)
+                if model.grad is None:
+                    continue
                 self.update(weight)
+                if self.is_beside:
+                    self.updating[model] = _Update(self._visitors().mark(), model.grad, self.factor)
         self.end_step()
+
+    def settle(self, weights: Iterable[nn.Parameter] | None = None) -> None:
+        """Let what comes next on the device wait for the updates of these weights of the model, or of all. Their
+        gradients are held until then."""
+        for weight in list(self.updating) if weights is None else weights:
+            if (update := self.updating.pop(weight, None)) is not None:
+                self._visitors().let_wait(update.done)
 
     @torch.no_grad()
     def update(self, weight: nn.Parameter) -> None:
@@ -89,17 +109,14 @@ class Fused(torch.optim.Optimizer):
         gradient, copy = local(model.grad), model.detach() if model is not weight else None
         if not gradient.numel():
             return
-        mine, start = local(weight.detach()), _start(weight)
+        mine, start = local(weight.detach()), self.starts[weight]
         held = {name: local(value) for name, value in state.items()}
         if not self.is_offloaded:
             update_(mine, gradient, held, copy=copy, start=start, **options)
             return
-        if self.offload is None:
-            size = max(map(visit_bytes, self._visits()))
-            self.offload = FromDisk(model.device, size, self.scratch) if self.scratch else Offload(model.device, size)
         for first, host in self._pieces(weight, held):
             rows = slice(first, first + next(iter(host.values())).shape[0])
-            with self.offload.visit((self.numbers[weight], first), host) as here:
+            with self._visitors().visit((self.numbers[weight], first), host) as here:
                 master = here.get("master", mine[rows])
                 there = copy[rows] if copy is not None else None
                 begin = start + first * (mine.numel() // mine.shape[0])
@@ -110,7 +127,8 @@ class Fused(torch.optim.Optimizer):
             self.offload.end_step()
 
     def wait(self) -> None:
-        """Until states and masters that live elsewhere may be read there."""
+        """Until states and masters that live elsewhere may be read there, and weights here."""
+        self.settle()
         if self.offload is not None:
             self.offload.wait()
 
@@ -144,6 +162,13 @@ class Fused(torch.optim.Optimizer):
         """What the model computes with, and what has the gradient."""
         return self.models.get(weight, weight)
 
+    def _visitors(self) -> Offload:
+        """The way between the device and where states live."""
+        if self.offload is None:
+            device, size = self._model(self.order[0]).device, max(map(visit_bytes, self._visits()))
+            self.offload = FromDisk(device, size, self.scratch) if self.scratch else Offload(device, size)
+        return self.offload
+
     def _pieces(
         self, weight: nn.Parameter, state: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
@@ -162,6 +187,14 @@ class Fused(torch.optim.Optimizer):
             state = new_state(local(weight.detach()), self.algorithm, self.states, device=torch.device("meta"))
             for _, piece in itertools.islice(self._pieces(weight, state), 1):
                 yield piece
+
+
+class _Update(NamedTuple):
+    """One that may still be under way, and what it reads."""
+
+    done: Event
+    gradient: torch.Tensor
+    factor: torch.Tensor | None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,10 @@ Each visit is a piece of a parameter, some rows of its states: brought while the
 while the piece after is. A few buffers of fixed size go round, so the device holds no more than these. Which piece
 comes next is what came next in the step before.
 
-From host memory one stream brings and another takes back; all waiting is done by streams, the host only queues. On a
-CPU the same code copies at once; that is for tests, since there is nothing to gain. From disk one thread reads ahead
-and another writes behind, on a GPU by way of as many buffers in host memory, which holds no more than these either.
+From host memory one stream brings, another takes back, and a third may update, beside what comes next on the device;
+all waiting is done by streams, the host only queues. On a CPU the same code copies at once; that is for tests, since
+there is nothing to gain. From disk one thread reads ahead and another writes behind, on a GPU by way of as many buffers
+in host memory, which holds no more than these either.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import torch
 
 from tunesmith.optim.scratch import Scratch, aligned
 
-PIECE, DISK_PIECE = 1 << 25, 1 << 20
+PIECE, DISK_PIECE = 1 << 24, 1 << 20
 """Values of a parameter in one visit: large enough for the full speed of the link or the disk, small beside the memory
-that is to be saved."""
-BUFFERS = 3
-"""One arrives, one is updated, one leaves."""
+that is to be saved, and no larger than most weights, so that visits are alike and neither way waits for the other."""
+BUFFERS = 4
+"""One arrives, one waits, one is updated, one leaves."""
 
 Tensors = Mapping[str, torch.Tensor]
 Event = torch.cuda.Event | None
@@ -38,7 +39,7 @@ class Offload:
 
     def __init__(self, device: torch.device, size: int):
         self.device = device
-        self.streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else [None, None]
+        self.streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(3)]
         self.buffers = [_Buffer(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(BUFFERS)]
         self.turn = 0
         self.arrived: dict[Hashable, _Visit] = {}
@@ -55,7 +56,9 @@ class Offload:
         upcoming = key
         for _ in range(BUFFERS - 2):
             upcoming, its_home = self.followers.get(upcoming, (None, None))
-            if upcoming is not None and upcoming not in self.arrived and upcoming != key and its_home is not None:
+            if upcoming is None or upcoming == key or its_home is None:
+                break
+            if upcoming not in self.arrived:
                 self.arrived[upcoming] = self._bring(upcoming, its_home, besides=visit.buffer)
         self._await(visit.ready)
         yield visit.tensors
@@ -64,6 +67,19 @@ class Offload:
     def end_step(self) -> None:
         """The next piece is the first of the next step."""
         self.previous = None
+
+    def beside(self) -> AbstractContextManager[object]:
+        """What is queued on the device within comes after what was queued before, and beside what is queued later."""
+        _wait(self.streams[2], self.mark())
+        return _on(self.streams[2])
+
+    def mark(self) -> Event:
+        """When all that was queued here is done."""
+        return _mark(_current(self.device))
+
+    def let_wait(self, event: Event) -> None:
+        """Let what is queued from here on wait for this."""
+        _wait(_current(self.device), event)
 
     def wait(self) -> None:
         """Until everything is back where it lives."""
@@ -90,11 +106,11 @@ class Offload:
 
     def _await(self, ready: Done) -> None:
         """Let what comes next on the device wait for what was brought."""
-        _wait(_current(self.device), ready)
+        self.let_wait(ready)
 
     def _return(self, visit: _Visit, home: Tensors) -> Done:
         """Start to copy back what is on the device, once all that was queued there is done."""
-        return _copy(self.streams[1], [_mark(_current(self.device))], visit.tensors, home)
+        return _copy(self.streams[1], [self.mark()], visit.tensors, home)
 
 
 class FromDisk(Offload):
@@ -118,7 +134,7 @@ class FromDisk(Offload):
         super()._await(ready.result())
 
     def _return(self, visit: _Visit, home: Tensors) -> Done:
-        return self.writer.submit(self._write, visit, home, _mark(_current(self.device)))
+        return self.writer.submit(self._write, visit, home, self.mark())
 
     def _read(self, visit: _Visit, home: Tensors, after: list[Done]) -> Event:
         for done in after:

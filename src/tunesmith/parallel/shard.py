@@ -146,7 +146,8 @@ def shard(
         if is_quantized:
             ranks = plan.mesh.data_ranks
             quantize_collectives(unit, shapes, ranks, groups, gather=plan.gather, reduce=plan.reduce)
-        unit.set_gradient_divide_factor(1.0)  # the loss is divided by the target tokens of all ranks already
+        if mesh.size() > 1:  # the loss is divided by the target tokens of all ranks; on one FSDP would divide by one
+            unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         finish(unit)
     return sharded

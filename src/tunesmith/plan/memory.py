@@ -28,7 +28,7 @@ STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256, "fp8": 1.0 + 4 /
 """Of one value, with its share of a block's scale (`kernels.update`)."""
 ALONE = frozenset({"adamw", "lion"})
 """Optimizers that update each weight for itself, from its gradient as backward made it (`optim.fused`)."""
-PIECE, BUFFERS = {"host": 1 << 25, "disk": 1 << 20}, 3
+PIECE, BUFFERS = {"host": 1 << 24, "disk": 1 << 20}, 4
 """Values whose states visit the device at a time, and how many such pieces do; as in `optim.offload`."""
 PINNED = 1.25
 """Host memory of pinned tensors: their sizes are rounded up to powers of two."""

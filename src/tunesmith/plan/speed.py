@@ -109,6 +109,8 @@ def step_time(task: Task, choice: Choice) -> Time:
     time = {part: rounds * (getattr(forward, part) + getattr(backward, part)) for part in Time.model_fields}
     time["recomputation"] = rounds * recomputed
     time["optimizer"], host_update = _optimizer(task, choice)
+    if choice.offload_optimizer == "host" and choice.ranks == 1 and not choice.release_gradients:
+        host_update = max(0.0, host_update - forward.total)  # layers begin once their own weights are updated
     time["communication"] = _communication(task, choice, rounds, forward.total, backward.total + recomputed)
     time["offload"] = host_update + rounds * _activation_traffic(task, choice, compute)
     if choice.offload_parameters:

@@ -22,6 +22,7 @@ class Moments:
         self.peaks: dict[str, int] = {}
         """The most that was allocated up to it, since the allocator's peak was last reset."""
         self.steps = 0
+        self._optimizer = optimizer
         self._is_within = False
         self._is_told = next(model.parameters()).is_cuda
         model.base_model.register_forward_pre_hook(lambda *_: self._before_forward() if model.training else None)
@@ -57,5 +58,6 @@ class Moments:
         self.steps += 1
 
     def _note(self, moment: str) -> None:
-        self.held[moment] = torch.cuda.memory_allocated() if self._is_told else 0
+        held_over = self._optimizer.held_over()  # of the step before, and gone before the forward pass has ended
+        self.held[moment] = torch.cuda.memory_allocated() - held_over if self._is_told else 0
         self.peaks[moment] = torch.cuda.max_memory_allocated() if self._is_told else 0
