@@ -12,6 +12,7 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     PhiConfig,
     Qwen2Config,
     Qwen3Config,
@@ -32,10 +33,11 @@ REPLACED = [
     MistralConfig(**SMALL, sliding_window=4),
     Gemma2Config(**SMALL, **HEAD, sliding_window=4, query_pre_attn_scalar=5),
     Qwen2Config(**SMALL),
+    Qwen3Config(**SMALL, **HEAD),
 ]
 LEFT = [
     LlamaConfig(**SMALL, attention_dropout=0.1),
-    Qwen3Config(**SMALL, **HEAD),
+    Olmo2Config(**SMALL),
     CohereConfig(**SMALL),
     PhiConfig(**SMALL, partial_rotary_factor=0.5),
     GPTNeoXConfig(**{**SMALL, "num_key_value_heads": 4}),

@@ -14,22 +14,21 @@ from tunesmith.kernels.operator import operator
 
 
 def rotate_pair(
-    q_tn: torch.Tensor, k_tn: torch.Tensor, cos_td: torch.Tensor, sin_td: torch.Tensor
+    q_thd: torch.Tensor, k_tgd: torch.Tensor, cos_td: torch.Tensor, sin_td: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys of separate linears, as [T, H, D] and [T, G, D]."""
-    return _RotatePair.apply(q_tn, k_tn, cos_td, sin_td)
+    """Queries and keys of separate linears."""
+    return _RotatePair.apply(q_thd, k_tgd, cos_td, sin_td)
 
 
 class _RotatePair(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_tn, k_tn, cos_td, sin_td):
+    def forward(ctx, q_thd, k_tgd, cos_td, sin_td):
         ctx.save_for_backward(cos_td, sin_td)
-        return rotated(_heads(q_tn, cos_td), _heads(k_tn, cos_td), cos_td, sin_td, False)
+        return rotated(q_thd, k_tgd, cos_td, sin_td, False)
 
     @staticmethod
     def backward(ctx, d_q, d_k):
-        d_q, d_k = rotated(d_q, d_k, *ctx.saved_tensors, True)
-        return d_q.flatten(1), d_k.flatten(1), None, None
+        return *rotated(d_q, d_k, *ctx.saved_tensors, True), None, None
 
 
 @operator("rotated")
@@ -104,12 +103,8 @@ def _joint(d_q: torch.Tensor, d_k: torch.Tensor) -> torch.Tensor:
 
 
 def _apart(y_tn: torch.Tensor, cos_td: torch.Tensor, key_heads: int) -> tuple[torch.Tensor, ...]:
-    heads = _heads(y_tn, cos_td)
+    heads = y_tn.unflatten(1, (-1, cos_td.shape[1]))
     return heads.split([heads.shape[1] - 2 * key_heads, key_heads, key_heads], dim=1)
-
-
-def _heads(y_tn: torch.Tensor, cos_td: torch.Tensor) -> torch.Tensor:
-    return y_tn.unflatten(1, (-1, cos_td.shape[1]))
 
 
 def _plain(x_thd: torch.Tensor, cos_td: torch.Tensor, sin_td: torch.Tensor, back: bool) -> torch.Tensor:

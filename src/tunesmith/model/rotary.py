@@ -19,6 +19,8 @@ from tunesmith.kernels.rotary import rotate_pair
 from tunesmith.model.lora import LoraLinear
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+NORMS = ("q_norm", "k_norm")
+"""Of each head, before it is rotated, in some models."""
 OPTIONS = {"scaling", "dropout", "sliding_window", "softcap"}
 """What attention functions are told beside the queries, keys and values, and ours keep."""
 TRIAL = "tunesmith_trial"
@@ -46,9 +48,9 @@ class RotaryAttention(nn.Module):
 
         super().__init__()
         self.functions = ALL_ATTENTION_FUNCTIONS
-        for name in LINEARS:
-            setattr(self, name, getattr(own, name))
-        self.own = (own,)  # a tuple, so that it is no child, and the linears keep their names
+        for name, child in own.named_children():
+            setattr(self, name, child)
+        self.own = (own,)  # a tuple, so that it is no child, and its own keep their names
         self.config, self.options = own.config, options
         for name in ("layer_idx", "is_causal", "head_dim"):
             setattr(self, name, getattr(own, name, None))
@@ -70,16 +72,20 @@ class RotaryAttention(nn.Module):
     def rotated(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values of one row of tokens, [T, heads, D]."""
         cos, sin = (one.flatten(0, -2) for one in (cos, sin))
-        joint = getattr(self.q_proj, "joint", None)
-        if joint is not None and len(joint.members) == 3:
+        has_norms, joint = hasattr(self, NORMS[0]), getattr(self.q_proj, "joint", None)
+        if joint is not None and len(joint.members) == 3 and not has_norms:
             return lowrank_qkv(x.flatten(0, -2), *joint.operands(x.dtype), cos, sin)
-        q, k, v = (getattr(self, name)(x).flatten(0, -2) for name in LINEARS[:3])
-        return *rotate_pair(q, k, cos, sin), v.unflatten(1, (-1, cos.shape[1]))
+        parts = (getattr(self, name)(x).flatten(0, -2) for name in LINEARS[:3])
+        q, k, v = (part.unflatten(1, (-1, cos.shape[1])) for part in parts)
+        if has_norms:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return *rotate_pair(q, k, cos, sin), v
 
 
 def _options(module: nn.Module, dtype: torch.dtype) -> dict[str, Any] | None:
     """What the module tells its attention function, or None where ours would not do the same."""
-    if {name for name, _ in module.named_children()} != set(LINEARS) or not hasattr(module, "head_dim"):
+    children = {name for name, _ in module.named_children()}
+    if children - set(NORMS) != set(LINEARS) or len(children & set(NORMS)) == 1 or not hasattr(module, "head_dim"):
         return None
     if next(module.parameters(recurse=False), None) is not None or getattr(module, "config", None) is None:
         return None
@@ -96,16 +102,14 @@ def _options(module: nn.Module, dtype: torch.dtype) -> dict[str, Any] | None:
     with torch.no_grad(), _recorded(module.config) as calls:
         try:
             out = module(x, position_embeddings=(cos, sin), attention_mask=None)[0]
+            ((parts, options),) = calls
+            ours = RotaryAttention(module, options)
+            expected = [part.transpose(0, 1).unsqueeze(0) for part in ours.rotated(x, cos, sin)]
+            again = ours.o_proj(_stand_in(parts[0]).reshape(1, TRIED, -1))
         except (TypeError, ValueError, RuntimeError):
-            return None  # called in another way
-        if len(calls) != 1:
-            return None
-        (parts, options) = calls[0]
-        if set(options) - OPTIONS or options.get("dropout") or getattr(module, "attention_dropout", 0.0):
-            return None
-        ours = RotaryAttention(module, options)
-        expected = [part.transpose(0, 1).unsqueeze(0) for part in ours.rotated(x, cos, sin)]
-        again = ours.o_proj(_stand_in(parts[0]).reshape(1, TRIED, -1))
+            return None  # called in another way, or norms of another size
+    if set(options) - OPTIONS or options.get("dropout") or getattr(module, "attention_dropout", 0.0):
+        return None
     pairs = [*zip(parts, expected, strict=True), (out, again)]
     return options if all(_is_close(*pair) for pair in pairs) else None
 
