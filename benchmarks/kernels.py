@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import kernel_variants
 import torch
 
 from tunesmith.kernels import quantize, reference, swiglu
@@ -148,12 +147,13 @@ def timed(run: Callable[[], Any], device: str) -> float:
 
 
 def groups(narrow: int) -> Iterator[Group]:
-    for width, is_gradient in ((14336 // narrow, False), (28672 // narrow, True)):
+    for width, is_gradient in ((14336 // narrow, False), (28672 // narrow, False), (6144 // narrow, True)):
         yield quantized(width, is_gradient)
     for width in (4096 // narrow, 11008 // narrow):
         yield both_ways(width)
     yield gated(14336 // narrow, backward=False)
-    yield gated(14336 // narrow, backward=True)
+    for scaled in (False, True):
+        yield gated(14336 // narrow, backward=True, scaled=scaled)
 
 
 def quantized(width: int, is_gradient: bool) -> Group:
@@ -165,10 +165,6 @@ def quantized(width: int, is_gradient: bool) -> Group:
             quantize.quantize_rows_into(*inputs)
         return inputs
 
-    def variant(inputs: tuple, kernel: Callable, **sizes: int) -> tuple:
-        kernel(*inputs, **sizes)
-        return inputs
-
     def check(_, found: tuple) -> None:
         x, factor, values, scale = found
         for some in _some_rows(x):
@@ -176,14 +172,8 @@ def quantized(width: int, is_gradient: bool) -> Group:
 
     variants: dict[str, Callable[[Any], Any]] = {
         f"a row held, {per_warp} values a warp": partial(in_use, per_warp=per_warp)
-        for per_warp in (1024, 512, 2048, 4096)
+        for per_warp in (2048, 512, 1024, 4096)
     }
-    for block, stages, warps in ((2048, 1, 8), (4096, 1, 8), (4096, 1, 16), (4096, 2, 8), (4096, 3, 16), (8192, 1, 16)):
-        sizes = {"block": block, "stages": stages, "num_warps": warps}
-        variants[_named("twice", sizes)] = partial(variant, kernel=kernel_variants.rows_twice, **sizes)
-    for programs, stages, warps in ((132, 2, 16), (132, 2, 32), (264, 2, 16), (264, 2, 8), (264, 3, 16), (396, 2, 8)):
-        sizes = {"programs": programs, "stages": stages, "num_warps": warps}
-        variants[_named("down", sizes)] = partial(variant, kernel=kernel_variants.rows_down, **sizes)
     name = f"quantize: rows {width} wide" + (" with a factor" if is_gradient else "")
     return Group(name, make, variants, check, 3 * width)
 
@@ -273,12 +263,15 @@ BACKWARD = (
 """BT, BI, warps, stages, ahead, parts."""
 
 
-def gated(width: int, backward: bool) -> Group:
+def gated(width: int, backward: bool, scaled: bool = False) -> Group:
+    """`scaled`: with the weights' scales folded into the gradient, whose rows then become fp8."""
+
     def make(rows: int, device: str) -> dict[str, torch.Tensor]:
         draw = partial(_normal, device=device)
         inputs = {"y": draw(rows, 2 * width), "low": draw(rows, 2 * RANK), "d_act": draw(rows, width)}
         inputs |= {"g": draw(rows, RANK), "b_gate": draw(width, RANK) * 0.2, "b_up": draw(width, RANK) * 0.2}
         inputs["a_down"] = draw(RANK, width) * 0.2
+        inputs["scale"] = torch.rand(2 * width, device=device) + 0.5
         return inputs | (_plain_sums(inputs) if backward else {})
 
     def forward(inputs: dict, tile: dict, parts: int) -> torch.Tensor:
@@ -291,16 +284,15 @@ def gated(width: int, backward: bool) -> Group:
             _check_close("the activation", act[some], wanted)
 
     def back(inputs: dict, tile: dict, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-        names = ("d_act", "g", "y", "low", "b_gate", "b_up", "a_down")
-        unused = inputs["y"].new_empty(0, dtype=torch.float32)
+        names = ("d_act", "g", "y", "low", "b_gate", "b_up", "a_down", "scale")
         with patch.multiple(swiglu, BACKWARD=tile, PARTS=parts):
-            d_y, _, _, sums = swiglu.swiglu_backward(*(inputs[name] for name in names), unused, False)
+            d_y, _, _, sums = swiglu.swiglu_backward(*(inputs[name] for name in names), scaled)
         return d_y, sums
 
     def check_back(inputs: dict, found: tuple[torch.Tensor, torch.Tensor]) -> None:
         d_y, sums = found
         for some, wanted in zip(_some_rows(d_y), inputs["d_y"], strict=True):
-            _check_close("the gradient of gate and up", d_y[some], wanted)
+            _check_close("the gradient of gate and up", d_y[some], wanted * inputs["scale"] if scaled else wanted)
         _check_close("the factors' gradients", sums, inputs["sums"])
 
     variants: dict[str, Callable[[Any], Any]] = {}
@@ -309,8 +301,9 @@ def gated(width: int, backward: bool) -> Group:
         loads = f"{stages} stages" if ahead is None else f"{ahead} ahead"
         name = f"{height} x {block}, {loads}, {warps} warps, {parts} parts"
         variants[name] = partial(back if backward else forward, tile=tile, parts=parts)
-    name = f"gated: {'backward' if backward else 'forward'}, {width} wide, rank {RANK}"
-    return Group(name, make, variants, check_back if backward else check_forward, (10 if backward else 6) * width)
+    name = f"gated: {'backward' if backward else 'forward'}, {width} wide, rank {RANK}" + ", rows in fp8" * scaled
+    passed = (10 if backward else 6) + (6 if scaled else 0)
+    return Group(name, make, variants, check_back if backward else check_forward, passed * width)
 
 
 def _plain_sums(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
