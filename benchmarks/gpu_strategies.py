@@ -1,11 +1,12 @@
 """What sharding costs where there is nothing to share, and offloading where it is not needed: on one GPU, over NCCL.
 
-    python benchmarks/gpu_strategies.py [--layers 6] [--deadline SECONDS] [--only full lora qlora host]
+    python benchmarks/gpu_strategies.py [--layers 6] [--deadline SECONDS] [--only full full-32k lora qlora host]
 
 The plans are made by hand: on one GPU the planner takes the plain path, and these go through FSDP all the same.
 Each strategy trains Llama-3-8B's shape with few layers, random weights, and is timed between two timings of the plain
-path, whose model stays beside it; all of a method by one process, alone on the GPU (`pool.py`), after it has compiled
-beside the others. `host` is the whole 8B shape, all weights trained, with AdamW's states in fp32 on the GPU and in host
+path, whose model stays beside it; all of a group by one process, alone on the GPU (`pool.py`), after it has compiled
+beside the others. What FSDP copies does not depend on the tokens of a step, so all weights are trained with two numbers
+of them. `host` is the whole 8B shape, all weights trained, with AdamW's states in fp32 on the GPU and in host
 memory. Writes benchmarks/results/gpu_strategies.json (or into the folder that RESULTS names).
 """
 
@@ -36,10 +37,12 @@ WAYS: dict[str, dict[str, dict[str, str]]] = {
     "lora": {name: {"sharding": name} for name in SHARDINGS},
     "qlora": {"zero3": {"sharding": "zero3"}},
 }
-SIZES = {"full": (112, 34), "lora": (60, 14), "qlora": (50, 12), "host": (115, 24)}
+SEQUENCES = {"full": 4, "full-32k": 8, "lora": 4, "qlora": 4}
+"""Of 4,096 tokens, in a step of a group; its method is what its name begins with."""
+SIZES = {"full": (112, 34), "full-32k": (122, 38), "lora": (60, 14), "qlora": (50, 12), "host": (115, 24)}
 """GiB set aside for each group, and while it compiles on two layers."""
 SHAPES = {"cuda": "llama3-8b", "cpu": "tiny"}
-WARMUP, STEPS, AGAIN = 2, 6, 4
+WARMUP, STEPS, AGAIN = 1, 5, 3
 """Steps of a way, and of the plain one after it."""
 
 
@@ -65,15 +68,15 @@ def main() -> None:
         for order, found in at_work.run():
             rows += found.get("rows") or [{"method": order.payload["group"], "way": "all", **found}]
             print(f"{time.monotonic() - began:4.0f} s {order.payload['group']}", flush=True)
-    rows.sort(key=lambda row: (*WAYS, "host").index(row.get("group", row["method"])))
+    rows.sort(key=lambda row: list(SIZES).index(row.get("group", row["method"])))
     for row in rows:
         print(words(row), flush=True)
-    what = f"Strategies on one GPU against the plain path, 8B shape with {options.layers} layers, 4 x 4,096 tokens"
+    what = f"Strategies on one GPU against the plain path, 8B shape with {options.layers} layers"
     print(f"wrote {write_result('gpu_strategies', what, rows)}")
 
 
 def words(row: dict[str, Any]) -> str:
-    name = f"{row['method']:5} {row['way']:24}"
+    name = f"{row.get('group', row['method']):8} {row['way']:24}"
     if "failed" in row:
         return f"{name} {row['failed']}"
     link = f"  link alone {row['link_seconds']:.2f} s of {row['step_seconds']:.2f}" if "link_seconds" in row else ""
@@ -101,16 +104,17 @@ def work() -> None:
     pool.say("result", rows=[{"group": order["group"], **row} for row in rows])
 
 
-def strategies(method: str) -> Iterator[dict[str, Any]]:
+def strategies(group: str) -> Iterator[dict[str, Any]]:
     from tunesmith.measure import bench
 
-    workload = bench.Workload("cut", method, 4, 4096 if device() == "cuda" else 64)
+    method = group.partition("-")[0]
+    workload = bench.Workload("cut", method, SEQUENCES[group], 4096 if device() == "cuda" else 64)
     for sharding in ("none", "zero3"):  # what a layer is compiled to, which all ways have in common
         rehearse(workload, sharding=sharding)
     pool.ask_for_memory()
     with settled():
         plain, first = begin(workload)
-        yield {"method": method, "way": "plain", "share_of_plain": 1.0, **first}
+        yield {"method": method, "way": "plain", "share_of_plain": 1.0, "tokens": tokens(workload), **first}
         before = first["step_seconds"]
         for name, changes in WAYS[method].items():
             give_back()
@@ -123,7 +127,13 @@ def strategies(method: str) -> Iterator[dict[str, Any]]:
             give_back()
             after = bench.measure(plain, workload, warmup=1, steps=AGAIN).step_seconds
             share = (before + after) / 2 / found["step_seconds"]
-            yield {"method": method, "way": name, "share_of_plain": round(share, 4), **found}
+            yield {
+                "method": method,
+                "way": name,
+                "share_of_plain": round(share, 4),
+                "tokens": tokens(workload),
+                **found,
+            }
             before = after
 
 
@@ -143,9 +153,13 @@ def in_host_memory(shape: str) -> Iterator[dict[str, Any]]:
             plain = plain or found["step_seconds"]
             found["share_of_plain"] = round(plain / found["step_seconds"], 4)
             moved = {"moved_bytes": states, "link_seconds": round(states / LINK, 3)} if way == "host" else {}
-            yield {"method": "full", "way": f"8B, states: {way}", **found, **moved}
+            yield {"method": "full", "way": f"8B, states: {way}", "tokens": tokens(workload), **found, **moved}
             del step
             give_back()
+
+
+def tokens(workload: Any) -> int:
+    return workload.sequences * workload.length
 
 
 def begin(workload: Any, *, warmup: int = WARMUP, steps: int = STEPS, **changes: Any) -> tuple[Any, dict[str, Any]]:

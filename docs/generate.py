@@ -365,9 +365,10 @@ def _two_hosts(content: dict[str, Any]) -> list[str]:
 
 def _strategies(content: dict[str, Any]) -> list[str]:
     lines = [f"{content['what']}. {content['device']}, {content['date']}, commit {content['commit']}.", ""]
-    lines += ["| method | strategy | tokens/s | of the plain path | peak GiB | loss | note |", "| --- " * 7 + "|"]
+    columns = ["method", "strategy", "tokens a step", "tokens/s", "of the plain path", "peak GiB", "loss", "note"]
+    lines += [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
     for row in content["numbers"]:
-        cells = [row["method"], row["way"]]
+        cells = [row["method"], row["way"], f"{row.get('tokens', 16384):,}"]
         if "failed" in row:
             cells += ["", "", "", "", _figure("failed", row["failed"])]
         else:
