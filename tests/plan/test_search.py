@@ -16,7 +16,7 @@ from tunesmith.plan.hardware import Gpu, Hardware, named, shared
 from tunesmith.plan.plan import Plan
 from tunesmith.plan.search import WORTH, make_plan, refusal, search
 
-from .shapes import GIB, MODEL, run, why
+from .shapes import GIB, MIXTRAL, MODEL, run, why
 
 LLAMA_8B, SMOL = MODEL["Llama-3.1-8B"], MODEL["SmolLM2-135M"].changed(positions=8192)
 
@@ -314,3 +314,33 @@ def test_rounding_on_the_wire_beside_another_axis_is_refused_in_a_sentence():
     pins = {"sharding": "zero3", "shard": 2, "context": 2, "reduce": "int8"}
     with pytest.raises(UserError, match="rounding on the wire beside tensor, context, pipeline or expert parallelism"):
         search(run(method="full"), SMOL, several, pins=pins)
+
+
+def test_passes_are_recorded_where_each_starts_the_same_kernels_on_the_same_memory():
+    single = machine(gpu=gpu(141))
+    pins = {"is_recorded": True}
+    plan = search(run(), SMOL, single, pins=pins).plan
+    assert plan.is_recorded
+    assert refusal(run(), plan, SMOL, single) is None
+    full = {"method": "full", "batch_tokens": 16384}
+    assert search(run(**full), SMOL, single, pins=pins).plan.accumulation == 1
+    for changes, more in (
+        ({"is_compiled": False}, {}),
+        ({"attention": "sdpa"}, {}),
+        ({"offload_activations": True}, {}),
+        ({"offload_optimizer": "host"}, {}),
+        ({"offload_parameters": True, "sharding": "zero3"}, {}),
+        ({"sharding": "ddp"}, {}),
+        ({"micro_batch": 1}, full),
+        ({"release_gradients": True, "micro_batch": 8}, full | {"max_grad_norm": None}),
+    ):
+        by_hand = plan.changed(**changes)
+        assert refusal(run(**more), by_hand, SMOL, single).startswith("passes are recorded on one GPU"), changes
+        assert refusal(run(**more), by_hand.changed(is_recorded=False), SMOL, single) is None
+    assert "without experts" in refusal(run(), plan, MIXTRAL, single)
+
+
+def test_plans_from_before_passes_were_recorded_are_still_read():
+    saved = json.loads(make_plan(run(), SMOL, machine(gpu=gpu(141))).model_dump_json())
+    del saved["is_recorded"]
+    assert not Plan.model_validate(saved).is_recorded

@@ -112,6 +112,7 @@ class Choice:
     storage: Storage = "plain"
     attention: Attention = "sdpa"
     is_compiled: bool = False
+    is_recorded: bool = False
     keep_turned: bool = False
     keep_attention: bool = False
     mlp_slice: int = 0

@@ -269,7 +269,7 @@ def differences(before: Plan, after: Plan) -> list[tuple[str, str, str]]:
     names = (
         "sequence_length", "sequences_per_step", "micro_batch", "recompute_layers", "precision", "products", "storage",
         "master_weights", "optimizer_states", "offload_optimizer", "offload_parameters",
-        "keep_turned", "keep_attention", "mlp_slice", "offload_activations",
+        "is_recorded", "keep_turned", "keep_attention", "mlp_slice", "offload_activations",
         "sharding", "attention", "learning_rate",
     )  # fmt: skip
     for name in names:

@@ -165,6 +165,9 @@ class Plan(Part):
     attention: Attention
     is_compiled: bool
     """Each decoder layer is compiled."""
+    is_recorded: bool = False
+    """The layers' forward and backward passes are recorded once, as CUDA graphs, and replayed: the processor starts all
+    kernels of a pass at once."""
     master_weights: bool
     """Trained weights are also kept in fp32, and updated there; else those in bf16 are rounded at random."""
     sequence_length: Positive

@@ -168,6 +168,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "weights are kept transposed where adapters without dropout or DoRA are on all linears of one GPU's fp8 base",
     ),
     (
+        lambda task, choice: choice.is_recorded and not may_record(task, choice),
+        "passes are recorded on one GPU, of compiled layers without experts whose attention is a packed kernel; "
+        "nothing may be offloaded or released, and where all weights are trained a step has one micro-batch",
+    ),
+    (
         lambda task, choice: choice.recompute_layers > task.facts.layers,
         "there are not so many layers to recompute",
     ),
@@ -242,6 +247,21 @@ def may_keep_turned(task: Task, choice: Choice) -> bool:
         and task.lora.targets == "all-linear"
         and task.lora.layers is None
         and not (task.lora.dropout or task.lora.dora or experts(task))
+    )
+
+
+def may_record(task: Task, choice: Choice) -> bool:
+    """Whether the layers' passes start the same kernels on the same memory each time, whatever the micro-batch."""
+    return (
+        task.device == "cuda"
+        and choice.is_compiled
+        and choice.ranks == 1
+        and choice.sharding == "none"
+        and choice.offload_optimizer == "none"
+        and not (choice.offload_activations or choice.offload_parameters or choice.release_gradients)
+        and choice.attention != "sdpa"
+        and not experts(task)
+        and (task.has_adapters or choice.accumulation(task) == 1)
     )
 
 

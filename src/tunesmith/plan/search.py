@@ -139,6 +139,7 @@ def search(
         storage=choice.storage,
         attention=choice.attention,
         is_compiled=choice.is_compiled,
+        is_recorded=choice.is_recorded,
         keep_turned=choice.keep_turned,
         master_weights=choice.has_masters(task),
         sequence_length=task.sequence_length,
