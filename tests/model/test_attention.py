@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tunesmith.errors import UserError
 from tunesmith.kernels import reference
@@ -37,6 +38,29 @@ def test_documents_do_not_see_each_other(window, softcap, kv_heads):
         torch.testing.assert_close(gradient, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_other_lengths_do_not_compile_a_layer_again(softcap):
+    def layer(x, bounds):
+        rows = (one[None] for one in (x * 2, x + 1, x - 1))
+        options = {"cu_seq_lens_q": bounds, "max_length_q": 14, "softcap": softcap}
+        return packed_attention(torch.nn.Module(), *rows, None, **options)[0].cos()
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(layer, backend=counter)
+    x = torch.randn(4, 14, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    frames = []
+    for lengths in ((14,), (5, 1, 8), (7, 7), (1,) * 14, (13, 1), (14, 0)):
+        bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+        torch._dynamo.maybe_mark_dynamic(bounds, 0)
+        found, wanted = fast(x, bounds), layer(x, bounds)
+        torch.testing.assert_close(found, wanted)
+        for mine, plain in zip(*(torch.autograd.grad(one.sum(), x) for one in (found, wanted)), strict=True):
+            torch.testing.assert_close(mine, plain)
+        frames.append(counter.frame_count)
+    assert frames == [2] * 6  # before attention and after it
+
+
 def test_without_boundaries_it_refuses():
     tensor = torch.zeros(1, 1, 2, 8)
     with pytest.raises(NotPackable):
@@ -52,7 +76,8 @@ def test_the_kernel_that_the_plan_names_is_taken_and_no_other(monkeypatch):
     monkeypatch.setattr(attention.flash4, "is_available", lambda: True)
     monkeypatch.setattr(attention.flash4, "flash4", lambda q, *_: taken.append("flash-attn-4") or q)
     monkeypatch.setattr(attention, "_variable_length", lambda q, *_: taken.append("varlen") or q)
-    monkeypatch.setattr(attention, "_by_document", lambda q, *_: taken.append("sdpa") or q)
+    monkeypatch.setattr(attention.efficient, "can", lambda *_: True)
+    monkeypatch.setattr(attention.efficient, "efficient", lambda q, *_: taken.append("sdpa") or q)
     q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
     boundaries = {"cu_seq_lens_q": torch.tensor([0, 6], dtype=torch.int32), "max_length_q": 6}
     try:

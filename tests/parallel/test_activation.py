@@ -5,6 +5,7 @@ import functools
 import gc
 import weakref
 
+import plain_efficient
 import plain_flash4
 import pytest
 import torch
@@ -101,11 +102,9 @@ def quickly_compiled(monkeypatch):
     torch._dynamo.reset()
 
 
-def attention_calls(monkeypatch) -> list[int]:
-    calls, forward = [], plain_flash4._forward
-    monkeypatch.setattr(
-        plain_flash4, "_forward", lambda *tensors, **named: calls.append(1) or forward(*tensors, **named)
-    )
+def attention_calls(monkeypatch, kernels=plain_flash4) -> list[int]:
+    calls, forward = [], kernels._forward
+    monkeypatch.setattr(kernels, "_forward", lambda *tensors, **named: calls.append(1) or forward(*tensors, **named))
     return calls
 
 
@@ -122,12 +121,13 @@ def test_what_compiled_layers_keep_does_not_change_gradients(quickly_compiled, m
         torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-7)
 
 
-def test_kept_attention_is_computed_once(monkeypatch):
-    plain_flash4.install(monkeypatch)
-    calls = attention_calls(monkeypatch)
+@pytest.mark.parametrize(("attention", "kernels"), [("flash-attn-4", plain_flash4), ("sdpa", plain_efficient)])
+def test_kept_attention_is_computed_once(monkeypatch, attention, kernels):
+    kernels.install(monkeypatch)
+    calls = attention_calls(monkeypatch, kernels)
     for keep, expected in ((False, 4), (True, 2)):
         calls.clear()
-        gradients(attention="flash-attn-4", recompute_layers=2, keep_attention=keep)
+        gradients(attention=attention, recompute_layers=2, keep_attention=keep)
         assert len(calls) == expected
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
+import plain_efficient
 import plain_flash4
 import pytest
 import torch
@@ -123,9 +124,17 @@ def batch_of(*lengths: int) -> StepBatch:
     return StepBatch(0, 0.0, (micro_batch_of(documents),), target_weight=targets, tokens=sum(lengths))
 
 
-@pytest.mark.parametrize("rotates", [False, True])
-@pytest.mark.parametrize("products", ["plain", "fp8"])
-def test_document_lengths_do_not_compile_anything_again(monkeypatch, rotates, products):
+@pytest.mark.parametrize(
+    ("attention", "rotates", "products"),
+    [
+        ("flash-attn-4", False, "plain"),
+        ("flash-attn-4", False, "fp8"),
+        ("flash-attn-4", True, "plain"),
+        ("flash-attn-4", True, "fp8"),
+        ("sdpa", True, "plain"),
+    ],
+)
+def test_document_lengths_do_not_compile_anything_again(monkeypatch, attention, rotates, products):
     if rotates:  # as on a GPU
 
         def fuse_and_rotate(model, **named):
@@ -133,11 +142,11 @@ def test_document_lengths_do_not_compile_anything_again(monkeypatch, rotates, pr
             assert rotate_in_kernels(model, torch.float32) == 2
 
         monkeypatch.setattr(assemble, "fuse", fuse_and_rotate)
-    plain_flash4.install(monkeypatch)
+    (plain_flash4 if attention == "flash-attn-4" else plain_efficient).install(monkeypatch)
     compile_by(monkeypatch, "aot_eager_decomp_partition")
     workload = Workload("tiny", "lora", 1, 96)
     plan = plan_for(workload, device="cpu", products=products, recompute_layers=1, compiled=True)
-    step = build(workload, plan.changed(attention="flash-attn-4"))
+    step = build(workload, plan.changed(attention=attention))
     made = [batch_of(*lengths) for lengths in ((50, 46), (96,), (7,) * 11, (1, 90), (40, 30, 20))]
     step(made[0], 1e-3)
     graphs = counters["stats"]["unique_graphs"]

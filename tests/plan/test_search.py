@@ -73,7 +73,7 @@ def test_attention_is_by_kernels_the_gpu_has():
     older, newer = (make_plan(run(), SMOL, machine(gpu=gpu(80, capability))) for capability in ((7, 5), (8, 0)))
     assert (older.attention, newer.attention) == ("sdpa", "varlen")
     in_half = newer.changed(precision="fp16")
-    assert "packed attention kernels need" in refusal(run(), in_half, SMOL, machine(gpu=gpu(80, (7, 5))))
+    assert "flash attention needs" in refusal(run(), in_half, SMOL, machine(gpu=gpu(80, (7, 5))))
 
 
 def test_a_gpu_that_is_not_there_is_refused():

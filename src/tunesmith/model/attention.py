@@ -2,8 +2,9 @@
 
 transformers hands every attention function the same arguments; the document boundaries travel as the keyword
 arguments that its own variable-length attention uses (`cu_seq_lens_q`, `max_length_q`). On a GPU in half
-precision this is flash-attn-4 where installed, else torch's variable-length kernel; elsewhere SDPA, one document at a
-time.
+precision this is flash-attn-4 where installed, else torch's variable-length kernel; on older GPUs and in fp32 torch's
+memory-efficient one, which a plan calls "sdpa". On a CPU, and for what those kernels do not have, it is SDPA, one
+document at a time.
 
 Legend: T tokens, D head dim; queries have more heads than keys in grouped attention.
 """
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from tunesmith.errors import UserError
-from tunesmith.kernels import flash4
+from tunesmith.kernels import efficient, flash4
 from tunesmith.plan.plan import Attention
 
 NAME = "tunesmith_packed"
@@ -88,8 +89,10 @@ def packed_attention(
         return flash4.flash4(q, k, v, *bounds, *longest, scale, window, softcap).unsqueeze(0), None
     if kernel != "sdpa" and _has_kernel(query, dropout, softcap):
         return _variable_length(query, key, value, bounds, longest, scale, window), None
-    lengths = [one.diff().tolist() for one in bounds]
-    return _by_document(query, key, value, *lengths, scale, window, softcap, dropout), None
+    if dropout == 0.0 and softcap is None and efficient.can(query, value):
+        q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+        return efficient.efficient(q, k, v, *bounds, longest[0], scale, window).unsqueeze(0), None
+    return _by_document(query, key, value, bounds, scale, window, softcap, dropout), None
 
 
 class NotPackable(RuntimeError):
@@ -135,7 +138,10 @@ def _variable_length(query, key, value, bounds, longest, scale, window) -> torch
     return out.unsqueeze(0)
 
 
-def _by_document(query, key, value, q_lengths, k_lengths, scale, window, softcap, dropout) -> torch.Tensor:
+@torch.compiler.disable(reason="it goes over the documents, whose lengths change")
+def _by_document(query, key, value, bounds, scale, window, softcap, dropout) -> torch.Tensor:
+    """Always as it is: compiled, it would be unrolled over the documents, and again for all other lengths."""
+    q_lengths, k_lengths = (one.diff().tolist() for one in bounds)
     outputs = []
     # Split, not sliced: the gradient of a split is one concatenation, that of a slice a full-size tensor of zeros.
     parts = [query.split(q_lengths, dim=2), *(tensor.split(k_lengths, dim=2) for tensor in (key, value))]

@@ -31,6 +31,7 @@ MLPS = ("mlp", "feed_forward")
 ATTENTION = frozenset(
     {
         "tunesmith::flash4",
+        "tunesmith::efficient",
         "torch_attn::_varlen_attn",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_efficient_attention",

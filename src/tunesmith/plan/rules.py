@@ -161,7 +161,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     (
         lambda task, choice: choice.attention != "sdpa" and not _has_kernel(task),
-        "packed attention kernels need half precision, head sizes of 8 to 256 and compute capability 8.0",
+        "flash attention needs half precision, head sizes of 8 to 256 and compute capability 8.0",
     ),
     (
         lambda task, choice: choice.keep_turned and not may_keep_turned(task, choice),
