@@ -89,7 +89,7 @@ def build(case: Case, workload: Any) -> Any:
     )
     if case["goal"] == "tight":
         plan = plan.model_copy(update=dict(workload.saving))
-    return bench.build(workload, plan)
+    return bench.build(workload, plan.model_copy(update={"is_recorded": case["is_recorded"]}))
 
 
 def measure_theirs(case: Case, models: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "lora": {"method": "lora"},
     "lora, fp8": {"method": "lora", "products": "fp8"},
     "lora, fp8, recomputed": {"method": "lora", "products": "fp8", "recompute": True},
+    "lora, fp8, recorded": {"method": "lora", "products": "fp8", "is_recorded": True},
     "qlora": {"method": "qlora"},
     "qlora, fp8": {"method": "qlora", "products": "fp8"},
 }
@@ -77,7 +78,7 @@ def measure(way: str, device: str, layers: int, top: int) -> dict[str, Any]:
             recompute_layers=count if chosen.get("recompute") else 0,
             compiled=True,
         )
-        step = bench.build(workload, plan)
+        step = bench.build(workload, plan.model_copy(update={"is_recorded": chosen.get("is_recorded", False)}))
         (batch,) = bench.batches(workload, 1)
         times = [launch(step, batch) for _ in range(STEPS)]
         found[count] = min(times) * 1000

@@ -1,15 +1,18 @@
 """Does saving cost quality? The same fine-tune in each precision, storage and optimizer, by held-out loss.
 
     python benchmarks/quality.py --model MODEL --train FILE --held-out FILE [--seeds 3] [--workers 16] [key=value ...]
+    python benchmarks/quality.py --collect FILE ...
 
 Runs are independent, so several share the device; those of a variant follow each other in one process. A variant
 passes when its mean lies within the spread of its baselines' runs (the same method in fp32 and bf16), or below.
-Everything goes through `tunesmith plan` and `train`.
+Everything goes through `tunesmith plan` and `train`. The second form makes the result of what several calls printed, or
+one that was cut short.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import statistics
@@ -23,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from results import write_result
+
+from tunesmith.measure.results import document
 
 FULL_RATE, LORA_RATE = "5e-5", "5e-4"
 MARK = "@@"
@@ -61,15 +66,23 @@ VARIANTS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--train", type=Path, required=True)
-    parser.add_argument("--held-out", type=Path, required=True)
+    parser.add_argument("--model")
+    parser.add_argument("--train", type=Path)
+    parser.add_argument("--held-out", type=Path)
+    parser.add_argument("--collect", type=Path, nargs="+", help="what calls printed, instead of running anything")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--only", nargs="*", default=[], help="variants whose name contains one of these")
     parser.add_argument("--log", type=Path, default=None, help="where a file of what each process said is kept")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of all runs")
     options = parser.parse_args()
+    if options.collect:
+        print(f"wrote {collect(options.collect)}")
+        return
+    if not (options.model and options.train and options.held_out):
+        parser.error("--model, --train and --held-out are needed")
+    what = f"Held-out loss by precision, storage and optimizer: {Path(options.model).stem}, {options.seeds} seeds each"
+    print(json.dumps(document(what, {})), flush=True)
     # A process has little to do for the processor but to compile and to launch kernels.
     os.environ.update({"TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ})
     chosen = [one for one in VARIANTS if not options.only or any(text in one.name for text in options.only)]
@@ -83,9 +96,22 @@ def main() -> None:
         jobs = [(one, seeds) for one in chosen for seeds in one.in_processes(options.seeds)]
         done = list(pool.map(lambda job: in_process(settings, *job, options.overrides, logs), jobs))
     found = [(one, run) for (one, _), runs in zip(jobs, done, strict=True) for run in runs]
-    rows = summarize(chosen, found)
-    what = f"Held-out loss by precision, storage and optimizer: {Path(options.model).stem}, {options.seeds} seeds each"
-    print(f"wrote {write_result('quality', what, rows)}")
+    print(f"wrote {write_result('quality', what, summarize(chosen, found))}")
+
+
+def collect(files: list[Path]) -> Path:
+    """The runs that are named in what was printed; the document of the first file tells where they ran."""
+    named = {variant.name: variant for variant in VARIANTS}
+    about: dict[str, Any] = {}
+    found: list[tuple[Variant, dict[str, float]]] = []
+    for line in (line for file in files for line in file.read_text(encoding="utf-8").splitlines()):
+        name, _, run = line.partition(": {")
+        if line.startswith("{"):
+            about = about or json.loads(line)
+        elif name in named and run:
+            found.append((named[name], ast.literal_eval("{" + run)))
+    chosen = [variant for variant in VARIANTS if any(one is variant for one, _ in found)]
+    return write_result("quality", about["what"], summarize(chosen, found), about=about)
 
 
 def write_settings(folder: Path, options: argparse.Namespace) -> Path:

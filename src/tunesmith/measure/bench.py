@@ -35,6 +35,7 @@ from tunesmith.optim.build import Optimizer
 from tunesmith.optim.build import build as build_optimizer
 from tunesmith.parallel.apply import decoder_layers
 from tunesmith.plan.plan import Memory, Plan
+from tunesmith.train.graph import Recorder
 from tunesmith.train.loop import peak_memory
 from tunesmith.train.step import StepResult, TrainStep
 
@@ -183,14 +184,16 @@ def build(workload: Workload, plan: Plan, *, rank: int = 16, optimizer: str = "a
         updates = Optimizer(model.named_parameters(), run, master_weights=has_masters)
     if called is model:
         updates.update_beside(model, decoder_layers(model))
+    calling = Calling("packed")
     return TrainStep(
         called.train(),
-        Calling("packed"),
+        calling,
         updates,
         device=device,
         max_grad_norm=1.0,
         seed=0,
         shape=micro_batch_shape(plan),
+        recorder=Recorder(model, calling, updates.parameters) if plan.is_recorded else None,
     )
 
 

@@ -173,7 +173,7 @@ def losses_of_hidden(
 def hidden_states(model: nn.Module, inputs: Inputs, calling: Calling) -> torch.Tensor:
     """What the output head sees, for every token: [T, H]."""
     if calling.layout == "packed":
-        return packed_hidden_states(model, inputs)[0]
+        return packed_hidden_states(model, inputs).squeeze(0)
     documents = torch.repeat_interleave(
         torch.arange(inputs.boundaries.shape[0] - 1, device=inputs.tokens.device), inputs.boundaries.diff()
     )

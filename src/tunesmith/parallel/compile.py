@@ -44,6 +44,11 @@ def compiled(forward: Callable, name: str, *, whole: bool = False) -> Callable:
     return attempt
 
 
+def tell(note: str) -> None:
+    """A sentence to be said with the news."""
+    _news.note(note)
+
+
 def news() -> Compilation | None:
     """What happened since this was last asked; None when nothing was compiled."""
     return _news.take()
@@ -67,7 +72,9 @@ class _News:
     def failed(self, name: str, error: Exception) -> None:
         cause = getattr(error, "inner_exception", error)
         why = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
-        note = f"{name} could not be compiled ({why.rstrip('.')}); it is run as it is, which is right but slower."
+        self.note(f"{name} could not be compiled ({why.rstrip('.')}); it is run as it is, which is right but slower.")
+
+    def note(self, note: str) -> None:
         if note not in self.said:
             self.said.add(note)
             self.notes.append(note)

@@ -27,6 +27,7 @@ from tunesmith.errors import UserError
 from tunesmith.optim.schedule import learning_rate
 from tunesmith.parallel.compile import news
 from tunesmith.train import events
+from tunesmith.train.graph import Recorder
 from tunesmith.train.hang import HangWatch
 from tunesmith.train.job import Job
 from tunesmith.train.moments import Moments
@@ -70,6 +71,7 @@ def step_of(job: Job, scale: LossScale | None) -> TrainStep:
         shape=job.shape,
         z_loss=job.run.z_loss,
         cut=job.cut,
+        recorder=Recorder(job.model, job.calling, job.optimizer.parameters) if job.plan.is_recorded else None,
     )
 
 

@@ -22,12 +22,13 @@ from torch.profiler import record_function
 
 from tunesmith.data.types import MicroBatch, StepBatch
 from tunesmith.errors import UserError
-from tunesmith.model.forward import Calling, Inputs, Shape, to_device, token_losses
+from tunesmith.model.forward import Calling, Inputs, Shape, losses_of_hidden, to_device, token_losses
 from tunesmith.optim.build import Optimizer, by_mesh
 from tunesmith.parallel.context import Cut
 from tunesmith.parallel.pipeline import Pipelined
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.parallel.shard import Sharded, whole
+from tunesmith.train.graph import EAGER_STEPS, Recorder
 
 
 class NotFinite(UserError):
@@ -84,6 +85,7 @@ class TrainStep:
         shape: Shape | None = None,
         z_loss: float = 0.0,
         cut: Cut | None = None,
+        recorder: Recorder | None = None,
     ):
         self.model = model
         self.calling = calling
@@ -97,6 +99,8 @@ class TrainStep:
         self.shape = shape
         self.z_loss = z_loss
         self.cut = cut or Cut()
+        self.recorder = recorder
+        self.launched = 0
 
     def __call__(
         self, batch: StepBatch, learning_rate: float, should_stop: Callable[[], bool] = lambda: False
@@ -116,6 +120,7 @@ class TrainStep:
         sums: dict[int, torch.Tensor] = {}
         weights: dict[int, float] = {}
         self.optimizer.begin(learning_rate)
+        self.launched += 1
         try:
             for micro_batch, losses_n in self._passes(batch, scale / batch.target_weight, should_stop):
                 with record_function("loss"):
@@ -212,12 +217,25 @@ class TrainStep:
                 self._draw_from(batch.step, index)
                 micro_batch = self.cut(micro_batch)
                 inputs = to_device(micro_batch, self.device, self.shape)
-            yield micro_batch, self._forward_backward(inputs, factor)
+            yield micro_batch, self._forward_backward(inputs, factor, is_only=len(batch.micro_batches) == 1)
 
-    def _forward_backward(self, inputs: Inputs, factor: float) -> torch.Tensor:
+    def _forward_backward(self, inputs: Inputs, factor: float, *, is_only: bool) -> torch.Tensor:
+        if self.recorder is not None and self.launched > EAGER_STEPS and self.recorder.record(inputs):
+            return self._replay(self.recorder, inputs, factor, is_only=is_only)
         total, losses_n = token_losses(self.model, inputs, self.calling, z_loss=self.z_loss)
         with record_function("backward"):
             (total * factor).backward()
+        return losses_n * inputs.weights
+
+    def _replay(self, recorder: Recorder, inputs: Inputs, factor: float, *, is_only: bool) -> torch.Tensor:
+        """The same with recorded passes."""
+        with record_function("forward"):
+            hidden_th = recorder.forward(inputs)
+        total, losses_n = losses_of_hidden(self.model, hidden_th, inputs, self.calling, self.z_loss)
+        with record_function("backward"):
+            (total * factor).backward()
+            assert hidden_th.grad is not None
+            recorder.backward(hidden_th.grad, is_only=is_only)
         return losses_n * inputs.weights
 
     def _add_by_source(

@@ -1,0 +1,152 @@
+"""The layers' forward and backward passes recorded once, as CUDA graphs, and replayed for each micro-batch.
+
+Starting a layer's kernels takes the processor milliseconds. Where the GPU needs less for them, as with small models and
+batches, it waits; a recorded pass is started at once. The loss is not in it, since the number of targets changes from
+batch to batch, nor are clipping and the update.
+
+A recorded pass reads and writes the same memory every time, so inputs are copied into place, and documents are
+followed by empty ones. What it allocates comes from a pool of its own, which nothing else can use. Gradients are made
+in the same place each time, too: those of several micro-batches are summed elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tunesmith.model.forward import Calling, Inputs, hidden_states
+from tunesmith.parallel import compile
+
+EAGER_STEPS = 2
+"""Before passes are recorded: layers are compiled in them, and the optimizer makes its states."""
+
+
+class Recorder:
+    """`weights` are those whose gradients the backward pass is to make, of a model on a GPU."""
+
+    def __init__(self, model: nn.Module, calling: Calling, weights: Sequence[nn.Parameter]):
+        self.model = model
+        self.calling = calling
+        self.weights = weights
+        self.passes: Passes | None = None
+        self.is_possible = calling.layout == "packed"
+
+    def record(self, inputs: Inputs) -> bool:
+        """See that there are passes for inputs like these. Whether there can be any: what goes wrong is said once, and
+        then they are to be run as they are."""
+        documents = inputs.boundaries.shape[0]
+        if self.is_possible and (self.passes is None or self.passes.inputs.boundaries.shape[0] < documents):
+            self._make_room()
+            try:
+                self.passes = Passes(self.model, self.calling, self.weights, inputs)
+            except RuntimeError as error:
+                why = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+                compile.tell(f"The passes could not be recorded ({why}); they are run as they are, which is slower.")
+                self.is_possible = False
+        return self.is_possible
+
+    def _make_room(self) -> None:
+        """Give up passes that were recorded for fewer documents, and what was left of those that were not."""
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.passes = None
+        torch.cuda.empty_cache()
+
+    def forward(self, inputs: Inputs) -> torch.Tensor:
+        """What the output head sees, [T, H], and nothing behind it: its gradient is to be handed to `backward`."""
+        assert self.passes is not None
+        self.passes.place(inputs)
+        self.passes.replay_forward()
+        return self.passes.hidden_th.detach().requires_grad_()
+
+    def backward(self, d_hidden_th: torch.Tensor, *, is_only: bool) -> None:
+        """Gradients of the weights, added to those they have. `is_only`: no other micro-batch follows in this step, so
+        that they may stay where they are made."""
+        assert self.passes is not None
+        self.passes.d_hidden_th.copy_(d_hidden_th)
+        self.passes.replay_backward()
+        summed = [(weight.grad, made) for weight, made in self.passes.gradients if weight.grad is not None]
+        for weight, made in self.passes.gradients:
+            if weight.grad is None:
+                weight.grad = made if is_only else made.clone()
+        if summed:
+            torch._foreach_add_([gradient for gradient, _ in summed], [made for _, made in summed])
+
+
+class Passes:
+    """Both passes, recorded, with the tensors they read and write."""
+
+    def __init__(self, model: nn.Module, calling: Calling, weights: Sequence[nn.Parameter], inputs: Inputs):
+        room = 1 << inputs.boundaries.shape[0].bit_length()
+        self.inputs = replace(
+            inputs,
+            tokens=inputs.tokens.clone(),
+            positions=inputs.positions.clone(),
+            boundaries=F.pad(inputs.boundaries, (0, room - inputs.boundaries.shape[0]), value=inputs.tokens.shape[0]),
+        )
+        torch._dynamo.maybe_mark_dynamic(self.inputs.boundaries, 0)
+        self.hidden_th = self.d_hidden_th = inputs.tokens  # made by the first forward pass
+        before = [weight.grad for weight in weights]
+
+        def forward() -> None:
+            self.hidden_th = hidden_states(model, self.inputs, calling)
+
+        def backward() -> None:
+            torch.autograd.backward(self.hidden_th, self.d_hidden_th)
+
+        def rehearse() -> None:
+            forward()
+            self.d_hidden_th = torch.zeros_like(self.hidden_th)
+            backward()
+
+        try:
+            _forget(weights)
+            aside = _beside(rehearse)
+            _forget(weights)
+            self.replay_forward, self.replay_backward = _recorded(aside, forward, backward)
+            self.gradients = [(weight, weight.grad) for weight in weights if weight.grad is not None]
+        finally:
+            for weight, gradient in zip(weights, before, strict=True):
+                weight.grad = gradient
+        self.hidden_th = self.hidden_th.detach()
+
+    def place(self, inputs: Inputs) -> None:
+        self.inputs.tokens.copy_(inputs.tokens)
+        self.inputs.positions.copy_(inputs.positions)
+        given = inputs.boundaries.shape[0]
+        self.inputs.boundaries[:given].copy_(inputs.boundaries)
+        self.inputs.boundaries[given:].fill_(inputs.tokens.shape[0])
+
+
+def _forget(weights: Sequence[nn.Parameter]) -> None:
+    for weight in weights:
+        weight.grad = None
+
+
+def _beside(rehearse: Callable[[], None]) -> torch.cuda.Stream:
+    """Do on another stream what is to be recorded there, without drawing from the stream of random numbers."""
+    drawn = torch.cuda.get_rng_state()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        rehearse()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.set_rng_state(drawn)
+    return stream
+
+
+def _recorded(stream: torch.cuda.Stream, *passes: Callable[[], None]) -> list[Callable[[], None]]:
+    """The functions' kernels, to be started by what is returned; they run in this order and share a pool."""
+    pool = torch.cuda.graph_pool_handle()
+    graphs = []
+    for one in passes:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may go on with the next batch meanwhile.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            one()
+        graphs.append(graph.replay)
+    return graphs

@@ -1,0 +1,150 @@
+"""Recorded passes give what the passes themselves give, in every step, whatever the documents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tunesmith.measure import bench
+from tunesmith.model.forward import Shape
+from tunesmith.parallel import compile
+from tunesmith.train import graph
+from tunesmith.train.graph import EAGER_STEPS, Recorder
+
+STEPS = EAGER_STEPS + 4
+LARGER = {**bench.SHAPES["tiny"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+"""Large enough for every kernel."""
+
+
+@pytest.fixture(autouse=True)
+def shapes(monkeypatch):
+    monkeypatch.setitem(bench.SHAPES, "larger", LARGER)
+    monkeypatch.setitem(bench.SHAPES, "tied", {**bench.SHAPES["tiny"], "tie_word_embeddings": True})
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """Stands in for CUDA's recording: what was recorded is done again, and writes where it wrote first. Returns how
+    often that was."""
+    found: list[str] = []
+
+    def recorded(recorder: Recorder):
+        def record(_, forward, backward):
+            forward()
+            backward()
+
+            def replay_forward() -> None:
+                found.append("forward")
+                forward()
+
+            def replay_backward() -> None:
+                found.append("backward")
+                assert recorder.passes is not None
+                held = [weight.grad for weight, _ in recorder.passes.gradients]
+                for weight, _ in recorder.passes.gradients:
+                    weight.grad = None
+                backward()
+                for (weight, place), gradient in zip(recorder.passes.gradients, held, strict=True):
+                    place.copy_(weight.grad)
+                    weight.grad = gradient
+
+            return replay_forward, replay_backward
+
+        monkeypatch.setattr(graph, "_beside", lambda rehearse: rehearse())
+        monkeypatch.setattr(graph, "_recorded", record)
+        return found
+
+    return recorded
+
+
+def results(workload: bench.Workload, *, device: str, prepare=lambda _: None, **changes):
+    plan = bench.plan_for(workload, device=device, products="plain", recompute_layers=0, compiled=device == "cuda")
+    step = bench.build(workload, plan.changed(**changes))
+    step.shape = Shape(workload.sequences * workload.length, workload.length)
+    prepare(step)
+    found = [step(batch, 1e-3) for batch in bench.batches(workload, STEPS)]
+    return step, found
+
+
+def record(step) -> None:
+    step.recorder = Recorder(step.model, step.calling, step.optimizer.parameters)
+
+
+@pytest.mark.parametrize(
+    ("shape", "method", "rounds", "changes"),
+    [("tiny", "lora", 2, {}), ("tied", "full", 1, {}), ("tiny", "full", 2, {"recompute_layers": 2})],
+)
+def test_replayed_steps_are_the_same(replayed, shape, method, rounds, changes):
+    workload = bench.Workload(shape, method, 2, 64, is_packed=True, rounds=rounds)
+    plain, expected = results(workload, device="cpu", **changes)
+
+    def prepare(step):
+        record(step)
+        seen.append(replayed(step.recorder))
+
+    seen: list[list[str]] = []
+    step, found = results(workload, device="cpu", prepare=prepare, **changes)
+    assert seen[0] == ["forward", "backward"] * rounds * (STEPS - EAGER_STEPS)
+    for one, other in zip(found, expected, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-6)
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
+    for weight, other in zip(step.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-4, atol=1e-5)
+
+
+def test_more_documents_than_there_is_room_for_are_recorded_anew(replayed):
+    few, many = bench.Workload("tiny", "lora", 2, 64), bench.Workload("tiny", "lora", 16, 8)
+    step, _ = results(few, device="cpu", prepare=lambda step: (record(step), replayed(step.recorder)))
+    room = step.recorder.passes.inputs.boundaries.shape[0]
+    assert room < 16
+    plain, _ = results(few, device="cpu")
+    (batch,) = bench.batches(many, 1)
+    assert step(batch, 1e-3).loss == pytest.approx(plain(batch, 1e-3).loss, rel=1e-6)
+    assert step.recorder.passes.inputs.boundaries.shape[0] > 16
+
+
+def test_what_cannot_be_recorded_is_run_as_it_is(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(graph, "_beside", fail)
+    workload = bench.Workload("tiny", "lora", 2, 64)
+    _, expected = results(workload, device="cpu")
+    compile.news()
+    step, found = results(workload, device="cpu", prepare=record)
+    assert [one.loss for one in found] == [other.loss for other in expected]
+    assert not step.recorder.is_possible
+    said = compile.news()
+    assert said is not None
+    assert said.notes == (
+        "The passes could not be recorded (operation not permitted when stream is capturing); they are run as they "
+        "are, which is slower.",
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("method", "rounds", "changes"),
+    [
+        ("lora", 2, {}),
+        ("lora", 1, {"products": "fp8", "recompute_layers": 2}),
+        ("qlora", 2, {"products": "fp8"}),
+        ("full", 1, {"master_weights": True, "optimizer_states": "fp32"}),
+        ("full", 1, {"products": "fp8"}),
+    ],
+    ids=str,
+)
+def test_replayed_steps_are_the_same_on_a_gpu(method, rounds, changes):
+    workload = bench.Workload("larger", method, 2, 512, is_packed=True, rounds=rounds)
+    storage = {"storage": "nf4"} if method == "qlora" else {}
+    _, expected = results(workload, device="cuda", **changes, **storage)
+    compile.news()
+    step, found = results(workload, device="cuda", prepare=record, **changes, **storage)
+    said = compile.news()
+    assert said is None or not said.notes, said
+    assert step.recorder.is_possible
+    assert step.recorder.passes is not None
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one.loss == pytest.approx(other.loss, rel=2e-3), (index, found, expected)
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=0.03), (index, found, expected)
