@@ -39,6 +39,7 @@ from tunesmith.plan.facts import from_config
 from tunesmith.plan.hardware import Hardware, named, probe
 from tunesmith.plan.plan import Moment
 from tunesmith.plan.rules import attention_for, beyond, refused
+from tunesmith.plan.search import should_record
 
 GIB = 2**30
 SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
@@ -114,6 +115,7 @@ class Configuration:
     keep_attention: bool = False
     offload: bool = False
     """Inputs of recomputed layers, to host memory."""
+    is_recorded: bool = False
 
     @property
     def name(self) -> str:
@@ -127,6 +129,7 @@ class Configuration:
         parts += [f"recompute {self.recompute:.0%}"] if self.recompute else []
         parts += ["attention kept"] if self.keep_attention else []
         parts += ["inputs on the host"] if self.offload else []
+        parts += ["recorded"] if self.is_recorded else []
         return ", ".join(parts)
 
     @property
@@ -200,14 +203,14 @@ def configurations(hardware: Hardware, *, seed: int) -> list[tuple[Configuration
     """Different ones that can be executed: some of each shape, others with the same layers, which are compiled
     already, and of those some with a limit close to what they need."""
     chance = random.Random(seed)
-    found: list[tuple[Configuration, int | None]] = [(one, None) for one in ALWAYS]
-    taken: set[Configuration] = set(ALWAYS)
+    found: list[tuple[Configuration, int | None]] = [(as_planned(one, hardware), None) for one in ALWAYS]
+    taken: set[Configuration] = {one for one, _ in found}
 
     def draw_until(
         propose: Callable[[], Configuration], suits: Callable[[int, float], bool], limit: int | None
     ) -> None:
         for _ in range(10_000):
-            one = propose()
+            one = as_planned(propose(), hardware)
             task, choice = settle(one, hardware, "cuda")
             if one in taken or refused(task, choice) or beyond(task, choice):
                 continue
@@ -291,6 +294,11 @@ def vary(chance: random.Random, like: list[Configuration], *, is_compiled: bool 
 # the planner's view
 
 
+def as_planned(one: Configuration, hardware: Hardware) -> Configuration:
+    """With its passes recorded where the planner would."""
+    return dataclasses.replace(one, is_recorded=should_record(*settle(one, hardware, "cuda")))
+
+
 def settle(
     one: Configuration, hardware: Hardware, device: str, document_length: float | None = None
 ) -> tuple[Task, Choice]:
@@ -315,6 +323,7 @@ def settle(
         products=one.products,
         storage=one.storage,
         is_compiled=device == "cuda",
+        is_recorded=one.is_recorded,
         keep_attention=one.keep_attention,
         offload_activations=one.offload,
         optimizer_states=one.states,
@@ -337,6 +346,7 @@ def few_layers(one: Configuration) -> Configuration:
     is_mixed = 0 < one.recompute < 1
     recompute = 2 / 3 if is_mixed else one.recompute
     plain = {"rounds": 1, "optimizer": "sgd", "states": "fp32", "has_masters": True, "offload": False}
+    plain["is_recorded"] = False
     return dataclasses.replace(one, shape=f"{one.shape}/{3 if is_mixed else 2}", recompute=recompute, **plain)
 
 

@@ -119,6 +119,10 @@ def measure(one: Configuration, device: str, *, cap: int | None = None, turn: Tu
     for moment, held in watched.held.items():
         found[f"{moment.replace(' ', '_')}_bytes"] = held
         found[f"peak_{moment.replace(' ', '_')}_bytes"] = watched.peaks[moment]
+    if one.is_recorded:  # from the third step on; the allocator then holds what passes take, and does not count it
+        for _ in range(2):
+            run()
+        found["recorded_reserved_bytes"] = torch.cuda.memory_reserved()
     if on_gpu:
         found["reserved_bytes"] = torch.cuda.max_memory_reserved()
         found["context_bytes"] = context_bytes()

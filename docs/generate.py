@@ -80,6 +80,7 @@ def planner_page() -> str:
     from tunesmith.plan.memory import LOGITS
     from tunesmith.plan.plan import Memory
     from tunesmith.plan.rules import REFUSALS
+    from tunesmith.plan.search import RECORDED
 
     parts = [
         f"| {name} | {field.description or ''} |".replace("  ", " ") for name, field in Memory.model_fields.items()
@@ -111,7 +112,9 @@ def planner_page() -> str:
         "splitting layers and sequences over GPUs, then, over a frozen base, layer inputs in host memory, then",
         "quantization (the frozen base in 4 bits, optimizer states in 8), then what else can be offloaded. Within a",
         "tier the least time wins; choices within 5% are equals, and the simplest of them",
-        "is taken. Each choice comes with its reason, and the alternatives with what they would cost.",
+        "is taken. On one GPU the layers' passes are recorded as CUDA graphs and replayed where that saves",
+        f"{RECORDED:.0%} of a step or more, in which the GPU would wait for the processor, and there is room for what",
+        "they hold. Each choice comes with its reason, and the alternatives with what they would cost.",
         "",
         "What is refused, and why:",
         "",

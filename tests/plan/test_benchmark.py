@@ -44,6 +44,21 @@ def test_the_list_is_seeded_varied_and_near_the_limit_where_asked(planner):
         assert 0.85 <= size / limit <= 1.15
 
 
+def test_configurations_are_recorded_where_the_planner_would_and_say_so(planner):
+    hardware = named("H200")
+    chosen = [one for one, _ in planner.configurations(hardware, seed=39)]
+    for one in chosen:
+        assert one.is_recorded == planner.should_record(*planner.settle(one, hardware, "cuda"))
+        assert one.name.endswith(", recorded") == one.is_recorded
+        assert not planner.few_layers(one).is_recorded
+    assert {one.is_recorded for one in chosen} == {True, False}
+    worker = importlib.import_module("planner_worker")
+    small = next(one for one in chosen if one.is_recorded)
+    assert worker.plan_of(small, "cuda").is_recorded
+    before = {name: value for name, value in planner.dataclasses.asdict(small).items() if name != "is_recorded"}
+    assert not planner.Configuration(**before).is_recorded
+
+
 def test_configurations_are_measured_by_processes_beside_each_other(planner, tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / "planner.py"), "--device", "cpu", "--workers", "1"]
     subprocess.run([*command, "--out", str(tmp_path)], check=True, capture_output=True, text=True)

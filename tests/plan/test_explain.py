@@ -48,6 +48,18 @@ def test_alternatives_cost_what_their_own_plan_would_say():
     assert "less" in row.remark
 
 
+def test_what_recorded_passes_bring_is_shown_and_no_alternative_is_lost_by_them():
+    smol = MODEL["SmolLM2-135M"]
+    found = search(run(method="full"), smol, named("H200"))
+    assert found.plan.is_recorded
+    rows = by_name(found)
+    off = search(run(method="full"), smol, named("H200"), pins={"is_recorded": False, "micro_batch": 8}).plan
+    assert rows["passes not recorded"].bytes == off.memory.total
+    assert rows["passes not recorded"].tokens_per_second == pytest.approx(off.tokens_per_second)
+    assert {"micro-batch 4", "optimizer in host memory"} <= rows.keys()  # in which passes cannot be recorded
+    assert not any("recorded" in what for what in by_name(search(run(), EIGHT, named("H200"))))
+
+
 def test_what_does_not_fit_comes_with_changes_that_do():
     changes = explain.changes_that_fit(run(method="full"), EIGHT, named("RTX 4090"))
     assert any(change.startswith("method: lora") for change in changes)

@@ -180,6 +180,44 @@ def test_the_peak_moves_from_the_activations_to_the_optimizer_when_they_shrink()
     assert memory.peak(memory.timeline(short, Choice())).name == "optimizer step"
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("model", "method", "sequences", "choice"),
+    [
+        ("SmolLM2-135M", "full", 4, Choice(micro_batch=4)),
+        ("SmolLM2-135M", "lora", 4, Choice(micro_batch=1)),
+        ("Llama-3.1-8B", "full", 1, Choice(recompute_layers=16)),
+        ("Llama-3.1-8B", "qlora", 2, Choice(micro_batch=2, storage="nf4", products="fp8")),
+    ],
+)
+def test_recorded_passes_hold_their_worst_moment_all_the_time(model, method, sequences, choice, optimizer):
+    given = task(model, "H200", method, 2048, sequences, optimizer=optimizer)
+    choice = replace(choice, is_compiled=True, attention="varlen")
+    plain = memory.timeline(given, choice)
+    recorded = memory.timeline(given, replace(choice, is_recorded=True))
+    assert recorded[0] == plain[0]  # nothing is recorded while the model is loaded
+    assert len({moment.memory.total for moment in recorded[1:]}) == 1
+    for before, after in zip(plain, recorded, strict=True):
+        assert after.memory.total >= before.memory.total
+        assert sum(after.memory.model_dump().values()) == after.memory.total
+        assert after.memory.fragmentation >= before.memory.fragmentation
+    parts = {moment.name: moment.memory for moment in recorded}
+    backward, loss = parts["first layer of the backward pass"], parts["loss"]
+    least = backward.activations + backward.quantization + backward.workspace
+    rest = loss.weights + loss.adapter + loss.master + loss.optimizer + loss.loss + loss.context
+    assert memory.peak(recorded).memory.total >= least + rest
+    assert memory.peak(recorded).memory.allocated == max(moment.memory.allocated for moment in recorded[1:])
+
+
+def test_recorded_passes_make_gradients_beside_the_sum_of_several():
+    given = task("Llama-3.1-8B", "H200", "lora", 512, 4)
+    choice = Choice(is_compiled=True, attention="varlen", is_recorded=True)
+    several = memory.timeline(given, choice)[-1].memory.gradients
+    one = memory.timeline(given, replace(choice, micro_batch=4))[-1].memory.gradients
+    assert one == 4 * given.trained
+    assert several == 2 * one
+
+
 CHOICES = st.builds(
     Choice,
     micro_batch=st.sampled_from([1, 2, 8]),

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from tunesmith.errors import UserError
-from tunesmith.plan import speed
+from tunesmith.plan import memory, speed
 from tunesmith.plan.hardware import Hardware, named
 from tunesmith.plan.plan import Plan
-from tunesmith.plan.search import Search, search
+from tunesmith.plan.search import MARGIN, Search, search
 
 from .shapes import GIB, MIXTRAL, MODEL, run, why
 
@@ -268,6 +268,43 @@ def test_memory_that_is_left_over_holds_fp8_weights_transposed():
     assert ample.tokens_per_second > pinned.tokens_per_second
     assert not plan("Llama-3.1-8B", "H200", **sizes, lora={"dropout": 0.1}).keep_turned
     assert not plan("Llama-3.1-8B", "2 x H200", **sizes).keep_turned
+
+
+def test_passes_are_recorded_where_the_gpu_would_wait_for_the_processor():
+    small = plan("SmolLM2-135M", "H200")
+    assert small.is_recorded
+    assert "% of a step the GPU would wait for the processor to start kernels" in why(small, "launching")
+    off = found("SmolLM2-135M", "H200", {"is_recorded": False}).plan
+    assert not off.is_recorded
+    assert small.tokens_per_second > 3 * off.tokens_per_second
+    large = {"sequence_length": 4096, "batch_tokens": 16384}
+    for precision in ("auto", "fp8"):
+        chosen = plan("Llama-3.1-8B", "H200", precision=precision, **large)
+        assert not chosen.is_recorded
+        assert chosen.time.host < 0.01 * chosen.time.total
+        assert not any(reason.topic == "launching" for reason in chosen.reasons)
+    for hardware in ("2 x H200", "T4"):
+        assert not plan("SmolLM2-135M", hardware).is_recorded
+
+
+def test_passes_are_not_recorded_where_there_is_no_room_for_what_they_hold():
+    given = {"method": "full", "sequence_length": 2048, "batch_tokens": 4096}
+    ample = found("SmolLM2-360M", "H200", **given)
+    assert ample.plan.is_recorded
+    plain = dataclasses.replace(ample.chosen.choice, is_recorded=False)
+    needed = memory.peak(memory.timeline(ample.task, plain)).memory.total
+    assert needed < ample.plan.memory.total
+
+    def on(size: float) -> Search:
+        card = named("H200").gpus[0].changed(memory=int(size), free=int(size))
+        return search(run(**given), MODEL["SmolLM2-360M"], named("H200").changed(gpus=(card,)))
+
+    room = ample.plan.memory.total / (1 - MARGIN["known"])
+    assert on(1.001 * room).chosen.choice == ample.chosen.choice
+    less = on(0.999 * room).plan
+    assert less.fits
+    assert not (less.is_recorded and less.recompute_layers == 0)
+    assert less.time.total < 1.2 * ample.plan.time.total
 
 
 def test_a_sequence_of_256k_tokens_on_one_h200_keeps_its_layer_inputs_in_host_memory():

@@ -183,6 +183,17 @@ def test_a_tiny_model_is_bound_by_the_processor_that_starts_its_kernels():
     assert time.host > 0.5 * time.total
 
 
+def test_recorded_passes_are_started_at_once():
+    small, large = (task(model, "H200", "lora", 512, 1) for model in ("SmolLM2-135M", "Llama-3.1-8B"))
+    recorded = replace(COMPILED, is_recorded=True)
+    waiting, replayed = speed.step_time(small, COMPILED), speed.step_time(small, recorded)
+    assert replayed.host < 0.1 * waiting.host
+    assert replayed.changed(host=0.0) == waiting.changed(host=0.0)
+    busy = replace(large, sequences=32)
+    plain, same = (speed.step_time(busy, replace(one, micro_batch=32)) for one in (COMPILED, recorded))
+    assert plain == same  # a GPU that has enough to do waits for nobody
+
+
 def test_a_step_on_a_slow_cpu_is_near_what_was_measured():
     """57 tokens a second, all weights of SmolLM2-135M in fp32 on two slow cores; 73 with adapters on all layers."""
     base = task("SmolLM2-135M", "T4", "full", 512, 1, device="cpu", precision="fp32")

@@ -18,7 +18,7 @@ from tunesmith.plan.choice import Choice
 from tunesmith.plan.facts import ModelFacts, from_config
 from tunesmith.plan.hardware import Hardware
 from tunesmith.plan.plan import Plan
-from tunesmith.plan.search import Candidate, Search, search
+from tunesmith.plan.search import Candidate, Search, search, should_record
 
 PINNABLE = tuple(field.name for field in dataclasses.fields(Choice))
 """Parts of a plan that `--what-if` can fix."""
@@ -40,6 +40,8 @@ def alternatives(found: Search) -> list[Alternative]:
     task, chosen = found.task, found.chosen
     rows: dict[Choice, Alternative] = {}
     for what, choice, remark in _variants(found):
+        if choice.is_recorded and not rules.may_record(task, choice):
+            choice = dataclasses.replace(choice, is_recorded=False)
         if choice == chosen.choice or choice in rows or rules.refused(task, choice):
             continue
         time = speed.step_time(task, choice)
@@ -72,6 +74,10 @@ def _variants(found: Search) -> Iterator[tuple[str, Choice, str]]:
     if task.device == "cuda" and not choice.offload_activations:
         sent = dataclasses.replace(choice, recompute_layers=layers, offload_activations=True)
         yield "layer inputs in host memory", sent, "all layers are recomputed"
+    if choice.is_recorded:
+        yield "passes not recorded", dataclasses.replace(choice, is_recorded=False), "the processor starts each kernel"
+    elif should_record(task, choice):
+        yield "passes recorded", dataclasses.replace(choice, is_recorded=True), "the GPU waits less for the processor"
     if choice.micro_batch > 1:
         half = dataclasses.replace(choice, micro_batch=choice.micro_batch // 2)
         yield f"micro-batch {half.micro_batch}", half, ""

@@ -58,6 +58,8 @@ COLLECTIVES = 300 * MIB
 """What NCCL takes once there is more than one rank."""
 FRAGMENTATION = {"cpu": 0.08, "cuda": 0.01}
 """Of what comes and goes. On a GPU 0.4% was enough where memory was short; it takes up to 10% where there is plenty."""
+OUTSIDE = frozenset({"loss", "optimizer step"})
+"""Moments whose workspace is not that of the layers' passes."""
 HOST_PROCESS = 3 * 2**30
 """Host memory of one rank without weights: Python, torch, CUDA's libraries."""
 
@@ -116,10 +118,13 @@ def timeline(task: Task, choice: Choice, way: Way = WAY) -> list[Moment]:
     dequantized = _dequantized(task, choice)
 
     received = _received(task, choice, tokens)
+    # Recorded passes have a place for the gradient they are given, and make theirs beside the sum of several.
+    placed = {"workspace": hidden, "gradients": gradients if kept_gradients else 0.0} if choice.is_recorded else {}
 
     def moment(name: str, **parts: float) -> Moment:
         sizes = {**static, **parts}
-        sizes["gathered"] = sizes.get("gathered", 0.0) + (received if name != "loading" else 0.0)
+        for part, size in {"gathered": received, **placed}.items():
+            sizes[part] = sizes.get(part, 0.0) + (size if name != "loading" else 0.0)
         if task.device == "cuda":
             sizes["context"] = CONTEXT["cuda"] + (COLLECTIVES if choice.ranks > 1 else 0)
         else:
@@ -130,7 +135,7 @@ def timeline(task: Task, choice: Choice, way: Way = WAY) -> list[Moment]:
         )
         return Moment(name=name, memory=Memory(**{part: max(0, round(size)) for part, size in sizes.items()}))
 
-    return [
+    moments = [
         moment("loading", **_loading(task, choice, static)),
         moment(
             "end of the forward pass",
@@ -179,10 +184,11 @@ def timeline(task: Task, choice: Choice, way: Way = WAY) -> list[Moment]:
         ),
         moment("optimizer step", gradients=gradients, workspace=_optimizer_workspace(task, choice)),
     ]
+    return _with_pool(moments, round(kept_gradients + head * width)) if choice.is_recorded else moments
 
 
 def peak(moments: list[Moment]) -> Moment:
-    return max(moments, key=lambda moment: moment.memory.total)
+    return max(moments, key=lambda moment: (moment.memory.total, moment.memory.allocated))
 
 
 def host_memory(task: Task, choice: Choice, *, copied: int = 0) -> int:
@@ -284,6 +290,24 @@ def has_fp8_head(task: Task, choice: Choice) -> bool:
 
 
 # parts
+
+
+def _with_pool(moments: list[Moment], summed: int) -> list[Moment]:
+    """Recorded passes have a pool of memory of their own, as large as they need it at their worst moment, and nothing
+    else can use what is free in it. `summed`: bytes of gradients that are made elsewhere."""
+    loading, *step = moments
+
+    def within(moment: Moment) -> int:
+        now = moment.memory
+        short_lived = 0 if moment.name in OUTSIDE else now.quantization + now.workspace
+        return now.activations + max(0, now.gradients - summed) + short_lived
+
+    held = max(within(one) for one in step) + max(one.memory.total - within(one) for one in step)
+
+    def whole(memory: Memory) -> Memory:
+        return memory.changed(fragmentation=memory.fragmentation + held - memory.total)
+
+    return [loading, *(one.changed(memory=whole(one.memory)) for one in step)]
 
 
 def _share(choice: Choice, what: str) -> float:

@@ -35,6 +35,8 @@ EQUAL = 0.05
 """Choices whose times differ by less than this are equals: predictions are no better."""
 SAME = 0.01
 """Among choices of the same kind, more memory must bring more than this."""
+RECORDED = 0.03
+"""Of the time of a step, what recorded passes must save."""
 WORTH = 1.2
 """A pipeline must be this much faster than anything without, and what is rounded on the wire than anything exact."""
 SCHEDULES = ("1f1b", "interleaved")
@@ -106,7 +108,10 @@ def search(
     for tier in _tiers(task):
         candidates = tuple(_candidates(task, tier, pinned, limit, seen, why_not))
         tiers.append(candidates)
-        chosen = _best(task, [one for one in candidates if one.bytes <= limit and _fits_host(task, one.choice)])
+        fitting = [one for one in candidates if one.bytes <= limit and _fits_host(task, one.choice)]
+        if "is_recorded" not in pinned:
+            fitting = [one for one in fitting if not one.choice.is_recorded or should_record(task, one.choice)]
+        chosen = _best(task, fitting)
         if chosen:
             break
     every = [candidate for tier in tiers for candidate in tier]
@@ -167,6 +172,21 @@ def search(
         reasons=tuple(reasons),
     )
     return Search(plan, task, found, tuple(tiers))
+
+
+def should_record(task: Task, choice: Choice) -> bool:
+    """Whether the GPU would wait for the processor so long that recorded passes are worth their memory."""
+    recorded = dataclasses.replace(choice, is_recorded=True)
+    return rules.may_record(task, recorded) and _saved_by_recording(task, choice) >= RECORDED
+
+
+def _saved_by_recording(task: Task, choice: Choice) -> float:
+    """The part of a step's time that the GPU would wait for the processor, and does not if passes are recorded."""
+    waiting, recorded = (
+        speed.step_time(task, dataclasses.replace(choice, is_recorded=is_recorded)).total
+        for is_recorded in (False, True)
+    )
+    return 1 - recorded / waiting
 
 
 def refusal(run: Run, plan: Plan, facts: ModelFacts, hardware: Hardware) -> str | None:
@@ -302,6 +322,9 @@ def _candidates(
                 why_not.first = why_not.first or refusal
                 continue
             yield from _recomputing(task, choice, layers, _ways(task, choice, pins), limit)
+            recorded = dataclasses.replace(choice, is_recorded=True)
+            if "is_recorded" not in fixed and rules.may_record(task, recorded):
+                yield from _recomputing(task, recorded, layers, _ways(task, recorded, pins), limit)
 
 
 def _recomputing(
@@ -322,10 +345,11 @@ def _recomputing(
 
 def _ways(task: Task, choice: Choice, pins: Mapping[str, Any]) -> list[dict[str, Any]]:
     """How recomputed layers may save memory; the first of them is that of a run that recomputes nothing."""
+    can_offload = task.has_adapters and task.device == "cuda" and not choice.is_recorded
     options: dict[str, tuple[Any, ...]] = {
         "mlp_slice": _slices(task, choice),
         # Over adapters layer inputs in host memory cost time alone; else they are a tier of their own.
-        "offload_activations": (False, True) if task.has_adapters and task.device == "cuda" else (False,),
+        "offload_activations": (False, True) if can_offload else (False,),
         "keep_attention": (False, True),
     }
     if choice.offload_activations:
@@ -657,6 +681,9 @@ def _explain(
     if choice.keep_turned:
         turned = task.facts.matrices / choice.tensor
         decide("weights", "also transposed", f"{_gib(turned)} more than needed, for a backward pass that turns none")
+    if choice.is_recorded:
+        waiting = f"{_saved_by_recording(task, choice):.0%} of a step the GPU would wait for the processor"
+        decide("launching", "recorded passes", f"{waiting} to start kernels; these are recorded once and replayed")
     rounds = choice.accumulation(task)
     decide(
         "micro-batch",

@@ -65,6 +65,10 @@ HOST_NF4 = 3.5e-3
 """Seconds of it more where weights are made whole first."""
 HOST_AGAIN = 0.5
 """Times as much more where the layer is computed again, within the graph of its backward pass."""
+RECORDED_LAYER = 0.15e-3
+"""Seconds of the processor for a layer of recorded passes: a guess."""
+RECORDED_ROUND = 1e-3
+"""And for what is not recorded of a micro-batch, its loss and copies: a guess."""
 UPDATE = {"muon": 0.35e-3, "adafactor": 0.45e-3}
 """Seconds for each trained matrix that nothing hides, of optimizers that are made of many small operations; torch's
 Adafactor also has the processor wait for two norms of each."""
@@ -304,8 +308,10 @@ def _waiting(task: Task, choice: Choice, compute: float) -> float:
     layers = task.facts.layers / choice.pipeline
     if task.device == "cuda" and choice.is_compiled:
         kind = "adapters" if task.has_adapters else "full"
-        layer = HOST_LAYER[kind, choice.products] + (HOST_NF4 if choice.storage == "nf4" else 0.0)
-        return max(0.0, layers * layer * (1 + share * HOST_AGAIN) - compute)
+        layer, rest = HOST_LAYER[kind, choice.products] + (HOST_NF4 if choice.storage == "nf4" else 0.0), 0.0
+        if choice.is_recorded:
+            layer, rest = RECORDED_LAYER, RECORDED_ROUND
+        return max(0.0, layers * layer * (1 + share * HOST_AGAIN) + rest - compute)
     kernels = layers * (KERNELS[0] * (1 + share) + KERNELS[1] + (70 if task.has_adapters else 0))
     return max(0.0, LAUNCH * kernels - compute) if task.device == "cuda" else DISPATCH * kernels
 
