@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,8 @@ def collect(files: list[Path], *, held_out: Literal["none", "half", "all"] = "no
             if row.get("timed") and not is_steady(row["timed"]) and "time_left_out" not in row:
                 print(f"its time is left out: {row['name']}: {row['timed']}", file=sys.stderr)
                 row["time_left_out"] = "not steady"
+            if row.get("timed"):
+                row["step_seconds"] = round(settled(row["timed"]), 6)
             key = row["name"], row["limit_bytes"]
             is_meant = held_out == "all" or (held_out == "half" and is_in_the_half(row["name"]))
             if is_meant and file is not files[0] and (key not in kept or kept[key].get("is_held_out")):
@@ -61,9 +64,15 @@ def collect(files: list[Path], *, held_out: Literal["none", "half", "all"] = "no
 
 
 def is_steady(times: list[float]) -> bool:
-    """Whether the last two steps took about as long, and not much less than the longest. One alone is taken as it is:
-    the one before it, on the same queue, was not counted."""
-    return len(times) == 1 or (abs(times[-1] / times[-2] - 1) < 0.1 and times[-1] > 0.5 * max(times))
+    """Whether the later half of the steps, and two at least, took about as long. One alone is taken as it is: the one
+    before it, on the same queue, was not counted."""
+    last = times[-max(2, len(times) // 2) :]
+    return len(times) == 1 or max(last) - min(last) < 0.1 * statistics.median(last)
+
+
+def settled(times: list[float]) -> float:
+    """The median of the later half: first the processor wakes up, and what others had queued runs out."""
+    return statistics.median(times[len(times) // 2 :])
 
 
 def is_in_the_half(name: str) -> bool:

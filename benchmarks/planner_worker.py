@@ -11,7 +11,6 @@ import dataclasses
 import gc
 import itertools
 import os
-import statistics
 import sys
 import time
 import traceback
@@ -22,6 +21,7 @@ from typing import Any
 import pool
 import torch
 from planner import Configuration, few_layers, machine, peak, settle, shape_config
+from planner_results import settled
 
 from tunesmith.data.types import StepBatch
 from tunesmith.kernels import flash4
@@ -130,8 +130,9 @@ def measure(one: Configuration, device: str, *, cap: int | None = None, turn: Tu
         with turn():
             times = steady(lambda: step.launch(batch, bench.LEARNING_RATE), on_gpu)
             found["launch_seconds"] = launch_seconds(device)
-        found["step_seconds"] = round(statistics.median(times), 6)
+        found["step_seconds"] = round(settled(times), 6)
         found["timed"] = [round(seconds, 5) for seconds in times]
+        found["has_recorded"] = step.recorder is not None and step.recorder.passes is not None
     return found
 
 

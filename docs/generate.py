@@ -175,9 +175,9 @@ def _measured(path: Path) -> list[str]:
         "The predictions are those of the present model.",
         *(apart if new else ["Its constants were chosen with all of these in view."]),
         f"{sum(row.timed == 1 for row in timed)} of the {len(timed)} times are those of one step, after three that do",
-        "not count; the others are medians. Small models and batches were bound by the processor of that machine,",
-        "which compiled other configurations meanwhile and took 7 to 13 ms to start the kernels of a layer; others",
-        "may be quicker.",
+        "not count; the others are medians of the later half of some. Where passes are not recorded, small models and",
+        "batches were bound by the processor, which took 3 to 9 ms to start the kernels of a layer, with what else ran",
+        "beside it; others may be quicker.",
         "",
         "| | configurations | off by, median | worst |",
         "| --- | --- | --- | --- |",
@@ -367,16 +367,27 @@ def _two_hosts(content: dict[str, Any]) -> list[str]:
 
 
 def _strategies(content: dict[str, Any]) -> list[str]:
-    lines = [f"{content['what']}. {content['device']}, {content['date']}, commit {content['commit']}.", ""]
-    columns = ["method", "strategy", "tokens a step", "tokens/s", "of the plain path", "peak GiB", "loss", "note"]
+    lines = [f"{content['what']}. {content['device']}, {content['date']}.", ""]
+    columns = [
+        "method",
+        "strategy",
+        "tokens a step",
+        "tokens/s",
+        "of the plain path",
+        "peak GiB",
+        "loss",
+        "commit",
+        "note",
+    ]
     lines += [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
     for row in content["numbers"]:
         cells = [row["method"], row["way"], f"{row.get('tokens', 16384):,}"]
         if "failed" in row:
-            cells += ["", "", "", "", _figure("failed", row["failed"])]
+            cells += ["", "", "", "", "", _figure("failed", row["failed"])]
         else:
             cells += [f"{row['tokens_per_second']:,.0f}", f"{row['share_of_plain']:.1%}"]
-            cells += [f"{row['peak_bytes'] / 2**30:.1f}", f"{row['loss']:.4f}", _moved(row)]
+            cells += [f"{row['peak_bytes'] / 2**30:.1f}", f"{row['loss']:.4f}"]
+            cells += [row.get("commit", content["commit"]), _moved(row)]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

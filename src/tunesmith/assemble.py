@@ -196,7 +196,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
     if calling.layout == "packed":
         model.set_attn_implementation(attention.NAME)
     if calling.layout == "padded":  # rows change their shape with every step: nothing to compile once
-        plan = plan.model_copy(update={"is_compiled": False})
+        plan = plan.model_copy(update={"is_compiled": False, "is_recorded": False})
     check_layout(model, calling, plan)
     if loaded is None:
         called = make_trainable(model, run, plan)

@@ -163,7 +163,7 @@ def test_each_strategy_is_held_against_the_plain_path_with_the_same_losses(tmp_p
     generate = importlib.import_module("generate")
     table = generate._strategies(content | {"numbers": [*content["numbers"], {**FAILED, "failed": "a | b"}]})
     assert len(table) == 4 + 5
-    assert table[-1] == "| full | zero3 |  |  |  |  | a \\| b |"
+    assert table[-1] == "| full | zero3 | 16,384 |  |  |  |  |  | a \\| b |"
     assert "GB each way" in table[-2]
 
 

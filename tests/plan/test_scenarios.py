@@ -276,7 +276,7 @@ def test_passes_are_recorded_where_the_gpu_would_wait_for_the_processor():
     assert "% of a step the GPU would wait for the processor to start kernels" in why(small, "launching")
     off = found("SmolLM2-135M", "H200", {"is_recorded": False}).plan
     assert not off.is_recorded
-    assert small.tokens_per_second > 3 * off.tokens_per_second
+    assert small.tokens_per_second > 2 * off.tokens_per_second
     large = {"sequence_length": 4096, "batch_tokens": 16384}
     for precision in ("auto", "fp8"):
         chosen = plan("Llama-3.1-8B", "H200", precision=precision, **large)

@@ -187,7 +187,7 @@ def test_recorded_passes_are_started_at_once():
     small, large = (task(model, "H200", "lora", 512, 1) for model in ("SmolLM2-135M", "Llama-3.1-8B"))
     recorded = replace(COMPILED, is_recorded=True)
     waiting, replayed = speed.step_time(small, COMPILED), speed.step_time(small, recorded)
-    assert replayed.host < 0.1 * waiting.host
+    assert replayed.host < 0.3 * waiting.host
     assert replayed.changed(host=0.0) == waiting.changed(host=0.0)
     busy = replace(large, sequences=32)
     plain, same = (speed.step_time(busy, replace(one, micro_batch=32)) for one in (COMPILED, recorded))

@@ -144,7 +144,7 @@ def plan_differences(before: Plan, now: Plan) -> list[str]:
     states live, it may choose anew."""
     predicted = {"memory", "peak", "moments", "memory_limit", "host_memory", "disk", "time", "beyond", "reasons"}
     elsewhere = {"offload_optimizer", "offload_parameters", "offload_activations"}
-    harmless = predicted | elsewhere | {"device", "mesh", "sharding", "schedule", "save_beside"}
+    harmless = predicted | elsewhere | {"device", "mesh", "sharding", "schedule", "save_beside", "is_recorded"}
     old, new = (_flat(plan.model_dump(mode="json", exclude=harmless)) for plan in (before, now))
     return [
         f"the plan's {key} was {_shown(old.get(key))} and is now {_shown(new[key])}"

@@ -37,9 +37,9 @@ def efficient(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Causal attention inside each document, whose queries and keys end together. `window` counts the token itself;
-    `longest` bounds a document's queries and is at most T. A backward pass takes memory for as many queries in every
-    document."""
+    """Causal attention inside each document, whose queries and keys end together. `window` counts the token itself, and
+    is for documents with as many queries as keys: gradients are wrong else. `longest` bounds a document's queries and
+    is at most T. A backward pass takes memory for as many queries in every document."""
     return _forward(q_thd, k_sgd, v_sgd, queries, None if keys is queries else keys, longest, scale, window or 0)[0]
 
 

@@ -179,6 +179,8 @@ class StepProfiler:
         tflops = model_flops(facts, job.run, batch) / analysis.step_seconds / 1e12
         peak = peak_tflops(job.plan, torch.cuda.get_device_name(job.device)) if on_gpu else None
         bound_by, bound = what_bounds(analysis)
+        if bound_by == "host" and job.plan.is_recorded:
+            bound += " In training the passes are recorded, and started at once."
         report = Report(
             device=torch.cuda.get_device_name(job.device) if on_gpu else "CPU",
             step=step,
@@ -211,11 +213,14 @@ class StepProfiler:
 
 
 def profile_job(job: Job, folder: Path, *, steps: int = 2) -> Report:
-    """Warm up, profile `steps` steps, write the profile into `folder`. The job's weights change; nothing is saved."""
+    """Warm up, profile `steps` steps, write the profile into `folder`. The job's weights change; nothing is saved.
+
+    Passes are not replayed, even where the plan has them recorded: a replay shows no allocation."""
     on_gpu = job.device.type == "cuda"
     warmup = 3 if on_gpu else 1  # compiled layers are done after two, and the GPU's clock has settled
     watch = StepProfiler(job, range(warmup + 1, warmup + steps + 1), folder)
     train_step = step_of(job, loss_scale_of(job))
+    train_step.recorder = None
     job.model.train()
     batches = itertools.chain.from_iterable(job.loader.iterate() for _ in itertools.count())
     try:

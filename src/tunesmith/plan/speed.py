@@ -52,24 +52,25 @@ UNFUSED_ATTENTION = (44, 48)
 """Bytes passed over for each score in the forward and the backward pass, where no kernel keeps scores on the chip: 33
 and 36 by the operators of transformers' own code, which reach three quarters of the memory's speed."""
 HOST_LAYER = {
-    ("full", "plain"): 4.5e-3,
+    ("full", "plain"): 3e-3,
     ("full", "fp8"): 7e-3,
-    ("adapters", "plain"): 6.2e-3,
+    ("adapters", "plain"): 4.5e-3,
     ("adapters", "fp8"): 6.2e-3,
 }
 """Seconds of the processor for a compiled layer's forward and backward pass: what starting its kernels takes when the
-GPU waits for nothing else. Measured on one machine with an H200 whose processor compiled other things meanwhile; others
-may be quicker. Not measured in half precision: of all weights it is what it was when layers were compiled in two
-pieces, of adapters what it is in fp8."""
-HOST_NF4 = 3.5e-3
+GPU waits for nothing else. Measured on machines with an H200, in fp8 on one whose processor compiled other things
+meanwhile: alone on it, adapters in fp8 took 3. Adapters in half precision are taken to be as in fp8."""
+HOST_NF4 = 4.5e-3
 """Seconds of it more where weights are made whole first."""
 HOST_AGAIN = 0.5
 """Times as much more where the layer is computed again, within the graph of its backward pass."""
-RECORDED_LAYER = 0.15e-3
-"""Seconds of the processor for a layer of recorded passes: a guess."""
-RECORDED_ROUND = 1e-3
-"""And for what is not recorded of a micro-batch, its loss and copies: a guess."""
-UPDATE = {"muon": 0.35e-3, "adafactor": 0.45e-3}
+RECORDED_LAYER, RECORDED_ROUND, RECORDED_WEIGHT = 0.1e-3, 2e-3, 0.06e-3
+"""Seconds of the processor for a layer of recorded passes; for what is not recorded of a micro-batch, its loss and
+copies; and for each trained weight in clipping and update. A step of 30 layers with 420 matrices of adapters took 31 ms
+so, and 15 on a quieter processor."""
+HOST_STATES = 0.2e-3
+"""Seconds of it more for each trained weight whose states are in 8 or 4 bits: 0.1B with all weights took 80 ms more."""
+UPDATE = {"muon": 0.62e-3, "adafactor": 0.5e-3}
 """Seconds for each trained matrix that nothing hides, of optimizers that are made of many small operations; torch's
 Adafactor also has the processor wait for two norms of each."""
 NEWTON_SCHULZ = 5
@@ -120,7 +121,7 @@ def step_time(task: Task, choice: Choice) -> Time:
     if choice.offload_parameters:
         time["offload"] += _parameter_traffic(task, choice, rounds, forward.total, backward.total + recomputed)
     time["bubbles"] = _bubbles(choice, rounds, compute)
-    time["host"] = rounds * _waiting(task, choice, compute) + _small_operations(task) + STEP
+    time["host"] = _waiting(task, choice, rounds, compute) + UPDATE.get(task.optimizer, 0.0) * _matrices(task) + STEP
     return Time(**time)
 
 
@@ -302,27 +303,27 @@ def _quantization(task: Task, choice: Choice, tokens: float) -> float:
     return seconds
 
 
-def _waiting(task: Task, choice: Choice, compute: float) -> float:
-    """Seconds of a micro-batch in which the device waits for the processor."""
+def _waiting(task: Task, choice: Choice, rounds: int, compute: float) -> float:
+    """Seconds of a step in which the device waits for the processor."""
     share = choice.recompute_layers / task.facts.layers
     layers = task.facts.layers / choice.pipeline
     if task.device == "cuda" and choice.is_compiled:
         kind = "adapters" if task.has_adapters else "full"
-        layer, rest = HOST_LAYER[kind, choice.products] + (HOST_NF4 if choice.storage == "nf4" else 0.0), 0.0
+        layer = HOST_LAYER[kind, choice.products] + (HOST_NF4 if choice.storage == "nf4" else 0.0)
+        starting = rounds * layers * layer * (1 + share * HOST_AGAIN)
         if choice.is_recorded:
-            layer, rest = RECORDED_LAYER, RECORDED_ROUND
-        return max(0.0, layers * layer * (1 + share * HOST_AGAIN) + rest - compute)
+            starting = rounds * (layers * RECORDED_LAYER + RECORDED_ROUND) + RECORDED_WEIGHT * _matrices(task)
+        if memory.STATE_BYTES[choice.optimizer_states] < 2:
+            starting += HOST_STATES * _matrices(task)
+        return max(0.0, starting - rounds * compute)
     kernels = layers * (KERNELS[0] * (1 + share) + KERNELS[1] + (70 if task.has_adapters else 0))
-    return max(0.0, LAUNCH * kernels - compute) if task.device == "cuda" else DISPATCH * kernels
+    return rounds * (max(0.0, LAUNCH * kernels - compute) if task.device == "cuda" else DISPATCH * kernels)
 
 
-def _small_operations(task: Task) -> float:
-    """Seconds of an update that is many of them for each matrix."""
-    matrices = sum(
-        count * sum(linear.is_adaptable for linear in kind.linears) * (2 if task.has_adapters else 1)
-        for kind, count in task.facts.counts
-    )
-    return UPDATE.get(task.optimizer, 0.0) * matrices if task.device == "cuda" else 0.0
+def _matrices(task: Task) -> int:
+    """Trained ones in the layers."""
+    each = 2 if task.has_adapters else 1
+    return sum(count * each * sum(linear.is_adaptable for linear in kind.linears) for kind, count in task.facts.counts)
 
 
 # the rest

@@ -23,6 +23,8 @@ from tunesmith.parallel import compile
 
 EAGER_STEPS = 2
 """Before passes are recorded: layers are compiled in them, and the optimizer makes its states."""
+TRIES = 3
+"""To record them; what another thread does meanwhile may spoil one."""
 
 
 class Recorder:
@@ -33,21 +35,23 @@ class Recorder:
         self.calling = calling
         self.weights = weights
         self.passes: Passes | None = None
-        self.is_possible = calling.layout == "packed"
+        self.tries = TRIES if calling.layout == "packed" else 0
 
     def record(self, inputs: Inputs) -> bool:
-        """See that there are passes for inputs like these. Whether there can be any: what goes wrong is said once, and
-        then they are to be run as they are."""
-        documents = inputs.boundaries.shape[0]
-        if self.is_possible and (self.passes is None or self.passes.inputs.boundaries.shape[0] < documents):
-            self._make_room()
-            try:
-                self.passes = Passes(self.model, self.calling, self.weights, inputs)
-            except RuntimeError as error:
+        """Whether there are passes for inputs like these; makes them where there are not. If that cannot be done, it is
+        said once, and passes are to be run as they are."""
+        has_room = self.passes is not None and inputs.boundaries.shape[0] <= self.passes.inputs.boundaries.shape[0]
+        if has_room or not self.tries:
+            return has_room
+        self._make_room()
+        try:
+            self.passes = Passes(self.model, self.calling, self.weights, inputs)
+        except RuntimeError as error:
+            self.tries -= 1
+            if not self.tries:
                 why = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
                 compile.tell(f"The passes could not be recorded ({why}); they are run as they are, which is slower.")
-                self.is_possible = False
-        return self.is_possible
+        return self.passes is not None
 
     def _make_room(self) -> None:
         """Give up passes that were recorded for fewer documents, and what was left of those that were not."""

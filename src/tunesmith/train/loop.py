@@ -27,7 +27,7 @@ from tunesmith.errors import UserError
 from tunesmith.optim.schedule import learning_rate
 from tunesmith.parallel.compile import news
 from tunesmith.train import events
-from tunesmith.train.graph import Recorder
+from tunesmith.train.graph import EAGER_STEPS, Recorder
 from tunesmith.train.hang import HangWatch
 from tunesmith.train.job import Job
 from tunesmith.train.moments import Moments
@@ -143,7 +143,7 @@ class _Loop:
         self.started = started
         self.scale = loss_scale_of(job)
         self.step_of = step_of(job, self.scale)
-        self.moments = Moments(job.model, job.optimizer)
+        self.moments = Moments(job.model, job.optimizer, last=EAGER_STEPS if job.plan.is_recorded else None)
         self.hang_watch = HangWatch(job.folder, job.ranks)
         self.watch = watch or (lambda _: nullcontext())
         self.waits = watch is not None or self.step_of.looks_first

@@ -13,16 +13,17 @@ class Moments:
     """Bytes at the latest step's moments: at its start, before and after its last forward pass, before the update.
 
     What lies between two of them is a category of the plan's memory. A CPU's allocator does not tell: there they are
-    all 0.
+    all 0. `last` is the last step that is looked at: an allocator does not count what is free in recorded passes.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer):
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *, last: int | None = None):
         self.held: dict[str, int] = {}
         """Allocated at the moment."""
         self.peaks: dict[str, int] = {}
         """The most that was allocated up to it, since the allocator's peak was last reset."""
         self.steps = 0
         self._optimizer = optimizer
+        self._last = last
         self._is_within = False
         self._is_told = next(model.parameters()).is_cuda
         model.base_model.register_forward_pre_hook(lambda *_: self._before_forward() if model.training else None)
@@ -58,6 +59,8 @@ class Moments:
         self.steps += 1
 
     def _note(self, moment: str) -> None:
+        if self._last is not None and self.steps >= self._last:
+            return
         held_over = self._optimizer.held_over()  # of the step before, and gone before the forward pass has ended
         self.held[moment] = torch.cuda.memory_allocated() - held_over if self._is_told else 0
         self.peaks[moment] = torch.cuda.max_memory_allocated() if self._is_told else 0
