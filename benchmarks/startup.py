@@ -40,6 +40,7 @@ def main() -> None:
             drop_files_from_memory(folder / options.shape)
         rows.append({"start": name, **run(folder, options.shape, environment, options.overrides)})
         print(rows[-1], flush=True)
+        print((folder / "run.log").read_text()[-3000:], flush=True)
     print(f"wrote {write_result('startup', f'From the command to the end of the first step, {options.shape}', rows)}")
 
 
@@ -70,13 +71,20 @@ def run(folder: Path, shape: str, environment: dict[str, str], overrides: list[s
     (folder / "run.yaml").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "tunesmith", "train", str(folder / "run.yaml"), *overrides]
     began = time.time()
-    with said.open("w") as file:
-        done = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False)
-    if done.returncode:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with said.open("w") as file, subprocess.Popen(command, env=environment, **pipes) as process:
+        assert process.stdout
+        for line in process.stdout:
+            file.write(f"{time.time() - began:6.1f} {line}")
+    if process.returncode:
         sys.exit(said.read_text()[-2000:])
-    events = map(json.loads, (output / "events.jsonl").read_text().splitlines())
+    events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
     times = {event["event"]: event["time"] - began for event in events}
-    return {f"seconds_until_{kind}": round(times[kind], 2) for kind in ("started", "step")}
+    compiling = sum(event["seconds"] for event in events if event["event"] == "compiled")
+    return {
+        **{f"seconds_until_{kind}": round(times[kind], 2) for kind in ("started", "step")},
+        "compile_seconds": round(compiling, 2),
+    }
 
 
 def drop_files_from_memory(folder: Path) -> None:

@@ -18,7 +18,7 @@ from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.kernels.update import Algorithm
 from tunesmith.optim.fused import Fused, home_bytes, local, spread
-from tunesmith.optim.muon import SpreadMuon
+from tunesmith.optim.muon import GroupedMuon, SpreadMuon
 from tunesmith.optim.offload import pin
 from tunesmith.optim.scratch import Scratch
 from tunesmith.plan.plan import OffloadTo, OptimizerStates, Plan
@@ -306,7 +306,7 @@ class Optimizer:
             outer = {name for name, weight in self.weights.items() if weight in ends or weight.ndim != 2}
             inner = [master for name, master in self.masters.items() if name not in outer]
             rest = [master for name, master in self.masters.items() if name in outer]
-            muon = SpreadMuon if any(isinstance(master, DTensor) for master in inner) else torch.optim.Muon
+            muon = SpreadMuon if any(isinstance(master, DTensor) for master in inner) else GroupedMuon
             # Its steps are scaled to the size of AdamW's, so that one rate suits both.
             made = [muon(_groups(inner, run), lr=0.0, adjust_lr_fn="match_rms_adamw")] if inner else []
             return [*made, *([_adamw(_groups(rest, run))] if rest else [])]
@@ -365,7 +365,7 @@ def _adamw(groups: list[dict]) -> torch.optim.AdamW:
 _STATE = {
     torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
     torch.optim.Adafactor: {"step", "row_var", "col_var", "variance"},
-    torch.optim.Muon: {"momentum_buffer"},
+    GroupedMuon: {"momentum_buffer"},
     SpreadMuon: {"momentum_buffer"},
     torch.optim.SGD: {"momentum_buffer"},
 }

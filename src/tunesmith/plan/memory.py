@@ -30,6 +30,8 @@ ALONE = frozenset({"adamw", "lion"})
 """Optimizers that update each weight for itself, from its gradient as backward made it (`optim.fused`)."""
 PIECE, BUFFERS = {"host": 1 << 24, "disk": 1 << 20}, 4
 """Values whose states visit the device at a time, and how many such pieces do; as in `optim.offload`."""
+TOGETHER = 1 << 23
+"""Values of the matrices that Muon computes at a time, as in `optim.muon`."""
 PINNED = 1.25
 """Host memory of pinned tensors: their sizes are rounded up to powers of two."""
 LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
@@ -621,8 +623,8 @@ def _optimizer_workspace(task: Task, choice: Choice) -> float:
     largest = (matrix if task.has_adapters else max(facts.embedding, matrix)) / choice.tensor
     if task.optimizer == "adafactor":
         return 3 * 4 * largest
-    if task.optimizer == "muon":  # a matrix and its products, in fp32 and bf16; embedding and head are AdamW's
-        return 4 * 4 * matrix / choice.tensor
+    if task.optimizer == "muon":  # matrices and their products, in fp32 and bf16; embedding and head are AdamW's
+        return 4 * 4 * max(matrix, min(TOGETHER, task.trained)) / choice.tensor
     if choice.offload_optimizer != "none":
         largest = min(largest, PIECE[choice.offload_optimizer])
     is_fused = task.optimizer == "lion" or choice.optimizer_states != "fp32" or choice.offload_optimizer != "none"

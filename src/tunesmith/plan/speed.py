@@ -70,7 +70,7 @@ copies; and for each trained weight in clipping and update. A step of 30 layers 
 so, and 15 on a quieter processor."""
 HOST_STATES = 0.2e-3
 """Seconds of it more for each trained weight whose states are in 8 or 4 bits: 0.1B with all weights took 80 ms more."""
-UPDATE = {"muon": 0.62e-3, "adafactor": 0.5e-3}
+UPDATE = {"adafactor": 0.5e-3}
 """Seconds for each trained matrix that nothing hides, of optimizers that are made of many small operations; torch's
 Adafactor also has the processor wait for two norms of each."""
 NEWTON_SCHULZ = 5
