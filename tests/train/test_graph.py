@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +12,7 @@ from tunesmith.measure import bench
 from tunesmith.model.forward import Shape
 from tunesmith.parallel import compile
 from tunesmith.train import graph
-from tunesmith.train.graph import EAGER_STEPS, Recorder
+from tunesmith.train.graph import EAGER_STEPS, TRIES, Recorder
 
 STEPS = EAGER_STEPS + 4
 LARGER = {**bench.SHAPES["tiny"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
@@ -57,9 +60,9 @@ def replayed(monkeypatch):
     return recorded
 
 
-def results(workload: bench.Workload, *, device: str, prepare=lambda _: None, **changes):
+def results(workload: bench.Workload, *, device: str, prepare=lambda _: None, optimizer="adamw", **changes):
     plan = bench.plan_for(workload, device=device, products="plain", recompute_layers=0, compiled=device == "cuda")
-    step = bench.build(workload, plan.changed(**changes))
+    step = bench.build(workload, plan.changed(**changes), optimizer=optimizer)
     step.shape = Shape(workload.sequences * workload.length, workload.length)
     prepare(step)
     found = [step(batch, 1e-3) for batch in bench.batches(workload, STEPS)]
@@ -72,7 +75,13 @@ def record(step) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "method", "rounds", "changes"),
-    [("tiny", "lora", 2, {}), ("tied", "full", 1, {}), ("tiny", "full", 2, {"recompute_layers": 2})],
+    [
+        ("tiny", "lora", 2, {}),
+        ("tied", "full", 1, {}),
+        ("tiny", "full", 2, {"recompute_layers": 2}),
+        ("tiny", "full", 2, {"precision": "bf16", "master_weights": True, "optimizer": "sgd"}),
+    ],
+    ids=str,
 )
 def test_replayed_steps_are_the_same(replayed, shape, method, rounds, changes):
     workload = bench.Workload(shape, method, 2, 64, is_packed=True, rounds=rounds)
@@ -101,6 +110,23 @@ def test_more_documents_than_there_is_room_for_are_recorded_anew(replayed):
     (batch,) = bench.batches(many, 1)
     assert step(batch, 1e-3).loss == pytest.approx(plain(batch, 1e-3).loss, rel=1e-6)
     assert step.recorder.passes.inputs.boundaries.shape[0] > 16
+
+
+def test_gradients_of_the_micro_batches_before_survive_a_new_recording(replayed):
+    few, many = bench.Workload("tiny", "lora", 2, 64), bench.Workload("tiny", "lora", 16, 8)
+    (first,), (then,) = bench.batches(few, 1), bench.batches(many, 1)
+    batch = replace(
+        first,
+        micro_batches=(*first.micro_batches, *then.micro_batches),
+        target_weight=first.target_weight + then.target_weight,
+    )
+    step, _ = results(few, device="cpu", prepare=lambda step: (record(step), replayed(step.recorder)))
+    plain, _ = results(few, device="cpu")
+    before = step.recorder.passes
+    found, expected = step(batch, 1e-3), plain(batch, 1e-3)
+    assert step.recorder.passes is not before
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
 
 
 def test_a_recording_that_was_spoiled_is_made_again(monkeypatch, replayed):
@@ -165,3 +191,35 @@ def test_replayed_steps_are_the_same_on_a_gpu(method, rounds, changes):
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one.loss == pytest.approx(other.loss, rel=2e-3), (index, found, expected)
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=0.03), (index, found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("failures", [1, TRIES])
+def test_a_recording_that_fails_on_a_gpu_leaves_nothing_open(failures):
+    """Torch leaves its stream, its pool and the state of random numbers as they are when CUDA ends a recording."""
+    workload = bench.Workload("larger", "lora", 2, 512)
+    left = [True] * failures
+
+    def spoil(*_):
+        if torch.cuda.is_current_stream_capturing() and left:
+            left.pop()
+            torch.ones((), device="cuda").item()
+
+    def prepare(step):
+        record(step)
+        step.model.base_model.norm.register_forward_pre_hook(spoil)
+
+    _, expected = results(workload, device="cuda")
+    before = torch.cuda.current_stream()
+    step, found = results(workload, device="cuda", prepare=prepare)
+    assert not left
+    assert (step.recorder.passes is not None) == (failures < TRIES)
+    assert torch.cuda.current_stream() == before
+    torch.rand(8, device="cuda")
+    for one, other in zip(found, expected, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=2e-3)
+    step.recorder.passes = None
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()} == {(0, 0)}

@@ -12,6 +12,7 @@ in the same place each time, too: those of several micro-batches are summed else
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -136,21 +137,39 @@ def _beside(rehearse: Callable[[], None]) -> torch.cuda.Stream:
     drawn = torch.cuda.get_rng_state()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        rehearse()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.set_rng_state(drawn)
+    try:
+        with torch.cuda.stream(stream):
+            rehearse()
+    finally:
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.set_rng_state(drawn)
     return stream
 
 
 def _recorded(stream: torch.cuda.Stream, *passes: Callable[[], None]) -> list[Callable[[], None]]:
     """The functions' kernels, to be started by what is returned; they run in this order and share a pool."""
-    pool = torch.cuda.graph_pool_handle()
+    pool, before = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
     graphs = []
-    for one in passes:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may go on with the next batch meanwhile.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            one()
-        graphs.append(graph.replay)
+    try:
+        for one in passes:
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may go on with the next batch meanwhile.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                one()
+            graphs.append(graph.replay)
+    finally:
+        if torch.cuda.current_stream() != before:
+            _close(before, pool)
     return graphs
+
+
+def _close(before: torch.cuda.Stream, pool: tuple[int, int]) -> None:
+    """Torch leaves a recording open that ends in an error of CUDA's: its stream is still the current one, random
+    numbers cannot be drawn (2.11), and nothing else gets the memory of its pool."""
+    torch.cuda.set_stream(before)
+    device = torch.cuda.current_device()
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())
+    with suppress(RuntimeError):  # where the pool is closed already
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
