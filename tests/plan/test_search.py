@@ -332,12 +332,16 @@ def test_passes_are_recorded_where_each_starts_the_same_kernels_on_the_same_memo
         ({"offload_parameters": True, "sharding": "zero3"}, {}),
         ({"sharding": "ddp"}, {}),
         ({"micro_batch": 1}, full),
+        ({"deterministic": True}, {}),
         ({"release_gradients": True, "micro_batch": 8}, full | {"max_grad_norm": None}),
     ):
         by_hand = plan.changed(**changes)
         assert refusal(run(**more), by_hand, SMOL, single).startswith("passes are recorded on one GPU"), changes
         assert refusal(run(**more), by_hand.changed(is_recorded=False), SMOL, single) is None
     assert "without experts" in refusal(run(), plan, MIXTRAL, single)
+    with pytest.raises(UserError, match="deterministic: true"):
+        search(run(deterministic=True), SMOL, single, pins=pins)
+    assert not search(run(deterministic=True), SMOL, single).plan.is_recorded
 
 
 def test_plans_from_before_passes_were_recorded_are_still_read():

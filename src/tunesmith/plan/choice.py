@@ -48,6 +48,8 @@ class Task:
     """Tokens that attend to each other; the sequence length unless more is known."""
     clips: bool = True
     """Gradients are scaled by the norm of them all."""
+    is_exact: bool = False
+    """The same bits are asked for every time, however often the run is stopped and continued."""
 
     @property
     def gpu(self) -> Gpu:

@@ -170,7 +170,8 @@ REFUSALS: tuple[Refusal, ...] = (
     (
         lambda task, choice: choice.is_recorded and not may_record(task, choice),
         "passes are recorded on one GPU, of compiled layers without experts whose attention is a packed kernel; "
-        "nothing may be offloaded or released, and where all weights are trained a step has one micro-batch",
+        "nothing may be offloaded or released, and where all weights are trained a step has one micro-batch; not with "
+        "deterministic: true, since passes are run as they are first and may round otherwise",
     ),
     (
         lambda task, choice: choice.recompute_layers > task.facts.layers,
@@ -262,6 +263,7 @@ def may_record(task: Task, choice: Choice) -> bool:
         and choice.attention != "sdpa"
         and not experts(task)
         and (task.has_adapters or choice.accumulation(task) == 1)
+        and not task.is_exact
     )
 
 

@@ -200,6 +200,7 @@ def refusal(run: Run, plan: Plan, facts: ModelFacts, hardware: Hardware) -> str 
         precision=plan.precision,
         sequence_length=plan.sequence_length,
         sequences=plan.sequences_per_step,
+        is_exact=plan.deterministic,
     )
     given = {**dict(plan), **dict(plan.mesh)}
     choice = Choice(**{field.name: given[field.name] for field in dataclasses.fields(Choice)})
@@ -237,6 +238,7 @@ def make_task(
         sequences=sequences,
         document_length=mean_length(lengths, sequence_length),
         clips=run.max_grad_norm is not None,
+        is_exact=run.deterministic,
     )
     if device == "cpu" and hardware.rates is None:
         decide(
