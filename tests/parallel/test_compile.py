@@ -17,7 +17,7 @@ from tunesmith.data.types import StepBatch
 from tunesmith.measure.bench import Workload, build, plan_for
 from tunesmith.model.fuse import fuse
 from tunesmith.model.rotary import rotate_in_kernels
-from tunesmith.parallel.compile import compiled, news
+from tunesmith.parallel.compile import compiled, news, tell
 from tunesmith.train import events, loop
 
 
@@ -76,6 +76,9 @@ def test_a_run_tells_how_long_compiling_took_and_what_did_not_work(monkeypatch, 
     assert seconds > 0
     assert [event.kind for event in said] == ["warning", "compiled"]
     assert said[1].seconds == round(seconds, 2)
+    tell("Something else did not work.")
+    assert loop._Loop._tell_of_compiling(running) == 0.0
+    assert [event.kind for event in said[2:]] == ["warning"]
     Display().show(events.Compiled(1, 23.4))
     assert "Compiling layers took 23 s" in capsys.readouterr().out
 

@@ -50,7 +50,7 @@ def tell(note: str) -> None:
 
 
 def news() -> Compilation | None:
-    """What happened since this was last asked; None when nothing was compiled."""
+    """What happened since this was last asked; None when there is nothing to say."""
     return _news.take()
 
 

@@ -288,7 +288,8 @@ class _Loop:
             return 0.0
         for note in found.notes:
             self.observe(events.Warned(note))
-        self.observe(events.Compiled(self.done, round(found.seconds, 2)))
+        if found.seconds:
+            self.observe(events.Compiled(self.done, round(found.seconds, 2)))
         return found.seconds
 
     def _finish(self) -> Outcome:
