@@ -241,10 +241,17 @@ def case(**changes) -> Analysis:
     ],
 )
 def test_one_sentence_says_what_bounds_the_run(changes, expected):
-    word, sentence = what_bounds(case(**changes))
-    assert word == expected
-    assert sentence.count(". ") == 0
-    assert sentence.endswith(".")
+    for will_replay in (False, True):
+        word, sentence = what_bounds(case(**changes), will_replay=will_replay)
+        assert word == expected
+        assert sentence.count(". ") == 0
+        assert sentence.endswith(".")
+
+
+def test_what_training_does_not_wait_for_is_said():
+    found = case(busy=0.4)
+    assert "larger micro-batches" in what_bounds(found)[1]
+    assert "in training most of them are recorded" in what_bounds(found, will_replay=True)[1]
 
 
 @pytest.mark.parametrize(

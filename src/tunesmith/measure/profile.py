@@ -116,11 +116,13 @@ class StepProfiler:
     down, so it is not done while time is measured.
     """
 
-    def __init__(self, job: Job, steps: range, folder: Path):
+    def __init__(self, job: Job, steps: range, folder: Path, *, replays: bool = True):
+        """`replays`: the steps are those of training, in which recorded passes are replayed."""
         assert len(steps)
         self.job = job
         self.steps = steps
         self.folder = folder
+        self.replays = replays
         self.report: Report | None = None
         self.snapshot: Path | None = None
         self._profile: torch.profiler.profile | None = None
@@ -178,9 +180,7 @@ class StepProfiler:
         facts = read_facts(job.run.model, trust_remote_code=job.run.trust_remote_code)
         tflops = model_flops(facts, job.run, batch) / analysis.step_seconds / 1e12
         peak = peak_tflops(job.plan, torch.cuda.get_device_name(job.device)) if on_gpu else None
-        bound_by, bound = what_bounds(analysis)
-        if bound_by == "host" and job.plan.is_recorded:
-            bound += " In training the passes are recorded, and started at once."
+        bound_by, bound = what_bounds(analysis, will_replay=job.plan.is_recorded and not self.replays)
         report = Report(
             device=torch.cuda.get_device_name(job.device) if on_gpu else "CPU",
             step=step,
@@ -218,7 +218,7 @@ def profile_job(job: Job, folder: Path, *, steps: int = 2) -> Report:
     Passes are not replayed, even where the plan has them recorded: a replay shows no allocation."""
     on_gpu = job.device.type == "cuda"
     warmup = 3 if on_gpu else 1  # compiled layers are done after two, and the GPU's clock has settled
-    watch = StepProfiler(job, range(warmup + 1, warmup + steps + 1), folder)
+    watch = StepProfiler(job, range(warmup + 1, warmup + steps + 1), folder, replays=False)
     train_step = step_of(job, loss_scale_of(job))
     train_step.recorder = None
     job.model.train()
@@ -315,16 +315,20 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, pattern in _KINDS if pattern.search(kernel)), "other")
 
 
-def what_bounds(found: Analysis) -> tuple[str, str]:
-    """What the step waits for, in one word and in one sentence."""
+def what_bounds(found: Analysis, *, will_replay: bool = False) -> tuple[str, str]:
+    """What the step waits for, in one word and in one sentence. `will_replay`: training replays recorded passes, and
+    this step did not."""
     step = found.step_seconds
     data = found.host_seconds.get("data", 0.0) / step
     if data > 0.2 and (found.busy is None or found.busy < 0.9):
         return "data", f"Data bound the run: {data:.0%} of a step passes before its batch is there."
     if found.busy is not None and found.busy < 0.85:
+        helps = "larger micro-batches or compiled layers help"
+        if will_replay:
+            helps = "in training most of them are recorded, and started at once"
         return "host", (
             f"The host bounds the run: the GPU computes for {found.busy:.0%} of a step only, while the processor is "
-            f"busy starting {found.calls:,} kernels; larger micro-batches or compiled layers help."
+            f"busy starting {found.calls:,} kernels; {helps}."
         )
     by_region = found.device_seconds or found.host_seconds
     total = sum(found.kinds.values()) or step
