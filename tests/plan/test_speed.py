@@ -183,6 +183,14 @@ def test_a_tiny_model_is_bound_by_the_processor_that_starts_its_kernels():
     assert time.host > 0.5 * time.total
 
 
+def test_an_update_of_many_small_operations_keeps_a_gpu_waiting_and_not_a_cpu():
+    on_gpu = task("SmolLM2-135M", "H200", "lora", 512, 1)
+    on_cpu = task("SmolLM2-135M", "T4", "lora", 512, 1, device="cpu", precision="fp32")
+    for given, waits in ((on_gpu, True), (on_cpu, False)):
+        plain, small = (speed.step_time(replace(given, optimizer=name), EAGER).host for name in ("adamw", "adafactor"))
+        assert (small > plain) == waits
+
+
 def test_recorded_passes_are_started_at_once():
     small, large = (task(model, "H200", "lora", 512, 1) for model in ("SmolLM2-135M", "Llama-3.1-8B"))
     recorded = replace(COMPILED, is_recorded=True)

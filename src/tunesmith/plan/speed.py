@@ -121,7 +121,8 @@ def step_time(task: Task, choice: Choice) -> Time:
     if choice.offload_parameters:
         time["offload"] += _parameter_traffic(task, choice, rounds, forward.total, backward.total + recomputed)
     time["bubbles"] = _bubbles(choice, rounds, compute)
-    time["host"] = _waiting(task, choice, rounds, compute) + UPDATE.get(task.optimizer, 0.0) * _matrices(task) + STEP
+    update = UPDATE.get(task.optimizer, 0.0) if task.device == "cuda" else 0.0
+    time["host"] = _waiting(task, choice, rounds, compute) + update * _matrices(task) + STEP
     return Time(**time)
 
 
