@@ -50,9 +50,9 @@ def collect(files: list[Path], *, held_out: Literal["none", "half", "all"] = "no
             if "failed" in row and (row["failed"] != "out of memory" or row["limit_bytes"] is None):
                 print(f"left out: {row['name']}: {row['failed']}", file=sys.stderr)
                 continue
-            if row.get("timed") and not is_steady(row["timed"]) and "time_left_out" not in row:
-                print(f"its time is left out: {row['name']}: {row['timed']}", file=sys.stderr)
-                row["time_left_out"] = "not steady"
+            if row.get("timed") and "time_left_out" not in row and (why := why_left_out(row)):
+                print(f"its time is left out, {why}: {row['name']}: {row['timed']}", file=sys.stderr)
+                row["time_left_out"] = why
             if row.get("timed"):
                 row["step_seconds"] = round(settled(row["timed"]), 6)
             key = row["name"], row["limit_bytes"]
@@ -61,6 +61,13 @@ def collect(files: list[Path], *, held_out: Literal["none", "half", "all"] = "no
                 row["is_held_out"] = True
             kept[key] = row
     return write_result("planner", about["what"], {"rows": list(kept.values())}, about)
+
+
+def why_left_out(row: dict[str, Any]) -> str:
+    """Why a time does not count; empty where it does."""
+    if row["configuration"].get("is_recorded") and not row.get("has_recorded", True):
+        return "not recorded"
+    return "" if is_steady(row["timed"]) else "not steady"
 
 
 def is_steady(times: list[float]) -> bool:

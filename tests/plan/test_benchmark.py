@@ -219,7 +219,7 @@ def test_half_of_what_is_new_can_be_held_out(planner, tmp_path, monkeypatch):
     assert held_out == {row["name"] for row in rows[1:] if results.is_in_the_half(row["name"])}
 
 
-def test_times_that_are_not_steady_do_not_count(planner, tmp_path, monkeypatch):
+def test_times_that_are_not_steady_or_of_passes_that_were_not_recorded_do_not_count(planner, tmp_path, monkeypatch):
     results = importlib.import_module("planner_results")
     assert results.is_steady([0.5, 0.31, 0.3])
     assert not results.is_steady([0.9, 0.02])
@@ -229,12 +229,15 @@ def test_times_that_are_not_steady_do_not_count(planner, tmp_path, monkeypatch):
     one = planner.Configuration("0.4B", "lora", "adamw", 1024, 1, 1, True, "plain", "plain", 0.0)
     row = {"name": one.name, "configuration": planner.dataclasses.asdict(one), "limit_bytes": None, "peak_bytes": 1}
     unsteady = {"document": {"what": "w"}, **row, "timed": [0.9, 0.02], "step_seconds": 0.02}
-    (tmp_path / "rows").write_text(json.dumps(unsteady))
+    two = planner.dataclasses.replace(one, is_recorded=True)
+    steady = {**row, "timed": [0.3, 0.3], "configuration": planner.dataclasses.asdict(two)}
+    failed, fine = ({**steady, "name": f"{two.name} {has}", "has_recorded": has} for has in (False, True))
+    (tmp_path / "rows").write_text("".join(json.dumps(each) + "\n" for each in (unsteady, failed, fine)))
     kept = json.loads(results.collect([tmp_path / "rows"]).read_text())["numbers"]["rows"]
-    (compared,) = results.compare(kept)
-    assert compared.measured_speed is None
-    assert compared.time_left_out == "not steady"
-    assert compared.memory_error is not None
+    compared = results.compare(kept)
+    assert [each.time_left_out for each in compared] == ["not steady", "not recorded", ""]
+    assert [each.measured_speed is None for each in compared] == [True, True, False]
+    assert all(each.memory_error is not None for each in compared)
 
 
 def test_the_model_still_describes_what_was_measured_on_an_h200(planner):
