@@ -195,6 +195,18 @@ def test_replayed_steps_are_the_same_on_a_gpu(method, rounds, changes):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_replay_drops_what_the_pass_itself_would(monkeypatch):
+    """Until this was seen, rules.may_record has no dropout."""
+    monkeypatch.setattr(bench, "Lora", partial(bench.Lora, dropout=0.3))
+    workload = bench.Workload("larger", "lora", 2, 512, rounds=2)
+    _, expected = results(workload, device="cuda")
+    _, found = results(workload, device="cuda", prepare=record)
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=0.01), (index, found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("failures", [1, TRIES])
 def test_a_recording_that_fails_on_a_gpu_leaves_nothing_open(failures):
     """Torch leaves its stream, its pool and the state of random numbers as they are when CUDA ends a recording."""

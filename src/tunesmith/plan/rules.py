@@ -169,9 +169,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     (
         lambda task, choice: choice.is_recorded and not may_record(task, choice),
-        "passes are recorded on one GPU, of compiled layers without experts whose attention is a packed kernel; "
-        "nothing may be offloaded or released, and where all weights are trained a step has one micro-batch; not with "
-        "deterministic: true, since passes are run as they are first and may round otherwise",
+        "passes are recorded on one GPU, of compiled layers without experts or dropout whose attention is a packed "
+        "kernel; nothing may be offloaded or released, and where all weights are trained a step has one micro-batch; "
+        "not with deterministic: true, since passes are run as they are first and may round otherwise",
     ),
     (
         lambda task, choice: choice.recompute_layers > task.facts.layers,
@@ -262,7 +262,7 @@ def may_record(task: Task, choice: Choice) -> bool:
         and not (choice.offload_activations or choice.offload_parameters or choice.release_gradients)
         and choice.attention != "sdpa"
         and not experts(task)
-        and (task.has_adapters or choice.accumulation(task) == 1)
+        and (not task.lora.dropout if task.has_adapters else choice.accumulation(task) == 1)
         and not task.is_exact
     )
 

@@ -36,6 +36,8 @@ class Recorder:
         self.calling = calling
         self.weights = weights
         self.passes: Passes | None = None
+        self.sums: dict[nn.Parameter, torch.Tensor] = {}
+        """Where gradients of several micro-batches are summed."""
         self.tries = TRIES if calling.layout == "packed" else 0
 
     def record(self, inputs: Inputs) -> bool:
@@ -75,11 +77,22 @@ class Recorder:
         self.passes.d_hidden_th.copy_(d_hidden_th)
         self.passes.replay_backward()
         summed = [(weight.grad, made) for weight, made in self.passes.gradients if weight.grad is not None]
-        for weight, made in self.passes.gradients:
-            if weight.grad is None:
-                weight.grad = made if is_only else made.clone()
         if summed:
             torch._foreach_add_([gradient for gradient, _ in summed], [made for _, made in summed])
+        first = [(weight, made) for weight, made in self.passes.gradients if weight.grad is None]
+        places = [made for _, made in first] if is_only else self._put_aside(first)
+        for (weight, _), place in zip(first, places, strict=True):
+            weight.grad = place
+
+    def _put_aside(self, first: list[tuple[nn.Parameter, torch.Tensor]]) -> list[torch.Tensor]:
+        """Copies of gradients that the next micro-batch's are added to."""
+        for weight, made in first:
+            if weight not in self.sums:
+                self.sums[weight] = torch.empty_like(made)
+        places = [self.sums[weight] for weight, _ in first]
+        if places:
+            torch._foreach_copy_(places, [made for _, made in first])
+        return places
 
 
 class Passes:
