@@ -341,8 +341,8 @@ def test_passes_are_recorded_where_each_starts_the_same_kernels_on_the_same_memo
     assert "without experts" in refusal(run(), plan, MIXTRAL, single)
     with pytest.raises(UserError, match="deterministic: true"):
         search(run(deterministic=True), SMOL, single, pins=pins)
-    for settings in ({"deterministic": True}, {"lora": {"dropout": 0.1}}):
-        assert not search(run(**settings), SMOL, single).plan.is_recorded
+    for asked in ({"deterministic": True}, {"lora": {"dropout": 0.1}}):
+        assert not search(run(**asked), SMOL, single).plan.is_recorded
 
 
 def test_plans_from_before_passes_were_recorded_are_still_read():
