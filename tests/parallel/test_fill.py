@@ -37,6 +37,8 @@ WAYS = {
     "tensor x shard": ({"tensor": 2, "shard": 2}, "zero3"),
     "pipeline": ({"pipeline": 4}, "none"),
 }
+IN_OTHERS = ("tensor",)
+"""What another way has in it."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,11 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.mark.parametrize(
     ("method", "way"),
-    [*(("full", way) for way in WAYS), ("lora", "zero3"), ("qlora", "zero3")],
+    [
+        *(pytest.param("full", way, marks=[pytest.mark.slow] if way in IN_OTHERS else []) for way in WAYS),
+        ("lora", "zero3"),
+        ("qlora", "zero3"),
+    ],
 )
 def test_while_a_model_is_loaded_on_four_ranks_all_of_them_need_little_more_than_its_size(world, folders, method, way):
     mesh, sharding = WAYS[way]

@@ -32,6 +32,8 @@ WAYS = {
     "reduce in int4 over nodes": (*NODES, {"reduce": "int4"}),
     "gather, reduce in int4 over nodes": (*NODES, {"gather": "int8", "reduce": "int4"}),
 }
+IN_OTHERS = ("gather over nodes", "reduce over nodes", "reduce in int4 over nodes")
+"""What other ways have in them."""
 BOUND = {"usual": {"loss": 0.01, "norm": 0.1}, "gradients in int8": {"loss": 0.002, "norm": 0.02}}
 """How far losses and gradient norms of 20 steps may be from those of a run without rounding on the wire."""
 OFF = {"int8": 1.001 / 254, "int4": 1.001 / 14}
@@ -122,7 +124,9 @@ def test_gathers_and_reductions_of_four_ranks_are_the_exact_ones_within_the_boun
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] if way in IN_OTHERS else []) for way in WAYS]
+)
 def test_a_run_with_rounding_on_the_wire_stays_near_the_run_of_one_rank(world, settings, alone, tmp_path, way):  # noqa: F811
     sharding, mesh, wire = WAYS[way]
     options = {"folder": str(settings), "mesh": mesh, "sharding": sharding, "wire": wire, "method": "full"}
