@@ -59,7 +59,8 @@ HOST_LAYER = {
 }
 """Seconds of the processor for a compiled layer's forward and backward pass: what starting its kernels takes when the
 GPU waits for nothing else. Measured on machines with an H200, in fp8 on one whose processor compiled other things
-meanwhile: alone on it, adapters in fp8 took 3. Adapters in half precision are taken to be as in fp8."""
+meanwhile: alone on it, adapters in fp8 took 3. Adapters in half precision were only seen over nf4 and with states in
+few bits."""
 HOST_NF4 = 4.5e-3
 """Seconds of it more where weights are made whole first."""
 HOST_AGAIN = 0.5
