@@ -14,6 +14,8 @@ STEPS = 3
 """Launched ahead, as in training."""
 MOST = 200
 """Kernels that are kept, by name."""
+GAPS = 12
+"""Times without a kernel that are kept, by the kernels around them; those between two steps are among them."""
 
 NAMED = (
     ("attention", r"flash_attn|flash_fwd|flash_bwd|fmha"),
@@ -44,17 +46,20 @@ def record(step: Any, workload: Any) -> Any:
 
 
 def read(trace: Any) -> dict[str, Any]:
-    """Milliseconds of a step in which a kernel ran, and the kernels that took the longest."""
+    """Milliseconds of a step in which a kernel ran, the kernels that took the longest, and where none ran."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         trace.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memset")]
-    spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in kernels)
-    busy, end = 0.0, spans[0][0]
-    for start, stop in spans:
+    kernels.sort(key=lambda event: event["ts"])
+    busy, end, before = 0.0, kernels[0]["ts"], kernels[0]["name"]
+    gaps: Counter[tuple[str, str]] = Counter()
+    for event in kernels:
+        start, stop = event["ts"], event["ts"] + event["dur"]
+        gaps[before[:60], event["name"][:60]] += max(0.0, start - end)
         busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
+        end, before = max(end, stop), event["name"]
     times: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     for event in kernels:
@@ -63,6 +68,7 @@ def read(trace: Any) -> dict[str, Any]:
         calls[name] += 1
     return {
         "kernel_ms": round(busy / STEPS / 1000, 2),
+        "gaps": [[*names, round(time / STEPS / 1000, 3)] for names, time in gaps.most_common(GAPS)],
         "kernels": [
             {"name": name, "calls": round(calls[name] / STEPS, 1), "ms": round(time / STEPS / 1000, 3)}
             for name, time in itertools.islice(times.most_common(), MOST)

@@ -25,6 +25,7 @@ from tunesmith.data.prepare import Prepared, prepare
 from tunesmith.errors import UserError
 from tunesmith.evaluate.loss import HeldOut, held_out_losses, overall
 from tunesmith.infer.open import open_run, placement
+from tunesmith.kernels import flash4
 from tunesmith.model import attention, load, lora
 from tunesmith.model.forward import Shape, settle
 from tunesmith.model.fp8 import use_fp8_head_gradient, use_fp8_products
@@ -190,9 +191,10 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
     else:
         # Over several ranks weights are sharded first and quantized then.
         in_fp8 = plan.products == "fp8" and run.has_adapters and ranks.count == 1
-        model = load.load_model(run, dtype=plan.precision, device=str(device), storage=plan.storage, fp8=in_fp8)
+        form = {"dtype": plan.precision, "device": str(device), "storage": plan.storage, "fp8": in_fp8}
+        model = load.load_model(run, **form, meanwhile=partial(_import_for, plan))
     model.config.use_cache = False
-    calling, note = tried or settle(model, vocabulary=load.vocabulary_size(model.config))
+    calling, note = tried or settle(model, vocabulary=load.vocabulary_size(model.config), longest=plan.sequence_length)
     if calling.layout == "packed":
         model.set_attn_implementation(attention.NAME)
     if calling.layout == "padded":  # rows change their shape with every step: nothing to compile once
@@ -217,7 +219,6 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         micro_batch=plan.micro_batch,
         rank=plan.mesh.data_rank(ranks.rank),
         ranks=plan.mesh.data_ranks,
-        pin=plan.device == "cuda",
     )
     folder = Path(run.output)
     cut = cut_of(plan, ranks.rank, micro_batch_shape(plan))
@@ -342,6 +343,14 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         ranks=ranks,
         cut=cut,
     )
+
+
+def _import_for(plan: Plan) -> None:
+    """Modules that take seconds to import, and are wanted once the model is there."""
+    if plan.attention == "flash-attn-4":
+        flash4.prepare()
+    if plan.is_compiled:
+        import torch._inductor.compile_fx  # noqa: F401
 
 
 def _describe_adapter(model: torch.nn.Module, run: Run, target: Path, *, is_whole: bool) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunesmith.data import store as store_module
-from tunesmith.data.store import build, cache_folder, cut, store_of, stored
+from tunesmith.data.store import build, cut, store_of, stored, tokens_folder
 from tunesmith.data.types import Example, Origin, Record
 from tunesmith.errors import UserError, UserErrors
 
@@ -297,10 +297,10 @@ def test_the_fingerprint_knows_the_sequence_length_only_where_it_matters():
 
 
 def test_the_cache_is_where_the_environment_says(tmp_path, monkeypatch):
-    assert cache_folder() == tmp_path / "cache" / "tokens"
+    assert tokens_folder() == tmp_path / "cache" / "tokens"
     monkeypatch.delenv("TUNESMITH_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / ".cache" / "tunesmith" / "tokens"
+    assert tokens_folder() == tmp_path / ".cache" / "tunesmith" / "tokens"
 
 
 def test_the_description_is_readable(cache):

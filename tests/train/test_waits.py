@@ -122,3 +122,21 @@ def test_nothing_waits_inside_a_step_on_a_gpu(method, saves):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert result().loss > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_step_is_launched_while_the_gpu_is_busy():
+    """With tokens that fill more pages than a copy takes along at once."""
+    workload = dataclasses.replace(WORKLOAD, sequences=5, length=4096, rounds=1)
+    plan = bench.plan_for(workload, device="cuda", products="plain", recompute_layers=0, compiled=True)
+    step = bench.build(workload, plan)
+    made = bench.batches(workload, 3)
+    for batch in made[:2]:
+        step(batch, 1e-3)
+    torch.cuda._sleep(4_000_000_000)  # two seconds
+    asleep = torch.cuda.Event()
+    asleep.record()
+    result = step.launch(made[2], 1e-3)
+    assert not asleep.query()
+    assert result().loss > 0

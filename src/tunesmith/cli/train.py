@@ -64,6 +64,9 @@ def command(
     plan = display.read_plan_file(plan_file) if plan_file else None
     if not place.is_started:
         screen.stage("Starting")
+        from tunesmith.model.ahead import read_files
+
+        read_files(run.model)
     from tunesmith.assemble import assemble, choose_plan, join_run, prepare_run, versions
     from tunesmith.checkpoint.store import RunLock
     from tunesmith.parallel.ranks import connected

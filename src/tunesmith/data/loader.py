@@ -68,10 +68,8 @@ class Loader:
         micro_batch: int = 1,
         rank: int = 0,
         ranks: int = 1,
-        pin: bool = False,
     ):
-        """`steps`, when given, overrides `epochs`; `micro_batch` counts sequences; `pin` makes copies to a GPU
-        fast."""
+        """`steps`, when given, overrides `epochs`; `micro_batch` counts sequences."""
         if not any(len(store) for store in stores):
             raise UserError("The training data holds no examples; check the paths under `data`.")
         assert sequences_per_step >= 1
@@ -79,7 +77,7 @@ class Loader:
         assert 0 <= rank < ranks
         self._stores, self._weights, self._seed = tuple(stores), tuple(weights), seed
         self._capacity, self._per_step, self._micro_batch = sequence_length, sequences_per_step, micro_batch
-        self._rank, self._ranks, self._pin = rank, ranks, pin
+        self._rank, self._ranks = rank, ranks
         self._recent: OrderedDict[int, _Epoch] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -146,10 +144,10 @@ class Loader:
             for sources, indices in sequences
             for source, index in zip(sources.tolist(), indices.tolist(), strict=True)
         ]
-        return micro_batch_of(documents, pin=self._pin)
+        return micro_batch_of(documents)
 
     def _filler(self, source: int, index: int) -> MicroBatch:
-        return micro_batch_of([idle(document(self._stores[source], index, source))], pin=self._pin)
+        return micro_batch_of([idle(document(self._stores[source], index, source))])
 
     # Which sequences
 
@@ -228,7 +226,7 @@ def idle(taken: PackedDocument) -> PackedDocument:
     return taken._replace(ids=taken.ids[:2], weights=np.zeros_like(taken.weights[:2]))
 
 
-def micro_batch_of(documents: Sequence[PackedDocument], *, pin: bool = False) -> MicroBatch:
+def micro_batch_of(documents: Sequence[PackedDocument]) -> MicroBatch:
     """Documents laid end to end, labels shifted by one within each. The only place where this is done."""
     import torch
 
@@ -241,11 +239,7 @@ def micro_batch_of(documents: Sequence[PackedDocument], *, pin: bool = False) ->
     weights[bounds[1:] - 1] = 0  # the next token is another document's
     labels[weights == 0] = 0
     positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths)
-
-    def tensor(values: np.ndarray) -> torch.Tensor:
-        values_there = torch.from_numpy(values)
-        return values_there.pin_memory() if pin else values_there
-
+    tensor = torch.from_numpy
     return MicroBatch(
         tokens=tensor(tokens),
         labels=tensor(labels),
@@ -264,7 +258,6 @@ def evaluation_batches(
     sequence_length: int,
     micro_batch: int,
     source: int = 0,
-    pin: bool = False,
     rank: int = 0,
     ranks: int = 1,
 ) -> Iterator[MicroBatch]:
@@ -276,9 +269,9 @@ def evaluation_batches(
     while round_of_all := list(islice(sequences, micro_batch * ranks)):
         if mine := round_of_all[rank * micro_batch : (rank + 1) * micro_batch]:
             indices = np.concatenate(mine).tolist()
-            yield micro_batch_of([document(store, index, source) for index in indices], pin=pin)
+            yield micro_batch_of([document(store, index, source) for index in indices])
         else:
-            yield micro_batch_of([idle(document(store, 0, source))], pin=pin)
+            yield micro_batch_of([idle(document(store, 0, source))])
 
 
 def pack_in_windows(lengths: np.ndarray, capacity: int) -> Iterator[np.ndarray]:

@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tunesmith.cache import cache_folder
 from tunesmith.data.guard import example_hash
 from tunesmith.data.types import Example, Origin, Record
 from tunesmith.errors import UserError, UserErrors
@@ -147,13 +148,13 @@ class Whole:
     """uint64 [N]"""
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("TUNESMITH_CACHE") or Path.home() / ".cache" / "tunesmith") / "tokens"
+def tokens_folder() -> Path:
+    return cache_folder() / "tokens"
 
 
 def stored(key: str) -> Whole | None:
     """The whole examples kept under this key; None when there are none or they are damaged."""
-    folder = cache_folder() / key
+    folder = tokens_folder() / key
     if not os.path.exists(folder):  # Path.exists raises where a parent may not be read
         return None
     try:
@@ -184,7 +185,7 @@ def build(
     `encode` must be picklable; from `PARALLEL_FROM` records on it runs in `workers` processes. What it noticed
     goes to `notice`, in the records' order; `warnings` is asked at the end and may still refuse the data.
     """
-    root = cache_folder()
+    root = tokens_folder()
     with _disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
         _remove_old(root)

@@ -8,6 +8,7 @@ Legend: T tokens, S tokens with keys, H query heads, G key heads, D head dim.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -15,6 +16,7 @@ from importlib.util import find_spec
 
 import torch
 
+from tunesmith.cache import cache_folder
 from tunesmith.kernels.operator import operator
 
 
@@ -46,8 +48,16 @@ def flash4(
     return _forward(q_thd, k_sgd, v_sgd, queries, None if keys is queries else keys, *sizes)[0]
 
 
+def prepare() -> None:
+    """Import the package, which takes seconds."""
+    _functions()
+
+
 @cache
 def _functions() -> tuple[Callable, Callable]:
+    # What it compiles is kept for the next run, which it does only where these are set when it is imported.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder() / "attention"))
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     warnings.filterwarnings("ignore", message=".*aux_data.*")  # when it compiles a kernel; harmless

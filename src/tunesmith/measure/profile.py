@@ -14,7 +14,7 @@ import itertools
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,7 +33,10 @@ from tunesmith.plan.plan import Plan
 from tunesmith.train.job import Job
 from tunesmith.train.loop import loss_scale_of, rate_of, step_of
 
-REGIONS = ("data", "forward", "loss", "backward", "optimizer", "communication")
+REGIONS = ("data", "forward", "loss", "backward", "optimizer", "communication", "wait")
+"""In the last the processor waits for the GPU, so as not to be more than a step ahead of it."""
+TO_SETTLE = 3
+"""Steps after which the processor is as far ahead of the GPU as it gets."""
 CATEGORIES = ("weights", "optimizer", "gradients", "activations", "loss", "other")
 """In the order they are stacked; fp32 masters count as optimizer."""
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#c44e52", "#937860")
@@ -112,8 +115,9 @@ class Report:
 class StepProfiler:
     """Profiles the steps of a range (counted from 1) and writes what it finds into a folder.
 
-    On a GPU the step after them is recorded by the allocator, with the place of each allocation: that slows a step
-    down, so it is not done while time is measured.
+    As in training, a step is launched before the one before has ended on the GPU; only fewer steps than it takes until
+    each looks like the next are waited for one by one. On a GPU the step after them is recorded by the allocator, with
+    the place of each allocation: that slows a step down, so it is not done while time is measured.
     """
 
     def __init__(self, job: Job, steps: range, folder: Path, *, replays: bool = True):
@@ -138,6 +142,9 @@ class StepProfiler:
                 self._start()
             with record_function("step"):
                 yield
+                if self.job.device.type == "cuda" and len(self.steps) < TO_SETTLE:
+                    with record_function("wait"):
+                        torch.cuda.synchronize(self.job.device)
             self._last_whole = step
             if step == self.steps[-1]:
                 self.close()
@@ -212,7 +219,7 @@ class StepProfiler:
             json.dump(content, file, default=str)
 
 
-def profile_job(job: Job, folder: Path, *, steps: int = 2) -> Report:
+def profile_job(job: Job, folder: Path, *, steps: int = TO_SETTLE) -> Report:
     """Warm up, profile `steps` steps, write the profile into `folder`. The job's weights change; nothing is saved.
 
     Passes are not replayed, even where the plan has them recorded: a replay shows no allocation."""
@@ -223,6 +230,7 @@ def profile_job(job: Job, folder: Path, *, steps: int = 2) -> Report:
     train_step.recorder = None
     job.model.train()
     batches = itertools.chain.from_iterable(job.loader.iterate() for _ in itertools.count())
+    underway: Callable[[], object] | None = None
     try:
         for step in range(1, warmup + steps + 1 + on_gpu):
             if on_gpu and step == warmup + 1:
@@ -230,7 +238,11 @@ def profile_job(job: Job, folder: Path, *, steps: int = 2) -> Report:
             with watch(step):
                 with record_function("data"):
                     batch = next(batches)
-                train_step(batch, rate_of(job, batch.step))
+                before, underway = underway, train_step.launch(batch, rate_of(job, batch.step))
+                if before:
+                    before()
+        if underway:
+            underway()
     finally:
         watch.close()
     assert watch.report

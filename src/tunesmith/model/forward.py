@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -82,29 +83,34 @@ class Shape:
 
 def to_device(batch: Documents, device: torch.device, shape: Shape | None = None) -> Inputs:
     rows = torch.nonzero(batch.weights).squeeze(1)
-    move = {"device": device, "non_blocking": True}
+    move = partial(moved, device=device)
     tokens, positions, boundaries, longest = batch.tokens, batch.positions, batch.boundaries, batch.longest
     pieces = getattr(batch, "pieces", None)
     keys = None
     if pieces is not None:
-        boundaries, keys = pieces.queries, pieces.keys.to(**move)
+        boundaries, keys = pieces.queries, move(pieces.keys)
         torch._dynamo.maybe_mark_dynamic(keys, 1)
     elif shape is not None:
         longest = shape.longest
         tokens, positions, boundaries = filled(batch, shape.tokens, longest)
-    boundaries = boundaries.to(**move)
+    boundaries = move(boundaries)
     if shape is not None or pieces is not None:
         torch._dynamo.maybe_mark_dynamic(boundaries, boundaries.ndim - 1)
     return Inputs(
-        tokens=tokens.to(**move),
-        positions=positions.to(**move),
+        tokens=move(tokens),
+        positions=move(positions),
         boundaries=boundaries,
         longest=longest,
-        rows=rows.to(**move),
-        labels=batch.labels[rows].to(**move),
-        weights=batch.weights[rows].to(**move),
+        rows=move(rows),
+        labels=move(batch.labels[rows]),
+        weights=move(batch.weights[rows]),
         keys=keys,
     )
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Not waited for. A copy of more than a few pages from memory that is not pinned would wait for all before it."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def filled(batch: Documents, tokens: int, longest: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -200,9 +206,10 @@ def packed_hidden_states(model: nn.Module, inputs: Inputs, embedded: torch.Tenso
     )[0]
 
 
-def settle(model: nn.Module, *, vocabulary: int) -> tuple[Calling, str | None]:
+def settle(model: nn.Module, *, vocabulary: int, longest: int = 0) -> tuple[Calling, str | None]:
     """The fastest way of calling this model that gives what the model itself gives.
 
+    `longest` is what training will give as the longest document, so that attention compiles no other kernels here.
     Returns it with a sentence when it is not the fastest there is. Leaves the model with the attention that the layout
     needs.
     """
@@ -228,13 +235,17 @@ def settle(model: nn.Module, *, vocabulary: int) -> tuple[Calling, str | None]:
         reasons = []
         for layout, attention in (("packed", PACKED_ATTENTION), ("padded", own_attention)):
             calling = Calling(layout, scale, softcap)
+            if layout == "packed":
+                given = replace(inputs, longest=max(longest, inputs.longest))
+            else:
+                given = inputs
             try:
                 model.set_attn_implementation(attention)
                 with torch.no_grad():
-                    found = token_losses(model, inputs, calling)[1].to(expected.dtype)
+                    found = token_losses(model, given, calling)[1].to(expected.dtype)
                     # In half precision rounding hides a small leak from the comparison above. What stands in the
                     # first document must not reach the others at all, whatever the precision.
-                    others = token_losses(model, replace(inputs, tokens=changed), calling)[1]
+                    others = token_losses(model, replace(given, tokens=changed), calling)[1]
             except (NotPackable, TypeError, ValueError, RuntimeError) as error:
                 reasons.append(f"{layout}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
                 continue

@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunesmith import hub
+from tunesmith.cache import cache_folder
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
+from tunesmith.model.ahead import beside
 from tunesmith.model.gguf import converted_folder
 from tunesmith.plan.models import find
 from tunesmith.plan.plan import Storage
@@ -41,10 +43,6 @@ class Source:
     def offline(self) -> bool:
         """Look only at what is on this disk: the hub would be asked in vain, and for half a minute."""
         return self.is_local or not hub.is_reachable()
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("TUNESMITH_CACHE") or Path.home() / ".cache" / "tunesmith")
 
 
 def locate(model: str) -> Source:
@@ -75,11 +73,20 @@ def load_tokenizer(run: Run) -> PreTrainedTokenizerBase:
         )
 
 
-def load_model(run: Run, *, dtype: str, device: str, storage: Storage = "plain", fp8: bool = False) -> PreTrainedModel:
+def load_model(
+    run: Run,
+    *,
+    dtype: str,
+    device: str,
+    storage: Storage = "plain",
+    fp8: bool = False,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> PreTrainedModel:
     """The model with its weights in `dtype` ("fp32", "bf16", "fp16") on `device`, in evaluation mode.
 
     Weights go from their files to the device one by one. With `storage` nf4 or int8 the linears of the decoder layers
-    are quantized on the way; with `fp8`, those that the run's adapters take over for fp8 products.
+    are quantized on the way; with `fp8`, those that the run's adapters take over for fp8 products. `meanwhile` is done
+    in a thread while files are read.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -90,7 +97,9 @@ def load_model(run: Run, *, dtype: str, device: str, storage: Storage = "plain",
     model, folder = load_empty(run, dtype=dtype)
     with _reading(run, "weights"), quiet():
         in_fp8 = _taken_in_fp8(model, run) if fp8 and storage == "plain" else ()
-        if quantized.fill(model, folder, fp8=in_fp8, **form):
+        with beside(meanwhile):
+            is_filled = quantized.fill(model, folder, fp8=in_fp8, **form)
+        if is_filled:
             return model
         # Files of another layout are translated by transformers, which reads them whole, in host memory.
         options = {"trust_remote_code": run.trust_remote_code, "use_safetensors": True, "local_files_only": True}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tunesmith.model.load import cache_folder
+from tunesmith.cache import cache_folder
 
 MOST_VARIANTS = 64
 """Of one layer's code: with and without gradients, kinds of layers, sliding windows. torch gives up after 8."""

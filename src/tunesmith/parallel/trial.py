@@ -31,7 +31,7 @@ def try_twin(run: Run, plan: Plan, device: torch.device) -> tuple[Calling, str |
     tensor, stages = plan.mesh.tensor, min(MOST_STAGES, plan.mesh.pipeline * PER_RANK[plan.schedule])
     width = BLOCK * tensor  # whole blocks of weights in nf4 for each rank
     twin = load.build_twin(run, dtype=plan.precision, device=device, layers=max(2, stages), width=width)
-    calling, note = settle(twin, vocabulary=load.vocabulary_size(twin.config))
+    calling, note = settle(twin, vocabulary=load.vocabulary_size(twin.config), longest=plan.sequence_length)
     check_layout(twin, calling, plan)
     if plan.mesh.pipeline > 1:
         check_stages(twin, stages)

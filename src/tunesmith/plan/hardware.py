@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 from pydantic import ValidationError
 
+from tunesmith.cache import cache_folder
 from tunesmith.errors import UserError
 from tunesmith.plan import catalogue
 from tunesmith.plan.place import here
@@ -124,14 +125,13 @@ def probe() -> Hardware:
 
 
 def _probe() -> Hardware:
-    memory = psutil.virtual_memory()
-    limit = _cgroup_limit() or memory.total
+    total, available = host_memory()
     gpus = _gpus()
     return Hardware(
         processor=_processor_name(),
         cores=usable_cores(),
-        memory=min(memory.total, limit),
-        available=min(memory.available, limit),
+        memory=total,
+        available=available,
         has_fast_bf16=has_fast_bf16(),
         rates=measured_rates().get(processor_key()),
         gpus=gpus,
@@ -140,6 +140,13 @@ def _probe() -> Hardware:
         disk_rate=measured_links().get(DISK, DISK_RATE),
         has_flash_attention_4=bool(gpus) and _has_flash_attention_4(),
     )
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes of it that this process may use, and those that are free or can be freed."""
+    memory = psutil.virtual_memory()
+    limit = _cgroup_limit() or memory.total
+    return min(memory.total, limit), min(memory.available, limit)
 
 
 def named(text: str) -> Hardware:
@@ -226,8 +233,7 @@ def guessed_rates(gpu: Gpu) -> Rates:
 
 
 def measured_rates_file() -> Path:
-    cache = os.environ.get("TUNESMITH_CACHE") or Path.home() / ".cache" / "tunesmith"
-    return Path(cache) / "rates.json"
+    return cache_folder() / "rates.json"
 
 
 def processor_key() -> str:

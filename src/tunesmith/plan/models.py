@@ -50,6 +50,19 @@ def find(model: str) -> Found:
     return Found("hub", model)
 
 
+def files_of(model: str) -> list[Path]:
+    """The files with the model's weights, where they lie on this disk, in the order of their names."""
+    found = find(model)
+    if found.kind == "hub":
+        from huggingface_hub import try_to_load_from_cache
+
+        config = try_to_load_from_cache(found.location, "config.json")
+        folder = Path(config).parent if isinstance(config, str) else None
+    else:
+        folder = Path(found.location) if found.kind == "folder" else None
+    return sorted(folder.glob("*.safetensors")) if folder else []
+
+
 def read_facts(model: str, *, trust_remote_code: bool = False) -> ModelFacts:
     """Facts of the model of this name: by formula, or by building it without weights."""
     config = read_config(model)

@@ -146,7 +146,7 @@ class _Loop:
         self.moments = Moments(job.model, job.optimizer, last=EAGER_STEPS if job.plan.is_recorded else None)
         self.hang_watch = HangWatch(job.folder, job.ranks)
         self.watch = watch or (lambda _: nullcontext())
-        self.waits = watch is not None or self.step_of.looks_first
+        self.waits = self.step_of.looks_first
         """Whether each step is waited for before the next is launched."""
         self.total = job.loader.total_steps
         self.done = 0

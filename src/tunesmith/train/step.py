@@ -3,7 +3,7 @@
 The loss is the sum over target tokens divided by the number of target tokens in the whole step, so the gradient is
 the same however the step is cut into micro-batches. All randomness is drawn from (seed, step, micro-batch, rank), so
 a step is a pure function of the weights before it. Its parts are named regions (data, forward, loss, backward,
-optimizer) for `measure.profile`; outside a profile they cost some microseconds.
+optimizer, wait) for `measure.profile`; outside a profile they cost some microseconds.
 
 Legend: N target tokens of a micro-batch.
 """
@@ -22,7 +22,7 @@ from torch.profiler import record_function
 
 from tunesmith.data.types import MicroBatch, StepBatch
 from tunesmith.errors import UserError
-from tunesmith.model.forward import Calling, Inputs, Shape, losses_of_hidden, to_device, token_losses
+from tunesmith.model.forward import Calling, Inputs, Shape, losses_of_hidden, moved, to_device, token_losses
 from tunesmith.optim.build import Optimizer, by_mesh
 from tunesmith.parallel.context import Cut
 from tunesmith.parallel.pipeline import Pipelined
@@ -252,7 +252,7 @@ class TrainStep:
         present = micro_batch.sources.unique().tolist()
         for source in present:
             mine = sources_n == source
-            part = weighted_n.sum() if len(present) == 1 else (weighted_n * mine.to(weighted_n)).sum()
+            part = weighted_n.sum() if len(present) == 1 else (weighted_n * moved(mine, self.device)).sum()
             sums[source] = sums[source] + part if source in sums else part
             weights[source] = weights.get(source, 0.0) + weights_n[mine].sum().item()
 
@@ -303,7 +303,8 @@ def reader(values: torch.Tensor) -> Callable[[], list[float]]:
     arrived.record()
 
     def read() -> list[float]:
-        arrived.synchronize()
+        with record_function("wait"):
+            arrived.synchronize()
         return numbers.tolist()
 
     return read

@@ -1,0 +1,93 @@
+"""Files are in the system's memory before they are asked for; work beside the loading of a model is done by its end."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from tunesmith.model import ahead
+from tunesmith.plan.models import files_of
+
+PIECES = 3
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for name in ("model-2.safetensors", "model-1.safetensors", "notes.bin"):
+        (folder / name).write_bytes(os.urandom(PIECES * ahead.PIECE - 5))
+    return folder
+
+
+def test_all_of_the_weights_are_read(model, monkeypatch):
+    read, preadv = [], os.preadv
+
+    def watched(descriptor, buffers, start, *flags):
+        if not flags:
+            read.append((os.readlink(f"/proc/self/fd/{descriptor}"), start))
+        return preadv(descriptor, buffers, start, *flags)
+
+    monkeypatch.setattr(os, "preadv", watched)
+    monkeypatch.setattr(ahead, "_is_in_memory", lambda *_: False)
+    for reader in ahead.read_files(str(model)):
+        reader.join()
+    wanted = [str(model / f"model-{number}.safetensors") for number in (1, 2)]
+    assert sorted(read) == [(name, part * ahead.PIECE) for name in wanted for part in range(PIECES)]
+
+
+def test_nothing_is_read_twice(model, monkeypatch):
+    monkeypatch.setattr(ahead, "_is_in_memory", lambda *_: True)
+    monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("was there already"))
+    for reader in ahead.read_files(str(model)):
+        reader.join()
+
+
+def test_what_was_read_is_in_memory(model):
+    file = files_of(str(model))[0]
+    with file.open("rb") as stream:
+        stream.read()
+        try:
+            os.preadv(stream.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+        except OSError:
+            pytest.skip("this file system cannot tell")
+        assert ahead._is_in_memory(stream.fileno(), 0)
+
+
+def test_nothing_is_read_where_memory_is_short(model, monkeypatch):
+    monkeypatch.setattr(ahead, "host_memory", lambda: (1 << 40, 2 * PIECES * ahead.PIECE))
+    assert ahead.read_files(str(model)) == []
+
+
+def test_a_file_that_goes_away_ends_the_reading_only(model):
+    files = files_of(str(model))
+    files[0].unlink()
+    ahead._read(files)
+
+
+def test_files_of_what_lies_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert files_of("someone/something-small") == []
+    (tmp_path / "one.gguf").write_bytes(b"GGUF")
+    assert files_of(str(tmp_path / "one.gguf")) == []
+
+
+def test_work_beside_is_done_at_the_end():
+    begun, done = threading.Event(), []
+
+    def work():
+        begun.wait()
+        done.append(True)
+
+    with ahead.beside(work):
+        assert not done
+        begun.set()
+    assert done
+
+
+def test_work_that_fails_beside_is_no_failure_of_the_rest():
+    with ahead.beside(lambda: 1 / 0):
+        pass
