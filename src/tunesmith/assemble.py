@@ -44,6 +44,7 @@ from tunesmith.model.save import (
     write_model,
 )
 from tunesmith.optim.build import build
+from tunesmith.parallel import compile
 from tunesmith.parallel.apply import apply, decoder_layers, wrap_layers
 from tunesmith.parallel.context import cut_of, multiple_of
 from tunesmith.parallel.fill import lies_in_parts, load_in_parts
@@ -350,7 +351,7 @@ def _import_for(plan: Plan) -> None:
     if plan.attention == "flash-attn-4":
         flash4.prepare()
     if plan.is_compiled:
-        import torch._inductor.compile_fx  # noqa: F401
+        compile.prepare()
 
 
 def _describe_adapter(model: torch.nn.Module, run: Run, target: Path, *, is_whole: bool) -> None:

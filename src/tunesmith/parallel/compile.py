@@ -28,7 +28,7 @@ class Compilation:
 
 def compiled(forward: Callable, name: str, *, whole: bool = False) -> Callable:
     """`forward`, compiled when it is first called. `whole`: as one graph or not at all."""
-    _prepare()
+    prepare()
     fast: Callable | None = torch.compile(forward, fullgraph=whole)
 
     def attempt(*arguments, **named):
@@ -90,11 +90,12 @@ class _News:
 _news = _News()
 
 
-def _prepare() -> None:
-    """Settings of the compiler, which are the process's."""
+def prepare() -> None:
+    """Import the compiler, which takes seconds, with settings that are the process's."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+    import torch._inductor.compile_fx
     from torch._dynamo.callback import callback_handler
 
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
     torch._dynamo.config.recompile_limit = max(MOST_VARIANTS, torch._dynamo.config.recompile_limit)
     # Backward is compiled together with forward, where a failure can still be answered.
     torch._functorch.config.force_non_lazy_backward_lowering = True
