@@ -70,6 +70,13 @@ def why_left_out(row: dict[str, Any]) -> str:
     return "" if is_steady(row["timed"]) else "not steady"
 
 
+def was_recorded(row: dict[str, Any]) -> bool:
+    """False where passes were to be recorded and the allocator then held less than a step takes: no pool of theirs."""
+    if not row["configuration"].get("is_recorded") or "peak_bytes" not in row:
+        return True
+    return row.get("has_recorded", row.get("recorded_reserved_bytes", row["peak_bytes"]) >= row["peak_bytes"])
+
+
 def is_steady(times: list[float]) -> bool:
     """Whether the later half of the steps, and two at least, took about as long. One alone is taken as it is: the one
     before it, on the same queue, was not counted."""
@@ -111,6 +118,8 @@ class Compared:
     """Steps whose median is the time."""
     commit: str = ""
     """Of the code that was measured; empty where it is that of the file."""
+    was_recorded: bool = True
+    """Where passes were to be recorded: there was memory for that."""
 
     @property
     def memory_error(self) -> float | None:
@@ -127,7 +136,8 @@ class Compared:
 
     @property
     def does_fit(self) -> bool:
-        return self.measured_bytes is not None
+        """As planned: where passes could not be recorded for want of memory, the step ran without."""
+        return self.measured_bytes is not None and self.was_recorded
 
 
 def compare(rows: list[dict[str, Any]], device: str = "cuda") -> list[Compared]:
@@ -157,6 +167,7 @@ def compare(rows: list[dict[str, Any]], device: str = "cuda") -> list[Compared]:
                 time_left_out=row.get("time_left_out", ""),
                 timed=len(row.get("timed", [])) if seconds else 0,
                 commit=row.get("commit", ""),
+                was_recorded=was_recorded(row),
             )
         )
     return found

@@ -132,6 +132,7 @@ def measure(one: Configuration, device: str, *, cap: int | None = None, turn: Tu
             found["launch_seconds"] = launch_seconds(device)
         found["step_seconds"] = round(settled(times), 6)
         found["timed"] = [round(seconds, 5) for seconds in times]
+    if one.is_recorded:
         found["has_recorded"] = step.recorder is not None and step.recorder.passes is not None
     return found
 

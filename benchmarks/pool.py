@@ -2,8 +2,9 @@
 
 Compiling keeps a processor busy, not the GPU, so many workers do that together. When one needs much of the GPU's memory
 it asks for it, and gets it when there is enough beside what others have. When it is ready to be timed it asks for its
-turn: all others are stopped until it is done. Workers live on from one order to the next, which saves importing and
-compiling what orders have in common; one that dies is replaced, and costs its own order alone.
+turn: all others are stopped until it is done, and what they had queued on the GPU has run before it begins. Workers
+live on from one order to the next, which saves importing and compiling what orders have in common; one that dies is
+replaced, and costs its own order alone.
 
 A worker is a process that reads orders as lines of JSON and writes messages as lines that begin with `MARK`:
 `{"kind": "memory"}` and `{"kind": "turn"}`, on which it waits for a line, `{"kind": "timed"}`, and
@@ -33,6 +34,8 @@ ORDER_SECONDS = 300.0
 GRACE_SECONDS = 40.0
 """For what is under way when the deadline comes."""
 OUT_OF_TIME = "out of time"
+QUIET_SECONDS, AT_ONCE = 0.1, 0.5e-3
+"""A GPU is quiet when for so long each small kernel was done within so many seconds."""
 PATIENCE = 30.0
 """Seconds after which nobody gets memory before the one that has waited the longest."""
 
@@ -275,7 +278,26 @@ def turn() -> Iterator[None]:
     """Alone on the machine."""
     say("turn")
     sys.stdin.readline()
+    wait_for_others()
     try:
         yield
     finally:
         say("timed")
+
+
+def wait_for_others(seconds: float = 10.0) -> None:
+    """Until the GPU is done with what stopped processes had queued, or for so long. As long as it is not, it gives each
+    process its slice of time in turn, and the smallest kernel comes back after milliseconds."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    tensor = torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    began = quiet_since = time.monotonic()
+    while time.monotonic() - began < seconds and time.monotonic() - quiet_since < QUIET_SECONDS:
+        before = time.monotonic()
+        tensor.add_(1)
+        torch.cuda.synchronize()
+        if time.monotonic() - before > AT_ONCE:
+            quiet_since = time.monotonic()

@@ -385,7 +385,9 @@ def _strategies(content: dict[str, Any]) -> list[str]:
         if "failed" in row:
             cells += ["", "", "", "", "", _figure("failed", row["failed"])]
         else:
-            cells += [f"{row['tokens_per_second']:,.0f}", f"{row['share_of_plain']:.1%}"]
+            earlier = ", ".join(f"{share:.1%}" for share in row.get("earlier", ()))
+            share = f"{row['share_of_plain']:.1%}" + (f" ({earlier} in earlier calls)" if earlier else "")
+            cells += [f"{row['tokens_per_second']:,.0f}", share]
             cells += [f"{row['peak_bytes'] / 2**30:.1f}", f"{row['loss']:.4f}"]
             cells += [row.get("commit", content["commit"]), _moved(row)]
         lines.append(f"| {' | '.join(cells)} |")

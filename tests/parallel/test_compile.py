@@ -97,8 +97,11 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def test_the_compiler_keeps_its_cache_with_ours(own_cache, monkeypatch):
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
+    compiled(torch.sin, "Layer")
+    assert cache_dir() == str(own_cache)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # as torch itself sets it when imported
     compiled(torch.sin, "Layer")
     assert cache_dir() == str(own_cache)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(own_cache / "elsewhere"))  # what a user says stands

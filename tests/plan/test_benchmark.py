@@ -240,6 +240,18 @@ def test_times_that_are_not_steady_or_of_passes_that_were_not_recorded_do_not_co
     assert all(each.memory_error is not None for each in compared)
 
 
+def test_passes_that_could_not_be_recorded_are_told_by_what_the_allocator_holds(planner):
+    was_recorded = importlib.import_module("planner_results").was_recorded
+    recorded, plain = (
+        {"configuration": {"is_recorded": is_recorded}, "peak_bytes": 20} for is_recorded in (True, False)
+    )
+    assert was_recorded(recorded | {"recorded_reserved_bytes": 21})
+    assert not was_recorded(recorded | {"recorded_reserved_bytes": 12})
+    assert not was_recorded(recorded | {"recorded_reserved_bytes": 21, "has_recorded": False})
+    assert was_recorded(plain)
+    assert was_recorded({"configuration": {"is_recorded": True}, "failed": "out of memory"})
+
+
 def test_the_model_still_describes_what_was_measured_on_an_h200(planner):
     """A change of the memory or speed model that makes it worse is seen here."""
     compare = importlib.import_module("planner_results").compare
@@ -248,12 +260,12 @@ def test_the_model_still_describes_what_was_measured_on_an_h200(planner):
     memory_errors, speed_errors = errors(rows)
     assert len(memory_errors) >= 150
     assert statistics.median(memory_errors) < 0.005
-    assert max(memory_errors) < 0.07
-    assert len(speed_errors) >= 60
+    assert max(memory_errors) < 0.09
+    assert len(speed_errors) >= 90
     assert statistics.median(speed_errors) < 0.1
-    assert sorted(speed_errors)[-2] < 0.25  # one took more than twice as long as its like, and why is not known
+    assert max(speed_errors) < 0.25
     near = [row for row in rows if row.limit is not None]
-    assert len(near) >= 20
+    assert len(near) >= 35
     assert not [row.name for row in near if row.is_said_to_fit and not row.does_fit]
     assert sum(row.does_fit and not row.is_said_to_fit for row in near) <= 2
 

@@ -92,7 +92,11 @@ _news = _News()
 
 def prepare() -> None:
     """Import the compiler, which takes seconds, with settings that are the process's."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # Importing torch's compiler sets the folder to a temporary one (2.11), which is not what a user said.
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "compiled")
     import torch._inductor.compile_fx
     from torch._dynamo.callback import callback_handler
 

@@ -61,8 +61,8 @@ HOST_LAYER = {
 GPU waits for nothing else. Measured on machines with an H200, in fp8 on one whose processor compiled other things
 meanwhile: alone on it, adapters in fp8 took 3. Adapters in half precision were only seen over nf4 and with states in
 few bits."""
-HOST_NF4 = 4.5e-3
-"""Seconds of it more where weights are made whole first."""
+HOST_NF4 = {"plain": 4.5e-3, "fp8": 1e-3}
+"""Seconds of it more where weights are made whole first. In fp8 a step of 8B took no longer than its kernels."""
 HOST_AGAIN = 0.5
 """Times as much more where the layer is computed again, within the graph of its backward pass."""
 RECORDED_LAYER, RECORDED_ROUND, RECORDED_WEIGHT = 0.1e-3, 2e-3, 0.06e-3
@@ -71,9 +71,10 @@ copies; and for each trained weight in clipping and update. A step of 30 layers 
 so, and 15 on a quieter processor."""
 HOST_STATES = 0.2e-3
 """Seconds of it more for each trained weight whose states are in 8 or 4 bits: 0.1B with all weights took 80 ms more."""
-UPDATE = {"adafactor": 0.5e-3}
-"""Seconds for each trained matrix that nothing hides, of optimizers that are made of many small operations; torch's
-Adafactor also has the processor wait for two norms of each."""
+ADAFACTOR, ADAFACTOR_PASSES = {"adapters": 0.25e-3, "full": 0.5e-3}, 30
+"""Seconds for each trained matrix that nothing hides, since torch's Adafactor has the processor wait for two norms of
+each (adapters took 0.17 to 0.21 ms, and 0.3 to 0.45 with older code); and bytes that it passes over for each trained
+value beside those that any update does."""
 NEWTON_SCHULZ = 5
 """Steps by which Muon makes a matrix orthogonal, each of three products."""
 HOST_UPDATES = 20e9
@@ -122,8 +123,10 @@ def step_time(task: Task, choice: Choice) -> Time:
     if choice.offload_parameters:
         time["offload"] += _parameter_traffic(task, choice, rounds, forward.total, backward.total + recomputed)
     time["bubbles"] = _bubbles(choice, rounds, compute)
-    update = UPDATE.get(task.optimizer, 0.0) if task.device == "cuda" else 0.0
-    time["host"] = _waiting(task, choice, rounds, compute) + update * _matrices(task) + STEP
+    update = 0.0
+    if task.optimizer == "adafactor" and task.device == "cuda":
+        update = ADAFACTOR["adapters" if task.has_adapters else "full"] * _matrices(task)
+    time["host"] = _waiting(task, choice, rounds, compute) + update + STEP
     return Time(**time)
 
 
@@ -311,7 +314,7 @@ def _waiting(task: Task, choice: Choice, rounds: int, compute: float) -> float:
     layers = task.facts.layers / choice.pipeline
     if task.device == "cuda" and choice.is_compiled:
         kind = "adapters" if task.has_adapters else "full"
-        layer = HOST_LAYER[kind, choice.products] + (HOST_NF4 if choice.storage == "nf4" else 0.0)
+        layer = HOST_LAYER[kind, choice.products] + (HOST_NF4[choice.products] if choice.storage == "nf4" else 0.0)
         starting = rounds * layers * layer * (1 + share * HOST_AGAIN)
         if choice.is_recorded:
             starting = rounds * (layers * RECORDED_LAYER + RECORDED_ROUND) + RECORDED_WEIGHT * _matrices(task)
@@ -339,6 +342,7 @@ def _optimizer(task: Task, choice: Choice) -> tuple[float, float]:
     held = base * memory.share(choice.sharding, "states", choice.holders, choice.sharers)
     states = memory.STATES[task.optimizer] * memory.STATE_BYTES[choice.optimizer_states]
     passes = 2 * states + 3 * 4 + (4 + task.width if choice.has_masters(task) else 4)
+    passes += ADAFACTOR_PASSES if task.optimizer == "adafactor" else 0
     if choice.offload_parameters:  # by the processors, which all ranks of a node share
         per_node = max(1, choice.ranks // task.hardware.nodes)
         return per_node * held * passes / HOST_UPDATES, 2 * memory.disk(task, choice) / task.hardware.disk_rate
