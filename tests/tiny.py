@@ -144,7 +144,7 @@ class Runs:
 
     def close(self) -> None:
         self._process.stdin.close()
-        self._process.wait(20)
+        self._process.wait(120)  # it may still be importing, on a busy machine
         self._process.stdout.close()
 
 
