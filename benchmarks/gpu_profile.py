@@ -59,7 +59,8 @@ def read(trace: Any) -> dict[str, Any]:
         start, stop = event["ts"], event["ts"] + event["dur"]
         gaps[before[:60], event["name"][:60]] += max(0.0, start - end)
         busy += max(0.0, stop - max(start, end))
-        end, before = max(end, stop), event["name"]
+        if stop >= end:
+            end, before = stop, event["name"]
     times: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     for event in kernels:

@@ -278,8 +278,8 @@ def turn() -> Iterator[None]:
     """Alone on the machine."""
     say("turn")
     sys.stdin.readline()
-    wait_for_others()
     try:
+        wait_for_others()
         yield
     finally:
         say("timed")

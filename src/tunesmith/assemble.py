@@ -193,7 +193,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         # Over several ranks weights are sharded first and quantized then.
         in_fp8 = plan.products == "fp8" and run.has_adapters and ranks.count == 1
         form = {"dtype": plan.precision, "device": str(device), "storage": plan.storage, "fp8": in_fp8}
-        model = load.load_model(run, **form, meanwhile=partial(_import_for, plan))
+        model = load.load_model(run, **form, meanwhile=_imports_for(plan))
     model.config.use_cache = False
     calling, note = tried or settle(model, vocabulary=load.vocabulary_size(model.config), longest=plan.sequence_length)
     if calling.layout == "packed":
@@ -346,12 +346,22 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
     )
 
 
-def _import_for(plan: Plan) -> None:
-    """Modules that take seconds to import, and are wanted once the model is there."""
-    if plan.attention == "flash-attn-4":
-        flash4.prepare()
+def _imports_for(plan: Plan) -> Callable[[], None]:
+    """What imports modules that take seconds, and are wanted once the model is there. What they look at in the
+    environment is set at once: not in a thread."""
+    uses_flash4 = plan.attention == "flash-attn-4"
+    if uses_flash4:
+        flash4.keep_compiled()
     if plan.is_compiled:
         compile.prepare()
+
+    def work() -> None:
+        if uses_flash4:
+            flash4.functions()
+        if plan.is_compiled:
+            import torch._inductor.compile_fx  # noqa: F401
+
+    return work
 
 
 def _describe_adapter(model: torch.nn.Module, run: Run, target: Path, *, is_whole: bool) -> None:

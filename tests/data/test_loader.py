@@ -230,10 +230,3 @@ def test_an_error_in_the_thread_reaches_the_caller_and_the_thread_ends():
 def test_no_examples_is_an_error_for_people():
     with pytest.raises(UserError, match="no examples"):
         loader([])
-
-
-@pytest.mark.gpu
-def test_batches_for_a_gpu_are_pinned():
-    batch = loader([store([5, 6])], pin=True).step(0).micro_batches[0]
-    assert batch.tokens.is_pinned()
-    assert batch.weights.is_pinned()

@@ -13,7 +13,7 @@ from tunesmith.model import attention
 
 def install(monkeypatch) -> None:
     """Let packed attention take the operators of `kernels.flash4`, and those compute plainly."""
-    monkeypatch.setattr(flash4, "_functions", lambda: (_forward, _backward))
+    monkeypatch.setattr(flash4, "functions", lambda: (_forward, _backward))
     monkeypatch.setattr(flash4, "is_available", lambda: True)
     monkeypatch.setattr(attention, "_has_flash4", lambda query, dropout: True)
 

@@ -179,9 +179,9 @@ GPU_TRACE = [
 
 def test_kernels_on_a_gpu_count_for_the_region_that_started_them():
     found = analyse(GPU_TRACE, on_gpu=True, baseline={"weights": 1000, "other": 10})
-    assert found.step_seconds == pytest.approx(100e-6)
+    assert found.step_seconds == pytest.approx(95e-6)
     assert found.coverage == 1.0
-    assert found.busy == 0.85  # overlapping kernels count once
+    assert found.busy == round(85 / 95, 4)  # overlapping kernels count once
     assert found.device_seconds == pytest.approx({"forward": 30e-6, "backward": 40e-6, "optimizer": 25e-6})
     assert found.kinds == pytest.approx({"products": 30e-6, "attention": 20e-6, "other": 45e-6})
     assert found.kernels[0].name == "nvjet_tst_256x128"
@@ -189,7 +189,30 @@ def test_kernels_on_a_gpu_count_for_the_region_that_started_them():
 
 def test_copies_to_the_host_do_not_make_a_gpu_look_busy():
     copy = {"cat": "gpu_memcpy", "ph": "X", "name": "Memcpy DtoH (Device -> Pinned)", "ts": 1000, "dur": 100}
-    assert analyse([*GPU_TRACE, copy], on_gpu=True, baseline={}).busy == 0.85
+    assert analyse([*GPU_TRACE, copy], on_gpu=True, baseline={}).busy == round(85 / 95, 4)
+
+
+def test_a_step_lasts_as_long_as_its_kernels_whenever_they_were_launched():
+    """Step 1 is waited for within its own mark; step 2 is only launched within its."""
+    trace = [
+        mark("step", 0, 200),
+        mark("backward", 0, 20),
+        mark("wait", 20, 200),
+        *launched("nvjet_a", 5, 10, 110, 1),
+        mark("step", 200, 230),
+        mark("backward", 200, 230),
+        *launched("nvjet_b", 199, 110, 190, 2),  # still of the first
+        *launched("nvjet_c", 205, 210, 250, 3),
+        *launched("nvjet_d", 210, 260, 310, 4),
+    ]
+    found = analyse(trace, on_gpu=True, baseline={})
+    assert found.step_seconds == pytest.approx(110e-6)
+    assert [kernel.name for kernel in found.kernels] == ["nvjet_d", "nvjet_c"]
+    assert found.busy == round(90 / 110, 4)
+    ahead = [*trace, mark("step", 230, 260), *launched("nvjet_e", 240, 310, 400, 5)]
+    found = analyse(ahead, on_gpu=True, baseline={})
+    assert found.step_seconds == pytest.approx(90e-6)  # from the end of the kernels before it
+    assert found.busy == 1.0
 
 
 def test_memory_on_a_gpu_is_named_by_where_blocks_are_made_and_freed():

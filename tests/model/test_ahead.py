@@ -11,6 +11,7 @@ from tunesmith.model import ahead
 from tunesmith.plan.models import files_of
 
 PIECES = 3
+SIZE = PIECES * ahead.PIECE - 5
 
 
 @pytest.fixture
@@ -19,8 +20,11 @@ def model(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     for name in ("model-2.safetensors", "model-1.safetensors", "notes.bin"):
-        (folder / name).write_bytes(os.urandom(PIECES * ahead.PIECE - 5))
+        (folder / name).write_bytes(os.urandom(SIZE))
     return folder
+
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="only Linux tells what is in memory")
 
 
 def test_all_of_the_weights_are_read(model, monkeypatch):
@@ -32,18 +36,24 @@ def test_all_of_the_weights_are_read(model, monkeypatch):
         return preadv(descriptor, buffers, start, *flags)
 
     monkeypatch.setattr(os, "preadv", watched)
-    monkeypatch.setattr(ahead, "_is_in_memory", lambda *_: False)
+    asked = []
+    monkeypatch.setattr(ahead, "_is_in_memory", lambda _, place: asked.append(place))
     for reader in ahead.read_files(str(model)):
         reader.join()
+    # The system reads a little further than it is asked to: the last byte of a piece tells.
+    last = [min((part + 1) * ahead.PIECE, SIZE) - 1 for part in range(PIECES)]
+    assert sorted(asked) == sorted(2 * last)
     wanted = [str(model / f"model-{number}.safetensors") for number in (1, 2)]
     assert sorted(read) == [(name, part * ahead.PIECE) for name in wanted for part in range(PIECES)]
 
 
 def test_nothing_is_read_twice(model, monkeypatch):
+    read = []
     monkeypatch.setattr(ahead, "_is_in_memory", lambda *_: True)
-    monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("was there already"))
+    monkeypatch.setattr(os, "preadv", lambda *arguments: read.append(arguments))
     for reader in ahead.read_files(str(model)):
         reader.join()
+    assert read == []
 
 
 def test_what_was_read_is_in_memory(model):
@@ -68,11 +78,31 @@ def test_a_file_that_goes_away_ends_the_reading_only(model):
     ahead._read(files)
 
 
-def test_files_of_what_lies_elsewhere(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    assert files_of("someone/something-small") == []
+def test_a_file_that_others_wrote_beside_the_weights_is_not_read(model):
+    (model / "consolidated.safetensors").write_bytes(b"the same once more")
+    assert [file.name for file in files_of(str(model))] == ["model-1.safetensors", "model-2.safetensors"]
+
+
+def test_files_of_a_gguf_are_none(tmp_path):
     (tmp_path / "one.gguf").write_bytes(b"GGUF")
     assert files_of(str(tmp_path / "one.gguf")) == []
+
+
+def test_files_of_a_model_in_the_hubs_cache(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert files_of("some/one") == []
+    there = tmp_path / "models--some--one"
+    (there / "refs").mkdir(parents=True)
+    (there / "refs" / "main").write_text("a" * 40)
+    (there / "snapshots").mkdir()
+    model.rename(there / "snapshots" / ("a" * 40))
+    assert len(files_of("some/one")) == 2
+    (there / "snapshots" / ("a" * 40) / "model-3.safetensors").symlink_to(tmp_path / "nowhere")
+    assert ahead.read_files("some/one") == []  # loading says what is missing
+
+
+def test_a_model_that_is_nowhere_is_left_to_loading(tmp_path):
+    assert ahead.read_files(str(tmp_path / "nothing")) == []
 
 
 def test_work_beside_is_done_at_the_end():

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 
 import torch
 
-from tunesmith.cache import cache_folder
+from tunesmith.cache import folder_to_fill
 from tunesmith.kernels.operator import operator
 
 
@@ -48,16 +48,17 @@ def flash4(
     return _forward(q_thd, k_sgd, v_sgd, queries, None if keys is queries else keys, *sizes)[0]
 
 
-def prepare() -> None:
-    """Import the package, which takes seconds."""
-    _functions()
+def keep_compiled() -> None:
+    """Have what it compiles kept for the next run; it looks at this when it is imported."""
+    if "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED" not in os.environ and (folder := folder_to_fill("attention")):
+        os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1"
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
 
 
 @cache
-def _functions() -> tuple[Callable, Callable]:
-    # What it compiles is kept for the next run, which it does only where these are set when it is imported.
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder() / "attention"))
+def functions() -> tuple[Callable, Callable]:
+    """Its forward and backward pass; importing them takes seconds."""
+    keep_compiled()
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     warnings.filterwarnings("ignore", message=".*aux_data.*")  # when it compiles a kernel; harmless
@@ -102,7 +103,7 @@ def _forward(
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     options = _options(queries, keys, longest_q, longest_k, scale, window, softcap)
-    out, lse, *_ = _functions()[0](q, k, v, return_lse=True, **options)
+    out, lse, *_ = functions()[0](q, k, v, return_lse=True, **options)
     return out, lse
 
 
@@ -127,7 +128,7 @@ def _backward(
     window: int,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    d_q, d_k, d_v, *_ = _functions()[1](
+    d_q, d_k, d_v, *_ = functions()[1](
         q,
         k,
         v,

@@ -35,8 +35,6 @@ from tunesmith.train.loop import loss_scale_of, rate_of, step_of
 
 REGIONS = ("data", "forward", "loss", "backward", "optimizer", "communication", "wait")
 """In the last the processor waits for the GPU, so as not to be more than a step ahead of it."""
-TO_SETTLE = 3
-"""Steps after which the processor is as far ahead of the GPU as it gets."""
 CATEGORIES = ("weights", "optimizer", "gradients", "activations", "loss", "other")
 """In the order they are stacked; fp32 masters count as optimizer."""
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#c44e52", "#937860")
@@ -70,7 +68,8 @@ class MemoryPicture:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a trace says about its last whole step."""
+    """What a trace says about its last whole step. On a GPU a step lasts from the end of the kernels of the one before
+    to the end of its own, whenever the processor launched them."""
 
     step_seconds: float
     host_seconds: dict[str, float]
@@ -78,7 +77,7 @@ class Analysis:
     device_seconds: dict[str, float]
     """Of kernels on a GPU, by the region that started them; empty on a CPU."""
     coverage: float
-    """Share of the step that lies in a region."""
+    """Share of the processor's time for the step that lies in a region."""
     busy: float | None
     """Share of the step in which a GPU was computing."""
     kernels: list[Kernel]
@@ -115,9 +114,9 @@ class Report:
 class StepProfiler:
     """Profiles the steps of a range (counted from 1) and writes what it finds into a folder.
 
-    As in training, a step is launched before the one before has ended on the GPU; only fewer steps than it takes until
-    each looks like the next are waited for one by one. On a GPU the step after them is recorded by the allocator, with
-    the place of each allocation: that slows a step down, so it is not done while time is measured.
+    As in training, a step is launched before the one before has ended on the GPU. There the step after them is recorded
+    by the allocator, with the place of each allocation: that slows a step down, so it is not done while time is
+    measured.
     """
 
     def __init__(self, job: Job, steps: range, folder: Path, *, replays: bool = True):
@@ -142,9 +141,6 @@ class StepProfiler:
                 self._start()
             with record_function("step"):
                 yield
-                if self.job.device.type == "cuda" and len(self.steps) < TO_SETTLE:
-                    with record_function("wait"):
-                        torch.cuda.synchronize(self.job.device)
             self._last_whole = step
             if step == self.steps[-1]:
                 self.close()
@@ -219,7 +215,7 @@ class StepProfiler:
             json.dump(content, file, default=str)
 
 
-def profile_job(job: Job, folder: Path, *, steps: int = TO_SETTLE) -> Report:
+def profile_job(job: Job, folder: Path, *, steps: int = 2) -> Report:
     """Warm up, profile `steps` steps, write the profile into `folder`. The job's weights change; nothing is saved.
 
     Passes are not replayed, even where the plan has them recorded: a replay shows no allocation."""
@@ -270,16 +266,19 @@ def analyse(events: list[Event], *, on_gpu: bool, baseline: dict[str, int]) -> A
     for a, b, name in inside:
         host[name] += b - a
     covered = _union([(a, b) for a, b, _ in inside])
+    length = end - start
     if on_gpu:
-        kernels = [
-            event
-            for event in events
-            if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and start <= event["ts"] < end
-        ]
-        times = [(event["name"], event["dur"]) for event in kernels]
+        on_device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+        launched = _launched(events)
+        kernels = [event for event in on_device if start <= launched(event) < end]
         # Copies to and from the host run beside what is computed, and are no work of the GPU's own.
-        busy = _union([_span(event) for event in kernels if event["cat"] != "gpu_memcpy"]) / (end - start)
-        device = _by_region(events, kernels, regions)
+        computing = [(*_span(event), launched(event)) for event in on_device if event["cat"] != "gpu_memcpy"]
+        began = max([start, *(b for _, b, at in computing if at < start)])
+        ended = max([began, *(b for _, b, at in computing if start <= at < end)])
+        length = ended - began or length
+        times = [(event["name"], event["dur"]) for event in kernels]
+        busy = _union([(max(a, began), min(b, ended)) for a, b, _ in computing if b > began and a < ended]) / length
+        device = _by_region(kernels, launched, regions)
     else:
         operators = [
             event
@@ -293,12 +292,11 @@ def analyse(events: list[Event], *, on_gpu: bool, baseline: dict[str, int]) -> A
     for name, duration in times:
         spent[name] += duration
         kinds[kind_of(name)] += duration
-    length = end - start
     return Analysis(
         step_seconds=length / 1e6,
         host_seconds={name: host[name] / 1e6 for name in REGIONS if host[name]},
         device_seconds={name: device[name] / 1e6 for name in (*REGIONS, "elsewhere") if device.get(name)},
-        coverage=round(covered / length, 4),
+        coverage=round(covered / (end - start), 4),
         busy=None if busy is None else round(busy, 4),
         kernels=[
             Kernel(name, calls[name], time / 1e6, round(time / length, 4)) for name, time in spent.most_common(TOP)
@@ -566,17 +564,21 @@ def _union(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def _by_region(events: list[Event], kernels: list[Event], regions: _Regions) -> dict[str, float]:
-    """Time of kernels by the region of the host that started them, which correlation ids tell."""
+def _launched(events: list[Event]) -> Callable[[Event], float]:
+    """When the host started a kernel, which correlation ids tell; when it ran, where they do not."""
     started = {
         event["args"]["correlation"]: event["ts"]
         for event in events
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
     }
+    return lambda kernel: started.get(kernel.get("args", {}).get("correlation"), kernel["ts"])
+
+
+def _by_region(kernels: list[Event], launched: Callable[[Event], float], regions: _Regions) -> dict[str, float]:
+    """Time of kernels by the region of the host that started them."""
     found: Counter[str] = Counter()
     for kernel in kernels:
-        time = started.get(kernel.get("args", {}).get("correlation"))
-        found[(None if time is None else regions.at(time)) or "elsewhere"] += kernel["dur"]
+        found[regions.at(launched(kernel)) or "elsewhere"] += kernel["dur"]
     return found
 
 

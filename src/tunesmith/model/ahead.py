@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 
+from tunesmith.errors import UserError
 from tunesmith.plan.hardware import host_memory
 from tunesmith.plan.models import files_of
 
@@ -21,8 +22,12 @@ MOST = 0.7
 def read_files(model: str) -> list[Thread]:
     """Have the system read the model's files into its memory, where there is room, and go on at once: loading finds
     them there when modules are imported, the plan is made and the data are ready."""
-    files = files_of(model) if hasattr(os, "RWF_NOWAIT") else []
-    if sum(file.stat().st_size for file in files) > MOST * host_memory()[1]:
+    try:
+        files = files_of(model) if hasattr(os, "RWF_NOWAIT") else []
+        size = sum(file.stat().st_size for file in files)
+    except (OSError, UserError):  # which loading will say
+        return []
+    if size > MOST * host_memory()[1]:
         return []
     readers = [Thread(target=_read, args=(files[first::READERS],), daemon=True) for first in range(READERS)]
     for reader in readers:
@@ -51,13 +56,15 @@ def _read(files: Sequence[Path]) -> None:
     with suppress(OSError):
         for file in files:
             with file.open("rb", buffering=0) as stream:
-                for start in range(0, file.stat().st_size, PIECE):
-                    if not _is_in_memory(stream.fileno(), start):
+                size = file.stat().st_size
+                for start in range(0, size, PIECE):
+                    # By its last byte: the first ones may have come along with the piece before.
+                    if not _is_in_memory(stream.fileno(), min(start + PIECE, size) - 1):
                         os.preadv(stream.fileno(), [room], start)
 
 
-def _is_in_memory(descriptor: int, start: int) -> bool:
+def _is_in_memory(descriptor: int, place: int) -> bool:
     try:
-        return os.preadv(descriptor, [bytearray(1)], start, os.RWF_NOWAIT) == 1
+        return os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT) == 1
     except OSError:
         return False

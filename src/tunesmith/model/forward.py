@@ -235,10 +235,7 @@ def settle(model: nn.Module, *, vocabulary: int, longest: int = 0) -> tuple[Call
         reasons = []
         for layout, attention in (("packed", PACKED_ATTENTION), ("padded", own_attention)):
             calling = Calling(layout, scale, softcap)
-            if layout == "packed":
-                given = replace(inputs, longest=max(longest, inputs.longest))
-            else:
-                given = inputs
+            given = replace(inputs, longest=max(longest, inputs.longest)) if layout == "packed" else inputs
             try:
                 model.set_attn_implementation(attention)
                 with torch.no_grad():

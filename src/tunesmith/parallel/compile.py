@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch._dynamo  # the whole of it, before a thread imports what it is imported by
 
-from tunesmith.cache import cache_folder
+from tunesmith.cache import folder_to_fill
 
 MOST_VARIANTS = 64
 """Of one layer's code: with and without gradients, kinds of layers, sliding windows. torch gives up after 8."""
@@ -91,15 +92,14 @@ _news = _News()
 
 
 def prepare() -> None:
-    """Import the compiler, which takes seconds, with settings that are the process's."""
+    """Settings of the compiler, which are the process's."""
+    from torch._dynamo.callback import callback_handler
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    # Importing torch's compiler sets the folder to a temporary one (2.11), which is not what a user said.
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "compiled")
-    import torch._inductor.compile_fx
-    from torch._dynamo.callback import callback_handler
-
+    # Importing torch's compiler sets the folder to a temporary one, which is not what a user said.
+    is_open = os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir())
+    if is_open and (folder := folder_to_fill("compiled")):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     torch._dynamo.config.recompile_limit = max(MOST_VARIANTS, torch._dynamo.config.recompile_limit)
     # Backward is compiled together with forward, where a failure can still be answered.
     torch._functorch.config.force_non_lazy_backward_lowering = True

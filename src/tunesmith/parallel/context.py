@@ -51,9 +51,7 @@ class Cut:
             found = _filled(batch, self.shape.tokens, self.shape.longest)
         else:
             found = _filled(batch, -(-batch.tokens.shape[0] // self.multiple) * self.multiple, batch.longest)
-        if self.ranks > 1:
-            found = cut(found, self.rank, self.ranks)
-        return _pinned(found) if batch.tokens.is_pinned() else found
+        return cut(found, self.rank, self.ranks) if self.ranks > 1 else found
 
 
 def cut_of(plan: Plan, rank: int, shape: Shape | None) -> Cut:
@@ -159,11 +157,6 @@ def _filled(batch: MicroBatch, tokens: int, longest: int) -> MicroBatch:
         sources=torch.cat([batch.sources, batch.sources[-1:].expand(fillers)]),
         origins=(*batch.origins, *(batch.origins[-1:] * fillers)),
     )
-
-
-def _pinned(batch: MicroBatch) -> MicroBatch:
-    names = ("tokens", "labels", "weights", "positions", "boundaries")
-    return dataclasses.replace(batch, **{name: getattr(batch, name).pin_memory() for name in names})
 
 
 def _extended(bounds: torch.Tensor, length: int) -> torch.Tensor:

@@ -60,7 +60,7 @@ def files_of(model: str) -> list[Path]:
         folder = Path(config).parent if isinstance(config, str) else None
     else:
         folder = Path(found.location) if found.kind == "folder" else None
-    return sorted(folder.glob("*.safetensors")) if folder else []
+    return sorted(folder.glob("model*.safetensors")) if folder else []
 
 
 def read_facts(model: str, *, trust_remote_code: bool = False) -> ModelFacts:

@@ -131,20 +131,18 @@ class TrainStep:
                 norm = self._clip(scale)
                 read = self._reader(sums, weights, norm)
 
-                def result() -> StepResult:
-                    totals, whole_weights, grad_norm = read()
-                    overflowed = self._check(batch, totals, grad_norm)
-                    by_source = {at: total / whole_weights[at] for at, total in totals.items() if whole_weights[at] > 0}
-                    loss = sum(totals.values()) / batch.target_weight
-                    return StepResult(loss, grad_norm if not overflowed else 0.0, by_source, overflowed)
+            def result() -> StepResult:
+                totals, whole_weights, grad_norm = read()
+                overflowed = self._check(batch, totals, grad_norm)
+                by_source = {at: total / whole_weights[at] for at, total in totals.items() if whole_weights[at] > 0}
+                loss = sum(totals.values()) / batch.target_weight
+                return StepResult(loss, grad_norm if not overflowed else 0.0, by_source, overflowed)
 
-                if self.looks_first:
-                    known = result()
-                    if not known.is_skipped:
-                        self.optimizer.step(learning_rate)
-                    return lambda: known
-                self.optimizer.step(learning_rate)
-                return result
+            known = result() if self.looks_first else None
+            if known is None or not known.is_skipped:
+                with record_function("optimizer"):
+                    self.optimizer.step(learning_rate)
+            return result if known is None else lambda: known
         finally:
             with record_function("optimizer"):
                 self.optimizer.zero_grad()
