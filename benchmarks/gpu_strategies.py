@@ -1,18 +1,21 @@
 """What sharding costs where there is nothing to share, and offloading where it is not needed: on one GPU, over NCCL.
 
     python benchmarks/gpu_strategies.py [--layers 6] [--deadline SECONDS] [--only full full-32k lora qlora host]
+    python benchmarks/gpu_strategies.py --collect FOLDER/gpu_strategies.json
 
 The plans are made by hand: on one GPU the planner takes the plain path, and these go through FSDP all the same.
 Each strategy trains Llama-3-8B's shape with few layers, random weights, and is timed between two timings of the plain
 path, whose model stays beside it; all of a group by one process, alone on the GPU (`pool.py`), after it has compiled
 beside the others. What FSDP copies does not depend on the tokens of a step, so all weights are trained with two numbers
 of them. `host` is the whole 8B shape, all weights trained, with AdamW's states in fp32 on the GPU and in host
-memory. Writes benchmarks/results/gpu_strategies.json (or into the folder that RESULTS names).
+memory. Writes gpu_strategies.json into the folder that RESULTS names, or benchmarks/results. The second takes such a
+file into the one there: what was measured again replaces what was, whose share of the plain path is kept beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import sys
@@ -25,7 +28,7 @@ from typing import Any
 import pool
 from gpu import SETTINGS
 from gpu_worker import device, give_back, settled
-from results import write_result
+from results import FOLDER, write_result
 
 GIB = 2**30
 LINK = 55e9
@@ -52,7 +55,11 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=240.0)
     parser.add_argument("--only", nargs="*", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--log", type=Path, default=Path(os.devnull), help="what the processes say")
+    parser.add_argument("--collect", type=Path, help="a file to take into benchmarks/results")
     options = parser.parse_args()
+    if options.collect:
+        print(f"wrote {collect(options.collect)}")
+        return
     os.environ.update({**SETTINGS, "TORCHINDUCTOR_COMPILE_THREADS": "4", **os.environ})
     command = [sys.executable, __file__, "--work"]
     rows: list[dict[str, Any]] = []
@@ -73,6 +80,20 @@ def main() -> None:
         print(words(row), flush=True)
     what = f"Strategies on one GPU against the plain path, 8B shape with {options.layers} layers"
     print(f"wrote {write_result('gpu_strategies', what, rows)}")
+
+
+def collect(path: Path) -> Path:
+    kept, new = (json.loads(file.read_text(encoding="utf-8")) for file in (FOLDER / path.name, path))
+    rows = {(row["group"], row["way"]): row for row in kept["numbers"]}
+    for row in (one for one in new["numbers"] if "failed" not in one):
+        before = rows.get((row["group"], row["way"]), {})
+        row |= {"commit": new["commit"], "date": new["date"]}
+        if before.get("tokens") == row["tokens"] and row["way"] != "plain":
+            row["earlier"] = [*before.get("earlier", []), before["share_of_plain"]]
+        rows[row["group"], row["way"]] = row
+    order = list(SIZES)
+    numbers = sorted(rows.values(), key=lambda row: order.index(row["group"]))
+    return write_result("gpu_strategies", kept["what"], numbers, {name: new[name] for name in new if name != "numbers"})
 
 
 def words(row: dict[str, Any]) -> str:

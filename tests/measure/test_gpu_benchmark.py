@@ -169,3 +169,30 @@ def test_each_strategy_is_held_against_the_plain_path_with_the_same_losses(tmp_p
 
 HOST = [("full", "8B, states: plain"), ("full", "8B, states: host")]
 FAILED = {"method": "full", "way": "zero3"}
+
+
+def test_what_a_strategy_took_before_is_kept_beside_what_it_takes_now(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    strategies = importlib.import_module("gpu_strategies")
+    about = {"what": "w", "date": "d", "device": "D", "versions": {}}
+
+    def row(way: str, share: float, group: str = "full-32k", **more) -> dict:
+        return {"group": group, "method": "full", "way": way, "share_of_plain": share, "tokens": 8, **more}
+
+    before, now = tmp_path / "before", tmp_path / "now"
+    kept = [row("plain", 1.0), row("ddp", 0.9, earlier=[0.8]), row("zero3", 0.7, tokens=4)]
+    new = [row("plain", 1.0), row("ddp", 0.95), row("zero3", 0.75), row("plain", 1.0, "lora"), {"failed": "no"}]
+    for folder, commit, rows in ((before, "a", kept), (now, "b", new)):
+        folder.mkdir()
+        (folder / "gpu_strategies.json").write_text(json.dumps({**about, "commit": commit, "numbers": rows}))
+    monkeypatch.setattr(strategies, "FOLDER", before)
+    monkeypatch.setenv("RESULTS", str(before))
+    written = json.loads(strategies.collect(now / "gpu_strategies.json").read_text())
+    assert written["commit"] == "b"
+    found = [(one["group"], one["way"], one["share_of_plain"], one.get("earlier")) for one in written["numbers"]]
+    assert found == [
+        ("full-32k", "plain", 1.0, None),
+        ("full-32k", "ddp", 0.95, [0.8, 0.9]),
+        ("full-32k", "zero3", 0.75, None),  # with another number of tokens it was something else
+        ("lora", "plain", 1.0, None),
+    ]
