@@ -141,6 +141,7 @@ def test_a_model_written_for_others_has_alike_layers_and_loads(tmp_path):
     assert first.mlp.up_proj.weight.std() > 0
 
 
+@pytest.mark.slow
 def test_each_strategy_is_held_against_the_plain_path_with_the_same_losses(tmp_path, monkeypatch):
     environment = os.environ | {"RESULTS": str(tmp_path)}
     command = [
