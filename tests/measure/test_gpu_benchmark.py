@@ -36,6 +36,7 @@ def write(file: Path, commit: str, rows: list[dict]) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_cases_are_measured_on_two_layers_and_then_whole(gpu, tmp_path):
     cases = [
         gpu.Case("tiny", system, "fast", 1, first_gib=1, warmup=1, steps=2) for system in ("tunesmith", "transformers")

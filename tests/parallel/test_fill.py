@@ -62,7 +62,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     ("method", "way"),
     [
         *(pytest.param("full", way, marks=[pytest.mark.slow] if way in IN_OTHERS else []) for way in WAYS),
-        ("lora", "zero3"),
+        pytest.param("lora", "zero3", marks=pytest.mark.slow),
         ("qlora", "zero3"),
     ],
 )
