@@ -15,8 +15,8 @@ from tiny_model import make_tiny_model
 MIB = 2**20
 PARAMETERS = 98304 * 128
 MEMORY = 300 * MIB
-"""Beside the 94 MiB of the states: weights, gradients, those of the head apart, and its logits. On disk 280 are enough, in
-memory 320 are too few."""
+"""Beside the 94 MiB of the states: weights, gradients, those of the head apart, and its logits. On disk 280 are
+enough, in memory 320 are too few."""
 PIECES = {"tunesmith.optim.fused:DISK_PIECE": 1 << 17}
 """As much smaller as this model is than those that need a disk."""
 
