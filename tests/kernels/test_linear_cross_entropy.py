@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tunesmith.kernels import reference
 from tunesmith.kernels.fp8 import quantize_turned
-from tunesmith.kernels.linear_cross_entropy import Turned, linear_cross_entropy
+from tunesmith.kernels.linear_cross_entropy import CHUNK_ELEMENTS, Turned, chunk_bytes, linear_cross_entropy
 
 
 def make(tokens: int, hidden: int, vocabulary: int, targets: int, dtype=torch.float64, seed: int = 0):
@@ -54,6 +54,28 @@ def test_bf16_stays_within_what_bf16_rounds():
     total, _ = reference.linear_cross_entropy(again, low[1].detach().double(), labels, weights, rows)
     want = torch.autograd.grad(total, again)[0]
     assert ((gradient - want).norm() / want.norm()).item() < 2**-6
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_logits_may_be_put_where_there_is_room(in_fp8, monkeypatch):
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 128 * 301)
+    hidden, weight, _, labels, weights, rows = make(300, 16, 301, 200, torch.float32)
+    turned = Turned(*quantize_turned(weight.detach(), None)) if in_fp8 else None
+    head = weight.detach() if in_fp8 else weight
+    leaves = [hidden] if in_fp8 else [hidden, weight]
+    given = (hidden, head, labels, weights, rows)
+    expected, _ = linear_cross_entropy(*given, turned=turned)
+    wanted = torch.autograd.grad(expected, leaves)
+    size = chunk_bytes(300, head, turned)
+    assert size == 128 * 301 * 4 + (128 * turned.values8_hw.shape[1] if in_fp8 else 0)
+    room = torch.full((size + 8,), 7, dtype=torch.uint8)
+    found, _ = linear_cross_entropy(*given, turned=turned, room=room)
+    assert found == expected
+    for gradient, want in zip(torch.autograd.grad(found, leaves), wanted, strict=True):
+        assert torch.equal(gradient, want)
+    assert (room[:4096] != 7).any()
+    assert (room[-8:] == 7).all()
+    assert chunk_bytes(20, head) == -(-20 * 301 * 4 // 256) * 256
 
 
 def test_tokens_that_are_no_targets_get_no_gradient():
@@ -176,7 +198,7 @@ def test_one_chunk_of_logits_exists_at_a_time(in_fp8):
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, arguments=(), options=None):
-            if function is torch.ops.aten.mm.default and arguments[1].shape[1] == 96:  # a chunk is about to be made
+            if function is torch.ops.aten.empty.memory_format and list(arguments[0])[1:] == [96]:  # the next
                 before.append(sum(one() is not None for one in alive))
             made = function(*arguments, **(options or {}))
             if isinstance(made, torch.Tensor) and made.shape == (chunk, 96):

@@ -327,7 +327,6 @@ def test_passes_are_recorded_where_each_starts_the_same_kernels_on_the_same_memo
     for changes, more in (
         ({"is_compiled": False}, {}),
         ({"attention": "sdpa"}, {}),
-        ({"offload_activations": True}, {}),
         ({"offload_optimizer": "host"}, {}),
         ({"offload_parameters": True, "sharding": "zero3"}, {}),
         ({"sharding": "ddp"}, {}),

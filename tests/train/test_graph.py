@@ -33,8 +33,9 @@ def replayed(monkeypatch):
     found: list[str] = []
 
     def recorded(recorder: Recorder):
-        def record(_, forward, backward):
+        def record(_, forward, backward, *, between):
             forward()
+            between()
             backward()
 
             def replay_forward() -> None:
@@ -52,7 +53,7 @@ def replayed(monkeypatch):
                     place.copy_(weight.grad)
                     weight.grad = gradient
 
-            return replay_forward, replay_backward
+            return (replay_forward, replay_backward), 0
 
         monkeypatch.setattr(graph, "_beside", lambda rehearse: rehearse())
         monkeypatch.setattr(graph, "_recorded", record)
@@ -80,6 +81,7 @@ def record(step) -> None:
         ("tiny", "lora", 2, {}),
         ("tied", "full", 1, {}),
         ("tiny", "full", 2, {"recompute_layers": 2}),
+        ("tiny", "lora", 2, {"recompute_layers": 2, "offload_activations": True}),
         ("tiny", "full", 2, {"precision": "bf16", "master_weights": True, "optimizer": "sgd"}),
     ],
     ids=str,
@@ -174,7 +176,9 @@ def test_what_cannot_be_recorded_is_run_as_it_is(monkeypatch):
     [
         ("lora", 2, {}),
         ("lora", 1, {"products": "fp8", "recompute_layers": 2}),
+        ("lora", 2, {"recompute_layers": 2, "offload_activations": True}),
         ("qlora", 2, {"products": "fp8"}),
+        ("qlora", 1, {"products": "fp8", "recompute_layers": 3, "offload_activations": True, "mlp_slice": 256}),
         ("full", 1, {"master_weights": True, "optimizer_states": "fp32"}),
         ("full", 1, {"products": "fp8"}),
     ],
@@ -192,6 +196,23 @@ def test_replayed_steps_are_the_same_on_a_gpu(method, rounds, changes):
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one.loss == pytest.approx(other.loss, rel=2e-3), (index, found, expected)
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=0.03), (index, found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_logits_lie_in_the_pool_of_the_passes():
+    workload = bench.Workload("larger", "lora", 2, 512)
+    step, _ = results(workload, device="cuda", prepare=record, recompute_layers=3)
+    room = step.recorder.room
+    assert room.nbytes == 2 * 512 * LARGER["vocab_size"] * 2
+    pool = next(
+        segment
+        for segment in torch.cuda.memory_snapshot()
+        if segment["address"] <= room.data_ptr() < segment["address"] + segment["total_size"]
+    )
+    assert tuple(pool["segment_pool_id"]) != (0, 0)
+    assert room.data_ptr() + room.nbytes <= pool["address"] + pool["total_size"]
+    assert step.recorder.idle_bytes >= room.nbytes  # the backward pass was free to use it
 
 
 @pytest.mark.gpu

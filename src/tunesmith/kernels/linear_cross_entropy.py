@@ -15,6 +15,7 @@ Legend: T tokens, N target rows, C rows of a chunk, H hidden, V vocabulary, W it
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,8 @@ PLAIN_SHARE = 4
 """Where ranks share a vocabulary no kernel works in place: of each logit there are several numbers in fp32."""
 ROWS_MULTIPLE = 128
 """Chunks are whole tiles of a GPU's products."""
+ALIGNED = 256
+"""Bytes."""
 
 
 class VocabularyPart(NamedTuple):
@@ -61,30 +64,58 @@ def linear_cross_entropy(
     chunk: int | None = None,
     part: VocabularyPart | None = None,
     turned: Turned | None = None,
+    room: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of `weights_n` times the cross-entropy of the rows `rows_n`, and each row's own loss (no gradient).
 
     Logits are `(hidden @ weight.T + bias) * scale`, then soft-capped. `rows_n` must not repeat a row. `z_loss` times
     the squared logarithm of each row's sum of exponentials is added to the sum, and not to the rows' own losses.
     `part`: what of the vocabulary `weight_vh` and `bias_v` are, where ranks share it. `turned`: `weight_vh` once more,
-    of a whole head that is frozen, where the gradient of `hidden_th` is to be computed in fp8.
+    of a whole head that is frozen, where the gradient of `hidden_th` is to be computed in fp8. `room`: bytes to put the
+    logits in, as many as `chunk_bytes` says, where the caller has them anyway.
     """
     assert turned is None or part is None
     if chunk is None:
-        budget = CHUNK_ELEMENTS.get(hidden_th.device.type, CHUNK_ELEMENTS["cuda"])
-        if part is not None:
-            budget //= PLAIN_SHARE
-        height = part.height if part else weight_vh.shape[0]  # ranks must have the same chunks
-        chunk = max(1, budget // height // ROWS_MULTIPLE) * ROWS_MULTIPLE
+        chunk = _chunk_rows(hidden_th.device, part.height if part else weight_vh.shape[0], is_shared=part is not None)
     return _LinearCrossEntropy.apply(
-        hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, z_loss, chunk, part, turned
+        hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, z_loss, chunk, part, turned, room
     )
+
+
+def chunk_bytes(tokens: int, weight_vh: torch.Tensor, turned: Turned | None = None) -> int:
+    """Of the logits that exist at a time, and of their gradient in fp8, where so many tokens may be targets."""
+    rows = min(tokens, _chunk_rows(weight_vh.device, weight_vh.shape[0]))
+    return _logits_bytes(rows, weight_vh) + (0 if turned is None else rows * turned.values8_hw.shape[1])
+
+
+def _chunk_rows(device: torch.device, height: int, *, is_shared: bool = False) -> int:
+    """Ranks that share a vocabulary must have the same chunks, so it is the largest part's `height` that counts."""
+    budget = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"]) // (PLAIN_SHARE if is_shared else 1)
+    return max(1, budget // height // ROWS_MULTIPLE) * ROWS_MULTIPLE
+
+
+def _logits_bytes(rows: int, weight_vh: torch.Tensor) -> int:
+    """Up to where something else may begin."""
+    return -(-rows * weight_vh.shape[0] * weight_vh.itemsize // ALIGNED) * ALIGNED
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, z_loss, chunk, part, turned
+        ctx,
+        hidden_th,
+        weight_vh,
+        bias_v,
+        labels_n,
+        weights_n,
+        rows_n,
+        scale,
+        softcap,
+        z_loss,
+        chunk,
+        part,
+        turned,
+        room,
     ):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         needs_any = needs_hidden or needs_weight or needs_bias
@@ -100,7 +131,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             some = slice(start, min(start + chunk, n))
             rows_ch = hidden_th.index_select(0, rows_n[some])
             given = (rows_ch, weight_vh, bias_v, labels_n[some], weights_n[some], scale, softcap, z_loss)
-            losses_c, log_totals_c, d_logits = _chunk(*given, needs_any, part, width)
+            losses_c, log_totals_c, d_logits = _chunk(*given, needs_any, part, width, room)
             losses_n[some] = losses_c
             total += (losses_c * weights_n[some]).sum()
             if z_loss:
@@ -132,7 +163,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
         ]
         ctx.gradients = None
-        return *scaled, *[None] * 9
+        return *scaled, *[None] * 10
 
 
 class _Rounded(NamedTuple):
@@ -151,10 +182,12 @@ def _d_rows(d_logits, turned, weight_vh, labels_c):
     return d_rows_ch.addcmul_(weight_vh.index_select(0, labels_c), d_logits.own_c1)
 
 
-def _chunk(rows_ch, weight_vh, bias_v, labels_c, weights_c, scale, softcap, z_loss, needs_gradient, part, width):
+def _chunk(rows_ch, weight_vh, bias_v, labels_c, weights_c, scale, softcap, z_loss, needs_gradient, part, width, room):
     """Losses of a few rows, logarithms of their sums of exponentials, and the gradient by the raw logits: in fp8 of
     this `width` where it is given."""
-    logits_cv = rows_ch @ weight_vh.t()
+    rows = rows_ch.shape[0]
+    logits_cv = _placed(room, 0, (rows, weight_vh.shape[0]), rows_ch.dtype, rows_ch.device)
+    torch.mm(rows_ch, weight_vh.t(), out=logits_cv)
     if bias_v is not None:
         logits_cv += bias_v
     if logits_cv.is_cuda and part is None:
@@ -163,7 +196,7 @@ def _chunk(rows_ch, weight_vh, bias_v, labels_c, weights_c, scale, softcap, z_lo
         given = (logits_cv, labels_c, weights_c)
         options = {"scale": scale, "softcap": softcap, "z_loss": z_loss}
         if needs_gradient and width is not None:
-            values8_cw = logits_cv.new_empty(logits_cv.shape[0], width, dtype=E4M3)
+            values8_cw = _placed(room, _logits_bytes(rows, weight_vh), (rows, width), E4M3, rows_ch.device)
             losses_c, log_total_c, *rest = cross_entropy_fp8(*given, values8_cw, **options)
             return losses_c, log_total_c, _Rounded(values8_cw, *rest)
         losses_c, log_total_c = cross_entropy_(*given, **options, needs_gradient=needs_gradient)
@@ -197,6 +230,13 @@ def _chunk(rows_ch, weight_vh, bias_v, labels_c, weights_c, scale, softcap, z_lo
     if slope_cv is not None:
         d_logits_cv *= slope_cv
     return losses_c, log_total_c, d_logits_cv
+
+
+def _placed(room, start, shape, dtype, device):
+    """An empty tensor, in `room` from so many bytes on where there is one."""
+    if room is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return room[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def _rounded(probability_cv, column_c1, more_c1, factor_c1, slope_cv, width):

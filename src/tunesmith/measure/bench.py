@@ -102,7 +102,13 @@ class Workload:
 WORKLOADS = {
     "lora-8b": Workload("llama3-8b", "lora", 4, 4096, saving={"keep_attention": True, "offload_activations": True}),
     "lora-8b-packed": Workload("llama3-8b", "lora", 2, 8192, is_packed=True),
-    "qlora-8b": Workload("llama3-8b", "qlora", 4, 2048, saving={"mlp_slice": 4096, "offload_activations": True}),
+    "qlora-8b": Workload(
+        "llama3-8b",
+        "qlora",
+        4,
+        2048,
+        saving={"mlp_slice": 4096, "offload_activations": True, "is_recorded": True},
+    ),
     "full-7b": Workload("llama2-7b", "full", 16, 1024),
     "lora-8b-long": Workload(
         "llama3-8b",
@@ -123,7 +129,7 @@ class Measurement:
     """Of documents; padding does not count."""
     step_seconds: float
     peak_bytes: int
-    """Allocated on a GPU, resident of the process on a CPU."""
+    """Allocated on a GPU (of recorded passes, held), resident of the process on a CPU."""
     first_step_seconds: float
     spread: float
     """Between the slowest and the fastest step, as a share of the median; large where other work disturbs."""
@@ -250,7 +256,13 @@ def measure(
     step: TrainStep, workload: Workload, *, warmup: int = 3, steps: int = 6, turn: Turn = nullcontext
 ) -> Measurement:
     return timed(
-        lambda batch: step.launch(batch, LEARNING_RATE), workload, step.device, warmup=warmup, steps=steps, turn=turn
+        lambda batch: step.launch(batch, LEARNING_RATE),
+        workload,
+        step.device,
+        warmup=warmup,
+        steps=steps,
+        turn=turn,
+        idle=lambda: step.recorder.idle_bytes if step.recorder else 0,
     )
 
 
@@ -262,20 +274,25 @@ def timed(
     warmup: int,
     steps: int,
     turn: Turn = nullcontext,
+    idle: Callable[[], int] = lambda: 0,
 ) -> Measurement:
     """Time `launch`, which queues one step and returns what waits for its loss.
 
     As in training, a step is launched before the loss of the one before is looked at. A GPU's steps are timed by its
-    own clock, from the end of one to the end of the next.
+    own clock, from the end of one to the end of the next. `idle`: bytes it holds that are not allocated, and cannot be.
     """
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     made = batches(workload, warmup + steps)
     _, before = _run(launch, made[:warmup], on_gpu)
+    peak = peak_memory(device)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     with turn():
         loss, times = _run(launch, made[warmup:], on_gpu)
-    return summary([*before, *times], [batch.tokens for batch in made], loss, device, warmup=warmup)
+    peak = max(peak, peak_memory(device) + idle())
+    return summary([*before, *times], [batch.tokens for batch in made], loss, peak, warmup=warmup)
 
 
 def _run(
@@ -310,12 +327,12 @@ def _between(marks: list[Any]) -> list[float]:
     return [earlier.elapsed_time(later) / 1000 for earlier, later in itertools.pairwise(marks)]
 
 
-def summary(times: list[float], tokens: list[int], loss: float, device: torch.device, *, warmup: int) -> Measurement:
+def summary(times: list[float], tokens: list[int], loss: float, peak_bytes: int, *, warmup: int) -> Measurement:
     rates = [count / seconds for count, seconds in zip(tokens[warmup:], times[warmup:], strict=True)]
     return Measurement(
         tokens_per_second=round(statistics.median(rates), 1),
         step_seconds=round(statistics.median(times[warmup:]), 5),
-        peak_bytes=peak_memory(device),
+        peak_bytes=peak_bytes,
         first_step_seconds=round(times[0], 2),
         spread=round((max(rates) - min(rates)) / statistics.median(rates), 3),
         loss=round(loss, 4),

@@ -33,6 +33,7 @@ from tunesmith.measure.bench import (
     summary,
     timed,
 )
+from tunesmith.train.loop import peak_memory
 from tunesmith.train.step import reader
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -224,7 +225,7 @@ def _through_trainer(
     with alone:
         trainer.train()
     tokens = [sum(map(len, one)) for one in documents]
-    return summary(times, tokens, losses[-1], torch.device(device), warmup=warmup)
+    return summary(times, tokens, losses[-1], peak_memory(torch.device(device)), warmup=warmup)
 
 
 def _random_model(workload: Workload, device: str) -> Any:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from tunesmith.errors import UserError
-from tunesmith.kernels.linear_cross_entropy import Turned, linear_cross_entropy
+from tunesmith.kernels.linear_cross_entropy import Turned, chunk_bytes, linear_cross_entropy
 from tunesmith.model.attention import NAME as PACKED_ATTENTION
 from tunesmith.model.attention import NotPackable
 from tunesmith.model.local import local
@@ -156,9 +156,14 @@ def token_losses(
 
 
 def losses_of_hidden(
-    model: nn.Module, hidden_th: torch.Tensor, inputs: Inputs, calling: Calling, z_loss: float = 0.0
+    model: nn.Module,
+    hidden_th: torch.Tensor,
+    inputs: Inputs,
+    calling: Calling,
+    z_loss: float = 0.0,
+    room: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_losses` from what the output head sees."""
+    """`token_losses` from what the output head sees; its logits may use `room` (`loss_bytes`)."""
     head = model.get_output_embeddings()
     with record_function("loss"):
         return linear_cross_entropy(
@@ -172,8 +177,19 @@ def losses_of_hidden(
             softcap=calling.softcap,
             z_loss=z_loss,
             part=getattr(head, "vocabulary", None),
-            turned=Turned(head.values8_hw, head.scale_h1) if hasattr(head, "values8_hw") else None,
+            turned=_turned(head),
+            room=room,
         )
+
+
+def loss_bytes(model: nn.Module, tokens: int) -> int:
+    """What logits take at a time, of a micro-batch of so many tokens on one rank."""
+    head = model.get_output_embeddings()
+    return chunk_bytes(tokens, head.weight, _turned(head))
+
+
+def _turned(head: nn.Module) -> Turned | None:
+    return Turned(head.values8_hw, head.scale_h1) if hasattr(head, "values8_hw") else None
 
 
 def hidden_states(model: nn.Module, inputs: Inputs, calling: Calling) -> torch.Tensor:

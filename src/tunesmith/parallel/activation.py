@@ -72,7 +72,9 @@ def offloaded(forward: Forward, store: HostStore) -> Forward:
             return store.put(tensor) if is_input else tensor
 
         with saved_tensors_hooks(pack, lambda kept: store.get(kept) if isinstance(kept, _Kept) else kept):
-            return forward(*arguments, **named)
+            result = forward(*arguments, **named)
+        store.let_go()
+        return result
 
     return elsewhere
 
@@ -114,20 +116,23 @@ class HostStore:
         self.free: list[torch.Tensor] = []
         self.blocks = 0
         """Made so far."""
-        self._leaving: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._leaving: list[torch.Tensor] = []
         self._last: weakref.ref[_Kept] | None = None
 
     def put(self, tensor: torch.Tensor) -> _Kept:
         kept = _Kept(self, tensor, [self._take() for _ in range(-(-tensor.nbytes // self.block))], self._last)
-        self._let_go()
-        copied = self._copy(zip(kept.blocks, _pieces(tensor, self.block), strict=True))
-        if copied is not None:
-            self._leaving = (tensor, copied)
+        if self._copy(zip(kept.blocks, _pieces(tensor, self.block), strict=True)) is not None:
+            self._leaving.append(tensor)
         self._last = weakref.ref(kept)
         return kept
 
+    def let_go(self) -> None:
+        """What was put may be freed, and its memory used by what is queued from now on: that waits for the copies."""
+        if self._leaving:
+            torch.cuda.current_stream().wait_stream(self.stream)
+            self._leaving.clear()
+
     def get(self, kept: _Kept) -> torch.Tensor:
-        self._let_go()
         if kept.fetched is None:
             self._fetch(kept)
         tensor, copied = kept.fetched
@@ -156,12 +161,6 @@ class HostStore:
             for target, source in pairs:
                 _copy_bytes(target, source)
             return self.stream.record_event()
-
-    def _let_go(self) -> None:
-        """The tensor put last may be freed, and its memory used by what is queued from now on, once it is copied."""
-        if self._leaving is not None:
-            torch.cuda.current_stream().wait_event(self._leaving[1])
-            self._leaving = None
 
     def _take(self) -> torch.Tensor:
         if self.free:

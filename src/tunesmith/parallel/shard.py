@@ -21,7 +21,7 @@ themselves, else in its shards and its collectives, where they cost a few percen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -146,11 +146,31 @@ def shard(
         if is_quantized:
             ranks = plan.mesh.data_ranks
             quantize_collectives(unit, shapes, ranks, groups, gather=plan.gather, reduce=plan.reduce)
+        if mesh.shape[-1] == 1 and hasattr(unit, "set_custom_reduce_scatter"):
+            unit.set_custom_reduce_scatter(_InPlace())
         if mesh.size() > 1:  # the loss is divided by the target tokens of all ranks; on one FSDP would divide by one
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         finish(unit)
     return sharded
+
+
+class _InPlace:
+    """How a rank reduces gradients that it shares with nobody: FSDP asks for room for what is sent, then for what is
+    received, and copies the one to the other; here they are the same."""
+
+    def __init__(self) -> None:
+        self._sent: torch.Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        received, self._sent = self._sent, None
+        if received is not None:
+            return received
+        self._sent = torch.empty(*size, dtype=dtype, device=device)
+        return self._sent
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
+        raise AssertionError("one rank alone has nothing to send")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -189,7 +189,9 @@ def timeline(task: Task, choice: Choice, way: Way = WAY) -> list[Moment]:
         ),
         moment("optimizer step", gradients=gradients, workspace=_optimizer_workspace(task, choice)),
     ]
-    return _with_pool(moments, round(kept_gradients + head * width)) if choice.is_recorded else moments
+    if not choice.is_recorded:
+        return moments
+    return _with_pool(moments, round(kept_gradients + head * width), round(_logits(task, tokens, in_fp8=is_head_fp8)))
 
 
 def peak(moments: list[Moment]) -> Moment:
@@ -297,14 +299,15 @@ def has_fp8_head(task: Task, choice: Choice) -> bool:
 # parts
 
 
-def _with_pool(moments: list[Moment], summed: int) -> list[Moment]:
+def _with_pool(moments: list[Moment], summed: int, logits: int) -> list[Moment]:
     """Recorded passes have a pool of memory of their own, as large as they need it at their worst moment, and nothing
-    else can use what is free in it. `summed`: bytes of gradients that are made elsewhere."""
+    but the `logits` can use what is free in it. `summed`: bytes of gradients that are made elsewhere."""
     loading, *step = moments
 
     def within(moment: Moment) -> int:
         now = moment.memory
         short_lived = 0 if moment.name in OUTSIDE else now.quantization + now.workspace
+        short_lived += logits if moment.name == "loss" else 0
         return now.activations + max(0, now.gradients - summed) + short_lived
 
     held = max(within(one) for one in step) + max(one.memory.total - within(one) for one in step)
@@ -443,10 +446,14 @@ def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, 
 
 def _loss(task: Task, tokens: float, spread: int, head: float, chunks: int, *, in_fp8: bool) -> float:
     """Chunks of logits and the gradient of the head (`kernels.linear_cross_entropy`): in fp32, and one chunk's part."""
-    logits = tokens * task.facts.vocabulary
+    several, one = (_logits(task, tokens, many, in_fp8=in_fp8) / spread for many in (chunks, 1))
+    return max(several + 4 * head, one + (4 + task.width) * head)
+
+
+def _logits(task: Task, tokens: float, chunks: int = 1, *, in_fp8: bool) -> float:
+    """So many chunks of them, with their gradient where it is not in their place."""
     width = max(LOGIT_BYTES[task.device], task.width) + (1 if in_fp8 else 0)
-    several = min(chunks * LOGITS[task.device], logits) / spread * width + 4 * head
-    return max(several, min(LOGITS[task.device], logits) / spread * width + (4 + task.width) * head)
+    return min(chunks * LOGITS[task.device], tokens * task.facts.vocabulary) * width
 
 
 def _last_gradient(task: Task, choice: Choice) -> float:

@@ -170,8 +170,9 @@ REFUSALS: tuple[Refusal, ...] = (
     (
         lambda task, choice: choice.is_recorded and not may_record(task, choice),
         "passes are recorded on one GPU, of compiled layers without experts or dropout whose attention is a packed "
-        "kernel; nothing may be offloaded or released, and where all weights are trained a step has one micro-batch; "
-        "not with deterministic: true, since passes are run as they are first and may round otherwise",
+        "kernel; nothing but activations may be offloaded, no gradient released, and where all weights are trained a "
+        "step has one micro-batch; not with deterministic: true, since passes are run as they are first and may round "
+        "otherwise",
     ),
     (
         lambda task, choice: choice.recompute_layers > task.facts.layers,
@@ -259,7 +260,7 @@ def may_record(task: Task, choice: Choice) -> bool:
         and choice.ranks == 1
         and choice.sharding == "none"
         and choice.offload_optimizer == "none"
-        and not (choice.offload_activations or choice.offload_parameters or choice.release_gradients)
+        and not (choice.offload_parameters or choice.release_gradients)
         and choice.attention != "sdpa"
         and not experts(task)
         and (not task.lora.dropout if task.has_adapters else choice.accumulation(task) == 1)

@@ -347,7 +347,7 @@ def _recomputing(
 
 def _ways(task: Task, choice: Choice, pins: Mapping[str, Any]) -> list[dict[str, Any]]:
     """How recomputed layers may save memory; the first of them is that of a run that recomputes nothing."""
-    can_offload = task.has_adapters and task.device == "cuda" and not choice.is_recorded
+    can_offload = task.has_adapters and task.device == "cuda"
     options: dict[str, tuple[Any, ...]] = {
         "mlp_slice": _slices(task, choice),
         # Over adapters layer inputs in host memory cost time alone; else they are a tier of their own.

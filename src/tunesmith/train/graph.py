@@ -5,8 +5,9 @@ batches, it waits; a recorded pass is started at once. The loss is not in it, si
 batch to batch, nor are clipping and the update.
 
 A recorded pass reads and writes the same memory every time, so inputs are copied into place, and documents are
-followed by empty ones. What it allocates comes from a pool of its own, which nothing else can use. Gradients are made
-in the same place each time, too: those of several micro-batches are summed elsewhere.
+followed by empty ones. What it allocates comes from a pool of its own, which the allocator gives to nothing else; the
+loss alone gets of it, for its logits, what is free between the two passes. Gradients are made in the same place each
+time, too: those of several micro-batches are summed elsewhere.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tunesmith.model.forward import Calling, Inputs, hidden_states
+from tunesmith.model.forward import Calling, Inputs, hidden_states, loss_bytes
 from tunesmith.parallel import compile
 
 EAGER_STEPS = 2
@@ -39,6 +40,17 @@ class Recorder:
         self.sums: dict[nn.Parameter, torch.Tensor] = {}
         """Where gradients of several micro-batches are summed."""
         self.tries = TRIES if calling.layout == "packed" else 0
+
+    @property
+    def room(self) -> torch.Tensor:
+        """Bytes that nothing else uses between the two passes."""
+        assert self.passes is not None
+        return self.passes.room
+
+    @property
+    def idle_bytes(self) -> int:
+        """What the passes' pool holds beyond what the allocator counts as allocated, from their recording on."""
+        return self.passes.idle_bytes if self.passes is not None else 0
 
     def record(self, inputs: Inputs) -> bool:
         """Whether there are passes for inputs like these; makes them where there are not. If that cannot be done, it is
@@ -107,11 +119,16 @@ class Passes:
             boundaries=F.pad(inputs.boundaries, (0, room - inputs.boundaries.shape[0]), value=inputs.tokens.shape[0]),
         )
         torch._dynamo.maybe_mark_dynamic(self.inputs.boundaries, 0)
-        self.hidden_th = self.d_hidden_th = inputs.tokens  # made by the first forward pass
+        self.hidden_th = self.d_hidden_th = self.room = inputs.tokens  # made by the first forward pass
+        room_bytes = loss_bytes(model, inputs.tokens.shape[0])
         before = [weight.grad for weight in weights]
 
         def forward() -> None:
             self.hidden_th = hidden_states(model, self.inputs, calling)
+            self.room = torch.empty(room_bytes, dtype=torch.uint8, device=self.hidden_th.device)
+
+        def lend_room() -> None:
+            self.room = _lent(self.room)
 
         def backward() -> None:
             torch.autograd.backward(self.hidden_th, self.d_hidden_th)
@@ -119,13 +136,15 @@ class Passes:
         def rehearse() -> None:
             forward()
             self.d_hidden_th = torch.zeros_like(self.hidden_th)
+            lend_room()
             backward()
 
         try:
             _forget(weights)
             aside = _beside(rehearse)
             _forget(weights)
-            self.replay_forward, self.replay_backward = _recorded(aside, forward, backward)
+            replays, self.idle_bytes = _recorded(aside, forward, backward, between=lend_room)
+            self.replay_forward, self.replay_backward = replays
             self.gradients = [(weight, weight.grad) for weight in weights if weight.grad is not None]
         finally:
             for weight, gradient in zip(weights, before, strict=True):
@@ -159,21 +178,43 @@ def _beside(rehearse: Callable[[], None]) -> torch.cuda.Stream:
     return stream
 
 
-def _recorded(stream: torch.cuda.Stream, *passes: Callable[[], None]) -> list[Callable[[], None]]:
-    """The functions' kernels, to be started by what is returned; they run in this order and share a pool."""
+def _recorded(
+    stream: torch.cuda.Stream, first: Callable[[], None], second: Callable[[], None], *, between: Callable[[], None]
+) -> tuple[list[Callable[[], None]], int]:
+    """Two functions' kernels, to be started by what is returned; they run in this order and share a pool. Also the
+    bytes of the pool that are not allocated in the end. `between` is done in between, and not recorded."""
     pool, before = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
     graphs = []
     try:
-        for one in passes:
+        for one, then in ((first, between), (second, lambda: None)):
             graph = torch.cuda.CUDAGraph()
             # Other threads may go on with the next batch meanwhile.
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 one()
+            then()
             graphs.append(graph.replay)
     finally:
         if torch.cuda.current_stream() != before:
             _close(before, pool)
-    return graphs
+    segments = torch.cuda.memory_snapshot(pool)
+    return graphs, sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
+
+
+class _Lent:
+    """Memory of a tensor, for what does not own it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": tuple(tensor.shape),
+            "data": (tensor.data_ptr(), False),
+        }
+
+
+def _lent(room: torch.Tensor) -> torch.Tensor:
+    """The same bytes, for the loss alone: when `room` is gone, the backward pass may use them, too."""
+    return torch.as_tensor(_Lent(room), device=room.device) if room.is_cuda else room
 
 
 def _close(before: torch.cuda.Stream, pool: tuple[int, int]) -> None:

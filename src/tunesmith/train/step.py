@@ -229,7 +229,7 @@ class TrainStep:
         """The same with recorded passes."""
         with record_function("forward"):
             hidden_th = recorder.forward(inputs)
-        total, losses_n = losses_of_hidden(self.model, hidden_th, inputs, self.calling, self.z_loss)
+        total, losses_n = losses_of_hidden(self.model, hidden_th, inputs, self.calling, self.z_loss, recorder.room)
         with record_function("backward"):
             (total * factor).backward()
             assert hidden_th.grad is not None
