@@ -111,10 +111,17 @@ def attention_calls(monkeypatch, kernels=plain_flash4) -> list[int]:
 def test_what_compiled_layers_keep_does_not_change_gradients(quickly_compiled, monkeypatch):
     expected = gradients(**COMPILED)
     calls = attention_calls(monkeypatch)
-    put, sent = HostStore.put, []
-    monkeypatch.setattr(HostStore, "put", lambda store, tensor: sent.append(tensor.numel()) or put(store, tensor))
+    put, get, sent, wanted = HostStore.put, HostStore.get, [], []
+
+    def noted(store, tensor, *, stays):
+        sent.append((tensor.numel(), stays))
+        return put(store, tensor, stays=stays)
+
+    monkeypatch.setattr(HostStore, "put", noted)
+    monkeypatch.setattr(HostStore, "get", lambda store, kept: wanted.append(kept) or get(store, kept))
     found = gradients(**COMPILED, recompute_layers=2, keep_attention=True, offload_activations=True)
-    assert sent == [128 * 64] * 2  # the input of each layer, once
+    assert sent == [(128 * 64, False), (128 * 64, True)]  # the input of each layer, once
+    assert len(wanted) == 2
     assert not torch._dynamo.utils.counters["graph_break"]
     assert len(calls) == 2  # kept, not computed again
     for mine, plain in zip(found, expected, strict=True):
@@ -204,6 +211,16 @@ def test_what_comes_back_from_host_memory_is_what_went(dtype, size):
         assert torch.equal(found, tensor)
     del one, kept
     assert len(store.free) == store.blocks
+
+
+def test_the_input_that_is_wanted_first_stays_and_the_one_before_it_comes_meanwhile():
+    store = HostStore(torch.device("cpu"), block=64)
+    below, above = (torch.randn(32) for _ in range(2))
+    kept = [store.put(below), store.put(above, stays=True)]
+    assert store.blocks == 2
+    assert store.get(kept[1]) is above
+    assert kept[0].fetched is not None
+    assert torch.equal(store.get(kept[0]), below)
 
 
 def test_a_graph_that_is_never_used_gives_its_host_memory_back():

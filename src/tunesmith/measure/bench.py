@@ -107,7 +107,7 @@ WORKLOADS = {
         "qlora",
         4,
         2048,
-        saving={"mlp_slice": 4096, "offload_activations": True, "is_recorded": True},
+        saving={"mlp_slice": 2816, "offload_activations": True, "is_recorded": True},
     ),
     "full-7b": Workload("llama2-7b", "full", 16, 1024),
     "lora-8b-long": Workload(

@@ -4,9 +4,9 @@ device.
 `recomputed` and `offloaded` each take a layer's forward function and return one that computes the same. A recomputed
 layer keeps its input and, where asked, what its attention gave, which is expensive to compute and cheap to keep; the
 rest is computed again in the backward pass. It may be compiled: the compiler then leaves out what backward does not
-need. Of an offloaded layer the input waits in host memory: it goes there beside the computation of the layer, and comes
-back while the layer above is in its backward pass. `slice_mlp` keeps the widest tensors of a layer from existing for
-all tokens at once.
+need. Of an offloaded layer the input waits in host memory: it goes there beside the computation of the layer above, and
+comes back while that is in its backward pass; the topmost one stays where it is. `slice_mlp` keeps the widest tensors
+of a layer from existing for all tokens at once.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def recomputed(forward: Forward, *, keep_attention: bool = False) -> Forward:
     return again
 
 
-def offloaded(forward: Forward, store: HostStore) -> Forward:
-    """Let the layer's input, where it is kept at all, wait in host memory. Goes around what is compiled."""
+def offloaded(forward: Forward, store: HostStore, *, stays: bool = False) -> Forward:
+    """Let the layer's input, where it is kept at all, wait in host memory; one that `stays` is the first to be wanted
+    back, so its way would be for nothing. Goes around what is compiled."""
 
     def elsewhere(*arguments, **named):
         hidden = arguments[0] if arguments else named["hidden_states"]
@@ -69,12 +70,10 @@ def offloaded(forward: Forward, store: HostStore) -> Forward:
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | _Kept:
             is_input = tensor.data_ptr() == where and tensor.numel() == size and tensor.is_contiguous()
-            return store.put(tensor) if is_input else tensor
+            return store.put(tensor, stays=stays) if is_input else tensor
 
         with saved_tensors_hooks(pack, lambda kept: store.get(kept) if isinstance(kept, _Kept) else kept):
-            result = forward(*arguments, **named)
-        store.let_go()
-        return result
+            return forward(*arguments, **named)
 
     return elsewhere
 
@@ -116,23 +115,23 @@ class HostStore:
         self.free: list[torch.Tensor] = []
         self.blocks = 0
         """Made so far."""
-        self._leaving: list[torch.Tensor] = []
+        self._leaving: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._last: weakref.ref[_Kept] | None = None
 
-    def put(self, tensor: torch.Tensor) -> _Kept:
-        kept = _Kept(self, tensor, [self._take() for _ in range(-(-tensor.nbytes // self.block))], self._last)
-        if self._copy(zip(kept.blocks, _pieces(tensor, self.block), strict=True)) is not None:
-            self._leaving.append(tensor)
+    def put(self, tensor: torch.Tensor, *, stays: bool = False) -> _Kept:
+        """What `stays` is kept as it is; after it no copy is under way."""
+        self._let_go()
+        count = 0 if stays else -(-tensor.nbytes // self.block)
+        kept = _Kept(self, tensor, [self._take() for _ in range(count)], self._last)
+        if stays:
+            kept.fetched = (tensor, None)
+        elif copied := self._copy(zip(kept.blocks, _pieces(tensor, self.block), strict=True)):
+            self._leaving = (tensor, copied)
         self._last = weakref.ref(kept)
         return kept
 
-    def let_go(self) -> None:
-        """What was put may be freed, and its memory used by what is queued from now on: that waits for the copies."""
-        if self._leaving:
-            torch.cuda.current_stream().wait_stream(self.stream)
-            self._leaving.clear()
-
     def get(self, kept: _Kept) -> torch.Tensor:
+        self._let_go()
         if kept.fetched is None:
             self._fetch(kept)
         tensor, copied = kept.fetched
@@ -161,6 +160,12 @@ class HostStore:
             for target, source in pairs:
                 _copy_bytes(target, source)
             return self.stream.record_event()
+
+    def _let_go(self) -> None:
+        """The tensor put last may be freed, and its memory used by what is queued from now on, once it is copied."""
+        if self._leaving is not None:
+            torch.cuda.current_stream().wait_event(self._leaving[1])
+            self._leaving = None
 
     def _take(self) -> torch.Tensor:
         if self.free:

@@ -66,7 +66,7 @@ def wrap_layers(model: nn.Module, plan: Plan, layers: list[nn.Module] | None = N
         if plan.is_compiled:
             forward = compiled(forward, type(layer).__name__, whole=is_recomputed)
         if is_recomputed and store is not None:
-            forward = offloaded(forward, store)
+            forward = offloaded(forward, store, stays=index == recompute_layers - 1)
         if forward is not layer.forward:
             layer.forward = forward
 
