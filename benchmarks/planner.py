@@ -165,6 +165,10 @@ def main() -> None:
     parser.add_argument("--only-speed", action="store_true", help="none of those that are given a limit")
     parser.add_argument("--list", action="store_true", help="only say what would be measured")
     parser.add_argument("--only", default="", help="only configurations whose names contain this")
+    parser.add_argument(
+        "--again", type=Path, nargs="*", default=[], help="files with what to measure, in place of a draw"
+    )
+    parser.add_argument("--only-limits", action="store_true", help="those that are given a limit")
     parser.add_argument("--skip", type=Path, nargs="*", default=[], help="files with what is measured already")
     parser.add_argument("--collect", type=Path, nargs="*", default=[], help="files to make the result of, oldest first")
     parser.add_argument(
@@ -180,9 +184,15 @@ def main() -> None:
         print(collect(given.collect, held_out=given.held_out))
         return
     hardware = machine(given.device)
-    chosen = configurations(hardware, seed=given.seed) if given.device == "cuda" else tiny(given.seed)
+    if given.again:
+        before = [row for file in given.again for row in read_rows(file)]
+        chosen = [(Configuration(**row["configuration"]), row["limit_bytes"]) for row in before]
+    else:
+        chosen = configurations(hardware, seed=given.seed) if given.device == "cuda" else tiny(given.seed)
     done = {(row["name"], row["limit_bytes"]) for file in given.skip for row in read_rows(file)}
     chosen = [(one, limit) for one, limit in chosen if given.only in one.name and (one.name, limit) not in done]
+    if given.only_limits:
+        chosen = [(one, limit) for one, limit in chosen if limit is not None]
     if given.only_speed:
         chosen = [(one, limit) for one, limit in chosen if limit is None]
         chosen.sort(key=lambda pair: peak(*settle(pair[0], hardware, given.device)).memory.total > LONELY)
