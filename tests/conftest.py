@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of two workers on two cores, more would wait for each other
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
