@@ -45,7 +45,7 @@ SEQUENCES = {"full": 4, "full-32k": 8, "lora": 8, "qlora": 8}
 SIZES = {"full": (112, 34), "full-32k": (122, 38), "lora": (80, 18), "qlora": (70, 16), "host": (115, 24)}
 """GiB set aside for each group, and while it compiles on two layers."""
 SHAPES = {"cuda": "llama3-8b", "cpu": "tiny"}
-WARMUP, STEPS, AGAIN = 1, 8, 5
+WARMUP, STEPS, AGAIN = 2, 20, 10
 """Steps of a way, and of the plain one after it."""
 
 
