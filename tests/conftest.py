@@ -7,12 +7,13 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of two workers on two cores, more would wait for each other
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ranks import World
+from ranks import Worlds
+from tiny import Runs
 from tiny_model import make_tiny_model
 
 
@@ -28,16 +29,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], World]]:
-    """Worlds by their number of ranks, each started once."""
-    cache = tmp_path_factory.mktemp("cache")
-    worlds: dict[int, World] = {}
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    started = Runs(tmp_path_factory.mktemp("cache"))
+    yield started
+    started.close()
 
-    def of(count: int) -> World:
-        if count not in worlds or worlds[count].is_over:
-            worlds[count] = World(count, cache)
-        return worlds[count]
 
-    yield of
-    for one in worlds.values():
-        one.close()
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
+    worlds = Worlds(tmp_path_factory.mktemp("cache"))
+    yield worlds
+    worlds.close()

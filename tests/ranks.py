@@ -1,7 +1,7 @@
 """Ranks over gloo that are started once and then do one thing after another, since starting them is what takes long.
 
-A `World` is one process that imports everything and forks its ranks; each waits for orders, a function's name with
-arguments, and all of them run it at once.
+`Worlds` is one process that imports everything and forks ranks, of worlds of any size; each rank waits for orders, a
+function's name with arguments, and all of a world run it at once.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
-class World:
-    """So many ranks; calling it runs a function (`module:name`, given its `Ranks` first) on all of them."""
+class Worlds:
+    """Worlds by their number of ranks, each started when it is first asked for something."""
 
-    def __init__(self, count: int, cache: Path):
-        self.count = count
-        self._has_failed = False
+    def __init__(self, cache: Path):
         environment = {
             **os.environ,
             "TUNESMITH_CACHE": str(cache),
@@ -31,61 +30,81 @@ class World:
             "OMP_NUM_THREADS": "1",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ranks", str(count)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
+            [sys.executable, "-m", "ranks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
-    def __call__(self, function: str, **arguments: Any) -> list[Any]:
-        """What each rank returned, in their order; a failure of one is an AssertionError with its traceback."""
-        self._process.stdin.write(json.dumps({"function": function, "arguments": arguments}) + "\n")
-        self._process.stdin.flush()
-        answers = json.loads(self._process.stdout.readline())
-        failed = [f"rank {rank}: {one['failed']}" for rank, one in enumerate(answers) if "failed" in one]
-        self._has_failed = bool(failed)
-        assert not failed, "\n".join(failed)
-        return [one["result"] for one in answers]
+    def __call__(self, count: int) -> Callable[..., list[Any]]:
+        """Runs a function (`module:name`, given its `Ranks` first) on so many ranks."""
 
-    @property
-    def is_over(self) -> bool:
-        """A rank has failed, which ends them all."""
-        return self._has_failed
+        def world(function: str, **arguments: Any) -> list[Any]:
+            return self._ask(count, {"function": function, "arguments": arguments})
+
+        return world
 
     def close(self) -> None:
         self._process.stdin.close()
-        self._process.wait(30)
+        self._process.wait(120)  # it may still be importing, on a busy machine
         self._process.stdout.close()
 
+    def _ask(self, count: int, order: dict[str, Any]) -> list[Any]:
+        """What each rank returned, in their order; a failure of one is an AssertionError with its traceback."""
+        self._process.stdin.write(json.dumps({"count": count, **order}) + "\n")
+        self._process.stdin.flush()
+        answers = json.loads(self._process.stdout.readline())
+        failed = [f"rank {rank}: {one['failed']}" for rank, one in enumerate(answers) if "failed" in one]
+        assert not failed, "\n".join(failed)
+        return [one["result"] for one in answers]
 
-def serve(count: int) -> None:
-    import multiprocessing
 
+class _World:
+    """The ranks of one world, as their parent sees them."""
+
+    def __init__(self, count: int):
+        import multiprocessing
+
+        from tunesmith.parallel.launch import _free_port
+
+        context = multiprocessing.get_context("fork")
+        port = _free_port()
+        self._pipes, self._processes = [], []
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_be_a_rank, args=(rank, count, port, theirs), daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def ask(self, order: dict[str, Any]) -> list[dict[str, Any]]:
+        for pipe in self._pipes:
+            pipe.send_bytes(json.dumps(order).encode())
+        return _answers(self._pipes)
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+def serve() -> None:
     import torch.distributed.fsdp  # noqa: F401  (the imports are the point)
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import tunesmith.assemble  # noqa: F401
-    from tunesmith.parallel.launch import _free_port
 
-    context = multiprocessing.get_context("fork")
-    port = _free_port()
-    pipes, processes = [], []
-    for rank in range(count):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_be_a_rank, args=(rank, count, port, theirs), daemon=True)
-        process.start()
-        pipes.append(ours)
-        processes.append(process)
+    worlds: dict[int, _World] = {}
     for line in sys.stdin:
-        for pipe in pipes:
-            pipe.send_bytes(line.encode())
-        answers = _answers(pipes)
-        print(json.dumps(answers), flush=True)
+        order = json.loads(line)
+        count = order.pop("count")
+        if count not in worlds:
+            worlds[count] = _World(count)
+        answers = worlds[count].ask(order)
         if any("failed" in one for one in answers):
-            break  # others may wait for it in vain
-    for process in processes:
-        process.kill()
+            worlds.pop(count).end()  # others may wait for it in vain
+        print(json.dumps(answers), flush=True)
+    for world in worlds.values():
+        world.end()
+    os._exit(0)  # tidying up takes seconds and helps nobody
 
 
 def _answers(pipes: list[Any]) -> list[dict[str, Any]]:
@@ -121,4 +140,4 @@ def _be_a_rank(rank: int, count: int, port: int, pipe: Any) -> None:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    serve()

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
-from tiny import Runs, write_all
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    started = Runs(tmp_path_factory.mktemp("cache"))
-    yield started
-    started.close()
+from tiny import write_all
 
 
 def test_a_profile_is_shown_and_written_and_leaves_the_run_alone(runs, tiny_model, tmp_path):
