@@ -1,23 +1,79 @@
-"""Runs a kernel's cases in Triton's interpreter: in a process of its own, since Triton decides at import."""
+"""Runs a kernel's cases in Triton's interpreter: in processes of their own, since Triton decides at import.
+
+Importing takes longer than most cases, so one process imports everything and forks a child for each check.
+"""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import traceback
 from pathlib import Path
+
+SECONDS = 300
+"""That a check may take."""
 
 
 def run_interpreted(check: str) -> str:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    code = f"import kernel_cases; kernel_cases.{check}('cpu')"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
+    """What `kernel_cases.CHECK` prints; its failure is an AssertionError with all it said."""
+    process = _warm_process()
+    process.stdin.write(check + "\n")
+    process.stdin.flush()
+    answer = json.loads(process.stdout.readline())
+    assert answer["code"] == 0, answer["said"]
+    return answer["said"]
+
+
+@functools.cache
+def _warm_process() -> subprocess.Popen:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "interpreted"],
         cwd=Path(__file__).parent,
-        env=environment,
-        capture_output=True,
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=300,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    atexit.register(process.communicate)  # closes its input, which ends it
+    return process
+
+
+def serve() -> None:
+    """One check a line, answered by its exit code and what it said."""
+    import kernel_cases
+    import triton  # noqa: F401  (the import is the point)
+
+    for line in sys.stdin:
+        with tempfile.TemporaryFile("w+") as said:
+            child = os.fork()
+            if child == 0:
+                _be_a_check(getattr(kernel_cases, line.strip()), said.fileno())
+            _, status = os.waitpid(child, 0)
+            said.seek(0)
+            print(json.dumps({"code": os.waitstatus_to_exitcode(status), "said": said.read()}), flush=True)
+
+
+def _be_a_check(check, said: int) -> None:
+    code = 1
+    try:
+        for stream in (1, 2):
+            os.dup2(said, stream)
+        signal.alarm(SECONDS)
+        check("cpu")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve()
