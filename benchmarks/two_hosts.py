@@ -87,7 +87,7 @@ def prepare(folder: Path) -> Path:
     """Model, data and settings; a plan for each way."""
     from tiny import write_data
     from tiny_model import make_tiny_model
-    from tunesmith.assemble import plan_run
+    from tunesmith.choose import plan_run
     from tunesmith.config.load import from_mapping
     from tunesmith.plan.plan import Mesh
 

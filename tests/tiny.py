@@ -62,7 +62,7 @@ def write_all(folder: Path, model: Path, *, beside: bool = False, **changes: Any
     write_data(folder / "held_out.jsonl", 4, seed=1)
     settings = {"model": str(model), **SETTINGS, **changes}
     (folder / "run.yaml").write_text(json.dumps(settings, indent=1) + "\n")
-    from tunesmith.assemble import plan_run
+    from tunesmith.choose import plan_run
     from tunesmith.config.load import from_mapping
 
     run = from_mapping(settings)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tunesmith.assemble import assemble, join_run, plan_run, prepare_run
+from tunesmith.assemble import assemble, join_run, prepare_run
+from tunesmith.choose import plan_run
 from tunesmith.config.load import from_mapping
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import Mesh, Plan

@@ -54,7 +54,7 @@ def command(
 
 def examine(run: Run, tokenizer: Any, *, examples: int = 3, dataset: str | None = None) -> dict[str, Any]:
     """Everything that `check` shows, as plain values."""
-    from tunesmith.assemble import plan_run
+    from tunesmith.choose import plan_run
     from tunesmith.data.loader import Loader
     from tunesmith.data.prepare import prepare
     from tunesmith.model.load import load_config, max_positions, vocabulary_size

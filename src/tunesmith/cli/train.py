@@ -67,19 +67,20 @@ def command(
         from tunesmith.model.ahead import read_files
 
         read_files(run.model)
-    from tunesmith.assemble import assemble, choose_plan, join_run, prepare_run, versions
-    from tunesmith.checkpoint.store import RunLock
-    from tunesmith.parallel.ranks import connected
-    from tunesmith.train import events
-    from tunesmith.train.loop import train
+        from tunesmith.choose import choose_plan
 
-    if not place.is_started:
         count = choose_plan(run, plan=plan, ranks=ranks).mesh.ranks
         if count > 1:
             options = ["--plan", str(plan_file)] if plan_file else []
             again = ["train", str(config), *(overrides or ()), *options]
             _start_ranks(again, count, restarts=restarts, accept_changes=accept_changes, folder=folder)
             return
+    from tunesmith.assemble import assemble, join_run, prepare_run, versions
+    from tunesmith.checkpoint.store import RunLock
+    from tunesmith.parallel.ranks import connected
+    from tunesmith.train import events
+    from tunesmith.train.loop import train
+
     with ExitStack() as stack:
         if place.rank == 0:
             stack.enter_context(RunLock(folder, warn=output.warn))
@@ -150,7 +151,6 @@ def _start_ranks(arguments: list[str], count: int, *, restarts: int, accept_chan
 
     from tunesmith.cli import output
     from tunesmith.parallel.launch import STOPPED, launch
-    from tunesmith.train.hang import stacks
 
     command = [sys.executable, "-m", "tunesmith", *arguments]
     failure = launch([*command, *["--accept-changes"][: int(accept_changes)]], count)
@@ -162,6 +162,8 @@ def _start_ranks(arguments: list[str], count: int, *, restarts: int, accept_chan
         failure = launch(command, count)
     if failure is None:
         return
+    from tunesmith.train.hang import stacks
+
     if failure.traceback:
         typer.echo(f"rank {failure.rank} of {count}:\n{failure.traceback}", err=True)
     if failure.code == USER_ERROR and not failure.message and stacks(folder):
