@@ -34,13 +34,16 @@ def test_ranks_know_their_places_and_end_well(tmp_path):
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == [f"{r} {r} 3 3 127.0.0.1" for r in range(3)]
 
 
-def test_the_first_failure_ends_all_within_seconds_and_is_the_one_told():
-    code = """
+def test_the_first_failure_ends_all_within_seconds_and_is_the_one_told(tmp_path):
+    code = f"""
+over = r"{tmp_path / "over"}"
 if rank == 2:
     write_failure("it broke", "Traceback: here")
+    open(over, "w").close()
     sys.exit(70)
 if rank == 1:
-    time.sleep(0.3)
+    while not os.path.exists(over):
+        time.sleep(0.01)
     write_failure("the connection was closed by rank 2", "Traceback: there")
     sys.exit(70)
 time.sleep(60)
@@ -51,10 +54,14 @@ time.sleep(60)
     assert (failure.rank, failure.code, failure.message, failure.traceback) == (2, 70, "it broke", "Traceback: here")
 
 
-def test_a_rank_that_is_killed_is_the_cause_whatever_others_say():
-    code = """
+def test_a_rank_that_is_killed_is_the_cause_whatever_others_say(tmp_path):
+    code = f"""
+over = r"{tmp_path / "over"}"
 if rank == 1:
+    open(over, "w").close()
     os.kill(os.getpid(), 9)
+while not os.path.exists(over):
+    time.sleep(0.01)
 write_failure("the connection was closed", "")
 time.sleep(0.2)
 sys.exit(70)
