@@ -79,7 +79,7 @@ CASES = (
     Case("lora-8b", "tunesmith", "tight", 30, "fp8", recompute_layers=32),
     Case("lora-8b", "unsloth", "fast", 82),
     Case("lora-8b", "unsloth", "tight", 40, recompute_layers=32),
-    Case("qlora-8b", "tunesmith", "fast", 44, "fp8", is_recorded=True),
+    Case("qlora-8b", "tunesmith", "fast", 44, "fp8", recompute_layers=1, is_recorded=True),
     Case("qlora-8b", "tunesmith", "tight", 24, "fp8", recompute_layers=32, is_recorded=True),
     Case("qlora-8b", "unsloth", "fast", 42),
     Case("qlora-8b", "unsloth", "tight", 24, recompute_layers=32),

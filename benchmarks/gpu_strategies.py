@@ -45,7 +45,7 @@ SEQUENCES = {"full": 4, "full-32k": 8, "lora": 8, "qlora": 8}
 SIZES = {"full": (112, 34), "full-32k": (122, 38), "lora": (80, 18), "qlora": (70, 16), "host": (115, 24)}
 """GiB set aside for each group, and while it compiles on two layers."""
 SHAPES = {"cuda": "llama3-8b", "cpu": "tiny"}
-WARMUP, STEPS, AGAIN = 2, 20, 10
+WARMUP, STEPS, AGAIN = 2, 12, 6
 """Steps of a way, and of the plain one after it."""
 
 
@@ -71,7 +71,7 @@ def main() -> None:
         for name in options.only:
             payload = {"group": name, "layers": options.layers}
             size, first = (gib * GIB for gib in SIZES[name])
-            at_work.add(pool.Order(payload, size=size, first_size=first, turn_seconds=150))
+            at_work.add(pool.Order(payload, size=size, first_size=first, turn_seconds=240))
         for order, found in at_work.run():
             rows += found.get("rows") or [{"method": order.payload["group"], "way": "all", **found}]
             print(f"{time.monotonic() - began:4.0f} s {order.payload['group']}", flush=True)

@@ -7,6 +7,7 @@ stderr and exit code 1. Anything else is our fault: one sentence, a traceback in
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
@@ -103,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=None if arguments is None else list(arguments), prog_name="tunesmith")
     finally:
+        gc.enable()  # a command may have ended while it was off
         _flush_quietly()
 
 

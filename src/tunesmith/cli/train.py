@@ -35,10 +35,12 @@ def command(
     ] = False,
 ) -> None:
     """Fine-tune. On a folder that holds an unfinished run: continue it."""
+    import gc
     import os
     import time
 
     started = time.monotonic()
+    gc.disable()  # importing leaves little garbage, and looking for it takes a seventh of the time
     from tunesmith.cli import display, output
     from tunesmith.config.load import load
     from tunesmith.plan.place import here
@@ -64,17 +66,20 @@ def command(
     plan = display.read_plan_file(plan_file) if plan_file else None
     if not place.is_started:
         screen.stage("Starting")
-        from tunesmith.model.ahead import read_files
+        from tunesmith.model.ahead import import_modules, read_files
 
         read_files(run.model)
         from tunesmith.choose import choose_plan
 
-        count = choose_plan(run, plan=plan, ranks=ranks).mesh.ranks
-        if count > 1:
+        chosen = choose_plan(run, plan=plan, ranks=ranks)
+        if (count := chosen.mesh.ranks) > 1:
+            gc.enable()
             options = ["--plan", str(plan_file)] if plan_file else []
             again = ["train", str(config), *(overrides or ()), *options]
             _start_ranks(again, count, restarts=restarts, accept_changes=accept_changes, folder=folder)
             return
+        # What torch and attention's kernels import.
+        import_modules("sympy", *(["cutlass"] if chosen.attention == "flash-attn-4" else []))
     from tunesmith.assemble import assemble, join_run, prepare_run, versions
     from tunesmith.checkpoint.store import RunLock
     from tunesmith.parallel.ranks import connected
@@ -106,6 +111,8 @@ def command(
             if place.rank != 0 and is_turn:
                 setting = join_run(run)
             others.wait()
+        gc.freeze()  # what is there now stays
+        gc.enable()
         stack.enter_context(_memory_errors_in_words(setting.plan, folder))
         job = assemble(setting, others)
         for message in job.warnings:
