@@ -183,9 +183,13 @@ def wait_until_stopped(pid: int) -> None:
 
 def serve() -> None:
     """The warm process: one order a line, answered by the child's process id and, when it has ended, by how."""
-    import transformers.models.llama.modeling_llama  # noqa: F401  (the import is the point)
+    import numpy.ma  # noqa: F401  (the imports are the point)
+    import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import tunesmith.assemble  # noqa: F401
+    import tunesmith.assemble
+    import tunesmith.cli.display
+    import tunesmith.config.load
+    import tunesmith.train.loop  # noqa: F401
     from tunesmith.cli.main import main
 
     for line in sys.stdin:
