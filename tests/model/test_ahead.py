@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 
 import pytest
@@ -122,13 +121,3 @@ def test_work_beside_is_done_at_the_end():
 def test_work_that_fails_beside_is_no_failure_of_the_rest():
     with ahead.beside(lambda: 1 / 0):
         pass
-
-
-def test_modules_are_imported_in_a_thread_and_one_that_is_not_there_is_no_matter(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "one_that_fails.py").write_text("raise ValueError")
-    (tmp_path / "one_that_is_there.py").write_text("import threading\nthread = threading.current_thread()\n")
-    thread = ahead.import_modules("one_that_is_not_there", "one_that_fails", "one_that_is_there")
-    thread.join()
-    assert sys.modules.pop("one_that_is_there").thread is thread
-    assert not sys.modules.keys() & {"one_that_is_not_there", "one_that_fails"}

@@ -267,7 +267,10 @@ def test_the_model_still_describes_what_was_measured_on_an_h200(planner):
     near = [row for row in rows if row.limit is not None]
     assert len(near) >= 35
     assert not [row.name for row in near if row.is_said_to_fit and not row.does_fit]
-    assert sum(row.does_fit and not row.is_said_to_fit for row in near) <= 2
+    # Of a limit 4% are kept free, and these need more than 99% of theirs.
+    careful = [row for row in near if row.does_fit and not row.is_said_to_fit]
+    assert len(careful) <= 3
+    assert all(0.99 < row.predicted.memory.total / row.limit < 1 for row in careful)
 
 
 def errors(rows) -> tuple[list[float], list[float]]:

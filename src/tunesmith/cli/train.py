@@ -66,20 +66,18 @@ def command(
     plan = display.read_plan_file(plan_file) if plan_file else None
     if not place.is_started:
         screen.stage("Starting")
-        from tunesmith.model.ahead import import_modules, read_files
+        from tunesmith.model.ahead import read_files
 
         read_files(run.model)
         from tunesmith.choose import choose_plan
 
-        chosen = choose_plan(run, plan=plan, ranks=ranks)
-        if (count := chosen.mesh.ranks) > 1:
+        count = choose_plan(run, plan=plan, ranks=ranks).mesh.ranks
+        if count > 1:
             gc.enable()
             options = ["--plan", str(plan_file)] if plan_file else []
             again = ["train", str(config), *(overrides or ()), *options]
             _start_ranks(again, count, restarts=restarts, accept_changes=accept_changes, folder=folder)
             return
-        # What torch and attention's kernels import.
-        import_modules("sympy", *(["cutlass"] if chosen.attention == "flash-attn-4" else []))
     from tunesmith.assemble import assemble, join_run, prepare_run, versions
     from tunesmith.checkpoint.store import RunLock
     from tunesmith.parallel.ranks import connected

@@ -420,6 +420,8 @@ def work(order_json: str) -> None:
         )
         if order.recomputes:
             plan = plan.changed(**workload.saving)
+        if order.device != "cuda":
+            plan = plan.changed(is_recorded=False)
         found = measure(build(workload, plan), workload, **counts)
     else:
         from tunesmith.measure.peers import measure_peer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from pathlib import Path
 from threading import Thread
 
@@ -18,20 +17,6 @@ READERS = 2
 PIECE = 1 << 23
 MOST = 0.7
 """Of the free memory."""
-
-
-def import_modules(*names: str) -> Thread:
-    """Import them in a thread and go on at once: much of that is waiting for files. They must not import what is being
-    imported here; who needs one waits for it. One that is not there is not said: who needs it meets that again."""
-
-    def work() -> None:
-        for name in names:
-            with suppress(Exception):
-                import_module(name)
-
-    thread = Thread(target=work, daemon=True)
-    thread.start()
-    return thread
 
 
 def read_files(model: str) -> list[Thread]:

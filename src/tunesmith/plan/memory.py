@@ -62,9 +62,9 @@ FRAGMENTATION = {"cpu": 0.08, "cuda": 0.01}
 """Of what comes and goes. On a GPU 0.4% was enough where memory was short; it takes up to 10% where there is plenty."""
 OUTSIDE = frozenset({"loss", "optimizer step"})
 """Moments whose workspace is not that of the layers' passes."""
-POOLS = 0.05, 128 * MIB
-"""What two pools hold beyond what they need: a share of all, and this. With plenty of memory they held 1 to 7% more,
-and 0.2 GiB more in the smallest models."""
+POOLS = {"plain": 0.015, "rounded": 0.05}, 128 * MIB
+"""What two pools hold beyond what they need: a share of all, and this. Measured were 1 to 2% where products and weights
+are in half precision, 4 to 10% with fp8 or nf4, whose weights come and go in many sizes."""
 HOST_PROCESS = 3 * 2**30
 """Host memory of one rank without weights: Python, torch, CUDA's libraries."""
 
@@ -191,7 +191,9 @@ def timeline(task: Task, choice: Choice, way: Way = WAY) -> list[Moment]:
     ]
     if not choice.is_recorded:
         return moments
-    return _with_pool(moments, round(kept_gradients + head * width), round(_logits(task, tokens, in_fp8=is_head_fp8)))
+    logits = _logits(task, tokens, in_fp8=is_head_fp8)
+    more = POOLS[0]["plain" if choice.products == choice.storage == "plain" else "rounded"]
+    return _with_pool(moments, summed=round(kept_gradients + head * width), logits=round(logits), more=more)
 
 
 def peak(moments: list[Moment]) -> Moment:
@@ -299,9 +301,10 @@ def has_fp8_head(task: Task, choice: Choice) -> bool:
 # parts
 
 
-def _with_pool(moments: list[Moment], summed: int, logits: int) -> list[Moment]:
+def _with_pool(moments: list[Moment], *, summed: int, logits: int, more: float) -> list[Moment]:
     """Recorded passes have a pool of memory of their own, as large as they need it at their worst moment, and nothing
-    but the `logits` can use what is free in it. `summed`: bytes of gradients that are made elsewhere."""
+    but the `logits` can use what is free in it. `summed`: bytes of gradients that are made elsewhere; `more`: the part
+    that is held beyond what is needed."""
     loading, *step = moments
 
     def within(moment: Moment) -> int:
@@ -311,7 +314,7 @@ def _with_pool(moments: list[Moment], summed: int, logits: int) -> list[Moment]:
         return now.activations + max(0, now.gradients - summed) + short_lived
 
     held = max(within(one) for one in step) + max(one.memory.total - within(one) for one in step)
-    held += round(POOLS[0] * (held - step[0].memory.context)) + POOLS[1]
+    held += round(more * (held - step[0].memory.context)) + POOLS[1]
 
     def whole(memory: Memory) -> Memory:
         return memory.changed(fragmentation=memory.fragmentation + held - memory.total)
