@@ -25,7 +25,9 @@ def run_interpreted(check: str) -> str:
     process = _warm_process()
     process.stdin.write(check + "\n")
     process.stdin.flush()
-    answer = json.loads(process.stdout.readline())
+    line = process.stdout.readline()
+    assert line, f"the process of all checks ended with exit code {process.wait()}"
+    answer = json.loads(line)
     assert answer["code"] == 0, answer["said"]
     return answer["said"]
 

@@ -13,7 +13,7 @@ from tunesmith.measure import bench
 from tunesmith.model.forward import Shape
 from tunesmith.parallel.apply import decoder_layers
 
-WORKLOAD = bench.Workload("tiny", "full", 2, 64, rounds=2)
+WORKLOAD = bench.Workload("tiny", "full", 2, 64)
 
 
 @pytest.fixture(autouse=True)

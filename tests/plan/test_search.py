@@ -324,6 +324,8 @@ def test_passes_are_recorded_where_each_starts_the_same_kernels_on_the_same_memo
     assert refusal(run(), plan, SMOL, single) is None
     full = {"method": "full", "batch_tokens": 16384}
     assert search(run(**full), SMOL, single, pins=pins).plan.accumulation == 1
+    offloads = {"offload_activations": True, "recompute_layers": SMOL.layers}
+    assert refusal(run(), plan.changed(**offloads), SMOL, single) is None
     for changes, more in (
         ({"is_compiled": False}, {}),
         ({"attention": "sdpa"}, {}),

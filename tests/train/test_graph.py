@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tunesmith.measure import bench
-from tunesmith.model.forward import Shape
+from tunesmith.model.forward import Calling, Shape
 from tunesmith.parallel import compile
 from tunesmith.train import graph
 from tunesmith.train.graph import EAGER_STEPS, TRIES, Recorder
+from tunesmith.train.loop import _Loop
 
 STEPS = EAGER_STEPS + 4
 LARGER = {**bench.SHAPES["tiny"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
@@ -53,7 +55,7 @@ def replayed(monkeypatch):
                     place.copy_(weight.grad)
                     weight.grad = gradient
 
-            return (replay_forward, replay_backward), 0
+            return (replay_forward, replay_backward), (0, 0)
 
         monkeypatch.setattr(graph, "_beside", lambda rehearse: rehearse())
         monkeypatch.setattr(graph, "_recorded", record)
@@ -169,6 +171,30 @@ def test_what_cannot_be_recorded_is_run_as_it_is(monkeypatch):
     )
 
 
+def test_an_evaluation_that_runs_out_of_memory_gets_that_of_the_passes(monkeypatch):
+    recorder = Recorder(SimpleNamespace(device=torch.device("cpu")), Calling("packed"), [])
+    tried: list[int] = []
+
+    def evaluate(step):
+        tried.append(step)
+        if recorder.passes is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return SimpleNamespace(loss=1.0)
+
+    loop = object.__new__(_Loop)
+    loop.job = SimpleNamespace(evaluate=evaluate, model=torch.nn.Linear(1, 1))
+    loop.step_of = SimpleNamespace(recorder=recorder)
+    loop.done, loop.observe = 7, lambda event: None
+    recorder.passes = object()
+    loop._evaluate()
+    assert loop.metric_at == (7, 1.0)
+    assert tried == [7, 7]
+    monkeypatch.setattr(recorder, "give_up", lambda: False)
+    recorder.passes = object()
+    with pytest.raises(torch.OutOfMemoryError):
+        loop._evaluate()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
@@ -181,6 +207,7 @@ def test_what_cannot_be_recorded_is_run_as_it_is(monkeypatch):
         ("qlora", 1, {"products": "fp8", "recompute_layers": 3, "offload_activations": True, "mlp_slice": 256}),
         ("full", 1, {"master_weights": True, "optimizer_states": "fp32"}),
         ("full", 1, {"products": "fp8"}),
+        ("full", 1, {"recompute_layers": 3, "offload_activations": True}),
     ],
     ids=str,
 )
@@ -229,8 +256,9 @@ def test_a_replay_drops_what_the_pass_itself_would(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("changes", [{}, {"recompute_layers": 2, "offload_activations": True}], ids=str)
 @pytest.mark.parametrize("failures", [1, TRIES])
-def test_a_recording_that_fails_on_a_gpu_leaves_nothing_open(failures):
+def test_a_recording_that_fails_on_a_gpu_leaves_nothing_open(failures, changes):
     """Torch leaves its stream, its pool and the state of random numbers as they are when CUDA ends a recording."""
     workload = bench.Workload("larger", "lora", 2, 512)
     left = [True] * failures
@@ -242,11 +270,11 @@ def test_a_recording_that_fails_on_a_gpu_leaves_nothing_open(failures):
 
     def prepare(step):
         record(step)
-        step.model.base_model.norm.register_forward_pre_hook(spoil)
+        step.model.base_model.layers[-1].register_forward_pre_hook(spoil)  # inputs of layers below are on their way
 
-    _, expected = results(workload, device="cuda")
+    _, expected = results(workload, device="cuda", **changes)
     before = torch.cuda.current_stream()
-    step, found = results(workload, device="cuda", prepare=prepare)
+    step, found = results(workload, device="cuda", prepare=prepare, **changes)
     assert not left
     assert (step.recorder.passes is not None) == (failures < TRIES)
     assert torch.cuda.current_stream() == before

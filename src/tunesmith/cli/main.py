@@ -105,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(args=None if arguments is None else list(arguments), prog_name="tunesmith")
     finally:
         gc.enable()  # a command may have ended while it was off
+        gc.unfreeze()
         _flush_quietly()
 
 

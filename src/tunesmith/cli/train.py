@@ -40,7 +40,7 @@ def command(
     import time
 
     started = time.monotonic()
-    gc.disable()  # importing leaves little garbage, and looking for it takes a seventh of the time
+    gc.disable()  # importing leaves little garbage, and looking for it takes a seventh of the time and more
     from tunesmith.cli import display, output
     from tunesmith.config.load import load
     from tunesmith.plan.place import here
@@ -84,6 +84,8 @@ def command(
     from tunesmith.train import events
     from tunesmith.train.loop import train
 
+    gc.freeze()  # what is imported stays
+    gc.enable()
     with ExitStack() as stack:
         if place.rank == 0:
             stack.enter_context(RunLock(folder, warn=output.warn))
@@ -109,8 +111,6 @@ def command(
             if place.rank != 0 and is_turn:
                 setting = join_run(run)
             others.wait()
-        gc.freeze()  # what is there now stays
-        gc.enable()
         stack.enter_context(_memory_errors_in_words(setting.plan, folder))
         job = assemble(setting, others)
         for message in job.warnings:

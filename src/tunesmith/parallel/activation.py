@@ -115,7 +115,7 @@ class HostStore:
         self.free: list[torch.Tensor] = []
         self.blocks = 0
         """Made so far."""
-        self._leaving: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._leaving: tuple[torch.Tensor, _Copied] | None = None
         self._last: weakref.ref[_Kept] | None = None
 
     def put(self, tensor: torch.Tensor, *, stays: bool = False) -> _Kept:
@@ -137,9 +137,9 @@ class HostStore:
         tensor, copied = kept.fetched
         kept.fetched = None
         if copied is not None:
-            torch.cuda.current_stream().wait_event(copied)
+            copied.wait()
         before = kept.before() if kept.before is not None else None
-        if before is not None and before.fetched is None:
+        if before is not None and before.fetched is None and before.blocks:
             self._fetch(before)
         return tensor
 
@@ -149,7 +149,7 @@ class HostStore:
         copied = self._copy(zip(_pieces(tensor, self.block), kept.blocks, strict=True))
         kept.fetched = (tensor, copied)
 
-    def _copy(self, pairs) -> torch.cuda.Event | None:
+    def _copy(self, pairs) -> _Copied | None:
         """Copy pieces, targets first; says when they are there, None at once."""
         if self.stream is None:
             for target, source in pairs:
@@ -159,13 +159,13 @@ class HostStore:
         with torch.cuda.stream(self.stream):
             for target, source in pairs:
                 _copy_bytes(target, source)
-            return self.stream.record_event()
+            return _Copied(self.stream)
 
     def _let_go(self) -> None:
         """The tensor put last may be freed, and its memory used by what is queued from now on, once it is copied."""
         if self._leaving is not None:
-            torch.cuda.current_stream().wait_event(self._leaving[1])
-            self._leaving = None
+            (_, copied), self._leaving = self._leaving, None
+            copied.wait()
 
     def _take(self) -> torch.Tensor:
         if self.free:
@@ -174,18 +174,31 @@ class HostStore:
         return torch.empty(self.block, dtype=torch.uint8, pin_memory=self.stream is not None)
 
 
+class _Copied:
+    """When all that a stream has been given so far is done."""
+
+    def __init__(self, stream: torch.cuda.Stream):
+        self.event = stream.record_event()
+        self.is_recorded = torch.cuda.is_current_stream_capturing()
+
+    def wait(self) -> None:
+        """Not for what a recording that failed has left: it never runs. And when one begins, all else is done."""
+        if self.is_recorded == torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().wait_event(self.event)
+
+
 class _Kept:
     """A tensor in host memory. Its blocks are free again when nothing refers to it any more."""
 
     def __init__(self, store: HostStore, tensor: torch.Tensor, blocks: list[torch.Tensor], before):
         self.store, self.blocks, self.before = store, blocks, before
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.fetched: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self.fetched: tuple[torch.Tensor, _Copied | None] | None = None
 
     def __del__(self) -> None:
-        if self.fetched is not None and self.fetched[1] is not None:  # fetched for nothing, and still on its way
-            torch.cuda.current_stream().wait_event(self.fetched[1])
         self.store.free.extend(self.blocks)
+        if self.fetched is not None and self.fetched[1] is not None:  # fetched for nothing, and still on its way
+            self.fetched[1].wait()
 
 
 def _pieces(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:

@@ -126,6 +126,8 @@ def shard(
     is_quantized = (plan.gather, plan.reduce) != ("plain", "plain")
     is_rounded = plan.precision == "bf16" and not plan.master_weights and not has_adapters
     groups = nodes(plan) if is_quantized else None
+    # What is made is then the gradient itself, and not something it is made from on another stream.
+    is_gradient = not (plan.offload_parameters or is_rounded) and (sharded.reduces_once or plan.accumulation == 1)
     for unit in (*layers, sharded):
         prepare(unit)
         has_experts = plan.mesh.expert > 1  # which lie over ranks already, some on each
@@ -146,7 +148,7 @@ def shard(
         if is_quantized:
             ranks = plan.mesh.data_ranks
             quantize_collectives(unit, shapes, ranks, groups, gather=plan.gather, reduce=plan.reduce)
-        if mesh.shape[-1] == 1 and hasattr(unit, "set_custom_reduce_scatter"):
+        if mesh.shape[-1] == 1 and is_gradient and hasattr(unit, "set_custom_reduce_scatter"):
             unit.set_custom_reduce_scatter(_InPlace())
         if mesh.size() > 1:  # the loss is divided by the target tokens of all ranks; on one FSDP would divide by one
             unit.set_gradient_divide_factor(1.0)

@@ -63,8 +63,9 @@ FRAGMENTATION = {"cpu": 0.08, "cuda": 0.01}
 OUTSIDE = frozenset({"loss", "optimizer step"})
 """Moments whose workspace is not that of the layers' passes."""
 POOLS = {"plain": 0.015, "rounded": 0.05}, 128 * MIB
-"""What two pools hold beyond what they need: a share of all, and this. Measured were 1 to 2% where products and weights
-are in half precision, 4 to 10% with fp8 or nf4, whose weights come and go in many sizes."""
+"""What two pools hold beyond what they need: a share of all, and this. With plenty of memory it was 1 to 2% where
+products and weights are in half precision, 4 to 10% with fp8 or nf4, whose weights come and go in many sizes. Where it
+does not suffice, passes are run as they are."""
 HOST_PROCESS = 3 * 2**30
 """Host memory of one rank without weights: Python, torch, CUDA's libraries."""
 

@@ -675,8 +675,11 @@ def _explain(
         why = f"all else needs at least {least} of {has}; {takes}, partly beside the computation"
         decide("offload", "parameters and gradients to host memory", why)
     if choice.offload_activations:
-        least = _least(every, lambda one: not one.offload_activations)
-        decide("offload", "layer inputs to host memory", f"all else needs at least {least} of {has}")
+        others = [one for one in every if not one.choice.offload_activations]
+        why = f"all else needs at least {_least(others, lambda _: True)} of {has}"
+        if any(one.bytes <= limit for one in others):
+            why = "beside the computation, and what else fits takes longer"
+        decide("offload", "layer inputs to host memory", why)
     if choice.mlp_slice:
         wide = 2 * max(kind.intermediate for kind in task.facts.kinds) * task.width * choice.tokens(task)
         decide("MLP", f"{choice.mlp_slice:,} tokens at a time", f"for all tokens it would make {_gib(wide)} at once")
@@ -739,7 +742,8 @@ def _least(every: list[Candidate], of: Callable[[Choice], bool]) -> str:
 
 
 def _but_recompute(choice: Choice) -> Choice:
-    return dataclasses.replace(choice, recompute_layers=0, keep_attention=False, mlp_slice=0)
+    without = {"recompute_layers": 0, "keep_attention": False, "mlp_slice": 0, "offload_activations": False}
+    return dataclasses.replace(choice, **without)
 
 
 def _sharding_words(choice: Choice) -> str:

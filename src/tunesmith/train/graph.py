@@ -50,7 +50,15 @@ class Recorder:
     @property
     def idle_bytes(self) -> int:
         """What the passes' pool holds beyond what the allocator counts as allocated, from their recording on."""
-        return self.passes.idle_bytes if self.passes is not None else 0
+        segments = torch.cuda.memory_snapshot(self.passes.pool) if self.passes is not None else ()
+        return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
+
+    def give_up(self) -> bool:
+        """Free the memory of the passes, which are recorded anew when they are wanted; False where there are none."""
+        if self.passes is None:
+            return False
+        self._make_room()
+        return True
 
     def record(self, inputs: Inputs) -> bool:
         """Whether there are passes for inputs like these; makes them where there are not. If that cannot be done, it is
@@ -143,7 +151,7 @@ class Passes:
             _forget(weights)
             aside = _beside(rehearse)
             _forget(weights)
-            replays, self.idle_bytes = _recorded(aside, forward, backward, between=lend_room)
+            replays, self.pool = _recorded(aside, forward, backward, between=lend_room)
             self.replay_forward, self.replay_backward = replays
             self.gradients = [(weight, weight.grad) for weight in weights if weight.grad is not None]
         finally:
@@ -180,9 +188,9 @@ def _beside(rehearse: Callable[[], None]) -> torch.cuda.Stream:
 
 def _recorded(
     stream: torch.cuda.Stream, first: Callable[[], None], second: Callable[[], None], *, between: Callable[[], None]
-) -> tuple[list[Callable[[], None]], int]:
-    """Two functions' kernels, to be started by what is returned; they run in this order and share a pool. Also the
-    bytes of the pool that are not allocated in the end. `between` is done in between, and not recorded."""
+) -> tuple[list[Callable[[], None]], tuple[int, int]]:
+    """Two functions' kernels, to be started by what is returned, and the pool that they share; they run in this order.
+    `between` is done in between, and not recorded."""
     pool, before = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
     graphs = []
     try:
@@ -196,8 +204,7 @@ def _recorded(
     finally:
         if torch.cuda.current_stream() != before:
             _close(before, pool)
-    segments = torch.cuda.memory_snapshot(pool)
-    return graphs, sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
+    return graphs, pool
 
 
 class _Lent:

@@ -328,7 +328,15 @@ class _Loop:
         if self.job.evaluate is None:
             return
         self.job.model.eval()
-        evaluation = self.job.evaluate(self.done)
+        evaluation, recorder = None, self.step_of.recorder
+        try:
+            evaluation = self.job.evaluate(self.done)
+        except torch.OutOfMemoryError:
+            # Of what recorded passes hold, an evaluation can use nothing.
+            if recorder is None or not recorder.give_up():
+                raise
+        if evaluation is None:  # out there, what the first try held is free
+            evaluation = self.job.evaluate(self.done)
         self.job.model.train()
         self._tell_of_compiling()
         if not math.isfinite(evaluation.loss):

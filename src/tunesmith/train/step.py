@@ -272,7 +272,10 @@ class TrainStep:
 
     def _draw_from(self, step: int, micro_batch: int, stage: int = 0) -> None:
         text = f"{self.seed}:{step}:{micro_batch}:{self.ranks.rank}" + (f":{stage}" if stage else "")
-        torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def _blame(self, batch: StepBatch, totals: dict[int, float], what: str) -> str:
         """The step and the documents behind a value that is not finite: those of the data sets whose loss is not."""
