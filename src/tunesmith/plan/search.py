@@ -677,8 +677,9 @@ def _explain(
     if choice.offload_activations:
         others = [one for one in every if not one.choice.offload_activations]
         why = f"all else needs at least {_least(others, lambda _: True)} of {has}"
-        if any(one.bytes <= limit for one in others):
-            why = "beside the computation, and what else fits takes longer"
+        if fitting := [one.time.total for one in others if one.bytes <= limit]:
+            times = max(1.0, min(fitting) / found.time.total)
+            why = f"they go and come beside the computation; what else fits takes {times:.2f} times as long"
         decide("offload", "layer inputs to host memory", why)
     if choice.mlp_slice:
         wide = 2 * max(kind.intermediate for kind in task.facts.kinds) * task.width * choice.tokens(task)
