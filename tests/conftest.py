@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
+from tunesmith.cli.main import COLLECTING
+
+gc.set_threshold(*COLLECTING)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of two workers on two cores, more would wait for each other
 

@@ -6,6 +6,7 @@ function's name with arguments, and all of a world run it at once.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -87,6 +88,9 @@ class _World:
 
 
 def serve() -> None:
+    from tunesmith.cli.main import COLLECTING
+
+    gc.set_threshold(*COLLECTING)
     import torch.distributed.fsdp  # noqa: F401  (the imports are the point)
     import transformers.models.llama.modeling_llama  # noqa: F401
 

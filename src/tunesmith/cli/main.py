@@ -40,6 +40,9 @@ from tunesmith.parallel.launch import write_failure
 
 INTERRUPTED = 130
 OUR_FAULT = 70
+COLLECTING = 20_000, 20, 50
+"""How many objects are made before Python looks for garbage, among new ones and then among older ones. The usual 700
+are for programs of another size: of importing torch and what belongs to it that took a seventh."""
 
 
 class Verbs(TyperGroup):
@@ -98,14 +101,13 @@ def root(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point; always ends by raising SystemExit."""
+    gc.set_threshold(*COLLECTING)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # data may hold what a terminal cannot show; that is no error
             stream.reconfigure(errors="backslashreplace")
     try:
         app(args=None if arguments is None else list(arguments), prog_name="tunesmith")
     finally:
-        gc.enable()  # a command may have ended while it was off
-        gc.unfreeze()
         _flush_quietly()
 
 

@@ -35,12 +35,10 @@ def command(
     ] = False,
 ) -> None:
     """Fine-tune. On a folder that holds an unfinished run: continue it."""
-    import gc
     import os
     import time
 
     started = time.monotonic()
-    gc.disable()  # importing leaves little garbage, and looking for it takes a seventh of the time and more
     from tunesmith.cli import display, output
     from tunesmith.config.load import load
     from tunesmith.plan.place import here
@@ -73,7 +71,6 @@ def command(
 
         count = choose_plan(run, plan=plan, ranks=ranks).mesh.ranks
         if count > 1:
-            gc.enable()
             options = ["--plan", str(plan_file)] if plan_file else []
             again = ["train", str(config), *(overrides or ()), *options]
             _start_ranks(again, count, restarts=restarts, accept_changes=accept_changes, folder=folder)
@@ -84,8 +81,6 @@ def command(
     from tunesmith.train import events
     from tunesmith.train.loop import train
 
-    gc.freeze()  # what is imported stays
-    gc.enable()
     with ExitStack() as stack:
         if place.rank == 0:
             stack.enter_context(RunLock(folder, warn=output.warn))
