@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import os
 
-from tunesmith.cli.main import COLLECTING
-
-gc.set_threshold(*COLLECTING)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of two workers on two cores, more would wait for each other
 
@@ -19,6 +16,9 @@ import pytest
 from ranks import Worlds
 from tiny import Runs
 from tiny_model import make_tiny_model
+from tunesmith.cli.main import COLLECTING
+
+gc.set_threshold(*COLLECTING)
 
 
 @pytest.fixture(autouse=True)
