@@ -116,7 +116,15 @@ def test_the_ratio_is_to_the_fastest_peer_of_the_same_workload():
     assert [row.get("to_best_peer") for row in bench.compare(rows)] == [1.5, 0.5, 1.0, None, None]
 
 
-def test_a_system_that_fails_is_a_row_that_says_so():
+def test_a_system_that_fails_is_a_row_that_says_so(tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho 'RuntimeError: no device nonsense' >&2\necho 'and more' >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(bench.sys, "executable", str(script))
     row = bench.carry_out(bench.Order("tiny", "transformers", "fp32", "nonsense", 1, 1))
-    assert row["system"] == "transformers"
-    assert "nonsense" in row["failed"]
+    assert row == {
+        "workload": "tiny",
+        "system": "transformers",
+        "variant": "fp32",
+        "failed": "RuntimeError: no device nonsense",
+    }

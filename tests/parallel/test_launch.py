@@ -88,7 +88,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_a_run_on_two_ranks_stops_when_asked_and_is_continued_by_torchrun_with_the_losses_of_one(tiny_model, tmp_path):
-    changes = {"steps": 50, "save_every": 1000, "eval_every": 25, "lora": {"rank": 4}}
+    changes = {"steps": 24, "save_every": 1000, "eval_every": 12, "lora": {"rank": 4}}
     one = write_all(tmp_path / "one", tiny_model, **changes)
     two = write_all(tmp_path / "two", tiny_model, **changes)
     ended = run(two, "tunesmith", "train", "run.yaml", "--ranks", "2")
@@ -106,7 +106,7 @@ def test_a_run_on_two_ranks_stops_when_asked_and_is_continued_by_torchrun_with_t
     assert "Continuing after step" in out
     assert alone.wait(300) == 0
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
-    assert json.loads((two / "run" / "summary.json").read_text())["steps"] == 50
+    assert json.loads((two / "run" / "summary.json").read_text())["steps"] == 24
 
 
 def kill_a_rank(started: subprocess.Popen, rank: int) -> None:

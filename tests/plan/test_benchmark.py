@@ -59,6 +59,7 @@ def test_configurations_are_recorded_where_the_planner_would_and_say_so(planner)
     assert not planner.Configuration(**before).is_recorded
 
 
+@pytest.mark.slow
 def test_configurations_are_measured_by_processes_beside_each_other(planner, tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / "planner.py"), "--device", "cpu", "--workers", "1"]
     subprocess.run([*command, "--out", str(tmp_path)], check=True, capture_output=True, text=True)
