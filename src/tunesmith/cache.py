@@ -1,4 +1,5 @@
-"""The folder for what can be made again: tokens, converted models, compiled layers, measured rates."""
+"""The folder for what can be made again: tokens, converted models, compiled layers, bytecode, measured
+rates."""
 
 from __future__ import annotations
 

@@ -54,6 +54,22 @@ def test_the_version_and_the_module_entry_point():
     assert done.stdout == f"tunesmith {__version__}\n"
 
 
+@pytest.mark.parametrize("has_bytecode", [False, True])
+def test_bytecode_goes_to_the_cache_where_python_keeps_none(tmp_path, has_bytecode):
+    module = tmp_path / "site" / "torch" / "__init__.py"
+    module.parent.mkdir(parents=True)
+    module.touch()
+    if has_bytecode:
+        (module.parent / "__pycache__").mkdir()
+    paths = os.pathsep.join([str(tmp_path / "site"), *sys.path])
+    places = {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "TUNESMITH_CACHE": str(tmp_path / "cache")}
+    code = "from tunesmith.cli.main import main\ntry:\n    main(['--version'])\nfinally:\n    import torch"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | places, check=True, capture_output=True)
+    kept = list((tmp_path / "cache").rglob("*.pyc"))
+    assert len([file for file in kept if file.parent.name == "torch"]) == (0 if has_bytecode else 1)
+    assert not list((tmp_path / "site").rglob("*.pyc"))
+
+
 def test_no_arguments_show_the_help():
     assert "Usage: tunesmith" in CliRunner().invoke(app, []).output
 

@@ -7,7 +7,7 @@ import plain_efficient
 import plain_flash4
 import pytest
 import torch
-import torch._dynamo
+import torch._dynamo.backends.common
 from torch._dynamo.utils import counters
 
 from tunesmith import assemble
@@ -121,6 +121,29 @@ def test_what_was_compiled_is_kept_in_the_cache_and_found_again(own_cache):
     torch._dynamo.reset()
     compiled(layer, "Layer")(torch.ones(5))
     assert counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"] > 0
+
+
+@pytest.mark.slow
+def test_a_function_with_its_own_backward_pass_is_found_again_and_not_mistaken_for_another(own_cache):
+    def times(factor: float) -> type[torch.autograd.Function]:
+        class Times(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.sin()
+
+            @staticmethod
+            def backward(ctx, d_out):
+                return d_out * factor
+
+        return Times
+
+    for factor, hits in ((3.0, 0), (3.0, 1), (5.0, 1)):
+        torch._dynamo.reset()
+        function, x = times(factor), torch.ones(5, requires_grad=True)
+        compiled(lambda x, function=function: function.apply(x) + 1, "Layer")(x).sum().backward()
+        assert x.grad.tolist() == [factor] * 5
+        assert counters["aot_autograd"]["autograd_cache_hit"] == hits
+        assert counters["aot_autograd"]["autograd_cache_bypass"] == 0
 
 
 def batch_of(*lengths: int) -> StepBatch:

@@ -103,6 +103,8 @@ def prepare() -> None:
     torch._dynamo.config.recompile_limit = max(MOST_VARIANTS, torch._dynamo.config.recompile_limit)
     # Backward is compiled together with forward, where a failure can still be answered.
     torch._functorch.config.force_non_lazy_backward_lowering = True
+    # Layers with functions that have a backward pass of their own are kept, too: what is looked up is all their code.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     if _news.started not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_news.started)
         callback_handler.register_end_callback(_news.ended)
