@@ -1,9 +1,9 @@
 """Seconds from `tunesmith train` to the end of its first step, cold and warm, for a model on the local disk.
 
-    python benchmarks/startup.py [--shape llama3-8b] [--folder FOLDER] [key=value ...]
+    python benchmarks/startup.py [--shape llama3-8b] [--folder FOLDER] [--warm 3] [key=value ...]
 
 Weights are random at a published shape, a file for each layer. Cold: nothing compiled, no tokens, no files in the
-system's memory (where the system lets us drop them). Warm: the same command once more.
+system's memory (where the system lets us drop them). Warm: the same command again, so many times.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama3-8b")
     parser.add_argument("--folder", type=Path, default=Path("startup"))
+    parser.add_argument("--warm", type=int, default=3)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
     folder = options.folder.resolve()
@@ -35,7 +36,7 @@ def main() -> None:
     environment = os.environ | caches | {"HF_HUB_OFFLINE": "1"}
     shutil.rmtree(cache, ignore_errors=True)
     rows = []
-    for name in ("cold", "warm"):
+    for name in ("cold", *["warm"] * options.warm):
         if name == "cold":
             drop_files_from_memory(folder / options.shape)
         rows.append({"start": name, **run(folder, options.shape, environment, options.overrides)})

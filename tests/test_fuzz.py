@@ -20,7 +20,7 @@ from tunesmith import assemble
 from tunesmith.cli.main import main
 from tunesmith.model import load
 
-COUNT = int(os.environ.get("TUNESMITH_FUZZ", "40"))
+COUNT = int(os.environ.get("TUNESMITH_FUZZ", "25"))
 """Mutants of each of the 13 originals; more can be asked for."""
 SETTINGS = """\
 # A run, as people write them.

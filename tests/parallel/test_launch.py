@@ -12,9 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 
 from tiny import write_all
-from tunesmith.parallel.launch import launch
+from tunesmith.cli.train import _start_ranks
+from tunesmith.parallel.launch import Failure, launch
 from tunesmith.train import events
 from tunesmith.train.hang import stacks
 
@@ -87,28 +89,6 @@ def losses(folder: Path) -> list[float]:
     return [one["loss"] for one in events.read(folder / "run") if one["event"] == "step"]
 
 
-def test_a_run_on_two_ranks_stops_when_asked_and_is_continued_by_torchrun_with_the_losses_of_one(tiny_model, tmp_path):
-    changes = {"steps": 24, "save_every": 1000, "eval_every": 12, "lora": {"rank": 4}}
-    one = write_all(tmp_path / "one", tiny_model, **changes)
-    two = write_all(tmp_path / "two", tiny_model, **changes)
-    ended = run(two, "tunesmith", "train", "run.yaml", "--ranks", "2")
-    wait_for_steps(two, 3)
-    ended.send_signal(signal.SIGTERM)
-    out, err = ended.communicate(timeout=300)
-    assert ended.returncode == 143, err
-    assert "stopped by SIGTERM; everything is saved" in out
-    assert err == ""
-    alone = run(one, "tunesmith", "train", "run.yaml")
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
-    again = run(two, *torchrun, "tunesmith", "train", "run.yaml")
-    out, err = again.communicate(timeout=300)
-    assert again.returncode == 0, err
-    assert "Continuing after step" in out
-    assert alone.wait(300) == 0
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
-    assert json.loads((two / "run" / "summary.json").read_text())["steps"] == 24
-
-
 def kill_a_rank(started: subprocess.Popen, rank: int) -> None:
     mark = f"\0RANK={rank}\0".encode()
     children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
@@ -116,29 +96,58 @@ def kill_a_rank(started: subprocess.Popen, rank: int) -> None:
     os.kill(int(found), signal.SIGKILL)
 
 
-def test_when_a_rank_is_killed_all_go_on_from_the_last_checkpoint_or_end_within_seconds(tiny_model, tmp_path):
-    folder = write_all(tmp_path, tiny_model, steps=100_000, save_every=2, eval=[])
-    started = run(folder, "tunesmith", "train", "run.yaml", "--ranks", "2", "--restarts", "1")
-    wait_for_steps(folder, 5)
+def test_a_run_on_two_ranks_survives_a_kill_stops_when_asked_and_is_continued_by_torchrun_with_the_losses_of_one(
+    tiny_model, tmp_path, runs
+):
+    changes = {"steps": 60, "save_every": 2, "eval_every": 30, "lora": {"rank": 4}}
+    one = write_all(tmp_path / "one", tiny_model, **changes)
+    two = write_all(tmp_path / "two", tiny_model, **changes)
+    started = run(two, "tunesmith", "train", "run.yaml", "--ranks", "2", "--restarts", "1")
+    wait_for_steps(two, 3)
     kill_a_rank(started, 1)
     give_up = time.monotonic() + 300
-    while not any(one["event"] == "resumed" for one in events.read(folder / "run")):
+    while not any(one["event"] == "resumed" for one in events.read(two / "run")):
         assert time.monotonic() < give_up
         time.sleep(0.05)
-    done = len(losses(folder))
-    wait_for_steps(folder, done + 3)
-    began = time.monotonic()
-    kill_a_rank(started, 1)
+    wait_for_steps(two, len(losses(two)) + 2)
+    started.send_signal(signal.SIGTERM)
     out, err = started.communicate(timeout=300)
-    assert time.monotonic() - began < 60
-    assert started.returncode == 70
-    restarted, failed = err.splitlines()
-    words = "rank 1 of 2 failed first: it was ended by signal 9"
-    assert restarted == f"warning: {words}; all ranks are started again from the last checkpoint (1 of 1)"
-    assert failed == f"error: {words}"
-    steps = [one["step"] for one in events.read(folder / "run") if one["event"] == "step"]
-    assert steps == list(range(1, len(steps) + 1))
+    assert started.returncode == 143, err
     assert "Continuing after step" in out
+    assert "stopped by SIGTERM; everything is saved" in out
+    assert err == f"warning: {KILLED}; all ranks are started again from the last checkpoint (1 of 1)\n"
+    steps = [one["step"] for one in events.read(two / "run") if one["event"] == "step"]
+    assert steps == list(range(1, len(steps) + 1))
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    again = run(two, *torchrun, "tunesmith", "train", "run.yaml")
+    assert runs(one, "train", "run.yaml").code == 0
+    out, err = again.communicate(timeout=300)
+    assert again.returncode == 0, err
+    assert "Continuing after step" in out
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    assert json.loads((two / "run" / "summary.json").read_text())["steps"] == 60
+
+
+KILLED = "rank 1 of 2 failed first: it was ended by signal 9"
+
+
+def test_ranks_are_started_again_so_many_times_and_then_the_failure_is_told(monkeypatch, capsys, tmp_path):
+    commands = []
+
+    def fails(command: list[str], count: int) -> Failure:
+        commands.append(command)
+        return Failure(rank=1, code=-9, message="", traceback="")
+
+    monkeypatch.setattr("tunesmith.parallel.launch.launch", fails)
+    with pytest.raises(typer.Exit) as ended:
+        _start_ranks(["train", "run.yaml"], 2, restarts=1, accept_changes=True, folder=tmp_path)
+    assert ended.value.exit_code == 70
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: {KILLED}; all ranks are started again from the last checkpoint (1 of 1)",
+        f"error: {KILLED}",
+    ]
+    train = [sys.executable, "-m", "tunesmith", "train", "run.yaml"]
+    assert commands == [[*train, "--accept-changes"], train]  # changes are accepted once
 
 
 @pytest.mark.slow

@@ -14,15 +14,13 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from tunesmith import __version__
-from tunesmith.cache import folder_to_fill
+from tunesmith.cache import keep_bytecode
 from tunesmith.cli import (
     bench,
     chat,
@@ -105,7 +103,7 @@ def root(
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point; always ends by raising SystemExit."""
     gc.set_threshold(*COLLECTING)
-    _keep_bytecode()
+    keep_bytecode()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # data may hold what a terminal cannot show; that is no error
             stream.reconfigure(errors="backslashreplace")
@@ -126,21 +124,6 @@ for _panel, _verbs in {
         app.command(_name, rich_help_panel=_panel)(_verb.command)
     if _panel == "Train":
         app.add_typer(launch.app, name="launch", rich_help_panel=_panel)
-
-
-def _keep_bytecode() -> None:
-    """Have Python keep the bytecode of modules in our cache, where it keeps none beside their sources, as in many
-    containers: it would compile torch's and transformers' thousands of files at each start, for seconds."""
-    found = find_spec("torch")
-    if sys.pycache_prefix or found is None or found.origin is None:
-        return
-    beside = Path(found.origin).parent
-    is_kept = not sys.dont_write_bytecode and os.access(beside, os.W_OK)
-    if is_kept or (beside / "__pycache__").is_dir() or not (folder := folder_to_fill("bytecode")):
-        return
-    sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
-    os.environ["PYTHONPYCACHEPREFIX"] = str(folder)  # for the processes started from here
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def _fail(messages: Sequence[str]) -> NoReturn:
