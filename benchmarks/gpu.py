@@ -186,7 +186,7 @@ def words(found: dict[str, Any]) -> str:
 
 
 def collect(files: list[Path]) -> Path:
-    """Of each case the newest row, and one that failed only where none did not; says what is left out."""
+    """Of each case the newest row, with the speeds of those before it; one that failed only where none did not."""
     about: dict[str, Any] = {}
     kept: dict[str, dict[str, Any]] = {}
     for file in files:
@@ -200,6 +200,8 @@ def collect(files: list[Path]) -> Path:
             if before is not None:
                 print(f"left out: {name}: {words(row if keeps_before else before)}", file=sys.stderr)
             if not keeps_before:
+                if before is not None and "failed" not in before:
+                    row["earlier"] = [*before.get("earlier", []), round(before["tokens_per_second"])]
                 kept[name] = row
     order = {case.name: index for index, case in enumerate(CASES)}
     rows = sorted(kept.values(), key=lambda row: order.get(name_of(row), len(order)))

@@ -100,18 +100,24 @@ def main() -> None:
 
 
 def collect(files: list[Path]) -> Path:
-    """The runs that are named in what was printed; the document of the first file tells where they ran."""
+    """The runs that are named in what was printed, of each seed the newest; the document of the first file tells where
+    they ran, and each row has the commit of its own."""
     named = {variant.name: variant for variant in VARIANTS}
-    about: dict[str, Any] = {}
-    found: list[tuple[Variant, dict[str, float]]] = []
+    documents: list[dict[str, Any]] = []
+    newest: dict[tuple[str, int], dict[str, Any]] = {}
     for line in (line for file in files for line in file.read_text(encoding="utf-8").splitlines()):
-        name, _, run = line.partition(": {")
+        name, _, told = line.partition(": {")
         if line.startswith("{"):
-            about = about or json.loads(line)
-        elif name in named and run:
-            found.append((named[name], ast.literal_eval("{" + run)))
+            documents.append(json.loads(line))
+        elif name in named and told:
+            run = ast.literal_eval("{" + told)
+            newest[name, run["seed"]] = run | {"commit": documents[-1]["commit"]}
+    found = [(named[name], run) for (name, _), run in newest.items()]
     chosen = [variant for variant in VARIANTS if any(one is variant for one, _ in found)]
-    return write_result("quality", about["what"], summarize(chosen, found), about=about)
+    rows = summarize(chosen, found)
+    for variant, row in zip(chosen, rows, strict=True):
+        row["commit"] = ", ".join(sorted({run["commit"] for one, run in found if one is variant}))
+    return write_result("quality", documents[0]["what"], rows, about=documents[0])
 
 
 def write_settings(folder: Path, options: argparse.Namespace) -> Path:
@@ -185,7 +191,7 @@ def call(*arguments: str) -> None:
             raise
 
 
-def summarize(variants: list[Variant], found: list[tuple[Variant, dict[str, float]]]) -> list[dict[str, Any]]:
+def summarize(variants: list[Variant], found: list[tuple[Variant, dict[str, Any]]]) -> list[dict[str, Any]]:
     rows = []
     for variant in variants:
         losses = [run["loss"] for one, run in found if one is variant]

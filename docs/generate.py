@@ -262,6 +262,7 @@ def _gpu_tables(rows: list[dict[str, Any]]) -> list[str]:
         lines.append(f"- {name}: {one.method}, {one.shape}, {what}{one.sequences} x {one.length:,} tokens a step")
     commits = {row["commit"] for row in rows}
     head = ["workload", "goal", "system", "products", "tokens/s", "to the fastest other", "peak GiB", "busy"]
+    head += ["tokens/s in earlier calls"] if any("earlier" in row for row in rows) else []
     head += ["commit"] if len(commits) > 1 else []
     lines += ["", f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for row in rows:
@@ -272,6 +273,8 @@ def _gpu_tables(rows: list[dict[str, Any]]) -> list[str]:
             ratio, busy = row.get("to_best_peer"), row.get("busy")
             cells += [f"{row['tokens_per_second']:,.0f}", f"{ratio:.2f}" if ratio else ""]
             cells += [f"{row['peak_bytes'] / 2**30:.1f}", f"{busy:.1%}" if busy else ""]
+        if "tokens/s in earlier calls" in head:
+            cells.append("; ".join(f"{speed:,}" for speed in row.get("earlier", [])))
         lines.append(f"| {' | '.join([*cells, *([row['commit']] if len(commits) > 1 else [])])} |")
     return lines + _time_table(rows)
 
