@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# A hundred processes start in the tests, and each would compile torch's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo check test test-slow test-slurm test-nodes bench docs clean
 
 setup: $(READY)

@@ -24,6 +24,7 @@ gc.set_threshold(*COLLECTING)
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNESMITH_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setattr("tunesmith.cli.main.keep_bytecode", lambda: None)  # it would change the whole process
 
 
 @pytest.fixture(scope="session")

@@ -64,10 +64,23 @@ def test_bytecode_goes_to_the_cache_where_python_keeps_none(tmp_path, has_byteco
     paths = os.pathsep.join([str(tmp_path / "site"), *sys.path])
     places = {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "TUNESMITH_CACHE": str(tmp_path / "cache")}
     code = "from tunesmith.cli.main import main\ntry:\n    main(['--version'])\nfinally:\n    import torch"
-    subprocess.run([sys.executable, "-c", code], env=os.environ | places, check=True, capture_output=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPYCACHEPREFIX"} | places
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True)
     kept = list((tmp_path / "cache").rglob("*.pyc"))
     assert len([file for file in kept if file.parent.name == "torch"]) == (0 if has_bytecode else 1)
     assert not list((tmp_path / "site").rglob("*.pyc"))
+
+
+def test_no_home_folder_costs_the_bytecode_and_nothing_else(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    home = {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "HOME": ""}
+    environment = {name: value for name, value in os.environ.items() if name != "TUNESMITH_CACHE"} | home
+    nobody = "import os, pwd\npwd.getpwuid = lambda uid: {}[uid]\ndel os.environ['HOME']\n"
+    code = nobody + "from tunesmith.cli.main import main\nmain(['--version'])"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout == f"tunesmith {__version__}\n", done.stderr
 
 
 def test_no_arguments_show_the_help():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ from tunesmith.data.types import StepBatch
 from tunesmith.measure.bench import Workload, build, plan_for
 from tunesmith.model.fuse import fuse
 from tunesmith.model.rotary import rotate_in_kernels
-from tunesmith.parallel.compile import compiled, news, tell
+from tunesmith.parallel.compile import _own_code, compiled, news, tell
 from tunesmith.train import events, loop
 
 
@@ -144,6 +145,16 @@ def test_a_function_with_its_own_backward_pass_is_found_again_and_not_mistaken_f
         assert x.grad.tolist() == [factor] * 5
         assert counters["aot_autograd"]["autograd_cache_hit"] == hits
         assert counters["aot_autograd"]["autograd_cache_bypass"] == 0
+
+
+def test_our_own_code_is_part_of_what_is_looked_up(monkeypatch):
+    with torch.compiler.config.patch(cache_key_tag="mine"):
+        for _ in range(2):
+            compiled(torch.sin, "Layer")
+            assert torch.compiler.config.cache_key_tag == f"mine{_own_code()}"
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == "flash4.py"))
+    assert _own_code.__wrapped__() != _own_code()
 
 
 def batch_of(*lengths: int) -> StepBatch:

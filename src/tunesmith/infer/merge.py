@@ -91,7 +91,7 @@ def merge_run(folder: Path, to: Path, *, precision: str | None = None) -> Merged
 
 @torch.no_grad()
 def _round(weight: torch.Tensor, *, seed: int) -> None:
-    """To numbers that bf16 has; the same ones each time."""
+    """To numbers that bf16 has; on a kind of device the same ones each time."""
     generator = torch.Generator(weight.device).manual_seed(seed)
     bits = torch.randint(1 << 16, weight.shape, generator=generator, device=weight.device, dtype=torch.int32)
     weight.copy_(round_at_random(weight.detach(), bits))

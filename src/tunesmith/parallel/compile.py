@@ -6,14 +6,18 @@ compiling took and what did not work is collected here until `news` is asked for
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
 import torch._dynamo  # the whole of it, before a thread imports what it is imported by
 
+import tunesmith
 from tunesmith.cache import folder_to_fill
 
 MOST_VARIANTS = 64
@@ -103,8 +107,20 @@ def prepare() -> None:
     torch._dynamo.config.recompile_limit = max(MOST_VARIANTS, torch._dynamo.config.recompile_limit)
     # Backward is compiled together with forward, where a failure can still be answered.
     torch._functorch.config.force_non_lazy_backward_lowering = True
-    # Layers with functions that have a backward pass of their own are kept, too: what is looked up is all their code.
+    # Layers with functions that have a backward pass of their own are kept, too. Their code is part of what is looked
+    # up; of operators only the names are, so all our code is added to it.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    if not torch.compiler.config.cache_key_tag.endswith(_own_code()):
+        torch.compiler.config.cache_key_tag += _own_code()
     if _news.started not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_news.started)
         callback_handler.register_end_callback(_news.ended)
+
+
+@cache
+def _own_code() -> str:
+    """Changes with it, and so with the shapes and gradients of our operators."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(tunesmith.__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
