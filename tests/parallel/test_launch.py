@@ -85,6 +85,13 @@ def wait_for_steps(folder: Path, count: int) -> None:
         time.sleep(0.05)
 
 
+def wait_for_event(folder: Path, kind: str) -> None:
+    give_up = time.monotonic() + 300
+    while not any(one["event"] == kind for one in events.read(folder / "run")):
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
 def losses(folder: Path) -> list[float]:
     return [one["loss"] for one in events.read(folder / "run") if one["event"] == "step"]
 
@@ -103,12 +110,9 @@ def test_a_run_on_two_ranks_survives_a_kill_stops_when_asked_and_is_continued_by
     one = write_all(tmp_path / "one", tiny_model, **changes)
     two = write_all(tmp_path / "two", tiny_model, **changes)
     started = run(two, "tunesmith", "train", "run.yaml", "--ranks", "2", "--restarts", "1")
-    wait_for_steps(two, 3)
+    wait_for_event(two, "checkpoint")
     kill_a_rank(started, 1)
-    give_up = time.monotonic() + 300
-    while not any(one["event"] == "resumed" for one in events.read(two / "run")):
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
+    wait_for_event(two, "resumed")
     wait_for_steps(two, len(losses(two)) + 2)
     started.send_signal(signal.SIGTERM)
     out, err = started.communicate(timeout=300)
