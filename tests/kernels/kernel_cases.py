@@ -319,7 +319,7 @@ def _check_scaled(values: torch.Tensor, scale: torch.Tensor, wanted: torch.Tenso
 def check_update(device: str, dtypes=(torch.float32, torch.bfloat16)) -> None:
     """Two steps, each beside torch's own arithmetic; codes may be one apart where a value lies between two."""
     from tunesmith.kernels import update
-    from tunesmith.kernels.update_fused import update_fused_
+    from tunesmith.kernels.update_fused import copy_fused_, update_fused_
 
     numbers = {"keep": 0.999, "rate": 1e-2, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-8, "unbias": 1.3}
     cases = 0
@@ -336,7 +336,8 @@ def check_update(device: str, dtypes=(torch.float32, torch.bfloat16)) -> None:
                     for step in range(2):
                         mine = weight.to(device, copy=True)
                         held = {name: value.to(device, copy=True) for name, value in state.items()}
-                        copy, found = torch.empty(2, *shape, dtype=torch.float16).unbind()
+                        half = torch.bfloat16 if step else torch.float16
+                        copy, found = torch.empty(2, *shape, dtype=half).unbind()
                         found = found.to(device)
                         gradient = torch.randn(shape, generator=generator) * 2.0**-step
                         given = {
@@ -363,7 +364,13 @@ def check_update(device: str, dtypes=(torch.float32, torch.bfloat16)) -> None:
                                 torch.testing.assert_close(one, value, rtol=1e-2, atol=1e-6, msg=case)
                         step_of = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
                         torch.testing.assert_close(mine.cpu(), weight, rtol=step_of, atol=1e-6, msg=case)
-                        torch.testing.assert_close(found.cpu(), copy, rtol=2e-3, atol=1e-6, msg=case)
+                        near = {torch.float16: 2e-3, torch.bfloat16: 2**-6}[half]
+                        torch.testing.assert_close(found.cpu(), copy, rtol=near, atol=1e-6, msg=case)
+                        if dtype == torch.float32:  # a copy is made from its weight alone, in the step or apart
+                            apart = torch.empty_like(found)
+                            copy_fused_(apart, mine, start=given["start"])
+                            assert torch.equal(apart, found), case
+                            assert torch.equal(update.halved(mine.cpu(), half, start=given["start"]), found.cpu()), case
                     cases += 1
     print(f"update: {cases} cases")
 

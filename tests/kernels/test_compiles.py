@@ -36,8 +36,21 @@ def test_updates(states):
     block = module.BLOCK.get(states, module.VALUES)
     flags = {"IS_LION": False, "IS_RANDOM": True, "HAS_COPY": False, "HAS_FACTOR": True}
     constants = {"FORMAT": module.FORMATS[states], "TILE": module.VALUES // block, "BLOCK": block, **flags}
+    with_masters = {
+        "types": types | {"weight": "*fp32"},
+        "constants": constants | {"IS_RANDOM": False, "HAS_COPY": True},
+    }
     for capability in (HOPPER,) if states == "fp8" else (HOPPER, AMPERE):
         compile_for(capability, module._kernel, types, constants, num_warps=4)
+        compile_for(capability, module._kernel, **with_masters, num_warps=4)
+
+
+def test_copies_in_half_precision():
+    from tunesmith.kernels import update_fused as module
+
+    types = {"copy": "*bf16", "values": "*fp32", "count": "i32", "start": "i64"}
+    for capability in (HOPPER, AMPERE):
+        compile_for(capability, module._copy_kernel, types, {"SIZE": module.VALUES})
 
 
 @pytest.mark.parametrize("in_fp8", [False, True])

@@ -4,6 +4,8 @@ import pytest
 import torch
 from interpreted import run_interpreted
 
+from tunesmith.kernels import update
+
 
 def test_the_kernel_is_right_in_the_interpreter():
     assert "update: 52 cases" in run_interpreted("check_update")
@@ -15,3 +17,29 @@ def test_the_kernel_is_right_on_the_gpu():
     from kernel_cases import check_update
 
     check_update("cuda")
+
+
+def test_rows_rounded_apart_are_what_they_are_together(monkeypatch):
+    values = torch.randn(30, 7, generator=torch.Generator().manual_seed(0))
+    whole = update.halved(values, torch.bfloat16)
+    monkeypatch.setattr(update, "PIECE", 16)
+    parts = [
+        update.halved(rows, torch.bfloat16, start=7 * start) for start, rows in ((0, values[:11]), (11, values[11:]))
+    ]
+    assert torch.equal(whole, torch.cat(parts))
+    assert ((whole.float() - values).abs() < 2**-7 * values.abs()).all()  # one of the two beside it
+    assert update.halved(values, torch.float32) is values
+    assert torch.equal(update.halved(values, torch.float16), values.half())
+
+
+def test_rounding_at_random_is_right_on_average_and_leaves_what_bf16_has():
+    values = torch.full((100_000,), 1.001)
+    assert update.halved(values, torch.bfloat16).double().mean().item() == pytest.approx(1.001, abs=5e-5)
+    held = torch.randn(1000).bfloat16()
+    assert torch.equal(update.halved(held.float(), torch.bfloat16), held)
+
+
+def test_what_is_no_number_stays_so():
+    nan = torch.full((64,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # as GPUs make it
+    assert update.halved(nan, torch.bfloat16).isnan().all()
+    assert update.halved(torch.full((64,), float("-inf")), torch.bfloat16).isneginf().all()

@@ -70,6 +70,20 @@ def test_masters_keep_updates_that_bf16_would_lose():
     assert all((weight != before[name]).all() for name, weight in model.named_parameters())
 
 
+@pytest.mark.parametrize("kind", ["adamw", "adafactor"])
+def test_what_masters_learned_is_in_their_copies_from_the_first_step_on(kind):
+    model, optimizer = make(kind, dtype=torch.bfloat16, width=5000)
+    before = model[0].weight.float()
+    for weight in optimizer.parameters:
+        weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    optimizer.step(1e-5)
+    moved = optimizer.masters["0.weight"].detach() - before
+    kept = ((model[0].weight.float() - before) * moved).sum() / moved.square().sum()
+    nearest = (((before + moved).bfloat16().float() - before) * moved).sum() / moved.square().sum()
+    assert kept.item() == pytest.approx(1.0, abs=0.15)
+    assert nearest < 0.5
+
+
 def test_accumulated_half_precision_gradients_are_summed_in_fp32():
     model, optimizer = make("sgd", dtype=torch.bfloat16)
     for _ in range(300):

@@ -22,7 +22,7 @@ from torch import nn
 from tunesmith.checkpoint.run_folder import read_run
 from tunesmith.errors import UserError
 from tunesmith.infer.open import open_run, tokenizer_of, trained_storage
-from tunesmith.kernels.update import round_at_random
+from tunesmith.kernels.update import halved
 from tunesmith.model import load, lora
 from tunesmith.model.save import write_model
 
@@ -64,10 +64,11 @@ def merge_run(folder: Path, to: Path, *, precision: str | None = None) -> Merged
     base = _logits_without_adapters(opened.model, tokens)
     names = list(lora.adapters(opened.model))
     lora.merge(opened.model)
-    if dtype == "bf16":
-        for number, name in enumerate(names):
-            _round(opened.model.get_submodule(name).weight, seed=number)
-    opened.model.to(getattr(torch, load.DTYPES[dtype]))
+    half = getattr(torch, load.DTYPES[dtype])
+    for name in names:
+        weight = opened.model.get_submodule(name).weight
+        weight.data = halved(weight.detach(), half)
+    opened.model.to(half)
     to.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
     try:
@@ -87,14 +88,6 @@ def merge_run(folder: Path, to: Path, *, precision: str | None = None) -> Merged
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Merged(to, len(names), dtype, difference, effect, BITS.get(trained_storage(folder)))
-
-
-@torch.no_grad()
-def _round(weight: torch.Tensor, *, seed: int) -> None:
-    """To numbers that bf16 has; on a kind of device the same ones each time."""
-    generator = torch.Generator(weight.device).manual_seed(seed)
-    bits = torch.randint(1 << 16, weight.shape, generator=generator, device=weight.device, dtype=torch.int32)
-    weight.copy_(round_at_random(weight.detach(), bits))
 
 
 def _stored_precision(run) -> str:

@@ -13,6 +13,10 @@ No code of the root means zero: a divisor that was rounded to nothing is what ma
 bf16 are rounded up or down at random with the exact value as the mean, and so are states in bf16; the draw is a hash
 of (seed, index), so a step done again gives the same bits. Vectors and narrow matrices keep fp32 states.
 
+Copies of fp32 weights in bf16 are rounded at random too: most weights of a short fine-tune move by less than half the
+way to the next bf16 number, and rounded to the nearest they would stay where they are. Here the draw is a hash of
+(index, value), so that a copy is a function of what it is made from, and a weight that rests does not flicker.
+
 Legend: R rows, C columns, K blocks of a row.
 """
 
@@ -31,6 +35,10 @@ State = MutableMapping[str, torch.Tensor]
 BLOCK = {"int8": 256, "fp8": 256, "int4": 128}
 FP8_LARGEST = 448.0
 FP8_SMALLEST = 2.0**-9
+PIECE = 1 << 16
+"""Values that are rounded at a time on a processor, few enough for its cache."""
+VISIT = 1 << 24
+"""Values of a weight in host memory that are on the device at a time, on the way into their copy there."""
 
 
 def new_state(
@@ -79,7 +87,7 @@ def update_(
     start: int = 0,
 ) -> None:
     """Step `step` (from 1) of `weight` and its `state`, both in place. `seed` is below 2^31 and new at each step.
-    `copy` gets the new weight in its own precision, where the weight is the master of another. `factor` is an fp32
+    `copy` gets the new weight as `copy_half_` makes it, where the weight is the master of another. `factor` is an fp32
     number on the weight's device by which the gradient is multiplied. `start` is where the weight begins within a
     larger one, so that rows done apart draw what they would draw together."""
     assert weight.is_contiguous()
@@ -142,16 +150,50 @@ def update_plainly_(
     _encode_(state, "exp_avg", m, kind, again >> 16)
     weight.copy_(round_at_random(w, draw >> 16) if weight.dtype == torch.bfloat16 else w)
     if copy is not None:
-        copy.copy_(w)
+        copy_half_(copy, w, start=start)
+
+
+def halved(values: torch.Tensor, dtype: torch.dtype, *, start: int = 0) -> torch.Tensor:
+    """Weights in the precision of a model, as `copy_half_` makes them; themselves, where they have it."""
+    if values.dtype == dtype:
+        return values
+    copy = torch.empty(values.shape, dtype=dtype, device=values.device)
+    copy_half_(copy, values.contiguous(), start=start)
+    return copy
+
+
+@torch.no_grad()
+def copy_half_(copy: torch.Tensor, values: torch.Tensor, *, start: int = 0) -> None:
+    """Fill `copy` from fp32 `values`: to bf16 at random with the exact value as the mean, else to the nearest. `start`
+    is where the values begin within a larger tensor, so that rows done apart are what they would be together."""
+    if copy.dtype != torch.bfloat16 or values.dtype != torch.float32:
+        copy.copy_(values)
+        return
+    assert copy.is_contiguous()
+    assert values.is_contiguous()
+    if copy.is_cuda and values.is_cuda:
+        from tunesmith.kernels.update_fused import copy_fused_
+
+        copy_fused_(copy, values, start=start)
+        return
+    size = VISIT if copy.is_cuda else PIECE
+    for to, piece in zip(copy.view(-1).split(size), values.view(-1).split(size), strict=True):
+        if copy.is_cuda:
+            copy_half_(to, piece.to(copy.device), start=start)
+        else:
+            draw = _hash(torch.arange(start, start + piece.numel()), piece.view(torch.int32))
+            to.copy_(round_at_random(piece, draw >> 16))
+        start += size
 
 
 def round_at_random(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """fp32 to bf16, up with the probability that makes the mean exact. `bits`: 16 random ones for each value."""
     noisy = values.view(torch.int32) + bits.to(torch.int32)
-    return (noisy & -0x10000).view(torch.float32).bfloat16()
+    rounded = (noisy & -0x10000).view(torch.float32)
+    return torch.where(values.isnan(), values, rounded).bfloat16()  # whose bits may have overflowed
 
 
-def _hash(x: torch.Tensor, seed: int) -> torch.Tensor:
+def _hash(x: torch.Tensor, seed: int | torch.Tensor) -> torch.Tensor:
     """32 bits that look random, in int64 (torch has no shifts of unsigned numbers): two multiply-and-fold rounds."""
     x = (x ^ seed) & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF

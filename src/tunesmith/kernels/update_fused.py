@@ -139,7 +139,27 @@ def _kernel(
         rounded = _round_at_random(w, draw >> 16)
     tl.store(weight + at, rounded.to(weight.dtype.element_ty), mask=inside)
     if HAS_COPY:
-        tl.store(copy + at, w.to(copy.dtype.element_ty), mask=inside)
+        _copy(copy, w, at, start, inside)
+
+
+def copy_fused_(copy: torch.Tensor, values: torch.Tensor, *, start: int) -> None:
+    grid = (triton.cdiv(values.numel(), VALUES),)
+    _copy_kernel[grid](copy, values, values.numel(), start & 0xFFFFFFFF, SIZE=VALUES)
+
+
+@triton.jit(do_not_specialize=["start"])
+def _copy_kernel(copy, values, count, start, SIZE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = at < count
+    _copy(copy, tl.load(values + at, mask=inside, other=0.0), at, start, inside)
+
+
+@triton.jit
+def _copy(copy, values, at, start, inside):
+    if copy.dtype.element_ty == tl.bfloat16:
+        draw = _hash((at + start).to(tl.uint32), values.to(tl.uint32, bitcast=True))
+        values = _round_at_random(values, draw >> 16)
+    tl.store(copy + at, values.to(copy.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -153,7 +173,8 @@ def _hash(x, seed):
 @triton.jit
 def _round_at_random(x, bits):
     noisy = x.to(tl.uint32, bitcast=True) + bits
-    return (noisy & 0xFFFF0000).to(tl.float32, bitcast=True)
+    rounded = (noisy & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, x)  # whose bits may have overflowed
 
 
 @triton.jit

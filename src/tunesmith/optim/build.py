@@ -2,7 +2,7 @@
 
 Where weights are held in half precision, `Optimizer` keeps fp32 masters of the trained ones and gathers their
 gradients in fp32 as soon as backward has made them, so that neither accumulation nor small updates are rounded away.
-Without masters, weights in bf16 are rounded at random, which keeps small updates on average.
+Weights in bf16, with masters or without, are rounded at random, which keeps small updates on average.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
-from tunesmith.kernels.update import Algorithm
+from tunesmith.kernels.update import Algorithm, copy_half_
 from tunesmith.optim.fused import Fused, home_bytes, local, spread
 from tunesmith.optim.muon import GroupedMuon, SpreadMuon
 from tunesmith.optim.offload import pin
@@ -262,8 +262,9 @@ class Optimizer:
 
     @torch.no_grad()
     def _copy_masters(self, part: torch.optim.Optimizer) -> None:
-        names = [name for name, master in self.masters.items() if self.owner[master] is part]
-        torch._foreach_copy_([self.weights[name] for name in names], [self.masters[name] for name in names])
+        for name, master in self.masters.items():
+            if self.owner[master] is part:
+                copy_half_(self.weights[name].detach(), master.detach())
 
     def _update_at_once(self, name: str) -> Callable[[torch.Tensor], None]:
         weight, master = self.weights[name], self.masters[name]
