@@ -154,7 +154,10 @@ def test_a_recording_that_was_spoiled_is_made_again(monkeypatch, replayed):
 
 def test_what_cannot_be_recorded_is_run_as_it_is(monkeypatch):
     def fail(*_):
-        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     monkeypatch.setattr(graph, "_beside", fail)
     workload = bench.Workload("tiny", "lora", 2, 64)
@@ -277,6 +280,8 @@ def test_a_recording_that_fails_on_a_gpu_leaves_nothing_open(failures, changes):
     step, found = results(workload, device="cuda", prepare=prepare, **changes)
     assert not left
     assert (step.recorder.passes is not None) == (failures < TRIES)
+    said = compile.news()
+    assert ("not permitted" in "".join(said.notes if said else ())) == (failures == TRIES), said
     assert torch.cuda.current_stream() == before
     torch.rand(8, device="cuda")
     for one, other in zip(found, expected, strict=True):

@@ -72,7 +72,8 @@ class Recorder:
         except RuntimeError as error:
             self.tries -= 1
             if not self.tries:
-                why = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+                first = _first(error)
+                why = str(first).splitlines()[0].rstrip(".") if str(first) else type(first).__name__
                 compile.tell(f"The passes could not be recorded ({why}); they are run as they are, which is slower.")
         return self.passes is not None
 
@@ -205,6 +206,13 @@ def _recorded(
         if torch.cuda.current_stream() != before:
             _close(before, pool)
     return graphs, pool
+
+
+def _first(error: BaseException) -> BaseException:
+    """What went wrong first: a recording that was spoiled says so once more when it ends."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 class _Lent:
