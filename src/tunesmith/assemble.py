@@ -27,7 +27,6 @@ from tunesmith.errors import UserError
 from tunesmith.evaluate.loss import HeldOut, held_out_losses, overall
 from tunesmith.infer.open import open_run, placement
 from tunesmith.kernels import flash4
-from tunesmith.kernels.update import halved
 from tunesmith.model import attention, load, lora
 from tunesmith.model.forward import Shape, settle
 from tunesmith.model.fp8 import use_fp8_head_gradient, use_fp8_products
@@ -284,9 +283,8 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
             ranks.wait()
             return target
         tensors = own(tensors)
+        parts = (stored for name, rows in parts_of(tensors) for stored in stored_parts(name, rows, files))
         trained = optimizer.weights
-        halves = ((name, _halved(rows, dtype) if name in trained else rows) for name, rows in parts_of(tensors))
-        parts = (stored for name, rows in halves for stored in stored_parts(name, rows, files))
         kinds = {name: (one.shape, dtype if name in trained else one.dtype) for name, one in tensors.items()}
         described = partial(describe_model, empty, load.load_tokenizer(run), dtype)
         write_together(target, stored_shapes(kinds, files), parts, ranks, pattern=MODEL_FILES, describe=described)
@@ -338,12 +336,6 @@ def _describe_adapter(model: torch.nn.Module, run: Run, target: Path, *, is_whol
         model = load.load_skeleton(run)
         lora.attach(model, run.lora, seed=run.seed)
     describe_adapter(model, run, target)
-
-
-def _halved(rows: Rows, dtype: torch.dtype) -> Rows:
-    """Rows of a trained weight in the precision of the result."""
-    before = rows.start * (rows.tensor.numel() // rows.tensor.shape[0]) if rows.start else 0
-    return Rows(halved(rows.tensor.detach(), dtype, start=before), rows.start, rows.total)
 
 
 def _weight_of(name: str) -> str:

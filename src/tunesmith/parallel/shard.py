@@ -32,7 +32,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tunesmith.kernels.nf4 import SHARDED
-from tunesmith.kernels.update import halved
 from tunesmith.model.forward import Entrance
 from tunesmith.model.fuse import JointMlp, JointProduct
 from tunesmith.model.load import DTYPES
@@ -182,15 +181,15 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(
-    tensors: Mapping[str, torch.Tensor], ranks: Ranks, dtype: torch.dtype, *, keeps: bool | None = None
+    tensors: Mapping[str, torch.Tensor], ranks: Ranks, dtype: torch.dtype | None = None, *, keeps: bool | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors whole, in a model's precision and in host memory on the first rank, one after the other; nothing on
-    the others. Where stages have different ones, each has a rank that `keeps` its own, and the first gets them all."""
+    """The tensors whole and in host memory on the first rank, one after the other; nothing on the others. Where stages
+    have different ones, each has a rank that `keeps` its own, and the first gets them all."""
     found = {}
     for name, tensor in tensors.items():
         full = whole(tensor.detach())
         if ranks.is_first if keeps is None else keeps:
-            found[name] = halved(full, dtype).cpu().contiguous()
+            found[name] = full.to("cpu", dtype).contiguous()
     return found if keeps is None else ranks.collect(found)
 
 
