@@ -44,7 +44,7 @@ from tunesmith.model.save import (
     write_adapter,
     write_model,
 )
-from tunesmith.optim.build import build
+from tunesmith.optim.build import build, weight_of
 from tunesmith.parallel import compile
 from tunesmith.parallel.apply import apply, decoder_layers, wrap_layers
 from tunesmith.parallel.context import cut_of, multiple_of
@@ -221,7 +221,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
     def own(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those that this rank has a part in writing: a weight that is tied is the first stage's."""
         tied = called.tied if isinstance(called, Pipelined) and not called.parts[0].is_first else None
-        return {name: tensor for name, tensor in tensors.items() if tied is None or _weight_of(name) != tied}
+        return {name: tensor for name, tensor in tensors.items() if tied is None or weight_of(name) != tied}
 
     def parts_of(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, Rows]]:
         tensor = (ranks.rank % plan.mesh.tensor, plan.mesh.tensor)
@@ -241,8 +241,8 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         spread = {name: weight for name, weight in optimizer.weights.items() if isinstance(weight, DTensor)}
 
         def rows(name: str) -> tuple[int, int] | None:
-            weight = spread.get(_weight_of(name))
-            if isinstance(called, Pipelined) and _weight_of(name) not in optimizer.weights:
+            weight = spread.get(weight_of(name))
+            if isinstance(called, Pipelined) and weight_of(name) not in optimizer.weights:
                 return 0, 0
             return None if weight is None else rows_of(weight)
 
@@ -251,7 +251,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         for name, part in loaded.items():
             if rows(name) == (0, 0):
                 continue  # another stage's
-            weight = spread.get(_weight_of(name))
+            weight = spread.get(weight_of(name))
             is_spread = weight is not None and part.total == weight.shape[0] and part.tensor.ndim > 0
             tensors[name] = from_rows(part.tensor, weight) if is_spread else part.tensor
         optimizer.restore(tensors)
@@ -336,11 +336,6 @@ def _describe_adapter(model: torch.nn.Module, run: Run, target: Path, *, is_whol
         model = load.load_skeleton(run)
         lora.attach(model, run.lora, seed=run.seed)
     describe_adapter(model, run, target)
-
-
-def _weight_of(name: str) -> str:
-    """The weight that a tensor of a checkpoint belongs to: `weights/NAME` or `optimizer/KEY/NAME`."""
-    return name.removeprefix("weights/") if name.startswith("weights/") else name.split("/", 2)[-1]
 
 
 def make_trainable(model: torch.nn.Module, run: Run, plan: Plan) -> torch.nn.Module:

@@ -340,13 +340,18 @@ def check_update(device: str, dtypes=(torch.float32, torch.bfloat16)) -> None:
                         copy, found = torch.empty(2, *shape, dtype=half).unbind()
                         found = found.to(device)
                         gradient = torch.randn(shape, generator=generator) * 2.0**-step
+                        lifted = dtype == torch.float32 and step == 1
                         given = {
                             "kind": kind,
                             "algorithm": algorithm,
                             "seed": 2**31 - 1 - step,
                             "start": 3 * step,
+                            "lifted": lifted,
                             **numbers,
                         }
+                        if lifted:
+                            update.lift_(weight, start=given["start"])
+                            mine = weight.to(device, copy=True)
                         factor = torch.tensor(0.75) if step else None
                         update.update_plainly_(weight, gradient, state, copy, factor, **given)
                         there = None if factor is None else factor.to(device)
@@ -362,6 +367,12 @@ def check_update(device: str, dtypes=(torch.float32, torch.bfloat16)) -> None:
                                     assert away.float().mean() < 0.01, case
                             else:
                                 torch.testing.assert_close(one, value, rtol=1e-2, atol=1e-6, msg=case)
+                        if lifted:
+                            assert torch.equal(mine.bfloat16(), found), case
+                            held_weight = mine.cpu()
+                            for one in (weight, held_weight):
+                                update.put_down_(one, start=given["start"])
+                            mine = held_weight.to(device)
                         step_of = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
                         torch.testing.assert_close(mine.cpu(), weight, rtol=step_of, atol=1e-6, msg=case)
                         near = {torch.float16: 2e-3, torch.bfloat16: 2**-6}[half]

@@ -84,6 +84,35 @@ def test_what_masters_learned_is_in_their_copies_from_the_first_step_on(kind):
     assert nearest < 0.5
 
 
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "lion"])
+def test_lifted_weights_are_rounded_as_copies_of_masters_are(kind):
+    model, masters = make(kind, dtype=torch.bfloat16, width=300)
+    shards, lifted = make(kind, width=300, lifted=True)
+    with torch.no_grad():
+        for weight, shard in zip(model.parameters(), shards.parameters(), strict=True):
+            shard.copy_(weight)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        for weight, shard in zip(model.parameters(), shards.parameters(), strict=True):
+            weight.grad = torch.randn(weight.shape, generator=generator).bfloat16()
+            shard.grad = weight.grad.float()
+        for optimizer in (masters, lifted):
+            optimizer.step(1e-5)
+            optimizer.zero_grad()
+        for weight, shard in zip(model.parameters(), shards.parameters(), strict=True):
+            assert torch.equal(shard.bfloat16(), weight)
+    tensors = {name: tensor.clone() for name, tensor in lifted.tensors().items()}
+    other, restored = make(kind, dtype=torch.bfloat16, width=300, seed=1)
+    restored.restore(tensors)
+    for name, master in restored.masters.items():
+        assert torch.equal(master, masters.masters[name])
+        assert torch.equal(dict(other.named_parameters())[name], dict(model.named_parameters())[name])
+    back, again = make(kind, width=300, seed=2, lifted=True)
+    again.restore({name: tensor.clone() for name, tensor in masters.tensors().items()})
+    for name, weight in shards.named_parameters():
+        assert torch.equal(dict(back.named_parameters())[name], weight)
+
+
 def test_accumulated_half_precision_gradients_are_summed_in_fp32():
     model, optimizer = make("sgd", dtype=torch.bfloat16)
     for _ in range(300):

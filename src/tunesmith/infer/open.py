@@ -12,7 +12,9 @@ from tunesmith.checkpoint.run_folder import read_identity, read_plan, read_run
 from tunesmith.checkpoint.store import CheckpointStore
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
+from tunesmith.kernels.update import put_down_
 from tunesmith.model import load, lora
+from tunesmith.optim.build import weight_of
 from tunesmith.plan.plan import Device, Plan, Precision, Storage
 
 
@@ -104,6 +106,8 @@ def _from_checkpoint(model: nn.Module, run: Run, folder: Path) -> int:
         lora.attach(model, run.lora, seed=run.seed)
     parameters = dict(model.named_parameters())
     for name, value in tensors.items():
-        if name.startswith("weights/"):
-            parameters[name.removeprefix("weights/")].copy_(value)
+        if name.startswith("lifted/"):
+            put_down_(value)
+        if not name.startswith("optimizer/"):
+            parameters[weight_of(name)].copy_(value)
     return found.step

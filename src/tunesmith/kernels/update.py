@@ -15,7 +15,13 @@ of (seed, index), so a step done again gives the same bits. Vectors and narrow m
 
 Copies of fp32 weights in bf16 are rounded at random too: most weights of a short fine-tune move by less than half the
 way to the next bf16 number, and rounded to the nearest they would stay where they are. Here the draw is a hash of
-(index, value), so that a copy is a function of what it is made from, and a weight that rests does not flicker.
+(index, lower 16 bits), so that a copy is a function of what it is made from, and a weight that rests does not flicker.
+
+Shards in fp32 are rounded by FSDP when it gathers them, and to the nearest. They are held `lifted`: moved up or down by
+one bf16 number wherever chance and the nearest disagree, so that the nearest to what is held is what chance wanted.
+The lower bits, which decide both, stay what they are, so a lifted weight can be put down again, exactly:
+
+    held  = weight + (at_random(index, lower) - to_nearest(lower)) << 16        as integers
 
 Legend: R rows, C columns, K blocks of a row.
 """
@@ -37,8 +43,11 @@ FP8_LARGEST = 448.0
 FP8_SMALLEST = 2.0**-9
 PIECE = 1 << 16
 """Values that are rounded at a time on a processor, few enough for its cache."""
-VISIT = 1 << 24
-"""Values of a weight in host memory that are on the device at a time, on the way into their copy there."""
+HALF, EXPONENT = 0x8000, 0x7F800000
+SPREAD = 0x9E3779B9
+"""By which few bits become many, so that neighbours draw apart."""
+VISIT = 1 << 22
+"""Values that are rounded at a time on a device where there is no kernel for it."""
 
 
 def new_state(
@@ -85,11 +94,12 @@ def update_(
     copy: torch.Tensor | None = None,
     factor: torch.Tensor | None = None,
     start: int = 0,
+    lifted: bool = False,
 ) -> None:
     """Step `step` (from 1) of `weight` and its `state`, both in place. `seed` is below 2^31 and new at each step.
     `copy` gets the new weight as `copy_half_` makes it, where the weight is the master of another. `factor` is an fp32
     number on the weight's device by which the gradient is multiplied. `start` is where the weight begins within a
-    larger one, so that rows done apart draw what they would draw together."""
+    larger one, so that rows done apart draw what they would draw together. `lifted`: the fp32 weight is held so."""
     assert weight.is_contiguous()
     assert 0 <= seed < 2**31
     numbers = {
@@ -109,7 +119,8 @@ def update_(
         update = update_fused_
     else:
         update = update_plainly_
-    update(weight, gradient, state, copy, factor, kind=kind, algorithm=algorithm, seed=seed, start=start, **numbers)
+    how = {"kind": kind, "algorithm": algorithm, "seed": seed, "start": start, "lifted": lifted}
+    update(weight, gradient, state, copy, factor, **how, **numbers)
 
 
 def update_plainly_(
@@ -123,6 +134,7 @@ def update_plainly_(
     algorithm: Algorithm,
     seed: int,
     start: int,
+    lifted: bool,
     keep: float,
     rate: float,
     beta1: float,
@@ -130,6 +142,8 @@ def update_plainly_(
     epsilon: float,
     unbias: float,
 ) -> None:
+    if lifted:
+        put_down_(weight, start=start)
     w, g = weight.float(), gradient.float()
     if factor is not None:
         g = g * factor
@@ -149,6 +163,8 @@ def update_plainly_(
         _encode_(state, "root", v.sqrt(), kind, again & 0xFFFF)
     _encode_(state, "exp_avg", m, kind, again >> 16)
     weight.copy_(round_at_random(w, draw >> 16) if weight.dtype == torch.bfloat16 else w)
+    if lifted:
+        lift_(weight, start=start)
     if copy is not None:
         copy_half_(copy, w, start=start)
 
@@ -181,9 +197,47 @@ def copy_half_(copy: torch.Tensor, values: torch.Tensor, *, start: int = 0) -> N
         if copy.is_cuda:
             copy_half_(to, piece.to(copy.device), start=start)
         else:
-            draw = _hash(torch.arange(start, start + piece.numel()), piece.view(torch.int32))
-            to.copy_(round_at_random(piece, draw >> 16))
+            to.copy_(round_at_random(piece, _draw(piece, start)))
         start += size
+
+
+@torch.no_grad()
+def lift_(weight: torch.Tensor, *, start: int = 0) -> None:
+    """Hold fp32 values so that the nearest bf16 number to each is what `copy_half_` would give. Changed for good is the
+    last bit of one in 65,536, and what is next to nothing becomes nought."""
+    for bits in _pieces(weight):
+        bits += (bits & 0xFFFF == HALF).int()  # in the middle: neither is the nearest
+        bits *= (bits & 0x7FFF0000 != 0).int()
+        bits += _way(bits, start)
+        start += bits.numel()
+
+
+@torch.no_grad()
+def put_down_(weight: torch.Tensor, *, start: int = 0) -> None:
+    """What was lifted, as it was."""
+    for bits in _pieces(weight):
+        bits -= _way(bits, start)
+        start += bits.numel()
+
+
+def _pieces(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    assert weight.is_contiguous()
+    return weight.view(-1).view(torch.int32).split(VISIT if weight.is_cuda else PIECE)
+
+
+def _way(bits: torch.Tensor, start: int) -> torch.Tensor:
+    """By what a number is lifted, as integers; the same for one that was lifted already. Inf and NaN stay."""
+    lower = bits & 0xFFFF
+    at_random = (lower + _draw(bits.view(torch.float32), start)) >> 16
+    is_number = bits & EXPONENT != EXPONENT
+    return ((at_random - (lower > HALF).int()) * is_number).int() << 16
+
+
+def _draw(values: torch.Tensor, start: int) -> torch.Tensor:
+    """16 random bits for each, by its place and its own lower bits."""
+    index = torch.arange(start, start + values.numel(), device=values.device)
+    lower = (values.view(torch.int32) & 0xFFFF).long()
+    return _hash(index, lower * SPREAD) >> 16
 
 
 def round_at_random(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:

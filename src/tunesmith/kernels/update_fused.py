@@ -27,6 +27,7 @@ def update_fused_(
     algorithm: Algorithm,
     seed: int,
     start: int,
+    lifted: bool,
     keep: float,
     rate: float,
     beta1: float,
@@ -66,6 +67,7 @@ def update_fused_(
         FORMAT=FORMATS[kind],
         IS_LION=algorithm == "lion",
         IS_RANDOM=weight.dtype == torch.bfloat16,
+        IS_LIFTED=lifted,
         HAS_COPY=copy is not None,
         HAS_FACTOR=factor is not None,
         TILE=VALUES // block,
@@ -100,6 +102,7 @@ def _kernel(
     FORMAT: tl.constexpr,
     IS_LION: tl.constexpr,
     IS_RANDOM: tl.constexpr,
+    IS_LIFTED: tl.constexpr,
     HAS_COPY: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     TILE: tl.constexpr,
@@ -111,6 +114,9 @@ def _kernel(
     inside = (block < blocks)[:, None] & (column < columns)
     at = row * columns + column
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    if IS_LIFTED:
+        held = w.to(tl.uint32, bitcast=True)
+        w = (held - _way(held, at, start)).to(tl.float32, bitcast=True)
     g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_FACTOR:
         g *= tl.load(factor)
@@ -137,6 +143,11 @@ def _kernel(
     rounded = w
     if IS_RANDOM:
         rounded = _round_at_random(w, draw >> 16)
+    if IS_LIFTED:
+        held = w.to(tl.uint32, bitcast=True)
+        held += tl.where((held & 0xFFFF) == 0x8000, 1, 0).to(tl.uint32)
+        held = tl.where((held & 0x7FFF0000) == 0, 0, held)
+        rounded = (held + _way(held, at, start)).to(tl.float32, bitcast=True)
     tl.store(weight + at, rounded.to(weight.dtype.element_ty), mask=inside)
     if HAS_COPY:
         _copy(copy, w, at, start, inside)
@@ -157,9 +168,24 @@ def _copy_kernel(copy, values, count, start, SIZE: tl.constexpr):
 @triton.jit
 def _copy(copy, values, at, start, inside):
     if copy.dtype.element_ty == tl.bfloat16:
-        draw = _hash((at + start).to(tl.uint32), values.to(tl.uint32, bitcast=True))
-        values = _round_at_random(values, draw >> 16)
+        values = _round_at_random(values, _draw(values.to(tl.uint32, bitcast=True), at, start))
     tl.store(copy + at, values.to(copy.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _way(bits, at, start):
+    """By what a number is lifted, as integers."""
+    lower = bits & 0xFFFF
+    at_random = (lower + _draw(bits, at, start)) >> 16
+    to_nearest = tl.where(lower > 0x8000, 1, 0).to(tl.uint32)
+    is_number = (bits & 0x7F800000) != 0x7F800000
+    return tl.where(is_number, (at_random - to_nearest) << 16, 0)
+
+
+@triton.jit
+def _draw(bits, at, start):
+    """16 random bits, by a value's place and its own lower bits."""
+    return _hash((at + start).to(tl.uint32), (bits & 0xFFFF) * 0x9E3779B9) >> 16
 
 
 @triton.jit

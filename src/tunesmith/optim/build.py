@@ -2,7 +2,8 @@
 
 Where weights are held in half precision, `Optimizer` keeps fp32 masters of the trained ones and gathers their
 gradients in fp32 as soon as backward has made them, so that neither accumulation nor small updates are rounded away.
-Weights in bf16, with masters or without, are rounded at random, which keeps small updates on average.
+Weights in bf16, with masters or without, are rounded at random, which keeps small updates on average; so are those that
+FSDP makes of fp32 shards, which are held `lifted` for that (`kernels.update`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
-from tunesmith.kernels.update import Algorithm, copy_half_
-from tunesmith.optim.fused import Fused, home_bytes, local, spread
+from tunesmith.kernels.update import Algorithm, copy_half_, lift_, put_down_
+from tunesmith.optim.fused import Fused, home_bytes, local, spread, start_of
 from tunesmith.optim.muon import GroupedMuon, SpreadMuon
 from tunesmith.optim.offload import pin
 from tunesmith.optim.scratch import Scratch
@@ -34,11 +35,13 @@ gradients costs more than so many launches. Torch's own does many small ones in 
 
 def build(model: nn.Module, run: Run, plan: Plan) -> Optimizer:
     """The optimizer of a model that is ready to train."""
+    is_gathered = plan.sharding != "none" and plan.mesh.tensor * plan.mesh.expert == 1 and not run.has_adapters
     ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
     return Optimizer(
         model.named_parameters(),
         run,
         master_weights=plan.master_weights and plan.sharding == "none",  # shards are in fp32 already
+        lifted=is_gathered and plan.precision == "bf16" and plan.master_weights,
         states=plan.optimizer_states,
         offload=plan.offload_optimizer,
         release=plan.release_gradients,
@@ -56,16 +59,18 @@ class Optimizer:
         run: Run,
         *,
         master_weights: bool,
+        lifted: bool = False,
         states: OptimizerStates | None = None,
         offload: OffloadTo = "none",
         release: bool = False,
         accumulates: bool = False,
         ends: Collection[nn.Parameter] = (),
     ):
-        """`states`: in the precision of what is updated when left out. `offload`: they and the masters live in host
-        memory, or in a file in the run's folder. `release`: each weight is updated and its gradient freed within the
-        backward pass. `accumulates`: a step has several micro-batches, whose gradients are summed. `ends`: embedding
-        and head, which Muon leaves to AdamW."""
+        """`lifted`: the weights are fp32 shards that are rounded to bf16 wherever they are used, and are to be held so
+        that this is at random, where the optimizer can. `states`: in the precision of what is updated when left out.
+        `offload`: they and the masters live in host memory, or in a file in the run's folder. `release`: each weight is
+        updated and its gradient freed within the backward pass. `accumulates`: a step has several micro-batches, whose
+        gradients are summed. `ends`: embedding and head, which Muon leaves to AdamW."""
         self.weights = {name: parameter for name, parameter in named if parameter.requires_grad}
         if not self.weights:
             raise UserError("Nothing is left to train: every parameter of the model is frozen.")
@@ -74,7 +79,7 @@ class Optimizer:
         self._norms: dict[str, torch.Tensor] = {}
         is_half = any(weight.dtype != torch.float32 for weight in self.weights.values())
         states = states or ("bf16" if is_half and not master_weights else "fp32")
-        is_asked = offload != "none" or release or states != "fp32" or _is_large(self.weights.values())
+        is_asked = offload != "none" or release or lifted or states != "fp32" or _is_large(self.weights.values())
         is_fused = run.algorithm == "lion" or (run.algorithm == "adamw" and (is_asked or is_half))
         is_rounded = is_fused and not any(weight.dtype == torch.float16 for weight in self.weights.values())
         if is_half and not master_weights and not is_rounded:
@@ -88,11 +93,15 @@ class Optimizer:
                 f"{'release_gradients' if offload == 'none' else 'offload_optimizer'} wants; choose adamw or lion."
             )
         assert not (release and accumulates)
+        self.is_lifted = lifted and is_fused
         scratch = self._scratch(run, states) if offload == "disk" else None
         self.masters = {
             name: _master_of(weight, offload, scratch) if master_weights else weight
             for name, weight in self.weights.items()
         }
+        if self.is_lifted:
+            for weight in self.weights.values():
+                lift_(local(weight.detach()), start=start_of(weight))
         self.parameters = list((self.weights if is_fused else self.masters).values())
         """What carries the gradients that are clipped and applied."""
         self.parts = [self._fused(run, states, offload, scratch)] if is_fused else self._build(run, ends)
@@ -183,11 +192,12 @@ class Optimizer:
         return [state for part in self.parts for state in part.state.values()]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Trained weights (fp32 where there are masters) and optimizer state: all that must be saved."""
+        """Trained weights as they are held (masters, where there are) and optimizer state: all that must be saved."""
         for part in self.parts:
             if isinstance(part, Fused):
                 part.wait()
-        found = {f"weights/{name}": weight.detach() for name, weight in self.masters.items()}
+        kind = "lifted" if self.is_lifted else "weights"
+        found = {f"{kind}/{name}": weight.detach() for name, weight in self.masters.items()}
         for name, weight in self.masters.items():
             for key, value in self.owner[weight].state.get(weight, {}).items():
                 if isinstance(value, torch.Tensor):
@@ -211,21 +221,24 @@ class Optimizer:
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The inverse of `tensors`, bit for bit. What is given may be changed on the way."""
         self.settle()
-        names = {f"weights/{name}" for name in self.masters}
-        found = {name for name in tensors if name.startswith("weights/")}
-        if names != found:
-            different = sorted(names ^ found)[0].removeprefix("weights/")
+        saved = {weight_of(name): value for name, value in tensors.items() if not name.startswith("optimizer/")}
+        was_lifted = any(name.startswith("lifted/") for name in tensors)
+        if different := sorted(self.masters.keys() ^ saved.keys()):
             raise UserError(
-                f"The checkpoint was made for other trained weights: '{different}' is in one of the two only."
+                f"The checkpoint was made for other trained weights: '{different[0]}' is in one of the two only."
             )
         for name, weight in self.masters.items():
-            if (there := tensors[f"weights/{name}"].shape) != weight.shape:
+            if (there := saved[name].shape) != weight.shape:
                 raise UserError(
                     f"The checkpoint's '{name}' has the shape {tuple(there)}, and that of these settings is "
                     f"{tuple(weight.shape)}; put lora.rank or the model back, or choose another output."
                 )
-            if local(weight).data_ptr() != local(tensors[f"weights/{name}"]).data_ptr():
-                weight.copy_(_placed(tensors[f"weights/{name}"], weight))
+            if was_lifted and not self.is_lifted:
+                put_down_(local(saved[name]), start=start_of(saved[name]))
+            if local(weight).data_ptr() != local(saved[name]).data_ptr():
+                weight.copy_(_placed(saved[name], weight))
+            if self.is_lifted and not was_lifted:
+                lift_(local(weight.detach()), start=start_of(weight))
         states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.masters}
         for full_name, value in tensors.items():
             kind, _, rest = full_name.partition("/")
@@ -295,6 +308,7 @@ class Optimizer:
             seed=run.seed,
             models={self.masters[name]: weight for name, weight in self.weights.items()} if self.has_masters else {},
             offload=offload != "none",
+            lifted=self.is_lifted,
             scratch=scratch,
         )
 
@@ -315,6 +329,11 @@ class Optimizer:
             # One after the other: all at once would need as much as the fp32 gradients once more.
             return [torch.optim.Adafactor(_groups(trained, run), lr=0.0, foreach=False)]
         return [torch.optim.SGD(_groups(trained, run), lr=0.0, momentum=MOMENTUM)]
+
+
+def weight_of(name: str) -> str:
+    """The weight that a tensor of a checkpoint belongs to: `weights/NAME`, `lifted/NAME` or `optimizer/KEY/NAME`."""
+    return name.split("/", 2 if name.startswith("optimizer/") else 1)[-1]
 
 
 def by_mesh(weights: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -36,20 +36,23 @@ class Fused(torch.optim.Optimizer):
         epsilon: float,
         seed: int,
         models: Mapping[nn.Parameter, nn.Parameter],
+        lifted: bool = False,
         offload: bool = False,
         scratch: Scratch | None = None,
     ):
         """`models`: the model's own weight for each parameter that is its master, written in the same pass; its
-        gradient is used. `offload`: states live in host memory, or in `scratch`; so do masters that were made there."""
+        gradient is used. `lifted`: fp32 weights are held as `kernels.update` says. `offload`: states live in host
+        memory, or in `scratch`; so do masters that were made there."""
         super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": epsilon})
         self.algorithm: Algorithm = algorithm
         self.states: States = states
         self.seed = seed
         self.models = models
+        self.is_lifted = lifted
         everything = [weight for group in self.param_groups for weight in group["params"]]
         self.numbers = {weight: number for number, weight in enumerate(everything)}
         self.groups = {weight: group for group in self.param_groups for weight in group["params"]}
-        self.starts = {weight: _start(weight) for weight in everything}
+        self.starts = {weight: start_of(weight) for weight in everything}
         self.is_offloaded = offload
         self.scratch = scratch
         self.piece = PIECE if scratch is None else DISK_PIECE
@@ -104,6 +107,7 @@ class Fused(torch.optim.Optimizer):
             "step": step,
             "seed": _draw(self.seed, step, self.numbers[weight]),
             "factor": self.factor,
+            "lifted": self.is_lifted,
         }
         assert model.grad is not None
         gradient, copy = local(model.grad), model.detach() if model is not weight else None
@@ -202,7 +206,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _start(weight: torch.Tensor) -> int:
+def start_of(weight: torch.Tensor) -> int:
     """The first element of this rank's rows."""
     if not isinstance(weight, DTensor):
         return 0
