@@ -79,6 +79,11 @@ def test_the_page_says_what_why_how_much_and_what_else(folder):
         assert words in page
 
 
+def test_data_that_are_not_there_are_told(folder):
+    assert "gone.jsonl: no such file or folder" in plan("run.yaml", "data=gone.jsonl", "--hardware", "H200")
+    assert "no such file" not in plan("--hardware", "H200")
+
+
 def test_json_is_one_document_and_the_same_again(folder):
     first, second = plan("--hardware", "H200", "--json"), plan("--hardware", "H200", "--json")
     assert first == second

@@ -116,6 +116,17 @@ def test_settings_that_do_not_go_together_are_refused(refused):
     refused(["cuda", "cpu"], device="cuda") if not torch.cuda.is_available() else None
 
 
+def test_ranks_that_cannot_share_a_step_and_plans_for_others_are_refused(refused):
+    small = {"batch_tokens": SETTINGS["sequence_length"] * 2}
+    refused(["--ranks is 7", "2 sequences of", "--ranks 1", "batch_tokens"], "--ranks", "7", **small)
+    with pytest.raises(SystemExit):
+        main(["plan", "run.yaml", "--save", "plan.json"])
+    refused(["--ranks is 2", "the plan given is for 1"], "--ranks", "2", "--plan", "plan.json", **small)
+    plan = json.loads(Path("plan.json").read_text())
+    Path("plan.json").write_text(json.dumps(plan | {"learning_rate": -1.0}))
+    refused(["learning_rate", "greater than 0"], "--plan", "plan.json", **small)
+
+
 def test_a_step_of_more_data_than_anyone_has_is_refused(train):
     for changes in ({"batch_tokens": 10**15, "steps": 1}, {"steps": 10**12}):
         ended = train(**changes)

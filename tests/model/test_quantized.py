@@ -156,6 +156,21 @@ def test_files_that_name_their_tensors_otherwise_give_the_same_model(tmp_path, t
     assert torch.equal(load_nf4(tmp_path)(TOKENS).logits, load_nf4(tiny_model)(TOKENS).logits)
 
 
+def test_a_tied_weight_is_found_under_its_other_name(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = make_tiny_model(tmp_path / "model", tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    expected = load_nf4(folder)(TOKENS).logits
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")  # as GGUF files are converted
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    empty, _ = load.load_empty(Run(model=str(folder), data="x"), dtype="fp32")
+    files = quantized.files_of(empty, folder)
+    assert files is not None
+    assert files.keys() == tensors.keys() - {"lm_head.weight"} | {"model.embed_tokens.weight"}
+    assert torch.equal(load_nf4(folder)(TOKENS).logits, expected)
+
+
 def test_biases_and_transposed_weights_are_right(tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 100}

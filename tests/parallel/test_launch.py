@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,7 +104,7 @@ def kill_a_rank(started: subprocess.Popen, rank: int) -> None:
     os.kill(int(found), signal.SIGKILL)
 
 
-def test_a_run_on_two_ranks_survives_a_kill_stops_when_asked_and_is_continued_by_torchrun_with_the_losses_of_one(
+def test_a_run_on_two_ranks_survives_a_kill_stops_when_asked_and_goes_on_by_torchrun_or_on_one_with_the_losses_of_one(
     tiny_model, tmp_path, runs
 ):
     changes = {"steps": 60, "save_every": 2, "eval_every": 30, "lora": {"rank": 4}}
@@ -122,6 +123,7 @@ def test_a_run_on_two_ranks_survives_a_kill_stops_when_asked_and_is_continued_by
     assert err == f"warning: {KILLED}; all ranks are started again from the last checkpoint (1 of 1)\n"
     steps = [one["step"] for one in events.read(two / "run") if one["event"] == "step"]
     assert steps == list(range(1, len(steps) + 1))
+    alone = Path(shutil.copytree(two, tmp_path / "alone"))
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     again = run(two, *torchrun, "tunesmith", "train", "run.yaml")
     assert runs(one, "train", "run.yaml").code == 0
@@ -130,6 +132,10 @@ def test_a_run_on_two_ranks_survives_a_kill_stops_when_asked_and_is_continued_by
     assert "Continuing after step" in out
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     assert json.loads((two / "run" / "summary.json").read_text())["steps"] == 60
+    ended = runs(alone, "train", "run.yaml", "--ranks", "1")
+    assert ended.code == 0, ended
+    assert "Continuing after step" in ended.out
+    assert losses(alone) == pytest.approx(losses(one), rel=1e-5)
 
 
 KILLED = "rank 1 of 2 failed first: it was ended by signal 9"

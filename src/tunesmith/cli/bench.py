@@ -11,7 +11,9 @@ import typer
 def command(
     workloads: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[WORKLOAD]...", help="lora-8b, lora-8b-packed, qlora-8b, full-7b, tiny."),
+        typer.Argument(
+            metavar="[WORKLOAD]...", help="lora-8b, lora-8b-packed, lora-8b-long, qlora-8b, qlora-70b, full-7b, tiny."
+        ),
     ] = None,
     peers: Annotated[bool, typer.Option(help="Measure the other systems that are installed, too.")] = True,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer steps and variants.")] = False,

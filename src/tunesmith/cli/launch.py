@@ -69,7 +69,7 @@ def slurm(
     overrides: Overrides = None,
     nodes: Nodes = 1,
     ranks: PerNode = 8,
-    hours: Annotated[float, typer.Option(help="Time limit; the run is queued again when it is over.")] = 24.0,
+    hours: Annotated[float, typer.Option(min=0.1, help="Time limit; the run is queued again when it is over.")] = 24.0,
     option: Annotated[list[str] | None, typer.Option(help="Further sbatch options, as partition=gpu.")] = None,
     cpu: OnCpu = False,
     name: Name = None,

@@ -24,11 +24,13 @@ def command(
     from tunesmith.infer.merge import merge_run
 
     merged = merge_run(folder, to, precision=precision)
+    if merged.step is not None:
+        output.note(f"The run is not finished; this is its checkpoint of step {merged.step}.")
     output.say(f"Merged {merged.adapters} adapters into {merged.folder} ({merged.precision}).")
     if merged.bits is not None:
         output.say(
             f"The run trained over a base rounded to {merged.bits} bits; the adapter is merged into the base as its "
-            "files have it, and the proof is about that. Evaluate the merged model once before you rely on it."
+            "files have it, and the proof is about that. Try the merged model by `tunesmith chat` first."
         )
     output.say(
         f"Proved on the files written: logits differ from base + adapter by {merged.difference:.1e} "

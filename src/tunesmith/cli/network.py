@@ -9,7 +9,8 @@ import typer
 
 def command(
     ranks: Annotated[
-        int | None, typer.Option(help="Ranks to start on this machine: all its GPUs, or 2 on a CPU, when left out.")
+        int | None,
+        typer.Option(min=2, help="Ranks to start on this machine: all its GPUs, or 2 on a CPU, when left out."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -61,7 +61,7 @@ def command(
     from tunesmith.cli import output
     from tunesmith.config.load import load
     from tunesmith.plan import explain
-    from tunesmith.plan.documents import sample_lengths, total_tokens
+    from tunesmith.plan.documents import missing, sample_lengths, total_tokens
     from tunesmith.plan.hardware import named, probe
     from tunesmith.plan.models import read_facts
     from tunesmith.plan.search import search
@@ -73,6 +73,8 @@ def command(
     run = load(config, overrides or ()).run
     facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
     where = named(hardware) if hardware else probe()
+    for path in missing(run):
+        output.warn(f"{path}: no such file or folder; documents are taken to be as long as sequences.")
     found = search(run, facts, where, lengths=sample_lengths(run))
     plan = found.plan
     if solve:

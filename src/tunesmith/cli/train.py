@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,7 +25,8 @@ def command(
     ] = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="Obey this plan instead of making one.")] = None,
     ranks: Annotated[
-        int | None, typer.Option(help="Ranks to start on this machine: all its GPUs, or 1 on a CPU, when left out.")
+        int | None,
+        typer.Option(min=1, help="Ranks to start on this machine: all its GPUs, or 1 on a CPU, when left out."),
     ] = None,
     restarts: Annotated[
         int, typer.Option(help="When a rank dies, start all again from the last checkpoint, so many times.")
@@ -41,6 +42,7 @@ def command(
     started = time.monotonic()
     from tunesmith.cli import display, output
     from tunesmith.config.load import load
+    from tunesmith.errors import UserError
     from tunesmith.plan.place import here
 
     run = load(config, overrides or ()).run
@@ -69,7 +71,16 @@ def command(
         read_files(run.model)
         from tunesmith.choose import choose_plan
 
-        count = choose_plan(run, plan=plan, ranks=ranks).mesh.ranks
+        chosen = choose_plan(run, plan=plan, ranks=ranks)
+        count = chosen.mesh.ranks
+        if ranks not in (None, count) and plan:
+            raise UserError(f"--ranks is {ranks}, and the plan given is for {count}; leave one of the two out.")
+        if ranks not in (None, count):
+            batch = f"{chosen.sequences_per_step} sequences of {chosen.sequence_length:,} tokens"
+            raise UserError(
+                f"--ranks is {ranks}, but a step has {batch}, which so many cannot share; give --ranks {count}, or "
+                "another batch_tokens."
+            )
         if count > 1:
             options = ["--plan", str(plan_file)] if plan_file else []
             again = ["train", str(config), *(overrides or ()), *options]
@@ -97,7 +108,9 @@ def command(
 
         others = stack.enter_context(connected(place))
         if place.rank == 0:
-            setting = prepare_run(run, plan=plan, accept_changes=accept_changes, warn=warn, progress=screen.progress)
+            setting = prepare_run(
+                run, plan=plan, ranks=ranks, accept_changes=accept_changes, warn=warn, progress=screen.progress
+            )
             (folder / "summary.json").unlink(missing_ok=True)
             screen.show_plan(setting.plan)
             screen.stage("Loading the model")
@@ -112,7 +125,7 @@ def command(
             warn(message)
         trained = sum(parameter.numel() for parameter in job.optimizer.parameters)
         observe(events.Started(job.loader.total_steps, trained, versions()))
-        profiler = _profiler(job) if place.rank == 0 else None
+        profiler = _profiler(job, warn) if place.rank == 0 else None
         outcome = train(job, observe, started=started, watch=profiler)
         if profiler:
             profiler.close()  # where the run ended before the last of its steps
@@ -188,10 +201,12 @@ def _say_outcome(outcome: Outcome, folder: Path, profiler: StepProfiler | None) 
     output.say(f"Done. The trained weights are in {outcome.result}; try `tunesmith chat {folder}`.")
 
 
-def _profiler(job: Job) -> StepProfiler | None:
+def _profiler(job: Job, warn: Callable[[str], None]) -> StepProfiler | None:
     if job.run.profile_steps is None:
         return None
     from tunesmith.measure.profile import StepProfiler
 
     first, last = map(int, job.run.profile_steps.split(":"))
+    if first > job.loader.total_steps:
+        warn(f"profile_steps begins at step {first}, and the run has {job.loader.total_steps}: none is profiled.")
     return StepProfiler(job, range(first, last + 1), job.folder / "profile")

@@ -43,6 +43,8 @@ class Merged:
     """Of the merged model's logits from those of base and adapter, relative to their size."""
     effect: float
     """Of the adapter: how far it moves the logits, measured in the same way."""
+    step: int | None
+    """Of the checkpoint that was merged, where the run is not finished."""
     bits: int | None
     """Of the base that the adapter was trained over, where it was quantized; it is merged into that of the files."""
 
@@ -87,7 +89,7 @@ def merge_run(folder: Path, to: Path, *, precision: str | None = None) -> Merged
         (partial / "model").rename(to)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Merged(to, len(names), dtype, difference, effect, BITS.get(trained_storage(folder)))
+    return Merged(to, len(names), dtype, difference, effect, opened.step, BITS.get(trained_storage(folder)))
 
 
 def _stored_precision(run) -> str:

@@ -155,9 +155,14 @@ def fill(
 def files_of(model: nn.Module, folder: Path) -> dict[str, Held] | None:
     """Where files hold each tensor of a model built by `build_empty`, in the order they are to be read.
 
-    None when they hold their tensors in other ways than the model, which transformers would translate.
+    None when they hold their tensors in other ways than the model, which transformers would translate. A tied weight
+    is the embedding's, whichever of its names they have it under.
     """
-    return None if _has_fp32_parts(model) else find(folder, model.state_dict())
+    found = None if _has_fp32_parts(model) else find(folder, model.state_dict())
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return found and {
+        tied[name] if name in tied and tied[name] not in found else name: held for name, held in found.items()
+    }
 
 
 @torch.no_grad()

@@ -64,7 +64,7 @@ def slurm_script(task: Task, *, hours: float) -> str:
     """For `sbatch`. Warned before its time is over, or pre-empted, the run saves, is queued again and continues."""
     minutes = max(1, round(hours * 60))
     options = {
-        "job-name": task.name,
+        "job-name": shlex.quote(task.name),
         "nodes": task.nodes,
         "ntasks-per-node": task.ranks,
         **({"gpus-per-node": task.ranks} if task.has_gpus else {}),
@@ -72,7 +72,7 @@ def slurm_script(task: Task, *, hours: float) -> str:
         "signal": f"TERM@{min(WARNING_SECONDS, minutes * 30)}",
         "requeue": None,
         "open-mode": "append",
-        "output": f"{task.output}/slurm.log",
+        "output": shlex.quote(f"{task.output}/slurm.log"),
         **_pairs(task.options),
     }
     lines = [f"#SBATCH --{name}" + ("" if value is None else f"={value}") for name, value in options.items()]
@@ -184,7 +184,7 @@ COMMAND = {json.dumps(command)}
 FOLDER = {json.dumps(task.folder)}
 
 
-@ray.remote(max_retries=0)
+@ray.remote(max_restarts=0)
 class Node:
     """The ranks of one node; ended together with it."""
 

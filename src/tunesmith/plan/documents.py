@@ -46,6 +46,11 @@ def sample_lengths(run: Run) -> tuple[int, ...]:
     return tuple(lengths)
 
 
+def missing(run: Run) -> list[str]:
+    """Paths of the run's data at which there is nothing."""
+    return [dataset.path for dataset in run.data if dataset.path is not None and not _files(dataset)]
+
+
 def mean_length(lengths: Sequence[int], sequence_length: int) -> int:
     """Of the document that a token is in, on average over tokens; documents are cut at the sequence length."""
     cut = [min(length, sequence_length) for length in lengths]

@@ -197,7 +197,7 @@ class Plan(Part):
     """Each weight is updated and its gradient freed within the backward pass; one micro-batch a step, no clipping."""
     save_beside: bool = False
     """Checkpoints are copied to host memory and written beside the next steps."""
-    learning_rate: float
+    learning_rate: Annotated[float, Field(gt=0)]
     deterministic: bool
     memory: Memory
     """Predicted, at the peak of the step."""
