@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -400,8 +401,9 @@ def carry_out(order: Order) -> dict[str, Any]:
         return row | json.loads(found[-1].removeprefix(RESULT))
     said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     errors = [line for line in said if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    is_killed = done.returncode == -signal.SIGKILL  # as the system does when it has no more memory
     reason = (errors or said or [f"exit code {done.returncode}"])[-1][:300]
-    return row | {"failed": "out of memory" if "OutOfMemory" in done.stderr else reason}
+    return row | {"failed": "out of memory" if is_killed or "OutOfMemory" in done.stderr else reason}
 
 
 def work(order_json: str) -> None:

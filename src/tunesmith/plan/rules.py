@@ -116,7 +116,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     (
         lambda task, choice: choice.sharding == "none" and choice.holders * choice.tensor > 1,
-        "several ranks need a way to share the weights that are the same on all",
+        "several ranks share what is the same on all by sharding: ddp, zero1, zero2, zero3, hybrid, hierarchical",
     ),
     (
         lambda task, choice: choice.data_ranks > task.sequences,
@@ -193,7 +193,7 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
         missing.append("experts in 4 or 8 bits")
     if choice.sharding != "none":
         if task.optimizer not in SHARDED_OPTIMIZERS:
-            missing.append(f"an optimizer other than {', '.join(SHARDED_OPTIMIZERS)} over several ranks")
+            missing.append(f"{task.optimizer} over several ranks, only {', '.join(SHARDED_OPTIMIZERS)}")
         if task.has_masters and not choice.master_weights and choice.accumulation(task) > 1:
             missing.append("weights without masters over several ranks and several micro-batches")
         if task.has_masters and not choice.master_weights and choice.tensor * choice.expert > 1:
