@@ -5,7 +5,7 @@
 
 Each case runs in a process of its own. Several compile at once, on models of two layers; each then builds its whole
 model when there is memory for it, and is timed alone (`pool.py`). What comes out is written to FOLDER/gpu.jsonl; the
-second form makes benchmarks/results/gpu.json of such files, oldest first, with our speed over that of the fastest
+second form takes such files, oldest first, into benchmarks/results/gpu.json, with our speed over that of the fastest
 other system on the same workload. `fast` cases may take what memory they need; `tight` ones compute every layer again
 and save what else the workload says. Two take minutes, and are measured only when `--only` names them: `long`, `70b`.
 """
@@ -29,7 +29,7 @@ from typing import IO, Any
 import gpu_profile
 from gpu_worker import needs_files
 from pool import TURN_SECONDS, Order, Pool
-from results import write_result
+from results import read_rows, write_result
 
 from tunesmith.measure.results import document
 
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=540.0, help="seconds after which no case is begun")
     parser.add_argument("--workers", type=int, default=16, help="processes at once")
     parser.add_argument("--only", nargs="*", default=[], help="cases whose name contains one of these")
-    parser.add_argument("--collect", nargs="+", type=Path, help="files to make the result of, instead of measuring")
+    parser.add_argument("--collect", nargs="+", type=Path, help="files to take into the result, instead of measuring")
     options = parser.parse_args()
     if options.collect:
         print(f"wrote {collect(options.collect)}")
@@ -186,9 +186,10 @@ def words(found: dict[str, Any]) -> str:
 
 
 def collect(files: list[Path]) -> Path:
-    """Of each case the newest row, with the speeds of those before it; one that failed only where none did not."""
+    """Of each case the newest row, with the speeds of those before it; one that failed only where none did not. What is
+    in the result already is older."""
     about: dict[str, Any] = {}
-    kept: dict[str, dict[str, Any]] = {}
+    kept = {name_of(row): row for row in read_rows("gpu")}
     for file in files:
         for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
             if "document" in line:

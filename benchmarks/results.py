@@ -17,8 +17,16 @@ def write_result(
 ) -> Path:
     """Write NAME.json into benchmarks/results, or into the folder that RESULTS names. `about` says when and on what
     the numbers were measured, where that was not just now and here."""
-    folder = Path(os.environ.get("RESULTS") or FOLDER)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
+    path = _path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**(about or document(what, numbers)), "numbers": numbers}, indent=1) + "\n")
     return path
+
+
+def read_rows(name: str) -> list[dict[str, Any]]:
+    """What `write_result` wrote last, if it did."""
+    return json.loads(_path(name).read_text(encoding="utf-8"))["numbers"] if _path(name).exists() else []
+
+
+def _path(name: str) -> Path:
+    return Path(os.environ.get("RESULTS") or FOLDER) / f"{name}.json"

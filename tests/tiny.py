@@ -103,6 +103,7 @@ class Runs:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
+            "MIMALLOC_ARENA_RESERVE": "0",  # else torch takes a GiB at once on some processors, whatever it needs
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tiny"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

@@ -72,7 +72,12 @@ def settings(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("method", "kind", "sharding"),
-    [("full", "mixtral", "zero3"), ("lora", "mixtral", "zero3"), ("full", "qwen", "zero1")],
+    [
+        ("full", "mixtral", "zero3"),
+        ("lora", "mixtral", "zero3"),
+        ("qlora", "mixtral", "zero3"),
+        ("full", "qwen", "zero1"),
+    ],
 )
 def test_experts_on_two_ranks_give_the_steps_of_one(world, settings, tmp_path, method, kind, sharding):
     shared = {"count": STEPS, "folder": str(settings(kind)), "method": method}
@@ -84,8 +89,19 @@ def test_experts_on_two_ranks_give_the_steps_of_one(world, settings, tmp_path, m
         assert sorted(origin for one in found for origin in one["data"]) == sorted(expected["data"])
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_shards_of_experts_in_few_bits_give_the_steps_of_one(world, settings, tmp_path, bits):
+    lora = {"rank": 4, "bits": bits}
+    shared = {"count": STEPS, "folder": str(settings("qwen")), "method": "qlora", "lora": lora}
+    alone = world(1)("parallel.on_ranks:steps", mesh={}, sharding="none", output=str(tmp_path / "one"), **shared)[0]
+    way = {"mesh": {"shard": 2}, "sharding": "zero3"}
+    both = world(2)("parallel.on_ranks:steps", output=str(tmp_path / "two"), **way, **shared)
+    for expected, *found in zip(alone, *both, strict=True):
+        assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert found[0]["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+
+
 REFUSED = {
-    "qlora": ("qlora", {"shard": 2, "expert": 2}, "zero3", "experts in 4 or 8 bits"),
     "uneven": ("full", {"shard": 3, "expert": 3}, "zero3", "experts are cut evenly over ranks"),
     "replicated": ("full", {"replicate": 2, "expert": 2}, "ddp", "experts cut over other ranks than all"),
 }

@@ -32,7 +32,8 @@ WAYS = {
     "replicate": ({"pipeline": 2, "replicate": 2}, "ddp", "1f1b"),
 }
 CELLS = [(method, way) for method in ("full", "lora", "qlora") for way in list(WAYS)[:4]]
-CELLS += [("full", "shard interleaved"), ("full", "replicate"), ("lora", "replicate"), ("qlora in 8 bits", "1f1b")]
+CELLS += [("lora", "replicate"), ("qlora in 8 bits", "1f1b")]
+CELLS += [pytest.param("full", way, marks=pytest.mark.slow) for way in ("shard interleaved", "replicate")]
 REFUSED = {
     "zero-bubble, sharded": ({"pipeline": 2, "shard": 2}, "zero3", "zero-bubble", "goes with plain layers only"),
     "more stages than layers": ({"pipeline": 3}, "none", "interleaved", "a pipeline stage has at least one layer"),

@@ -91,7 +91,8 @@ def test_rows_that_nobody_writes_are_noticed():
 
 
 def assert_close(found: Path, expected: Path) -> None:
-    """A file of weights, whose header and neighbours are the same to the byte."""
+    """A file of weights, whose header and neighbours are the same to the byte. Single weights may differ more: where a
+    gradient is next to nothing, AdamW divides noise by noise."""
     from safetensors.torch import load_file
 
     def others(file: Path) -> dict[str, bytes]:
@@ -101,7 +102,9 @@ def assert_close(found: Path, expected: Path) -> None:
     assert others(found) == others(expected)
     ours, theirs = load_file(found), load_file(expected)
     for name, value in ours.items():
-        assert (value - theirs[name]).abs().max() <= 1e-4 * theirs[name].abs().max() + 1e-6, name
+        off, largest = (value - theirs[name]).abs(), theirs[name].abs().max()
+        assert off.max() <= 1e-3 * largest + 1e-6, name
+        assert off.mean() <= 1e-6 * largest + 1e-7, name
 
 
 def test_each_rank_writes_its_own_rows_and_a_damaged_file_of_one_is_noticed(train, tmp_path):

@@ -69,11 +69,11 @@ def test_activations_are_what_autograd_keeps(family, method):
     """Counted by autograd's hooks on a model of two layers against one of one layer, in bf16."""
     config = {
         "model_type": family,
-        "hidden_size": 128,
-        "intermediate_size": 352,
+        "hidden_size": 64,
+        "intermediate_size": 176,
         "num_attention_heads": 4,
         "num_key_value_heads": 4 if family == "gpt_neox" else 2,
-        "head_dim": 32,
+        "head_dim": 16,
         "vocab_size": 128,
         "max_position_embeddings": 1024,
         "num_local_experts": 4,

@@ -117,8 +117,25 @@ def test_mixtral_on_eight_gpus_sends_tokens_to_its_experts():
     assert why(chosen, "experts").startswith("1 of each layer on a rank: tokens go to their experts, and no expert to")
     gathered = search(run(**given), MIXTRAL, named("8 x H200"), pins={"expert": 1}).plan
     assert gathered.time.total > 1.05 * chosen.time.total
-    with pytest.raises(UserError, match="cannot do experts in 4 or 8 bits"):
-        search(run(**given | {"method": "qlora"}), MIXTRAL, named("8 x H200"))
+
+
+def test_experts_are_not_in_fp8():
+    given = {"method": "lora", "sequence_length": 2048, "batch_tokens": 2**15}
+    plain, fp8 = (search(run(**given, precision=one), MIXTRAL, named("1 x H200")).plan for one in ("bf16", "fp8"))
+    assert 0.95 * plain.memory.weights < fp8.memory.weights < plain.memory.weights
+    assert plain.time.products * 0.8 < fp8.time.products < plain.time.products
+
+
+def test_mixtral_in_4_bits_fits_where_it_does_not_in_16():
+    given = {"method": "qlora", "sequence_length": 2048, "batch_tokens": 2**15}
+    small = search(run(**given), MIXTRAL, named("1 x A6000")).plan
+    assert (small.fits, small.storage, small.sharding, small.beyond) == (True, "nf4", "none", ())
+    experts = 32 * 8 * 3 * 4096 * 14336
+    assert 0.5 * experts < small.memory.weights < 0.55 * experts + 2 * 2 * 32000 * 4096
+    # While a layer is computed, one stack of its experts is whole.
+    assert small.memory.quantization >= 2 * 8 * 2 * 4096 * 14336
+    spread = search(run(**given), MIXTRAL, named("8 x H200")).plan
+    assert spread.memory.weights < small.memory.weights
 
 
 def test_a_fast_link_between_nodes_makes_full_sharding_a_match():

@@ -89,7 +89,7 @@ def record(step) -> None:
     ids=str,
 )
 def test_replayed_steps_are_the_same(replayed, shape, method, rounds, changes):
-    workload = bench.Workload(shape, method, 2, 64, is_packed=True, rounds=rounds)
+    workload = bench.Workload(shape, method, 2, 16, is_packed=True, rounds=rounds)
     plain, expected = results(workload, device="cpu", **changes)
 
     def prepare(step):

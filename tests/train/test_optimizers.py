@@ -40,7 +40,7 @@ def test_a_killed_run_continues_to_the_same_bytes(optimizer, changes, dtypes, ru
             model,
             method="full",
             optimizer=optimizer,
-            epochs=2,
+            steps=5,
             learning_rate=1e-3,
             save_every=3,
             max_grad_norm=None if "release_gradients" in changes else 1.0,

@@ -147,7 +147,8 @@ def _memory_errors_in_words(plan: Plan, folder: Path) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
+        # The name is all that torch's words for it have in common on different processors.
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "DefaultCPUAllocator" not in str(error):
             raise
         owner = "the GPU" if isinstance(error, torch.OutOfMemoryError) else "this machine"
         predicted, limit = (f"{size / 2**30:.1f} GiB" for size in (plan.memory.total, plan.memory_limit))

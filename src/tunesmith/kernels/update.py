@@ -44,7 +44,7 @@ FP8_SMALLEST = 2.0**-9
 PIECE = 1 << 16
 """Values that are rounded at a time on a processor, few enough for its cache."""
 HALF, EXPONENT = 0x8000, 0x7F800000
-SPREAD = 0x9E3779B9
+SPREAD = 0x9E3779B9 - 2**32
 """By which few bits become many, so that neighbours draw apart."""
 VISIT = 1 << 22
 """Values that are rounded at a time on a device where there is no kernel for it."""
@@ -147,9 +147,9 @@ def update_plainly_(
     w, g = weight.float(), gradient.float()
     if factor is not None:
         g = g * factor
-    draw = again = torch.zeros((), dtype=torch.int64)
+    draw = again = torch.zeros((), dtype=torch.int32)
     if kind == "bf16" or weight.dtype == torch.bfloat16:
-        draw = _hash(torch.arange(start, start + w.numel()), seed).view_as(w)
+        draw = _hash(_places(w, start), seed).view_as(w)
         again = _hash(draw, seed)
     m = _decode(state, "exp_avg", w, kind)
     if algorithm == "lion":
@@ -161,8 +161,8 @@ def update_plainly_(
         v = beta2 * root.square() + (1 - beta2) * g.square()
         w = w * keep - rate * (m / (v.sqrt() * unbias + epsilon))
         _encode_(state, "root", v.sqrt(), kind, again & 0xFFFF)
-    _encode_(state, "exp_avg", m, kind, again >> 16)
-    weight.copy_(round_at_random(w, draw >> 16) if weight.dtype == torch.bfloat16 else w)
+    _encode_(state, "exp_avg", m, kind, _upper(again))
+    weight.copy_(round_at_random(w, _upper(draw)) if weight.dtype == torch.bfloat16 else w)
     if lifted:
         lift_(weight, start=start)
     if copy is not None:
@@ -228,16 +228,13 @@ def _pieces(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _way(bits: torch.Tensor, start: int) -> torch.Tensor:
     """By what a number is lifted, as integers; the same for one that was lifted already. Inf and NaN stay."""
     lower = bits & 0xFFFF
-    at_random = (lower + _draw(bits.view(torch.float32), start)) >> 16
-    is_number = bits & EXPONENT != EXPONENT
-    return ((at_random - (lower > HALF).int()) * is_number).int() << 16
+    way = (lower + _draw(bits, start)).bitwise_right_shift_(16).sub_((lower > HALF).int())
+    return way.mul_(bits & EXPONENT != EXPONENT).bitwise_left_shift_(16)
 
 
 def _draw(values: torch.Tensor, start: int) -> torch.Tensor:
     """16 random bits for each, by its place and its own lower bits."""
-    index = torch.arange(start, start + values.numel(), device=values.device)
-    lower = (values.view(torch.int32) & 0xFFFF).long()
-    return _hash(index, lower * SPREAD) >> 16
+    return _upper(_hash(_places(values, start), (values.view(torch.int32) & 0xFFFF) * SPREAD))
 
 
 def round_at_random(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
@@ -248,11 +245,24 @@ def round_at_random(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 
 
 def _hash(x: torch.Tensor, seed: int | torch.Tensor) -> torch.Tensor:
-    """32 bits that look random, in int64 (torch has no shifts of unsigned numbers): two multiply-and-fold rounds."""
-    x = (x ^ seed) & 0xFFFFFFFF
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
-    return x ^ (x >> 16)
+    """32 bits that look random, in int32, of which a processor does many at a time: two multiply-and-fold rounds."""
+    x = x ^ seed
+    x ^= _upper(x)
+    x *= 0x7FEB352D
+    x ^= (x >> 15) & 0x1FFFF
+    x *= 0x846CA68B - 2**32
+    x ^= _upper(x)
+    return x
+
+
+def _upper(x: torch.Tensor) -> torch.Tensor:
+    """The upper 16 bits; a shift alone would repeat the sign."""
+    return (x >> 16) & 0xFFFF
+
+
+def _places(values: torch.Tensor, start: int) -> torch.Tensor:
+    """Of each within the larger tensor that begins `start` before them."""
+    return torch.arange(start, start + values.numel(), device=values.device).int()
 
 
 def _decode(state: State, name: str, like: torch.Tensor, kind: States) -> torch.Tensor:

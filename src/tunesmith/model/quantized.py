@@ -1,9 +1,9 @@
-"""Models filled from their files tensor by tensor, their frozen linears held in nf4, int8 or fp8 where asked.
+"""Models filled from their files tensor by tensor, their frozen linears and experts in nf4, int8 or fp8 where asked.
 
 The model is built without weights. Each tensor is read from its file, moved to the device and, where it belongs to a
-linear that is held in fewer bits, quantized there before the next one is used: such a model never exists in full
-precision, and the host holds a few tensors at a time, read ahead. What becomes nf4 or int8 is the file's own value,
-whatever the precision it is computed in. Embeddings, norms and the output head stay as they are.
+linear or to experts that are held in fewer bits, quantized there before the next one is used: such a model never exists
+in full precision, and the host holds a few tensors at a time, read ahead. What becomes nf4 or int8 is the file's own
+value, whatever the precision it is computed in. Embeddings, norms and the output head stay as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from tunesmith.kernels import int8, nf4
 from tunesmith.kernels.lowrank import quantize_rows
+from tunesmith.model.experts import STACKS, QuantizedExperts, experts_of_layers
 from tunesmith.model.files import Block, Held, find, read_ahead
 from tunesmith.plan.plan import Storage
 
@@ -179,12 +180,19 @@ def fill_part(
     """Read these tensors into the model, as `fill` does with all."""
     reading = reading or Reading()
     linears = linears_of_layers(model) if storage != "plain" else {}
+    for name in experts_of_layers(model) if storage != "plain" else ():
+        if any(f"{name}.{leaf}" in files for leaf in STACKS):
+            _replace(model, name, QuantizedExperts(model.get_submodule(name), storage))
     for name, part, shape in read_ahead(files, pin=device.type == "cuda", part=reading.part):
         value = reading.whole(name, part.to(device, non_blocking=True), shape)
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
-        if owner in linears and leaf == "weight":
-            value = value if value.dtype in (torch.float32, torch.bfloat16, torch.float16) else value.float()
+        is_quantized = isinstance(module, QuantizedExperts) or (owner in linears and leaf == "weight")
+        if is_quantized and value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            value = value.float()
+        if isinstance(module, QuantizedExperts):
+            module.hold(leaf, value)
+        elif is_quantized:
             bias = None if module.bias is None else module.bias.detach()
             _replace(model, owner, _quantized(linears[owner], value, bias, storage))
         elif owner in fp8 and leaf == "weight":
@@ -201,10 +209,15 @@ def fill_part(
 
 @torch.no_grad()
 def quantize_linears(model: nn.Module, *, dtype: torch.dtype, device: torch.device, storage: Storage = "nf4") -> None:
-    """Move a model to the device linear by linear, each quantized there; the rest goes in `dtype`."""
+    """Move a model to the device linear by linear, each quantized there, and experts so; the rest goes in `dtype`."""
     for name, linear in linears_of_layers(model).items():
         bias = None if linear.bias is None else linear.bias.detach().to(device, dtype)
         _replace(model, name, _quantized(linear, linear.weight.detach().to(device), bias, storage))
+    for name, experts in experts_of_layers(model).items():
+        quantized = QuantizedExperts(experts, storage)
+        for leaf in STACKS:
+            quantized.hold(leaf, getattr(experts, leaf).detach().to(device))
+        _replace(model, name, quantized)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(device, dtype)
     model.to(device)

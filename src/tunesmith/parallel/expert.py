@@ -14,7 +14,6 @@ Everything else of the model is the sharding's. The model's own code computes th
 from __future__ import annotations
 
 import copy
-import inspect
 
 import torch
 import torch.distributed as dist
@@ -23,14 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tunesmith.errors import UserError
-
-ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
-"""What models give their experts: the tokens [T, H], and of each its experts and their weights [T, K]."""
+from tunesmith.model.experts import QuantizedExperts, experts_of_layers, is_called_as_usual
 
 
 def find_experts(model: nn.Module, ranks: int) -> dict[str, nn.Module]:
     """By name, the experts of each layer that has some; UserError where they cannot be cut over so many ranks."""
-    found = {name: module for name, module in model.named_modules() if _is_stack(module)}
+    found = {name: one for name, one in model.named_modules() if isinstance(one, QuantizedExperts)}
+    found |= {name: one for name, one in experts_of_layers(model).items() if is_called_as_usual(one)}
     if not found:
         raise UserError(f"{type(model).__name__} has no experts that could be cut over ranks; use a plan without.")
     for experts in found.values():
@@ -39,33 +37,15 @@ def find_experts(model: nn.Module, ranks: int) -> dict[str, nn.Module]:
     return found
 
 
-def _is_stack(module: nn.Module) -> bool:
-    """Whether this is a layer's experts, held as parameters with the experts as their first dimension."""
-    count = getattr(module, "num_experts", None)
-    weights = list(module.parameters(recurse=False))
-    if not isinstance(count, int) or not weights or any(weight.shape[0] != count for weight in weights):
-        return False
-    return list(inspect.signature(module.forward).parameters)[-3:] == ARGUMENTS or _is_wrapped(module)
-
-
-def _is_wrapped(module: nn.Module) -> bool:
-    """transformers may put a chooser of implementations around a forward that takes the same."""
-    inner = inspect.unwrap(type(module).forward)
-    return list(inspect.signature(inner).parameters)[1:4] == ARGUMENTS
-
-
 def spread_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
     """Leave this rank its part of a layer's experts, where it has more; their weights know where the others are."""
     each, group = experts.num_experts // mesh.size(), mesh.get_group()
-    mine = slice(mesh.get_local_rank() * each, (mesh.get_local_rank() + 1) * each)
-    for name, weight in list(experts.named_parameters(recurse=False)):
-        local = weight.detach().to_local() if isinstance(weight, DTensor) else weight.detach()[mine].clone()
-        local = local.float() if weight.requires_grad else local  # as the optimizer updates it
-        spread = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-        experts.register_parameter(name, nn.Parameter(spread, requires_grad=weight.requires_grad))
+    if isinstance(experts, QuantizedExperts):
+        experts.keep(mesh.get_local_rank(), mesh.size())
+    else:
+        _spread_weights(experts, mesh)
     twin = copy.copy(experts)  # the model's own code, which wants plain tensors
-    twin._parameters = {}
-    twin.num_experts = each
+    twin._parameters, twin.num_experts = {}, each
 
     @torch.compiler.disable
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
@@ -74,6 +54,16 @@ def spread_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
         return _through(twin, each, group, hidden_states, top_k_index, top_k_weights)
 
     experts.forward = forward
+
+
+def _spread_weights(experts: nn.Module, mesh: DeviceMesh) -> None:
+    each = experts.num_experts // mesh.size()
+    mine = slice(mesh.get_local_rank() * each, (mesh.get_local_rank() + 1) * each)
+    for name, weight in list(experts.named_parameters(recurse=False)):
+        local = weight.detach().to_local() if isinstance(weight, DTensor) else weight.detach()[mine].clone()
+        local = local.float() if weight.requires_grad else local  # as the optimizer updates it
+        spread = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        experts.register_parameter(name, nn.Parameter(spread, requires_grad=weight.requires_grad))
 
 
 def _through(

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.model import load, lora, quantized
+from tunesmith.model.experts import experts_of_layers
 from tunesmith.model.files import Block, Held, read_ahead
 from tunesmith.model.fp8 import use_fp8_products
 from tunesmith.model.fuse import fuse
@@ -110,7 +111,7 @@ def load_in_parts(run: Run, plan: Plan, device: torch.device) -> Loaded | None:
         if split is not None:
             split.cut(model, is_here)
         for name in filter(is_here, experts):
-            spread_experts(experts[name], data_mesh(world))
+            spread_experts(model.get_submodule(name), data_mesh(world))
         if run.has_adapters:
             fuse(unit, fp8=plan.products == "fp8", whole_mlps=device.type == "cuda", dtype=dtype)
         elif plan.products == "fp8" and within:
@@ -192,7 +193,10 @@ def _reading_together(
             cuts.pop(f"{name}.weight", None)
     for name, stack in experts.items():
         for leaf, _ in stack.named_parameters(recurse=False):
-            cuts[f"{name}.{leaf}"], joined[f"{name}.{leaf}"] = (0, data_mesh(world)), []
+            if plan.storage != "plain":
+                joined[f"{name}.{leaf}"] = [data_mesh(world)]  # quantized as a whole, and cut then
+            else:
+                cuts[f"{name}.{leaf}"], joined[f"{name}.{leaf}"] = (0, data_mesh(world)), []
     return _Together(cuts, joined, sharers)
 
 
@@ -200,7 +204,9 @@ def _shared_as_they_are(model: nn.Module, plan: Plan, targets: Sequence[str], re
     """Weights of which a rank will hold rows just as they are in the files."""
     if plan.mesh.tensor > 1:
         return set()
-    changed = {*targets, *(quantized.linears_of_layers(model) if plan.storage != "plain" else ())}
+    changed = set(targets)
+    if plan.storage != "plain":
+        changed |= quantized.linears_of_layers(model).keys() | experts_of_layers(model).keys()
     names = {name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in changed}
     return names - reading.cuts.keys()
 

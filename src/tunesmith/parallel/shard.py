@@ -32,6 +32,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tunesmith.kernels.nf4 import SHARDED
+from tunesmith.model.experts import QuantizedExperts
 from tunesmith.model.forward import Entrance
 from tunesmith.model.fuse import JointMlp, JointProduct
 from tunesmith.model.load import DTYPES
@@ -46,7 +47,7 @@ KEEPS_WHOLE = ("ddp", "zero1", "zero2")
 """Weights stay whole from the forward pass to the end of the step."""
 REDUCES_ONCE = ("ddp", "zero1")
 """Gradients of a step are summed on each rank before they are reduced."""
-HOLDERS = (JointProduct, JointMlp, QuantizedLinear)
+HOLDERS = (JointProduct, JointMlp, QuantizedLinear, QuantizedExperts)
 """Modules that hold frozen weights as buffers, which FSDP would leave whole."""
 
 
@@ -133,7 +134,7 @@ def shard(
         has_experts = plan.mesh.expert > 1  # which lie over ranks already, some on each
         elsewhere = {weight for weight in unit.parameters() if has_experts and isinstance(weight, DTensor)}
         if not has_whole_base:
-            _buffers_to_parameters(unit)
+            _buffers_to_parameters(unit, but=(QuantizedExperts,) if has_experts else ())
         if not is_rounded:
             _in_fp32(unit)
         shapes = [weight.shape for weight in unit.parameters() if not isinstance(weight, DTensor)]
@@ -257,9 +258,9 @@ def _in_fp32(unit: nn.Module) -> None:
             weight.data = weight.data.float()
 
 
-def _buffers_to_parameters(unit: nn.Module) -> None:
+def _buffers_to_parameters(unit: nn.Module, but: tuple[type[nn.Module], ...]) -> None:
     for module in unit.modules():
-        if isinstance(module, HOLDERS):
+        if isinstance(module, HOLDERS) and not isinstance(module, but):
             for name, buffer in list(module.named_buffers(recurse=False)):
                 delattr(module, name)
                 held = buffer.view(SHARDED) if buffer.dtype in (torch.uint8, torch.int8) else buffer

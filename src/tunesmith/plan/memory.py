@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 
 from tunesmith.plan.choice import Choice, Task
-from tunesmith.plan.facts import Layer
+from tunesmith.plan.facts import Layer, Linear
 from tunesmith.plan.plan import Memory, Moment, Sharding
 from tunesmith.plan.stages import PER_RANK, micro_batches
 
@@ -349,7 +349,8 @@ def _static(task: Task, choice: Choice) -> dict[str, float]:
     matrices = task.facts.matrices / choice.tensor / choice.pipeline
     if choice.storage != "plain":
         weights -= matrices * (task.width - QUANTIZED[choice.storage])
-    elif choice.products == "fp8" and task.has_adapters:  # the frozen base, quantized once
+    elif choice.products == "fp8" and task.has_adapters:  # the frozen base, quantized once; but experts are not
+        matrices -= task.facts.total(kind_experts) / choice.tensor / choice.pipeline
         weights -= matrices * (task.width - (2 if choice.keep_turned else 1))
     on_device = choice.offload_optimizer == "none"
     states = _share(choice, "states")
@@ -441,7 +442,7 @@ def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, 
     by layer. Optimizer states do not exist yet."""
     if choice.ranks > 1 or choice.offload_parameters or task.device == "cpu":
         return {"optimizer": 0.0}
-    joint = _widest_product(task, choice.storage)  # weights that share an input are put together for their adapters
+    joint = _widest_product(task, choice)  # weights that share an input are put together for their adapters
     if choice.storage != "plain":
         return {"optimizer": 0.0, "quantization": joint * (QUANTIZED[choice.storage] + task.width)}
     whole = max(static["weights"], task.facts.parameters * float(task.width))
@@ -471,20 +472,26 @@ def _last_gradient(task: Task, choice: Choice) -> float:
 
 def _dequantized(task: Task, choice: Choice) -> float:
     """A weight made whole: in half precision, or in fp8 with its transposed copy, which is as much."""
-    widest = _widest_product(task, choice.storage) / choice.tensor
+    widest = _widest_product(task, choice) / choice.tensor
     if choice.storage != "plain":
         return widest * task.width
     is_turned = choice.products == "fp8" and task.has_adapters and choice.is_compiled and not choice.keep_turned
     return widest if is_turned else 0.0  # the transposed copy alone
 
 
-def _widest_product(task: Task, storage: str) -> float:
-    """Weights that are multiplied at once: those of gate and up together where they are fused, or the largest ones."""
-    is_joint = task.has_adapters and not _is_apart(task, storage)
+def _widest_product(task: Task, choice: Choice) -> float:
+    """Weights that are multiplied at once: those of gate and up together where they are fused, a rank's experts of a
+    layer where they are held in few bits, or the largest ones."""
+    is_joint = task.has_adapters and not _is_apart(task, choice.storage)
+
+    def together(kind: Layer, linear: Linear) -> float:
+        return linear.count / choice.expert if linear.count > 1 else 2 if is_joint and kind.mlp_values == 4 else 1
+
     return max(
-        linear.count * linear.inputs * linear.outputs * (2 if is_joint and kind.mlp_values == 4 else 1)
+        linear.inputs * linear.outputs * together(kind, linear)
         for kind in task.facts.kinds
         for linear in kind.linears
+        if linear.count == 1 or choice.storage != "plain"
     )
 
 

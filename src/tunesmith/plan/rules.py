@@ -189,8 +189,6 @@ def refused(task: Task, choice: Choice) -> str | None:
 def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
     """What of this choice the installed Tunesmith cannot execute."""
     missing = []
-    if choice.storage != "plain" and any(linear.count > 1 for kind in task.facts.kinds for linear in kind.linears):
-        missing.append("experts in 4 or 8 bits")
     if choice.sharding != "none":
         if task.optimizer not in SHARDED_OPTIMIZERS:
             missing.append(f"{task.optimizer} over several ranks, only {', '.join(SHARDED_OPTIMIZERS)}")

@@ -232,10 +232,19 @@ def _last_share(task: Task) -> float:
     return last / facts.active
 
 
+def _expert_share(task: Task) -> float:
+    """Of the parameters that a token passes through."""
+    active = task.facts.total(
+        lambda kind: sum(one.active * one.inputs * one.outputs for one in kind.linears if one.count > 1)
+    )
+    return active / task.facts.active
+
+
 def _product_rate(task: Task, choice: Choice, tokens: float) -> float:
     rates = task.rates
     if choice.products == "fp8":
-        best = rates.fp8 or rates.half
+        plain = _expert_share(task)  # experts are multiplied in half precision
+        best = 1 / ((1 - plain) / (rates.fp8 or rates.half) + plain / rates.half)
     else:
         best = rates.fp32 if task.width == 4 else rates.half
     if task.device == "cpu":
@@ -289,7 +298,8 @@ def _quantization(task: Task, choice: Choice, tokens: float) -> float:
     if choice.storage != "plain":
         times = 1 + (math.ceil(tokens / choice.mlp_tokens(task)) - 1) * _mlp_share(task)  # once for each slice
         size = memory.QUANTIZED[choice.storage] + 2 * task.width
-        seconds += 2 * times * task.facts.matrices * size / task.rates.bandwidth
+        elsewhere = task.facts.total(memory.kind_experts) * (1 - 1 / choice.expert)
+        seconds += 2 * times * (task.facts.matrices - elsewhere) * size / task.rates.bandwidth
     if choice.gather != "plain":
         gathers = 1 if choice.sharding == "hierarchical" else 2
         passes = PACK[task.device] / choice.data_ranks + gathers * UNPACK[task.device]
