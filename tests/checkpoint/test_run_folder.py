@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from tunesmith.checkpoint.run_folder import plan_differences, read_summary
+from tunesmith.checkpoint.run_folder import plan_differences, read_plan, read_summary
+from tunesmith.cli.display import read_plan_file
 from tunesmith.errors import UserError
 from tunesmith.plan.plan import Memory, Plan, Time
 
@@ -32,6 +35,26 @@ def test_other_predictions_are_no_other_plan():
     assert plan_differences(PLAN, PLAN.model_copy(update={"micro_batch": 2})) == [
         "the plan's micro_batch was 1 and is now 2"
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"micro_batch": 0}, "micro_batch is 0, but it should be greater than or equal to 1"),
+        ({"storage": "nf5"}, "storage is \"nf5\", but it should be 'plain', 'nf4' or 'int8'"),
+        ({"mesh": {"shards": 2}}, "plans know no mesh.shards"),
+        ({"memory_limit": ...}, "memory_limit is missing"),
+        (None, "all of it is [], but it should be a valid dictionary or instance of Plan"),
+    ],
+)
+def test_what_is_wrong_with_an_edited_plan_is_said(tmp_path, changes, why):
+    content = PLAN.model_dump(mode="json") | (changes or {})
+    kept = {name: value for name, value in content.items() if value is not ...}
+    (tmp_path / "plan.json").write_text(json.dumps([] if changes is None else kept))
+    for read, file in ((read_plan, tmp_path), (read_plan_file, tmp_path / "plan.json")):
+        with pytest.raises(UserError) as found:
+            read(file)
+        assert f": {why}." in str(found.value)
 
 
 def test_an_output_that_is_a_file_is_named(tmp_path):

@@ -96,5 +96,5 @@ def test_each_rank_keeps_the_values_of_its_experts(mixture):
 def test_experts_of_another_make_are_refused_in_a_sentence(tmp_path):
     config = GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="no way to hold the experts of GptOssExperts in few bits; use method: lora"):
+    with pytest.raises(UserError, match="GptOssExperts cannot be held in 4 or 8 bits; use method: lora, with"):
         load.load_model(Run(model=str(tmp_path), data="none.jsonl"), dtype="fp32", device="cpu", storage="nf4")

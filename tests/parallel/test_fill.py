@@ -43,12 +43,12 @@ IN_OTHERS = ("tensor",)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """The same job with a tiny model, with one of 300 MB, and with one of 100 MB for what takes the processor long."""
+    """The same job with a tiny model, with one of 200 MB, and with one of 100 MB for what takes the processor long."""
     known = {}
     for name, sizes in {
         "tiny": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 256},
         "medium": {"num_hidden_layers": 18, "hidden_size": 512, "intermediate_size": 384},
-        "large": {"num_hidden_layers": 54, "hidden_size": 512, "intermediate_size": 384},
+        "large": {"num_hidden_layers": 36, "hidden_size": 512, "intermediate_size": 384},
     }.items():
         known[name] = folder = tmp_path_factory.mktemp(name)
         write_data(folder / "train.jsonl", 20)

@@ -107,7 +107,7 @@ def kill_a_rank(started: subprocess.Popen, rank: int) -> None:
 def test_a_run_on_two_ranks_survives_a_kill_stops_when_asked_and_goes_on_by_torchrun_or_on_one_with_the_losses_of_one(
     tiny_model, tmp_path, runs
 ):
-    changes = {"steps": 60, "save_every": 2, "eval_every": 30, "lora": {"rank": 4}}
+    changes = {"steps": 40, "save_every": 2, "eval_every": 20, "lora": {"rank": 4}}
     one = write_all(tmp_path / "one", tiny_model, **changes)
     two = write_all(tmp_path / "two", tiny_model, **changes)
     started = run(two, "tunesmith", "train", "run.yaml", "--ranks", "2", "--restarts", "1")
@@ -131,7 +131,7 @@ def test_a_run_on_two_ranks_survives_a_kill_stops_when_asked_and_goes_on_by_torc
     assert again.returncode == 0, err
     assert "Continuing after step" in out
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
-    assert json.loads((two / "run" / "summary.json").read_text())["steps"] == 60
+    assert json.loads((two / "run" / "summary.json").read_text())["steps"] == 40
     ended = runs(alone, "train", "run.yaml", "--ranks", "1")
     assert ended.code == 0, ended
     assert "Continuing after step" in ended.out

@@ -24,9 +24,11 @@ METHODS = ("full", "lora", "qlora")
 HOST, DISK, PARAMETERS = {"offload_optimizer": "host"}, {"offload_optimizer": "disk"}, {"offload_parameters": True}
 CELLS = [
     *((method, way, moved) for method in METHODS for way in ("none", "zero3") for moved in (HOST, DISK)),
-    *(("full", way, HOST) for way in ("ddp", "zero1", "hybrid")),
+    *(("full", way, HOST) for way in ("ddp", "zero1")),
     *((method, way, PARAMETERS) for method in METHODS for way in ("alone", "zero3")),
-    *(("full", way, PARAMETERS) for way in ("hybrid", "hierarchical")),
+    ("full", "hierarchical", PARAMETERS),
+    pytest.param("full", "hybrid", HOST, marks=pytest.mark.slow),
+    pytest.param("full", "hybrid", PARAMETERS, marks=pytest.mark.slow),
     ("full", "zero3", PARAMETERS | DISK),
 ]
 pytestmark = pytest.mark.distributed

@@ -21,7 +21,7 @@ from typing import Any
 from tunesmith.checkpoint.files import write_atomic
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
-from tunesmith.plan.plan import Plan
+from tunesmith.plan.plan import Plan, first_problem
 
 FREE_SETTINGS = frozenset(
     {
@@ -126,7 +126,8 @@ def read_plan(folder: Path) -> Plan | None:
         return Plan.model_validate(content)
     except ValueError as error:
         raise UserError(
-            f"{folder / 'plan.json'} is not a plan of this version; remove that file to have a new one made."
+            f"{folder / 'plan.json'} is not a plan of this version: {first_problem(error)}. Mend it, or remove that "
+            "file to have a new one made."
         ) from error
 
 

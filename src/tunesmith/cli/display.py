@@ -186,26 +186,17 @@ class _Count(ProgressColumn):
 def read_plan_file(path: Path) -> Plan:
     import json
 
-    from tunesmith.plan.plan import Plan
+    from tunesmith.plan.plan import Plan, first_problem
 
     try:
         plan = Plan.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise UserError(f"The plan {path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        raise UserError(f"{path} is not a plan: {_first_problem(error)}.") from error
+        raise UserError(f"{path} is not a plan: {first_problem(error)}.") from error
     if plan.beyond:
         raise UserError(f"The plan {path} needs what this version cannot do: {', '.join(plan.beyond)}.")
     return plan
-
-
-def _first_problem(error: ValueError) -> str:
-    from pydantic import ValidationError
-
-    if not isinstance(error, ValidationError):
-        return str(error)
-    problem = error.errors()[0]
-    return f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
 
 
 def _clock(seconds: float) -> str:

@@ -60,8 +60,8 @@ class QuantizedExperts(nn.Module):
         is_other |= not is_called_as_usual(experts) or not hasattr(experts, "_apply_gate")
         if weights.keys() != set(STACKS) or is_other:
             raise UserError(
-                f"method: qlora knows no way to hold the experts of {type(experts).__name__} in few bits; use method: "
-                "lora."
+                f"model: {type(experts).__name__} cannot be held in 4 or 8 bits; use method: lora, with storage plain "
+                "in its plan."
             )
         self.num_experts = experts.num_experts
         self.shapes_nk = {name: tuple(weight.shape[1:]) for name, weight in weights.items()}

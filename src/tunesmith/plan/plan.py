@@ -1,4 +1,4 @@
-"""How a run will be done: `Plan` and its parts. Types only.
+"""How a run will be done: `Plan` and its parts. Types, and what is wrong with a plan that was written by hand.
 
 A plan is made once, printed, saved as plan.json in the run folder, and obeyed: the trainer decides nothing. It is
 closed and frozen like the run it belongs to, and may be edited by hand.
@@ -6,9 +6,10 @@ closed and frozen like the run it belongs to, and may be edited by hand.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 Device = Literal["cpu", "cuda"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -231,3 +232,17 @@ class Plan(Part):
     def tokens_per_second(self) -> float:
         """Predicted, over all ranks."""
         return self.sequences_per_step * self.sequence_length / self.time.total if self.time.total else 0.0
+
+
+def first_problem(error: ValueError) -> str:
+    """Of what was read as a plan and is none, in words."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    problem = error.errors()[0]
+    name = ".".join(map(str, problem["loc"])) or "all of it"
+    words = problem["msg"].replace("Input should be", "it should be")
+    if problem["type"] == "missing":
+        return f"{name} is missing"
+    if problem["type"] == "extra_forbidden":
+        return f"plans know no {name}"
+    return f"{name} is {json.dumps(problem['input'], default=str)}, but {words[0].lower()}{words[1:]}"
