@@ -84,7 +84,7 @@ CASES = (
     Case("qlora-8b", "unsloth", "fast", 42),
     Case("qlora-8b", "unsloth", "tight", 24, recompute_layers=32),
     Case("full-7b", "tunesmith", "fast", 106, "fp8", first_gib=13),
-    Case("full-7b", "tunesmith", "fast", 110, recompute_layers=1, first_gib=13),
+    Case("full-7b", "tunesmith", "fast", 106, first_gib=13),
     Case("full-7b", "liger", "fast", 110, first_gib=13),
     Case("lora-8b-packed", "tunesmith", "fast", 78, "fp8"),
     Case("lora-8b-packed", "liger", "fast", 110),

@@ -19,6 +19,8 @@ from tunesmith.plan.search import MARGIN
 
 EARLIER = {"chunks": 2, "can_be_fp8": False, "keeps_joint": True, "in_pieces": True}
 """The way of rows that do not say theirs."""
+UNSAID = {"keeps_activation": True}
+"""Of rows whose way was written before it could be told."""
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
@@ -148,7 +150,7 @@ def compare(rows: list[dict[str, Any]], device: str = "cuda") -> list[Compared]:
         if "stale" in row:
             continue
         task, choice = settle(Configuration(**row["configuration"]), hardware, device, row.get("document_length"))
-        way = memory.Way(**row.get("way", EARLIER))
+        way = memory.Way(**UNSAID | row.get("way", EARLIER))
         moments = memory.timeline(task, choice, way)
         moment = memory.peak(moments)
         tokens = row.get("tokens", task.step_tokens)

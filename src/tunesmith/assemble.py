@@ -31,6 +31,7 @@ from tunesmith.model import attention, load, lora
 from tunesmith.model.forward import Shape, settle
 from tunesmith.model.fp8 import use_fp8_head_gradient, use_fp8_products
 from tunesmith.model.fuse import fuse
+from tunesmith.model.gated import make_activations_again
 from tunesmith.model.lora import peft_name
 from tunesmith.model.quantized import files_of
 from tunesmith.model.rotary import rotate_in_kernels
@@ -354,6 +355,8 @@ def make_trainable(model: torch.nn.Module, run: Run, plan: Plan) -> torch.nn.Mod
             use_fp8_head_gradient(model)
     elif plan.products == "fp8":
         use_fp8_products(model)
+    elif plan.device == "cuda":
+        make_activations_again(model)
     if plan.device == "cuda" and split is None:
         rotate_in_kernels(model, model.get_input_embeddings().weight.dtype)
     return apply(model, plan, has_adapters=run.has_adapters, split=split)

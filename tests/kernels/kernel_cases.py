@@ -138,6 +138,28 @@ def check_swiglu(device: str, dtypes=(torch.float32, torch.float16), fp8: bool =
     print(f"swiglu: {cases} cases")
 
 
+def check_gated(device: str, dtypes=(torch.float32, torch.float16)) -> None:
+    """The backward kernel alone against gradients in fp64, over sizes that fill no whole number of programs."""
+    from tunesmith.kernels.gated_fused import BLOCK, gated_backward_into
+
+    cases = 0
+    for dtype in dtypes:
+        for rows, width in ((1, 1), (7, 100), (3, BLOCK), (5, 1000)):
+            generator = torch.Generator().manual_seed(rows)
+            d_act, gate, up = (
+                (torch.randn(rows, width, generator=generator) * 3).to(dtype).to(device) for _ in range(3)
+            )
+            found = [torch.full_like(gate, float("nan")) for _ in range(3)]
+            gated_backward_into(d_act, gate, up, *found)
+            exact = [one.double().requires_grad_() for one in (gate, up)]
+            act = reference.gated_product(*exact, torch.eye(width, dtype=torch.float64, device=device))
+            expected = [*torch.autograd.grad(act, exact, d_act.double()), act]
+            for ours, right in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours.double(), right, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+            cases += 1
+    print(f"gated: {cases} cases")
+
+
 def check_lowrank_mlp_nf4(device: str, dtype=torch.float32) -> None:
     """The MLP over weights in nf4 gives, to the last bit, what it gives over the same weights made whole."""
     from tunesmith.kernels import nf4

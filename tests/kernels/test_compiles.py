@@ -123,6 +123,14 @@ def test_the_gated_mlp(capability):
             compile_for(capability, kernel, named, constants | {"AHEAD": ahead}, **options)
 
 
+@pytest.mark.parametrize("capability", [HOPPER, AMPERE])
+def test_the_gradient_of_a_gated_mlp_with_trained_weights(capability):
+    from tunesmith.kernels import gated_fused as module
+
+    types = dict.fromkeys(("d_act", "gate", "up", "d_gate", "d_up", "act"), "*bf16") | {"COUNT": "i32"}
+    compile_for(capability, module._kernel, types, {"BLOCK": module.BLOCK}, num_warps=module.WARPS)
+
+
 @pytest.mark.parametrize("out", ["*fp8e4nv", "*bf16"])
 def test_weights_out_of_nf4(out):
     from tunesmith.kernels import nf4_dequantize as module

@@ -166,6 +166,32 @@ def test_a_second_chunk_of_logits_is_as_large_as_the_first():
     assert two - one == 2 * memory.LOGITS["cuda"]
 
 
+GELU = from_config(
+    {"model_type": "llama", "hidden_act": "gelu", "hidden_size": 512, "num_hidden_layers": 4, "vocab_size": 1000}
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "choice", "spared"),
+    [
+        ("Llama-2-7B", "H200", Choice(is_compiled=True), 1),
+        ("Llama-2-7B", "H200", Choice(is_compiled=False), 2),
+        ("Llama-2-7B", "H200", Choice(is_compiled=True, products="fp8"), 0),
+        ("Llama-2-7B", "2 x H200", Choice(is_compiled=True, tensor=2, sharding="ddp"), 0),
+        ("Llama-2-7B", "2 x H200", Choice(is_compiled=True, shard=2, sharding="zero3"), 1),
+        (GELU, "H200", Choice(is_compiled=True), 0),
+    ],
+)
+def test_an_activation_that_is_made_again_is_not_kept(name, device, choice, spared):
+    given = task(name, device, "full", 1024, 16)
+    without, kept = (
+        next(one.memory for one in memory.timeline(given, choice, way) if one.name == "loss").activations
+        for way in (memory.Way(), memory.Way(keeps_activation=True))
+    )
+    wide = 2 * choice.tokens(given) * given.facts.kinds[0].intermediate * given.facts.layers
+    assert kept - without == spared * wide
+
+
 def test_adapters_on_the_top_layers_keep_less():
     every = task("Llama-3.1-8B", "H200", "lora", 2048, 1)
     top = replace(every, lora=Lora(rank=16, layers="top 8"))

@@ -67,6 +67,10 @@ def swiglu(y_t2i: torch.Tensor, low_t2r: torch.Tensor, b_gate_ir: torch.Tensor, 
     return F.silu(gate) * up
 
 
+def gated_product(gate_ti: torch.Tensor, up_ti: torch.Tensor, weight_ni: torch.Tensor) -> torch.Tensor:
+    return (F.silu(gate_ti) * up_ti) @ weight_ni.t()
+
+
 def rotate(x_thd: torch.Tensor, cos_td: torch.Tensor, sin_td: torch.Tensor) -> torch.Tensor:
     """Rotary positions, the first half of a head against the second."""
     first, second = x_thd.chunk(2, -1)

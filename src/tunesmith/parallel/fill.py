@@ -34,6 +34,7 @@ from tunesmith.model.experts import experts_of_layers
 from tunesmith.model.files import Block, Held, read_ahead
 from tunesmith.model.fp8 import use_fp8_products
 from tunesmith.model.fuse import fuse
+from tunesmith.model.gated import make_activations_again
 from tunesmith.model.rotary import rotate_in_kernels
 from tunesmith.optim.fused import spread
 from tunesmith.parallel.apply import decoder_layers
@@ -113,9 +114,11 @@ def load_in_parts(run: Run, plan: Plan, device: torch.device) -> Loaded | None:
         for name in filter(is_here, experts):
             spread_experts(model.get_submodule(name), data_mesh(world))
         if run.has_adapters:
-            fuse(unit, fp8=plan.products == "fp8", whole_mlps=device.type == "cuda", dtype=dtype)
+            fuse(unit, fp8=plan.products == "fp8", whole_mlps=device.type == "cuda")
         elif plan.products == "fp8" and within:
             use_fp8_products(unit)
+        elif device.type == "cuda" and within:
+            make_activations_again(unit)
         if device.type == "cuda" and within and split is None:
             rotate_in_kernels(unit, dtype)
         _close_gaps(device)

@@ -70,6 +70,8 @@ class Layer(Part):
     """Attention and MLP read the same input."""
     mlp_values: int = 4
     """Values of the intermediate width that the MLP's activation and products keep for backward, run eagerly."""
+    is_swiglu: bool = False
+    """The MLP is `down(silu(gate(x)) * up(x))` of three linears, whose activation can be made again."""
     copies: int = 0
     """Mixtures: how often a token's hidden state is copied, once for each of its experts."""
 
@@ -362,6 +364,7 @@ class _Config:
             post_norms=post_norms,
             norm=norm,
             has_qk_norm=qk_norm,
+            is_swiglu=mlp is None and norm == "rms" and self.values.get("hidden_act", "silu") in ("silu", "swish"),
             copies=copies,
         )
 
@@ -457,7 +460,7 @@ def _phi3(c: _Config) -> ModelFacts:
         Linear(name="mlp.gate_up_proj", inputs=c.hidden, outputs=2 * c.intermediate),
         plain.linears[-1],
     )
-    return c.facts([plain.changed(linears=linears, is_qkv_fused=True)])
+    return c.facts([plain.changed(linears=linears, is_qkv_fused=True, is_swiglu=False)])
 
 
 def _phi(c: _Config) -> ModelFacts:

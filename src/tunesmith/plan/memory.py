@@ -82,6 +82,8 @@ class Way:
     """The joint product of queries, keys and values is alive as long as the values are."""
     in_pieces: bool = False
     """A layer is compiled in two, before and after its attention, and neither knows what the other keeps."""
+    keeps_activation: bool = False
+    """Of a gated MLP whose weights are trained in half precision, what enters its last product."""
 
 
 WAY = Way()
@@ -511,6 +513,7 @@ def layer_bytes(
     is_sliced: bool = False,
     keeps_joint: bool = False,
     in_pieces: bool = False,
+    keeps_activation: bool = False,
     crowded: float = 1.0,
 ) -> float:
     """What a layer keeps for backward, for each token. Eager: as autograd's own hooks count it. Compiled: norms and
@@ -518,6 +521,9 @@ def layer_bytes(
     width, hidden, is_full = task.width, task.facts.hidden, not task.has_adapters
     qk_norms = (kind.query + kind.key) if kind.has_qk_norm else 0
     experts = any(linear.count > 1 for linear in kind.linears)
+    # Of trained weights on a GPU (`model.gated`).
+    is_whole = is_full and task.device == "cuda" and products != "fp8" and tensor == 1
+    is_made_again = is_whole and kind.is_swiglu and not keeps_activation
     if is_compiled:
         into_products = 1 if products == "fp8" and is_full else width
         norms = kind.norms * hidden * (width + into_products) + kind.post_norms * hidden * width + qk_norms * width
@@ -525,9 +531,10 @@ def layer_bytes(
         values = 2
         if products == "fp8" and is_full:  # what enters the MLP's last product, in fp8
             attention += kind.intermediate + (kind.query if in_pieces else 0)
-        # Fused adapters compute the activation again; others keep it, as the gradient of a trained weight does.
+        # Adapters fused with the MLP compute the activation again, too; others and trained weights keep it.
         is_apart = _is_apart(task, storage)
-        if is_apart or (is_full and products != "fp8"):
+        is_kept = products != "fp8" and not is_made_again if is_full else is_apart or not (kind.is_swiglu or experts)
+        if is_kept:
             values = 3 if kind.mlp_values == 4 else 2
         # A joint product that the model itself takes apart and rotates (`model.rotary`): the values keep all of it.
         is_taken_apart = keeps_joint or tensor > 1 or kind.has_qk_norm
@@ -543,7 +550,7 @@ def layer_bytes(
         attention = 2 * (kind.query + kind.key) * width
         attention += (kind.query + kind.key) * width if kind.is_qkv_fused else 0  # the values keep all three alive
         attention += kind.query * width if task.device == "cpu" else 0  # heads last: a copy
-        values = kind.mlp_values
+        values = 2 if is_made_again else kind.mlp_values
     if is_sliced:
         values = 0  # the MLP's input alone, which is counted with the norms
     if experts and not is_full:
@@ -579,6 +586,7 @@ def _activations(task: Task, choice: Choice, tokens: float, way: Way) -> tuple[f
             is_sliced=choice.mlp_slice > 0,
             keeps_joint=way.keeps_joint,
             in_pieces=way.in_pieces,
+            keeps_activation=way.keeps_activation,
             crowded=CROWDED if choice.expert > 1 and kind_experts(kind) else 1.0,
         )
 

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from tunesmith.model.gated import GatedMlp, make_activations_again
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+
+
+def model(**settings) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, **settings))
+
+
+@pytest.mark.parametrize("settings", [{}, {"mlp_bias": True}], ids=["plain", "with biases"])
+def test_a_model_computes_the_same_under_the_same_names(settings):
+    given = model(**settings)
+    tokens = torch.arange(20)[None]
+
+    def results():
+        logits = given(tokens).logits
+        named = dict(given.named_parameters())
+        return logits, dict(zip(named, torch.autograd.grad(logits.square().mean(), named.values()), strict=True))
+
+    before, expected = results()
+    names = list(given.state_dict())
+    assert make_activations_again(given) == 2
+    after, found = results()
+    assert list(given.state_dict()) == names
+    torch.testing.assert_close(after, before)
+    torch.testing.assert_close(found, expected)
+
+
+def test_weights_that_are_not_there_yet_are_no_hindrance():
+    with torch.device("meta"):
+        given = model()
+    assert make_activations_again(given) == 2
+
+
+class Doubled(LlamaMLP):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class WithNorm(LlamaMLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.norm = nn.LayerNorm(config.hidden_size)
+
+
+@pytest.mark.parametrize("kind", [Doubled, WithNorm])
+def test_what_computes_something_else_stays(kind):
+    assert make_activations_again(nn.Sequential(kind(LlamaConfig(**SIZES)))) == 0
+
+
+def test_another_activation_stays():
+    assert make_activations_again(model(hidden_act="gelu")) == 0
+
+
+def test_linears_that_are_no_plain_ones_stay():
+    given = model()
+    for module in given.modules():
+        if isinstance(module, LlamaMLP):
+            module.down_proj = type("Other", (nn.Linear,), {})(48, 32)
+    assert make_activations_again(given) == 0
+    assert not any(isinstance(module, GatedMlp) for module in given.modules())
