@@ -35,6 +35,13 @@ def test_a_model_computes_the_same_under_the_same_names(settings):
     torch.testing.assert_close(found, expected)
 
 
+def test_looking_for_them_draws_no_random_number():
+    given = model()
+    before = torch.get_rng_state()
+    make_activations_again(given)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_weights_that_are_not_there_yet_are_no_hindrance():
     with torch.device("meta"):
         given = model()

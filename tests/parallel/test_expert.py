@@ -89,7 +89,7 @@ def test_experts_on_two_ranks_give_the_steps_of_one(world, settings, tmp_path, m
         assert sorted(origin for one in found for origin in one["data"]) == sorted(expected["data"])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_shards_of_experts_in_few_bits_give_the_steps_of_one(world, settings, tmp_path, bits):
     lora = {"rank": 4, "bits": bits}
     shared = {"count": STEPS, "folder": str(settings("qwen")), "method": "qlora", "lora": lora}

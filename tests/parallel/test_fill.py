@@ -37,8 +37,8 @@ WAYS = {
     "tensor x shard": ({"tensor": 2, "shard": 2}, "zero3"),
     "pipeline": ({"pipeline": 4}, "none"),
 }
-IN_OTHERS = ("tensor",)
-"""What another way has in it."""
+IN_OTHERS = ("tensor", "tensor x shard")
+"""What other ways have in them."""
 
 
 @pytest.fixture(scope="module")

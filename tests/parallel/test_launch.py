@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -104,7 +103,7 @@ def kill_a_rank(started: subprocess.Popen, rank: int) -> None:
     os.kill(int(found), signal.SIGKILL)
 
 
-def test_a_run_on_two_ranks_survives_a_kill_stops_when_asked_and_goes_on_by_torchrun_or_on_one_with_the_losses_of_one(
+def test_a_run_on_two_ranks_survives_a_kill_stops_when_asked_and_goes_on_on_one_with_the_losses_of_one(
     tiny_model, tmp_path, runs
 ):
     changes = {"steps": 40, "save_every": 2, "eval_every": 20, "lora": {"rank": 4}}
@@ -123,19 +122,30 @@ def test_a_run_on_two_ranks_survives_a_kill_stops_when_asked_and_goes_on_by_torc
     assert err == f"warning: {KILLED}; all ranks are started again from the last checkpoint (1 of 1)\n"
     steps = [one["step"] for one in events.read(two / "run") if one["event"] == "step"]
     assert steps == list(range(1, len(steps) + 1))
-    alone = Path(shutil.copytree(two, tmp_path / "alone"))
+    assert runs(one, "train", "run.yaml").code == 0
+    ended = runs(two, "train", "run.yaml", "--ranks", "1")
+    assert ended.code == 0, ended
+    assert "Continuing after step" in ended.out
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    assert json.loads((two / "run" / "summary.json").read_text())["steps"] == 40
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on_by_torchrun(tiny_model, tmp_path, runs):
+    changes = {"steps": 40, "save_every": 2, "eval_every": 20, "lora": {"rank": 4}}
+    one = write_all(tmp_path / "one", tiny_model, **changes)
+    assert runs(one, "train", "run.yaml").code == 0
+    two = write_all(tmp_path / "two", tiny_model, **changes)
+    started = run(two, "tunesmith", "train", "run.yaml", "--ranks", "2")
+    wait_for_event(two, "checkpoint")
+    started.send_signal(signal.SIGTERM)
+    assert started.wait(300) == 143
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     again = run(two, *torchrun, "tunesmith", "train", "run.yaml")
-    assert runs(one, "train", "run.yaml").code == 0
     out, err = again.communicate(timeout=300)
     assert again.returncode == 0, err
     assert "Continuing after step" in out
     assert losses(two) == pytest.approx(losses(one), rel=1e-5)
-    assert json.loads((two / "run" / "summary.json").read_text())["steps"] == 40
-    ended = runs(alone, "train", "run.yaml", "--ranks", "1")
-    assert ended.code == 0, ended
-    assert "Continuing after step" in ended.out
-    assert losses(alone) == pytest.approx(losses(one), rel=1e-5)
 
 
 KILLED = "rank 1 of 2 failed first: it was ended by signal 9"

@@ -32,7 +32,13 @@ WAYS = {
     "reduce in int4 over nodes": (*NODES, {"reduce": "int4"}),
     "gather, reduce in int4 over nodes": (*NODES, {"gather": "int8", "reduce": "int4"}),
 }
-IN_OTHERS = ("gather over nodes", "reduce over nodes", "reduce in int4 over nodes")
+IN_OTHERS = (
+    "gather over nodes",
+    "reduce over nodes",
+    "both, weights kept whole",
+    "reduce in int4 over nodes",
+    "gather, reduce in int4 over nodes",
+)
 """What other ways have in them."""
 BOUND = {"usual": {"loss": 0.01, "norm": 0.1}, "gradients in int8": {"loss": 0.002, "norm": 0.02}}
 """How far losses and gradient norms of 20 steps may be from those of a run without rounding on the wire."""

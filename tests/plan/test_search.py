@@ -106,7 +106,7 @@ def test_a_batch_smaller_than_a_sequence_is_refused():
         make_plan(run(batch_tokens=512), SMOL, machine())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.integers(8, 8192),
     st.integers(1, 64),
@@ -128,7 +128,7 @@ def test_every_plan_covers_the_batch_and_survives_json(length, sequences, method
 TIERS = st.sampled_from(["full", "lora"])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(TIERS, st.sampled_from(sorted(MODEL)), st.lists(st.integers(4, 400), min_size=2, max_size=4, unique=True))
 def test_more_memory_never_makes_a_plan_worse(method, model, sizes):
     """Worse: further down the tiers (quantized, offloaded), or slower by more than what counts as equal."""
@@ -144,7 +144,7 @@ def test_more_memory_never_makes_a_plan_worse(method, model, sizes):
         before = now
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.sampled_from(["Llama-2-7B", "Qwen2.5-32B"]),
     st.sampled_from([10, 50, 400]),
@@ -275,7 +275,7 @@ def test_host_memory_that_is_too_small_for_loading_is_said():
     assert "may be killed" in why(plan, "host memory")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from(sorted(MODEL)),
     st.integers(1, 5),

@@ -103,7 +103,7 @@ def test_killed_at_random_moments_the_result_is_the_same(runs, reference, tiny_m
     assert_same(tmp_path / "run", reference)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     kills=st.lists(
         st.builds(

@@ -10,6 +10,7 @@ import copy
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import skip_init
 
 from tunesmith.kernels.gated import gated_product
 
@@ -53,8 +54,8 @@ def gated_linears(module: nn.Module) -> tuple[nn.Module, ...] | None:
 def is_silu_gated(module: nn.Module) -> bool:
     """Whether a module with `gated_linears` computes what its names say. Its weights need not be there yet."""
     generator = torch.Generator().manual_seed(0)
-    gate, up, down = (
-        nn.Linear(*sizes, bias=False, device="cpu", dtype=torch.float32)
+    gate, up, down = (  # without their usual weights, which would take from the random numbers of others
+        skip_init(nn.Linear, *sizes, bias=False, device="cpu", dtype=torch.float32)
         for sizes in ((INPUTS, WIDTH), (INPUTS, WIDTH), (WIDTH, INPUTS))
     )
     small = copy.copy(module)
