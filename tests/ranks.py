@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tiny import END
+
 
 class Worlds:
     """Worlds by their number of ranks, each started when it is first asked for something."""
@@ -43,6 +45,7 @@ class Worlds:
         return world
 
     def close(self) -> None:
+        self._process.stdin.write(END)  # another process that was forked meanwhile may keep the pipe open
         self._process.stdin.close()
         self._process.wait(120)  # it may still be importing, on a busy machine
         self._process.stdout.close()
@@ -98,6 +101,8 @@ def serve() -> None:
 
     worlds: dict[int, _World] = {}
     for line in sys.stdin:
+        if line == END:
+            break
         order = json.loads(line)
         count = order.pop("count")
         if count not in worlds:

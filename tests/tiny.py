@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+END = "end\n"
+"""Said to a warm process that is not needed any more."""
 SETTINGS: dict[str, Any] = {
     "method": "lora",
     "lora": {"rank": 4, "dropout": 0.1},
@@ -144,6 +146,7 @@ class Runs:
         return Ended(**json.loads(self._process.stdout.readline()))
 
     def close(self) -> None:
+        self._process.stdin.write(END)  # another process that was forked meanwhile may keep the pipe open
         self._process.stdin.close()
         self._process.wait(120)  # it may still be importing, on a busy machine
         self._process.stdout.close()
@@ -194,6 +197,8 @@ def serve() -> None:
     from tunesmith.cli.main import main
 
     for line in sys.stdin:
+        if line == END:
+            break
         order = json.loads(line)
         folder = Path(order["folder"])
         began = time.monotonic()

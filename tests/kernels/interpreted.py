@@ -18,6 +18,8 @@ from pathlib import Path
 
 SECONDS = 300
 """That a check may take."""
+END = "end\n"
+"""Said when no more are wanted."""
 
 
 def run_interpreted(check: str) -> str:
@@ -42,7 +44,7 @@ def _warm_process() -> subprocess.Popen:
         stdout=subprocess.PIPE,
         text=True,
     )
-    atexit.register(process.communicate)  # closes its input, which ends it
+    atexit.register(process.communicate, END)
     return process
 
 
@@ -52,6 +54,8 @@ def serve() -> None:
     import triton  # noqa: F401  (the import is the point)
 
     for line in sys.stdin:
+        if line == END:
+            break
         with tempfile.TemporaryFile("w+") as said:
             child = os.fork()
             if child == 0:
