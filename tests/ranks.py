@@ -36,11 +36,11 @@ class Worlds:
             [sys.executable, "-m", "ranks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
-    def __call__(self, count: int) -> Callable[..., list[Any]]:
-        """Runs a function (`module:name`, given its `Ranks` first) on so many ranks."""
+    def __call__(self, count: int, *, is_new: bool = False) -> Callable[..., list[Any]]:
+        """Runs a function (`module:name`, given its `Ranks` first) on so many ranks; new ones have done nothing yet."""
 
         def world(function: str, **arguments: Any) -> list[Any]:
-            return self._ask(count, {"function": function, "arguments": arguments})
+            return self._ask(count, {"function": function, "arguments": arguments, "is_new": is_new})
 
         return world
 
@@ -105,6 +105,8 @@ def serve() -> None:
             break
         order = json.loads(line)
         count = order.pop("count")
+        if order.pop("is_new") and count in worlds:
+            worlds.pop(count).end()
         if count not in worlds:
             worlds[count] = _World(count)
         answers = worlds[count].ask(order)

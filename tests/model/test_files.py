@@ -88,3 +88,17 @@ def test_models_that_cannot_use_the_usual_attention_are_loaded_with_their_own(tm
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, expected(tokens).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("shape", [(0, 8), (3, 5), (700, 300)])
+def test_a_copy_that_stays_is_contiguous_and_takes_no_more_room_than_its_values(dtype, shape):
+    whole = torch.arange(2 * shape[0] * shape[1]).view(shape[0], 2 * shape[1]).to(dtype)
+    part = whole[:, shape[1] :]
+    copy = files.alone(part)
+    assert torch.equal(copy, part)
+    assert copy.dtype == dtype
+    assert copy.is_contiguous()
+    assert copy.untyped_storage().nbytes() == part.numel() * part.element_size()
+    copy.zero_()
+    assert torch.equal(part, whole[:, shape[1] :])

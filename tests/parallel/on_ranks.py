@@ -250,13 +250,13 @@ def most_that_was_whole(ranks: Ranks, **job: Any) -> dict[str, float]:
     return {"most": max(held), "layer": layer, "all": everything, "parts": len(held)}
 
 
-def loading(ranks: Ranks, folder: str, warm_up: str, **job: Any) -> dict[str, int]:
-    """While the model of `folder` is loaded: by how many bytes this process grew at most, and how many it read.
+def loading(ranks: Ranks, **job: Any) -> dict[str, int]:
+    """While the model is loaded: by how many bytes this process, which has done nothing before, grew at most, and how
+    many it read.
 
-    Mapped pages of files count as long as they are mapped, the same ones once for each rank. A job with a tiny model
-    goes before, since libraries and compiled kernels are no part of a model.
+    Pages of the model's files count as long as they are mapped, the same ones once for each rank. Pages of libraries'
+    files, which the first use of a function maps, do not: all processes have the same ones.
     """
-    import ctypes
     import gc
 
     from tunesmith import assemble as module
@@ -271,9 +271,8 @@ def loading(ranks: Ranks, folder: str, warm_up: str, **job: Any) -> dict[str, in
 
     def try_twin(*arguments: Any) -> Any:
         gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier jobs have left would hide what this one needs
-        found.update(before=kilobytes("VmRSS"), read=0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        found.update(before=kilobytes("VmRSS"), mapped=kilobytes("RssFile"), read=0)
         return real_try(*arguments)
 
     def read(*arguments: Any) -> Any:
@@ -282,13 +281,13 @@ def loading(ranks: Ranks, folder: str, warm_up: str, **job: Any) -> dict[str, in
         return tensor
 
     def build(*arguments: Any, **options: Any) -> Any:
-        found["after"] = kilobytes("VmHWM")
+        assert "model.safetensors" not in Path("/proc/self/maps").read_text()
+        found.update(most=kilobytes("VmHWM"), libraries=kilobytes("RssFile") - found["mapped"])
         return real_build(*arguments, **options)
 
     module.try_twin, module.build, files.Tensor.read = try_twin, build, read
     try:
-        for one in (warm_up, folder):
-            job_of(ranks, folder=one, output=str(Path(one) / job["method"] / "-".join(job["mesh"])), **job)
+        job_of(ranks, **job)
     finally:
         module.try_twin, module.build, files.Tensor.read = real_try, real_build, real_read
-    return {"grew": 1024 * (found["after"] - found["before"]), "read": found["read"]}
+    return {"grew": 1024 * (found["most"] - found["before"] - found["libraries"]), "read": found["read"]}

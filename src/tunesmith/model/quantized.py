@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from tunesmith.kernels import int8, nf4
 from tunesmith.kernels.lowrank import quantize_rows
 from tunesmith.model.experts import STACKS, QuantizedExperts, experts_of_layers
-from tunesmith.model.files import Block, Held, find, read_ahead
+from tunesmith.model.files import Block, Held, alone, find, read_ahead
 from tunesmith.plan.plan import Storage
 
 
@@ -199,8 +199,7 @@ def fill_part(
             _replace(model, owner, Fp8Base(value.to(dtype), None if module.bias is None else module.bias.detach()))
         else:
             value = value.to(dtype) if value.is_floating_point() else value
-            if value is part:
-                value = value.clone(memory_format=torch.contiguous_format)  # not the mapped file itself
+            value = alone(value) if value is part else value  # not the mapped file itself
             if leaf in module._parameters:
                 module._parameters[leaf] = nn.Parameter(value)
             else:

@@ -26,12 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.model import load, lora, quantized
 from tunesmith.model.experts import experts_of_layers
-from tunesmith.model.files import Block, Held, read_ahead
+from tunesmith.model.files import Block, Held, alone, read_ahead
 from tunesmith.model.fp8 import use_fp8_products
 from tunesmith.model.fuse import fuse
 from tunesmith.model.gated import make_activations_again
@@ -95,6 +96,11 @@ def load_in_parts(run: Run, plan: Plan, device: torch.device) -> Loaded | None:
             return name.startswith(within)
         return not name.startswith(tuple(prefixes.values()))
 
+    def weights_of(unit: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        if within := prefixes.get(unit, ""):
+            return [(within + name, weight) for name, weight in unit.named_parameters()]
+        return [(name, weight) for name, weight in model.named_parameters() if belongs(unit, name)]
+
     def prepare(unit: nn.Module) -> None:
         """Everything of one layer, or of what is around the layers."""
         within, is_here = prefixes.get(unit, ""), partial(belongs, unit)
@@ -102,10 +108,10 @@ def load_in_parts(run: Run, plan: Plan, device: torch.device) -> Loaded | None:
         quantized.fill_part(model, part, dtype=dtype, device=device, storage=plan.storage, reading=reading)
         if not within and (stages is None or (stages.tied and stages.parts[-1].is_last)):
             model.tie_weights()
-        for name, weight in model.named_parameters():
-            if is_here(name) and weight.is_meta and name not in files.keys() & later:
+        for name, weight in weights_of(unit):
+            if weight.is_meta and (name not in files or name not in later):
                 raise UserError(f"model: the weights of {run.model} hold no {name}.")
-            if is_here(name) and run.has_adapters:
+            if run.has_adapters:
                 weight.requires_grad_(False)
         _move_buffers(unit, device)
         lora.put_on(model, filter(is_here, targets), run.lora, seed=run.seed)
@@ -123,10 +129,18 @@ def load_in_parts(run: Run, plan: Plan, device: torch.device) -> Loaded | None:
             rotate_in_kernels(unit, dtype)
         _close_gaps(device)
 
+    @torch.no_grad()
     def finish(unit: nn.Module) -> None:
-        """The rows of those weights that are shared as they are."""
-        part = {name: held for name, held in files.items() if belongs(unit, name) and name in later}
-        _fill_rows(model, part, torch.device("cpu") if plan.offload_parameters else device)
+        """The rows of those weights that are shared as they are; for others, room for nothing but their rows."""
+        weights = dict(weights_of(unit))
+        part = {name: held for name, held in files.items() if name in weights and name in later}
+        rows = _read_rows(part, weights, torch.device("cpu") if plan.offload_parameters else device)
+        if device.type == "cpu":  # where FSDP has put rows in between whole weights
+            others = [one for name, one in weights.items() if name not in part and isinstance(one, DTensor)]
+            rows |= {weight: alone(weight.to_local()) for weight in others}
+        _put(unit, rows)
+        if device.type == "cpu":
+            unit.to(device)  # where it is already: this makes FSDP let go of the rows that it had
         _close_gaps(device)
 
     if not is_sharded:
@@ -175,8 +189,7 @@ class _Together(quantized.Reading):
             found = _joined(found, rows.stop - rows.start, sharers)
         if dim is None:
             return found
-        if found is part:
-            found = part.clone(memory_format=torch.contiguous_format)  # not the mapped file itself
+        found = alone(part) if found is part else found  # not the mapped file itself
         return as_part(found, dim, mesh, shape)
 
     def _sharers(self, name: str, shape: tuple[int, ...]) -> Sequence[DeviceMesh]:
@@ -214,23 +227,28 @@ def _shared_as_they_are(model: nn.Module, plan: Plan, targets: Sequence[str], re
     return names - reading.cuts.keys()
 
 
-@torch.no_grad()
-def _fill_rows(model: nn.Module, files: Mapping[str, Held], device: torch.device) -> None:
-    """Give sharded weights that are on the meta device the rows of this rank."""
-    weights = {name: model.get_parameter(name) for name in files}
+def _read_rows(
+    files: Mapping[str, Held], weights: Mapping[str, nn.Parameter], device: torch.device
+) -> dict[nn.Parameter, torch.Tensor]:
+    """This rank's rows of sharded weights."""
 
     def rows(name: str, _: tuple[int, ...]) -> Block:
         return (slice(*rows_of(weights[name])),)
 
+    found = {}
     for name, part, _ in read_ahead(files, pin=device.type == "cuda", part=rows):
-        old = weights.pop(name)
-        local = part.to(device, old.dtype, non_blocking=True)
-        local = local.clone() if local is part else local  # not the mapped file itself
-        new = nn.Parameter(spread(local, old, old.shape), requires_grad=old.requires_grad)
-        for module in model.modules():  # a weight may be tied
-            for leaf, weight in module._parameters.items():
-                if weight is old:
-                    module._parameters[leaf] = new
+        local = part.to(device, weights[name].dtype, non_blocking=True)
+        found[weights[name]] = alone(local) if device.type == "cpu" else local  # not the mapped file itself
+    return found
+
+
+def _put(unit: nn.Module, rows: Mapping[nn.Parameter, torch.Tensor]) -> None:
+    """Have sharded weights of a unit hold these."""
+    known = {old: nn.Parameter(spread(new, old, old.shape), old.requires_grad) for old, new in rows.items()}
+    for module in unit.modules():  # a weight may be tied
+        for leaf, weight in module._parameters.items():
+            if weight is not None and weight in known:
+                module._parameters[leaf] = known[weight]
 
 
 def _own(span: slice, mesh: DeviceMesh) -> slice:
