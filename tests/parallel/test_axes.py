@@ -136,3 +136,17 @@ def test_several_ranks_without_a_way_to_share_are_refused(settings):
         why = refusal(run, made(run, {axis: 2}, "none"), read_facts(run.model), shared(probe(), 2))
         assert why is not None
         assert "share what is the same on all by sharding: ddp" in why
+
+
+def test_a_plan_of_the_model_may_name_the_embedding_which_is_cut_by_its_vocabulary(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from tunesmith.parallel.tensor import Split
+
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path))
+    plan = {name: style for name, style in model.config.base_model_tp_plan.items() if name != "embed_tokens"}
+    model.config.base_model_tp_plan = plan
+    expected = Split.of(model, None).styles
+    model.config.base_model_tp_plan = {**plan, "embed_tokens": "embedding_rowwise"}  # as transformers 5.17 has it
+    assert Split.of(model, None).styles == expected
+    assert "model.embed_tokens" not in expected

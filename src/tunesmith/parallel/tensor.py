@@ -143,7 +143,9 @@ def _styles(model: nn.Module) -> dict[str, str]:
     """By module of the decoder: how it is cut, as the model's config says."""
     plan = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
     patterns = {re.compile(re.escape(pattern).replace(r"\*", r"\d+")): style for pattern, style in plan.items()}
-    names = [name for name, _ in model.base_model.named_modules()]
+    # Embedding and head are cut by their vocabulary, whatever a plan says: some transformers name them there.
+    ends = _ends(model)
+    names = [name for name, module in model.base_model.named_modules() if module not in ends]
     styles = {name: style for name in names for pattern, style in patterns.items() if pattern.fullmatch(name)}
     blocks = {name.rpartition(".")[0] for name, style in styles.items() if style in CUTS}
     unknown = {style for style in styles.values() if style not in CUTS and style != WHOLE}
