@@ -3,6 +3,8 @@ left alone."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from test_forward import HEAD, SMALL, build
@@ -108,3 +110,18 @@ def test_with_a_cache_the_models_own_module_answers():
     assert any(isinstance(module, RotaryAttention) for module in model.modules())
     found = model.generate(tokens, max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(tokens))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("config", [*REPLACED, *LEFT], ids=lambda config: type(config).__name__)
+def test_weights_need_not_be_there_yet(config):
+    model = build(config)
+    model.set_attn_implementation(attention.NAME)
+    expected = rotate_in_kernels(copy.deepcopy(model), torch.float32)
+    assert (expected > 0) == (config in REPLACED)
+    model.to("meta")
+    assert rotate_in_kernels(copy.deepcopy(model), torch.float32) == 0
+    before = torch.get_rng_state()
+    assert rotate_in_kernels(model, torch.float32, CPU) == expected
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(weight.is_meta for weight in model.parameters())
+    assert model.config._attn_implementation == attention.NAME

@@ -6,6 +6,7 @@ ours, and makes the same of what comes back. The names of its linears do not cha
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,13 +29,13 @@ TRIED = 6
 """Tokens."""
 
 
-def rotate_in_kernels(model: nn.Module, dtype: torch.dtype) -> int:
+def rotate_in_kernels(model: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> int:
     """Put our module in the place of each attention that it equals; returns how many. `dtype` is that of activations;
-    adapters are grouped already."""
+    adapters are grouped already. Where weights are not there yet, random ones on the `device` are tried."""
     found = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if (options := _options(child, dtype)) is not None:
+            if (options := _options(child, dtype, device)) is not None:
                 setattr(parent, name, RotaryAttention(child, options))
                 found += 1
     return found
@@ -82,7 +83,7 @@ class RotaryAttention(nn.Module):
         return *rotate_pair(q, k, cos, sin), v
 
 
-def _options(module: nn.Module, dtype: torch.dtype) -> dict[str, Any] | None:
+def _options(module: nn.Module, dtype: torch.dtype, device: torch.device | None) -> dict[str, Any] | None:
     """What the module tells its attention function, or None where ours would not do the same."""
     children = {name for name, _ in module.named_children()}
     if children - set(NORMS) != set(LINEARS) or len(children & set(NORMS)) == 1 or not hasattr(module, "head_dim"):
@@ -91,7 +92,10 @@ def _options(module: nn.Module, dtype: torch.dtype) -> dict[str, Any] | None:
         return None
     held = list(itertools.chain(module.parameters(), module.buffers()))
     if any(tensor.is_meta for tensor in held):
-        return None  # nothing to try
+        if device is None or not all(tensor.is_meta for tensor in held):
+            return None  # nothing to try
+        module = _stand_in_for(module, dtype, device)
+        held = list(module.parameters())
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -112,6 +116,16 @@ def _options(module: nn.Module, dtype: torch.dtype) -> dict[str, Any] | None:
         return None
     pairs = [*zip(parts, expected, strict=True), (out, again)]
     return options if all(_is_close(*pair) for pair in pairs) else None
+
+
+def _stand_in_for(module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A module like this one with weights of its own, drawn without touching the random numbers of others."""
+    generator = torch.Generator(device).manual_seed(0)
+    other = copy.deepcopy(module).to(dtype).to_empty(device=device)
+    with torch.no_grad():
+        for tensor in itertools.chain(other.parameters(), other.buffers()):
+            tensor.normal_(generator=generator).div_(tensor.shape[-1] ** 0.5)
+    return other
 
 
 @contextmanager

@@ -126,7 +126,7 @@ def load_in_parts(run: Run, plan: Plan, device: torch.device) -> Loaded | None:
         elif device.type == "cuda" and within:
             make_activations_again(unit)
         if device.type == "cuda" and within and split is None:
-            rotate_in_kernels(unit, dtype)
+            rotate_in_kernels(unit, dtype, device)
         _close_gaps(device)
 
     @torch.no_grad()
