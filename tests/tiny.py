@@ -114,7 +114,12 @@ class Runs:
     def __call__(self, folder: Path, *arguments: str, **options: Any) -> Ended:
         """Run `tunesmith ARGUMENTS` in `folder` to its end; for the options see `start`."""
         self.start(folder, *arguments, **options)
-        return self.wait()
+        ended = self.wait()
+        if ended.code == 0 and arguments[0] == "train":
+            from loads_elsewhere import check_results
+
+            check_results(folder / "run")
+        return ended
 
     def start(
         self,

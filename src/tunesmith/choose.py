@@ -5,51 +5,142 @@ Without torch where nothing was begun yet: whoever starts ranks has no other use
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tunesmith.checkpoint import run_folder
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
-from tunesmith.plan.documents import sample_lengths
+from tunesmith.plan.documents import guess_held_out, measure, sample_lengths
 from tunesmith.plan.hardware import Hardware, probe, shared
 from tunesmith.plan.models import read_facts
 from tunesmith.plan.place import Place, here
 from tunesmith.plan.plan import Plan
-from tunesmith.plan.search import make_plan, refusal
+from tunesmith.plan.search import Written, check_rate, refusal, search, written
+
+if TYPE_CHECKING:
+    from tunesmith.data.prepare import Prepared
 
 
-def plan_run(run: Run, hardware: Hardware | None = None) -> Plan:
+Progress = Callable[[str, int, int | None], None]
+"""Told what is being done, how far it is, and out of how much (None: not known)."""
+
+
+def plan_run(run: Run, hardware: Hardware | None = None, data: Prepared | None = None) -> Plan:
     """The plan for a run on this machine (or the hardware given). Reads the model's config, not its weights, and a
-    little of the data."""
+    little of the data: roughly what its files tell, unless it is tokenized already."""
     facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
-    return make_plan(run, facts, hardware or probe(), lengths=sample_lengths(run))
+    size = data.size if data else measure(run)
+    return search(
+        run,
+        facts,
+        hardware or probe(),
+        lengths=sample_lengths(run),
+        size=size,
+        held_out=data.held_out if data else guess_held_out(run, size),
+    ).plan
 
 
 def choose_plan(run: Run, *, plan: Plan | None = None, ranks: int | None = None) -> Plan:
-    """The plan that `prepare_run` will obey: the one given, that of the run's folder where it still fits, or a new one
-    for so many ranks on this machine."""
-    place, folder = here(), Path(run.output)
-    if place.is_started:
-        ranks = None  # as many as there are
+    """The plan by which ranks are started on this machine, in all that it takes to start them: the one that
+    `settle_plan` settles on, or, where there is one rank whatever the data are, a rough one."""
+    if (kept := _kept_plan(run, plan, ranks)) is not None:
+        return kept
+    run = run_folder.as_begun(run, _begun(run))
+    hardware = _hardware(ranks)
+    rough = plan_run(run, hardware)
+    depends_on_data = run.batch_tokens is None or run.batch_tokens < run.sequence_length
+    if depends_on_data and (hardware.gpu_count > 1 or hardware.processes > 1):
+        return settle_plan(run, ranks=ranks)[0]
+    return rough
+
+
+def settle_plan(
+    run: Run, *, plan: Plan | None = None, ranks: int | None = None, progress: Progress | None = None
+) -> tuple[Plan, Prepared]:
+    """The plan that a run obeys, and its data: the plan given, that of the run's folder where it still fits, or a new
+    one, made for the data as they are when they are tokenized."""
+    if (kept := _kept_plan(run, plan, ranks)) is not None:
+        return kept, tokenize(run, kept, progress)
+    run = run_folder.as_begun(run, _begun(run))
+    hardware = _hardware(ranks)
+    plan_run(run, hardware)  # what is wrong with the settings is said before an hour of tokenizing
+    data = tokenize(run, None, progress)
+    return plan_run(run, hardware, data), data
+
+
+def tokenize(run: Run, plan: Plan | None, progress: Progress | None = None, tokenizer: Any = None) -> Prepared:
+    """The data of a run, by the plan where there is one already, and the tokenizer given or that of its model."""
+    from tunesmith.data.prepare import BadRecords, prepare
+    from tunesmith.model import load
+
+    config = load.load_config(run)
+    tokenizer = tokenizer or load.load_tokenizer(run)
+    with suppress(AttributeError):
+        tokenizer.model_max_length = int(1e30)  # our own guard counts and reports lengths
+    positions = load.max_positions(config)
+    if positions is not None and positions < run.sequence_length and "sequence_length" not in run.model_fields_set:
+        run = run.model_copy(update={"sequence_length": positions})
+    planned = {"held_out": plan.held_out, "eval_length": plan.sequence_length} if plan else {}
+    sizes = {"vocab_size": load.vocabulary_size(config), "max_length": positions}
+    try:
+        data = prepare(run, tokenizer, **sizes, **planned, progress=progress)
+    except BadRecords as errors:
+        if len(errors.bad) > 1:
+            errors.messages.append(f"All of them are in {run_folder.write_bad_records(Path(run.output), errors.bad)}.")
+        raise
+    longest = max(int(store.lengths.max()) for store in data.train)
+    if plan is not None and longest > plan.sequence_length:
+        raise UserError(
+            f"The plan packs sequences of {plan.sequence_length:,} tokens, but the longest example has {longest:,} "
+            "after being cut to sequence_length; raise sequence_length in the plan, or lower it in the settings."
+        )
+    return data
+
+
+def _kept_plan(run: Run, plan: Plan | None, ranks: int | None) -> Plan | None:
+    """The plan given, or that of the run's folder where it still fits."""
+    place = here()
     if plan is not None:
         _check_agreement(run, plan)
+        check_rate(run, plan.learning_rate)
         facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
         if (why := refusal(run, plan, facts, probe())) is not None:
             raise UserError(f"The plan cannot be carried out: {why}.")
         return plan
-    before = run_folder.read_identity(folder)
-    if before is not None and _is_of(run, before):
-        planned = run_folder.read_plan(folder)
-        if planned is not None and _can_run(planned, run, place, ranks) and _suits_gpu(planned, run):
-            return planned
-    return plan_run(run, shared(probe(), ranks) if ranks else None)
+    if _begun(run) is None:
+        return None
+    planned = run_folder.read_plan(Path(run.output))
+    asked = None if place.is_started else ranks
+    if planned is not None and _can_run(planned, run, place, asked) and _suits_gpu(planned, run):
+        return planned
+    return None
+
+
+def _hardware(ranks: int | None) -> Hardware:
+    """What the ranks have; where they are started already, they are as many as there are."""
+    return shared(probe(), ranks) if ranks and not here().is_started else probe()
+
+
+def _begun(run: Run) -> run_folder.Identity | None:
+    """How the run's folder was begun, if that was with these settings."""
+    before = run_folder.read_identity(Path(run.output))
+    return before if before is not None and _is_of(run, before) else None
+
+
+def will_write(run: Run, plan: Plan) -> Written:
+    """How large the checkpoints and the result of a run will be. Reads the model's config, not its weights."""
+    return written(run, plan, read_facts(run.model, trust_remote_code=run.trust_remote_code), probe())
 
 
 def _is_of(run: Run, before: run_folder.Identity) -> bool:
     """Whether a folder was begun with these settings and these weights."""
     from tunesmith.model.load import model_fingerprint
 
-    return before.is_like(run_folder.identify(run, data=before.data, model=model_fingerprint(run)))
+    begun = run_folder.as_begun(run, before)
+    return before.is_like(run_folder.identify(begun, data=before.data, model=model_fingerprint(run)))
 
 
 def _can_run(plan: Plan, run: Run, place: Place, ranks: int | None) -> bool:
@@ -96,14 +187,18 @@ def _check_agreement(run: Run, plan: Plan) -> None:
             )
             + ", or release_gradients: false in the plan."
         )
-    sequences = max(1, round(run.batch_tokens / plan.sequence_length))
+    if run.sequence_length < plan.sequence_length and "sequence_length" in run.model_fields_set:
+        raise UserError(
+            f"The plan's sequence_length is {plan.sequence_length}, but the settings allow {run.sequence_length} at "
+            "most; change one of the two, or leave --plan out."
+        )
+    sequences = run.batch_tokens and max(1, round(run.batch_tokens / plan.sequence_length))
     for setting, wanted, name in (
         ("learning_rate", run.learning_rate, "learning_rate"),
-        ("sequence_length", run.sequence_length, "sequence_length"),
         ("batch_tokens", sequences, "sequences_per_step"),
     ):
         planned = getattr(plan, name)
-        if setting in run.model_fields_set and wanted is not None and wanted != planned:
+        if wanted is not None and wanted != planned:
             raise UserError(
                 f"The plan's {name} is {planned}, but {setting} in the settings makes it {wanted}; change one of the "
                 "two, or leave --plan out."

@@ -1,4 +1,13 @@
-"""The one exception that is meant for people: what was found, where, and what to do about it."""
+"""The one exception that is meant for people: what was found, where, and what to do about it; and how its sentences
+list names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+MOST_NAMES = 8
+"""That a sentence lists; of the others it says how many there are."""
+LONGEST_NAME = 100
 
 
 class UserError(ValueError):
@@ -12,3 +21,18 @@ class UserErrors(UserError):
         assert messages
         self.messages = messages
         super().__init__("\n".join(messages))
+
+
+def listed(names: Iterable[object], separator: str = ", ", most: int = MOST_NAMES) -> str:
+    """`a, b and 97 more`: the names that a sentence has room for, each cut in the middle where it is too long."""
+    texts = [_shortened(str(name)) for name in names]
+    if len(texts) <= most + 1:  # one more name is no longer than the words for it
+        return separator.join(texts)
+    return f"{separator.join(texts[:most])} and {len(texts) - most:,} more"
+
+
+def _shortened(name: str) -> str:
+    if len(name) <= LONGEST_NAME or " " in name:  # what has words is no name
+        return name
+    half = LONGEST_NAME // 2
+    return f"{name[:half]}...{name[-half:]}"

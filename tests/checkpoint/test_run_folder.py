@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from tunesmith.checkpoint.run_folder import plan_differences, read_plan, read_summary
+from tunesmith.checkpoint.run_folder import plan_differences, read_plan, read_summary, write_bad_records
 from tunesmith.cli.display import read_plan_file
+from tunesmith.data.types import Origin, RecordError
 from tunesmith.errors import UserError
 from tunesmith.plan.plan import Memory, Plan, Time
 
@@ -61,3 +62,10 @@ def test_an_output_that_is_a_file_is_named(tmp_path):
     (tmp_path / "data.json").write_text("[]")
     with pytest.raises(UserError, match=r"data\.json is a file, and a run needs a folder"):
         read_summary(tmp_path / "data.json")
+
+
+def test_bad_records_are_written_one_a_line(tmp_path):
+    bad = [RecordError("empty answer", Origin("a.jsonl", 3), "`output` is empty")]
+    path = write_bad_records(tmp_path / "run", bad)
+    line = {"file": "a.jsonl", "line": 3, "kind": "empty answer", "reason": "`output` is empty"}
+    assert [json.loads(text) for text in path.read_text().splitlines()] == [line]

@@ -59,7 +59,9 @@ def run_yaml(tmp_path, monkeypatch, tokenizer):
     for name, records in (("train", RECORDS), ("held_out", RECORDS[:1])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     path = tmp_path / "run.yaml"
-    path.write_text("model: model\ndata: train.jsonl\neval: held_out.jsonl\nsequence_length: 128\nbatch_tokens: 256\n")
+    path.write_text(
+        "model: model\ndata: train.jsonl\neval: held_out.jsonl\nsequence_length: 128\nbatch_tokens: 256\nepochs: 1\n"
+    )
     return path
 
 
@@ -75,7 +77,8 @@ def tunesmith():
 
 
 def test_the_view_equals_what_the_loader_feeds(run_yaml, tokenizer):
-    run = Run(model="model", data=["train.jsonl"], eval=["held_out.jsonl"], sequence_length=128, batch_tokens=256)
+    given = {"sequence_length": 128, "batch_tokens": 256, "epochs": 1}
+    run = Run(model="model", data=["train.jsonl"], eval=["held_out.jsonl"], **given)
     report = check.examine(run, tokenizer, examples=99)
     prepared = prepare(run, tokenizer, 300)
     loader = Loader(
@@ -177,3 +180,15 @@ def test_targets_are_in_colour_and_the_middle_of_long_examples_is_left_out():
 
 def test_a_run_for_a_gpu_can_be_checked_without_one(run_yaml, tunesmith):
     assert tunesmith(run_yaml, "device=cuda", "--examples", 0).exit_code == 0
+
+
+def test_bad_records_are_all_listed_and_end_the_check_unless_they_are_skipped(run_yaml, tunesmith, tmp_path):
+    with (tmp_path / "train.jsonl").open("a") as file:
+        file.write('{"messages": []}\n{"messages": \n')
+    shown = tunesmith(run_yaml, "--examples=0")
+    assert shown.exit_code == 1
+    assert "Bad records" in shown.output
+    assert "train.jsonl, line 4  empty conversation  `messages` is empty" in shown.output
+    assert "train.jsonl, line 5  not valid JSON" in shown.output
+    assert "2 bad" in shown.output
+    assert tunesmith(run_yaml, "bad_records=skip", "--examples=0").exit_code == 0

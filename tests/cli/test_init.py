@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from tunesmith.cli.init import Answers, Proposal, propose, write_settings
+from tunesmith.cli.init import Answers, propose, write_settings
 from tunesmith.cli.main import app
 from tunesmith.config.load import from_mapping, load, to_mapping
 from tunesmith.config.schema import Dataset, Lora, Run
@@ -103,19 +103,24 @@ def test_a_folder_a_glob_and_the_hub_are_data_too():
         assert load("run.yaml").run.data[0].title == title
 
 
-def test_the_sequence_length_stays_within_the_model():
-    Path("model").mkdir()
-    Path("model/config.json").write_text(json.dumps({"max_position_embeddings": 128}))
-    init("--model", "model", "--data", "support.jsonl")
-    assert load("run.yaml").run.sequence_length == 128
-
-
-PROPOSAL = Proposal("a machine", "m", 512, 4096)
+def test_what_is_left_open_is_proposed_from_data_and_model_and_pinned_nowhere(tiny_model):
+    record = json.dumps({"messages": [{"role": "user", "content": "x" * 200}, {"role": "assistant", "content": "y"}]})
+    Path("support.jsonl").write_text(f"{record}\n" * 440)
+    done = init("--model", str(tiny_model), "--data", "support.jsonl")
+    assert done.exit_code == 0, done.output
+    assert "440 examples" in done.stdout
+    assert "steps" in done.stdout
+    text = Path("run.yaml").read_text()
+    assert "\n# batch_tokens: 512 " in text
+    assert "\n# epochs: 2 " in text
+    assert "\n# held_out: 22 " in text
+    run = load("run.yaml").run
+    assert (run.batch_tokens, run.epochs, run.learning_rate, run.held_out) == (None,) * 4
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_every_setting_is_shown_and_the_commented_ones_are_the_defaults(method):
-    text = write_settings(Answers("m", "a", method), PROPOSAL, "runs/a")
+    text = write_settings(Answers("m", "a", method), "runs/a", {})
     for model in (Run, Lora, Dataset):
         for name, field in model.model_fields.items():
             if name != "hub":
@@ -125,12 +130,12 @@ def test_every_setting_is_shown_and_the_commented_ones_are_the_defaults(method):
     uncommented = "\n".join(
         line.replace("# ", "", 1) if line.lstrip().startswith("# ") and ": " in line else line
         for line in body.splitlines()
-        if not line.startswith("# The rest")
+        if not line.startswith(("# The rest", "# Decided by"))
     )
     Path("full.yaml").write_text(uncommented)
     run = load("full.yaml").run
     defaults = from_mapping({"model": "m", "data": "a", "method": method})
-    changed = {"sequence_length", "batch_tokens", "output", "eval"}
+    changed = {"output", "eval"}
     assert {k: v for k, v in to_mapping(run).items() if k not in changed} == {
         k: v for k, v in to_mapping(defaults).items() if k not in changed
     }
@@ -144,7 +149,7 @@ def test_every_setting_is_shown_and_the_commented_ones_are_the_defaults(method):
 )
 def test_any_name_comes_back_as_it_was_given(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "any.yaml"
-    path.write_text(write_settings(Answers(text, text, "lora"), PROPOSAL, text), encoding="utf-8")
+    path.write_text(write_settings(Answers(text, text, "lora"), text, {}), encoding="utf-8")
     run = load(path).run
     assert (run.model, run.data[0].path, run.output) == (text, text, text)
 

@@ -101,7 +101,9 @@ def test_a_saved_plan_is_one_that_train_reads(folder):
 
 
 def test_what_if_and_solve_answer(folder):
-    page = plan("--hardware", "RTX 4090", "--what-if", "sequence_length=16384", "--what-if", "recompute_layers=32")
+    changes = ("sequence_length=16384", "batch_tokens=16384", "recompute_layers=32")
+    what_if = [word for change in changes for word in ("--what-if", change)]
+    page = plan("--hardware", "RTX 4090", *what_if)
     assert "what if" in page
     assert "16384" in page
     assert "longest sequence" in plan("--hardware", "RTX 4090", "--solve", "sequence_length")

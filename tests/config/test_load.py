@@ -108,7 +108,7 @@ REQUIRED = "model: m\ndata: a\n"
         ("epochs: [1]", "`epochs` is a list but needs a number"),
         ("epochs: 0", "`epochs` is 0 but needs to be more than 0"),
         ("epochs: .inf", "`epochs` is inf but needs a finite number"),
-        ("epochs:", "`epochs` is empty but needs a number"),
+        ("weight_decay:", "`weight_decay` is empty but needs a number"),
         ("epochs: yes", "`epochs` is true: it needs a number, not yes or no"),
         ("seed: no", "`seed` is false: it needs a number, not yes or no"),
         ("seed: 1.5", "`seed` is 1.5 but needs a whole number"),
@@ -245,6 +245,14 @@ def test_numbers_are_read_as_people_write_them(write, written, value):
 def test_dates_and_times_stay_text(write):
     run = load(write("model: 2024-01-01\ndata: 12:30:45\noutput: 1.2.3\n")).run
     assert (run.model, run.data[0].path, run.output) == ("2024-01-01", "12:30:45", "1.2.3")
+
+
+@pytest.mark.parametrize("override", ["data=hub:org/name", "data=[hub:org/name]", 'data=["hub:org/name"]'])
+def test_data_on_the_hub_is_named_as_init_takes_it(write, override):
+    (dataset,) = load(write(GOOD), [override]).run.data
+    assert (dataset.hub, dataset.path) == ("org/name", None)
+    (dataset,) = load(write("model: m\ndata: hub:org/name\n")).run.data
+    assert dataset.hub == "org/name"
 
 
 @pytest.mark.parametrize(

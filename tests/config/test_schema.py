@@ -41,7 +41,7 @@ def test_a_data_set_is_named_after_its_file(path, title):
 
 def test_the_json_schema_uses_the_words_that_editors_know():
     schema = json_schema()
-    assert schema["properties"]["epochs"]["exclusiveMinimum"] == 0
+    assert schema["$defs"]["Dataset"]["properties"]["weight"]["exclusiveMinimum"] == 0
     assert schema["properties"]["sequence_length"]["minimum"] == 8
     assert schema["required"] == ["model", "data"]
     assert schema["additionalProperties"] is False

@@ -15,6 +15,8 @@ from tunesmith.data.types import Completion, Conversation, Document, Message, Or
 from tunesmith.errors import UserError
 
 PLAIN = Dataset(path="data.jsonl")
+HERE = Origin("data.jsonl", 7)
+NAN, INF = float("nan"), float("inf")
 SHARED = Path(os.environ.get("TUNESMITH_SHARED_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
 
 
@@ -92,7 +94,7 @@ def test_tool_calls_in_all_the_ways_people_write_them():
     ways = [
         {"tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]},
         {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}]},
-        {"tool_calls": [{"name": "add", "arguments": {"a": 2, "filled_by_parquet": None}}]},
+        {"tool_calls": [{"name": "add", "arguments": {"a": 2}}]},
         {"tool_calls": json.dumps([{"name": "add", "arguments": {"a": 2}}])},
         {"function_call": {"name": "add", "arguments": '{"a": 2}'}},
         {"content": [{"type": "tool_call", "value": '{"name": "add", "arguments": {"a": 2}}'}]},
@@ -100,6 +102,59 @@ def test_tool_calls_in_all_the_ways_people_write_them():
     for way in ways:
         messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, **way}]
         assert converted({"messages": messages}).messages[1].extra == {"tool_calls": expected}, way
+
+
+def test_null_arguments_of_tool_calls_are_kept_but_for_those_that_columns_were_filled_with():
+    call = {"name": "add", "arguments": {"a": None, "b": [None, {"c": None}]}}
+    tool = {"name": "add", "parameters": {"a": {"default": None}}}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    written = {"messages": messages, "tools": [tool]}
+
+    def arguments(fields, **more):
+        made = formats.convert(Record(fields, HERE, **more), "messages", Dataset(path="d.jsonl"))
+        return made.messages[1].extra["tool_calls"][0]["function"]["arguments"], made.tools[0]["function"]
+
+    assert arguments(written) == (call["arguments"], tool)
+    assert arguments(written, is_filled=True) == ({"b": [None, {}]}, {"name": "add", "parameters": {"a": {}}})
+    as_text = {**call, "arguments": json.dumps(call["arguments"])}
+    messages[1] = {**messages[1], "tool_calls": [as_text]}
+    assert arguments({"messages": messages, "tools": json.dumps([tool])}, is_filled=True) == (call["arguments"], tool)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"prompt": "Hi", "completion": NAN}, "`completion` is NaN; an answer is needed"),
+        ({"prompt": -INF, "completion": "x"}, "`prompt` is -Infinity"),
+        ({"text": INF}, "`text` must be text, found Infinity"),
+        ({"messages": [{"role": "user", "content": NAN}]}, "`messages` 1 must be text, found NaN"),
+        ({"messages": NAN}, "`messages` must be a list, found NaN"),
+        (
+            {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x", "weight": INF}]},
+            "`weight` of `messages` 2 must be a number from 0 up or true/false, not Infinity",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": [NAN]}}]}]},
+            "arguments of the tool call in `messages` 1 holds NaN, which JSON does not have",
+        ),
+    ],
+)
+def test_nan_and_infinity_are_called_by_their_names(fields, said):
+    with pytest.raises(UserError) as caught:
+        converted(fields)
+    assert said in str(caught.value)
+
+
+def test_nan_in_a_field_that_may_be_missing_is_nothing():
+    fields = {"instruction": "Hi", "input": NAN, "output": "two", "system": NAN, "history": NAN}
+    assert converted(fields) == converted({"instruction": "Hi", "output": "two"})
+
+
+def test_a_few_records_of_another_kind_do_not_hide_the_format():
+    good = [Record({"prompt": "Hi", "completion": "x"}, HERE)] * 9
+    assert formats.recognise([Record({"odd": 1}, HERE), *good], Dataset(path="d.jsonl")) == "prompt_completion"
+    with pytest.raises(UserError, match="lacks the field"):
+        formats.recognise([Record({"odd": 1}, HERE), *good[:2]], Dataset(path="d.jsonl"))
 
 
 def test_reasoning_is_kept_apart_under_one_name():

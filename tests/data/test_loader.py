@@ -230,3 +230,27 @@ def test_an_error_in_the_thread_reaches_the_caller_and_the_thread_ends():
 def test_no_examples_is_an_error_for_people():
     with pytest.raises(UserError, match="no examples"):
         loader([])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("lengths", [(True, None), (True, 30), (True, 0), (False, 30)])
+def test_micro_batches_by_length_hold_the_same_documents_and_no_more_tokens_than_planned(ranks, lengths):
+    one = store([3, 60, 5, 4, 31, 8, 50, 6, 2, 29, 7, 64, 3, 12, 40])
+    sizes = {"seed": 0, "sequence_length": 64, "sequences_per_step": 4, "micro_batch": 2}
+    packed = Loader([one], [1.0], **sizes)
+    dealt = [Loader([one], [1.0], **sizes, rank=rank, ranks=ranks, lengths=lengths) for rank in range(ranks)]
+    for step in range(packed.total_steps):
+        expected = sorted(origin for one in packed.step(step).micro_batches for origin in one.origins)
+        batches = [loader.step(step) for loader in dealt]
+        assert len({len(batch.micro_batches) for batch in batches}) == 1
+        found = []
+        for one in (one for batch in batches for one in batch.micro_batches):
+            if one.weights.any():
+                found += one.origins
+            documents = one.boundaries.diff()
+            computed = len(documents) * one.longest if lengths[0] else len(one.tokens)
+            assert computed <= 128
+            if lengths[1] is not None and one.longest > lengths[1]:
+                assert len(documents) == 1
+        assert sorted(found) == expected
+        assert {batch.target_weight for batch in batches} == {packed.step(step).target_weight}

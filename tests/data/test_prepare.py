@@ -1,5 +1,7 @@
 import json
+import multiprocessing
 import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from tunesmith.config.schema import Run
 from tunesmith.data import prepare as prepare_module
 from tunesmith.data import store as store_module
 from tunesmith.data.loader import Loader
-from tunesmith.data.prepare import prepare, unique
+from tunesmith.data.prepare import BadRecords, prepare, unique
 from tunesmith.errors import UserError, UserErrors
 
 VOCABULARY = 1000
@@ -154,9 +156,144 @@ def test_a_pool_of_processes_gives_the_same_data(chatml, here, monkeypatch):
 def test_a_bad_record_is_named_from_inside_the_pool(chatml, here, monkeypatch):
     monkeypatch.setattr(store_module, "PARALLEL_FROM", 10)
     write("train.jsonl", [*chats(40), {"messages": [{"role": "user", "content": 5}]}, *chats(20)])
-    with pytest.raises(UserError, match=r"train.jsonl, line 41"):
+    with pytest.raises(UserError, match=r"train.jsonl, line 41: .*bad_records: skip"):
         prepare(run(), chatml, VOCABULARY, workers=2)
-    assert list((here / "cache" / "tokens").iterdir()) == []
+
+
+PLANTED = {
+    "not valid JSON": '{"conversations": [{"from": "human", "va',
+    "not UTF-8": b'{"conversations": "\xe9\xe8"}',
+    "not an object": "7",
+    "missing field": '{"id": "3"}',
+    "empty conversation": '{"conversations": []}',
+    "no answer": {"conversations": [{"from": "human", "value": "Hi"}]},
+    "empty answer": {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": " "}]},
+    "unknown role": {"conversations": [{"from": "human", "value": "Hi"}, {"from": "narrator", "value": "x"}]},
+    "wrong type": {"conversations": [{"from": "human", "value": True}, {"from": "gpt", "value": "x"}]},
+    "NaN or Infinity": '{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": NaN}]}',
+    "refused by the chat template": {
+        "conversations": [{"from": who, "value": "Hi"} for who in ("human", "human", "gpt")]
+    },
+}
+
+
+def plant(count):
+    """Good ShareGPT records with one of each fault among every hundred."""
+    good = json.dumps({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "two"}]})
+    lines = [good] * count
+    for n in range(count // 100):
+        for place, fault in enumerate(PLANTED.values(), start=1):
+            lines[100 * n + 7 * place] = fault if isinstance(fault, str | bytes) else json.dumps(fault)
+    Path("train.jsonl").write_bytes(b"\n".join(x if isinstance(x, bytes) else x.encode() for x in lines) + b"\n")
+
+
+def test_all_bad_records_are_named_in_one_pass_or_skipped_and_counted(gemma, monkeypatch):
+    plant(2000)
+    reads = []
+    read = prepare_module.source.read
+    monkeypatch.setattr(prepare_module.source, "read", lambda *given: reads.append(given) or read(*given))
+    with pytest.raises(BadRecords) as caught:
+        prepare(run(), gemma, VOCABULARY, workers=2)
+    errors = caught.value
+    assert len(reads) == 2  # one of them a look at the format
+    assert len(errors.bad) == 20 * len(PLANTED)
+    places = {(error.origin.line, error.kind) for error in errors.bad}
+    assert places == {(100 * n + 7 * k + 1, kind) for n in range(20) for k, kind in enumerate(PLANTED, start=1)}
+    assert errors.messages[0].startswith("220 of 2,000 records cannot be trained on (20 ")
+    assert errors.messages[1].startswith("train.jsonl, line 8: not valid JSON at column")
+    assert errors.messages[-2:] == [
+        "... and 200 more.",
+        "Mend them, or leave them out with `bad_records: skip`.",
+    ]
+    assert len(errors.messages) == 23
+    for _ in range(2):  # made, and from the cache
+        prepared = prepare(run(bad_records="skip"), gemma, VOCABULARY)
+        assert len(prepared.bad) == 220
+        report = prepared.train[0].report
+        assert (report.records, report.bad, report.examples) == (2000, 220, 1780)
+        (said,) = [line for line in prepared.warnings if "left out" in line]
+        assert said.startswith("train: left out 220 of 2,000 records (20 ")
+        assert all(kind in said for kind in PLANTED)
+    with pytest.raises(BadRecords):
+        prepare(run(), gemma, VOCABULARY)
+    assert len(reads) == 2  # nothing was read again
+
+
+def test_bad_records_of_all_data_sets_are_named_together(chatml):
+    empty = {"messages": [{"role": "user", "content": "Hi"}]}
+    write("train.jsonl", [*chats(9), empty])
+    write("held_out.jsonl", [empty, *chats(9)])
+    write("broken.jsonl", [empty])
+    with pytest.raises(BadRecords) as caught:
+        prepare(run(eval=["held_out.jsonl"]), chatml, VOCABULARY)
+    assert [str(error.origin) for error in caught.value.bad] == ["train.jsonl, line 10", "held_out.jsonl, line 1"]
+    with pytest.raises(BadRecords, match=r"broken.jsonl, line 1"):  # nothing would be left of it
+        prepare(run(eval=["broken.jsonl"], bad_records="skip"), chatml, VOCABULARY)
+
+
+def test_data_of_which_nothing_can_be_trained_on_is_not_read_to_its_end(chatml, monkeypatch):
+    monkeypatch.setattr(prepare_module, "HOPELESS", 300)
+    write("train.jsonl", [{"messages": [{"role": "user", "content": "Hi"}]}] * 2000)
+    with pytest.raises(BadRecords) as caught:
+        prepare(run(), chatml, VOCABULARY, workers=1)
+    assert len(caught.value.bad) == 2 * store_module.CHUNK
+
+
+def test_a_text_longer_than_a_sequence_is_split_and_a_chat_truncated_unless_said_otherwise(chatml):
+    Path("book.txt").write_text("kind " * 700)
+    (book,) = prepare(run(data=["book.txt"]), chatml, VOCABULARY).train
+    whole = chatml("kind " * 700)["input_ids"]
+    assert (book.report.truncated, book.report.split) == (0, 1)
+    assert book.report.target_tokens == len(whole)  # with the end of the text, without the first token
+    (book,) = prepare(run(data=["book.txt"], too_long="truncate"), chatml, VOCABULARY).train
+    assert len(book) == 1
+    write("train.jsonl", [chat("Hi", "kind " * 700)])
+    (train,) = prepare(run(), chatml, VOCABULARY).train
+    assert (train.report.truncated, train.report.split, len(train)) == (1, 0, 1)
+
+
+def test_special_tokens_and_tools_that_became_plain_text_are_said_and_counted(chatml):
+    tool = {"type": "function", "function": {"name": "add", "description": "Adds."}}
+    write(
+        "train.jsonl", [chat("Hi <|begin|>", "two"), {**chat("Hi <|begin|>", "two"), "tools": [tool]}, chat("a", "b")]
+    )
+    for _ in range(2):  # made, and from the cache
+        warnings = prepare(run(), chatml, VOCABULARY).warnings
+        assert any("the special token <|begin|>, which is encoded as plain text (2 records)" in one for one in warnings)
+        assert any("has no place for tools: they are described in the system message" in one for one in warnings)
+    asked = prepare(run(special_tokens=["<|begin|>"]), chatml, VOCABULARY)
+    assert not any("encoded as plain text" in one for one in asked.warnings)
+    write("train.jsonl", [chat("Hi", "two"), chat("Hi", "two<|im_end|>")])
+    with pytest.raises(BadRecords, match=r"line 2: the answer \(message 2\) holds <\|im_end\|>"):
+        prepare(run(), chatml, VOCABULARY)
+
+
+@pytest.mark.slow
+def test_a_line_of_fifty_megabytes_is_tokenized_in_bounded_memory(base, here):
+    size = 50_000_000
+    with open("train.jsonl", "w") as file:
+        file.write(json.dumps({"text": "kind four two Hello everybody, this is a line.\n" * (size // 47)}) + "\n")
+
+    def work(found):
+        prepare(run(), base, VOCABULARY)
+        found.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+    context = multiprocessing.get_context("fork")
+    found = context.Queue()
+    process = context.Process(target=work, args=(found,))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    process.start()
+    assert found.get(timeout=900) - before < 25 * size
+    process.join()
+
+
+@pytest.mark.parametrize("data", ["data", "data/**/*.jsonl", "."])
+def test_an_output_among_the_data_is_refused(chatml, data):
+    write("data/a.jsonl", chats(3))
+    with pytest.raises(UserError, match=r"output: data/runs/one lies inside the data .*choose an output elsewhere"):
+        prepare(run(data=[data], output="data/runs/one"), chatml, VOCABULARY)
+    prepare(run(data=["data/a.jsonl"], output="data/runs/one"), chatml, VOCABULARY)
+    prepare(run(data=["data/*.jsonl"], output="data/runs/one"), chatml, VOCABULARY)
 
 
 def test_all_data_sets_that_cannot_be_read_are_named_before_any_is_tokenized(chatml, monkeypatch):
@@ -261,7 +398,8 @@ def test_whatever_the_records_they_are_prepared_or_refused_in_a_sentence(chatml,
     try:
         (store,) = prepare(wanted, chatml, VOCABULARY).train
     except UserError as problem:
-        sentence = str(problem)
+        messages = getattr(problem, "messages", [str(problem)])
+        sentence = "\n" if any("\n" in message for message in messages) else " ".join(messages)
     else:
         sentence = ""
         loader = Loader([store], [1.0], seed=0, sequence_length=length, sequences_per_step=2)

@@ -107,11 +107,12 @@ BROKEN = {
     "twins": ("a.jsonl", '{"a": 1, "a": 2}\n', r"a\.jsonl, line 1: .*`a` appears twice"),
     "not UTF-8": ("a.jsonl", b'{"a": 1}\n{"a": "\xe9"}\n', r"a\.jsonl, line 2: byte 8 \(0xe9\) is not UTF-8"),
     "UTF-16": ("a.jsonl", '{"a": 1}'.encode("utf-16"), r"a\.jsonl: the text is UTF-16"),
+    "half a character in a list": ("a.json", '[{"a": "b"}, {"\\ud800": "b"}]', r"a\.json, record 2: .*surrogate"),
     "half a character": ("a.jsonl", '{"a": "\\ud800"}\n', r"a\.jsonl, line 1: .*surrogate"),
     "too deep": ("a.jsonl", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", r"a\.jsonl, line 1: .*nested"),
     "array": ("a.json", '[\n{"a": 1},\n{"a": }\n]', r"a\.json, line 3: not valid JSON"),
     "array of numbers": ("a.json", "[1, 2]", r"a\.json, record 1: expected an object"),
-    "scalar": ("a.json", "3", r"a\.json: holds a single number"),
+    "scalar": ("a.json", "3", r"a\.json: holds only a number"),
     "several lists": ("a.json", '{"x": [{"a": 1}], "y": [{"a": 1}]}', r"several lists of records \(x, y\)"),
     "no records": ("a.json", "[]", r"a\.json: holds no records"),
     "blank": ("a.jsonl", "\n \n", r"a\.jsonl: holds no records"),
@@ -138,8 +139,64 @@ def test_what_cannot_be_read_is_one_sentence_with_its_place(name, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_nan_is_nothing(tmp_path):
-    assert rows(put(tmp_path, "a.jsonl", '{"a": NaN, "b": -Infinity}')) == [{"a": None, "b": None}]
+def test_nan_and_infinity_stay_what_they_are(tmp_path):
+    path = put(tmp_path, "a.jsonl", '{"a": NaN, "b": -Infinity}\nNaN\n')
+    found = []
+    (record,) = source.read(Dataset(path=path), found.append)
+    assert json.dumps(record.fields) == '{"a": NaN, "b": -Infinity}'
+    assert "line 2: expected an object with named fields, found NaN" in str(found[0])
+
+
+def test_all_bad_records_of_a_file_are_told_and_those_between_are_read(tmp_path):
+    lines = b'{"a": 1}\n{"a": \n\n{"a": "\xe9"}\n[]\n{"a": 2}\n{"a": 1, "a": 2}\n{"a": "\\ud800"}\n{"a": 3}'
+    table = b'a,b\n1,2\n3\n4,\xe9\n5,"6"7\n8,9\n"10,11\n12,13\n'
+    for name, content, wanted in (
+        (
+            "a.jsonl",
+            lines,
+            {2: "not valid JSON", 4: "not UTF-8", 5: "not an object", 7: "not valid JSON", 8: "half of a character"},
+        ),
+        ("a.csv", table, {3: "not valid CSV", 4: "not UTF-8", 5: "not valid CSV", 7: "not valid CSV"}),
+        ("a.json", b'[{"a": 1}, 2, null, {"a": 2}]', {2: "not an object", 3: "not an object"}),
+    ):
+        found = []
+        read = list(source.read(Dataset(path=put(tmp_path, name, content)), found.append))
+        assert {error.origin.line: error.kind for error in found} == wanted, name
+        assert len(read) == {"a.jsonl": 3, "a.csv": 2, "a.json": 2}[name]
+
+
+def test_a_folder_that_links_lead_back_to_is_read_once(tmp_path):
+    put(tmp_path, "data/a.jsonl", '{"n": 1}')
+    put(tmp_path, "data/b/b.jsonl", '{"n": 2}')
+    put(tmp_path, "elsewhere/c.jsonl", '{"n": 3}')
+    data = tmp_path / "data"
+    for name in ("1", "2", "b/back"):  # two loops in one folder are 2**40 paths to one who follows them all
+        (data / name).symlink_to(data, target_is_directory=True)
+    (data / "linked").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (data / "0.jsonl").symlink_to(data / "a.jsonl")
+    os.link(data / "a.jsonl", data / "hard.jsonl")
+    for path in (data, data / "**" / "*.jsonl", tmp_path / "d*" / "**" / "*.jsonl"):
+        read = list(source.read(Dataset(path=str(path))))
+        assert [record.fields["n"] for record in read] == [1, 2, 1, 3], path
+        assert read[0].origin.file == str(data / "a.jsonl")
+    assert [row["n"] for row in rows(data / "**" / "b.jsonl")] == [2]
+    assert [row["n"] for row in rows(data / "*.jsonl")] == [1, 1]
+
+
+def test_a_long_line_is_read_in_a_small_multiple_of_it(tmp_path):
+    size = 5_000_000
+    path = tmp_path / "a.jsonl"
+    with path.open("w") as file:
+        for _ in range(2):
+            file.write('{"text": "' + "word " * (size // 5) + '"}\n')
+    tracemalloc.start()
+    for record in source.read(Dataset(path=str(path))):
+        assert len(record.fields["text"]) == size
+        assert record.size > size
+        del record
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 6 * size
 
 
 def test_records_before_a_broken_line_are_still_given(tmp_path):

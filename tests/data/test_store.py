@@ -119,6 +119,19 @@ DAMAGES = {
 }
 
 
+def flip(path, place=-3):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+for _name in ("tokens", "codes", "offsets", "sums", "targets", "origins", "hashes"):
+    DAMAGES[f"a bit of {_name}"] = lambda folder, name=_name: flip(folder / f"{name}.bin")
+DAMAGES["a bit of the description"] = lambda folder: (folder / "meta.json").write_text(
+    (folder / "meta.json").read_text().replace("1.1", "1.2")
+)
+
+
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_cache_is_found_out_and_made_again(cache, damage, caplog):
     built(3)
@@ -127,6 +140,19 @@ def test_a_damaged_cache_is_found_out_and_made_again(cache, damage, caplog):
     assert "damaged" in caplog.text
     assert len(opened(built(3))) == 3
     assert len(opened(stored("k"))) == 3
+
+
+def test_damage_beyond_the_first_piece_that_is_hashed_is_found(cache, monkeypatch):
+    monkeypatch.setattr(store_module, "HASHED_BYTES", 16)
+    built(30)
+    assert stored("k") is not None
+    flip(cache / "k" / "tokens.bin", 100)
+    assert stored("k") is None
+
+
+def test_long_records_travel_alone(cache):
+    some = [Record({"n": n}, Origin("data.jsonl", n), size) for n, size in enumerate([1, 1, 5 << 20, 1, 9 << 20, 1])]
+    assert [len(chunk) for chunk in store_module._chunks(iter(some))] == [3, 2, 1]
 
 
 def test_data_that_is_refused_at_the_end_is_not_kept(cache):
@@ -196,7 +222,7 @@ def test_a_disk_that_cannot_be_written_is_an_error_for_people(cache, monkeypatch
 def test_a_cache_path_that_is_a_file_is_an_error_for_people(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
     monkeypatch.setenv("TUNESMITH_CACHE", str(tmp_path / "file"))
-    with pytest.raises(UserError, match="part of the path is a file"):
+    with pytest.raises(UserError, match=r"a file is where a folder is needed|a part of the path is a file"):
         built(3)
 
 

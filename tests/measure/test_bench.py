@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import statistics
 
 import numpy as np
 import pytest
 
 from tunesmith.measure import bench, peers
+from tunesmith.plan.hardware import named, probe
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +130,24 @@ def test_a_system_that_fails_is_a_row_that_says_so(tmp_path, monkeypatch):
         "variant": "fp32",
         "failed": "RuntimeError: no device nonsense",
     }
+
+
+def test_what_does_not_fit_is_a_sentence_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setattr(bench.subprocess, "run", None)  # no process is started
+    order = bench.Order("qlora-70b", "tunesmith", "bf16 recompute", "cuda", 1, 3)
+    small = named("RTX 4090")
+    row = bench.carry_out(order, small)
+    assert re.fullmatch(r"needs about \d+\.\d GiB, and 2\d\.\d GiB are free on .*4090.*", row["failed"])
+    on_cpu = bench.Order("full-7b", "tunesmith", "fp32", "cpu", 1, 3)
+    crowded = probe().model_copy(update={"available": 8 << 30})
+    assert "and 8.0 GiB are free on this machine" in bench.carry_out(on_cpu, crowded)["failed"]
+
+
+def test_what_fitted_where_it_was_measured_is_not_refused_there():
+    """Peaks of docs/benchmarks.md, on an H200."""
+    for name in bench.WORKLOADS:
+        for variant in ("bf16", "fp8 recompute"):
+            if not (bench.WORKLOADS[name].is_tight and variant == "bf16"):
+                order = bench.Order(name, "tunesmith", variant, "cuda", 1, 3)
+                assert bench.shortage(order, named("H200")) is None, (name, variant)
+    assert bench.shortage(bench.Order("tiny", "tunesmith", "fp32", "cpu", 1, 3), probe()) is None

@@ -12,10 +12,12 @@ from tiny import write_all
 from tunesmith.measure.profile import (
     CATEGORIES,
     REGIONS,
+    WORDS,
     Analysis,
     MemoryPicture,
     analyse,
     kind_of,
+    largest_region,
     memory_svg,
     model_flops,
     peak_tflops,
@@ -237,6 +239,16 @@ def test_memory_on_a_gpu_is_named_by_where_blocks_are_made_and_freed():
         "loss": 0,
         "other": 5,
     }
+
+
+def test_the_summary_begins_with_the_region_that_takes_most(profiled):
+    report = profiled[0]
+    seconds = report.analysis.host_seconds
+    most = max(seconds, key=seconds.get)
+    assert report.bound.startswith(f"{WORDS[most]} takes most: {seconds[most] / report.analysis.step_seconds:.0%} of a")
+    assert largest_region(case()) == "The backward pass takes most: 67% of the GPU's time."
+    in_loss = case(device_seconds={}, host_seconds={"forward": 0.1, "loss": 0.8})
+    assert largest_region(in_loss) == "The loss takes most: 80% of a step."
 
 
 def case(**changes) -> Analysis:

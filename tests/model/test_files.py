@@ -46,7 +46,7 @@ def test_experts_stored_one_by_one_are_stacked_as_transformers_does(mixture, mon
 
 def test_a_part_of_a_stack_is_read_from_its_own_experts_only(mixture, monkeypatch):
     model, folder = load.load_empty(Run(model=str(mixture), data="none.jsonl"), dtype="fp32")
-    held = files.find(folder, model.state_dict())
+    held = files.find(files.read_tensors(folder), model.state_dict())
     stacks = {name: one for name, one in held.items() if isinstance(one, files.Stack)}
     assert len(stacks) == 4
     read = []
@@ -64,7 +64,7 @@ def test_files_with_experts_missing_are_left_to_transformers(mixture):
     tensors = load_file(mixture / "model.safetensors")
     save_file({name: one for name, one in tensors.items() if ".experts.2." not in name}, mixture / "model.safetensors")
     model, folder = load.load_empty(Run(model=str(mixture), data="none.jsonl"), dtype="fp32")
-    assert files.find(folder, model.state_dict()) is None
+    assert files.find(files.read_tensors(folder), model.state_dict()) is None
 
 
 def test_files_of_another_size_are_left_to_transformers_which_refuses_them(mixture):

@@ -73,7 +73,7 @@ def test_each_family_is_called_the_fastest_right_way(layout, config):
     torch.testing.assert_close(found.double(), _own_losses(model, inputs), rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_that_leaks_between_rows_is_refused():
+def test_a_model_that_leaks_between_rows_is_called_one_by_one_and_refused_where_that_differs_too():
     model = build(LlamaConfig(**SMALL))
     plain = model.base_model.forward
 
@@ -84,6 +84,10 @@ def test_a_model_that_leaks_between_rows_is_refused():
         return output
 
     model.base_model.forward = leaking
+    calling, note = settle(model, vocabulary=100)
+    assert calling.switch == 0
+    assert "one by one" in note
+    model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, logits: logits * logits)
     with pytest.raises(UserError, match="cannot be trained"):
         settle(model, vocabulary=100)
 

@@ -240,7 +240,7 @@ def test_in_int8_losses_and_gradients_are_those_over_the_dequantized_base(tiny_m
 
 
 def test_int8_takes_the_bytes_that_the_plan_counts():
-    linear = quantized.Int8Linear(torch.randn(8, 2048), None)
+    linear = quantized.Int8Linear(*int8.quantize(torch.randn(8, 2048)), None)
     assert sum(buffer.nbytes for buffer in linear.buffers()) == 8 * 2048 * QUANTIZED["int8"]
 
 

@@ -10,10 +10,11 @@ from typing import Any
 from tunesmith.assemble import assemble, join_run, prepare_run
 from tunesmith.choose import plan_run
 from tunesmith.config.load import from_mapping
+from tunesmith.errors import UserError
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import Mesh, Plan
 from tunesmith.train.job import Job
-from tunesmith.train.loop import loss_scale_of, rate_of, step_of
+from tunesmith.train.loop import loss_scale_of, rate_of, step_of, train
 
 STEPS = 20
 """Of the runs that are compared with one rank's."""
@@ -46,6 +47,15 @@ def job_of(
     if not ranks.is_first:
         setting = join_run(run)
     return assemble(replace(setting, plan=setting.plan.changed(**moved or {})), ranks)
+
+
+def failure(ranks: Ranks, **job: Any) -> str:
+    """What a run that must fail says of it."""
+    try:
+        train(job_of(ranks, **job), lambda _: None)
+    except UserError as error:
+        return str(error)
+    raise AssertionError("it did not fail")
 
 
 def made(run, mesh: dict[str, int], sharding: str, wire: dict[str, str] | None = None) -> Plan:

@@ -71,14 +71,16 @@ def test_a_backward_pass_that_does_not_compile_falls_back_too(monkeypatch):
 def test_a_run_tells_how_long_compiling_took_and_what_did_not_work(monkeypatch, capsys):
     said = []
     running = SimpleNamespace(observe=said.append, done=1)
-    assert loop._Loop._tell_of_compiling(running) == 0.0
+    loop._Loop._tell_of_compiling(running, news())
+    assert said == []
     compiled(lambda x: torch._dynamo.graph_break() or x, "StrangeLayer", whole=True)(torch.ones(1))
-    seconds = loop._Loop._tell_of_compiling(running)
-    assert seconds > 0
+    found = news()
+    loop._Loop._tell_of_compiling(running, found)
+    assert found.seconds > 0
     assert [event.kind for event in said] == ["warning", "compiled"]
-    assert said[1].seconds == round(seconds, 2)
+    assert said[1].seconds == round(found.seconds, 2)
     tell("Something else did not work.")
-    assert loop._Loop._tell_of_compiling(running) == 0.0
+    loop._Loop._tell_of_compiling(running, news())
     assert [event.kind for event in said[2:]] == ["warning"]
     Display().show(events.Compiled(1, 23.4))
     assert "Compiling layers took 23 s" in capsys.readouterr().out

@@ -44,7 +44,7 @@ IN_OTHERS = ("tensor", "pipeline")
 def folders(tmp_path_factory) -> dict[int, Path]:
     """A job with a model of so many layers, of 5.5 MB each."""
     folders = {}
-    for layers in (24, 96):
+    for layers in (24, 128):
         folders[layers] = folder = tmp_path_factory.mktemp("deep")
         write_data(folder / "train.jsonl", 20)
         content = {**SETTINGS, "lora": {"rank": 4}, "eval": [], "data": [{"path": str(folder / "train.jsonl")}]}
@@ -79,7 +79,7 @@ def test_while_a_model_is_loaded_on_four_ranks_all_of_them_need_little_more_than
     world, folders, tmp_path, method, way
 ):
     mesh, sharding = WAYS[way]
-    folder = folders[24 if method == "qlora" else 96]  # quantizing takes the processor long
+    folder = folders[24 if method == "qlora" else 128]  # quantizing takes the processor long
     size = (folder / "model/model.safetensors").stat().st_size
     options = {"folder": str(folder), "output": str(tmp_path / "run")}
     ranks = world(4, is_new=True)  # what others have left behind would hide what this one needs

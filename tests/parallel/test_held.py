@@ -56,7 +56,7 @@ def test_a_rank_holds_what_the_planner_says(world, settings, tmp_path, method, w
     ranks = world(4)("parallel.held_on_ranks:held", folder=str(settings), **job)
     run = from_mapping(json.loads((settings / "run.yaml").read_text()) | {"method": method})
     plan = made(run, WAYS[way], way, wire)
-    task, _ = make_task(run, read_facts(run.model), shared(probe(), 2, 2), lambda *_: None)
+    task, *_ = make_task(run, read_facts(run.model), shared(probe(), 2, 2), lambda *_: None)
     given = {**dict(plan), **dict(plan.mesh)}
     choice = Choice(**{field.name: given[field.name] for field in dataclasses.fields(Choice)})
     planned = memory.timeline(task, choice)[-1].memory

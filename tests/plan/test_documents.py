@@ -17,11 +17,17 @@ def with_data(*paths, **settings):
 
 
 def test_tokens_are_known_from_steps_or_guessed_from_files(tmp_path):
-    assert documents.total_tokens(run(steps=10)) == (163840, "10 steps")
+    smol, where = MODEL["SmolLM2-135M"], named("H200")
+    counted = run(steps=10)
+    plan = search(counted, smol, where).plan
+    assert documents.total_tokens(counted, plan, None) == (163840, "10 steps")
+    assert documents.total_tokens(run(), plan, documents.measure(run())) is None
     file = tmp_path / "d.jsonl"
     file.write_text("x" * 9000)
-    assert documents.total_tokens(with_data(file, epochs=2)) == (4000, "the size of the files, roughly")
-    assert documents.total_tokens(run()) is None
+    guessed = with_data(file, epochs=2)
+    size = documents.measure(guessed)
+    plan = search(guessed, smol, where, size=size).plan
+    assert documents.total_tokens(guessed, plan, size) == (4000, "the size of the files, roughly")
 
 
 def test_lengths_come_from_the_lines_of_a_folder_and_of_no_other_files(tmp_path):
@@ -54,3 +60,35 @@ def test_short_documents_make_a_plan_quicker_and_are_a_reason():
     assert short.tokens_per_second > 1.2 * long.tokens_per_second
     assert short.memory == long.memory
     assert why(short, "documents").startswith("about 425 tokens")
+
+
+def test_padded_micro_batches_are_of_like_length_and_bounded():
+    lengths = [700, 3, 650, 5, 4, 690, 120, 110, 6]
+    groups = documents.like_lengths(lengths, 2048)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    assert groups[0][:2] == [0, 5]
+    assert all(len(group) * lengths[group[0]] <= 2048 for group in groups)
+    computed = sum(len(group) * lengths[group[0]] for group in groups)
+    assert computed < 1.25 * sum(lengths)
+    assert documents.padding(lengths, 1024, 4096, 2048) == pytest.approx(computed / sum(lengths))
+    assert documents.like_lengths([5, 9, 5], 64, alone=6) == [[1], [0, 2]]
+
+
+def test_the_plan_of_a_model_that_does_not_pack_knows_its_padding(tmp_path):
+    """Time by the tokens that are computed, and the attention's memory by the longest document."""
+    lines = [("x" * (4500 if n % 10 == 0 else 90 * (n % 7 + 1))) + "\n" for n in range(300)]
+    (tmp_path / "data.jsonl").write_text("".join(lines))
+    asked = with_data(tmp_path / "data.jsonl")
+    lengths = documents.sample_lengths(asked)
+    facts = MODEL["Llama-3.1-8B"].changed(has_fused_attention=False)
+    packed, padded = (
+        search(asked, facts.changed(packs=packs), named("1xH100"), lengths=lengths).plan for packs in (True, False)
+    )
+    assert padded.by_length
+    assert not padded.is_compiled
+    assert not packed.by_length
+    step = padded.sequences_per_step * padded.sequence_length
+    share = documents.padding(lengths, padded.sequence_length, step, padded.sequence_length)
+    assert 1 < share < 1.3
+    assert padded.time.products == pytest.approx(share * packed.time.products, rel=0.2)
+    assert any(reason.choice == "padded" and "more tokens" in reason.why for reason in padded.reasons)

@@ -253,7 +253,7 @@ def test_of_offloaded_shards_the_states_alone_are_in_host_memory():
 
 
 def test_unusual_learning_rates_and_batches_are_pointed_out():
-    for wanted in ({"learning_rate": 0.5}, {"batch_tokens": 2**22}, {"batch_tokens": 1024, "sequence_length": 256}):
+    for wanted in ({"learning_rate": 0.5}, {"batch_tokens": 2**22}):
         assert "unusual" in " ".join(reason.why for reason in make_plan(run(**wanted), SMOL, machine()).reasons)
 
 

@@ -178,11 +178,11 @@ def test_an_evaluation_that_runs_out_of_memory_gets_that_of_the_passes(monkeypat
     recorder = Recorder(SimpleNamespace(device=torch.device("cpu")), Calling("packed"), [])
     tried: list[int] = []
 
-    def evaluate(step):
+    def evaluate(step, *_):
         tried.append(step)
         if recorder.passes is not None:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return SimpleNamespace(loss=1.0)
+        return SimpleNamespace(loss=1.0, seconds=0.0)
 
     loop = object.__new__(_Loop)
     loop.job = SimpleNamespace(evaluate=evaluate, model=torch.nn.Linear(1, 1))

@@ -16,6 +16,7 @@ from tunesmith.measure import bench
 from tunesmith.model import forward
 from tunesmith.parallel import compile
 from tunesmith.train import step as train_step
+from tunesmith.train.vitals import Sample
 
 WORKLOAD = dataclasses.replace(bench.WORKLOADS["tiny"], rounds=2)
 ASKS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero", "equal", "bincount")
@@ -57,6 +58,7 @@ def build(monkeypatch):
         workload = dataclasses.replace(WORKLOAD, method=method)
         plan = bench.plan_for(workload, device="cpu", products="plain", recompute_layers=0, compiled=False)
         step = bench.build(workload, plan.changed(attention="flash-attn-4", **changes))
+        step.sample = Sample(step.optimizer.weights.values())
         waits = Waits(*step.model.parameters(), *step.model.buffers())
 
         def to_device(*arguments):
@@ -92,6 +94,7 @@ def test_nothing_waits_inside_a_step(build, method, changes):
         result = step.launch(made[1], 1e-3)
         assert waits.found == []
         assert result().loss > 0
+        assert result().weights.moved > 0
 
 
 def test_one_question_inside_a_step_is_found(build):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tunesmith import disk
 from tunesmith.checkpoint.store import _DTYPES, Rows, Together
 from tunesmith.model.files import Held, Stack
 from tunesmith.model.save import LARGEST_FILE, whole_folder
@@ -56,7 +57,9 @@ def write_together(
                     partial = stack.enter_context(whole_folder(target))
                     describe(partial)
                     _make_files(partial, headers, index, pattern)
-            except OSError as error:
+            except Exception as error:  # others wait for a word
+                if not isinstance(error, OSError) and disk.reason(error) is None:
+                    raise
                 problem = _words(error)
             name = together.gather(partial.name if partial and not problem else "")[0]
             try:
@@ -120,8 +123,8 @@ def _make_files(
         (folder / f"{pattern.format(suffix='')}.index.json").write_text(text)
 
 
-def _words(error: OSError) -> str:
-    return error.strerror or str(error)
+def _words(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _write_rows(folder: Path | None, parts: Iterable[tuple[str, Rows]], places: Mapping[str, Place]) -> None:

@@ -2,7 +2,10 @@
 
 runs/NAME/  run.json       settings and fingerprints this run was started with
             plan.json      how it is done
+            base.json      the config and a hash of each tensor of the model it starts from
             events.jsonl   what happened
+            bad_records.jsonl   records that cannot be trained on, where there are any
+            side_files/    what will lie beside the weights: tokenizer, template, configs; `chat` and `merge` use them
             checkpoints/   to continue from
             adapter/       or model/: the trained weights
             summary.json   written last: the run is finished
@@ -12,7 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +24,13 @@ from typing import Any
 
 from tunesmith.checkpoint.files import write_atomic
 from tunesmith.config.schema import Run
+from tunesmith.disk import writing
 from tunesmith.errors import UserError
 from tunesmith.plan.plan import Plan, first_problem
 
 FREE_SETTINGS = frozenset(
     {
+        "bad_records",
         "eval",
         "eval_every",
         "save_every",
@@ -38,6 +44,10 @@ FREE_SETTINGS = frozenset(
     }
 )
 """Settings that may change between sittings of a run: none of them touches what the steps compute."""
+
+
+WRITTEN = ("adapter", "model", "checkpoints", "profile", "stacks")
+"""Folders that a run makes in its own."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,57 @@ class Identity:
         return kept
 
 
+def check_place(run: Run) -> None:
+    """Refuse an output that would be mixed up with the model it is made from, or overwrite it."""
+    model, output = Path(run.model).expanduser(), Path(run.output).expanduser()
+    if not model.exists():
+        return  # a name on the hub, or a mistake that is told later
+    model, output = (Path(os.path.realpath(path)) for path in (model, output))
+    folder = model if model.is_dir() else model.parent
+    if model == output or (model.is_dir() and output.is_relative_to(folder)):
+        where = "is the folder of the model itself" if model == output else "lies inside the folder of the model"
+    elif any(model.is_relative_to(output / name) for name in WRITTEN):
+        where = f"is a folder in which the run would overwrite its own model, {run.model}"
+    else:
+        return
+    raise UserError(f"output: {run.output} {where}; set output to another folder.")
+
+
+def changed_settings(before: Identity, run: Run) -> list[str]:
+    """What is set differently from when a run was started, one phrase each; where it is written does not matter."""
+    try:
+        old = Run.model_validate(before.settings)
+    except ValueError:  # settings of another version
+        return []
+    was, now = (_flat(one.model_dump(mode="json", exclude={"output"})) for one in (old, as_begun(run, before)))
+    return [
+        f"{key} was {_shown(was.get(key))} and is now {_shown(now.get(key))}"
+        for key in sorted(was.keys() | now.keys())
+        if was.get(key) != now.get(key)
+    ]
+
+
+DECIDED = ("batch_tokens", "epochs", "learning_rate", "held_out")
+"""Settings that a plan decides where they are left out. A run is known by what was decided, and keeps it."""
+
+
+def decided(run: Run, plan: Plan) -> Run:
+    """The settings with what the plan decided in the place of what they leave open."""
+    made = {
+        "batch_tokens": plan.sequences_per_step * plan.sequence_length,
+        "epochs": plan.epochs,
+        "learning_rate": plan.learning_rate,
+        "held_out": plan.held_out,
+    }
+    return run.model_copy(update={name: made[name] for name in DECIDED if getattr(run, name) is None})
+
+
+def as_begun(run: Run, before: Identity | None) -> Run:
+    """The settings with what was decided when a run was begun in the place of what they leave open."""
+    then = before.settings if before else {}
+    return run.model_copy(update={name: then.get(name) for name in DECIDED if getattr(run, name) is None})
+
+
 def identify(run: Run, *, data: str, model: str) -> Identity:
     return Identity(run.model_dump(mode="json"), data, model)
 
@@ -89,7 +150,7 @@ def differences(before: Identity, now: Identity) -> list[str]:
 
 
 def read_identity(folder: Path) -> Identity | None:
-    content = _read_json(folder / "run.json")
+    content = read_json(folder / "run.json")
     if content is None:
         return None
     try:
@@ -102,7 +163,7 @@ def read_identity(folder: Path) -> Identity | None:
 
 def write_identity(folder: Path, identity: Identity) -> None:
     content = {"settings": identity.settings, "data": identity.data, "model": identity.model}
-    _write_json(folder / "run.json", content | ({"earlier": identity.earlier} if identity.earlier else {}))
+    write_json(folder / "run.json", content | ({"earlier": identity.earlier} if identity.earlier else {}))
 
 
 def has_checkpoints(folder: Path) -> bool:
@@ -119,7 +180,7 @@ def read_run(folder: Path) -> Run:
 
 
 def read_plan(folder: Path) -> Plan | None:
-    content = _read_json(folder / "plan.json")
+    content = read_json(folder / "plan.json")
     if content is None:
         return None
     try:
@@ -137,7 +198,7 @@ def write_start(folder: Path, identity: Identity, plan: Plan) -> None:
         with _writing(folder / "plan.json"):
             (folder / "plan.json").unlink(missing_ok=True)
     write_identity(folder, identity)
-    _write_json(folder / "plan.json", plan.model_dump(mode="json"))
+    write_json(folder / "plan.json", plan.model_dump(mode="json"))
 
 
 def plan_differences(before: Plan, now: Plan) -> list[str]:
@@ -154,18 +215,31 @@ def plan_differences(before: Plan, now: Plan) -> list[str]:
     ]
 
 
+def write_bad_records(folder: Path, bad: Iterable[Any]) -> Path:
+    """Records that cannot be trained on (`data.types.RecordError`), one a line."""
+    path = folder / "bad_records.jsonl"
+    lines = (
+        {"file": one.origin.file, one.origin.unit: one.origin.line, "kind": one.kind, "reason": one.reason}
+        for one in bad
+    )
+    with _writing(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+    return path
+
+
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    summary = _read_json(folder / "summary.json")
+    summary = read_json(folder / "summary.json")
     if summary is not None and not (isinstance(summary, dict) and {"steps", "result"} <= summary.keys()):
         raise UserError(f"{folder / 'summary.json'} is damaged; remove it and run `tunesmith train` again.")
     return summary
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
-    _write_json(folder / "summary.json", summary)
+    write_json(folder / "summary.json", summary)
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -176,19 +250,15 @@ def _read_json(path: Path) -> Any:
         raise UserError(f"{path} cannot be read: {error}; repair it or choose another output folder.") from error
 
 
-def _write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Any) -> None:
     with _writing(path):
         write_atomic(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
 
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    try:
+    with writing(path, "make room there or choose another output"):
         yield
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written: {error.strerror or error}; make room there or choose another output."
-        ) from error
 
 
 def _flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,6 +9,7 @@ determines the run's course): checkpoints of another lineage are left alone. Pic
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import safetensors
 import torch
 
+from tunesmith import disk
 from tunesmith.checkpoint.files import (
     NO_LOCKS,
     free_lock,
@@ -39,7 +41,8 @@ from tunesmith.checkpoint.files import (
     unique,
     write_new,
 )
-from tunesmith.errors import UserError
+from tunesmith.checkpoint.room import with_slack
+from tunesmith.errors import UserError, listed
 
 Room = Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor]
 Copy = Callable[[torch.Tensor], torch.Tensor]
@@ -117,13 +120,16 @@ class CheckpointStore:
         keep: int = 2,
         warn: Callable[[str], None] = log.warning,
         relatives: Collection[str] = (),
+        leave: int = 0,
     ):
+        """`leave`: bytes of the disk that checkpoints leave free, for the result."""
         if keep < 1:
             raise ValueError(f"keep is {keep}, but at least one checkpoint must be kept")
         self.folder = Path(folder)
         self.lineage = lineage
         self._keep = keep
         self._relatives = relatives
+        self._leave = leave
         self._warn = warn
         self._warned: set[str] = set()
         self._verified: dict[Path, tuple] = {}
@@ -260,6 +266,18 @@ class CheckpointStore:
         self._verified.clear()
         return next((found for found in self._find() if self._is_whole(found)), None)
 
+    def newest_step(self) -> int | None:
+        """Of the checkpoints that the run may continue from, by their manifests alone."""
+        steps = []
+        with contextlib.suppress(UnreadableFolder):
+            for path in self._entries():
+                with contextlib.suppress(OSError, Damaged):
+                    if match := _NAME.fullmatch(path.name):
+                        manifest = _read_manifest(path, int(match[1]))
+                        if manifest["lineage"] in (self.lineage, *self._relatives):
+                            steps.append(manifest["step"])
+        return max(steps, default=None)
+
     def all(self) -> list[Checkpoint]:
         """The whole checkpoints of this lineage, oldest first."""
         by_step: dict[int, Checkpoint] = {}
@@ -330,10 +348,10 @@ class CheckpointStore:
         """A folder to write a checkpoint of so many bytes into, and the lock that shows that somebody does."""
         make_folder(self.folder)
         self._clean()
-        need = size + size // 100 + 2**20  # headers, the manifest, blocks of the file system
-        free = shutil.disk_usage(self.folder).free
-        if free < need:
-            raise OSError(errno.ENOSPC, f"it needs {_megabytes(need)} and {_megabytes(free)} are free")
+        need, free = with_slack(size), disk.free(self.folder)
+        if free is not None and free < need + self._leave:
+            besides = f", the result {disk.size(self._leave)}" if self._leave else ""
+            raise OSError(errno.ENOSPC, f"it needs {disk.size(need)}{besides}, and {disk.size(free)} are free")
         partial = self.folder / f"step-{step:08d}.partial-{unique()}"
         partial.mkdir()
         try:
@@ -375,10 +393,9 @@ class CheckpointStore:
         return Checkpoint(step, target, self.lineage, metric)
 
     def _warn_unwritten(self, step: int, problem: str) -> None:
-        self._warn(
-            f"No checkpoint was written at step {step} in {self.folder}: {problem}; "
-            "training goes on, the next save tries again, and older checkpoints are kept."
-        )
+        older = self.newest_step()
+        kept = "there is none before it" if older is None else f"the one of step {older} is kept"
+        self._warn(f"No checkpoint was written at step {step} in {self.folder}: {problem}; {kept}.")
 
     def _tidy_up(self, new: Checkpoint) -> None:
         try:
@@ -425,7 +442,7 @@ class CheckpointStore:
         if others:
             self._warn_once(
                 f"Checkpoints of a run with other settings, data or model are left alone in {self.folder}: "
-                f"{', '.join(sorted(others))}."
+                f"{listed(sorted(others))}."
             )
         # Of two for one step, the one set aside is the older.
         return sorted(found, key=lambda c: (-c.step, ".aside-" in c.path.name, c.path.name))
@@ -498,8 +515,9 @@ class RunLock:
             if error.errno in NO_LOCKS:
                 self._warn(f"The file system of {self.folder} has no locks: let only one process train there.")
                 return self
+            why = disk.reason(error) or _describe(error)
             raise UserError(
-                f"the run folder {self.folder} cannot be written: {_describe(error)}; set `output` to another one"
+                f"the run folder {self.folder} cannot be written: {why}; set `output` to another one"
             ) from error
         if self._fd is None:
             holder = path.read_text(errors="replace").strip()
@@ -845,7 +863,3 @@ def _describe(error: Exception) -> str:
         return str(error)
     reason = error.strerror or str(error)
     return f"{reason} ({error.filename})" if error.filename else reason
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 2**20:,.0f} MiB"

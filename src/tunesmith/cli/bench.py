@@ -23,11 +23,15 @@ def command(
     """Measure standard workloads, each system in a process of its own."""
     import json
 
-    from tunesmith.checkpoint.files import write_atomic
     from tunesmith.cli import output
+
+    output.stage("Loading torch and transformers")
+    from tunesmith.checkpoint.files import write_atomic
+    from tunesmith.disk import check_writable, writing
     from tunesmith.errors import UserError
     from tunesmith.measure import bench
     from tunesmith.measure.results import document
+    from tunesmith.plan.hardware import probe
 
     names = workloads or bench.default_workloads()
     unknown = [name for name in names if name not in bench.WORKLOADS]
@@ -35,21 +39,27 @@ def command(
         raise UserError(f"There is no workload '{unknown[0]}'; there are {', '.join(bench.WORKLOADS)}.")
     if not to.absolute().parent.is_dir():
         raise UserError(f"The result cannot be written to {to}: there is no folder {to.absolute().parent}.")
+    check_writable(to, "give --to another file")
     orders = [order for name in names for order in bench.orders(name, with_peers=peers, is_quick=quick)]
     rows: list[dict[str, Any]] = []
+    machine = probe()
     for order in orders:
         output.note(f"{order.workload}: {order.system}, {order.variant}")
-        rows.append(bench.carry_out(order))
+        output.stage("Measuring")
+        rows.append(bench.carry_out(order, machine))
+        if "failed" in rows[-1]:
+            output.warn(f"{order.workload}: {order.system}, {order.variant}: {rows[-1]['failed']}")
     rows = bench.compare(rows)
     result = document("Training steps on standard workloads: Tunesmith against its peers", {"rows": rows})
-    write_atomic(to, (json.dumps(result, indent=2) + "\n").encode())
     if as_json:
         output.print_json(result)
     else:
         columns = ("workload", "system", "variant", "tokens/s", "peak memory", "to the best peer", "")
         output.say(result["device"])
         output.say(output.table(columns, map(_cells, rows), right=columns[3:6]))
-        output.note(f"Written to {to}.")
+    with writing(to, "what was measured is above"):
+        write_atomic(to, (json.dumps(result, indent=2) + "\n").encode())
+    output.note(f"Written to {to}.")
     if any(row.get("spread", 0.0) > 0.3 for row in rows):
         output.warn("Steps took very different times, so something else keeps this machine busy; measure again.")
     if not any("failed" not in row for row in rows if row["system"] == "tunesmith"):

@@ -18,17 +18,21 @@ def command(
 ) -> None:
     """Talk to a run, or a merged model. An empty line or Ctrl-D ends, Ctrl-C stops an answer, /new starts over."""
     from tunesmith.cli import output
+
+    output.stage(f"Loading the model of {folder}")
     from tunesmith.infer.generate import stream
     from tunesmith.infer.open import open_model
 
     opened = open_model(folder)
+    output.clear_bottom()
     if opened.step is not None:
         output.note(f"The run is not finished; this is its checkpoint of step {opened.step}.")
     beginning = [{"role": "system", "content": system}] if system else []
     turns = list(beginning)
 
     def answer() -> str:
-        pieces = stream(opened.model, opened.tokenizer, turns, max_new_tokens=max_tokens, temperature=temperature)
+        options = {"max_new_tokens": max_tokens, "temperature": temperature, "reasons": opened.reasons}
+        pieces = stream(opened.model, opened.encoder, turns, **options)
         said = []
         try:
             for piece in pieces:

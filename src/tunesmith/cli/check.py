@@ -7,7 +7,6 @@ anywhere on the way would be seen here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from tunesmith.config.schema import Run
     from tunesmith.data.prepare import Prepared
-    from tunesmith.data.store import Progress, TokenStore
+    from tunesmith.data.store import TokenStore
     from tunesmith.data.types import MicroBatch
 
 SHOWN_TOKENS = 1000
@@ -37,11 +36,18 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, for programs.")] = False,
 ) -> None:
     """Show the data as the model will see it: counts, lengths, tokens, targets in colour, warnings."""
-    from tunesmith.cli.output import print_json, warn
+    from tunesmith.cli.output import print_json, stage, warn
+
+    stage(f"Reading {config}")
     from tunesmith.config.load import load
-    from tunesmith.model.load import load_tokenizer
+    from tunesmith.errors import UserError
+    from tunesmith.plan.models import check_there
 
     run = load(config, overrides or []).run
+    check_there(run.model)
+    stage(f"Reading the tokenizer of {run.model}")
+    from tunesmith.model.load import load_tokenizer
+
     tokenizer = load_tokenizer(run)
     report = examine(run, tokenizer, examples=examples, dataset=dataset)
     if as_json:
@@ -50,31 +56,36 @@ def command(
     _show(report, one_a_line=tokens)
     for warning in report["warnings"]:
         warn(warning)
+    if report["bad"] and run.bad_records == "stop":
+        raise UserError(
+            f"{len(report['bad']):,} records cannot be trained on; mend them, or leave them out with "
+            "`bad_records: skip`."
+        )
 
 
 def examine(run: Run, tokenizer: Any, *, examples: int = 3, dataset: str | None = None) -> dict[str, Any]:
     """Everything that `check` shows, as plain values."""
-    from tunesmith.choose import plan_run
+    from tunesmith.choose import plan_run, tokenize
+    from tunesmith.cli import output
     from tunesmith.data.loader import Loader
-    from tunesmith.data.prepare import prepare
-    from tunesmith.model.load import load_config, max_positions, vocabulary_size
+    from tunesmith.plan.defaults import few_steps
 
     # Data can be looked at on a machine without the GPU that the run will have.
-    plan = plan_run(run.model_copy(update={"device": "auto", "precision": "auto"}))
-
-    run = run.model_copy(update={"sequence_length": plan.sequence_length})
-    config = load_config(run)
-    with _progress() as progress:
-        prepared = prepare(run, tokenizer, vocabulary_size(config), max_length=max_positions(config), progress=progress)
+    # Bad records are shown beside the good ones, whatever a run would do about them.
+    run = run.model_copy(update={"device": "auto", "precision": "auto", "bad_records": "skip"})
+    plan_run(run)
+    prepared = tokenize(run, None, output.progress)
+    plan = plan_run(run, data=prepared)
     loader = Loader(
         prepared.train,
         prepared.weights,
         seed=run.seed,
         sequence_length=plan.sequence_length,
         sequences_per_step=plan.sequences_per_step,
-        epochs=run.epochs,
+        epochs=plan.epochs,
         steps=run.steps,
     )
+    few = few_steps(loader.total_steps) if run.steps is None else None
     return {
         "sequence_length": plan.sequence_length,
         "sequences_per_step": plan.sequences_per_step,
@@ -86,7 +97,8 @@ def examine(run: Run, tokenizer: Any, *, examples: int = 3, dataset: str | None 
             | {"shown": [seen(store, i, tokenizer).plain() for i in range(min(examples, len(store)))]}
             for store, use, weight in _chosen(prepared, dataset)
         ],
-        "warnings": prepared.warnings,
+        "bad": [{"where": str(one.origin), "kind": one.kind, "reason": one.reason} for one in prepared.bad],
+        "warnings": [*prepared.warnings, *([f"{loader.total_steps} steps are {few}."] if few else [])],
     }
 
 
@@ -143,7 +155,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def _chosen(prepared: Prepared, name: str | None) -> Iterator[tuple[TokenStore, str, float | None]]:
-    from tunesmith.errors import UserError
+    from tunesmith.errors import UserError, listed
 
     everything = [
         *((store, "train", weight) for store, weight in zip(prepared.train, prepared.weights, strict=True)),
@@ -151,7 +163,7 @@ def _chosen(prepared: Prepared, name: str | None) -> Iterator[tuple[TokenStore, 
     ]
     titles = [store.title for store, _, _ in everything]
     if name is not None and name not in titles:
-        raise UserError(f"--dataset: there is no data set {name}; there are {', '.join(titles)}.")
+        raise UserError(f"--dataset: there is no data set {name}; there are {listed(titles)}.")
     return (item for item in everything if name in (None, item[0].title))
 
 
@@ -169,14 +181,6 @@ def _described(store: TokenStore, use: str, weight: float | None, length: int) -
         "sequences": sequences,
         "fill": fill(store.report.tokens, sequences, length),
     }
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    from tunesmith.cli.output import stderr
-
-    with stderr().status("Reading the data") as status:
-        yield lambda what, done, total: status.update(f"{what}: {done:,} records")
 
 
 # Showing
@@ -220,6 +224,13 @@ def _show(report: dict[str, Any], one_a_line: bool) -> None:
         f"Training: {report['sequences']:,} packed sequences of {report['sequence_length']:,} tokens, "
         f"{report['sequences_per_step']:,} a step; steps: {report['steps']:,}, epochs: {report['epochs']:.4g}."
     )
+    if report["bad"]:
+        say()
+        say(
+            table(
+                ("record", "kind", "what is wrong"), [list(one.values()) for one in report["bad"]], title="Bad records"
+            )
+        )
     has_colour = stdout().color_system is not None and not stdout().no_color
     for one in sets:
         for number, shown in enumerate(one["shown"], start=1):
@@ -284,6 +295,7 @@ def _token_table(shown: dict[str, Any]) -> Any:
 
 def _dropped(one: dict[str, Any]) -> str:
     reasons = {
+        "bad": one["bad"],
         "too long": one["dropped_too_long"],
         "targets cut off": one["dropped_targets_cut_off"],
         "no targets": one["dropped_without_targets"],

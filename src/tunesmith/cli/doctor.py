@@ -34,8 +34,9 @@ def command(
 
     Ends with exit code 1 when something that every run needs is missing, too old or broken.
     """
-    from tunesmith.cli.output import print_json
+    from tunesmith.cli.output import print_json, stage
 
+    stage("Looking at this machine and what is installed")
     report = examine()
     if as_json:
         print_json(report)

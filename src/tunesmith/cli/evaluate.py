@@ -19,19 +19,25 @@ def command(
     """Measure the held-out loss of a run's model, for each data set."""
     import math
 
-    from tunesmith.checkpoint.run_folder import read_run
     from tunesmith.cli import output
+
+    output.stage(f"Reading {folder}")
+    from tunesmith.checkpoint.run_folder import read_run
     from tunesmith.config.schema import Dataset
     from tunesmith.errors import UserError
 
     run = read_run(folder)
     if data:
-        run = run.model_copy(update={"eval": [Dataset(path=path) for path in data]})
-    if not run.eval:
+        run = run.model_copy(update={"eval": [Dataset(path=path) for path in data], "held_out": 0})
+    if not run.eval and not run.held_out:
         raise UserError(f"The run in {folder} has no held-out data; name some with --data FILE.")
+    from tunesmith.plan.models import check_there
+
+    check_there(run.model)
+    output.stage("Loading the model")
     from tunesmith.assemble import evaluate_run
 
-    before, after, step = evaluate_run(folder, run, with_base=base)
+    before, after, step = evaluate_run(folder, run, with_base=base, progress=output.progress)
     rows = []
     for index, result in enumerate(after):
         first = before[index].loss if before else None

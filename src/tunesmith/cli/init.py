@@ -1,7 +1,8 @@
-"""`tunesmith init`: three questions and a look at the machine, then a commented run.yaml.
+"""`tunesmith init`: three questions and a look at machine, model and data, then a commented run.yaml.
 
-The file is made from the schema, so each setting carries its sentence and its default. What is proposed is a
-sensible start for this machine, not a plan; `tunesmith plan` says what a run really needs.
+The file is made from the schema, so each setting carries its sentence and its default. What the plan decides from the
+data and the model is shown, with its reasons, and stands in the file as a comment: it stays open, so that other data
+get other values.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import glob
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,8 +35,12 @@ def command(
 
     Answers given as options are not asked for.
     """
-    from tunesmith.cli.output import say
+    from tunesmith.cli.output import note, say, stage, table
+
+    stage("Looking at this machine")
+    from tunesmith.checkpoint.files import write_atomic
     from tunesmith.config.load import load
+    from tunesmith.disk import writing
     from tunesmith.errors import UserError
 
     if path.is_dir():
@@ -44,13 +49,18 @@ def command(
         raise UserError(f"{path} exists already; name another file, or overwrite it with --force")
     proposal = propose(method or "lora")
     answers = _ask(model, data, method, proposal)
-    text = write_settings(answers, proposal, output or f"runs/{_run_name(answers.data)}")
-    try:
+    stage("Reading the model's config and the data")
+    target = output or f"runs/{_run_name(answers.data)}"
+    decided = _decided(answers, target)
+    text = write_settings(answers, target, decided.proposed)
+    with writing(path, "name another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as problem:
-        raise UserError(f"{path} cannot be written: {problem.strerror}") from None
+        write_atomic(path, text.encode())
     load(path)  # what we write, we can read
+    if decided.reasons:
+        say(table(("left open", "proposed", "why"), decided.reasons))
+    if decided.remark:
+        note(decided.remark)
     say(f"Wrote {path} for {proposal.machine}. Next:")
     say(f"  tunesmith check {path}    the data as the model will see it")
     say(f"  tunesmith plan {path}     what the run will need, and why")
@@ -63,8 +73,6 @@ class Proposal:
 
     machine: str
     model: str
-    sequence_length: int
-    batch_tokens: int
 
 
 @dataclass(frozen=True)
@@ -80,43 +88,76 @@ def propose(method: str) -> Proposal:
 
     machine = probe()
     if not machine.gpus:
-        return Proposal(f"{machine.cores} CPU cores", "HuggingFaceTB/SmolLM2-135M-Instruct", 512, 4096)
+        return Proposal(f"{machine.cores} CPU cores", "HuggingFaceTB/SmolLM2-135M-Instruct")
     gpu = machine.gpus[0]
     gibibytes = gpu.memory / 2**30
     # Every weight trained costs about 16 bytes with AdamW; a frozen one 2 in bf16.
     room = gibibytes / 8 if method == "full" else gibibytes
-    for at_least, name, length, batch in _SIZES:
+    for at_least, name in _SIZES:
         if room >= at_least:
-            return Proposal(f"{gpu.name}, {gibibytes:.0f} GiB", name, length, batch)
+            return Proposal(f"{gpu.name}, {gibibytes:.0f} GiB", name)
     raise AssertionError("the last row takes everything")
 
 
 _SIZES = (
-    (60, "Qwen/Qwen3-14B", 4096, 65536),
-    (30, "Qwen/Qwen3-8B", 4096, 65536),
-    (15, "Qwen/Qwen3-4B", 2048, 32768),
-    (7, "Qwen/Qwen3-1.7B", 2048, 32768),
-    (3, "Qwen/Qwen3-0.6B", 1024, 16384),
-    (0, "HuggingFaceTB/SmolLM2-135M-Instruct", 1024, 16384),
+    (60, "Qwen/Qwen3-14B"),
+    (30, "Qwen/Qwen3-8B"),
+    (15, "Qwen/Qwen3-4B"),
+    (7, "Qwen/Qwen3-1.7B"),
+    (3, "Qwen/Qwen3-0.6B"),
+    (0, "HuggingFaceTB/SmolLM2-135M-Instruct"),
 )
-"""GiB of GPU memory for adapters -> model, sequence length, tokens per step; with room for activations."""
+"""GiB of GPU memory for adapters -> model, with room for activations."""
 
 
-def write_settings(answers: Answers, proposal: Proposal, output: str) -> str:
-    """The text of run.yaml: the usual settings, then all others commented out with their defaults."""
+@dataclass(frozen=True)
+class Decided:
+    """What a plan would decide now of what the settings leave open."""
+
+    proposed: dict[str, Any]
+    """By setting."""
+    reasons: list[tuple[str, str, str]]
+    """Topic, choice and why."""
+    remark: str | None = None
+
+
+_TOPICS = ("batch", "sequence length", "epochs", "steps", "learning rate", "held out")
+
+
+def _decided(answers: Answers, output: str) -> Decided:
+    """From the data's files and the model's config, as far as they can be read from here."""
+    from tunesmith.checkpoint.run_folder import DECIDED, decided
+    from tunesmith.choose import plan_run
+    from tunesmith.config.schema import Run
+    from tunesmith.errors import UserError
+
+    key, source = _source(answers)
+    run = Run.model_validate(
+        {"model": answers.model, "method": answers.method, "data": {key: source}, "output": output}
+    )
+    try:
+        plan = plan_run(run)
+    except UserError as problem:
+        return Decided({}, [], f"What the plan will decide is not known yet: {problem}")
+    chosen = decided(run, plan)
+    reasons = [(reason.topic, reason.choice, reason.why) for reason in plan.reasons if reason.topic in _TOPICS]
+    return Decided({name: getattr(chosen, name) for name in DECIDED}, reasons)
+
+
+def _source(answers: Answers) -> tuple[str, str]:
+    return ("hub", answers.data[4:]) if answers.data.startswith("hub:") else ("path", answers.data)
+
+
+def write_settings(answers: Answers, output: str, proposed: Mapping[str, Any]) -> str:
+    """The text of run.yaml: the usual settings, then all others commented out with their defaults, or with what is
+    proposed at the time."""
+    from tunesmith.checkpoint.run_folder import DECIDED
     from tunesmith.config.schema import Dataset, Lora, Run
 
-    key, source = ("hub", answers.data[4:]) if answers.data.startswith("hub:") else ("path", answers.data)
-    length = _fitting_length(answers.model, proposal.sequence_length)
-    active: dict[str, Any] = {
-        "model": answers.model,
-        "method": answers.method,
-        "sequence_length": length,
-        "batch_tokens": max(proposal.batch_tokens, length),
-        "epochs": 1,
-        "output": output,
-    }
+    key, source = _source(answers)
+    active: dict[str, Any] = {"model": answers.model, "method": answers.method, "output": output}
     lora = {} if answers.method == "full" else {"rank": Lora().rank}
+    open_settings = {name: proposed.get(name) for name in DECIDED}
     lines = [
         "# Settings of a fine-tuning run. Each line says what it is for; docs/settings.md has them all.",
         "# Paths are relative to the folder in which tunesmith is started.",
@@ -138,8 +179,11 @@ def write_settings(answers: Answers, proposal: Proposal, output: str) -> str:
         *(_line(Lora, name, value, "  ") for name, value in lora.items()),
         *_defaults(Lora, set(lora), "  # " if lora else "#   "),
         "",
+        "# Decided by the plan from the data, the model and the method; a value given here wins.",
+        *(_line(Run, name, value, "# ") for name, value in open_settings.items()),
+        "",
         "# The rest, with the defaults; take away the `# ` to change one.",
-        *_defaults(Run, {*active, "data", "eval", "lora"}, "# "),
+        *_defaults(Run, {*active, *open_settings, "data", "eval", "lora"}, "# "),
     ]
     return "\n".join(lines) + "\n"
 
@@ -167,6 +211,9 @@ def _is_terminal() -> bool:
 
 
 def _prompt(question: str, default: str | None, check: Callable[[str], str | None]) -> str:
+    from tunesmith.cli.output import clear_bottom
+
+    clear_bottom()
     while True:
         answer = typer.prompt(question, default=default).strip()
         wrong = check(_expand(answer))
@@ -201,16 +248,6 @@ def _wrong_method(method: str) -> str | None:
 def _expand(path: str) -> str:
     """A shell turns ~ into the home folder; a prompt and a settings file do not."""
     return str(Path(path).expanduser()) if path.startswith("~") else path
-
-
-def _fitting_length(model: str, length: int) -> int:
-    """Not beyond what a model folder's config.json says the model can do."""
-    try:
-        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-        longest = config.get("max_position_embeddings") or config.get("n_positions")
-    except (OSError, ValueError, AttributeError):
-        return length  # a hub name or another kind of file: `plan` and `train` will look
-    return min(length, longest) if isinstance(longest, int) and longest >= 8 else length
 
 
 def _run_name(data: str) -> str:

@@ -46,6 +46,7 @@ def hosts(
     """Start the ranks on named hosts, over ssh, and wait for them."""
     import shlex
 
+    from tunesmith.cli import output
     from tunesmith.errors import UserError
     from tunesmith.parallel.places import host_commands
     from tunesmith.parallel.together import run_together
@@ -55,6 +56,7 @@ def hosts(
         raise UserError("No hosts were named; say --hosts a,b.")
     task = _task(config, overrides, None, len(names), ranks, plan_file=plan_file)
     commands = host_commands(task, names, reach, address=address)
+    output.clear_bottom()
     if show:
         for command in commands:
             typer.echo(shlex.join(command))
@@ -77,10 +79,12 @@ def slurm(
     submit: Submit = False,
 ) -> None:
     """Write a script for sbatch."""
+    from tunesmith.disk import writing
     from tunesmith.parallel.places import slurm_script
 
     task = _task(config, overrides, name, nodes, ranks, has_gpus=not cpu, options=option or ())
-    Path(task.output).mkdir(parents=True, exist_ok=True)  # for the job's log, which Slurm opens before anything runs
+    with writing(task.output, "set output to another folder"):  # the job's log, which Slurm opens before anything runs
+        Path(task.output).mkdir(parents=True, exist_ok=True)
     _write(slurm_script(task, hours=hours), out or config.with_suffix(".slurm.sh"), ["sbatch"], submit)
 
 
@@ -142,6 +146,9 @@ def _task(
     import re
     import sys
 
+    from tunesmith.cli import output
+
+    output.stage(f"Reading {config}")
     from tunesmith.config.load import load
     from tunesmith.parallel.places import Task
 
@@ -164,14 +171,18 @@ def _write(content: str, path: Path, submit_command: list[str], submits: bool) -
     import shutil
     import subprocess
 
+    from tunesmith.checkpoint.files import write_atomic
     from tunesmith.cli import output
+    from tunesmith.disk import writing
     from tunesmith.errors import UserError
 
-    path.write_text(content, encoding="utf-8")
+    with writing(path, "give --out another file"):
+        write_atomic(path, content.encode())
     command = [*submit_command, str(path)]
     if not submits:
         output.say(f"Wrote {path}; submit it by `{shlex.join(command)}`, or add --submit.")
         return
+    output.clear_bottom()
     if not shutil.which(command[0]):
         raise UserError(f"{command[0]} is not here; {path} is written, submit it where it is.")
     raise typer.Exit(subprocess.run(command).returncode)

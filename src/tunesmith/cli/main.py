@@ -1,8 +1,9 @@
 """The command `tunesmith`: its verbs, and what happens when one of them fails.
 
 Each verb is a function `command` in a file of its own, which imports nothing but typer and the standard
-library until it runs; that keeps `tunesmith --help` quick. An error that the user can fix is one sentence on
-stderr and exit code 1. Anything else is our fault: one sentence, a traceback in a file, exit code 70.
+library until it runs; that keeps `tunesmith --help` quick. An error that the user can fix, or that a disk
+made, is one sentence on stderr and exit code 1. Anything else is our fault: one sentence, a traceback in a file,
+exit code 70.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ from __future__ import annotations
 import gc
 import io
 import os
+import shutil
 import sys
 import tempfile
+import textwrap
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
-from tunesmith import __version__
+from tunesmith import __version__, disk
 from tunesmith.cache import keep_bytecode
 from tunesmith.cli import (
     bench,
@@ -51,7 +55,10 @@ class Verbs(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            finally:
+                _clear_screen()
         except (KeyboardInterrupt, typer.Abort):
             _say_error("interrupted", label="\n" if sys.stderr.isatty() else "")  # below the terminal's ^C
             raise typer.Exit(INTERRUPTED) from None
@@ -69,6 +76,8 @@ class Verbs(TyperGroup):
         except Exception as problem:
             if _is_about_usage(problem):
                 raise  # typer shows the usage line and ends with 2
+            if refused := disk.sentence(problem):
+                _fail([refused])
             _report(problem)
 
 
@@ -166,7 +175,17 @@ def _say_error(message: str, label: str = "error: ") -> None:
     line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
     if len(line) > 1000:
         line = f"{line[:600]} ... {line[-300:]}"
+    if sys.stderr.isatty():  # between words; elsewhere a message is one line
+        width = shutil.get_terminal_size().columns - 1
+        lines = textwrap.wrap(label.strip("\n") + line, width, break_long_words=False, break_on_hyphens=False)
+        line = "\n".join(lines).removeprefix(label.strip("\n"))
     typer.echo(typer.style(label, fg=typer.colors.RED, bold=True) + line, err=True)
+
+
+def _clear_screen() -> None:
+    """What a verb showed while it worked; nothing where it never came to it."""
+    if output := sys.modules.get("tunesmith.cli.output"):
+        output.clear_bottom()
 
 
 def _one_line(text: str) -> str:
@@ -181,9 +200,20 @@ def _is_about_usage(problem: Exception) -> bool:
 
 
 def _flush_quietly() -> None:
-    """A reader that went away (`tunesmith schema | head -1`) is no error, at exit neither."""
+    """A reader that went away (`tunesmith schema | head -1`) is no error, at exit neither; a full disk is."""
+    refused = None
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (BrokenPipeError, ValueError):
+        except (OSError, ValueError) as problem:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1 if stream is sys.stdout else 2)
+            refused = disk.reason(problem) or refused
+    if refused:
+        _fail_to_print(refused)
+
+
+def _fail_to_print(why: str) -> NoReturn:
+    with suppress(OSError):
+        _say_error(f"what should be printed cannot be written: {why}; send it to another place.")
+        sys.stderr.flush()
+    raise SystemExit(1)

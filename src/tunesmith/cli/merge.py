@@ -17,13 +17,16 @@ def command(
 ) -> None:
     """Merge a run's adapter into its base model, and check that the result does the same."""
     from tunesmith.cli import output
+    from tunesmith.disk import writing
     from tunesmith.errors import UserError
 
     if precision not in (None, "fp32", "bf16", "fp16"):
         raise UserError(f"--precision is {precision}; it can be fp32, bf16 or fp16.")
+    output.stage(f"Merging {folder}")
     from tunesmith.infer.merge import merge_run
 
-    merged = merge_run(folder, to, precision=precision)
+    with writing(to, "make room there, or give --to another folder"):
+        merged = merge_run(folder, to, precision=precision)
     if merged.step is not None:
         output.note(f"The run is not finished; this is its checkpoint of step {merged.step}.")
     output.say(f"Merged {merged.adapters} adapters into {merged.folder} ({merged.precision}).")

@@ -22,6 +22,8 @@ def command(
     import sys
 
     from tunesmith.cli import output
+
+    output.stage("Looking at this machine")
     from tunesmith.errors import UserError
     from tunesmith.plan.hardware import probe
     from tunesmith.plan.place import here
@@ -33,10 +35,12 @@ def command(
         count = ranks or len(probe().gpus) or 2
         if count < 2:
             raise UserError("There is one GPU here, and a network is between two: start this by torchrun on several.")
+        output.clear_bottom()
         failure = launch([sys.executable, "-m", "tunesmith", "network", *["--json"][: int(as_json)]], count)
         if failure is not None:
             raise UserError(failure.message or failure.words(count))
         return
+    output.stage("Measuring")
     import torch
 
     from tunesmith.measure.network import keep, measure

@@ -57,11 +57,14 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show how the run would be done, what memory and time it needs, why, and what else is possible."""
-    from tunesmith.checkpoint.files import write_atomic
     from tunesmith.cli import output
+
+    output.stage("Measuring this machine" if calibrate else f"Reading {config}")
+    from tunesmith.checkpoint.files import write_atomic
     from tunesmith.config.load import load
-    from tunesmith.plan import explain
-    from tunesmith.plan.documents import missing, sample_lengths, total_tokens
+    from tunesmith.disk import writing
+    from tunesmith.plan import documents, explain
+    from tunesmith.plan.documents import guess_held_out, missing, sample_lengths, total_tokens
     from tunesmith.plan.hardware import named, probe
     from tunesmith.plan.models import read_facts
     from tunesmith.plan.search import search
@@ -75,28 +78,33 @@ def command(
     where = named(hardware) if hardware else probe()
     for path in missing(run):
         output.warn(f"{path}: no such file or folder; documents are taken to be as long as sequences.")
-    found = search(run, facts, where, lengths=sample_lengths(run))
+
+    def searched(run: Run, facts: ModelFacts, where: Hardware, pins: dict[str, Any] | None = None) -> Search:
+        size = documents.measure(run)
+        data = {"lengths": sample_lengths(run), "size": size, "held_out": guess_held_out(run, size)}
+        return search(run, facts, where, pins=pins, **data)
+
+    found = searched(run, facts, where)
     plan = found.plan
     if solve:
         answer = explain.solve(solve, run, facts, where)
         output.print_json({"answer": answer}) if as_json else output.say(answer)
         return
     if save is not None:
-        write_atomic(save, (plan.model_dump_json(indent=2) + "\n").encode())
+        with writing(save, "give --save another file"):
+            write_atomic(save, (plan.model_dump_json(indent=2) + "\n").encode())
     if what_if:
         settings, pins, other = explain.apart(_pairs(what_if))
         changed = load(config, [*(overrides or ()), *settings]).run if settings else run
         changed_facts = facts if changed.model == run.model else read_facts(changed.model)
-        after = search(
-            changed, changed_facts, named(other) if other else where, pins=pins, lengths=sample_lengths(changed)
-        ).plan
+        after = searched(changed, changed_facts, named(other) if other else where, pins).plan
         rows = explain.differences(plan, after)
         if as_json:
             output.print_json({"before": plan.model_dump(mode="json"), "after": after.model_dump(mode="json")})
         else:
             output.say(output.table(("what if", "as it is", "then"), rows, right=("as it is", "then")))
         return
-    length = (round(tokens), "as given") if tokens else total_tokens(run)
+    length = (round(tokens), "as given") if tokens else total_tokens(run, plan, documents.measure(run))
     if as_json:
         output.print_json(_document(run, facts, where, found, length, price))
     else:
@@ -107,6 +115,7 @@ def _page(
     run: Run, facts: ModelFacts, where: Hardware, found: Search, length: tuple[int, str] | None, price: float | None
 ) -> None:
     from tunesmith.cli import output
+    from tunesmith.errors import listed
     from tunesmith.plan import explain
 
     plan = found.plan
@@ -145,7 +154,7 @@ def _page(
         for answer in answers:
             output.say(f"  {answer}")
     if plan.beyond:
-        output.say(f"This version of Tunesmith cannot run this plan yet: {', '.join(plan.beyond)}.")
+        output.say(f"This version of Tunesmith cannot run this plan yet: {listed(plan.beyond)}.")
 
 
 def _document(

@@ -26,21 +26,37 @@ def command(
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks help nobody
 
-    from tunesmith.cli import display, output
+    from tunesmith.cli import output
+
+    output.stage(f"Reading {config}")
+    from tunesmith.checkpoint.run_folder import check_place
+    from tunesmith.cli import display
     from tunesmith.config.load import load
+    from tunesmith.disk import check_writable, writing
 
     run = load(config, overrides or ()).run
+    check_place(run)
     plan = display.read_plan_file(plan_file) if plan_file else None
+    from tunesmith.plan.models import check_there
+
+    check_there(run.model)
+    output.stage("Loading torch and transformers")
     from tunesmith.assemble import assemble, prepare_run
     from tunesmith.measure.profile import profile_job
 
     folder = Path(run.output) / "profile"
+    advice = "make room there, or set output to another folder"
+    with writing(folder, advice):
+        folder.mkdir(parents=True, exist_ok=True)
+    check_writable(folder / "report.json", advice)
     with tempfile.TemporaryDirectory(prefix="tunesmith-profile-") as elsewhere:
-        setting = prepare_run(run.model_copy(update={"output": elsewhere}), plan=plan, ranks=1, warn=output.warn)
-        output.note("Loading the model")
+        there = run.model_copy(update={"output": elsewhere})
+        setting = prepare_run(there, plan=plan, ranks=1, saves=False, warn=output.warn, progress=output.progress)
+        output.stage("Loading the model")
         job = assemble(setting)
-        output.note(f"Profiling {steps} step{'s' if steps > 1 else ''}")
-        report = profile_job(job, folder, steps=steps)
+        output.stage(f"Profiling {steps} step{'s' if steps > 1 else ''}, after warm-up")
+        with writing(folder, advice):
+            report = profile_job(job, folder, steps=steps)
     if as_json:
         output.print_json(report.as_json() | {"folder": str(folder)})
     else:

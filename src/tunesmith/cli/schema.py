@@ -14,7 +14,9 @@ def command() -> None:
 
         # yaml-language-server: $schema=run.schema.json
     """
-    from tunesmith.cli.output import print_json
+    from tunesmith.cli.output import print_json, stage
+
+    stage("Reading the settings")
     from tunesmith.config.schema import json_schema
 
     print_json(json_schema())

@@ -40,12 +40,17 @@ def command(
     import time
 
     started = time.monotonic()
-    from tunesmith.cli import display, output
+    from tunesmith.cli import output
+
+    output.stage(f"Reading {config}")
+    from tunesmith.cli import display
     from tunesmith.config.load import load
+    from tunesmith.data.prepare import check_output
     from tunesmith.errors import UserError
     from tunesmith.plan.place import here
 
     run = load(config, overrides or ()).run
+    check_output(run)  # before a file of the run lies there
     # Before torch starts: its allocator then grows pieces instead of keeping ones that fit nothing any more.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if run.profile_steps:
@@ -53,8 +58,16 @@ def command(
     folder, place = Path(run.output), here()
     from tunesmith.checkpoint import run_folder
 
+    run_folder.check_place(run)
     summary = run_folder.read_summary(folder)
+    if summary is not None and not (folder / summary["result"]).is_dir():
+        if place.rank == 0:
+            output.warn(f"The run in {folder} was finished, but its result is gone; it is made again.")
+        summary = None
     if summary is not None and not accept_changes:
+        before = run_folder.read_identity(folder)
+        if place.rank == 0 and before is not None and (changes := run_folder.changed_settings(before, run)):
+            output.warn(f"Settings have changed since, which has no effect on a finished run: {'; '.join(changes)}.")
         if place.rank == 0:
             output.say(
                 f"The run in {folder} is finished ({summary['steps']} steps); its result is "
@@ -65,9 +78,13 @@ def command(
     screen = display.Display() if place.rank == 0 else display.Silent()
     plan = display.read_plan_file(plan_file) if plan_file else None
     if not place.is_started:
-        screen.stage("Starting")
+        if not screen.is_live:
+            screen.stage("Starting")
+        output.stage("Making the plan")
         from tunesmith.model.ahead import read_files
+        from tunesmith.plan.models import check_there
 
+        check_there(run.model)
         read_files(run.model)
         from tunesmith.choose import choose_plan
 
@@ -84,10 +101,13 @@ def command(
         if count > 1:
             options = ["--plan", str(plan_file)] if plan_file else []
             again = ["train", str(config), *(overrides or ()), *options]
+            output.clear_bottom()
             _start_ranks(again, count, restarts=restarts, accept_changes=accept_changes, folder=folder)
             return
-    from tunesmith.assemble import assemble, join_run, prepare_run, versions
+        output.stage("Loading torch and transformers")
+    from tunesmith.assemble import assemble, join_run, prepare_run
     from tunesmith.checkpoint.store import RunLock
+    from tunesmith.infer.described import versions
     from tunesmith.parallel.ranks import connected
     from tunesmith.train import events
     from tunesmith.train.loop import train
@@ -126,7 +146,7 @@ def command(
         trained = sum(parameter.numel() for parameter in job.optimizer.parameters)
         observe(events.Started(job.loader.total_steps, trained, versions()))
         profiler = _profiler(job, warn) if place.rank == 0 else None
-        outcome = train(job, observe, started=started, watch=profiler)
+        outcome = train(job, observe, started=started, watch=profiler, progress=screen.progress)
         if profiler:
             profiler.close()  # where the run ended before the last of its steps
         if log:
@@ -195,7 +215,9 @@ def _say_outcome(outcome: Outcome, folder: Path, profiler: StepProfiler | None) 
     from tunesmith.cli import output
 
     if not outcome.is_finished:
-        output.say(f"Stopped after step {outcome.step} of {outcome.total_steps}; `tunesmith train` again continues.")
+        where = "" if outcome.resumes_at == outcome.step else f" from step {outcome.resumes_at}"
+        again = f"`tunesmith train` again continues{where}."
+        output.say(f"Stopped after step {outcome.step} of {outcome.total_steps}; {again}")
         return
     if profiler and profiler.report:
         output.say(f"{profiler.report.bound} The profile is in {profiler.folder}.")
@@ -210,4 +232,4 @@ def _profiler(job: Job, warn: Callable[[str], None]) -> StepProfiler | None:
     first, last = map(int, job.run.profile_steps.split(":"))
     if first > job.loader.total_steps:
         warn(f"profile_steps begins at step {first}, and the run has {job.loader.total_steps}: none is profiled.")
-    return StepProfiler(job, range(first, last + 1), job.folder / "profile")
+    return StepProfiler(job, range(first, last + 1), job.folder / "profile", warn=warn)

@@ -17,7 +17,7 @@ from typing import Any, cast
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from tunesmith.config.schema import Dataset, Lora, Run
+from tunesmith.config.schema import Dataset, Lora, Run, named_source
 from tunesmith.errors import UserError, UserErrors
 
 DEFAULT = "default"
@@ -364,7 +364,7 @@ def _datasets_as_lists(settings: _Settings) -> None:
                 (key, 0, *k[1:]) if k[:1] == start and len(k) > 1 else k: place for k, place in settings.places.items()
             }
         if isinstance(value, list):
-            settings.values[key] = [{"path": item} if isinstance(item, str) else item for item in value]
+            settings.values[key] = [named_source(item) if isinstance(item, str) else item for item in value]
 
 
 # --- Values to a Run, or to sentences --------------------------------------------------------------------

@@ -161,12 +161,16 @@ class Lora(Settings):
 
 
 def _as_list(value: object) -> object:
-    """`data: file.jsonl` and `data: {path: ...}` are what people write for one data set."""
+    """`data: file.jsonl`, `data: hub:NAME` and `data: {path: ...}` are what people write for one data set."""
     if isinstance(value, str | dict):
         value = [value]
     if isinstance(value, list):
-        return [{"path": item} if isinstance(item, str) else item for item in value]
+        return [named_source(item) if isinstance(item, str) else item for item in value]
     return value
+
+
+def named_source(text: str) -> dict[str, str]:
+    return {"hub": text.removeprefix("hub:").strip()} if text.startswith("hub:") else {"path": text}
 
 
 Datasets = Annotated[
@@ -202,22 +206,28 @@ class Run(Settings):
     """Data sets to train on."""
     eval: Datasets = []
     """Held-out data sets; their loss is measured before, during and after training."""
+    held_out: Annotated[Number, Field(ge=0)] | None = None
+    """Training records held out for evaluation: a share when below 1, else a number; a few without `eval`; 0: none."""
     chat_template: Text | None = None
     """File with a chat template (Jinja) to use instead of the model's own."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Which tokens are targets: all assistant turns, the last one only, or everything."""
+    special_tokens: list[Text] = []
+    """Special tokens that the data write out and mean, such as `<|tool_call|>`; all others in texts are plain text."""
     sequence_length: Annotated[Count, Field(ge=8)] = 2048
     """Longest sequence, in tokens (never more than the model was made for); examples are packed into such sequences."""
-    too_long: Literal["truncate", "split", "drop"] = "truncate"
-    """What happens to examples longer than `sequence_length`."""
-    batch_tokens: Annotated[Count, Field(ge=8)] = 16384
-    """Tokens per optimizer step, over all devices. Micro-batches and accumulation follow from it."""
-    epochs: Annotated[Number, Field(gt=0, le=10000)] = 1.0
-    """Passes over the data."""
+    too_long: Literal["truncate", "split", "drop"] | None = None
+    """What happens to examples longer than `sequence_length`; texts are split, others truncated, when left out."""
+    bad_records: Literal["stop", "skip"] = "stop"
+    """Records that cannot be trained on: name them all and stop, or leave them out and say how many."""
+    batch_tokens: Annotated[Count, Field(ge=8)] | None = None
+    """Tokens per optimizer step, over all devices; proposed from the data's size when left out."""
+    epochs: Annotated[Number, Field(gt=0, le=10000)] | None = None
+    """Passes over the data; proposed from its size when left out: one, or as many as make 100 steps of a tiny set."""
     steps: Count | None = None
     """Stop after so many optimizer steps, instead of after `epochs`."""
     learning_rate: Annotated[Number, Field(gt=0)] | None = None
-    """Peak learning rate; 2e-4 for adapters and 2e-5 for all weights when left out."""
+    """Peak learning rate; proposed from method and model when left out (2e-4 for adapters of 8B, 2e-5 for all)."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """Shape of the learning rate after warm-up (wsd: warm-up, stable, decay)."""
     warmup: Annotated[Number, Field(ge=0)] = 0.03
@@ -239,7 +249,7 @@ class Run(Settings):
     seed: Annotated[WholeNumber, Field(ge=0, lt=2**63)] = 0
     """Seed of data order, initial adapters and dropout."""
     eval_every: Count | None = None
-    """Steps between evaluations; ten times over the run when left out."""
+    """Steps between evaluations; ten or fewer when left out, in a tenth of training's time, of a sample if need be."""
     save_every: Count | None = None
     """Steps between checkpoints; every ten minutes and at the end of each epoch when left out."""
     keep: Count = 2

@@ -3,31 +3,38 @@
 Targets are found by construction. What the model generates for turn k is what the template writes for the
 messages up to and including k, beyond what it writes as the prompt for k; up to and including the end-of-turn
 token, where generation stops. Prompt and answer are tokenized apart, as they are when the model generates, so
-no token straddles the two. A turn that the template writes differently once it is not the last (reasoning models
+no token straddles the two. Special tokens that the data write out are plain text: only the template's own are control
+tokens. A turn that the template writes differently once it is not the last (reasoning models
 drop earlier reasoning) is trained in an example of its own, cut off after that turn.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import re
-from collections.abc import Sequence
-from contextlib import contextmanager
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tunesmith.data.types import Completion, Conversation, Document, Example, Message, Origin, Tokens
+from tunesmith.data import template as templates
+from tunesmith.data.template import TemplateRefusal
+from tunesmith.data.types import Completion, Conversation, Document, Example, Message, Origin, RecordError, Tokens
 from tunesmith.errors import UserError
 
-VERSION = "encoder 1"  # part of every fingerprint: raise it when the same input gives other tokens or targets
-TEMPLATE_DATE = datetime(2024, 7, 26)
-"""The date for templates that write today's: a fixed one, so that the same run gives the same tokens tomorrow."""
+VERSION = "encoder 2"  # part of every fingerprint: raise it when the same input gives other tokens or targets
+TEMPLATE_DATE = templates.DATE
+WINDOW = 1 << 17
+"""Characters of a text that are tokenized at a time: memory for tokens' names and places is 300 times the text."""
+LONGEST_CHAT = 1 << 22
+"""Characters of a conversation, a million tokens or more, which no sequence holds."""
+MARK, ESCAPE = "\ufdd0", "\ufdd1"
+"""Characters that no text has. A mark after the first character of a special token says that the data wrote it; where
+the data hold a mark themselves, an escape follows it."""
 
 
 def read_template(path: str) -> str:
@@ -47,14 +54,13 @@ def read_template(path: str) -> str:
     return text
 
 
-class TemplateRefusal(Exception):
-    """The template raised an error for these messages."""
-
-
 class Encoder:
-    """Tokenizer + chat template + `train_on` -> examples. Picklable. `template` is the template's text."""
+    """Tokenizer + chat template + `train_on` -> examples, and prompts. Picklable. `template` is the template's text.
 
-    def __init__(self, tokenizer: Any, *, template: str | None, train_on: str):
+    `special_tokens` are those that the data may write out and mean.
+    """
+
+    def __init__(self, tokenizer: Any, *, template: str | None, train_on: str, special_tokens: Sequence[str] = ()):
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise UserError(
                 f"the tokenizer ({type(tokenizer).__name__}) is not a fast one, so the places of its tokens in the "
@@ -63,9 +69,16 @@ class Encoder:
         assert train_on in ("assistant", "last", "all"), train_on
         self.tokenizer = tokenizer
         self.train_on = train_on
+        self._asked = frozenset(special_tokens)
+        known = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+        for name in special_tokens:
+            if name not in known:
+                raise UserError(f"special_tokens: the tokenizer has no token {name}.")
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._backend.encode_special_tokens = False
         own = tokenizer.chat_template if template is None else template
+        self.template: str | dict[str, str] | None = own
         self._templates: dict[str, str] = own if isinstance(own, dict) else {"default": own} if own else {}
         self.has_template = bool(self._templates)
         """Without one, only texts, prompt/completion texts and tokens can be encoded."""
@@ -91,6 +104,14 @@ class Encoder:
         """The template has no place for a system message, so it goes in front of the first user message."""
         self.mode: dict[str, bool] = {}
         """Variables with which the template is asked for answers without reasoning."""
+        self._tool_parts = frozenset[str]()
+        """What the template writes of tools: descriptions, calls, arguments, results."""
+        self._takes_reasoning = False
+        """Thoughts go to the template apart from the answer."""
+        self.controls: re.Pattern[str] | None = None
+        """Special tokens, as the data may write them out: they become plain text."""
+        self._spoken_controls: re.Pattern[str] | None = None
+        """The same for what the assistant says, without tokens that the template looks for in it (`</think>`)."""
         if self.has_template:
             self._marks = any("endgeneration" in text for text in self._templates.values())
             self._special |= self.end_ids
@@ -99,6 +120,16 @@ class Encoder:
             self._special |= self.end_ids
             self.folds_system = self._has_no_system_role()
             self.mode = self._find_mode()
+            self._tool_parts = self._find_tool_parts()
+            self._takes_reasoning = self._writes_reasoning()
+            self.end_ids |= self._find_call_ends()
+            self._special |= self.end_ids
+        ends = {str(tokenizer.added_tokens_decoder[i]) for i in self.end_ids if i in tokenizer.added_tokens_decoder}
+        controls = {str(tokenizer.added_tokens_decoder[i]) for i in self._find_controls()} - self._asked
+        spoken = controls - ({t for t in controls if self._is_parsed(t)} - ends)
+        self.controls, self._spoken_controls = _any_of(controls), _any_of(spoken)
+        self._ends = _any_of(ends - self._asked)
+        self._control_ids = {i for i, t in tokenizer.added_tokens_decoder.items() if str(t) in controls}
 
     def encode(self, item: Conversation | Document | Completion | Tokens, origin: Origin) -> Example:
         """One example. Turns that the template rewrites once they are not the last are not targets in it."""
@@ -113,15 +144,42 @@ class Encoder:
             return []
         return self._encode(item, origin)
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
-        """What the model is given to answer these messages: for chat and generation."""
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, reasons: bool = False
+    ) -> list[int]:
+        """What the model is given to answer these messages, token for token as training puts it before an answer:
+        before one that begins with reasoning, where the data had such (`prepare.answers_reason`)."""
         if not self.has_template:
-            raise UserError(_NO_TEMPLATE)
-        try:
-            folded = self._fold_system(list(messages))
-            return self._start(self.render([_as_dict(m) for m in folded], tools, True, self.mode))[0]
-        except TemplateRefusal as error:
-            raise UserError(f"the chat template refuses this conversation: {error}.") from error
+            bos = [] if self.bos_id is None else [self.bos_id]
+            text = "\n".join(message.content for message in messages)
+            return bos + self._start(self._marked(text, self.controls))[0]
+        problem: UserError | None = None
+        for is_thought in (reasons, not reasons):  # the other kind, where the template knows only that
+            answer = Message("assistant", "qxzja", extra={"reasoning_content": "vwkyc"} if is_thought else {})
+            # What the model itself said before may be such as no template places; it then is context like the rest.
+            for earlier in (messages, [replace(m, weight=0.0) if m.role == "assistant" else m for m in messages]):
+                try:
+                    return self._before(Conversation((*earlier, answer), tuple(tools)))
+                except UserError as error:
+                    problem = problem or error
+        assert problem
+        raise problem
+
+    def _before(self, item: Conversation) -> list[int]:
+        """The tokens of a conversation up to where its last answer begins."""
+        origin = Origin("this conversation", len(item.messages) - 1, "message")
+        _, turns, _ = self._located(item, origin)
+        if len(turns) < sum(m.role == "assistant" and m.weight != 0 for m in item.messages) and self.train_on == "all":
+            messages, tools = self._as_written(replace(item, messages=item.messages[:-1]), origin)
+            dicts = [self._as_dict(m) for m in messages]
+            return self._start(self.render(dicts, tools, generation=True, mode=self.mode))[0]
+        last = turns[-1]
+        earlier = [turn for turn in turns[:-1] if turn.in_full] if last.in_full else []
+        return self._lay_out(last.prompt, [*earlier, replace(last, ids=[])], [], origin).ids.tolist()
+
+    def mode_of(self, reasons: bool) -> dict[str, bool]:
+        """Variables with which the template is asked for answers with reasoning, or without."""
+        return self._find_mode(True) if reasons else self.mode
 
     def render(
         self,
@@ -145,37 +203,50 @@ class Encoder:
         if isinstance(item, Tokens):
             ids, weights = list(item.ids), [float(t) for t in item.is_target]
             return [self._example(ids, weights, origin, check_bos=False)]
+        if isinstance(item, Document):
+            return [self._document(item, origin)]
         if self.bos_id is not None:
             _append(ids, weights, [self.bos_id], 0.0)
-        if isinstance(item, Document):
-            _append(ids, weights, self._start(item.text)[0], 1.0)
-        elif item.prompt:
-            _append(ids, weights, self._start(item.prompt)[0], 1.0 if self.train_on == "all" else 0.0)
-            _append(ids, weights, self._continue(item.completion)[0], 1.0)
+        self._check_ends(item.completion, "completion", origin)
+        self._check_size(len(item.prompt) + len(item.completion), origin)
+        prompt, completion = (self._marked(text, self.controls) for text in (item.prompt, item.completion))
+        if prompt:
+            _append(ids, weights, self._start(prompt)[0], 1.0 if self.train_on == "all" else 0.0)
+            _append(ids, weights, self._continue(completion)[0], 1.0)
         else:
-            _append(ids, weights, self._start(item.completion)[0], 1.0)
+            _append(ids, weights, self._start(completion)[0], 1.0)
         if self.tokenizer.eos_token_id is not None and ids[-1:] != [self.tokenizer.eos_token_id]:
             _append(ids, weights, [self.tokenizer.eos_token_id], 1.0)
         return [self._example(ids, weights, origin)]
 
+    def _document(self, item: Document, origin: Origin) -> Example:
+        """In arrays from the start: a text may have fifty megabytes."""
+        text, eos = self._marked(item.text, self.controls), self.tokenizer.eos_token_id
+        parts = [np.asarray([self.bos_id] if self.bos_id is not None else [], dtype=np.int32)]
+        place = 0
+        while place < len(text):
+            end = _word_boundary(text, place + WINDOW)
+            made = self._continue(text[place:end]) if place else self._start(text[:end])
+            parts.append(np.asarray(made[0], dtype=np.int32))
+            place = end
+        if eos is not None and parts[-1][-1:].tolist() != [eos]:
+            parts.append(np.asarray([eos], dtype=np.int32))
+        ids = np.concatenate(parts)
+        self._check_bos(ids[:2].tolist(), origin)
+        weights = np.ones(len(ids), dtype=np.float32)
+        if self.tokenizer.bos_token_id is not None and ids[:1].tolist() == [self.tokenizer.bos_token_id]:
+            weights[0] = 0.0
+        return Example(ids, weights, origin)
+
     def _encode_conversation(self, item: Conversation, origin: Origin) -> list[Example]:
         if not self.has_template:
             raise UserError(f"{origin}: {_NO_TEMPLATE}")
-        messages = self._fold_system(list(item.messages), origin)
-        if self.train_on != "all":
-            while messages and messages[-1].role != "assistant" and not messages[-1].weight:
-                messages.pop()
-        chat = _Chat(messages, [_as_dict(m) for m in messages], item.tools, origin)
-        try:
-            try:
-                full = self.render(chat.dicts, chat.tools)
-            except TemplateRefusal:  # some templates want the arguments of tool calls as text
-                chat = replace(chat, dicts=[_as_dict(m, text_arguments=True) for m in messages])
-                full = self.render(chat.dicts, chat.tools)
-            self._check_nothing_dropped(chat, full)
-            turns, spans = self._locate(chat, full)
-        except TemplateRefusal as error:
-            raise UserError(f"{origin}: the chat template refuses this conversation: {error}.") from error
+        self._check_size(sum(len(message.content) for message in item.messages), origin)
+        for number, message in enumerate(item.messages, start=1):
+            if message.role == "assistant":
+                for text in (message.content, message.extra.get("reasoning_content", "")):
+                    self._check_ends(text, f"answer (message {number})", origin)
+        full, turns, spans = self._located(item, origin)
         main = self._lay_out(full, [t for t in turns if t.in_full], spans, origin)
         if self.train_on == "all":
             return [main]
@@ -183,6 +254,30 @@ class Encoder:
         return [main, *extras] if main.weights.any() or not extras else extras
 
     # Where the targets are
+
+    def _as_written(self, item: Conversation, origin: Origin) -> tuple[list[Message], tuple[dict[str, Any], ...]]:
+        """Messages and tools as the template has a place for them; the tools marked."""
+        messages, tools = self._write_tools(list(item.messages), item.tools)
+        messages = [self._with_thoughts_apart(message) for message in self._fold_system(messages, origin)]
+        return messages, self._marked(tools, self.controls)
+
+    def _located(self, item: Conversation, origin: Origin) -> tuple[str, list[_Turn], list[tuple[int, int, float]]]:
+        """The template's text for the conversation, the assistant's turns, and spans with weights of their own."""
+        messages, tools = self._as_written(item, origin)
+        if self.train_on != "all":
+            while messages and messages[-1].role != "assistant" and not messages[-1].weight:
+                messages.pop()
+        chat = _Chat(messages, [self._as_dict(m) for m in messages], tools, origin)
+        try:
+            try:
+                full = self.render(chat.dicts, chat.tools)
+            except TemplateRefusal:  # some templates want the arguments of tool calls as text
+                chat = replace(chat, dicts=[self._as_dict(m, text_arguments=True) for m in messages])
+                full = self.render(chat.dicts, chat.tools)
+            self._check_nothing_dropped(chat, _clean(full))
+            return full, *self._locate(chat, full)
+        except TemplateRefusal as error:
+            raise RecordError(_REFUSED, origin, f"the chat template refuses this conversation: {error}") from error
 
     def _locate(self, chat: _Chat, full: str) -> tuple[list[_Turn], list[tuple[int, int, float]]]:
         """The assistant's turns, and spans of other messages whose weight was given."""
@@ -209,7 +304,7 @@ class Encoder:
             if self.train_on == "all" and chat.messages[i].weight is None:
                 return None  # all of the full text is trained; there is no turn to set apart
             raise self._unplaceable(chat, i)
-        self._check_answer_kept(chat, i, place.answer)
+        self._check_answer_kept(chat, i, place)
         ids, offsets = self._continue(place.answer)
         kept = self._until_turn_end(place.answer, ids, offsets)
         written = place.answer[: offsets[kept - 1][1] if kept else 0]
@@ -252,25 +347,46 @@ class Encoder:
             blocks = blocks[-1:]
         return _Place(upto[: blocks[0][0]], upto[blocks[0][0] : blocks[-1][1]], {}) if blocks else None
 
-    def _unplaceable(self, chat: _Chat, i: int) -> UserError:
+    def _unplaceable(self, chat: _Chat, i: int) -> RecordError:
         prompt = self.render(chat.dicts[:i], chat.tools, generation=True)
         upto = self.render(chat.dicts[: i + 1], chat.tools)
         same = len(_common_prefix(prompt, upto))
-        return UserError(
-            f"{chat.origin}: the chat template asks for an answer with {prompt[same:][:40]!r}, but writes finished "
+        return RecordError(
+            "answer without a place",
+            chat.origin,
+            f"the chat template asks for an answer with {prompt[same:][:40]!r}, but writes finished "
             f"turns with {upto[same:][:40]!r} in its place, so what the model generates cannot be told; "
-            "give a `chat_template` that writes both alike."
+            "give a `chat_template` that writes both alike",
         )
 
     def _message_span(self, chat: _Chat, i: int, full: str) -> tuple[int, int]:
-        before = self.render(chat.dicts[:i], chat.tools) if i else ""
         upto = self.render(chat.dicts[: i + 1], chat.tools)
+        before = self._before_first(chat, upto) if i == 0 else self.render(chat.dicts[:i], chat.tools)
         if not upto.startswith(before) or not full.startswith(upto):
-            raise UserError(
-                f"{chat.origin}: message {i + 1} has a weight, but the chat template writes it differently with and "
-                "without its neighbours, so its tokens cannot be told; remove the weight."
+            raise RecordError(
+                "weight without a place",
+                chat.origin,
+                f"message {i + 1} has a weight, but the chat template writes it differently with and "
+                "without its neighbours, so its tokens cannot be told; remove the weight",
             )
         return len(before), len(upto)
+
+    def _before_first(self, chat: _Chat, upto: str) -> str:
+        """What the template writes before the first message (a system prompt of its own) does not belong to it.
+
+        The message's turn is what is written for it after others; else, what changes with its content.
+        """
+        message = chat.dicts[0]
+        others = [{"role": "user", "content": "vwkya"}, {"role": "assistant", "content": "qxzja"}]
+        try:
+            turn = self.render([*others, message])[len(self.render(others)) :]
+            if turn and upto.endswith(turn):
+                return upto[: -len(turn)]
+        except TemplateRefusal:
+            pass
+        other = self.render([{**message, "content": "q" if message["content"].strip()[:1] != "q" else "v"}], chat.tools)
+        same = next((n for n, (x, y) in enumerate(zip(upto, other, strict=False)) if x != y), 0)
+        return upto[:same]
 
     def _until_turn_end(self, text: str, ids: list[int], offsets: list[tuple[int, int]]) -> int:
         """How many tokens up to and including the end-of-turn token; all, where there is none.
@@ -297,20 +413,114 @@ class Encoder:
         return self.tokenizer.backend_tokenizer
 
     def _start(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens of text, which may be marked, and where they lie in it."""
+        return self._with_plain_spans(text, self._start_clean) if MARK in text else self._start_clean(text)
+
+    def _start_clean(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         encoding = self._backend.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def _continue(self, text: str, after: int | None = None) -> tuple[list[int], list[tuple[int, int]]]:
         """Tokens of text in the middle of another, which follows the special token `after`, if one is given."""
+        if MARK in text:
+            return self._with_plain_spans(text, lambda clean: self._continue_clean(clean, after))
+        return self._continue_clean(text, after)
+
+    def _continue_clean(self, text: str, after: int | None) -> tuple[list[int], list[tuple[int, int]]]:
         if not self._adds_prefix or not text:
-            return self._start(text)
+            return self._start_clean(text)
         anchor = "\n" if after is None else self.tokenizer.convert_ids_to_tokens(after)
         anchor_ids = self._newline if after is None else [after]
         encoding = self._backend.encode(anchor + text, add_special_tokens=False)
         size = len(anchor_ids)
         if encoding.ids[:size] != anchor_ids:
-            return self._start(text)
+            return self._start_clean(text)
         return encoding.ids[size:], [(max(s - len(anchor), 0), e - len(anchor)) for s, e in encoding.offsets[size:]]
+
+    def _with_plain_spans(
+        self, text: str, encode: Callable[[str], tuple[list[int], list[tuple[int, int]]]]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens of marked text. First with letters in place of what is marked, which tells where the template's
+        control tokens lie; then each stretch between these that has a mark again, as it is, with none in it."""
+        clean, spans, removed = self._unmark(text)
+        filled = clean
+        for start, end in spans:
+            filled = filled[:start] + "x" * (end - start) + filled[end:]
+        ids, offsets = encode(filled)
+        added = self.tokenizer.added_tokens_decoder
+        made: list[int] = []
+        places: list[tuple[int, int]] = []
+        walls = [n for n, i in enumerate(ids) if i in added]
+        for first, wall in zip([0, *(n + 1 for n in walls)], [*walls, len(ids)], strict=True):
+            start = offsets[first - 1][1] if first else 0
+            end = offsets[wall][0] if wall < len(ids) else len(clean)
+            inside = [(s - start, e - start) for s, e in spans if start <= s < end]
+            if inside:
+                again, at = self._plain(clean[start:end], filled[start:end], ids[first:wall], inside)
+                made += again
+                places += [(start + s, start + e) for s, e in at]
+            else:
+                made += ids[first:wall]
+                places += offsets[first:wall]
+            made += ids[wall : wall + 1]
+            places += offsets[wall : wall + 1]
+        return made, [(s + bisect_left(removed, s), e + bisect_left(removed, e)) for s, e in places]
+
+    def _plain(
+        self, text: str, filled: str, before: list[int], spans: list[tuple[int, int]]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Tokens of text in which no special token is one, with a space before it or not, as `before` had it."""
+        lead = ""
+        if self._start_clean(filled)[0] != before:
+            lead = "\n" if self._start_clean("\n" + filled)[0] == [*self._newline, *before] else ""
+        ids, offsets = self._encode_plainly(text, lead)
+        if not self._control_ids.intersection(ids):
+            return ids, offsets
+        ids, offsets, place = [], [], 0  # one that the tokenizer does not call special: only in two parts it is plain
+        for end in (*(start + 1 for start, _ in spans), len(text)):
+            more, at = self._encode_plainly(text[place:end], "\n" if place and self._adds_prefix else lead)
+            ids, offsets, place = ids + more, offsets + [(s + place, e + place) for s, e in at], end
+        return ids, offsets
+
+    def _encode_plainly(self, text: str, lead: str) -> tuple[list[int], list[tuple[int, int]]]:
+        backend = self._backend
+        backend.encode_special_tokens = True
+        try:
+            encoding = backend.encode(lead + text, add_special_tokens=False)
+        finally:
+            backend.encode_special_tokens = False
+        skipped = len(self._newline) if lead else 0
+        return encoding.ids[skipped:], [(s - len(lead), e - len(lead)) for s, e in encoding.offsets[skipped:]]
+
+    def _unmark(self, text: str) -> tuple[str, list[tuple[int, int]], list[int]]:
+        """The text itself, where in it the data wrote special tokens, and where characters of ours were taken out."""
+        parts, marks, removed = [], [], []
+        size = place = 0
+        for match in _MARKS.finditer(text):
+            is_literal = match[0] != MARK
+            parts.append(text[place : match.start() + is_literal])
+            size += len(parts[-1])
+            place = match.end()
+            removed.append(size)
+            marks += [] if is_literal else [size]
+        clean = "".join((*parts, text[place:]))
+        found = (self.controls.match(clean, mark - 1) if self.controls and mark else None for mark in marks)
+        return clean, [match.span() for match in found if match], removed
+
+    def _marked(self, value: Any, controls: re.Pattern[str] | None) -> Any:
+        """The value with a mark in every special token that it writes out."""
+        if isinstance(value, str):
+            value = value.replace(MARK, MARK + ESCAPE) if MARK in value else value
+            return controls.sub(lambda m: m[0][0] + MARK + m[0][1:], value) if controls else value
+        if isinstance(value, dict):
+            return {self._marked(k, controls): self._marked(v, controls) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._marked(one, controls) for one in value)
+        return value
+
+    def _as_dict(self, message: Message, text_arguments: bool = False) -> dict[str, Any]:
+        controls = self._spoken_controls if message.role == "assistant" else self.controls
+        return self._marked(_as_dict(message, text_arguments), controls)
 
     def _lay_out(self, text: str, turns: list[_Turn], spans: list[tuple[int, int, float]], origin: Origin) -> Example:
         ids: list[int] = []
@@ -346,11 +556,7 @@ class Encoder:
         bos = self.tokenizer.bos_token_id
         if bos is not None and check_bos and ids[:1] == [bos]:
             weights[0] = 0.0
-            if ids[1:2] == [bos] and bos != self.tokenizer.eos_token_id:
-                raise UserError(
-                    f"{origin}: the example begins with {self.tokenizer.bos_token} twice: remove it from the data, or "
-                    "from the chat template."
-                )
+            self._check_bos(ids[:2], origin)
         return Example(np.asarray(ids, dtype=np.int32), np.asarray(weights, dtype=np.float32), origin)
 
     # The template
@@ -363,11 +569,11 @@ class Encoder:
         mode: dict[str, bool] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        template = self._templates.get(name) or next(iter(self._templates.values()))
-        return _render(template, messages, list(tools) or None, generation, {**self._variables, **(mode or {})})
+        text = self._templates.get(name) or next(iter(self._templates.values()))
+        return templates.render(text, messages, list(tools) or None, generation, {**self._variables, **(mode or {})})
 
     def _make_fingerprint(self) -> str:
-        parts = [VERSION, self.train_on, self._templates, self._variables, str(TEMPLATE_DATE)]
+        parts = [VERSION, self.train_on, self._templates, self._variables, str(TEMPLATE_DATE), sorted(self._asked)]
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
         digest.update(self._backend.to_str().encode())
         return digest.hexdigest()
@@ -395,14 +601,136 @@ class Encoder:
             return self.tokenizer.eos_token_id
         return next(iter((common or [i for i in end if i in added])[::-1]), None)
 
-    def _find_mode(self) -> dict[str, bool]:
-        """How the template is asked for answers without reasoning."""
-        messages = [{"role": "user", "content": "vwkya"}, {"role": "assistant", "content": "qxzja"}]
+    def _find_call_ends(self) -> set[int]:
+        """The special token with which the template ends a turn that calls a tool, where it has one of its own."""
+        call = {"type": "function", "id": "qxzja0000", "function": {"name": "qxzja", "arguments": {"vwkyb": "qxzjb"}}}
+        question, answer = Message("user", "vwkya"), Message("assistant", "", 1.0, {"tool_calls": [call]})
+        described = {"name": "qxzja", "description": "vwkyc", "parameters": {"type": "object", "properties": {}}}
+        tools = ({"type": "function", "function": described},)
+        try:
+            _, turns, _ = self._located(Conversation((question, answer), tools), Origin("a test call", 1))
+        except UserError:
+            return set()
+        return {i for i in turns[-1].ids[-1:] if i in self._special}
+
+    def _find_mode(self, reasons: bool = False) -> dict[str, bool]:
+        """How the template is asked for answers without reasoning, or with it."""
+        thoughts = {"reasoning_content": "vwkyc", "reasoning": "vwkyc", "thinking": "vwkyc"} if reasons else {}
+        messages = [{"role": "user", "content": "vwkya"}, {"role": "assistant", "content": "qxzja", **thoughts}]
         try:
             place = self._place(messages, 1, ())
         except TemplateRefusal:
             return {}
         return place.mode if place else {}
+
+    def _find_controls(self) -> set[int]:
+        """Tokens that are the template's to write: those flagged special, and others with which it begins and ends the
+        turns of users. (Reasoning models' `<think>` is neither, where it is not flagged.)"""
+        found = self._special | self.end_ids
+        if self.has_template:
+            words = ("vwkya", "qxzja", "vwkyb", "qxzjb")
+            try:
+                text = self.render(
+                    [{"role": "assistant" if n % 2 else "user", "content": word} for n, word in enumerate(words)]
+                )
+            except TemplateRefusal:
+                text = ""
+            if words[1] in text and words[2] in text:
+                found |= set(self._start(text[text.index(words[1]) + 5 : text.index(words[2])])[0])
+        return found & self.tokenizer.added_tokens_decoder.keys()
+
+    def _is_parsed(self, token: str) -> bool:
+        return any(token in looked for text in self._templates.values() for looked in templates.parsed(text))
+
+    def _find_tool_parts(self) -> frozenset[str]:
+        """Asked with ids and arguments such as the strictest templates want them."""
+        function = {"name": "vwkyt", "description": "qxzjd", "parameters": {"type": "object", "properties": {}}}
+        asked = [{"role": "user", "content": "vwkya"}]
+        told = [
+            {"role": "tool", "content": "qxzjr", "name": "vwkyt", "tool_call_id": "abcdefghi"},
+            {"role": "assistant", "content": "qxzjb"},
+        ]
+        found = set()
+        for before in ([], [{"role": "system", "content": "vwkys"}]):
+            for arguments in ({"qxzjp": "qxzjv"}, '{"qxzjp": "qxzjv"}'):
+                call = {"id": "abcdefghi", "type": "function", "function": {"name": "vwkyt", "arguments": arguments}}
+                calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+                for tools in ((), ({"type": "function", "function": function},)):
+                    for messages in ([*before, *asked], [*before, *asked, calling], [*before, *asked, calling, *told]):
+                        try:
+                            text = self.render(messages, tools)
+                        except TemplateRefusal:
+                            continue
+                        if tools and calling not in messages and "vwkyt" in text:
+                            found.add("descriptions")
+                        if calling in messages and not tools and "vwkyt" in text:
+                            found |= {"calls"} | ({"arguments"} if "qxzjp" in text and "qxzjv" in text else set())
+                        if "qxzjr" in text and "qxzjb" in text:
+                            found.add("results")
+        return frozenset(found)
+
+    def writes_tools_as_text(self, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
+        """Whether the template has no place for what these messages do with tools, so that it is written for it."""
+        calls = [call for message in messages for call in message.extra.get("tool_calls", ())]
+        needs = {
+            "descriptions": bool(tools),
+            "calls": bool(calls),
+            "arguments": any(call["function"]["arguments"] for call in calls),
+            "results": any(message.role == "tool" for message in messages),
+        }
+        return not {part for part, is_needed in needs.items() if is_needed} <= self._tool_parts
+
+    def _write_tools(
+        self, messages: list[Message], tools: tuple[dict[str, Any], ...]
+    ) -> tuple[list[Message], tuple[dict[str, Any], ...]]:
+        """For a template that has no place for tools: as text, in the form that most models know (Hermes)."""
+        if not self.writes_tools_as_text(messages, tools):
+            return messages, tools
+        made: list[Message] = []
+        if tools:
+            lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+            text = _TOOLS.format(lines=lines)
+            if messages and messages[0].role == "system":
+                text, messages = f"{messages[0].content}\n\n{text}", messages[1:]
+            made.append(Message("system", text))
+        for message in messages:
+            extra = {k: v for k, v in message.extra.items() if k not in ("tool_calls", "tool_call_id", "name")}
+            if message.role == "tool":
+                text = f"<tool_response>\n{message.content}\n</tool_response>"
+                if made and made[-1].role == "user":
+                    made[-1] = replace(made[-1], content=f"{made[-1].content}\n{text}")
+                else:
+                    made.append(Message("user", text, message.weight))
+                continue
+            calls = [
+                f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
+                for call in message.extra.get("tool_calls", ())
+            ]
+            content = "\n".join([*([message.content] if message.content or not calls else []), *calls])
+            if message.role == "user" and made and made[-1].role == "user" and "<tool_response>" in made[-1].content:
+                made[-1] = replace(made[-1], content=f"{made[-1].content}\n{content}")
+            else:
+                made.append(replace(message, content=content, extra=extra))
+        return made, ()
+
+    def _writes_reasoning(self) -> bool:
+        """Whether thoughts that are given apart from the answer are written once, before it."""
+        answer = {"role": "assistant", "content": "qxzjb", "reasoning_content": "qxzja"}
+        dicts = [{"role": "user", "content": "vwkya"}, answer | {"reasoning": "qxzja", "thinking": "qxzja"}]
+        try:
+            text = self.render(dicts)
+        except TemplateRefusal:
+            return False
+        return text.count("qxzja") == 1 and text.count("</think>") == 1 and text.index("qxzja") < text.find("qxzjb")
+
+    def _with_thoughts_apart(self, message: Message) -> Message:
+        """An answer that begins with its thoughts, for a template that writes thoughts itself: it would write them
+        twice, or none and then ours."""
+        match = _THOUGHTS.match(message.content) if self._takes_reasoning and message.role == "assistant" else None
+        if match is None or "reasoning_content" in message.extra:
+            return message
+        extra = {**message.extra, "reasoning_content": match[1].strip("\n")} if match[1].strip() else message.extra
+        return replace(message, content=message.content[match.end() :].lstrip("\n"), extra=extra)
 
     def _has_no_system_role(self) -> bool:
         """Looked for in a finished conversation: some templates write the system message in prompts alone."""
@@ -420,10 +748,10 @@ class Encoder:
         if not self.folds_system or not messages or messages[0].role != "system":
             return messages
         if len(messages) < 2 or messages[1].role != "user":
-            raise UserError(
-                f"{f'{origin}: ' if origin else ''}the chat template has no system role, and no user message follows "
-                "into which the system message could go."
+            reason = (
+                "the chat template has no system role, and no user message follows that could hold the system message"
             )
+            raise RecordError(_REFUSED, origin, reason) if origin else UserError(f"{reason}.")
         system, first, *rest = messages
         return [replace(first, content=f"{system.content}\n\n{first.content}"), *rest]
 
@@ -433,30 +761,73 @@ class Encoder:
             if message.role == "assistant":
                 content = content.rpartition("</think>")[2]  # dropping earlier reasoning is what some templates do
             if not _holds(full, content, is_data=message.role == "tool"):
-                raise UserError(
-                    f"{chat.origin}: the chat template drops the {message.role} message (number {number}); "
-                    "give a `chat_template` that writes it."
+                raise RecordError(
+                    "dropped by the chat template",
+                    chat.origin,
+                    f"the chat template drops the {message.role} message (number {number}); "
+                    "give a `chat_template` that writes it",
                 )
         for tool in chat.tools:
-            if tool["function"]["name"] not in full:
-                raise UserError(
-                    f"{chat.origin}: the chat template drops the description of the tool "
-                    f"`{tool['function']['name']}`; give a `chat_template` that knows tools."
+            name = _clean(tool["function"]["name"])
+            if name not in full:
+                raise RecordError(
+                    "dropped by the chat template",
+                    chat.origin,
+                    f"the chat template drops the description of the tool "
+                    f"`{tool['function']['name']}`; give a `chat_template` that knows tools",
                 )
 
-    def _check_answer_kept(self, chat: _Chat, i: int, answer: str) -> None:
-        message = chat.messages[i]
+    def _check_ends(self, text: str, what: str, origin: Origin) -> None:
+        if self._ends and (match := self._ends.search(text)):
+            raise RecordError(
+                "end of turn in an answer",
+                origin,
+                f"the {what} holds {match[0]}, with which an answer ends; remove it, or say `special_tokens: "
+                f"[{match[0]!r}]` where it is meant",
+            )
+
+    def _check_size(self, size: int, origin: Origin) -> None:
+        if size > LONGEST_CHAT:
+            reason = f"{size:,} characters in one conversation are more than a sequence holds; make several of it"
+            raise RecordError("too long", origin, reason)
+
+    def _check_bos(self, ids: list[int], origin: Origin) -> None:
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and ids == [bos, bos] and bos != self.tokenizer.eos_token_id:
+            raise RecordError(
+                "begins twice",
+                origin,
+                f"the example begins with {self.tokenizer.bos_token} twice: remove it from the data, or from the chat "
+                "template",
+            )
+
+    def _check_answer_kept(self, chat: _Chat, i: int, place: _Place) -> None:
+        message, answer = chat.messages[i], _clean(place.answer)
+        thoughts = message.content.count("<think>")
+        if thoughts and (place.prompt + place.answer).count("<think>") > thoughts + self.render(
+            chat.dicts[:i], chat.tools
+        ).count("<think>"):
+            raise RecordError(
+                "thoughts twice",
+                chat.origin,
+                f"the chat template writes thoughts of its own before those of message {i + 1}; give them as "
+                "`reasoning_content`, or a `chat_template` that does not",
+            )
         for call in message.extra.get("tool_calls", ()):
             if call["function"]["name"] not in answer:
-                raise UserError(
-                    f"{chat.origin}: the chat template drops the call of the tool `{call['function']['name']}` "
-                    f"(message {i + 1}); give a `chat_template` that knows tools."
+                raise RecordError(
+                    "dropped by the chat template",
+                    chat.origin,
+                    f"the chat template drops the call of the tool `{call['function']['name']}` "
+                    f"(message {i + 1}); give a `chat_template` that knows tools",
                 )
         for name, part in (("answer", message.content), ("reasoning", message.extra.get("reasoning_content", ""))):
             if not _holds(answer, part):
-                raise UserError(
-                    f"{chat.origin}: the chat template does not write all of the {name} of message {i + 1}; "
-                    "give a `chat_template` that does, or remove that part from the data."
+                raise RecordError(
+                    "dropped by the chat template",
+                    chat.origin,
+                    f"the chat template does not write all of the {name} of message {i + 1}; "
+                    "give a `chat_template` that does, or remove that part from the data",
                 )
 
 
@@ -469,6 +840,13 @@ _MODES: tuple[dict[str, bool], ...] = (
 _NO_THOUGHTS = re.compile(
     r"\s*(<think>\s*</think>|<\|channel>\w*\s*<channel\|>|<\|START_THINKING\|><\|END_THINKING\|>)\s*"
 )
+_THOUGHTS = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+_TOOLS = (
+    "You can call these functions:\n{lines}\n\nTo call one, answer with its name and arguments as JSON:\n<tool_call>\n"
+    '{{"name": NAME, "arguments": ARGUMENTS}}\n</tool_call>'
+)
+_MARKS = re.compile(f"{MARK}{ESCAPE}?")
+_REFUSED = "refused by the chat template"
 _NO_TEMPLATE = (
     "the model has no chat template, so a conversation cannot be written for it; give one with `chat_template:`, or "
     "train on prompt and completion texts (`format: prompt_completion`) or on plain text."
@@ -503,6 +881,26 @@ class _Turn:
     weight: float
     in_full: bool
     """The text of the whole conversation holds it at the same place, after the same prompt."""
+
+
+def _any_of(tokens: set[str]) -> re.Pattern[str] | None:
+    """Matches the longest of them."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
+
+
+def _clean(text: str) -> str:
+    """Marked text as the data have it."""
+    return _MARKS.sub(lambda match: MARK if match[0] != MARK else "", text) if MARK in text else text
+
+
+def _word_boundary(text: str, place: int) -> int:
+    """The nearest place before this one where a space stands between two words: all tokenizers split there."""
+    if place >= len(text):
+        return len(text)
+    for at in range(place, max(place - (1 << 16), 1), -1):
+        if text[at] == " " and text[at - 1].isalpha() and text[at + 1 : at + 2].isalpha():
+            return at
+    return place
 
 
 def _append(ids: list[int], weights: list[float], more: list[int], weight: float) -> None:
@@ -547,75 +945,3 @@ def _holds(text: str, part: str, is_data: bool = False) -> bool:
         return "".join(json.dumps(json.loads(part), ensure_ascii=False).split()) in squeezed
     except (ValueError, RecursionError):
         return False
-
-
-def _render(
-    template: str,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    generation: bool,
-    variables: dict[str, Any],
-) -> tuple[str, list[tuple[int, int]]]:
-    """The text, and the stretches inside {% generation %} blocks."""
-    import jinja2
-
-    try:
-        compiled = _compile(template)
-        arguments = {**variables, "messages": messages, "tools": tools, "documents": None}
-        with compiled.environment.track() as (pieces, blocks):  # type: ignore[attr-defined]
-            for piece in compiled.generate(**arguments, add_generation_prompt=generation):
-                pieces.append(piece)
-            return "".join(pieces), [(start, end) for start, end in blocks if end > start]
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"the chat template is not valid Jinja: {error.message} (line {error.lineno}).") from error
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-        raise TemplateRefusal(str(error).strip().rstrip(".") or type(error).__name__) from error
-
-
-@functools.lru_cache(maxsize=16)
-def _compile(template: str) -> Any:
-    """As transformers compiles templates: in a sandbox, since a template is a program that comes with a model."""
-    import jinja2
-    import jinja2.ext
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        tags = {"generation"}  # noqa: RUF012
-
-        def __init__(self, environment: jinja2.Environment):
-            super().__init__(environment)
-            environment.extend(track=self.track)
-            self.pieces: list[str] = []
-            self.blocks: list[tuple[int, int]] = []
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("note"), [], [], body).set_lineno(line)
-
-        def note(self, caller: Any) -> str:
-            text = caller()
-            start = sum(map(len, self.pieces))
-            self.blocks.append((start, start + len(text)))
-            return text
-
-        @contextmanager
-        def track(self) -> Any:
-            self.pieces, self.blocks = [], []
-            yield self.pieces, self.blocks
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = TEMPLATE_DATE.strftime
-    return environment.from_string(template)

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tunesmith.data.types import Completion, Conversation, Document, Message, Origin, Record, Tokens
-from tunesmith.errors import UserError
+from tunesmith.data.types import Completion, Conversation, Document, Message, Origin, Record, RecordError, Tokens
+from tunesmith.errors import UserError, listed
 
 if TYPE_CHECKING:
     from tunesmith.config.schema import Dataset, FormatName
@@ -33,6 +33,8 @@ WANTED: dict[str, tuple[tuple[str, ...], ...]] = {
     "question_answer": (("question",), ("answer", "answers", "response")),
     "text": (("text",),),
 }
+MOST = 0.8
+"""Share of the records that must fit a format for it to be theirs."""
 OPTIONAL = {
     "labels", "attention_mask", "tools", "system", "system_prompt", "input", "history", "context", "choices",
     "role", "content",
@@ -49,7 +51,7 @@ ROLES = {
 
 
 def recognise(sample: Sequence[Record], dataset: Dataset) -> FormatName:
-    """The format of these records: the first in `WANTED` that fits all of them."""
+    """The format of these records: the first in `WANTED` that fits all of them, or most; the others are bad records."""
     assert sample
     rows = [(_renamed(record, dataset), record.origin) for record in sample]
     _check_mapping(sample, dataset)
@@ -64,8 +66,9 @@ def recognise(sample: Sequence[Record], dataset: Dataset) -> FormatName:
         return dataset.format
     _refuse_preferences(rows, dataset)
     fits = Counter(name for fields, _ in rows for name in WANTED if not _missing(fields, name))
+    most = max(fits.values(), default=0)
     for name in WANTED:
-        if fits[name] == len(rows):
+        if fits[name] == most >= MOST * len(rows):
             return name  # type: ignore[return-value]
     if fits:
         name, count = fits.most_common(1)[0]
@@ -83,9 +86,13 @@ def recognise(sample: Sequence[Record], dataset: Dataset) -> FormatName:
 def convert(record: Record, format: FormatName, dataset: Dataset) -> Item:
     """What the record means, or a UserError that names its file and line."""
     fields = _renamed(record, dataset)
+    if record.is_filled:  # what is JSON text in a column keeps its nulls: it was written so
+        fields = {name: _no_nulls(value) for name, value in fields.items()}
     missing = _missing(fields, format)
     if missing:
-        raise UserError(f"{record.origin}: the field {missing} is missing: the record has {_names(fields)}.")
+        raise RecordError(
+            "missing field", record.origin, f"the field {missing} is missing: the record has {_names(fields)}"
+        )
     return _CONVERTERS[format](fields, record.origin, dataset)
 
 
@@ -100,15 +107,15 @@ def _convert_messages(fields: dict[str, Any], origin: Origin, dataset: Dataset) 
 
 def _convert_alpaca(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Conversation:
     messages: list[Message] = []
-    for turn in _listed(fields.get("history") or [], "history", origin):
+    for turn in _listed(_given(fields.get("history")) or [], "history", origin):
         if not isinstance(turn, list | tuple) or len(turn) != 2:
-            raise UserError(f"{origin}: `history` must be a list of [question, answer] pairs.")
+            raise RecordError("wrong type", origin, "`history` must be a list of [question, answer] pairs")
         messages += [_user(_text(turn[0], "history", origin)), _answer(turn[1], "history", origin)]
     more, name = _first(fields, "input", "context")
-    parts = [_text(fields["instruction"] or "", "instruction", origin), _text(more or "", name, origin)]
+    parts = [_text(fields["instruction"] or "", "instruction", origin), _text(_given(more) or "", name, origin)]
     question = "\n\n".join(part for part in parts if part.strip())
     if not question:
-        raise UserError(f"{origin}: `instruction` is empty.")
+        raise RecordError("empty question", origin, "`instruction` is empty")
     messages += [_user(question), _answer(*_first(fields, "output", "response"), origin)]
     return _conversation([*_system(fields, messages, origin), *messages], origin)
 
@@ -131,8 +138,9 @@ def _convert_prompt_completion(fields: dict[str, Any], origin: Origin, dataset: 
         )
         messages = [*asked, *answered]
         return _conversation([*_system(fields, messages, origin), *messages], origin, _tools(fields, origin))
-    if prompt is None:
-        raise UserError(f'{origin}: `prompt` is null; write "" where the completion stands alone.')
+    if _given(prompt) is None:
+        reason = f'`prompt` is {_found(prompt)}; write "" where the completion stands alone'
+        raise RecordError("missing value", origin, reason)
     prompt = _text(prompt, "prompt", origin)
     answer = _answer(completion, name, origin)
     system = _system(fields, [], origin)
@@ -143,9 +151,11 @@ def _convert_prompt_completion(fields: dict[str, Any], origin: Origin, dataset: 
 
 def _convert_question_answer(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Conversation:
     if isinstance(fields.get("choices"), list):
-        raise UserError(
-            f"{origin}: a multiple-choice question (`choices`), whose `answer` is only a number; write the "
-            "choices into the question and the answer as text."
+        raise RecordError(
+            "multiple choice",
+            origin,
+            "a multiple-choice question (`choices`), whose `answer` is only a number; write the "
+            "choices into the question and the answer as text",
         )
     answer, name = _first(fields, "answer", "answers", "response")
     if isinstance(answer, dict):
@@ -166,30 +176,34 @@ def _convert_text(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> D
 
 def _convert_tokens(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Tokens:
     ids = _integers(fields["input_ids"], "input_ids", origin)
-    labels = fields.get("labels")
+    labels = _given(fields.get("labels"))
     labels = ids if labels is None else _integers(labels, "labels", origin)
     if len(labels) != len(ids):
-        raise UserError(f"{origin}: {len(ids)} `input_ids` but {len(labels)} `labels`.")
-    mask = fields.get("attention_mask")
+        raise RecordError("wrong labels", origin, f"{len(ids)} `input_ids` but {len(labels)} `labels`")
+    mask = _given(fields.get("attention_mask"))
     if mask is not None:
         mask = _integers(mask, "attention_mask", origin)
         if len(mask) != len(ids):
-            raise UserError(f"{origin}: {len(ids)} `input_ids` but an `attention_mask` of {len(mask)}.")
+            raise RecordError("wrong labels", origin, f"{len(ids)} `input_ids` but an `attention_mask` of {len(mask)}")
         seen = [i for i, value in enumerate(mask) if value]
         if seen and seen[-1] - seen[0] + 1 != len(seen):
-            raise UserError(f"{origin}: `attention_mask` hides tokens in the middle, which is not supported.")
+            raise RecordError(
+                "wrong labels", origin, "`attention_mask` hides tokens in the middle, which is not supported"
+            )
         padding_free = slice(seen[0], seen[-1] + 1) if seen else slice(0)
         ids, labels = ids[padding_free], labels[padding_free]
     if not ids:
-        raise UserError(f"{origin}: `input_ids` is empty.")
+        raise RecordError("empty tokens", origin, "`input_ids` is empty")
     if min(ids) < 0 or max(ids) >= 2**31:
         bad = min(ids) if min(ids) < 0 else max(ids)
-        raise UserError(f"{origin}: `input_ids` holds {bad}, which is no token id.")
+        raise RecordError("token id out of range", origin, f"`input_ids` holds {bad}, which is no token id")
     for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (-100, token):
             shifted = labels[:-1] == ids[1:]
             hint = "they are shifted by one already; give them unshifted" if shifted else "each must be -100 or the id"
-            raise UserError(f"{origin}: `labels` and `input_ids` differ at place {place} ({label}, {token}): {hint}.")
+            raise RecordError(
+                "wrong labels", origin, f"`labels` and `input_ids` differ at place {place} ({label}, {token}): {hint}"
+            )
     return Tokens(tuple(ids), tuple(label != -100 for label in labels))
 
 
@@ -210,7 +224,9 @@ _CONVERTERS: dict[str, Callable[[dict[str, Any], Origin, Any], Item]] = {
 def _conversation(messages: list[Message], origin: Origin, tools: tuple[dict[str, Any], ...] = ()) -> Conversation:
     """An assistant's turn that nobody asked for (a greeting at the start) is context, never a target."""
     if not any(message.role == "assistant" for message in messages):
-        raise UserError(f"{origin}: the conversation has no assistant turn, so there is nothing to learn from it.")
+        raise RecordError(
+            "no answer", origin, "the conversation has no assistant turn, so there is nothing to learn from it"
+        )
     asked = answered = False
     for place, message in enumerate(messages):
         asked = asked or message.role in ("user", "tool")
@@ -218,14 +234,14 @@ def _conversation(messages: list[Message], origin: Origin, tools: tuple[dict[str
         if message.role == "assistant" and not asked and message.weight is None:
             messages[place] = replace(message, weight=0.0)
     if not answered:
-        raise UserError(f"{origin}: no assistant turn of the conversation answers a user turn.")
+        raise RecordError("no answer", origin, "no assistant turn of the conversation answers a user turn")
     return Conversation(tuple(messages), tools)
 
 
 def _messages(value: Any, name: str, origin: Origin, dataset: Dataset) -> list[Message]:
     listed = [value] if isinstance(value, dict) else _listed(value, name, origin)
     if not listed:
-        raise UserError(f"{origin}: `{name}` is empty.")
+        raise RecordError("empty conversation", origin, f"`{name}` is empty")
     if all(isinstance(item, dict) and item.keys() == {"input", "output"} for item in listed):
         turns = (("user", "input"), ("assistant", "output"))
         listed = [{"role": role, "content": pair[side]} for pair in listed for role, side in turns]
@@ -237,29 +253,38 @@ def _messages(value: Any, name: str, origin: Origin, dataset: Dataset) -> list[M
 
 def _message(item: Any, where: str, origin: Origin, dataset: Dataset) -> Message:
     if not isinstance(item, dict):
-        raise UserError(f"{origin}: {where} is not an object with `role` and `content`.")
+        raise RecordError("wrong type", origin, f"{where} is not an object with `role` and `content`")
     role_key = _key(item, dataset.fields.get("role", "role"), "role", "from")
     content_key = _key(item, dataset.fields.get("content", "content"), "content", "value", "text")
     if role_key is None:
-        raise UserError(
-            f"{origin}: {where} has no `role`: it has {_names(item)}; if a field of another name holds it, "
-            "say `fields: {role: NAME, content: NAME}`."
+        raise RecordError(
+            "missing field",
+            origin,
+            f"{where} has no `role`: it has {_names(item)}; if a field of another name holds it, "
+            "say `fields: {role: NAME, content: NAME}`",
         )
     role = ROLES.get(str(item[role_key]).strip().lower())
     if role is None:
-        raise UserError(f"{origin}: {where} has the unknown role `{item[role_key]}`; known are {', '.join(ROLES)}.")
-    content, extra = _content(item.get(content_key) if content_key else None, where, origin)
+        raise RecordError(
+            "unknown role", origin, f"{where} has the unknown role `{item[role_key]}`; known are {', '.join(ROLES)}"
+        )
+    given = item.get(content_key) if content_key else None
+    content, extra = _content(_given(given), where, origin)
     for key in ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking"):
         if isinstance(item.get(key), str) and item[key]:
             extra["reasoning_content" if key in ("reasoning", "thinking") else key] = item[key]
-    calls = item.get("tool_calls") or item.get("function_call")
+    calls = _given(item.get("tool_calls")) or _given(item.get("function_call"))
     if role == "function_call":
         role, calls, content = "assistant", content, ""
     if calls:
         extra["tool_calls"] = _tool_calls(calls, where, origin)
+    elif _is_odd(given):
+        raise RecordError(_ODD, origin, f"{where} must be text, found {_found(given)}")
     weight = _weight(item, where, origin)
     if role == "assistant" and not content.strip() and "tool_calls" not in extra and weight != 0:
-        raise UserError(f"{origin}: {where} is an empty answer, which would teach the model to be silent.")
+        raise RecordError(
+            "empty answer", origin, f"{where} is an empty answer, which would teach the model to be silent"
+        )
     return Message(role, content, weight, extra)
 
 
@@ -286,7 +311,7 @@ def _content(value: Any, where: str, origin: Origin) -> tuple[str, dict[str, Any
             calls = _tool_calls(_first(part, "value", kind)[0] or part, where, origin)
             extra["tool_calls"] = [*extra.get("tool_calls", []), *calls]
         else:
-            raise UserError(f"{origin}: {where} holds a part of type `{kind}`; only text can be trained on.")
+            raise RecordError("not text", origin, f"{where} holds a part of type `{kind}`; only text can be trained on")
     return "".join(texts), extra
 
 
@@ -298,35 +323,47 @@ def _tool_calls(value: Any, where: str, origin: Origin) -> list[dict[str, Any]]:
         call = _parsed(call, f"tool call in {where}", origin)
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise UserError(f"{origin}: the tool call in {where} has no function `name`.")
+            raise RecordError("wrong tool call", origin, f"the tool call in {where} has no function `name`")
         arguments = function.get("arguments", function.get("parameters"))
-        if isinstance(arguments, str) and arguments.strip():
+        if isinstance(arguments, str):
+            arguments = arguments.strip()
+        if isinstance(arguments, str) and arguments:
             arguments = _parsed(arguments, f"arguments of the tool call in {where}", origin)
         made = {
             "type": "function",
-            "function": {"name": function["name"], "arguments": _no_nulls(arguments or {})},
+            "function": {"name": function["name"], "arguments": {} if arguments in (None, "") else arguments},
         }
+        _check_numbers(arguments, f"arguments of the tool call in {where}", origin)
         calls.append({"id": call["id"], **made} if call.get("id") else made)
     return calls
 
 
 def _tools(fields: dict[str, Any], origin: Origin) -> tuple[dict[str, Any], ...]:
-    value = fields.get("tools")
+    value = _given(fields.get("tools"))
     if not value:
         return ()
     value = _parsed(value, "`tools`", origin)
     tools = []
     for tool in value if isinstance(value, list) else [value]:
-        tool = _no_nulls(_parsed(tool, "`tools`", origin))
+        tool = _parsed(tool, "`tools`", origin)
+        _check_numbers(tool, "description in `tools`", origin)
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise UserError(f"{origin}: an entry of `tools` has no `name`.")
+            raise RecordError("wrong tool call", origin, "an entry of `tools` has no `name`")
         tools.append(tool if "function" in tool else {"type": "function", "function": tool})
     return tuple(tools)
 
 
+def _check_numbers(value: Any, name: str, origin: Origin) -> None:
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            _check_numbers(inner, name, origin)
+    elif _is_odd(value):
+        raise RecordError(_ODD, origin, f"the {name} holds {_found(value)}, which JSON does not have")
+
+
 def _no_nulls(value: Any) -> Any:
-    """Parquet fills the fields that other records have with null; left in, templates would print them all."""
+    """Of a record from columns (Parquet), where a field that only other records have stands as null."""
     if isinstance(value, dict):
         return {key: _no_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
@@ -340,7 +377,10 @@ def _weight(item: dict[str, Any], where: str, origin: Origin) -> float | None:
         if value is None:
             continue
         if not isinstance(value, bool | int | float) or not math.isfinite(value) or value < 0:
-            raise UserError(f"{origin}: `{key}` of {where} must be a number from 0 up or true/false, not {value!r}.")
+            found = _found(value) if _is_odd(value) else repr(value)
+            raise RecordError(
+                "wrong weight", origin, f"`{key}` of {where} must be a number from 0 up or true/false, not {found}"
+            )
         return float(value)
     return None
 
@@ -348,7 +388,7 @@ def _weight(item: dict[str, Any], where: str, origin: Origin) -> float | None:
 def _system(fields: dict[str, Any], messages: list[Message], origin: Origin) -> list[Message]:
     """The record's system text as a message; joined with the one that the messages begin with, if any."""
     value, name = _first(fields, "system", "system_prompt")
-    text = "" if value is None else _text(value, name, origin)
+    text = "" if _given(value) is None else _text(value, name, origin)
     if not text.strip():
         return []
     if messages and messages[0].role == "system":
@@ -362,11 +402,11 @@ def _user(text: str) -> Message:
 
 
 def _answer(value: Any, name: str, origin: Origin) -> Message:
-    if value is None:
-        raise UserError(f"{origin}: `{name}` is null; an answer is needed.")
+    if _given(value) is None:
+        raise RecordError("missing value", origin, f"`{name}` is {_found(value)}; an answer is needed")
     text = _text(value, name, origin)
     if not text.strip():
-        raise UserError(f"{origin}: `{name}` is empty, which would teach the model to be silent.")
+        raise RecordError("empty answer", origin, f"`{name}` is empty, which would teach the model to be silent")
     return Message("assistant", text)
 
 
@@ -377,10 +417,28 @@ def _text(value: Any, name: str, origin: Origin) -> str:
     """Text; a number becomes text, as numeric answers are often written without quotes."""
     if isinstance(value, str):
         return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and not _is_odd(value):
         return json.dumps(value)
-    found = "null" if value is None else "true/false" if isinstance(value, bool) else f"a {type(value).__name__}"
-    raise UserError(f"{origin}: {name if '`' in name else f'`{name}`'} must be text, found {found}.")
+    name = name if "`" in name else f"`{name}`"
+    raise RecordError(_ODD if _is_odd(value) else "wrong type", origin, f"{name} must be text, found {_found(value)}")
+
+
+_ODD = "NaN or Infinity"
+
+
+def _is_odd(value: Any) -> bool:
+    """What pandas writes for a missing value; no text, and no number to train on."""
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _given(value: Any) -> Any:
+    return None if _is_odd(value) else value
+
+
+def _found(value: Any) -> str:
+    if value is None or _is_odd(value):
+        return json.dumps(value)  # null, NaN, Infinity, -Infinity
+    return "true/false" if isinstance(value, bool) else f"a {type(value).__name__}"
 
 
 def _listed(value: Any, name: str, origin: Origin) -> list[Any]:
@@ -388,8 +446,7 @@ def _listed(value: Any, name: str, origin: Origin) -> list[Any]:
     if isinstance(value, str):
         value = _parsed(value, f"`{name}`", origin)
     if not isinstance(value, list | tuple):
-        found = "null" if value is None else f"a {type(value).__name__}"
-        raise UserError(f"{origin}: `{name}` must be a list, found {found}.")
+        raise RecordError("wrong type", origin, f"`{name}` must be a list, found {_found(value)}")
     return list(value)
 
 
@@ -399,23 +456,26 @@ def _parsed(value: Any, name: str, origin: Origin) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{origin}: the {name} is not valid JSON ({error}).") from error
+        raise RecordError("not valid JSON", origin, f"the {name} is not valid JSON ({error})") from error
 
 
 def _integers(value: Any, name: str, origin: Origin) -> list[int]:
     values = _listed(value, name, origin)
     for place, number in enumerate(values):
         if type(number) is not int:
-            raise UserError(f"{origin}: `{name}` must be whole numbers, found {number!r} at place {place}.")
+            raise RecordError(
+                "wrong type", origin, f"`{name}` must be whole numbers, found {number!r} at place {place}"
+            )
     return values
 
 
 def _first(fields: dict[str, Any], *names: str) -> tuple[Any, str]:
     """The first field of these names that is there, and its name."""
     for name in names:
-        if fields.get(name) is not None:
+        if _given(fields.get(name)) is not None:
             return fields[name], name
-    return None, next((name for name in names if name in fields), names[0])
+    name = next((name for name in names if name in fields), names[0])
+    return fields.get(name), name
 
 
 def _key(item: dict[str, Any], *names: str) -> str | None:
@@ -446,7 +506,7 @@ def _check_mapping(sample: Sequence[Record], dataset: Dataset) -> None:
     for wanted, found in dataset.fields.items():
         if wanted not in known:
             near = difflib.get_close_matches(wanted, known, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(sorted(known))}."
+            hint = f"did you mean `{near[0]}`?" if near else f"known are {listed(sorted(known))}."
             raise UserError(f"fields of {dataset.title}: no format wants a field `{wanted}`; {hint}")
         if wanted not in ("role", "content") and not any(found in record.fields for record in sample):
             raise UserError(
@@ -519,4 +579,4 @@ def _suggestion(rows: list[tuple[dict[str, Any], Origin]]) -> str:
 
 def _names(fields: dict[str, Any]) -> str:
     names = [f"`{name}`" for name in fields]
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") or "no fields"
+    return listed(names, most=12) or "no fields"

@@ -23,6 +23,7 @@ from tunesmith.data.types import (
     Message,
     Origin,
     Record,
+    RecordError,
     Tokens,
 )
 from tunesmith.errors import UserError
@@ -60,15 +61,28 @@ class Watch:
     placeholders: dict[str, Finding] = field(default_factory=dict)
     markup: dict[str, Finding] = field(default_factory=dict)
     last: Origin | None = None
+    written_out: dict[str, Finding] = field(default_factory=dict)
+    """Special tokens that the texts write out, and that are plain text therefore."""
+    tools_as_text: Finding = field(default_factory=lambda: Finding())
+    bad: list[RecordError] = field(default_factory=list)
+    """Records that were left out."""
 
-    def see(self, record: Record, item: Conversation | Document | Completion | Tokens, example: Example) -> None:
-        """Look at one example before it is cut to length; raises UserError for an id out of the vocabulary."""
+    def see(
+        self,
+        record: Record,
+        item: Conversation | Document | Completion | Tokens,
+        example: Example,
+        encoder: Encoder | None = None,
+    ) -> None:
+        """Look at one example before it is cut to length; raises RecordError for an id out of the vocabulary."""
         ids, is_target = example.ids, example.weights > 0
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size):
             bad = next(int(i) for i in ids if not 0 <= i < self.vocab_size)
-            raise UserError(
-                f"{record.origin}: the token id {bad} is out of the model's vocabulary of {self.vocab_size}; "
-                "was the data tokenized for another model?"
+            raise RecordError(
+                "token id out of range",
+                record.origin,
+                f"the token id {bad} is out of the model's vocabulary of {self.vocab_size}; was the data tokenized "
+                "for another model?",
             )
         self.examples += 1
         self.tokens += len(ids)
@@ -81,7 +95,9 @@ class Watch:
             self.ended += bool(np.isin(ids[is_target], list(self.end_ids)).any())
         if record.origin != self.last:  # one record may give several examples
             self.last = record.origin
-            self._look_at_text(_texts(item), record.origin)
+            self._look_at_text(_texts(item), record.origin, encoder)
+            if encoder and isinstance(item, Conversation) and encoder.writes_tools_as_text(item.messages, item.tools):
+                self.tools_as_text.add(record.origin)
 
     def merge(self, other: Watch) -> None:
         """Add what another watch saw in later records of the same data set."""
@@ -89,7 +105,13 @@ class Watch:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.first, self.last = self.first or other.first, other.last or self.last
         self.untargeted.merge(other.untargeted)
-        for mine, theirs in ((self.placeholders, other.placeholders), (self.markup, other.markup)):
+        self.bad += other.bad
+        self.tools_as_text.merge(other.tools_as_text)
+        for mine, theirs in (
+            (self.placeholders, other.placeholders),
+            (self.markup, other.markup),
+            (self.written_out, other.written_out),
+        ):
             for text, finding in theirs.items():
                 mine.setdefault(text, Finding()).merge(finding)
 
@@ -105,18 +127,34 @@ class Watch:
                 f"{finding.first}: the text holds {text}, which chat templates write themselves "
                 f"({_records(finding.count)}); give the bare text."
             )
+        for text, finding in sorted(self.written_out.items(), key=lambda entry: -entry[1].count)[:5]:
+            found.append(
+                f"{finding.first}: the text holds the special token {text}, which is encoded as plain text "
+                f"({_records(finding.count)}); say `special_tokens: [{text!r}]` where it is meant."
+            )
+        if self.tools_as_text.count:
+            found.append(
+                f"{self.tools_as_text.first}: the chat template has no place for tools: they are described in the "
+                "system message, and their calls and results written as <tool_call> and <tool_response> "
+                f"({_records(self.tools_as_text.count)})."
+            )
         if self.untargeted.count and self.targets:
             share = f"{self.untargeted.count} of {self.examples} examples have no target token"
             found.append(f"{self.untargeted.first}: nothing is learned from this record ({share}).")
         return found
 
-    def _look_at_text(self, texts: list[str], origin: Origin) -> None:
+    def _look_at_text(self, texts: list[str], origin: Origin, encoder: Encoder | None) -> None:
+        plain: set[str] = set()
         for pattern, hints, findings in (
+            (encoder.controls if encoder else None, ("",), self.written_out),
             (_PLACEHOLDER, ("{{",), self.placeholders),
             (_MARKUP, ("<", "[/INST]"), self.markup),
         ):
+            if pattern is None:
+                continue
             suspects = [text for text in texts if any(hint in text for hint in hints)]
-            seen = {match for text in suspects for match in pattern.findall(text)}
+            seen = {match for text in suspects for match in pattern.findall(text)} - plain
+            plain |= seen if findings is self.written_out else set()
             for match in sorted(seen):
                 if match in findings or len(findings) < 1000:
                     findings.setdefault(match, Finding()).add(origin)

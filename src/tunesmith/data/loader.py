@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from math import ceil, floor, fsum
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from tunesmith.data.pack import pack
 from tunesmith.data.store import TokenStore
 from tunesmith.data.types import MicroBatch, StepBatch
 from tunesmith.errors import UserError
+from tunesmith.plan.documents import like_lengths
 
 WINDOW = 256
 """Sequences packed together: enough to fill them well, few enough to keep the order random."""
@@ -32,6 +33,10 @@ MOST_EPOCHS = 10_000_000
 AHEAD = 2
 """Steps prepared in advance."""
 _SHUFFLED_SEQUENCES = 2  # stream of random numbers; mix.py has 0 and 1
+
+
+Lengths = tuple[bool, int | None]
+"""Of documents: whether those of a micro-batch are of like length, and above how many tokens one is by itself."""
 
 
 class PackedDocument(NamedTuple):
@@ -68,8 +73,10 @@ class Loader:
         micro_batch: int = 1,
         rank: int = 0,
         ranks: int = 1,
+        lengths: Lengths | None = None,
     ):
-        """`steps`, when given, overrides `epochs`; `micro_batch` counts sequences."""
+        """`steps`, when given, overrides `epochs`; `micro_batch` counts sequences; `lengths` is for models that must
+        have documents by their lengths: what a step holds stays the same, its micro-batches are others."""
         if not any(len(store) for store in stores):
             raise UserError("The training data holds no examples; check the paths under `data`.")
         assert sequences_per_step >= 1
@@ -78,6 +85,7 @@ class Loader:
         self._stores, self._weights, self._seed = tuple(stores), tuple(weights), seed
         self._capacity, self._per_step, self._micro_batch = sequence_length, sequences_per_step, micro_batch
         self._rank, self._ranks = rank, ranks
+        self._by_length = lengths
         self._recent: OrderedDict[int, _Epoch] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -99,9 +107,12 @@ class Loader:
         sequences = self._sequences_of(s)
         sources = np.concatenate([sources for sources, _ in sequences])
         indices = np.concatenate([indices for _, indices in sequences])
-        mine = sequences[self._rank :: self._ranks]
-        count = ceil(ceil(len(sequences) / self._ranks) / self._micro_batch)
-        parts = [mine[len(mine) * i // count : len(mine) * (i + 1) // count] for i in range(count)]
+        if self._by_length is not None:
+            parts = self._parts_by_length(sequences, self._by_length)
+        else:
+            mine = sequences[self._rank :: self._ranks]
+            count = ceil(ceil(len(sequences) / self._ranks) / self._micro_batch)
+            parts = [mine[len(mine) * i // count : len(mine) * (i + 1) // count] for i in range(count)]
         return StepBatch(
             step=s,
             epoch=self.epoch_of(s),
@@ -117,6 +128,19 @@ class Loader:
                 int(store.lengths[indices[sources == source]].sum()) for source, store in enumerate(self._stores)
             ),
         )
+
+    def _parts_by_length(
+        self, sequences: list[tuple[np.ndarray, np.ndarray]], lengths: Lengths
+    ) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+        """The step's documents of this rank, a micro-batch at a time; as many on all ranks, some without any."""
+        found = []
+        for of_sources, of_indices in sequences:
+            pairs = zip(of_sources.tolist(), of_indices.tolist(), strict=True)
+            found.append(np.array([self._stores[source].lengths[index] for source, index in pairs]))
+        groups = by_length(found, self._micro_batch, self._capacity, lengths)
+        sources, indices = (np.concatenate([one[at] for one in sequences]) for at in (0, 1))
+        dealt = [[(sources[group], indices[group])] for group in groups[self._rank :: self._ranks]]
+        return dealt + [[]] * (ceil(len(groups) / self._ranks) - len(dealt))
 
     def iterate(self, start: int = 0) -> Iterator[StepBatch]:
         """The steps from `start` to the end; the next ones are prepared by a thread meanwhile."""
@@ -252,11 +276,30 @@ def micro_batch_of(documents: Sequence[PackedDocument]) -> MicroBatch:
     )
 
 
+def by_length(
+    sequences: Sequence[np.ndarray], micro_batch: int, sequence_length: int, lengths: Lengths
+) -> list[np.ndarray]:
+    """Micro-batches of the documents in these sequences, whose lengths are given, as indices into all of them: of like
+    length, or as they are packed, but for those that must be by themselves. None is larger than planned."""
+    is_padded, alone = lengths
+    flat = np.concatenate(sequences)
+    if is_padded:
+        groups = like_lengths(flat.tolist(), micro_batch * sequence_length, alone=alone)
+        return [np.array(group) for group in groups]
+    assert alone is not None
+    starts = np.cumsum([0, *(len(one) for one in sequences)])
+    short = [np.arange(a, b)[flat[a:b] <= alone] for a, b in pairwise(starts)]
+    short = [one for one in short if len(one)]
+    joined = [np.concatenate(short[i : i + micro_batch]) for i in range(0, len(short), micro_batch)]
+    return [*joined, *(np.array([index]) for index in np.flatnonzero(flat > alone))]
+
+
 def evaluation_batches(
     store: TokenStore,
     *,
     sequence_length: int,
     micro_batch: int,
+    lengths: Lengths | None = None,
     source: int = 0,
     rank: int = 0,
     ranks: int = 1,
@@ -267,6 +310,16 @@ def evaluation_batches(
     """
     sequences = pack_in_windows(store.lengths, sequence_length)
     while round_of_all := list(islice(sequences, micro_batch * ranks)):
+        if lengths is not None:
+            groups = by_length([store.lengths[one] for one in round_of_all], micro_batch, sequence_length, lengths)
+            indices = np.concatenate(round_of_all)
+            for at in range(0, len(groups), ranks):
+                if at + rank < len(groups):
+                    chosen = indices[groups[at + rank]].tolist()
+                    yield micro_batch_of([document(store, index, source) for index in chosen])
+                else:
+                    yield micro_batch_of([idle(document(store, 0, source))])
+            continue
         if mine := round_of_all[rank * micro_batch : (rank + 1) * micro_batch]:
             indices = np.concatenate(mine).tolist()
             yield micro_batch_of([document(store, index, source) for index in indices])

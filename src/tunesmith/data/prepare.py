@@ -7,26 +7,59 @@ is tokenized, so that a mistyped second path does not cost an hour of work on th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tunesmith.data import chat, formats, guard, source, store, types
+from tunesmith.data import chat, formats, guard, source, store, template, types
+from tunesmith.data.held_out import split
 from tunesmith.data.store import Progress, TokenStore
-from tunesmith.data.types import Example, Record
+from tunesmith.data.types import Example, Record, RecordError
 from tunesmith.errors import UserError, UserErrors
+from tunesmith.plan.defaults import DataSize, held_out_records
 
 if TYPE_CHECKING:
     from tunesmith.config.schema import Dataset, FormatName, Run
 
 SAMPLE = 64
 """Records that a format is recognised from."""
+SAMPLE_BYTES = 1 << 24
+"""Of long records, fewer."""
+HOPELESS = 1000
+"""Bad records without a good one, after which nothing more is read."""
+SHOWN = 20
+"""Bad records that a message names; the rest are counted."""
 
 T = TypeVar("T")
+
+
+class BadRecords(UserErrors):
+    """Records that cannot be trained on: how many of each kind, and the first of them."""
+
+    def __init__(self, bad: Sequence[RecordError], records: int | None = None):
+        self.bad = tuple(bad)
+        of = f" of {records:,}" if records else ""
+        if len(bad) == 1:
+            super().__init__([f"{bad[0]} Mend it, or leave it out with `bad_records: skip`."])
+            return
+        more = [f"... and {len(bad) - SHOWN:,} more."] if len(bad) > SHOWN else []
+        super().__init__(
+            [
+                f"{len(bad):,}{of} records cannot be trained on ({kinds(bad)}).",
+                *(str(error) for error in bad[:SHOWN]),
+                *more,
+                "Mend them, or leave them out with `bad_records: skip`.",
+            ]
+        )
+
+
+def kinds(bad: Iterable[RecordError]) -> str:
+    """`200 empty answer, 80 no answer`"""
+    return ", ".join(f"{count:,} {kind}" for kind, count in Counter(error.kind for error in bad).most_common())
 
 
 @dataclass(frozen=True)
@@ -40,6 +73,23 @@ class Prepared:
     warnings: list[str]
     fingerprint: str
     """Of the training data and its weights: what must be the same for a run to be continued."""
+    encoder: chat.Encoder
+    """What made the examples; prompts of the trained model are made by one like it."""
+    bad: tuple[RecordError, ...] = ()
+    """Records that were left out (`bad_records: skip`)."""
+    held_out: int = 0
+    """Records of the training data that were to be among `evals` instead; duplicates go with them."""
+
+    @property
+    def size(self) -> DataSize:
+        """Of what is trained on in an epoch; no example of it, or of what is evaluated, is longer."""
+        weighed = list(zip(self.train, self.weights, strict=True))
+        return DataSize(
+            examples=sum(weight * len(store) for store, weight in weighed),
+            tokens=sum(weight * int(store.lengths.sum()) for store, weight in weighed),
+            longest=max(int(store.lengths.max()) for store in (*self.train, *self.evals)),
+            is_exact=True,
+        )
 
 
 def prepare(
@@ -48,35 +98,97 @@ def prepare(
     vocab_size: int,
     *,
     max_length: int | None = None,
+    held_out: int | None = None,
+    eval_length: int | None = None,
     progress: Progress | None = None,
     workers: int | None = None,
 ) -> Prepared:
     """Tokenize, or find in the cache, all data of the run; raise UserError for what would train wrong.
 
-    `vocab_size` and `max_length` (its number of positions) are the model's.
+    `vocab_size` and `max_length` (its number of positions) are the model's. Of the training records so many are
+    `held_out`; as many as the settings, or the size of the data, say where that is None. Held-out data sets are cut to
+    `eval_length`, where that is less.
     """
     length = run.sequence_length
     if max_length is not None and length > max_length:
         raise UserError(
             f"sequence_length {length} is beyond the model's {max_length} positions; set it to {max_length} or less."
         )
-    template = chat.read_template(run.chat_template) if run.chat_template else None
-    encoder = chat.Encoder(tokenizer, template=template, train_on=run.train_on)
+    text = chat.read_template(run.chat_template) if run.chat_template else None
+    encoder = chat.Encoder(tokenizer, template=text, train_on=run.train_on, special_tokens=run.special_tokens)
     warnings = list(guard.check_encoder(encoder, tokenizer, vocab_size))
 
     works = [_Work(dataset, encoder, vocab_size) for dataset in (*run.data, *run.eval)]
     titles = [*unique([d.title for d in run.data]), *unique([d.title for d in run.eval])]
     _each(works, _Work.look)
-    stores = []
+    check_output(run)
+    wholes, bad, records = [], [], 0
     for work, title in zip(works, titles, strict=True):
-        whole = work.whole(title, progress, workers)
-        stores.append(store.cut(whole, title, sequence_length=length, too_long=run.too_long))
+        try:
+            wholes.append(work.whole(title, progress, workers))
+        except BadRecords as errors:
+            bad += errors.bad
+            continue
+        bad += [error for error in wholes[-1].bad if error not in bad]
+        records += wholes[-1].records
+    if bad and (run.bad_records == "stop" or len(wholes) < len(works)):
+        raise BadRecords(bad, records if len(wholes) == len(works) else None)
+    stores = []
+    for number, (whole, title) in enumerate(zip(wholes, titles, strict=True)):
+        # A chat's beginning is a whole turn or two; of a text, all is as good as its beginning.
+        too_long = run.too_long or ("split" if whole.format == "text" else "truncate")
+        longest = length if number < len(run.data) else min(length, eval_length or length)
+        stores.append(store.cut(whole, title, sequence_length=longest, too_long=too_long))
     train, evals = tuple(stores[: len(run.data)]), tuple(stores[len(run.data) :])
     for one in stores:
         warnings += [warning for warning in (*one.warnings, *_losses(one)) if warning not in warnings]
+    if held_out is None:
+        held_out = held_out_records(run, [one.record_count for one in train])
+    kept, held = split(train, held_out)
+    train, evals = tuple(kept), (*evals, *held)
     warnings += guard.overlap_warnings({s.title: s.hashes for s in train}, {s.title: s.hashes for s in evals})
     weights = tuple(dataset.weight for dataset in run.data)
-    return Prepared(train, weights, evals, warnings, _hash([s.fingerprint for s in train], [float(w) for w in weights]))
+    fingerprint = _hash([s.fingerprint for s in train], [float(w) for w in weights])
+    return Prepared(train, weights, evals, warnings, fingerprint, encoder, tuple(bad), held_out)
+
+
+def check_output(run: Run) -> None:
+    """Refuse an output below a folder of data: the run's own files would be trained on."""
+    output = Path(run.output).expanduser().resolve()
+    for dataset in (*run.data, *run.eval):
+        folder = source.searched_folder(dataset)
+        if folder is not None and output.is_relative_to(folder.resolve()):
+            raise UserError(
+                f"output: {run.output} lies inside the data {dataset.path}, so the run's own files would be trained "
+                "on; choose an output elsewhere."
+            )
+
+
+def answers_reason(encoder: chat.Encoder, stores: Sequence[TokenStore]) -> bool:
+    """Whether most examples ask for their answers as the template asks for answers that begin with reasoning, where it
+    asks for these and for others in different words."""
+    try:
+        endings = [
+            _common_end(*(encoder.prompt([types.Message("user", word)], reasons=r) for word in ("vwkya", "qxzjb")))
+            for r in (False, True)
+        ]
+    except UserError:
+        return False
+    votes = 0
+    for one in stores if endings[0] != endings[1] else ():
+        for i in range(min(len(one), SAMPLE)):
+            ids, weights, _ = one.example(i)
+            asked = ids[: int((weights > 0).argmax())].tolist()
+            fits = [asked[len(asked) - len(ending) :] == ending for ending in endings]
+            if any(fits):  # both, where one ends as the other does: it is the longer one
+                longer = len(endings[1]) > len(endings[0])
+                votes += 1 if fits[1] and (longer or not fits[0]) else -1
+    return votes > 0
+
+
+def _common_end(a: list[int], b: list[int]) -> list[int]:
+    size = next((i for i, (x, y) in enumerate(zip(reversed(a), reversed(b), strict=False)) if x != y), 0)
+    return a[len(a) - size :]
 
 
 def unique(titles: Sequence[str]) -> list[str]:
@@ -116,8 +228,7 @@ class _Work:
         )
         self._stored = store.stored(self._key)
         if self._stored is None:
-            sample = list(islice(source.read(dataset), SAMPLE))
-            self._format = dataset.format or formats.recognise(sample, dataset)
+            self._format = dataset.format or formats.recognise(_sample(dataset), dataset)
 
     def whole(self, title: str, progress: Progress | None, workers: int | None) -> store.Whole:
         # Looked up again: a data set may be used twice in a run.
@@ -125,20 +236,32 @@ class _Work:
             return found
         assert self._format
         watch = guard.Watch(self._encoder.end_ids, self._vocab_size)
+        unread: list[RecordError] = []
+
+        def bad() -> list[RecordError]:
+            return sorted((*unread, *watch.bad), key=lambda error: (error.origin.file, error.origin.line))
+
+        def notice(noticed: guard.Watch) -> None:
+            watch.merge(noticed)
+            if not watch.examples and len(unread) + len(watch.bad) >= HOPELESS:
+                raise BadRecords(bad())
 
         def judge() -> list[str]:
+            if not watch.examples and (unread or watch.bad):
+                raise BadRecords(bad())
             guard.check_dataset(title, watch)
             return watch.warnings()
 
         return store.build(
             self._key,
             title,
-            source.read(self._dataset),
+            source.read(self._dataset, unread.append),
             _Encode(self._encoder, self._format, self._dataset, self._vocab_size),
             format=self._format,
             vocab_size=self._vocab_size,
-            notice=watch.merge,
+            notice=notice,
             warnings=judge,
+            bad=bad,
             workers=workers,
             progress=progress,
         )
@@ -157,16 +280,37 @@ class _Encode:
         watch = guard.Watch(self.encoder.end_ids, self.vocab_size)
         examples = []
         for record in records:
-            item = formats.convert(record, self.format, self.dataset)
-            for example in self.encoder.encode_all(item, record.origin):
-                watch.see(record, item, example)
-                examples.append(example)
+            try:
+                item = formats.convert(record, self.format, self.dataset)
+                made = self.encoder.encode_all(item, record.origin)
+                for example in made:
+                    watch.see(record, item, example, self.encoder)
+                examples += made
+            except RecordError as error:
+                error.is_read = True
+                watch.bad.append(error)
         return examples, watch
+
+
+def _sample(dataset: Dataset) -> list[Record]:
+    """The first records, as many as there are reason to look at."""
+    bad: list[RecordError] = []
+    sample, size = [], 0
+    for record in source.read(dataset, bad.append):
+        sample.append(record)
+        size += record.size
+        if len(sample) == SAMPLE or size >= SAMPLE_BYTES:
+            break
+    if not sample:
+        raise BadRecords(bad)
+    return sample
 
 
 def _losses(one: TokenStore) -> list[str]:
     """What cutting to length cost is said, not only counted."""
     report, lines = one.report, []
+    if one.bad:
+        lines.append(f"{one.title}: left out {len(one.bad):,} of {report.records:,} records ({kinds(one.bad)}).")
     if report.dropped_targets_cut_off:
         count = report.dropped_targets_cut_off
         lines.append(
@@ -208,5 +352,5 @@ def _hash(*parts: Any) -> str:
 @cache
 def _code() -> str:
     """Of the code that turns records into examples: what another version made is not taken for ours."""
-    modules = (types, source, formats, chat, guard, store)
+    modules = (types, source, formats, template, chat, guard, store)
     return sha256(b"".join(Path(module.__file__ or "").read_bytes() for module in modules)).hexdigest()

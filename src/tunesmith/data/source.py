@@ -1,28 +1,33 @@
 """Files, folders, globs and hub data sets -> records, one at a time, each with the place it came from.
 
-JSONL, CSV and Parquet are streamed, so memory does not grow with the file. What cannot be read is an error that
-names the file and the line; only blank lines are skipped. What the records mean is the business of
-`formats`.
+JSONL, CSV and Parquet are streamed, so memory does not grow with the file. A record that cannot be read is told with
+its file and line, and the next one is read; a file that cannot be read is an error. Only blank lines are skipped. What
+the records mean is the business of `formats`.
 """
 
 from __future__ import annotations
 
 import csv
 import difflib
+import fnmatch
 import functools
 import glob
 import gzip
 import hashlib
 import io
 import json
+import math
+import os
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from tunesmith.data.types import Origin, Record
-from tunesmith.errors import UserError
+from tunesmith import hub
+from tunesmith.data.types import Origin, Record, RecordError
+from tunesmith.errors import UserError, listed
 
 if TYPE_CHECKING:
     from tunesmith.config.schema import Dataset
@@ -46,7 +51,7 @@ def files(dataset: Dataset) -> list[Path]:
     """The files behind `path` (a file, a folder with all below it, or a glob), sorted.
 
     In a folder or glob, files with other endings are left out, and so are texts (a README, a licence) that lie
-    beside record files.
+    beside record files. Symbolic links are followed; a file that several of them lead to is there once.
     """
     assert dataset.path
     path = Path(dataset.path).expanduser()
@@ -57,9 +62,9 @@ def files(dataset: Dataset) -> list[Path]:
                 ending = f"that end in `{path.suffix}`" if path.suffix else "without an ending"
                 raise UserError(f"{path}: cannot read files {ending}; {_known_endings()}.")
         elif path.is_dir():
-            found = _readable(path.rglob("*"), path)
+            found = _readable(_walk(path), path)
         elif glob.has_magic(str(path)):
-            found = _readable((Path(name) for name in glob.iglob(str(path), recursive=True)), path)
+            found = _readable(_matching(path), path)
         else:
             raise UserError(f"{path}: no such file or folder{_near_miss(path)}.")
         if all(file.stat().st_size == 0 for file in found):
@@ -69,12 +74,30 @@ def files(dataset: Dataset) -> list[Path]:
     return found
 
 
-def read(dataset: Dataset) -> Iterator[Record]:
-    """The records, in the order of the files, at most `limit` of them; a UserError when there is none."""
+def searched_folder(dataset: Dataset) -> Path | None:
+    """The folder of which everything below is read, where the data are given so."""
+    path = Path(dataset.path or "").expanduser()
+    if dataset.path is None or path.is_file():
+        return None
+    if path.is_dir():
+        return path
+    return _fixed_part(path) if "**" in path.parts else None
+
+
+def read(dataset: Dataset, bad: Callable[[RecordError], None] | None = None) -> Iterator[Record]:
+    """The records, in the order of the files, at most `limit` of them; a UserError when there is none.
+
+    `bad` is told of records that cannot be read, which count; without it, the first of them is raised.
+    """
     count = 0
-    for record in islice(_read_all(dataset), dataset.limit):
+    for item in islice(_read_all(dataset), dataset.limit):
         count += 1
-        yield record
+        if isinstance(item, Record):
+            yield item
+        elif bad is None:
+            raise item
+        else:
+            bad(item)
     if not count:
         raise UserError(f"{dataset.path or dataset.hub}: holds no records.")
 
@@ -111,18 +134,57 @@ def _known_endings() -> str:
     return f"known are {', '.join(KINDS)}, all but Parquet also with {' or '.join(COMPRESSED[:2])}"
 
 
-def _readable(candidates: Iterator[Path], where: Path) -> list[Path]:
+def _walk(folder: Path) -> Iterator[Path]:
+    """All files below the folder. A folder that links lead back to is entered once."""
+    entered = set()
+    for name, below, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(name)
+        if real in entered:
+            below.clear()
+            continue
+        entered.add(real)
+        below[:] = sorted((inner for inner in below if not inner.startswith(".")), key=_links_last(name))
+        yield from (Path(name, file) for file in names)
+
+
+def _links_last(folder: str) -> Callable[[str], Any]:
+    """So that a file is known by its own name, where it has one below the folder."""
+    return lambda name: (os.path.islink(os.path.join(folder, name)), name)
+
+
+def _matching(pattern: Path) -> Iterator[Path]:
+    """As `glob` finds them; but for `**`, `glob` goes round and round where links lead back."""
+    if "**" not in pattern.parts:
+        return (Path(name) for name in glob.iglob(str(pattern)))
+    root = _fixed_part(pattern)
+    wanted = "".join(
+        "(?:[^/]+/)*" if part == "**" else f"{_END.sub('', fnmatch.translate(part)).replace('.*', '[^/]*')}/"
+        for part in pattern.parts[len(root.parts) :]
+    )
+    matches = re.compile(wanted).fullmatch
+    return (path for path in _walk(root) if matches(f"{path.relative_to(root).as_posix()}/"))
+
+
+def _fixed_part(pattern: Path) -> Path:
+    fixed = next(n for n, part in enumerate(pattern.parts) if glob.has_magic(part))
+    return Path(*pattern.parts[:fixed])
+
+
+_END = re.compile(r"\\[zZ]$")
+
+
+def _readable(candidates: Iterable[Path], where: Path) -> list[Path]:
     side_files = {"dataset_info.json", "dataset_infos.json", "state.json"}
-    here = [
-        p
-        for p in sorted(candidates)
-        if not any(part.startswith(".") for part in _parts_below(p, where)) and p.is_file() and p.name not in side_files
-    ]
+    here: dict[str, Path] = {}  # by what they really are: a file that links lead to as well is there once
+    for p in sorted(candidates, key=lambda p: (p.is_symlink(), p)):
+        is_hidden = any(part.startswith(".") for part in _parts_below(p, where))
+        if not is_hidden and p.is_file() and p.name not in side_files:
+            here.setdefault(os.path.realpath(p), p)
     if not here:
         raise UserError(f"{where}: no files there{_near_miss(where)}.")
-    found = [p for p in here if _kind(p)]
+    found = sorted(p for p in here.values() if _kind(p))
     if not found:
-        endings = ", ".join(sorted({f"`{p.suffix or p.name}`" for p in here})[:5])
+        endings = listed(sorted({f"`{p.suffix or p.name}`" for p in here.values()}), most=5)
         raise UserError(f"{where}: only files that cannot be read ({endings}); {_known_endings()}.")
     return [p for p in found if _kind(p) != "text"] or found
 
@@ -149,10 +211,10 @@ def _near_miss(path: Path) -> str:
 # Reading
 
 
-def _read_all(dataset: Dataset) -> Iterator[Record]:
+def _read_all(dataset: Dataset) -> Iterator[Record | RecordError]:
     if dataset.hub:
         for number, row in enumerate(_load_hub(dataset), start=1):
-            yield Record(row, Origin(dataset.hub, number, "record"))
+            yield Record(row, Origin(dataset.hub, number, "record"), is_filled=True)
         return
     readers = {"jsonl": _read_jsonl, "json": _read_json, "csv": _read_csv, "text": _read_text}
     for path in files(dataset):
@@ -216,47 +278,65 @@ class _Zstandard(io.RawIOBase):
         super().close()
 
 
-def _lines(stream: BinaryIO, path: Path) -> Iterator[str]:
+def _lines(stream: BinaryIO, path: Path) -> Iterator[bytes]:
     """Lines with their ends. Split at newlines alone: JSON texts may hold other separators such as U+2028."""
     for number, line in enumerate(stream, start=1):
         if number == 1:
             if line.startswith((b"\xff\xfe", b"\xfe\xff")):
                 raise UserError(f"{path}: the text is UTF-16; save it as UTF-8.")
             line = line.removeprefix(b"\xef\xbb\xbf")
-        try:
-            yield line.decode()
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path}, line {number}: byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8; "
-                "save the file as UTF-8."
-            ) from error
+        yield line
 
 
-def _read_jsonl(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record]:
+def _decoded(line: bytes, origin: Origin) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise RecordError(
+            "not UTF-8",
+            origin,
+            f"byte {error.start + 1} (0x{line[error.start]:02x}) is not UTF-8; save the file as UTF-8",
+        ) from error
+
+
+def _read_jsonl(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record | RecordError]:
     for number, line in enumerate(_lines(stream, path), start=1):
-        if line.strip():
-            origin = Origin(str(path), number)
-            yield Record(_as_fields(_parse(line, origin), origin), origin)
+        if not line.strip():
+            continue
+        origin, size = Origin(str(path), number), len(line)
+        try:
+            text = _decoded(line, origin)
+            del line  # a long one is held once at a time
+            value = _parse(text, origin)
+            if _has_escaped_surrogates(text):
+                _check_characters(value, origin)
+            yield Record(_as_fields(value, origin), origin, size)
+        except RecordError as error:
+            yield error
 
 
-def _read_json(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record]:
+def _read_json(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record | RecordError]:
     """An array of records, an object around one, a single record, or lines of JSON under the wrong ending."""
     lines = _lines(stream, path)
-    start = ""
-    for line in lines:
-        start += line
-        if start.strip():
-            break
-    if start.lstrip().startswith("{") and _is_json(start):
-        rest = (line for line in lines if line.strip())
-        if next(rest, None) is not None:
-            with _open(path) as again:
-                yield from _read_jsonl(again, path, dataset)
-            return
-    value = _parse(start + "".join(lines), Origin(str(path), 1), whole_file=True) if start.strip() else []
+    start = next((line for line in lines if line.strip()), b"")
+    rest = (line for line in lines if line.strip())
+    if start.lstrip().startswith(b"{") and _is_json(start) and next(rest, None) is not None:
+        with _open(path) as again:
+            yield from _read_jsonl(again, path, dataset)
+        return
+    with _open(path) as again:
+        text = "".join(_decoded(line, Origin(str(path), n)) for n, line in enumerate(_lines(again, path), start=1))
+    value = _parse(text, Origin(str(path), 1), whole_file=True) if start else []
+    may_hold_halves = _has_escaped_surrogates(text)
+    del text
     for number, item in enumerate(_rows(value, path, dataset), start=1):
         origin = Origin(str(path), number, "record")
-        yield Record(_as_fields(item, origin), origin)
+        try:
+            if may_hold_halves:
+                _check_characters(item, origin)
+            yield Record(_as_fields(item, origin), origin)
+        except RecordError as error:
+            yield error
 
 
 def _rows(value: Any, path: Path, dataset: Dataset) -> list[Any]:
@@ -264,7 +344,7 @@ def _rows(value: Any, path: Path, dataset: Dataset) -> list[Any]:
         is_one_record = value and all(_is_message(item) for item in value)
         return [value] if is_one_record else value
     if not isinstance(value, dict):
-        raise UserError(f"{path}: holds a single {_type_name(value)}, not records.")
+        raise UserError(f"{path}: holds only {_type_name(value)}, not records.")
     record_fields = {
         "messages",
         "conversations",
@@ -281,7 +361,7 @@ def _rows(value: Any, path: Path, dataset: Dataset) -> list[Any]:
         lists = [dataset.split]
     if len(lists) > 1:
         raise UserError(
-            f"{path}: holds several lists of records ({', '.join(lists)}); "
+            f"{path}: holds several lists of records ({listed(lists)}); "
             f"name one with `split:`, or keep them in files of their own."
         )
     return value[lists[0]] if lists else [value]
@@ -300,19 +380,21 @@ def _as_fields(value: Any, origin: Origin) -> dict[str, Any]:
         return value
     if isinstance(value, list) and value and all(map(_is_message, value)):
         return {"messages": value}
-    raise UserError(f"{origin}: expected an object with named fields, found a {_type_name(value)}.")
+    raise RecordError("not an object", origin, f"expected an object with named fields, found {_type_name(value)}")
 
 
 def _type_name(value: Any) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)  # NaN, Infinity, -Infinity
     names = {
-        str: "text",
-        bool: "yes/no value",
-        int: "number",
-        float: "number",
-        list: "list",
+        str: "a text",
+        bool: "a yes/no value",
+        int: "a number",
+        float: "a number",
+        list: "a list",
         type(None): "null",
     }
-    return names.get(type(value), type(value).__name__)
+    return names.get(type(value), f"a {type(value).__name__}")
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -324,33 +406,45 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-# NaN and Infinity are what pandas writes for missing values: nothing there.
-_DECODER = json.JSONDecoder(object_pairs_hook=_no_twins, parse_constant=lambda name: None)
+# NaN and Infinity, which pandas writes for missing values, stay what they are: `formats` knows where they may stand.
+_DECODER = json.JSONDecoder(object_pairs_hook=_no_twins)
 
 
-def _is_json(text: str) -> bool:
+def _is_json(line: bytes) -> bool:
     try:
-        json.loads(text)
+        json.loads(line)
     except (ValueError, RecursionError):
         return False
     return True
 
 
 def _parse(text: str, origin: Origin, whole_file: bool = False) -> Any:
+    kind = "not valid JSON"
     try:
         value = _DECODER.decode(text)
-        if "\\ud" in text or "\\uD" in text:
-            json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        where = Origin(origin.file, error.lineno) if whole_file else origin
-        raise UserError(f"{where}: not valid JSON at column {error.colno}: {_plain(error.msg)}.") from error
-    except UnicodeEncodeError as error:
-        raise UserError(f"{origin}: holds half of a surrogate pair (\\ud...), which is no character.") from error
+        if whole_file:
+            where = Origin(origin.file, error.lineno)
+            raise UserError(f"{where}: not valid JSON at column {error.colno}: {_plain(error.msg)}.") from error
+        raise RecordError(kind, origin, f"not valid JSON at column {error.colno}: {_plain(error.msg)}") from error
     except RecursionError as error:
-        raise UserError(f"{origin}: the JSON is nested too deeply.") from error
+        raise RecordError(kind, origin, "the JSON is nested too deeply") from error
     except ValueError as error:
-        raise UserError(f"{origin}: not usable JSON: {error}.") from error
+        raise RecordError(kind, origin, f"not usable JSON: {error}") from error
     return value
+
+
+def _has_escaped_surrogates(text: str) -> bool:
+    return "\\ud" in text or "\\uD" in text
+
+
+def _check_characters(value: Any, origin: Origin) -> None:
+    """JSON can spell half of a surrogate pair, in names as in texts; nothing can be encoded from it."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        reason = "holds half of a surrogate pair (\\ud...), which is no character"
+        raise RecordError("half of a character", origin, reason) from error
 
 
 def _plain(message: str) -> str:
@@ -358,8 +452,8 @@ def _plain(message: str) -> str:
     return message[:1].lower() + message[1:]
 
 
-def _read_csv(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record]:
-    lines = _lines(stream, path)
+def _read_csv(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record | RecordError]:
+    lines = (line.decode(errors="surrogateescape") for line in _lines(stream, path))
     first = next(lines, "")
     delimiter = "\t" if ".tsv" in path.suffixes else ","
     if delimiter not in first:
@@ -368,12 +462,15 @@ def _read_csv(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record
     csv.field_size_limit(2**31 - 1)
     rows = csv.reader(_chain(first, lines), delimiter=delimiter, strict=True)
     header: list[str] | None = None
-    last_line = 0
-    try:
-        for row in rows:
-            origin, last_line = Origin(str(path), last_line + 1), rows.line_num
-            if not any(row):
+    row: list[str] | None = []
+    while row is not None:
+        origin = Origin(str(path), rows.line_num + 1)
+        try:
+            row = next(rows, None)
+            if not row or not any(row):
                 continue
+            for text in row:
+                _decoded(text.encode(errors="surrogateescape"), origin)
             if header is None:
                 header = [name.strip() for name in row]
                 twins = sorted({name for name in header if header.count(name) > 1})
@@ -381,10 +478,15 @@ def _read_csv(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record
                     raise UserError(f"{origin}: the column name `{twins[0]}` appears more than once.")
                 continue
             if len(row) != len(header):
-                raise UserError(f"{origin}: {len(row)} fields, but the header names {len(header)}.")
-            yield Record(dict(zip(header, row, strict=True)), origin)
-    except csv.Error as error:
-        raise UserError(f"{path}, line {last_line + 1}: not valid CSV: {error}.") from error
+                raise RecordError("not valid CSV", origin, f"{len(row)} fields, but the header names {len(header)}")
+            yield Record(dict(zip(header, row, strict=True)), origin, sum(map(len, row)))
+        except csv.Error as error:
+            row = []
+            yield RecordError("not valid CSV", origin, f"not valid CSV: {error}")
+        except RecordError as error:
+            if header is None:
+                raise
+            yield error
 
 
 def _chain(first: str, lines: Iterator[str]) -> Iterator[str]:
@@ -400,19 +502,27 @@ def _read_parquet(path: Path) -> Iterator[Record]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=512):
+                size = batch.nbytes // max(batch.num_rows, 1)
                 for row in batch.to_pylist():
                     number += 1
-                    yield Record(row, Origin(str(path), number, "record"))
+                    yield Record(row, Origin(str(path), number, "record"), size, is_filled=True)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise UserError(f"{path}: not a Parquet file that can be read, at record {number + 1} ({reason}).") from error
 
 
-def _read_text(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record]:
+def _read_text(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record | RecordError]:
     """One file is one record: paragraphs alone would lose their context."""
-    text = "".join(_lines(stream, path)).replace("\r\n", "\n")
+    parts = []
+    for number, line in enumerate(_lines(stream, path), start=1):
+        try:
+            parts.append(_decoded(line, Origin(str(path), number)))
+        except RecordError as error:
+            yield error
+            return
+    text = "".join(parts).replace("\r\n", "\n")
     if text.strip():
-        yield Record({"text": text}, Origin(str(path), 1))
+        yield Record({"text": text}, Origin(str(path), 1), len(text))
 
 
 # The hub
@@ -433,11 +543,13 @@ def _load_hub_cached(name: str, subset: str | None, split: str) -> Any:
         raise UserError(
             f"hub: {name} needs the library `datasets` (pip install datasets); or give a file with `path:`."
         ) from error
+    is_offline = not hub.is_reachable()
     try:
         return datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # the hub's libraries raise errors of many kinds; all mean the same to the user
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise UserError(
             f"hub: {name} (split {split}) could not be loaded: {reason[:300]}; "
-            "check the name and the connection, or give the data as a file with `path:`."
+            f"check the name and the connection{f' ({hub.unreachable()})' if is_offline else ''}, or give the data as "
+            "a file with `path:`."
         ) from error

@@ -3,7 +3,8 @@
 What is on disk are whole examples, whatever their length, in a folder named by a key that covers everything
 they were made from. Cutting them to `sequence_length` happens when a store is opened, on offsets alone: another
 sequence length costs no second tokenization. A folder is written beside its place, synced and renamed, so it is
-whole or not there; two processes that build the same one do not disturb each other; a damaged one is rebuilt.
+whole or not there; two processes that build the same one do not disturb each other. Every byte is checked when a
+folder is opened, and a damaged one is rebuilt.
 """
 
 from __future__ import annotations
@@ -19,28 +20,34 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from tunesmith import disk
 from tunesmith.cache import cache_folder
 from tunesmith.data.guard import example_hash
-from tunesmith.data.types import Example, Origin, Record
+from tunesmith.data.types import Example, Origin, Record, RecordError
 from tunesmith.errors import UserError, UserErrors
 
 log = logging.getLogger(__name__)
 
-LAYOUT = 1
+LAYOUT = 2
 PARALLEL_FROM = 2000
 """Records from which on a pool of processes pays for its start."""
 CHUNK = 256
 """Records that travel to a worker at a time."""
+CHUNK_BYTES, PARALLEL_FROM_BYTES = 1 << 22, 1 << 24
+"""The same for records that are long: so many bytes of them in their files, but one at least."""
+HASHED_BYTES = 1 << 26
+"""Of a file that are hashed together, so that threads can check a large one."""
 KEPT_DAYS, ABANDONED_DAYS = 60, 1
 """After which tokens that nobody opened, or that were never finished, are removed."""
 
@@ -57,6 +64,8 @@ class Report:
 
     format: str
     records: int
+    bad: int
+    """Records that cannot be trained on, and are left out."""
     examples: int
     truncated: int
     """Examples cut to the sequence length."""
@@ -95,6 +104,8 @@ class TokenStore:
     """int64 [N]"""
     target_weights: np.ndarray
     """float64 [N]: sum of the weights that count; the first token is predicted by nothing and never does."""
+    target_counts: np.ndarray
+    """int64 [N]: tokens with such a weight"""
     warnings: tuple[str, ...]
     """What was noticed when the records were read."""
     _whole: Whole = field(repr=False)
@@ -114,9 +125,48 @@ class TokenStore:
         return ids, whole.weight_table[whole.codes[at]], f"{name}, {unit} {line}"
 
     @property
+    def bad(self) -> tuple[RecordError, ...]:
+        """Records that were left out."""
+        return self._whole.bad
+
+    @property
     def hashes(self) -> np.ndarray:
         """uint64 [N]: of the whole example each one belongs to, for finding the same example elsewhere."""
         return self._whole.hashes[self._owners]
+
+    @property
+    def records(self) -> np.ndarray:
+        """int64 [N]: the record each one came from, as a number of its own."""
+        file, line = self._whole.origins[self._owners].T.astype(np.int64)
+        return (file << 32) + line
+
+    @property
+    def record_count(self) -> int:
+        return len(np.unique(self.records))
+
+    def part(self, chosen: np.ndarray, title: str) -> TokenStore:
+        """Those of the examples that are `chosen` (bool [N]). Its report tells what was cut and dropped of them all."""
+        lengths, owners = self.lengths[chosen], self._owners[chosen]
+        made = TokenStore(
+            title,
+            f"{self.fingerprint}:{sha256(np.flatnonzero(chosen).tobytes()).hexdigest()[:16]}",
+            self.report,
+            lengths,
+            self.target_weights[chosen],
+            self.target_counts[chosen],
+            self.warnings,
+            self._whole,
+            self._starts[chosen],
+            owners,
+        )
+        report = replace(
+            self.report,
+            records=made.record_count,
+            examples=len(lengths),
+            **_lengths_of(lengths),
+            target_tokens=int(made.target_counts.sum()),
+        )
+        return replace(made, report=report)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +177,8 @@ class Whole:
     """Fingerprint of the tokens and weights, whatever they were made from and by."""
     format: str
     records: int
+    bad: tuple[RecordError, ...]
+    """Of the records, those that cannot be trained on; no example is from them."""
     warnings: tuple[str, ...]
     files: list[tuple[str, str]]
     """Name and unit (line, record) of each file that examples came from."""
@@ -177,13 +229,15 @@ def build(
     vocab_size: int,
     notice: Callable[[Any], None] = lambda noticed: None,
     warnings: Callable[[], Iterable[str]] = tuple,
+    bad: Callable[[], Iterable[RecordError]] = tuple,
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Whole:
     """Tokenize the records and keep the result under `key`.
 
     `encode` must be picklable; from `PARALLEL_FROM` records on it runs in `workers` processes. What it noticed
-    goes to `notice`, in the records' order; `warnings` is asked at the end and may still refuse the data.
+    goes to `notice`, in the records' order; `warnings` is asked at the end and may still refuse the data. `bad` then
+    gives the records that were left out: those that were read, and those that could not be.
     """
     root = tokens_folder()
     with _disk_errors(root):
@@ -198,7 +252,7 @@ def build(
                 writer.add(chunk)
             if progress:
                 progress(f"Tokenizing {title}", writer.records, None)
-        facts = {"format": format, "warnings": list(warnings())}
+        facts = {"format": format, "warnings": list(warnings()), "bad": [_plain_error(error) for error in bad()]}
         if not writer.examples:
             raise UserError(f"{title}: its {writer.records} records hold no examples; check its path and format.")
         with _disk_errors(root):
@@ -245,22 +299,31 @@ def cut(whole: Whole, title: str, *, sequence_length: int, too_long: TooLong) ->
     report = Report(
         format=whole.format,
         records=whole.records,
+        bad=len(whole.bad),
         examples=len(lengths),
         truncated=int((is_long & keep).sum()) if too_long == "truncate" else 0,
         split=len(long_examples) if too_long == "split" else 0,
         dropped_too_long=dropped_too_long,
         dropped_targets_cut_off=cut_off,
         dropped_without_targets=without_targets,
-        tokens=int(lengths.sum()),
         target_tokens=int(targets.sum()),
-        shortest=int(lengths.min()),
-        median=int(np.median(lengths)),
-        p95=int(np.percentile(lengths, 95)),
-        longest=int(lengths.max()),
+        **_lengths_of(lengths),
         longest_uncut=longest_uncut,
     )
     matters = f":{too_long}:{sequence_length}" if len(long_examples) else ""
-    return TokenStore(title, whole.content + matters, report, lengths, sums, whole.warnings, whole, starts, owners)
+    return TokenStore(
+        title, whole.content + matters, report, lengths, sums, targets, whole.warnings, whole, starts, owners
+    )
+
+
+def _lengths_of(lengths: np.ndarray) -> dict[str, int]:
+    return {
+        "tokens": int(lengths.sum()),
+        "shortest": int(lengths.min()),
+        "median": int(np.median(lengths)),
+        "p95": int(np.percentile(lengths, 95)),
+        "longest": int(lengths.max()),
+    }
 
 
 def store_of(
@@ -276,7 +339,7 @@ def store_of(
         writer = _Writer(Path(folder), vocab_size)
         examples = list(examples)
         writer.add(_chunk(examples, len(examples)))
-        writer.finish({"format": "tokens", "warnings": []})
+        writer.finish({"format": "tokens", "warnings": [], "bad": []})
         whole = _open(Path(folder), mapped=False)
     return cut(whole, title, sequence_length=sequence_length, too_long=too_long)
 
@@ -370,13 +433,20 @@ def _chunk(examples: list[Example], records: int) -> _Chunk:
 def _encoded(
     records: Iterable[Record], encode: Encode, workers: int | None, title: str
 ) -> Iterator[tuple[_Chunk, Any]]:
-    records = iter(records)
-    head = list(islice(records, PARALLEL_FROM))
-    everything = chain(head, records)
-    chunks = iter(lambda: list(islice(everything, CHUNK)), [])
+    chunks = _chunks(iter(records))
+    head, count, size = [], 0, 0
+    for some in chunks:
+        head.append(some)
+        count, size = count + len(some), size + sum(record.size for record in some)
+        if is_much := count >= PARALLEL_FROM or size >= PARALLEL_FROM_BYTES:
+            break
+    else:
+        is_much = False
+    chunks = chain(head, chunks)
+    head = []
     workers = workers or min(_cpus(), 32)
     work = partial(_encode_chunk, encode)
-    if workers == 1 or len(head) < PARALLEL_FROM:
+    if workers == 1 or not is_much:
         results = map(work, chunks)
     else:
         results = _in_pool(work, chunks, workers, title)
@@ -384,6 +454,19 @@ def _encoded(
         if isinstance(result, list):
             raise UserErrors(result)
         yield result
+
+
+def _chunks(records: Iterator[Record]) -> Iterator[list[Record]]:
+    some: list[Record] = []
+    size = 0
+    for record in records:
+        some.append(record)
+        size += record.size
+        if len(some) == CHUNK or size >= CHUNK_BYTES:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
 
 
 def _in_pool(work: Callable, items: Iterator, workers: int, title: str) -> Iterator:
@@ -473,19 +556,21 @@ class _Writer:
         self._files: dict[tuple[str, str], int] = {}
         self._weights: dict[float, int] = {}
         self._content = [sha256(), sha256(), sha256()]
+        self._digests = {name: _Digests() for name in ("tokens", *_COLUMNS)}
         self._columns = {name: _path(folder, name).open("wb") for name in ("tokens", *_COLUMNS)}
         self._write("offsets", [0])
 
     def add(self, chunk: _Chunk) -> None:
-        distinct, inverse = np.unique(chunk.weights, return_inverse=True)
-        codes = [self._weights.setdefault(value, len(self._weights)) for value in distinct.tolist()]
-        if len(self._weights) > 2**16:
-            raise UserError(
-                f"{chunk.origins[0].file}: more than {2**16} different message weights; round them to fewer."
-            )
         assert not len(chunk.ids) or 0 <= chunk.ids.min() <= chunk.ids.max() < self._vocab_size
         self._write("tokens", chunk.ids)
-        self._write("codes", np.array(codes, dtype=np.uint16)[inverse])
+        for start in range(0, len(chunk.weights), 1 << 20):  # sorting takes many times the memory of what is sorted
+            distinct, inverse = np.unique(chunk.weights[start : start + (1 << 20)], return_inverse=True)
+            codes = [self._weights.setdefault(value, len(self._weights)) for value in distinct.tolist()]
+            if len(self._weights) > 2**16:
+                raise UserError(
+                    f"{chunk.origins[0].file}: more than {2**16} different message weights; round them to fewer."
+                )
+            self._write("codes", np.array(codes, dtype=np.uint16)[inverse])
         self._write("offsets", self._tokens + np.cumsum(chunk.lengths))
         self._write("sums", chunk.sums)
         self._write("targets", chunk.targets)
@@ -515,7 +600,10 @@ class _Writer:
             "token_type": self._token_type.name,
             "files": list(self._files),
             "weights": list(self._weights),
+            "digests": {name: digests.finish() for name, digests in self._digests.items()},
         }
+        meta["records"] += sum(not is_read for *_, is_read in meta["bad"])
+        meta["seal"] = _seal(meta)
         with (self._folder / "meta.json").open("w", encoding="utf-8") as file:
             json.dump(meta, file, ensure_ascii=False, indent=1)
             file.flush()
@@ -525,24 +613,81 @@ class _Writer:
     def _write(self, name: str, values: Any) -> None:
         # Not ndarray.tofile: it hides the reason when the disk is full.
         dtype = _COLUMNS.get(name, self._token_type)
-        self._columns[name].write(np.ascontiguousarray(values, dtype=dtype).tobytes())
+        data = np.ascontiguousarray(values, dtype=dtype).tobytes()
+        self._digests[name].update(data)
+        self._columns[name].write(data)
+
+
+class _Digests:
+    """Of a file as it is written: one for every `HASHED_BYTES` of it."""
+
+    def __init__(self) -> None:
+        self._done: list[str] = []
+        self._hash, self._room = blake2b(digest_size=16), HASHED_BYTES
+
+    def update(self, data: bytes) -> None:
+        view = memoryview(data)
+        while len(view) >= self._room:
+            self._hash.update(view[: self._room])
+            view = view[self._room :]
+            self._done.append(self._hash.hexdigest())
+            self._hash, self._room = blake2b(digest_size=16), HASHED_BYTES
+        self._hash.update(view)
+        self._room -= len(view)
+
+    def finish(self) -> list[str]:
+        return [*self._done, self._hash.hexdigest()]
+
+
+def _check_digests(folder: Path, digests: dict[str, list[str]]) -> None:
+    """In threads, since hashing takes 2.4 s a GiB on a slow core."""
+    places = [(name, n, wanted) for name, all_of_it in digests.items() for n, wanted in enumerate(all_of_it)]
+
+    def is_right(place: tuple[str, int, str]) -> bool:
+        name, number, wanted = place
+        digest = blake2b(digest_size=16)
+        with _path(folder, name).open("rb") as file:
+            file.seek(number * HASHED_BYTES)
+            left = HASHED_BYTES
+            while left and (data := file.read(min(left, 1 << 20))):
+                digest.update(data)
+                left -= len(data)
+        return digest.hexdigest() == wanted
+
+    with ThreadPoolExecutor(min(_cpus(), 16, len(places))) as pool:
+        for (name, *_), right in zip(places, pool.map(is_right, places), strict=True):
+            if not right:
+                raise _Damaged(f"{name}.bin is not what was written")
+
+
+def _seal(meta: dict[str, Any]) -> str:
+    kept = {name: value for name, value in meta.items() if name != "seal"}
+    return sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def _plain_error(error: RecordError) -> tuple[str, dict[str, Any], str, bool]:
+    return error.kind, asdict(error.origin), error.reason, error.is_read
 
 
 def _open(folder: Path, mapped: bool = True) -> Whole:
-    """Check what can be checked without reading it all; raise _Damaged when it cannot be right."""
+    """Check every byte; raise _Damaged when one is not what was written."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         if meta["layout"] != LAYOUT:
             raise _Damaged(f"layout {meta['layout']}, not {LAYOUT}")
+        if meta["seal"] != _seal(meta):
+            raise _Damaged("meta.json is not what was written")
         n, tokens, token_type = meta["examples"], meta["tokens"], np.dtype(meta["token_type"])
         shapes = {"offsets": (n + 1,), "codes": (tokens,), "origins": (n, 2)}
         columns = {"tokens": _column(folder, "tokens", token_type, (tokens,), mapped)}
         for name, dtype in _COLUMNS.items():
             columns[name] = _column(folder, name, dtype, shapes.get(name, (n,)), mapped)
+        _check_digests(folder, meta["digests"])
         whole = Whole(
             content=meta["content"],
             format=meta["format"],
             records=meta["records"],
+            bad=tuple(RecordError(kind, Origin(**origin), reason) for kind, origin, reason, _ in meta["bad"]),
             warnings=tuple(meta["warnings"]),
             files=[(name, unit) for name, unit in meta["files"]],
             weight_table=np.array(meta["weights"], dtype=np.float32),
@@ -612,17 +757,7 @@ def _disk_errors(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reasons = {
-            errno.ENOSPC: "the disk is full",
-            errno.EDQUOT: "the disk quota is used up",
-            errno.EROFS: "the disk is read-only",
-            errno.EACCES: "it may not be written to",
-            errno.EPERM: "it may not be written to",
-            errno.ENOTDIR: "part of the path is a file",
-            errno.EEXIST: "part of the path is a file",
-        }
-        reason = reasons.get(error.errno or 0)
-        if reason is None:
+        if (reason := disk.reason(error)) is None:
             raise
         raise UserError(
             f"The token cache {root} cannot be written: {reason}; make room there or set TUNESMITH_CACHE to a "

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tunesmith.errors import UserError
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -34,6 +36,23 @@ class Record:
 
     fields: dict[str, Any]
     origin: Origin
+    size: int = 0
+    """About how many bytes it has in its file, where that is known."""
+    is_filled: bool = False
+    """From columns (Parquet): fields that only other records have stand here as null."""
+
+
+class RecordError(UserError):
+    """A record that cannot be trained on: what kind of fault it has, where it stands, and what is wrong."""
+
+    def __init__(self, kind: str, origin: Origin, reason: str):
+        self.kind, self.origin, self.reason = kind, origin, reason
+        self.is_read = False
+        """It was read, and is faulty all the same."""
+        super().__init__(f"{origin}: {reason}.")
+
+    def __reduce__(self) -> Any:
+        return RecordError, (self.kind, self.origin, self.reason), {"is_read": self.is_read}
 
 
 @dataclass(frozen=True, slots=True)

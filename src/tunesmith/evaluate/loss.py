@@ -10,7 +10,7 @@ from torch import nn
 
 from tunesmith.data.loader import evaluation_batches
 from tunesmith.data.store import TokenStore
-from tunesmith.model.forward import Calling, Shape, to_device, token_losses
+from tunesmith.model.forward import Calling, Shape, lengths_of, to_device, token_losses
 from tunesmith.parallel.context import Cut
 from tunesmith.parallel.ranks import Ranks
 
@@ -34,28 +34,32 @@ def held_out_losses(
     sequence_length: int,
     micro_batch: int = 1,
     shape: Shape | None = None,
-    progress: Callable[[str, int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
     ranks: Ranks | None = None,
     share: tuple[int, int] = (0, 1),
     cut: Cut | None = None,
 ) -> list[HeldOut]:
-    """The model must be in evaluation mode. `progress` is told the data set and the documents done. Several ranks
+    """The model must be in evaluation mode. `progress` is told the documents done, of how many. Several ranks
     share the work (`share`: which part of how many this rank does; `cut`: what of each micro-batch), and all know the
     result."""
     assert not model.training
     results = []
     ranks, cut = ranks or Ranks(), cut or Cut()
+    done, documents = 0, -(-sum(len(store) for store in stores) // share[1])
     for store in stores:
         total = torch.zeros((), dtype=torch.float64, device=device)
         weight = 0.0
-        done = 0
-        sizes = {"sequence_length": sequence_length, "micro_batch": micro_batch}
+        sizes = {
+            "sequence_length": sequence_length,
+            "micro_batch": micro_batch,
+            "lengths": lengths_of(calling, sequence_length),
+        }
         for batch in map(cut, evaluation_batches(store, **sizes, rank=share[0], ranks=share[1])):
             total += token_losses(model, to_device(batch, device, shape), calling)[0].double()
             weight += batch.weights.double().sum().item()
             done += len(batch.origins)
             if progress:
-                progress(store.title, done)
+                progress(min(done, documents), documents)
         sums = ranks.sum(torch.stack([total, torch.full_like(total, weight)]))
         copies = ranks.count // (share[1] * cut.ranks)  # ranks that share a model all know its losses
         total, weight = (sums / copies).tolist()

@@ -1,4 +1,8 @@
-"""Answers to conversations, one at a time and streamed, or many in one batch."""
+"""Answers to conversations, one at a time and streamed, or many in one batch.
+
+They are asked for exactly as in training, by the function that lays out training examples (`Encoder.prompt`), and end
+where those end.
+"""
 
 from __future__ import annotations
 
@@ -8,39 +12,42 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from tunesmith.errors import UserError
+from tunesmith.data.chat import Encoder
+from tunesmith.data.types import Message
 
 Conversation = Sequence[dict[str, str]]
 
 
 def answers(
     model: nn.Module,
-    tokenizer,
+    encoder: Encoder,
     conversations: Sequence[Conversation],
     *,
+    reasons: bool = False,
     max_new_tokens: int = 256,
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[str]:
     """The model's next turn in each conversation. Temperature 0 takes the likeliest token each time."""
-    prompts = [prompt_ids(tokenizer, conversation) for conversation in conversations]
+    prompts = [prompt_ids(encoder, conversation, reasons) for conversation in conversations]
     longest = max(len(prompt) for prompt in prompts)
-    filler = _padding_token(tokenizer)
+    filler = _padding_token(encoder)
     device = next(model.parameters()).device
     tokens = torch.tensor([[filler] * (longest - len(p)) + p for p in prompts], device=device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
     torch.manual_seed(seed)
     output = model.generate(
-        input_ids=tokens, attention_mask=mask, **_options(model, tokenizer, max_new_tokens, temperature)
+        input_ids=tokens, attention_mask=mask, **_options(model, encoder, max_new_tokens, temperature)
     )
-    return [tokenizer.decode(row[longest:], skip_special_tokens=True).strip() for row in output]
+    return [encoder.tokenizer.decode(row[longest:], skip_special_tokens=True).strip() for row in output]
 
 
 def stream(
     model: nn.Module,
-    tokenizer,
+    encoder: Encoder,
     conversation: Conversation,
     *,
+    reasons: bool = False,
     max_new_tokens: int = 512,
     temperature: float = 0.7,
 ) -> Iterator[str]:
@@ -53,8 +60,8 @@ def stream(
         def __call__(self, input_ids, scores, **_):
             return torch.full((input_ids.shape[0],), is_cancelled.is_set(), device=input_ids.device)
 
-    tokens = torch.tensor([prompt_ids(tokenizer, conversation)], device=next(model.parameters()).device)
-    pieces = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    tokens = torch.tensor([prompt_ids(encoder, conversation, reasons)], device=next(model.parameters()).device)
+    pieces = TextIteratorStreamer(encoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
     failure: list[BaseException] = []
 
     def work() -> None:
@@ -64,7 +71,7 @@ def stream(
                 attention_mask=torch.ones_like(tokens),
                 streamer=pieces,
                 stopping_criteria=StoppingCriteriaList([Cancelled()]),
-                **_options(model, tokenizer, max_new_tokens, temperature),
+                **_options(model, encoder, max_new_tokens, temperature),
             )
         except BaseException as error:  # told to the reader, who is waiting in the other thread
             failure.append(error)
@@ -81,37 +88,33 @@ def stream(
         raise failure[0]
 
 
-def prompt_ids(tokenizer, conversation: Conversation) -> list[int]:
+def prompt_ids(encoder: Encoder, conversation: Conversation, reasons: bool = False) -> list[int]:
     """The conversation as the model sees it, up to where its answer begins."""
-    if tokenizer.chat_template is None:
-        return tokenizer("\n".join(turn["content"] for turn in conversation))["input_ids"]
-    from jinja2 import TemplateError
-
-    try:
-        text = tokenizer.apply_chat_template(list(conversation), tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
-        raise UserError(f"The chat template refuses this conversation: {error}.") from error
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return encoder.prompt([Message(turn["role"], turn["content"]) for turn in conversation], reasons=reasons)
 
 
-def _options(model: nn.Module, tokenizer, max_new_tokens: int, temperature: float) -> dict:
-    ends = {tokenizer.eos_token_id}
-    configured = model.generation_config.eos_token_id
-    ends |= set(configured if isinstance(configured, list) else [configured])
+def stop_tokens(model: nn.Module, encoder: Encoder) -> list[int]:
+    """Where answers end: at what the model was trained to end its turns with, and at what its own files name."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    named = configured if isinstance(configured, list) else [configured]
+    return sorted(encoder.end_ids.union(end for end in named if isinstance(end, int)))
+
+
+def _options(model: nn.Module, encoder: Encoder, max_new_tokens: int, temperature: float) -> dict:
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     if temperature <= 0:  # what the model's own file says of sampling would only cause a warning
         sampling |= {"temperature": None, "top_p": None, "top_k": None}
     return {
         "max_new_tokens": max_new_tokens,
-        "eos_token_id": sorted(end for end in ends if end is not None) or None,
-        "pad_token_id": _padding_token(tokenizer),
+        "eos_token_id": stop_tokens(model, encoder) or None,
+        "pad_token_id": _padding_token(encoder),
         "use_cache": True,
         **sampling,
     }
 
 
-def _padding_token(tokenizer) -> int:
-    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+def _padding_token(encoder: Encoder) -> int:
+    for token in (encoder.tokenizer.pad_token_id, encoder.tokenizer.eos_token_id):
         if token is not None:
             return token
     return 0

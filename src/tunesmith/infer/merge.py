@@ -11,19 +11,23 @@ stay where they are, and with them a good part of what was learned.
 
 from __future__ import annotations
 
+import functools
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from tunesmith.checkpoint.run_folder import read_run
+from tunesmith.checkpoint.run_folder import read_run, read_summary
+from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
-from tunesmith.infer.open import open_run, tokenizer_of, trained_storage
+from tunesmith.infer.described import beside, facts_of
+from tunesmith.infer.open import Opened, open_run, trained_storage
 from tunesmith.kernels.update import halved
-from tunesmith.model import load, lora
+from tunesmith.model import load, lora, side_files
+from tunesmith.model.card import card
 from tunesmith.model.save import write_model
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 4e-3}
@@ -74,7 +78,14 @@ def merge_run(folder: Path, to: Path, *, precision: str | None = None) -> Merged
     to.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
     try:
-        write_model(opened.model, tokenizer_of(run), partial / "model")
+        side = folder / side_files.FOLDER
+        if not side.is_dir():  # a run of an earlier version
+            side_files.make(run, side := partial / "side", **beside(run, opened.encoder, reasons=False))
+        write_model(
+            opened.model,
+            partial / "model",
+            functools.partial(side_files.put_beside, side, dtype=half, card=_card(run, folder, opened)),
+        )
         written = run.model_copy(update={"model": str(partial / "model")})
         found = _logits(load.load_model(written, dtype="fp32", device=opened.device.type), tokens)
         difference, effect = _distance(found, expected), _distance(base, expected)
@@ -90,6 +101,14 @@ def merge_run(folder: Path, to: Path, *, precision: str | None = None) -> Merged
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return Merged(to, len(names), dtype, difference, effect, opened.step, BITS.get(trained_storage(folder)))
+
+
+def _card(run: Run, folder: Path, opened: Opened) -> str:
+    summary = read_summary(folder) or {}
+    facts = facts_of(run, opened.encoder, reasons=opened.reasons)
+    before, after = summary.get("held_out_before"), summary.get("held_out_after")
+    steps = summary.get("steps", opened.step)
+    return card(run, replace(facts, steps=steps, before=before, after=after, is_merged=True))
 
 
 def _stored_precision(run) -> str:

@@ -8,12 +8,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from tunesmith.checkpoint.base import check_base
 from tunesmith.checkpoint.run_folder import read_identity, read_plan, read_run
 from tunesmith.checkpoint.store import CheckpointStore
 from tunesmith.config.schema import Run
+from tunesmith.data.chat import Encoder, read_template
 from tunesmith.errors import UserError
 from tunesmith.kernels.update import put_down_
-from tunesmith.model import load, lora
+from tunesmith.model import load, lora, side_files
+from tunesmith.model.content import Content
 from tunesmith.optim.build import weight_of
 from tunesmith.plan.plan import Device, Plan, Precision, Storage
 
@@ -21,10 +24,17 @@ from tunesmith.plan.plan import Device, Plan, Precision, Storage
 @dataclass(frozen=True)
 class Opened:
     model: nn.Module
-    tokenizer: object
+    encoder: Encoder
+    """What asks it as in training."""
     device: torch.device
     step: int | None
     """The checkpoint it was taken from; None for the finished result."""
+    reasons: bool = False
+    """The answers it was trained on begin with reasoning."""
+
+    @property
+    def tokenizer(self):
+        return self.encoder.tokenizer
 
 
 def open_model(folder: Path) -> Opened:
@@ -35,7 +45,14 @@ def open_model(folder: Path) -> Opened:
     place: Device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype: Precision = "bf16" if place == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
     model = load.load_model(alone, dtype=dtype, device=place)
-    return Opened(model.eval(), load.load_tokenizer(alone), torch.device(place), None)
+    asked = side_files.read_asked(folder)
+    encoder = Encoder(
+        load.load_tokenizer(alone),
+        template=None,
+        train_on=asked.get("train_on", alone.train_on),
+        special_tokens=asked.get("special_tokens", ()),
+    )
+    return Opened(model.eval(), encoder, torch.device(place), None, bool(asked.get("reasons")))
 
 
 def open_run(
@@ -57,12 +74,16 @@ def open_run(
         trained = run.model_copy(update={"model": str(folder / "model")})
         model = load.load_model(trained, dtype=dtype, device=place)
     else:
-        model = load.load_model(run, dtype=dtype, device=place, storage=held)
+        content = Content()
+        model = load.load_model(run, dtype=dtype, device=place, storage=held, content=content)
+        check_base(folder, run, content)
         if (folder / "adapter" / "adapter_config.json").exists():
             lora.attach_saved(model, folder / "adapter")
         else:
             step = _from_checkpoint(model, run, folder)
-    return Opened(model.eval(), tokenizer_of(run), torch.device(place), step)
+    encoder = Encoder(tokenizer_of(folder), template=None, train_on=run.train_on, special_tokens=run.special_tokens)
+    reasons = bool(side_files.read_asked(folder / side_files.FOLDER).get("reasons"))
+    return Opened(model.eval(), encoder, torch.device(place), step, reasons)
 
 
 def placement(
@@ -82,14 +103,14 @@ def trained_storage(folder: Path) -> Storage:
     return plan.storage if plan else asked if run.method == "qlora" else "plain"
 
 
-def tokenizer_of(run: Run):
-    """The model's tokenizer, with the chat template the run was trained with."""
+def tokenizer_of(folder: Path):
+    """The tokenizer of the run in `folder` with its chat template, as both were when training started."""
+    run, kept = read_run(folder), folder / side_files.FOLDER
+    if kept.is_dir():
+        return load.load_tokenizer(run.model_copy(update={"model": str(kept)}))
     tokenizer = load.load_tokenizer(run)
     if run.chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(run.chat_template).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"chat_template: {run.chat_template} cannot be read: {error.strerror}.") from error
+        tokenizer.chat_template = read_template(run.chat_template)
     return tokenizer
 
 
@@ -102,8 +123,10 @@ def _from_checkpoint(model: nn.Module, run: Run, folder: Path) -> int:
     if found is None:
         raise UserError(f"{folder} holds no trained weights yet; run `tunesmith train` first.")
     tensors, _ = store.load(found)
-    if run.has_adapters:
-        lora.attach(model, run.lora, seed=run.seed)
+    if run.has_adapters:  # on the linears that were trained, which may be fewer than those asked for
+        names = [name.rpartition(".")[0] for name in map(weight_of, tensors) if name.endswith(".lora_a")]
+        model.requires_grad_(False)
+        lora.put_on(model, dict.fromkeys(names), run.lora, seed=run.seed)
     parameters = dict(model.named_parameters())
     for name, value in tensors.items():
         if name.startswith("lifted/"):

@@ -81,6 +81,24 @@ def quantize(weight: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def from_codes(
+    packed: torch.Tensor, count: int, scales: torch.Tensor, nested: torch.Tensor, offset: float
+) -> torch.Tensor:
+    """Weights that were quantized elsewhere in just this way: their codes, taken over."""
+    found = packed.new_zeros(size(count))
+    parts = split(found, count)
+    parts.nested.copy_(nested)
+    parts.offset.fill_(offset)
+    parts.scales.copy_(scales)
+    parts.packed.copy_(packed.reshape(-1))
+    return found
+
+
+def from_plain_scales(packed: torch.Tensor, count: int, scales: torch.Tensor) -> torch.Tensor:
+    """Weights that were quantized elsewhere, with an fp32 scale for each block."""
+    return _with_plain_scales(packed.reshape(-1), scales, count)
+
+
 def draw(count: int, device: torch.device) -> torch.Tensor:
     """Random weights, made as they are held: about what a new model starts with, for measurements without files."""
     found = torch.randint(256, (size(count),), dtype=torch.uint8, device=device)
@@ -162,12 +180,13 @@ class _Nf4Linear(torch.autograd.Function):
 def cut_rows(weight4: torch.Tensor, shape_nk: tuple[int, int], rank: int, ranks: int) -> torch.Tensor:
     """The rows of one of several ranks, as bytes of the same values. They must hold whole blocks."""
     rows, columns = shape_nk[0] // ranks, shape_nk[1]
-    whole_parts = split(weight4, shape_nk[0] * columns)
+    whole_parts = _parts(weight4, shape_nk[0] * columns)
     first, count = rank * rows * columns, rows * columns
     assert count % BLOCK == 0
     packed = whole_parts.packed[first // 2 :][: count // 2]
     blocks = slice(first // BLOCK, (first + count) // BLOCK)
-    if first % (BLOCK * NESTED) == 0 and count % (BLOCK * NESTED) == 0:
+    is_nested = weight4.shape[0] == size(shape_nk[0] * columns)
+    if is_nested and first % (BLOCK * NESTED) == 0 and count % (BLOCK * NESTED) == 0:
         found = weight4.new_zeros(size(count))
         parts = split(found, count)
         parts.nested.copy_(whole_parts.nested[blocks.start // NESTED :][: parts.nested.shape[0]])
@@ -182,7 +201,7 @@ def cut_columns(weight4: torch.Tensor, shape_nk: tuple[int, int], rank: int, ran
     """The columns of one of several ranks, as bytes of the same values. They must be whole blocks in each row."""
     rows, columns = shape_nk[0], shape_nk[1] // ranks
     assert columns % BLOCK == 0
-    parts = split(weight4, rows * shape_nk[1])
+    parts = _parts(weight4, rows * shape_nk[1])
     packed = parts.packed.view(rows, ranks, columns // 2)[:, rank]
     scales = _scales(parts).view(rows, ranks, columns // BLOCK)[:, rank]
     return _with_plain_scales(packed.reshape(-1), scales.reshape(-1), rows * columns)
@@ -200,13 +219,18 @@ def join(weights4: Sequence[torch.Tensor], counts: Sequence[int]) -> torch.Tenso
 
 
 def _with_plain_scales(packed: torch.Tensor, scales: torch.Tensor, count: int) -> torch.Tensor:
-    assert size(count, 1) != size(count)  # by which `dequantize` tells them apart
+    assert count <= BLOCK or size(count, 1) != size(count)  # by which `dequantize` tells them apart
     found = packed.new_zeros(size(count, 1))
     parts = split(found, count, 1)
     parts.nested.copy_(scales)
     parts.scales.fill_(255)  # the code of 1
     parts.packed.copy_(packed)
     return found
+
+
+def _parts(weight4: torch.Tensor, count: int) -> Parts:
+    """Of a weight with either kind of scales."""
+    return split(weight4, count, NESTED if weight4.shape[0] == size(count) else 1)
 
 
 def split(weight4: torch.Tensor, count: int, per_nested: int = NESTED) -> Parts:
@@ -237,6 +261,11 @@ def dequantize_plainly(parts: Parts, count: int) -> torch.Tensor:
     codes = torch.stack([parts.packed >> 4, parts.packed & 15], dim=1).view(-1)
     codes = F.pad(codes, (0, scales.shape[0] * BLOCK - codes.shape[0]))
     return (values(device)[codes.int()].view(-1, BLOCK) * scales[:, None]).view(-1)[:count]
+
+
+def block_scales(weight4: torch.Tensor, count: int) -> torch.Tensor:
+    """Of the blocks of a weight of so many elements, in fp32."""
+    return _scales(_parts(weight4, count))
 
 
 def _scales(parts: Parts) -> torch.Tensor:

@@ -35,7 +35,10 @@ from tunesmith.model.quantized import build_empty, fill_randomly
 from tunesmith.optim.build import Optimizer
 from tunesmith.optim.build import build as build_optimizer
 from tunesmith.parallel.apply import decoder_layers
+from tunesmith.plan.facts import from_config
+from tunesmith.plan.hardware import Hardware
 from tunesmith.plan.plan import Memory, Plan
+from tunesmith.plan.search import predicted_memory
 from tunesmith.train.graph import Recorder
 from tunesmith.train.loop import peak_memory
 from tunesmith.train.step import StepResult, TrainStep
@@ -159,12 +162,16 @@ def plan_for(workload: Workload, *, device: str, products: str, recompute_layers
     )
 
 
+def run_of(workload: Workload, *, rank: int = 16, optimizer: str = "adamw") -> Run:
+    settings = {"method": workload.method, "optimizer": optimizer, "lora": Lora(rank=rank, alpha=16)}
+    return Run(model="random", data="random", **settings)
+
+
 def build(workload: Workload, plan: Plan, *, rank: int = 16, optimizer: str = "adamw") -> TrainStep:
     """The training step of a workload, with random weights made on the device."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    settings = {"method": workload.method, "optimizer": optimizer, "lora": Lora(rank=rank, alpha=16)}
-    run = Run(model="random", data="random", **settings)
+    run = run_of(workload, rank=rank, optimizer=optimizer)
     dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
     config = LlamaConfig(**SHAPES[workload.shape], use_cache=False)
     device = torch.device(plan.device)
@@ -383,8 +390,45 @@ def orders(name: str, *, with_peers: bool, is_quick: bool) -> list[Order]:
     return [Order(name, system, variant, device, **counts) for system, variant in pairs]
 
 
-def carry_out(order: Order) -> dict[str, Any]:
-    """Make a measurement in a process of its own; a row of the result, with `failed` where it did not work."""
+def plan_of(order: Order) -> Plan:
+    workload = WORKLOADS[order.workload]
+    layers = SHAPES[workload.shape]["num_hidden_layers"]
+    plan = plan_for(
+        workload,
+        device=order.device,
+        products="fp8" if "fp8" in order.variant else "plain",
+        recompute_layers=layers if order.recomputes else 0,
+        compiled=order.device == "cuda",
+    )
+    if order.recomputes:
+        plan = plan.changed(**workload.saving)
+    return plan if order.device == "cuda" else plan.changed(is_recorded=False)
+
+
+def shortage(order: Order, hardware: Hardware) -> str | None:
+    """Why a measurement would run out of memory, found without loading anything; None where it fits. Of a peer, what
+    the same would take here: it is not known to take less."""
+    workload = WORKLOADS[order.workload]
+    facts = from_config({"model_type": "llama", **SHAPES[workload.shape]})
+    # As `build` makes them where a plan says nothing of them: in the precision of what is trained.
+    states = "bf16" if workload.method == "full" and order.device == "cuda" else "fp32"
+    plan = plan_of(order).changed(optimizer_states=states)
+    need = predicted_memory(run_of(workload), plan, facts, hardware)
+    if order.device == "cuda":
+        free, owner = hardware.gpus[0].free, hardware.gpus[0].name
+    else:
+        free, owner = hardware.available, "this machine"
+    if need <= free:
+        return None
+    return f"needs about {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on {owner}"
+
+
+def carry_out(order: Order, hardware: Hardware | None = None) -> dict[str, Any]:
+    """Make a measurement in a process of its own; a row of the result, with `failed` where it did not work, or cannot
+    on this hardware."""
+    row: dict[str, Any] = {"workload": order.workload, "system": order.system, "variant": order.variant}
+    if hardware is not None and (why := shortage(order, hardware)) is not None:
+        return row | {"failed": why}
     first = "import unsloth; " if order.system == "unsloth" else ""  # it must come before torch
     code = f"{first}import sys; from tunesmith.measure.bench import work; work(sys.argv[1])"
     settings = {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -395,7 +439,6 @@ def carry_out(order: Order) -> dict[str, Any]:
         errors="replace",
         env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ, **settings},
     )
-    row: dict[str, Any] = {"workload": order.workload, "system": order.system, "variant": order.variant}
     found = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
     if found:
         return row | json.loads(found[-1].removeprefix(RESULT))
@@ -412,19 +455,7 @@ def work(order_json: str) -> None:
     workload = WORKLOADS[order.workload]
     counts = {"warmup": order.warmup, "steps": order.steps}
     if order.system == "tunesmith":
-        layers = SHAPES[workload.shape]["num_hidden_layers"]
-        plan = plan_for(
-            workload,
-            device=order.device,
-            products="fp8" if "fp8" in order.variant else "plain",
-            recompute_layers=layers if order.recomputes else 0,
-            compiled=order.device == "cuda",
-        )
-        if order.recomputes:
-            plan = plan.changed(**workload.saving)
-        if order.device != "cuda":
-            plan = plan.changed(is_recorded=False)
-        found = measure(build(workload, plan), workload, **counts)
+        found = measure(build(workload, plan_of(order)), workload, **counts)
     else:
         from tunesmith.measure.peers import measure_peer
 

@@ -7,7 +7,6 @@ reaches is kept for the planner.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tunesmith.parallel.ranks import Ranks
-from tunesmith.plan.hardware import BETWEEN_NODES, PROCESSOR, measured_links, measured_links_file
+from tunesmith.plan.hardware import BETWEEN_NODES, PROCESSOR, keep_measured, measured_links, measured_links_file
 from tunesmith.plan.speed import LINK, NETWORK
 
 SIZES = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 16, 1 << 20, 1 << 24, 1 << 28, 1 << 30)}
@@ -87,9 +86,7 @@ def keep(found: Sequence[Exchange], ranks: Ranks, device_name: str | None) -> di
         outside = best("between nodes") * place.local_ranks if place.local_ranks > 1 else best("all ranks")
     kept = {device_name or PROCESSOR: inside / LINK} if inside and place.local_ranks > 1 else {}
     kept |= {BETWEEN_NODES: outside / NETWORK} if outside else {}
-    file = measured_links_file()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(measured_links() | kept, indent=2) + "\n", encoding="utf-8")
+    keep_measured(measured_links_file(), measured_links() | kept)
     return kept
 
 

@@ -24,6 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from tunesmith import disk
 from tunesmith.config.schema import Run
 from tunesmith.data.types import StepBatch
 from tunesmith.plan.catalogue import find_gpu
@@ -119,13 +120,23 @@ class StepProfiler:
     measured.
     """
 
-    def __init__(self, job: Job, steps: range, folder: Path, *, replays: bool = True):
-        """`replays`: the steps are those of training, in which recorded passes are replayed."""
+    def __init__(
+        self,
+        job: Job,
+        steps: range,
+        folder: Path,
+        *,
+        replays: bool = True,
+        warn: Callable[[str], None] | None = None,
+    ):
+        """`replays`: the steps are those of training, in which recorded passes are replayed. `warn`: told of a profile
+        that could not be written, which is then no error: it is not what a run is for."""
         assert len(steps)
         self.job = job
         self.steps = steps
         self.folder = folder
         self.replays = replays
+        self.warn = warn
         self.report: Report | None = None
         self.snapshot: Path | None = None
         self._profile: torch.profiler.profile | None = None
@@ -159,7 +170,8 @@ class StepProfiler:
             torch.cuda.synchronize(self.job.device)
         profile.stop()
         if self._last_whole is not None:
-            self.report = self._write(profile, self._last_whole)
+            with self._warned():
+                self.report = self._write(profile, self._last_whole)
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -183,7 +195,7 @@ class StepProfiler:
         facts = read_facts(job.run.model, trust_remote_code=job.run.trust_remote_code)
         tflops = model_flops(facts, job.run, batch) / analysis.step_seconds / 1e12
         peak = peak_tflops(job.plan, torch.cuda.get_device_name(job.device)) if on_gpu else None
-        bound_by, bound = what_bounds(analysis, will_replay=job.plan.is_recorded and not self.replays)
+        bound_by, why = what_bounds(analysis, will_replay=job.plan.is_recorded and not self.replays)
         report = Report(
             device=torch.cuda.get_device_name(job.device) if on_gpu else "CPU",
             step=step,
@@ -191,7 +203,7 @@ class StepProfiler:
             tokens_per_second=round(batch.tokens / analysis.step_seconds, 1),
             tflops=float(f"{tflops:.4g}"),
             share_of_peak=round(tflops / peak, 4) if peak else None,
-            bound=bound,
+            bound=f"{largest_region(analysis)} {why}",
             bound_by=bound_by,
             analysis=analysis,
             measured_peak=torch.cuda.max_memory_allocated(job.device) if on_gpu else analysis.memory.peak_bytes,
@@ -209,10 +221,21 @@ class StepProfiler:
             content = torch.cuda.memory._snapshot()
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.snapshot = self.folder / "allocations.json.gz"
-        with gzip.open(self.snapshot, "wt", encoding="utf-8", compresslevel=3) as file:
-            json.dump(content, file, default=str)
+        with self._warned():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.snapshot = self.folder / "allocations.json.gz"
+            with gzip.open(self.snapshot, "wt", encoding="utf-8", compresslevel=3) as file:
+                json.dump(content, file, default=str)
+
+    @contextmanager
+    def _warned(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, EOFError, ValueError, RuntimeError) as error:  # of a trace cut short by a full disk, the rest
+            if self.warn is None:
+                raise
+            why = disk.reason(error) or f"{type(error).__name__}: {error}"
+            self.warn(f"The profile could not be written to {self.folder}: {why}; training goes on without it.")
 
 
 def profile_job(job: Job, folder: Path, *, steps: int = 2) -> Report:
@@ -360,6 +383,29 @@ def what_bounds(found: Analysis, *, will_replay: bool = False) -> tuple[str, str
         f"Memory bandwidth bounds the run: {1 - compute:.0%} of its time goes into operations that pass over memory "
         "rather than into products and attention."
     )
+
+
+WORDS = {
+    "data": "Waiting for data",
+    "forward": "The forward pass",
+    "loss": "The loss",
+    "backward": "The backward pass",
+    "optimizer": "The optimizer",
+    "communication": "Communication",
+    "wait": "Waiting for the GPU",
+}
+"""Of the regions, to begin a sentence with."""
+
+
+def largest_region(found: Analysis) -> str:
+    """Which region takes most of a step, in a sentence: of the GPU's time where there is one, else of the host's."""
+    by_region = {name: spent for name, spent in (found.device_seconds or found.host_seconds).items() if name in WORDS}
+    if not by_region:
+        return "No region of the step takes any time."
+    name = max(by_region, key=lambda region: by_region[region])
+    whose = "of the GPU's time" if found.device_seconds else "of a step"
+    whole = sum(found.device_seconds.values()) or found.step_seconds
+    return f"{WORDS[name]} takes most: {by_region[name] / whole:.0%} {whose}."
 
 
 def memory_over(

@@ -168,7 +168,7 @@ def _by_document(query, key, value, bounds, scale, window, softcap, dropout) -> 
                 enable_gqa=q.shape[1] != k.shape[1],
             ).to(query.dtype)
         )
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()  # some models view it; others would copy it then
 
 
 def _soft_capped(q, k, v, scale, window, softcap, dropout) -> torch.Tensor:

@@ -1,24 +1,30 @@
 """The tensors of a model folder: which files hold them, and how they are read, whole or in part, ahead of their use.
 
-Files are mapped into memory, and of a tensor only the pages are touched that the part in use lies in. Mixtures are
-built with the experts of a layer stacked in one tensor, while most files hold them one by one: both ways are known.
-Other ways in which files may differ from the model are left to transformers.
+Files are mapped into memory, and of a tensor only the pages are touched that the part in use lies in. While they are
+read, they are hashed. Mixtures are built with the experts of a layer stacked in one tensor, while most files hold them
+one by one: both ways are known, and so are weights that were quantized before (`packed`). Other ways in which files may
+differ from the model are left to transformers.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tunesmith.errors import UserError
+from tunesmith.model.content import Bytes, Content
+from tunesmith.model.headers import Entry, read_headers, shortened
+from tunesmith.model.packed import FP8, Packed, logical
+from tunesmith.plan.models import quantization_of, read_config_file
 
 READERS = 4
 """Threads that read files ahead of what is being moved and quantized."""
@@ -44,15 +50,22 @@ Opened = Mapping[Path, Any]
 class Tensor:
     """Held as the model has it."""
 
-    path: Path
-    name: str
+    entry: Entry
 
     @property
-    def paths(self) -> set[Path]:
-        return {self.path}
+    def path(self) -> Path:
+        return self.entry.path
 
-    def shape(self, opened: Opened) -> tuple[int, ...]:
-        return tuple(opened[self.path].get_slice(self.name).get_shape())
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [self.entry]
+
+    def shape(self, opened: Opened | None = None) -> tuple[int, ...]:
+        return self.entry.shape
 
     def read(self, opened: Opened, block: Block = ()) -> torch.Tensor:
         if not block:
@@ -64,14 +77,14 @@ class Tensor:
 class Stack:
     """Experts, each held as one or several matrices that lie one below the other in the model's stack."""
 
-    experts: Sequence[Sequence[Tensor]]
+    experts: Sequence[Sequence[Tensor | Packed]]
 
     @property
-    def paths(self) -> set[Path]:
-        return {matrix.path for expert in self.experts for matrix in expert}
+    def entries(self) -> list[Entry]:
+        return [entry for expert in self.experts for matrix in expert for entry in matrix.entries]
 
-    def shape(self, opened: Opened) -> tuple[int, ...]:
-        rows, columns = zip(*(matrix.shape(opened) for matrix in self.experts[0]), strict=True)
+    def shape(self, opened: Opened | None = None) -> tuple[int, ...]:
+        rows, columns = zip(*(matrix.shape() for matrix in self.experts[0]), strict=True)
         return len(self.experts), sum(rows), columns[0]
 
     def read(self, opened: Opened, block: Block = ()) -> torch.Tensor:
@@ -79,62 +92,175 @@ class Stack:
         return torch.stack([torch.cat([matrix.read(opened) for matrix in expert]) for expert in chosen])
 
 
-Held = Tensor | Stack
+Held = Tensor | Stack | Packed
 
 
-def find(folder: Path, wanted: Mapping[str, torch.Tensor]) -> dict[str, Held] | None:
-    """Where the files of `folder` hold the `wanted` tensors, in the order they are to be read. None when they hold
-    something in other ways than these have it."""
-    files = _files(folder)
+def read_tensors(folder: Path) -> dict[str, Tensor | Packed]:
+    """The tensors that the files of `folder` hold, by name, in the order they are to be read. What was quantized, as
+    its config says, is one tensor again."""
+    scheme = quantization_of(read_config_file(folder / "config.json"))
+    entries = read_headers(folder)
+    with ExitStack() as stack:
+        files = Bytes(stack, {entry.path for entry in entries.values()})
+
+        def content(entry: Entry) -> bytes:
+            return bytes(files.into(memoryview(bytearray(entry.size)), entry.path, entry.start))
+
+        found = logical(entries, scheme, content)
+    return {name: Tensor(one) if isinstance(one, Entry) else one for name, one in found.items()}
+
+
+def find(
+    tensors: Mapping[str, Tensor | Packed], wanted: Mapping[str, torch.Tensor], turned: Collection[str] = ()
+) -> dict[str, Held] | None:
+    """Where files that hold `tensors` have the `wanted` ones, in the order they are to be read. None when they hold
+    something in other ways than these have it. Those in `turned` the model stores [inputs, outputs]."""
     found: dict[str, Held] = {}
-    stacks: dict[str, dict[tuple[int, int], Tensor]] = {}
-    for stored, path in files.items():
+    stacks: dict[str, dict[tuple[int, int], Tensor | Packed]] = {}
+    for stored, held in tensors.items():
         name = stored.replace(".block_sparse_moe.", ".mlp.")  # as Mixtral's files call it
         if name in wanted:
-            found[name] = Tensor(path, stored)
+            found[name] = replace(held, is_turned=True) if isinstance(held, Packed) and name in turned else held
         elif (match := SINGLE_EXPERT.fullmatch(name)) and match[3] in STACKS:
             stack, place = STACKS[match[3]]
             matrices = stacks.setdefault(f"{match[1]}.experts.{stack}", {})
-            matrices[int(match[2]), place] = Tensor(path, stored)
+            matrices[int(match[2]), place] = held
         else:
             return None
     for name, matrices in stacks.items():
         count, parts = (1 + max(place[axis] for place in matrices) for axis in (0, 1))
         if len(matrices) != count * parts:
             return None
-        found[name] = Stack([[matrices[expert, part] for part in range(parts)] for expert in range(count)])
-    with ExitStack() as stack:
-        opened = _open(stack, found.values())
-        for name, held in found.items():
-            if name not in wanted or held.shape(opened) != tuple(wanted[name].shape):
-                return None
+        stack = Stack([[matrices[expert, part] for part in range(parts)] for expert in range(count)])
+        shapes = {tuple(matrix.shape() for matrix in expert) for expert in stack.experts}
+        columns = {shape[1:] for each in shapes for shape in each}
+        if len(shapes) > 1 or len(columns) > 1 or any(len(shape) != 2 for each in shapes for shape in each):
+            return None
+        found[name] = stack
+    for name, held in found.items():
+        if name not in wanted or held.shape() != tuple(wanted[name].shape):
+            return None
     return found or None
 
 
+@dataclass(frozen=True)
+class Codes:
+    """A weight as it was quantized before, in the words of `kernels.nf4` (no scales) or `kernels.int8`."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> Codes:
+        return Codes(self.codes.to(device), None if self.scales is None else self.scales.to(device))
+
+
+Read = tuple[str, torch.Tensor | Codes, tuple[int, ...]]
+
+
 def read_ahead(
-    held: Mapping[str, Held], *, pin: bool, part: Callable[[str, tuple[int, ...]], Block] = lambda *_: ()
-) -> Iterator[tuple[str, torch.Tensor, tuple[int, ...]]]:
+    held: Mapping[str, Held],
+    *,
+    pin: bool,
+    part: Callable[[str, tuple[int, ...]], Block] = lambda *_: (),
+    codes: Mapping[str, str] | None = None,
+    content: Content | None = None,
+) -> Iterator[Read]:
     """All tensors in order, with the shapes they have when whole: `part` says what of them is read, given name and
-    shape. Read by threads; in pinned memory, from which they travel beside other work."""
+    shape. Read by threads; in pinned memory, from which they travel beside other work. Of the weights in `codes` the
+    codes are read, of the kind it says, nf4 or int8, where the files have them so. What is read is hashed into
+    `content`."""
     with ExitStack() as stack:
         opened = _open(stack, held.values())
+        files = Bytes(stack, opened if content is not None else ())
 
-        def read(name: str) -> tuple[str, torch.Tensor, tuple[int, ...]]:
-            shape = held[name].shape(opened)
-            block = part(name, shape)
-            tensor = held[name].read(opened, block)
+        def read(name: str) -> Read:
+            one = held[name]
+            shape, kind = one.shape(), (codes or {}).get(name)
+            taken = _codes_of(one, kind)
+            block = () if taken else part(name, shape)
+            if content is not None:
+                _hash(one, block, files, content)
+            if taken:
+                return name, taken(opened), shape
+            tensor = one.read(opened, block)
             if pin and tensor.nbytes <= MOST_PINNED:
                 tensor = tensor.contiguous().pin_memory()
             return name, tensor, shape
 
         readers = stack.enter_context(ThreadPoolExecutor(READERS))
-        underway: deque[Future[tuple[str, torch.Tensor, tuple[int, ...]]]] = deque()
+        underway: deque[Future[Read]] = deque()
         for name in held:
             underway.append(readers.submit(read, name))
             if len(underway) > READERS:
                 yield underway.popleft().result()
         while underway:
             yield underway.popleft().result()
+
+
+class Lazy:
+    """A tensor of the files that is read, and hashed, when it is indexed: transformers takes it for one of its own."""
+
+    def __init__(self, held: Tensor | Packed, opened: Opened, files: Bytes, content: Content | None):
+        self._held, self._opened, self._files, self._content = held, opened, files, content
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if self._content is not None:
+            _hash(self._held, (), self._files, self._content)
+        return alone(self._held.read(self._opened))[index]
+
+
+@contextmanager
+def lazily(tensors: Mapping[str, Tensor | Packed], content: Content | None) -> Iterator[dict[str, Lazy]]:
+    """All tensors as ones that are read when they are used, while this lasts."""
+    with ExitStack() as stack:
+        opened = _open(stack, tensors.values())
+        files = Bytes(stack, opened)
+        yield {name: Lazy(held, opened, files, content) for name, held in tensors.items()}
+
+
+def check_rounding(held: Mapping[str, Held], storage: str, *, as_codes: bool = True) -> None:
+    """UserError where weights that were rounded to few bits before would be rounded again. Codes of the same kind are
+    taken over, unless not `as_codes`; fp8 is about as fine as bf16."""
+    matrices = (
+        (name, one)
+        for name, stack in held.items()
+        for one in ([m for expert in stack.experts for m in expert] if isinstance(stack, Stack) else [stack])
+        if isinstance(one, Packed) and one.parts["weight"].dtype not in FP8
+        if isinstance(stack, Stack) or not as_codes or _codes_of(one, storage) is None
+    )
+    if twice := [name for name, _ in matrices]:
+        raise UserError(
+            f"model: its weights are in few bits already, and method: qlora would round them to {storage} a second "
+            f"time ({shortened(dict.fromkeys(twice))}); use method: lora, which trains over them as they are."
+        )
+
+
+def _codes_of(held: Held, kind: str | None) -> Callable[[Opened], Codes] | None:
+    """What reads the codes of this kind, where the files have them."""
+    if not isinstance(held, Packed):
+        return None
+    nf4_codes, int8_codes = held.nf4_codes, held.int8_codes
+    if kind == "nf4" and nf4_codes is not None:
+        return lambda opened: Codes(nf4_codes(held.read_parts(opened)))
+    if kind == "int8" and int8_codes is not None:
+        return lambda opened: Codes(*int8_codes(held.read_parts(opened)))
+    return None
+
+
+def _hash(held: Held, block: Block, files: Bytes, content: Content) -> None:
+    """The share of a tensor that belongs to this part of it: ranks that read parts hash all of it between them."""
+    if isinstance(held, Stack):
+        for expert in held.experts[block[0]] if block else held.experts:
+            for matrix in expert:
+                _hash(matrix, (), files, content)
+        return
+    shape = held.shape()
+    for entry in held.entries:
+        first, last = 0, max(1, entry.size)
+        for part, length in zip(block, shape, strict=False):
+            start, stop, _ = part.indices(length)
+            first, last = (first + (last - first) * at // max(1, length) for at in (start, stop))
+        content.add(entry, files, (first, last))
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -152,20 +278,5 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
 def _open(stack: ExitStack, held: Iterable[Held]) -> Opened:
     from safetensors import safe_open
 
-    paths = sorted({path for one in held for path in one.paths})
+    paths = sorted({entry.path for one in held for entry in one.entries})
     return {path: stack.enter_context(safe_open(path, framework="pt")) for path in paths}
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor, in the order they are to be read."""
-    from safetensors import safe_open
-
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = json.loads(index.read_text())["weight_map"]
-        return {name: folder / file for name, file in sorted(names.items(), key=lambda item: (item[1], item[0]))}
-    single = folder / "model.safetensors"
-    if not single.exists():
-        return {}
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)

@@ -1,9 +1,10 @@
 """From packed documents to the loss of their target tokens: the one way models are called, in training and evaluation.
 
 Two layouts. `packed`: documents end to end in one row, with attention that keeps them apart; nothing is padded.
-`padded`: one document a row with the model's own attention, for architectures that cannot do the first. `settle`
-tries them on the model at hand and compares with the model's own plain forward pass, so that an architecture
-nobody has seen is either computed rightly or refused.
+`padded`: one document a row with the model's own attention, for architectures that cannot do the first; the loader
+gives them documents of like length. `find_calling` tries them on a proxy in fp32 (`model.probe`) and compares with the
+model's own plain call, so that an architecture nobody has seen is either computed rightly or refused; `settle` tries
+what was found on the model itself, in its own precision.
 
 Legend: T tokens, N target tokens, D documents, H hidden, V vocabulary.
 """
@@ -21,10 +22,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.profiler import record_function
 
-from tunesmith.errors import UserError
+from tunesmith.errors import UserError, listed
 from tunesmith.kernels.linear_cross_entropy import Turned, chunk_bytes, linear_cross_entropy
 from tunesmith.model.attention import NAME as PACKED_ATTENTION
-from tunesmith.model.attention import NotPackable
 from tunesmith.model.local import local
 
 Layout = Literal["packed", "padded"]
@@ -65,11 +65,21 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """How this model is called, as `settle` found it."""
+    """How this model is called: the forward spec, as `find_calling` found it."""
 
     layout: Layout
     logit_scale: float = 1.0
     softcap: float | None = None
+    switch: int | None = None
+    """Documents of more tokens are called by themselves, since the model then computes all it is given by other rules
+    (RoPE with long factors); 0: every one is."""
+
+
+def lengths_of(calling: Calling, sequence_length: int) -> tuple[bool, int | None] | None:
+    """How documents, of `sequence_length` tokens at most, are dealt out to micro-batches for this: whether those in one
+    must be of like length, and above how many tokens each is by itself; None where their lengths do not matter."""
+    alone = calling.switch if calling.switch is not None and calling.switch < sequence_length else None
+    return None if calling.layout == "packed" and alone is None else (calling.layout == "padded", alone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,18 +210,27 @@ def hidden_states(model: nn.Module, inputs: Inputs, calling: Calling) -> torch.T
         torch.arange(inputs.boundaries.shape[0] - 1, device=inputs.tokens.device), inputs.boundaries.diff()
     )
     shape = (inputs.boundaries.shape[0] - 1, inputs.longest)
+    if inputs.tokens.shape[0] == shape[0] * shape[1]:  # nothing to pad: the plain call
+        output = body(model)(input_ids=inputs.tokens.view(shape), use_cache=False)
+        return output[0].reshape(inputs.tokens.shape[0], -1)
     tokens = inputs.tokens.new_zeros(shape)
     mask = inputs.tokens.new_zeros(shape)
     tokens[documents, inputs.positions] = inputs.tokens
     mask[documents, inputs.positions] = 1
-    output = model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False)
+    output = body(model)(input_ids=tokens, attention_mask=mask, use_cache=False)
     return output[0][documents, inputs.positions]
+
+
+def body(model: nn.Module) -> nn.Module:
+    """All of a model but its head. Some have it under another name than they say."""
+    found = model.base_model
+    return model.get_decoder() if found is model else found
 
 
 def packed_hidden_states(model: nn.Module, inputs: Inputs, embedded: torch.Tensor | None = None) -> torch.Tensor:
     """The same as one row: [1, T, H]. `embedded` enters the layers in place of the tokens' embeddings."""
     entering = {"input_ids": inputs.tokens[None]} if embedded is None else {"inputs_embeds": embedded}
-    return model.base_model(
+    return body(model)(
         **entering,
         position_ids=inputs.positions[None],
         use_cache=False,
@@ -222,68 +241,237 @@ def packed_hidden_states(model: nn.Module, inputs: Inputs, embedded: torch.Tenso
     )[0]
 
 
-def settle(model: nn.Module, *, vocabulary: int, longest: int = 0) -> tuple[Calling, str | None]:
+def settle(
+    model: nn.Module, *, vocabulary: int, longest: int = 0, known: Calling | None = None
+) -> tuple[Calling, str | None]:
     """The fastest way of calling this model that gives what the model itself gives.
 
+    `known` is what a proxy of it was found to need; without, the model is its own proxy as far as its precision allows.
     `longest` is what training will give as the longest document, so that attention compiles no other kernels here.
     Returns it with a sentence when it is not the fastest there is. Leaves the model with the attention that the layout
     needs.
     """
-    config = model.config.get_text_config()
-    softcap = getattr(config, "final_logit_softcapping", None)
-    scale = getattr(config, "logit_scale", None) or 1.0
-    if getattr(config, "logits_scaling", None):
-        scale = 1.0 / config.logits_scaling
+    if known is None:
+        return find_calling(model, vocabulary=vocabulary, longest=longest)
     inputs = trial_inputs(vocabulary, next(model.parameters()).device)
     was_training = model.training
     model.eval()
-    own_attention = model.config._attn_implementation
-    if own_attention == PACKED_ATTENTION:
-        own_attention = "sdpa"
+    own = _own_attention(model)
+    reasons = []
     try:
-        model.set_attn_implementation(own_attention)
+        model.set_attn_implementation(own)
         expected = _own_losses(model, inputs)
+        if not expected.isfinite().all():  # the weights' fault, which is found elsewhere, and not the layout's
+            model.set_attn_implementation(PACKED_ATTENTION if known.layout == "packed" else own)
+            return known, None
         # In half precision a model's own losses on random tokens are off by some percent, whichever way it is called.
         is_exact = expected.dtype == torch.float64
-        tolerance, leak = (1e-4, 1e-5) if is_exact else (0.05 * expected.abs().max().item(), 0.005)
-        changed = inputs.tokens.clone()
-        changed[:7] = (changed[:7] + 1) % vocabulary
-        reasons = []
-        for layout, attention in (("packed", PACKED_ATTENTION), ("padded", own_attention)):
-            calling = Calling(layout, scale, softcap)
-            given = replace(inputs, longest=max(longest, inputs.longest)) if layout == "packed" else inputs
-            try:
-                model.set_attn_implementation(attention)
-                with torch.no_grad():
-                    found = token_losses(model, given, calling)[1].to(expected.dtype)
-                    # In half precision rounding hides a small leak from the comparison above. What stands in the
-                    # first document must not reach the others at all, whatever the precision.
-                    others = token_losses(model, replace(given, tokens=changed), calling)[1]
-            except (NotPackable, TypeError, ValueError, RuntimeError) as error:
-                reasons.append(f"{layout}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
-                continue
-            worst = (found - expected).abs().max().item()
-            if worst > tolerance:
-                reasons.append(f"{layout}: losses differ by {worst:.2g}")
-                continue
-            if (found[7:] - others.to(expected.dtype)[7:]).abs().max().item() > leak:
-                reasons.append(f"{layout}: documents see each other")
-                continue
-            return calling, None if layout == "packed" else _slower(model, reasons)
+        tolerance = 1e-4 * max(1.0, expected.abs().max().item()) if is_exact else 0.05 * expected.abs().max().item()
+        leak = 1e-5 if is_exact else 0.005
+        for layout in ("packed", "padded") if known.layout == "packed" else ("padded",):
+            calling = replace(known, layout=layout)
+            why = _tried(model, calling, own, inputs, expected, vocabulary, tolerance, leak, longest)
+            if why is None:
+                return calling, None if layout == known.layout else _slower(model, reasons)
+            reasons.append(f"{layout}: {why}")
     finally:
         model.train(was_training)
-    raise UserError(
+    raise _cannot(model, reasons)
+
+
+def find_calling(
+    model: nn.Module, *, vocabulary: int, longest: int = 0, long: int | None = None
+) -> tuple[Calling, str | None]:
+    """`settle` where nothing is known yet: how the head's logits become the model's, whether the model is causal, and
+    which layout gives its own results. Above `long` tokens its code may compute by other rules: such documents are
+    tried beside shorter ones, and by themselves."""
+    device = next(model.parameters()).device
+    inputs = trial_inputs(vocabulary, device)
+    was_training = model.training
+    model.eval()
+    own = _own_attention(model)
+    try:
+        model.set_attn_implementation(own)
+        expected = _own_losses(model, inputs)
+        is_exact = expected.dtype == torch.float64
+        _check_causal(model, inputs, vocabulary, is_exact)
+        scale, softcap = _logit_form(model, inputs, is_exact)
+        tolerance = 1e-4 * max(1.0, expected.abs().max().item()) if is_exact else 0.05 * expected.abs().max().item()
+        leak = 1e-5 if is_exact else 0.005
+        reasons = []
+        for layout in ("packed", "padded"):
+            calling = Calling(layout, scale, softcap)
+            why = _tried(model, calling, own, inputs, expected, vocabulary, tolerance, leak, longest)
+            if why is None and long is not None and is_exact:
+                calling, why = _over_lengths(model, calling, own, vocabulary, long)
+            if why is None:
+                return calling, None if layout == "packed" else _slower(model, reasons)
+            reasons.append(f"{layout}: {why}")
+        calling = Calling("padded", scale, softcap, switch=0)
+        model.set_attn_implementation(own)
+        if _alone_differs(model, calling, inputs, expected) <= tolerance:
+            return calling, _slower(model, reasons, alone=True)
+        reasons.append("one by one: losses differ")
+    finally:
+        model.train(was_training)
+    raise _cannot(model, reasons)
+
+
+def _own_attention(model: nn.Module) -> str:
+    own = model.config._attn_implementation
+    return "sdpa" if own == PACKED_ATTENTION else own
+
+
+def _cannot(model: nn.Module, reasons: list[str]) -> UserError:
+    return UserError(
         f"{type(model).__name__} cannot be trained: calling it document by document does not give the model's own "
-        f"results ({'; '.join(reasons)})."
+        f"results ({listed(reasons, '; ')})."
     )
 
 
-def trial_inputs(vocabulary: int, device: torch.device) -> Inputs:
-    """Three short documents of varied tokens, every position a target."""
-    lengths = (7, 3, 12)
+@torch.no_grad()
+def _check_causal(model: nn.Module, inputs: Inputs, vocabulary: int, is_exact: bool) -> None:
+    """UserError where what a token is predicted from has the token itself in it. Only tokens are changed, not their
+    number: a model may compute a longer document by other rules and be causal all the same."""
+    tokens = inputs.tokens[None, -12:]
+    changed = tokens.clone()
+    changed[:, 6:] = (changed[:, 6:] + 1) % vocabulary
+    before, after = (model(input_ids=one, use_cache=False).logits[0, :6].float() for one in (tokens, changed))
+    scale = max(1.0, before.abs().max().item())
+    if (before - after).abs().max().item() > (1e-4 if is_exact else 0.05) * scale:
+        raise UserError(
+            f"{type(model).__name__} is not a causal language model: what it predicts for a token depends on the "
+            "tokens after it; give a model that is made to predict the next token."
+        )
+
+
+@torch.no_grad()
+def _logit_form(model: nn.Module, inputs: Inputs, is_exact: bool) -> tuple[float, float | None]:
+    """Factor and soft cap between what the output head gives and the model's logits: found by comparing the two in
+    fp32, read from the config otherwise."""
+    config = model.config.get_text_config()
+    caps = [value for name, value in vars(config).items() if "softcap" in name and isinstance(value, int | float)]
+    if not is_exact:
+        scale = getattr(config, "logit_scale", None) or 1.0
+        if getattr(config, "logits_scaling", None):
+            scale = 1.0 / config.logits_scaling
+        return scale, getattr(config, "final_logit_softcapping", None)
+    head = model.get_output_embeddings()
+    if head is None or getattr(head, "weight", None) is None:
+        raise _no_head(model)
+    tokens = inputs.tokens[None, -12:]
+    logits = model(input_ids=tokens, use_cache=False).logits[0].double()
+    hidden = body(model)(input_ids=tokens, use_cache=False)[0][0]
+    weight = local(head.weight)
+    if hidden.ndim != 2 or hidden.shape[1] != weight.shape[-1] or weight.shape[0] != logits.shape[-1]:
+        raise _no_head(model)
+    bias = getattr(head, "bias", None)
+    raw = F.linear(hidden, weight, None if bias is None else local(bias)).double()
+    for cap in (None, *(float(cap) for cap in caps if cap)):
+        wanted = logits if cap is None else cap * torch.atanh((logits / cap).clamp(-1 + 1e-7, 1 - 1e-7))
+        scale = ((raw * wanted).sum() / (raw * raw).sum()).item()
+        made = raw * scale if cap is None else cap * torch.tanh(raw * scale / cap)
+        if (made - logits).abs().max().item() <= 1e-4 * max(1.0, logits.abs().max().item()):
+            return 1.0 if abs(scale - 1) < 1e-5 else scale, cap
+    raise _no_head(model)
+
+
+def _no_head(model: nn.Module) -> UserError:
+    return UserError(
+        f"{type(model).__name__} cannot be trained: its logits are not those of a linear output head over what its "
+        "layers give, which the loss here is computed from."
+    )
+
+
+def _tried(
+    model: nn.Module,
+    calling: Calling,
+    own: str,
+    inputs: Inputs,
+    expected: torch.Tensor,
+    vocabulary: int,
+    tolerance: float,
+    leak: float,
+    longest: int,
+) -> str | None:
+    """What is wrong with calling the model like this; None where nothing is."""
+    model.set_attn_implementation(PACKED_ATTENTION if calling.layout == "packed" else own)
+    given = replace(inputs, longest=max(longest, inputs.longest)) if calling.layout == "packed" else inputs
+    changed = inputs.tokens.clone()
+    changed[:7] = (changed[:7] + 1) % vocabulary
+    if calling.switch is not None and calling.switch < inputs.longest:
+        found = _alone_differs(model, calling, inputs, expected)
+        return None if found <= tolerance else f"losses differ by {found:.2g}"
+    try:
+        with torch.no_grad():
+            found = token_losses(model, given, calling)[1].to(expected.dtype)
+            # In half precision rounding hides a small leak from the comparison below. What stands in the first
+            # document must not reach the others at all, whatever the precision.
+            others = token_losses(model, replace(given, tokens=changed), calling)[1].to(expected.dtype)
+    except Exception as error:  # the model's own code, called as it may not expect
+        return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    worst = (found - expected).abs().max().item()
+    if not worst <= tolerance:
+        return f"losses differ by {worst:.2g}"
+    if not (found[7:] - others[7:]).abs().max().item() <= leak:
+        return "documents see each other"
+    return None
+
+
+def _over_lengths(
+    model: nn.Module, calling: Calling, own: str, vocabulary: int, long: int
+) -> tuple[Calling, str | None]:
+    """The same with documents on both sides of `long` tokens; with `switch` where these must not be called together."""
+    device = next(model.parameters()).device
+    inputs = trial_inputs(vocabulary, device, (5, long + 11, 9, long + 4))
+    model.set_attn_implementation(own)
+    expected = _own_losses(model, inputs)
+    tolerance = 1e-4 * max(1.0, expected.abs().max().item())
+    model.set_attn_implementation(PACKED_ATTENTION if calling.layout == "packed" else own)
+    try:
+        with torch.no_grad():
+            found = token_losses(model, inputs, calling)[1].to(expected.dtype)
+        if (found - expected).abs().max().item() <= tolerance:
+            return calling, None
+        if _alone_differs(model, calling, inputs, expected) <= tolerance:
+            return replace(calling, switch=long), None
+    except Exception as error:  # the model's own code, called as it may not expect
+        return calling, f"documents of more than {long} tokens: {str(error).splitlines()[0][:200]}"
+    return calling, "long documents differ"
+
+
+@torch.no_grad()
+def _alone_differs(model: nn.Module, calling: Calling, inputs: Inputs, expected: torch.Tensor) -> float:
+    """How far losses are off with every document called by itself; infinite where it cannot be."""
+    found = []
+    try:
+        for start, end in itertools.pairwise(inputs.boundaries.tolist()):
+            found.append(token_losses(model, part_of(inputs, start, end), calling)[1].to(expected.dtype))
+    except Exception:  # the model's own code, called as it may not expect
+        return float("inf")
+    return (torch.cat(found) - expected).abs().max().item()
+
+
+def part_of(inputs: Inputs, start: int, end: int) -> Inputs:
+    """One document of trial inputs, every position a target."""
+    at = slice(start, end)
+    device = inputs.tokens.device
+    return Inputs(
+        tokens=inputs.tokens[at],
+        positions=inputs.positions[at],
+        boundaries=torch.tensor([0, end - start], dtype=torch.int32, device=device),
+        longest=end - start,
+        rows=torch.arange(end - start, device=device),
+        labels=inputs.labels[at],
+        weights=inputs.weights[at],
+    )
+
+
+def trial_inputs(vocabulary: int, device: torch.device, lengths: tuple[int, ...] = (7, 3, 12)) -> Inputs:
+    """Some short documents of varied tokens, every position a target."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (sum(lengths),), generator=generator)
-    boundaries = torch.tensor([0, 7, 10, 22], dtype=torch.int32)
+    boundaries = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     return Inputs(
         tokens=tokens.to(device),
         positions=torch.cat([torch.arange(n) for n in lengths]).to(device),
@@ -307,8 +495,9 @@ def _own_losses(model: nn.Module, inputs: Inputs) -> torch.Tensor:
     return found.double() if next(model.parameters()).dtype == torch.float32 else found
 
 
-def _slower(model: nn.Module, reasons: list[str]) -> str:
+def _slower(model: nn.Module, reasons: list[str], *, alone: bool = False) -> str:
+    instead = "they are called one by one" if alone else "they are padded"
     return (
-        f"{type(model).__name__} does not take packed documents ({'; '.join(reasons)}); they are padded instead, "
+        f"{type(model).__name__} does not take packed documents ({listed(reasons, '; ')}); {instead} instead, "
         "which is right but slower."
     )

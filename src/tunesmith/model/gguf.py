@@ -16,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tunesmith.disk import writing
 from tunesmith.errors import UserError
 
 CONVERTER = "2"
@@ -26,7 +27,8 @@ def converted_folder(file: Path, cache: Path) -> Path:
     """The model folder made from `file`, converting it first when that was not done before."""
     folder = cache / "models" / f"{file.stem}-{_content_key(file)}"
     if not (folder / "config.json").exists():
-        _convert(file, folder)
+        with writing(folder, "make room there, or set TUNESMITH_CACHE to a folder elsewhere"):
+            _convert(file, folder)
     return folder
 
 

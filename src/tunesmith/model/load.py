@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 from tunesmith import hub
 from tunesmith.cache import cache_folder
 from tunesmith.config.schema import Run
-from tunesmith.errors import UserError
+from tunesmith.errors import UserError, listed
 from tunesmith.model.ahead import beside
+from tunesmith.model.content import Content
 from tunesmith.model.gguf import converted_folder
-from tunesmith.plan.models import find
+from tunesmith.model.headers import shortened
+from tunesmith.plan.models import check_quantization, find, read_config_file
 from tunesmith.plan.plan import Storage
 
 if TYPE_CHECKING:
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 
 TWIN_TOKENS = 500
 """The vocabulary of a small twin."""
+TOKENIZER_FILES = ("tokenizer*", "*vocab*", "*.model", "merges.txt", "*tiktoken*", "tekken.json", "*.bpe", "spiece*")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -57,20 +62,41 @@ def load_config(run: Run) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     source = locate(run.model)
+    if source.is_local:
+        check_quantization(read_config_file(Path(source.location) / "config.json"))
     with _reading(run, "config"):
-        return AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             source.location, trust_remote_code=run.trust_remote_code, local_files_only=source.offline
         )
+        check_quantization(config.to_dict())
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config  # weights are made whole while they are read: an ordinary model from here on
+        for name, value in vars(part).items():
+            is_share = re.search(r"dropout|pdrop|drop_rate", name) and isinstance(value, int | float)
+            if is_share and not 0 <= value < 1:
+                raise UserError(f"model: its config.json has {name} {value}, which is no share of 1; it is damaged.")
+    return config
 
 
 def load_tokenizer(run: Run) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     source = locate(run.model)
+    if source.is_local and not any(any(Path(source.location).glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise UserError(
+            f"model: {run.model} holds no tokenizer (no tokenizer.json, nor one of another kind); copy its files there "
+            "from the model that it was made from."
+        )
     with _reading(run, "tokenizer"):
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             source.location, trust_remote_code=run.trust_remote_code, local_files_only=source.offline
         )
+        if not isinstance(tokenizer.model_max_length, int | float):
+            said = str(tokenizer.model_max_length)[:60]
+            raise UserError(f"model: its tokenizer_config.json has model_max_length {said!r}, which is no number.")
+        tokenizer("a b")  # what would fail with any text fails here
+    return tokenizer
 
 
 def load_model(
@@ -81,15 +107,15 @@ def load_model(
     storage: Storage = "plain",
     fp8: bool = False,
     meanwhile: Callable[[], None] = lambda: None,
+    content: Content | None = None,
 ) -> PreTrainedModel:
     """The model with its weights in `dtype` ("fp32", "bf16", "fp16") on `device`, in evaluation mode.
 
     Weights go from their files to the device one by one. With `storage` nf4 or int8 the linears of the decoder layers
     are quantized on the way; with `fp8`, those that the run's adapters take over for fp8 products. `meanwhile` is done
-    in a thread while files are read.
+    in a thread while files are read. What is read is hashed into `content`.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     from tunesmith.model import quantized
 
@@ -98,16 +124,76 @@ def load_model(
     with _reading(run, "weights"), quiet():
         in_fp8 = _taken_in_fp8(model, run) if fp8 and storage == "plain" else ()
         with beside(meanwhile):
-            is_filled = quantized.fill(model, folder, fp8=in_fp8, **form)
+            is_filled = quantized.fill(model, folder, fp8=in_fp8, content=content, **form)
         if is_filled:
             return model
-        # Files of another layout are translated by transformers, which reads them whole, in host memory.
-        options = {"trust_remote_code": run.trust_remote_code, "use_safetensors": True, "local_files_only": True}
+        # Files of another layout are translated by transformers, which holds them whole, in host memory.
+        model = _translated(model, folder, form["dtype"], is_plain=storage == "plain", content=content)
         if storage == "plain":
-            return AutoModelForCausalLM.from_pretrained(folder, dtype=form["dtype"], **options).to(device).eval()
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options)
+            return model.to(device).eval()
         quantized.quantize_linears(model, **form)
     return model.eval()
+
+
+def _translated(
+    empty: PreTrainedModel, folder: Path, dtype: torch.dtype, *, is_plain: bool, content: Content | None
+) -> PreTrainedModel:
+    """The model with weights that its files hold in other ways than it has them. What transformers would pass over in
+    silence (tensors that are missing, too many or of another size) is refused."""
+    import torch
+
+    from tunesmith.model.files import check_rounding, lazily, read_tensors
+    from tunesmith.model.finite import check_finite
+
+    tensors = read_tensors(folder)
+    if not is_plain:  # to be quantized from what the files have
+        check_rounding(tensors, "fewer bits", as_codes=False)
+        kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+        sizes = Counter()
+        for held in tensors.values():
+            sizes[kinds.get(held.entries[0].dtype, torch.float32)] += held.entries[0].size
+        dtype = max(sizes, key=lambda kind: sizes[kind])
+    with lazily(tensors, content) as lazy:
+        model, found = type(empty).from_pretrained(
+            None,
+            config=empty.config,
+            state_dict=lazy,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    model.generation_config = empty.generation_config
+    if problem := _misfit(model, found):
+        raise ValueError(problem)
+    check_finite(model, dtype)
+    return model
+
+
+def _misfit(model: PreTrainedModel, found: Mapping[str, Any]) -> str:
+    """How files do not fit the model, in words; empty where they do."""
+    if mismatched := sorted(found["mismatched_keys"], key=str):
+        name, stored, wanted = mismatched[0]
+        more = f" and {len(mismatched) - 1:,} more" if len(mismatched) > 1 else ""
+        return f"its files hold {name}{more} as {list(stored)}, and its config.json describes {list(wanted)}"
+    if missing := sorted(found["missing_keys"]):
+        return (
+            f"its files lack {len(missing):,} tensors of the model that its config.json describes: {shortened(missing)}"
+        )
+    known = {re.sub(r"\d+", "0", name) for name in model.state_dict()}
+    modules = dict(model.named_modules())
+
+    def has_a_place(name: str) -> bool:
+        owner, _, leaf = name.rpartition(".")
+        module = modules.get(owner)
+        is_known_module = module is not None and any(True for _ in module.parameters(recurse=False))
+        return re.sub(r"\d+", "0", name) in known or (is_known_module and getattr(module, leaf, None) is None)
+
+    if odd := sorted(filter(has_a_place, found["unexpected_keys"])):
+        return (
+            f"its files hold {len(odd):,} tensors that the model which its config.json describes has not: "
+            f"{shortened(odd)}"
+        )
+    return ""
 
 
 def load_empty(run: Run, *, dtype: str) -> tuple[PreTrainedModel, Path]:
@@ -120,13 +206,50 @@ def load_empty(run: Run, *, dtype: str) -> tuple[PreTrainedModel, Path]:
     config = load_config(run)
     options = {"trust_remote_code": run.trust_remote_code}
     with _reading(run, "weights"), quiet():
-        folder = _weights_folder(locate(run.model))
+        folder = weights_folder(locate(run.model))
         model = quantized.build_empty(
             lambda: AutoModelForCausalLM.from_config(config, dtype=getattr(torch, DTYPES[dtype]), **options)
         ).eval()
-        if (folder / "generation_config.json").exists():
-            model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.generation_config = GenerationConfig.from_dict(generation_settings(folder, model)[0])
     return model, folder
+
+
+def generation_settings(folder: Path, model: PreTrainedModel) -> tuple[dict[str, Any], list[str]]:
+    """What the model's files say of generation, mended where transformers would not save it; and what was mended."""
+    file = folder / "generation_config.json"
+    if not file.exists():
+        own = getattr(model, "generation_config", None)
+        return _without_faults(own.to_diff_dict() if own is not None else {}, "what the config says of generation")
+    try:
+        found = json.loads(file.read_text(encoding="utf-8-sig"))
+        if not isinstance(found, dict):
+            raise ValueError("no JSON object")
+    except (OSError, ValueError) as error:
+        return {}, [f"the base's {file.name} cannot be read ({error}) and is left out of the result."]
+    return _without_faults(found, f"the base's {file.name}")
+
+
+def _without_faults(settings: dict[str, Any], origin: str) -> tuple[dict[str, Any], list[str]]:
+    from transformers import GenerationConfig
+
+    def is_valid(candidate: dict[str, Any]) -> bool:
+        try:
+            GenerationConfig.from_dict(dict(candidate)).validate(strict=True)
+        except (ValueError, TypeError, AttributeError, KeyError):
+            return False
+        return True
+
+    if is_valid(settings):
+        return settings, []
+    # Values for sampling say what their author wanted; transformers wants that said.
+    if is_valid(sampled := {**settings, "do_sample": True}):
+        return sampled, [f"{origin} has values for sampling without `do_sample`: the result says `do_sample: true`."]
+    kept: dict[str, Any] = {}
+    for name in sorted(settings, key=lambda name: name not in ("do_sample", "num_beams", "return_dict_in_generate")):
+        if is_valid({**kept, name: settings[name]}):
+            kept[name] = settings[name]
+    lost = listed(f"`{name}`" for name in settings if name not in kept)
+    return kept, [f"{origin} has values that transformers refuses to save, and the result is without them: {lost}."]
 
 
 def _taken_in_fp8(model: PreTrainedModel, run: Run) -> set[str]:
@@ -143,7 +266,7 @@ def _taken_in_fp8(model: PreTrainedModel, run: Run) -> set[str]:
     return {name for name in targets if not quantized.is_transposed(plain[name])}
 
 
-def _weights_folder(source: Source) -> Path:
+def weights_folder(source: Source) -> Path:
     """The folder with the model's files, downloaded first where the model is on the hub."""
     if source.is_local:
         return Path(source.location)
@@ -247,19 +370,20 @@ def parameter_count(model: torch.nn.Module) -> int:
 
 @contextlib.contextmanager
 def _reading(run: Run, what: str):
-    """Turn the many ways in which reading a model fails into one sentence."""
-    from safetensors import SafetensorError
-
+    """Turn the many ways in which reading a model fails into one sentence: libraries meet its files with any exception
+    there is."""
     try:
         yield
-    except UserError:
+    except (UserError, MemoryError, AssertionError):
         raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
+    except Exception as error:
+        if "DefaultCPUAllocator" in str(error) or type(error).__name__ == "OutOfMemoryError":
+            raise
         source = locate(run.model)
         if not source.is_local and source.offline:
             raise UserError(
-                f"model: {run.model} is neither a folder here nor in the hub's cache, and the hub cannot be "
-                "reached; give the path of a model folder or a .gguf file."
+                f"model: {run.model} is neither a folder here nor in the hub's cache, and {hub.unreachable()}; give "
+                "the path of a model folder or a .gguf file."
             ) from error
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         if "trust_remote_code" in str(error):
@@ -273,11 +397,12 @@ def quiet():
     from transformers.utils import logging as transformers_logging
 
     logger = logging.getLogger("transformers")
-    level = logger.level
+    level, has_bars = logger.level, transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
         logger.setLevel(level)
-        transformers_logging.enable_progress_bar()
+        if has_bars:
+            transformers_logging.enable_progress_bar()

@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tunesmith.config.schema import Lora
-from tunesmith.errors import UserError
+from tunesmith.errors import UserError, listed
 from tunesmith.model.local import local
 from tunesmith.model.quantized import QuantizedLinear, is_transposed
 from tunesmith.plan.facts import choose_layers, matches
@@ -145,7 +146,7 @@ def find_targets(model: nn.Module, settings: Lora) -> list[str]:
         for pattern in settings.targets:
             matching = [name for name in linears if matches(name, pattern)]
             if not matching:
-                known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in candidates})) or "none"
+                known = listed(sorted({name.rsplit(".", 1)[-1] for name in candidates})) or "none"
                 raise UserError(f"lora.targets: '{pattern}' matches no linear of this model; it has {known}.")
             if any(linears[name] is head for name in matching):
                 raise UserError(
@@ -229,6 +230,36 @@ def adapter_config(model: nn.Module, settings: Lora, base: str) -> dict[str, obj
     }
 
 
+def lost_in_peft(skeleton: nn.Module, settings: Lora, names: Iterable[str]) -> list[str]:
+    """The linears, of those with adapters, whose adapters the installed peft does not read from the files written here:
+    it has other names for what some families were before transformers 5. Changes the skeleton."""
+    try:
+        from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+    except ImportError:  # nobody here to read them
+        return []
+    names = list(names)
+    with torch.device("meta"):
+        put_on(skeleton, names, settings, seed=0)
+    described = adapter_config(skeleton, settings, "")
+    keys = {PREFIX + f"{name}.{PEFT_NAMES[leaf]}": (name, leaf) for name in names for leaf in ("lora_a", "lora_b")}
+    found = adapters(skeleton)
+    tensors = {key: getattr(found[name], leaf).detach() for key, (name, leaf) in keys.items()}
+    for name in names:
+        _replace(skeleton, name, found[name].base)
+    wanted = {"r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "fan_in_fan_out", "task_type"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            read = get_peft_model(skeleton, LoraConfig(**{key: described[key] for key in wanted}))
+            set_peft_model_state_dict(read, tensors)
+        except (ValueError, RuntimeError, KeyError, AttributeError, TypeError, NotImplementedError):
+            return names
+    have = {
+        name.removeprefix(PREFIX) for name, module in read.named_modules() if "default" in getattr(module, "lora_A", {})
+    }
+    return [name for name in names if name not in have]
+
+
 @dataclass(frozen=True)
 class AdapterFiles:
     config: dict
@@ -259,8 +290,14 @@ def attach_saved(model: nn.Module, folder: Path) -> list[str]:
     if config.get("bias", "none") != "none":
         refused.append("bias")
     if refused:
-        raise UserError(f"The adapter in {folder} uses {', '.join(refused)}, which is not supported.")
+        raise UserError(f"The adapter in {folder} uses {listed(refused)}, which is not supported.")
     model.requires_grad_(False)
+    leaves = tuple(f".{leaf}" for leaf in PEFT_NAMES.values())
+    if strange := [key for key in files.tensors if not key.endswith(leaves)]:
+        raise UserError(
+            f"The adapter in {folder} holds {strange[0]} (one of {len(strange)} such tensors), "
+            "which is no factor of a LoRA and would be left out; only LoRA and DoRA without biases can be loaded."
+        )
     names = sorted({key.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for key in files.tensors})
     modules = dict(model.named_modules())
     for name in names:
@@ -334,11 +371,11 @@ def _generator(seed: int, name: str) -> torch.Generator:
 
 
 def _shortest_names(model: nn.Module, chosen: Iterable[str]) -> list[str]:
-    """Last parts of the names where those say exactly which modules are meant, else the full names."""
+    """Last parts of the names where those say exactly which modules are meant, else the full names. A last part may be
+    a number, and then a layer's, too."""
     chosen = set(chosen)
     endings = {name.rsplit(".", 1)[-1] for name in chosen}
-    linears = {name for name, module in model.named_modules() if _is_linear(module) or name in chosen}
-    same_ending = {name for name in linears if name.rsplit(".", 1)[-1] in endings}
+    same_ending = {name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in endings}
     return sorted(endings if same_ending == chosen else chosen)
 
 

@@ -18,8 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from tunesmith.kernels import int8, nf4
 from tunesmith.kernels.lowrank import quantize_rows
+from tunesmith.model.content import Content
 from tunesmith.model.experts import STACKS, QuantizedExperts, experts_of_layers
-from tunesmith.model.files import Block, Held, alone, find, read_ahead
+from tunesmith.model.files import Block, Codes, Held, alone, check_rounding, find, read_ahead, read_tensors
+from tunesmith.model.finite import Finite
 from tunesmith.plan.plan import Storage
 
 
@@ -74,9 +76,15 @@ class Nf4Linear(QuantizedLinear):
 class Int8Linear(QuantizedLinear):
     """In 8 bits a weight, with a scale for each output."""
 
-    def __init__(self, weight_nk: torch.Tensor, bias_n: torch.Tensor | None, *, is_transposed: bool = False):
-        super().__init__(tuple(weight_nk.shape), bias_n, is_transposed=is_transposed)
-        weight8, scale_n = int8.quantize(weight_nk)
+    def __init__(
+        self,
+        weight8: torch.Tensor,
+        scale_n: torch.Tensor,
+        bias_n: torch.Tensor | None,
+        *,
+        is_transposed: bool = False,
+    ):
+        super().__init__(tuple(weight8.shape), bias_n, is_transposed=is_transposed)
         self.register_buffer("weight8", weight8, persistent=False)
         self.register_buffer("scale_n", scale_n, persistent=False)
 
@@ -135,6 +143,7 @@ def fill(
     device: torch.device,
     storage: Storage = "nf4",
     fp8: Collection[str] = (),
+    content: Content | None = None,
 ) -> bool:
     """Give a model built by `build_empty` the weights in `folder`: linears as `storage` says, those named in fp8, all
     else in `dtype`.
@@ -145,7 +154,7 @@ def fill(
     files = files_of(model, folder)
     if files is None:
         return False
-    fill_part(model, files, dtype=dtype, device=device, storage=storage, fp8=fp8)
+    fill_part(model, files, dtype=dtype, device=device, storage=storage, fp8=fp8, content=content)
     model.tie_weights()
     if not _is_filled(model, set(files)):
         return False
@@ -159,7 +168,9 @@ def files_of(model: nn.Module, folder: Path) -> dict[str, Held] | None:
     None when they hold their tensors in other ways than the model, which transformers would translate. A tied weight
     is the embedding's, whichever of its names they have it under.
     """
-    found = None if _has_fp32_parts(model) else find(folder, model.state_dict())
+    turned = {f"{name}.weight" for name, module in model.named_modules() if is_transposed(module)}
+    tensors = read_tensors(folder)
+    found = None if _has_fp32_parts(model) else find(tensors, model.state_dict(), turned)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return found and {
         tied[name] if name in tied and tied[name] not in found else name: held for name, held in found.items()
@@ -176,17 +187,32 @@ def fill_part(
     storage: Storage,
     fp8: Collection[str] = (),
     reading: Reading | None = None,
+    content: Content | None = None,
 ) -> None:
-    """Read these tensors into the model, as `fill` does with all."""
+    """Read these tensors into the model, as `fill` does with all. UserError where they are not finite."""
     reading = reading or Reading()
+    finite = Finite(torch.float32 if storage != "plain" else dtype)
     linears = linears_of_layers(model) if storage != "plain" else {}
+    taken_over = {f"{name}.weight": str(storage) for name in linears}
+    few = {*taken_over, *(f"{name}.{leaf}" for name in experts_of_layers(model) for leaf in STACKS)}
+    if storage != "plain":
+        check_rounding({name: files[name] for name in few & files.keys()}, storage)
     for name in experts_of_layers(model) if storage != "plain" else ():
         if any(f"{name}.{leaf}" in files for leaf in STACKS):
             _replace(model, name, QuantizedExperts(model.get_submodule(name), storage))
-    for name, part, shape in read_ahead(files, pin=device.type == "cuda", part=reading.part):
-        value = reading.whole(name, part.to(device, non_blocking=True), shape)
+    ways = {"part": reading.part, "codes": taken_over, "content": content}
+    for name, part, shape in read_ahead(files, pin=device.type == "cuda", **ways):
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
+        if isinstance(part, Codes):
+            bias = None if module.bias is None else module.bias.detach()
+            _replace(model, owner, _taken_over(linears[owner], part.to(device), bias))
+            finite.look(name, _scales_of(model.get_submodule(owner)))
+            continue
+        moved = part.to(device, non_blocking=True)
+        if leaf in module._parameters or isinstance(module, QuantizedLinear | QuantizedExperts):
+            finite.look(name, moved)
+        value = reading.whole(name, moved, shape)
         is_quantized = isinstance(module, QuantizedExperts) or (owner in linears and leaf == "weight")
         if is_quantized and value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             value = value.float()
@@ -204,6 +230,7 @@ def fill_part(
                 module._parameters[leaf] = nn.Parameter(value)
             else:
                 module._buffers[leaf] = value
+    finite.say({name: held.entries[0].path.name for name, held in files.items()})
 
 
 @torch.no_grad()
@@ -257,9 +284,25 @@ def _quantized(
     transposed = is_transposed(linear)
     weight_nk = weight.t().contiguous() if transposed else weight
     if storage == "int8":
-        return Int8Linear(weight_nk, bias_n, is_transposed=transposed)
+        return Int8Linear(*int8.quantize(weight_nk), bias_n, is_transposed=transposed)
     assert storage == "nf4"
     return Nf4Linear(nf4.quantize(weight_nk), tuple(weight_nk.shape), bias_n, is_transposed=transposed)
+
+
+def _taken_over(linear: nn.Module, held: Codes, bias_n: torch.Tensor | None) -> QuantizedLinear:
+    """A linear that was quantized before, by the same codes."""
+    transposed = is_transposed(linear)
+    if held.scales is not None:
+        return Int8Linear(held.codes, held.scales, bias_n, is_transposed=transposed)
+    shape_nk = tuple(reversed(linear.weight.shape)) if transposed else tuple(linear.weight.shape)
+    return Nf4Linear(held.codes, shape_nk, bias_n, is_transposed=transposed)
+
+
+def _scales_of(linear: QuantizedLinear) -> torch.Tensor:
+    """What would tell that codes stand for something that is no number."""
+    if isinstance(linear, Int8Linear):
+        return linear.scale_n
+    return nf4.block_scales(linear.weight4, linear.out_features * linear.in_features)
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,58 +25,51 @@ from tunesmith.model.lora import adapter_config, adapter_tensors
 LARGEST_FILE = 5 * 10**9
 """Bytes of a model's file; one tensor alone may be larger."""
 ADAPTER_FILE, MODEL_FILES = "adapter_model{suffix}.safetensors", "model{suffix}.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
-def write_adapter(model: nn.Module, run: Run, folder: Path) -> Path:
-    """The adapters of `model`, for Tunesmith and the peft library alike."""
+def write_adapter(model: nn.Module, run: Run, folder: Path, describe: Callable[[Path], None] | None = None) -> Path:
+    """The adapters of `model`, for Tunesmith and the peft library alike; `describe` adds what lies beside them: their
+    config alone when it is left out."""
     with whole_folder(folder) as partial:
         save_file(adapter_tensors(model), partial / ADAPTER_FILE.format(suffix=""), metadata={"format": "pt"})
-        describe_adapter(model, run, partial)
+        if describe is not None:
+            describe(partial)
+        else:
+            (partial / ADAPTER_CONFIG).write_text(adapter_config_text(model, run))
     return folder
 
 
-def describe_adapter(model: nn.Module, run: Run, folder: Path) -> None:
-    """What a folder with an adapter has besides its weights."""
+def adapter_config_text(model: nn.Module, run: Run) -> str:
+    """What PEFT needs to know of the adapters of `model`, for `ADAPTER_CONFIG`."""
     source = locate(run.model)
     base = str(Path(source.location).resolve()) if source.is_local else source.location
-    (folder / "adapter_config.json").write_text(json.dumps(adapter_config(model, run.lora, base), indent=2) + "\n")
+    return json.dumps(adapter_config(model, run.lora, base), indent=2) + "\n"
 
 
-def write_model(model: nn.Module, tokenizer, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> Path:
-    """The whole model with its tokenizer, in transformers' layout and in the precision the model is held in; its
-    weights where the model has shards."""
-    with whole_folder(folder) as partial:
-        if weights is None:
-            _save(model, tokenizer, partial)
-        else:
-            buffers = {name: buffer for name, buffer in saved_buffers(model).items() if not buffer.is_meta}
-            _save(model, tokenizer, partial, state_dict={**weights, **buffers})
-            _set_dtype(partial, next(iter(weights.values())).dtype)
-    return folder
+def write_model(
+    model: nn.Module,
+    folder: Path,
+    describe: Callable[[Path], None],
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> Path:
+    """The whole model in transformers' layout and in the precision it is held in, or these weights where it has shards;
+    `describe` adds what lies beside them."""
+    from transformers import GenerationConfig
 
-
-def describe_model(model: nn.Module, tokenizer, dtype: torch.dtype, folder: Path) -> None:
-    """What a folder with a model has besides its weights, which are in this precision."""
-    _save(model, tokenizer, folder, state_dict={})
-    _set_dtype(folder, dtype)
-
-
-def _save(model: nn.Module, tokenizer, folder: Path, **options) -> None:
-    use_cache = model.config.use_cache
-    model.config.use_cache = True
+    options = {}
+    if weights is not None:
+        buffers = {name: buffer for name, buffer in saved_buffers(model).items() if not buffer.is_meta}
+        options["state_dict"] = {**weights, **buffers}
+    own, model.generation_config = model.generation_config, GenerationConfig()  # such as can be saved: it is replaced
     try:
-        with quiet():
-            model.save_pretrained(folder, max_shard_size=LARGEST_FILE, **options)
+        with whole_folder(folder) as partial:
+            with quiet():
+                model.save_pretrained(partial, max_shard_size=LARGEST_FILE, **options)
+            describe(partial)
     finally:
-        model.config.use_cache = use_cache
-    tokenizer.save_pretrained(folder)
-
-
-def _set_dtype(folder: Path, dtype: torch.dtype) -> None:
-    """That of the weights that were written, which transformers takes from the model."""
-    config = json.loads((folder / "config.json").read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        model.generation_config = own
+    return folder
 
 
 def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

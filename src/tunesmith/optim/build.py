@@ -45,7 +45,7 @@ def build(model: nn.Module, run: Run, plan: Plan) -> Optimizer:
         states=plan.optimizer_states,
         offload=plan.offload_optimizer,
         release=plan.release_gradients,
-        accumulates=plan.accumulation > 1,
+        accumulates=plan.accumulation > 1 or plan.by_length,
         ends={weight for end in ends if end is not None for weight in end.parameters()},
     )
 

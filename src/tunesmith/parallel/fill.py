@@ -31,8 +31,10 @@ from torch.distributed.tensor import DTensor
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.model import load, lora, quantized
+from tunesmith.model.content import Content
 from tunesmith.model.experts import experts_of_layers
 from tunesmith.model.files import Block, Held, alone, read_ahead
+from tunesmith.model.finite import Finite
 from tunesmith.model.fp8 import use_fp8_products
 from tunesmith.model.fuse import fuse
 from tunesmith.model.gated import make_activations_again
@@ -65,8 +67,11 @@ def lies_in_parts(plan: Plan) -> bool:
     return is_cut or plan.sharding not in ("none", *KEEPS_WHOLE)
 
 
-def load_in_parts(run: Run, plan: Plan, device: torch.device) -> Loaded | None:
-    """None where the files hold the model in other ways than it is built, so that it must be loaded whole first."""
+def load_in_parts(
+    run: Run, plan: Plan, device: torch.device, content: Content | None = None, *, can_fuse: bool = True
+) -> Loaded | None:
+    """None where the files hold the model in other ways than it is built, so that it must be loaded whole first. What
+    this rank reads is hashed into `content`."""
     sizes = plan.mesh
     model, folder = load.load_empty(run, dtype=plan.precision)
     files = quantized.files_of(model, folder)
@@ -90,6 +95,7 @@ def load_in_parts(run: Run, plan: Plan, device: torch.device) -> Loaded | None:
     is_sharded = plan.sharding not in ("none", *KEEPS_WHOLE)
     later = _shared_as_they_are(model, plan, targets, reading) if is_sharded else set()
     dtype = getattr(torch, load.DTYPES[plan.precision])
+    reads = {"reading": reading, "content": content}
 
     def belongs(unit: nn.Module, name: str) -> bool:
         if within := prefixes.get(unit, ""):
@@ -105,7 +111,7 @@ def load_in_parts(run: Run, plan: Plan, device: torch.device) -> Loaded | None:
         """Everything of one layer, or of what is around the layers."""
         within, is_here = prefixes.get(unit, ""), partial(belongs, unit)
         part = {name: held for name, held in files.items() if is_here(name) and name not in later}
-        quantized.fill_part(model, part, dtype=dtype, device=device, storage=plan.storage, reading=reading)
+        quantized.fill_part(model, part, dtype=dtype, device=device, storage=plan.storage, **reads)
         if not within and (stages is None or (stages.tied and stages.parts[-1].is_last)):
             model.tie_weights()
         for name, weight in weights_of(unit):
@@ -119,7 +125,7 @@ def load_in_parts(run: Run, plan: Plan, device: torch.device) -> Loaded | None:
             split.cut(model, is_here)
         for name in filter(is_here, experts):
             spread_experts(model.get_submodule(name), data_mesh(world))
-        if run.has_adapters:
+        if run.has_adapters and can_fuse:
             fuse(unit, fp8=plan.products == "fp8", whole_mlps=device.type == "cuda")
         elif plan.products == "fp8" and within:
             use_fp8_products(unit)
@@ -134,7 +140,7 @@ def load_in_parts(run: Run, plan: Plan, device: torch.device) -> Loaded | None:
         """The rows of those weights that are shared as they are; for others, room for nothing but their rows."""
         weights = dict(weights_of(unit))
         part = {name: held for name, held in files.items() if name in weights and name in later}
-        rows = _read_rows(part, weights, torch.device("cpu") if plan.offload_parameters else device)
+        rows = _read_rows(part, weights, torch.device("cpu") if plan.offload_parameters else device, content)
         if device.type == "cpu":  # where FSDP has put rows in between whole weights
             others = [one for name, one in weights.items() if name not in part and isinstance(one, DTensor)]
             rows |= {weight: alone(weight.to_local()) for weight in others}
@@ -228,7 +234,7 @@ def _shared_as_they_are(model: nn.Module, plan: Plan, targets: Sequence[str], re
 
 
 def _read_rows(
-    files: Mapping[str, Held], weights: Mapping[str, nn.Parameter], device: torch.device
+    files: Mapping[str, Held], weights: Mapping[str, nn.Parameter], device: torch.device, content: Content | None
 ) -> dict[nn.Parameter, torch.Tensor]:
     """This rank's rows of sharded weights."""
 
@@ -236,9 +242,12 @@ def _read_rows(
         return (slice(*rows_of(weights[name])),)
 
     found = {}
-    for name, part, _ in read_ahead(files, pin=device.type == "cuda", part=rows):
+    finite = Finite(next(iter(weights.values())).dtype if weights else torch.float32)
+    for name, part, _ in read_ahead(files, pin=device.type == "cuda", part=rows, content=content):
+        finite.look(name, part)
         local = part.to(device, weights[name].dtype, non_blocking=True)
         found[weights[name]] = alone(local) if device.type == "cpu" else local  # not the mapped file itself
+    finite.say({name: held.entries[0].path.name for name, held in files.items()})
     return found
 
 

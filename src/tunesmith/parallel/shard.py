@@ -128,7 +128,8 @@ def shard(
     is_rounded = plan.precision == "bf16" and not plan.master_weights and not has_adapters
     groups = nodes(plan) if is_quantized else None
     # What is made is then the gradient itself, and not something it is made from on another stream.
-    is_gradient = not (plan.offload_parameters or is_rounded) and (sharded.reduces_once or plan.accumulation == 1)
+    is_single = plan.accumulation == 1 and not plan.by_length
+    is_gradient = not (plan.offload_parameters or is_rounded) and (sharded.reduces_once or is_single)
     for unit in (*layers, sharded):
         prepare(unit)
         has_experts = plan.mesh.expert > 1  # which lie over ranks already, some on each

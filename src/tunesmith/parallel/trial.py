@@ -16,6 +16,7 @@ from tunesmith.kernels.nf4 import BLOCK
 from tunesmith.model import load, lora, quantized
 from tunesmith.model.forward import Calling, settle
 from tunesmith.model.fuse import fuse
+from tunesmith.model.probe import Probed
 from tunesmith.parallel.mesh import world_mesh
 from tunesmith.parallel.pipeline import check_stages
 from tunesmith.parallel.tensor import Split, check_split
@@ -26,12 +27,13 @@ MOST_STAGES = 4
 """That are tried; one more is as good as another."""
 
 
-def try_twin(run: Run, plan: Plan, device: torch.device) -> tuple[Calling, str | None]:
+def try_twin(run: Run, plan: Plan, device: torch.device, probed: Probed) -> tuple[Calling, str | None]:
     """As `settle` has it; UserError where what stages or strips compute is not what the model computes itself."""
     tensor, stages = plan.mesh.tensor, min(MOST_STAGES, plan.mesh.pipeline * PER_RANK[plan.schedule])
     width = BLOCK * tensor  # whole blocks of weights in nf4 for each rank
     twin = load.build_twin(run, dtype=plan.precision, device=device, layers=max(2, stages), width=width)
-    calling, note = settle(twin, vocabulary=load.vocabulary_size(twin.config), longest=plan.sequence_length)
+    sizes = {"vocabulary": load.vocabulary_size(twin.config), "longest": plan.sequence_length}
+    calling, note = settle(twin, **sizes, known=probed.calling)
     check_layout(twin, calling, plan)
     if plan.mesh.pipeline > 1:
         check_stages(twin, stages)
@@ -44,7 +46,7 @@ def try_twin(run: Run, plan: Plan, device: torch.device) -> tuple[Calling, str |
         def make_split() -> None:
             split = Split.of(twin, world_mesh(plan))
             split.cut(twin)
-            if run.has_adapters:
+            if run.has_adapters and probed.can_fuse:
                 fuse(twin, fp8=plan.products == "fp8", whole_mlps=device.type == "cuda")
             split.connect(twin)
 

@@ -4,16 +4,18 @@ rates instead of the catalogue's or a guess."""
 from __future__ import annotations
 
 import functools
-import json
 import os
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from tunesmith.disk import writing
 from tunesmith.plan.hardware import (
     DISK,
     Rates,
     has_fast_bf16,
+    keep_measured,
     measured_links,
     measured_links_file,
     measured_rates,
@@ -32,9 +34,9 @@ DISK_BYTES = 1 << 30
 def calibrate() -> str:
     """Measure products, memory, host link and disk, keep the rates for later plans, and say what was found."""
 
+    keep_measured(measured_links_file(), measured_links())  # before it takes minutes
     links = measured_links() | {DISK: _disk_rate()}
-    measured_links_file().parent.mkdir(parents=True, exist_ok=True)
-    measured_links_file().write_text(json.dumps(links, indent=2) + "\n", encoding="utf-8")
+    keep_measured(measured_links_file(), links)
     return f"{_calibrate_device()}; disk {links[DISK] / 1e9:.1f} GB/s"
 
 
@@ -80,17 +82,16 @@ def _calibrate_processor() -> str:
 
 
 def _keep(name: str, rates: Rates) -> None:
-    file = measured_rates_file()
-    file.parent.mkdir(parents=True, exist_ok=True)
     kept = {other: one.model_dump() for other, one in measured_rates().items()} | {name: rates.model_dump()}
-    file.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+    keep_measured(measured_rates_file(), kept)
 
 
 def _disk_rate() -> float:
     """Bytes a second to and from the disk of this folder: a file written through to it, then read without what the
     system has kept of it."""
     block = os.urandom(1 << 24)
-    with tempfile.TemporaryFile(dir=".", buffering=0) as file:
+    here = "make room there, or start this in another folder: the disk is measured here"
+    with writing(Path.cwd(), here), tempfile.TemporaryFile(dir=".", buffering=0) as file:
         began = time.perf_counter()
         for _ in range(DISK_BYTES // len(block)):
             file.write(block)

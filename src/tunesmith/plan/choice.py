@@ -46,6 +46,10 @@ class Task:
     """Packed sequences of one optimizer step, over all ranks."""
     document_length: int
     """Tokens that attend to each other; the sequence length unless more is known."""
+    padding: float = 1.0
+    """Tokens computed for each token of a document, where the model does not take packed ones."""
+    longest_document: int | None = None
+    """Of which the attention of a padded micro-batch keeps its scores; None: that of the usual one."""
     clips: bool = True
     """Gradients are scaled by the norm of them all."""
     is_exact: bool = False

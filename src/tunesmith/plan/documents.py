@@ -7,39 +7,75 @@ documents, not of the sequences they are packed into; memory depends on neither.
 from __future__ import annotations
 
 import glob
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tunesmith.config.schema import Dataset, Run
+from tunesmith.plan.defaults import DataSize, held_out_records
+from tunesmith.plan.plan import Plan
 
 TOKEN_BYTES = 4.5
 """Bytes of text a token stands for, roughly, with the file's own syntax."""
 SAMPLE = 1 << 20
 """Bytes of each data set that are looked at."""
+PADDING = 1 / 8
+"""Share of a padded micro-batch that may be padding, or of one that is full that may be used without asking."""
 LINES = (".jsonl", ".ndjson")
 """Files with a document a line; of others nobody knows where a document ends without reading them."""
+SMALL = 16 << 20
+"""Bytes of a list in JSON that may be read as a whole."""
+PACKED_FILES, PACKED = (".gz", ".zst", ".parquet"), 3
+"""Files that hold about so many times their own size."""
+UNKNOWN_LENGTH = 250
+"""Tokens of a document where nothing tells."""
 
 
-def total_tokens(run: Run) -> tuple[int, str] | None:
-    """Tokens of the whole run and how that is known: its steps, or the size of its files, roughly."""
-    if run.steps is not None:
-        return run.steps * run.batch_tokens, f"{run.steps:,} steps"
-    size = 0.0
+def measure(run: Run) -> DataSize | None:
+    """The size of the training data as its files tell it; None where they do not. Examples are counted where files have
+    one a line, or are small."""
+    tokens = examples = 0.0
+    longest: int | None = 0
     for dataset in run.data:
         files = _files(dataset)
         if not files:
             return None
-        for file in files:
-            packed = 3 if file.suffix in (".gz", ".zst", ".parquet") else 1
-            size += packed * file.stat().st_size * dataset.weight
-    return round(size / TOKEN_BYTES * run.epochs), "the size of the files, roughly"
+        size = sum((PACKED if file.suffix in PACKED_FILES else 1) * file.stat().st_size for file in files) / TOKEN_BYTES
+        sizes = list(_sizes(files))
+        lengths = [max(1, round(one / TOKEN_BYTES)) for one in sizes]
+        mean = sum(sizes) / TOKEN_BYTES / len(sizes) if sizes else UNKNOWN_LENGTH
+        count = size / mean
+        if dataset.limit is not None and dataset.limit < count:
+            size, count = dataset.limit * mean, dataset.limit
+        tokens += size * dataset.weight
+        examples += count * dataset.weight
+        longest = max(longest, *lengths) if lengths and longest is not None else None
+    if longest is not None:
+        longest = min(longest, run.sequence_length)
+    return DataSize(examples, tokens, longest)
+
+
+def guess_held_out(run: Run, size: DataSize | None) -> int:
+    """How many records will be held out, roughly."""
+    if run.held_out is not None and run.held_out >= 1:
+        return round(run.held_out)
+    return held_out_records(run, [round(size.examples) if size else 0]) if run.held_out != 0 else 0
+
+
+def total_tokens(run: Run, plan: Plan, size: DataSize | None) -> tuple[int, str] | None:
+    """Tokens of the whole run and how that is known: its steps, or the size of its files, roughly."""
+    if run.steps is not None:
+        return run.steps * plan.sequences_per_step * plan.sequence_length, f"{run.steps:,} steps"
+    if size is None:
+        return None
+    return round(size.tokens * plan.epochs), "counted" if size.is_exact else "the size of the files, roughly"
 
 
 def sample_lengths(run: Run) -> tuple[int, ...]:
     """Tokens of some of the run's documents, roughly; none where the files do not tell."""
     lengths: list[int] = []
     for dataset in run.data:
-        found = [max(1, round(size / TOKEN_BYTES)) for size in _sizes(_files(dataset))]
+        found = _lengths(_files(dataset))
         if not found:
             return ()
         lengths += found
@@ -57,6 +93,42 @@ def mean_length(lengths: Sequence[int], sequence_length: int) -> int:
     return round(sum(length**2 for length in cut) / sum(cut)) if cut else sequence_length
 
 
+def like_lengths(lengths: Sequence[int], tokens: int, *, alone: int | None = None) -> list[list[int]]:
+    """Which documents share a padded micro-batch: those of like length, longest first, no more than `tokens` with
+    their padding (but one document always); above `alone` tokens each by itself."""
+    groups: list[list[int]] = []
+    longest = real = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[index]
+        rows = len(groups[-1]) + 1 if groups else 0
+        padded = rows * longest
+        is_alike = padded - real - length <= PADDING * padded or padded <= PADDING * tokens
+        if groups and padded <= tokens and is_alike and not (alone is not None and longest > alone):
+            groups[-1].append(index)
+            real += length
+        else:
+            groups.append([index])
+            longest, real = length, length
+    return groups
+
+
+def padding(lengths: Sequence[int], sequence_length: int, step: int, micro_batch: int) -> float:
+    """Tokens that are computed in the padded layout for each one of a document, in steps and micro-batches of so many
+    tokens; 1 where the lengths are not known."""
+    cut = [min(length, sequence_length) for length in lengths]
+    computed = real = start = 0
+    while start < len(cut):
+        end, total = start, 0
+        while end < len(cut) and (end == start or total + cut[end] <= step):
+            total += cut[end]
+            end += 1
+        part = cut[start:end]
+        for group in like_lengths(part, micro_batch):
+            computed += len(group) * part[group[0]]
+        real, start = real + total, end
+    return computed / real if real else 1.0
+
+
 def _files(dataset: Dataset) -> list[Path]:
     if dataset.path is None:
         return []
@@ -65,9 +137,15 @@ def _files(dataset: Dataset) -> list[Path]:
     return sorted(Path(name) for name in names if Path(name).is_file())
 
 
+def _lengths(files: list[Path]) -> list[int]:
+    return [max(1, round(size / TOKEN_BYTES)) for size in _sizes(files)]
+
+
 def _sizes(files: list[Path]) -> Iterator[int]:
     left = SAMPLE
     for file in files:
+        if file.suffix == ".json" and file.stat().st_size <= SMALL:
+            yield from _sizes_of_list(file)
         if file.suffix not in LINES:
             continue
         with file.open("rb") as stream:
@@ -75,3 +153,14 @@ def _sizes(files: list[Path]) -> Iterator[int]:
                 left -= len(line)
                 if line.strip():
                     yield len(line)
+
+
+def _sizes_of_list(file: Path) -> Iterator[int]:
+    """Bytes of each record of a JSON file that is a list; of another file none."""
+    try:
+        records = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        return  # `train` will say what is wrong with it
+    if isinstance(records, list):
+        for record in records:
+            yield len(json.dumps(record, ensure_ascii=False).encode(errors="surrogatepass"))

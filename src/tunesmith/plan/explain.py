@@ -15,6 +15,7 @@ from tunesmith.errors import UserError
 from tunesmith.plan import memory, rules, speed
 from tunesmith.plan.catalogue import MODELS
 from tunesmith.plan.choice import Choice
+from tunesmith.plan.defaults import UNKNOWN_BATCH
 from tunesmith.plan.facts import ModelFacts, from_config
 from tunesmith.plan.hardware import Hardware
 from tunesmith.plan.plan import Plan
@@ -172,7 +173,9 @@ def solve(what: str, run: Run, facts: ModelFacts, hardware: Hardware) -> str:
 
         def of_length(count: int) -> Run:
             length = 256 * count
-            return run.model_copy(update={"sequence_length": length, "batch_tokens": max(run.batch_tokens, length)})
+            return run.model_copy(
+                update={"sequence_length": length, "batch_tokens": max(run.batch_tokens or UNKNOWN_BATCH, length)}
+            )
 
         best = _largest(most, lambda count: plan(of_length(count)).fits)
         if not best:
@@ -276,7 +279,7 @@ def differences(before: Plan, after: Plan) -> list[tuple[str, str, str]]:
         "sequence_length", "sequences_per_step", "micro_batch", "recompute_layers", "precision", "products", "storage",
         "master_weights", "optimizer_states", "offload_optimizer", "offload_parameters",
         "is_recorded", "keep_turned", "keep_attention", "mlp_slice", "offload_activations",
-        "sharding", "attention", "learning_rate",
+        "sharding", "attention", "epochs", "learning_rate", "held_out",
     )  # fmt: skip
     for name in names:
         rows.append((name.replace("_", " "), str(getattr(before, name)), str(getattr(after, name))))

@@ -120,6 +120,8 @@ class ModelFacts(Part):
     has_head: bool = True
     has_fused_attention: bool = True
     """Kernels do its attention; soft-capped scores are computed in full."""
+    packs: bool = True
+    """Documents can lie end to end; else they are padded, one a row."""
     is_causal: bool = True
     """A decoder alone; encoder-decoder models are known but cannot be trained."""
     note: str | None = None
@@ -235,7 +237,7 @@ def from_config(config: Mapping[str, Any]) -> ModelFacts:
     merged = {**config, **text} if isinstance(text, Mapping) else dict(config)
     inner = family_of({"model_type": merged.get("model_type")})
     facts = _checked(FAMILIES.get(inner or "llama", _llama)(_Config(merged)))
-    architecture = _architecture(config)
+    architecture = architecture_of(config)
     note = f"{architecture} has no formula here; its sizes are taken for those of the usual decoder"
     return facts.changed(architecture=architecture, note=note)
 
@@ -244,7 +246,7 @@ def family_of(config: Mapping[str, Any]) -> str | None:
     """The family whose formula applies: `model_type`, or what the architecture's name says where that is missing."""
     name = config.get("model_type")
     if not isinstance(name, str):
-        words = re.sub(r"(ForCausalLM|LMHeadModel|Model|ForConditionalGeneration)$", "", _architecture(config))
+        words = re.sub(r"(ForCausalLM|LMHeadModel|Model|ForConditionalGeneration)$", "", architecture_of(config))
         name = {"gptneox": "gpt_neox", "gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}.get(
             words.lower(), words.lower()
         )
@@ -288,7 +290,7 @@ class _Config:
     def __init__(self, values: Mapping[str, Any]):
         self.values = values
         self.hidden = self.number("hidden_size", "n_embd", "d_model")
-        self.layers = self.number("num_hidden_layers", "n_layer", "num_layers")
+        self.layers = self.number("num_hidden_layers", "n_layer", "num_layers", "decoder_layers")
         if self.layers > MOST_LAYERS:
             raise UserError(f"its config.json has {self.layers:,} layers, which no model has; it is damaged.")
         self.heads = self.number("num_attention_heads", "n_head", "num_heads", default=max(1, self.hidden // 64))
@@ -318,7 +320,7 @@ class _Config:
     ) -> ModelFacts:
         positions = self.number("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", default=1 << 62)
         return ModelFacts(
-            architecture=_architecture(self.values),
+            architecture=architecture_of(self.values),
             hidden=self.hidden,
             heads=self.heads,
             kv_heads=self.kv_heads,
@@ -526,7 +528,7 @@ def _falcon(c: _Config) -> ModelFacts:
     )
     other = 2 * norms * c.hidden
     layer = _plain_layer(c, "transformer.h", linears, other, norms=norms, is_qkv_fused=True, is_parallel=is_parallel)
-    return c.facts([layer], tied=True, extra=2 * c.hidden)
+    return c.facts([layer], tied=True, extra=2 * c.hidden, packs=False)
 
 
 def _mixtral(c: _Config) -> ModelFacts:
@@ -657,7 +659,7 @@ def _plain_layer(c: _Config, prefix: str, linears: tuple[Linear, ...], other: in
     )
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
+def architecture_of(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else str(config.get("model_type") or "unknown")
 

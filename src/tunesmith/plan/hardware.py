@@ -15,6 +15,7 @@ import platform
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ import psutil
 from pydantic import ValidationError
 
 from tunesmith.cache import cache_folder
+from tunesmith.disk import writing
 from tunesmith.errors import UserError
 from tunesmith.plan import catalogue
 from tunesmith.plan.place import here
 from tunesmith.plan.plan import Part
 
 GIB = 2**30
+ELSEWHERE = "make room there, or set TUNESMITH_CACHE to a folder elsewhere"
 ATTAINABLE = {"fp32": 0.75, "half": 0.72, "fp8": 0.78}
 """Share of the published rate that large products reach (bf16 on an H200: 0.67 to 0.77; fp8: 0.64 to 0.73 alone, and
 0.74 within a step, which the speed model's shapes make of this)."""
@@ -246,13 +249,26 @@ def measured_rates() -> dict[str, Rates]:
     try:
         content = json.loads(measured_rates_file().read_text(encoding="utf-8"))
         return {name: Rates.model_validate(rates) for name, rates in content.items()}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(
             f"{measured_rates_file()} cannot be read ({str(error).splitlines()[0]}); delete it, or measure again with "
             "`tunesmith plan --calibrate`."
         ) from error
+
+
+def keep_measured(file: Path, content: dict[str, Any]) -> None:
+    """Write one of these files, whole or not at all."""
+    partial = file.with_name(f".{file.name}.partial-{os.getpid()}")
+    with writing(file, ELSEWHERE):
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            os.replace(partial, file)
+        finally:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
 
 
 def measured_links_file() -> Path:
@@ -265,7 +281,7 @@ def measured_links() -> dict[str, float]:
     try:
         content = json.loads(measured_links_file().read_text(encoding="utf-8"))
         return {str(name): float(speed) for name, speed in content.items()}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UserError(

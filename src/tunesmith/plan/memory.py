@@ -222,10 +222,20 @@ def host_memory(task: Task, choice: Choice, *, copied: int = 0) -> int:
 
 
 def checkpoint(task: Task, choice: Choice) -> int:
-    """What all ranks of a node write of a checkpoint: trained weights as the optimizer updates them, and states."""
+    """What all ranks of a node write of a checkpoint."""
+    return round(checkpoint_bytes(task, choice) / min(choice.ranks, task.hardware.nodes))
+
+
+def checkpoint_bytes(task: Task, choice: Choice) -> float:
+    """Of a checkpoint: trained weights as the optimizer updates them, and states."""
     is_half = task.precision != "fp32" and choice.sharding == "none" and not choice.has_masters(task)
     weight = task.width if is_half and not task.has_adapters else 4
-    return round(task.trained * (weight + _states(task, choice)) / min(choice.ranks, task.hardware.nodes))
+    return task.trained * (weight + _states(task, choice))
+
+
+def result_bytes(task: Task) -> int:
+    """Of the trained adapter, or of the model in the precision it is held in."""
+    return task.trained * (4 if task.has_adapters else task.width)
 
 
 def parameter_bytes(task: Task, choice: Choice) -> float:
@@ -557,7 +567,8 @@ def layer_bytes(
         values -= 1  # frozen experts do not keep their inputs
     attention += 4 * task.facts.heads
     if not task.facts.has_fused_attention:
-        attention += 8 * task.facts.heads * min(task.document_length, kind.window or task.document_length)
+        length = task.longest_document or task.document_length
+        attention += 8 * task.facts.heads * min(length, kind.window or length)
     mlp = crowded * (values * kind.intermediate + (2 if is_full else 1) * kind.copies * hidden) * width
     adapter = 0.0
     if task.has_adapters:

@@ -7,6 +7,7 @@ which takes seconds and is said.
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO, Literal
 
 from tunesmith import hub
 from tunesmith.errors import UserError
-from tunesmith.plan.facts import Layer, Linear, ModelFacts, family_of, from_config
+from tunesmith.plan.facts import Layer, Linear, ModelFacts, architecture_of, family_of, from_config
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,14 @@ def find(model: str) -> Found:
     return Found("hub", model)
 
 
+def check_there(model: str) -> None:
+    """Raise UserError where there is no such model: before anything is imported that takes seconds, and the hub asked
+    at most once."""
+    found = find(model)
+    if found.kind == "hub":
+        _from_hub(found.location)
+
+
 def files_of(model: str) -> list[Path]:
     """The files with the model's weights, where they lie on this disk, in the order of their names."""
     found = find(model)
@@ -66,6 +75,7 @@ def files_of(model: str) -> list[Path]:
 def read_facts(model: str, *, trust_remote_code: bool = False) -> ModelFacts:
     """Facts of the model of this name: by formula, or by building it without weights."""
     config = read_config(model)
+    check_kind(model, config)
     try:
         if family_of(config) is not None:
             return from_config(config)
@@ -86,13 +96,90 @@ def read_config(model: str) -> dict[str, Any]:
         path = Path(found.location) / "config.json"
     else:
         path = _from_hub(found.location)
+    config = read_config_file(path)
+    check_quantization(config)
+    return config
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The contents of a config.json, with the numbers that JSON has no words for."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"model: {path} cannot be read: {str(error).splitlines()[0]}.") from error
+        config = json.loads(path.read_text(encoding="utf-8"), object_hook=_untagged)
+    except (OSError, ValueError, RecursionError) as error:
+        said = str(error).splitlines() or [type(error).__name__]
+        raise UserError(f"model: {path} cannot be read: {said[0]}.") from error
     if not isinstance(config, dict):
         raise UserError(f"model: {path} holds no settings; it is damaged.")
     return config
+
+
+def _untagged(found: dict[str, Any]) -> Any:
+    """transformers writes a float that JSON has no word for as {"__float__": "Infinity"}."""
+    if found.keys() == {"__float__"}:
+        try:
+            return float(found["__float__"])
+        except (TypeError, ValueError):
+            return found
+    return found
+
+
+QUANTIZED = {"bitsandbytes", "fp8", "fbgemm_fp8", "mxfp4", "gptq", "awq", "auto-round", "compressed-tensors"}
+"""Ways in which weights may lie in a model's files in few bits already; `model.packed` reads them."""
+
+
+def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a config says of weights that are quantized already."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        for name in ("quantization_config", "compression_config"):
+            if isinstance(part.get(name), dict) and part[name]:
+                return part[name]
+    return None
+
+
+def check_quantization(config: Mapping[str, Any]) -> None:
+    """UserError where the config says that its weights are in few bits in a way that cannot be read here."""
+    scheme = quantization_of(config)
+    if scheme is None:
+        return
+    method = scheme.get("quant_method")
+    if method is None and scheme.keys() & {"load_in_4bit", "load_in_8bit"}:
+        method = "bitsandbytes"
+    if method not in QUANTIZED:
+        known = ", ".join(sorted(QUANTIZED))
+        raise UserError(
+            f"model: its weights were quantized by {str(method)[:60]!r}, which cannot be read here (only {known}); "
+            "give the model as it was before."
+        )
+
+
+def check_kind(model: str, config: Mapping[str, Any]) -> None:
+    """UserError where the model is no causal language model, as far as its config says."""
+    if (kind := other_kind(config)) is not None:
+        raise UserError(
+            f"model: {model} is {kind}, and only causal language models, which predict the next token, can be "
+            "fine-tuned here."
+        )
+
+
+def other_kind(config: Mapping[str, Any]) -> str | None:
+    """What a model is by its config where it is no causal language model; None where it may be one."""
+    name = architecture_of(config)
+    has_text = any(isinstance(one.get("vocab_size"), int) for one in (config, config.get("text_config") or {}))
+    keys = set(config) | {key for one in config.values() if isinstance(one, dict) for key in one}
+    is_heard = bool(keys & {"num_mel_bins", "feat_extract_norm", "conv_bias", "audio_config", "sampling_rate"})
+    is_seen = bool(keys & {"image_size", "patch_size", "vision_config", "num_channels"})
+    if re.search(r"ForCTC$|Audio|Speech|Wav2Vec|Whisper|Hubert|XVector", name) or (is_heard and not has_text):
+        return f"a speech model ({name})"
+    if config.get("is_encoder_decoder") is True and not name.endswith(("ForCausalLM", "Decoder")):
+        return f"an encoder-decoder model of T5's kind ({name})"
+    if re.search(r"Image|Vision|ObjectDetection|Segmentation|Depth|^CLIP|^Siglip", name) or (is_seen and not has_text):
+        return f"a vision model ({name})"
+    if re.search(r"MaskedLM$|ForPreTraining$|TokenClassification$|QuestionAnswering$|MultipleChoice$", name):
+        return f"an encoder of BERT's kind ({name})"
+    if re.search(r"SequenceClassification$|RewardModel$", name):
+        return f"a classifier ({name})"
+    return None
 
 
 def build_facts(config: Mapping[str, Any], *, trust_remote_code: bool = False) -> ModelFacts:
@@ -100,7 +187,8 @@ def build_facts(config: Mapping[str, Any], *, trust_remote_code: bool = False) -
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    made = AutoConfig.for_model(**dict(config))
+    plain = {name: value for name, value in config.items() if name not in ("quantization_config", "compression_config")}
+    made = AutoConfig.for_model(**plain)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(made, trust_remote_code=trust_remote_code)
     rough = from_config(made.to_dict())
@@ -142,12 +230,22 @@ def build_facts(config: Mapping[str, Any], *, trust_remote_code: bool = False) -
         pattern=tuple(pattern),
         tied=tied,
         has_head=head is not None,
+        packs=_packs(model),
         extra=0,
         note=f"{rough.architecture} has no formula here: its sizes are those of the model built without weights, and "
         "what its layers keep for backward is an estimate",
     )
     everything = sum(parameter.numel() for parameter in model.parameters())
     return facts.changed(extra=everything - inside - facts.embedding - facts.head)
+
+
+def _packs(model: Any) -> bool:
+    """Whether documents can lie end to end, as far as the code says: its attention is exchangeable, and nothing else
+    runs along the tokens. The probe has the last word."""
+    along = ("conv1d", "mixer", "mamba", "linear_attn", "recurrent", "rwkv")
+    names = (name.rpartition(".")[2].lower() for name, _ in model.named_modules())
+    runs_along = getattr(model, "_is_stateful", False) or any(word in name for name in names for word in along)
+    return bool(getattr(model, "_supports_attention_backend", False)) and not runs_along
 
 
 # GGUF
@@ -265,8 +363,8 @@ def _from_hub(name: str) -> Path:
         return Path(hf_hub_download(name, "config.json", local_files_only=is_offline))
     except LocalEntryNotFoundError as error:
         raise UserError(
-            f"model: {name} is neither a folder here nor in the hub's cache, and the hub cannot be reached; give the "
-            "path of a model folder or a .gguf file."
+            f"model: {name} is neither a folder here nor in the hub's cache, and {hub.unreachable()}; give the path "
+            "of a model folder or a .gguf file."
         ) from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -169,6 +169,9 @@ class Plan(Part):
     is_recorded: bool = False
     """The layers' forward and backward passes are recorded once, as CUDA graphs, and replayed: the processor starts all
     kernels of a pass at once."""
+    by_length: bool = False
+    """Micro-batches go by the lengths of documents, which the model does not take packed: padded, of like length, and
+    no larger than `micro_batch` sequences. Their number changes from step to step."""
     master_weights: bool
     """Trained weights are also kept in fp32, and updated there; else those in bf16 are rounded at random."""
     sequence_length: Positive
@@ -198,7 +201,11 @@ class Plan(Part):
     """Each weight is updated and its gradient freed within the backward pass; one micro-batch a step, no clipping."""
     save_beside: bool = False
     """Checkpoints are copied to host memory and written beside the next steps."""
+    epochs: Annotated[float, Field(gt=0)] = 1.0
+    """Passes over the data, unless the settings count `steps`."""
     learning_rate: Annotated[float, Field(gt=0)]
+    held_out: Annotated[int, Field(ge=0)] = 0
+    """Records of the training data that are held out and evaluated."""
     deterministic: bool
     memory: Memory
     """Predicted, at the peak of the step."""

@@ -36,6 +36,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "encoder-decoder models cannot be trained here, decoders only",
     ),
     (
+        lambda task, choice: not task.facts.packs and max(choice.tensor, choice.context, choice.pipeline) > 1,
+        "this model does not take packed documents, which tensor, context and pipeline parallelism need",
+    ),
+    (
         lambda task, choice: choice.products == "fp8" and (task.device == "cpu" or task.gpu.capability < FP8),
         "fp8 products need a GPU of compute capability 8.9 or more",
     ),
@@ -226,6 +230,7 @@ def may_release(task: Task, choice: Choice) -> bool:
     return (
         not task.has_adapters
         and not task.clips
+        and task.facts.packs  # padded documents make more micro-batches
         and task.optimizer in ALONE
         and task.precision != "fp16"
         and choice.accumulation(task) == 1

@@ -12,13 +12,14 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.plan import memory, rules, speed
 from tunesmith.plan.choice import Choice, Task
-from tunesmith.plan.documents import mean_length
+from tunesmith.plan.defaults import Amount, DataSize, Decide, propose
+from tunesmith.plan.documents import mean_length, padding
 from tunesmith.plan.facts import ModelFacts
 from tunesmith.plan.hardware import Hardware
 from tunesmith.plan.plan import Device, Mesh, Moment, Plan, Precision, Reason, Time
@@ -42,11 +43,11 @@ WORTH = 1.2
 SCHEDULES = ("1f1b", "interleaved")
 """Those that are looked at; zero-bubble is for those who ask for it, since it goes with plain layers only."""
 MOST_STAGES = 16
+HIGHEST_RATE = 1.0
+"""Of optimizers that move each weight by about the learning rate, whatever its gradient."""
 IN_INT8 = {"gather": "int8", "reduce": "int8"}
 OFF = {"int8": "1/254 of the largest of its 128", "int4": "1/14 of the largest of its 64"}
 """How far rounding takes a value, at most (`parallel.quantized`)."""
-Decide = Callable[[str, object, str], None]
-"""Writes down a decision: topic, choice, reason."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,10 @@ class Search:
         return memory.timeline(self.task, self.chosen.choice)
 
 
-def make_plan(run: Run, facts: ModelFacts, hardware: Hardware, *, lengths: Sequence[int] = ()) -> Plan:
-    return search(run, facts, hardware, lengths=lengths).plan
+def make_plan(
+    run: Run, facts: ModelFacts, hardware: Hardware, *, lengths: Sequence[int] = (), size: DataSize | None = None
+) -> Plan:
+    return search(run, facts, hardware, lengths=lengths, size=size).plan
 
 
 def search(
@@ -86,15 +89,20 @@ def search(
     *,
     pins: Mapping[str, Any] | None = None,
     lengths: Sequence[int] = (),
+    size: DataSize | None = None,
+    held_out: int = 0,
 ) -> Search:
-    """Look for the best plan. `pins` fixes what may be chosen; `lengths` are those of some documents, where they are
-    known."""
+    """Look for the best plan. `pins` fixes what may be chosen; `lengths` are those of some documents and `size` that of
+    the training data, where they are known; so many of its records are held out."""
     reasons: list[Reason] = []
 
     def decide(topic: str, choice: object, why: str) -> None:
         reasons.append(Reason(topic=topic, choice=str(choice), why=why))
 
-    task, products = make_task(run, facts, hardware, decide, lengths)
+    task, products, amount = make_task(run, facts, hardware, decide, lengths, size)
+    if held_out:
+        why = "asked for" if run.held_out else "no eval is given, and only what is not trained on tells learning apart"
+        decide("held out", f"{held_out:,} records", why)
     margin = _margin(task, decide)
     free = task.gpu.free if task.device == "cuda" else hardware.available // hardware.processes
     limit = int((1 - margin) * free)
@@ -145,6 +153,7 @@ def search(
         attention=choice.attention,
         is_compiled=choice.is_compiled,
         is_recorded=choice.is_recorded,
+        by_length=not task.facts.packs,
         keep_turned=choice.keep_turned,
         master_weights=choice.has_masters(task),
         sequence_length=task.sequence_length,
@@ -159,7 +168,9 @@ def search(
         offload_parameters=choice.offload_parameters,
         release_gradients=choice.release_gradients,
         save_beside=saves_beside,
-        learning_rate=_learning_rate(run, decide),
+        epochs=amount.epochs,
+        learning_rate=amount.learning_rate,
+        held_out=held_out,
         deterministic=_deterministic(run, task.device, decide),
         memory=found.peak.memory,
         peak=found.peak.name,
@@ -193,39 +204,66 @@ def refusal(run: Run, plan: Plan, facts: ModelFacts, hardware: Hardware) -> str 
     """Why a plan made by hand cannot be carried out, or None."""
     if plan.device == "cuda" and not hardware.gpus:
         return "it is for a GPU, and none is here"
-    task, _ = make_task(run, facts, hardware, lambda *_: None)
-    task = dataclasses.replace(
-        task,
-        device=plan.device,
-        precision=plan.precision,
-        sequence_length=plan.sequence_length,
-        sequences=plan.sequences_per_step,
-        is_exact=plan.deterministic,
-    )
-    given = {**dict(plan), **dict(plan.mesh)}
-    choice = Choice(**{field.name: given[field.name] for field in dataclasses.fields(Choice)})
+    counted = run.model_copy(update={"batch_tokens": None})  # by the plan
+    make_task(counted, facts, hardware, lambda *_: None)  # what refuses the run refuses it here
+    task, choice = _of_plan(run, plan, facts, hardware)
     if (refused := rules.refused(task, choice)) is not None:
         return refused
     return next((f"this version of Tunesmith cannot do {missing}" for missing in rules.beyond(task, choice)), None)
 
 
+class Written(NamedTuple):
+    """What a run writes, in bytes."""
+
+    checkpoint: int
+    result: int
+
+
+def written(run: Run, plan: Plan, facts: ModelFacts, hardware: Hardware) -> Written:
+    """By a run that obeys this plan."""
+    task, choice = _of_plan(run, plan, facts, hardware)
+    return Written(round(memory.checkpoint_bytes(task, choice)), memory.result_bytes(task))
+
+
+def predicted_memory(run: Run, plan: Plan, facts: ModelFacts, hardware: Hardware) -> int:
+    """Bytes of each rank at the peak of a step that obeys this plan."""
+    return memory.peak(memory.timeline(*_of_plan(run, plan, facts, hardware))).memory.total
+
+
+def _of_plan(run: Run, plan: Plan, facts: ModelFacts, hardware: Hardware) -> tuple[Task, Choice]:
+    task = Task(
+        facts=facts,
+        hardware=hardware,
+        device=plan.device,
+        precision=plan.precision,
+        method=run.method,
+        lora=run.lora,
+        optimizer=run.algorithm,
+        sequence_length=plan.sequence_length,
+        sequences=plan.sequences_per_step,
+        document_length=plan.sequence_length,
+        clips=run.max_grad_norm is not None,
+        is_exact=plan.deterministic,
+    )
+    given = {**dict(plan), **dict(plan.mesh)}
+    return task, Choice(**{field.name: given[field.name] for field in dataclasses.fields(Choice)})
+
+
 def make_task(
-    run: Run, facts: ModelFacts, hardware: Hardware, decide: Decide, lengths: Sequence[int] = ()
-) -> tuple[Task, str]:
+    run: Run,
+    facts: ModelFacts,
+    hardware: Hardware,
+    decide: Decide,
+    lengths: Sequence[int] = (),
+    size: DataSize | None = None,
+) -> tuple[Task, str, Amount]:
     """What is settled before anything is searched for, and the arithmetic of the products."""
     device = _device(run, hardware, decide)
     precision, products = _precision(run, hardware, device, decide)
-    sequence_length = _sequence_length(run, facts, decide)
-    if run.batch_tokens < sequence_length:
-        raise UserError(
-            f"batch_tokens is {run.batch_tokens}, less than the {sequence_length} of sequence_length: a step holds at "
-            "least one sequence; raise batch_tokens or lower sequence_length."
-        )
-    sequences = max(1, round(run.batch_tokens / sequence_length))
-    counted = f"{sequences} sequence{'s'[: sequences > 1]}"
-    decide(
-        "batch", f"{counted} a step", f"batch_tokens {run.batch_tokens:,} is {counted} of {sequence_length:,} tokens"
-    )
+    limit = longest_sequence(run, facts, decide)
+    amount = propose(run, facts.hidden, limit, size, decide)
+    check_rate(run, amount.learning_rate)
+    sequence_length = amount.sequence_length
     task = Task(
         facts=facts,
         hardware=hardware,
@@ -235,11 +273,23 @@ def make_task(
         lora=run.lora,
         optimizer=run.algorithm,
         sequence_length=sequence_length,
-        sequences=sequences,
+        sequences=amount.sequences,
         document_length=mean_length(lengths, sequence_length),
         clips=run.max_grad_norm is not None,
         is_exact=run.deterministic,
+        padding=1.0
+        if facts.packs
+        else padding(lengths, sequence_length, amount.sequences * sequence_length, sequence_length),
+        longest_document=None if facts.packs else sequence_length,
     )
+    if not facts.packs:
+        share = f"{task.padding - 1:.0%} more tokens are computed, by the data's own lengths" if lengths else ""
+        decide(
+            "layout",
+            "padded",
+            f"{facts.architecture} does not take packed documents; those of like length share a "
+            f"micro-batch{', and ' if share else ''}{share}",
+        )
     if device == "cpu" and hardware.rates is None:
         decide(
             "speed",
@@ -249,7 +299,7 @@ def make_task(
     if task.document_length < 0.8 * sequence_length:
         why = "the data's own lengths, roughly: attention costs by them, and sequences are packed with several"
         decide("documents", f"about {task.document_length:,} tokens", why)
-    return task, products
+    return task, products, amount
 
 
 # enumeration
@@ -297,7 +347,7 @@ def _candidates(
 ) -> Iterator[Candidate]:
     base = Choice(
         attention=rules.attention_for(task),
-        is_compiled=task.device == "cuda",
+        is_compiled=task.device == "cuda" and task.facts.packs,  # padded rows change their shape with every step
         **{name: value for name, value in tier.items() if name != "axes"},
     )
     fixed = {name: value for name, value in pins.items() if name != "recompute_layers"}
@@ -578,7 +628,8 @@ def _precision(run: Run, hardware: Hardware, device: Device, decide: Decide) -> 
     return cast(Precision, wanted), "plain"
 
 
-def _sequence_length(run: Run, facts: ModelFacts, decide: Decide) -> int:
+def longest_sequence(run: Run, facts: ModelFacts, decide: Decide = lambda *_: None) -> int:
+    """What is asked for, as far as the model was made for it."""
     limit = facts.positions
     if limit is not None and run.sequence_length > limit:
         if "sequence_length" in run.model_fields_set:
@@ -591,22 +642,13 @@ def _sequence_length(run: Run, facts: ModelFacts, decide: Decide) -> int:
     return run.sequence_length
 
 
-def _learning_rate(run: Run, decide: Decide) -> float:
-    usual = 2e-5 if run.method == "full" else 2e-4
-    rate = usual if run.learning_rate is None else run.learning_rate
-    if run.learning_rate is None:
-        decide("learning rate", f"{rate:g}", f"usual for method: {run.method}")
-    if not usual / 20 <= rate <= usual * 20:
-        decide("learning rate", f"{rate:g}", f"unusual: {usual:g} is common for method: {run.method}")
-    elif run.batch_tokens > 2**20 or run.batch_tokens < 2**11:
-        size = "large" if run.batch_tokens > 2**20 else "small"
-        direction = "higher" if size == "large" else "lower"
-        decide(
-            "learning rate",
-            f"{rate:g}",
-            f"{run.batch_tokens:,} tokens a step is an unusually {size} batch, for which a {direction} rate may suit",
+def check_rate(run: Run, rate: float) -> None:
+    """Refuse a learning rate that cannot be meant. How far SGD moves a weight is for its gradient to say."""
+    if rate > HIGHEST_RATE and run.algorithm != "sgd":
+        raise UserError(
+            f"learning_rate is {rate:g}, and {run.algorithm} moves each weight by about so much in a step, where most "
+            "are smaller than 0.1; 2e-4 is usual for adapters and 2e-5 for all weights."
         )
-    return rate
 
 
 def _deterministic(run: Run, device: str, decide: Decide) -> bool:

@@ -112,6 +112,9 @@ def step_time(task: Task, choice: Choice) -> Time:
     if choice.pipeline > 1:
         rounds = stages.micro_batches(rounds, choice.pipeline)
     forward, backward, recomputed = _passes(task, choice)
+    if task.padding > 1:
+        forward, backward = (Time(**{k: task.padding * v for k, v in dict(one).items()}) for one in (forward, backward))
+        recomputed *= task.padding
     compute = forward.total + backward.total + recomputed
     time = {part: rounds * (getattr(forward, part) + getattr(backward, part)) for part in Time.model_fields}
     time["recomputation"] = rounds * recomputed

@@ -10,13 +10,14 @@ import contextlib
 import dataclasses
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tunesmith.errors import UserError
+from tunesmith.disk import writing
 
 FILE = "events.jsonl"
 
@@ -59,6 +60,9 @@ class Step(Event):
     """Loss by data set."""
     skipped: bool = False
     """fp16 only: the gradients overflowed and the weights stayed as they were."""
+    is_warm_up: bool = field(default=False, metadata={"is_logged": False})
+    """One of the first of a sitting, or layers were compiled in it: its time says nothing about the others. Not logged:
+    the history of a run does not depend on its sittings."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,14 @@ class Warned(Event):
 
 
 @dataclass(frozen=True)
+class Stopping(Event):
+    """Somebody asked the run to stop, and it will as soon as it can."""
+
+    kind = "stopping"
+    reason: str
+
+
+@dataclass(frozen=True)
 class Stopped(Event):
     kind = "stopped"
     step: int
@@ -106,35 +118,40 @@ class Finished(Event):
     kind = "finished"
     step: int
     seconds: float
+    """From the start of the program."""
     tokens_per_second: float
+    """Of all steps, without what they compiled."""
     predicted_memory: int
     measured_memory: int
     predicted_tokens_per_second: float = 0.0
     memory: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Bytes predicted and measured, by what they are for, as far as the device tells."""
+    spent: dict[str, float] = field(default_factory=dict)
+    """The seconds, by what they were spent on; those of `training` are the ones that `tokens_per_second` counts."""
 
 
 KINDS: dict[str, type[Event]] = {kind.kind: kind for kind in Event.__subclasses__()}
 
 
 class EventLog:
-    """Appends events to the run's file; a line that a kill cut short is removed first."""
+    """Appends events to the run's file, from any thread; a line that a kill cut short is removed first."""
 
     def __init__(self, folder: Path):
         self.path = folder / FILE
-        try:
+        self._lock = threading.Lock()
+        with writing(self.path, "make room there or choose another output"):
             _remove_partial_line(self.path)
             self._stream = self.path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise UserError(
-                f"{self.path} cannot be written: {error.strerror or error}; make room there or choose another output."
-            ) from error
 
     def write(self, event: Event) -> None:
         record = {"event": event.kind, "time": round(time.time(), 3), **dataclasses.asdict(event)}
+        for one in dataclasses.fields(event):
+            if not one.metadata.get("is_logged", True):
+                del record[one.name]
         try:
-            self._stream.write(json.dumps(record, allow_nan=False) + "\n")
-            self._stream.flush()
+            with self._lock:
+                self._stream.write(json.dumps(record, allow_nan=False) + "\n")
+                self._stream.flush()
         except OSError:
             pass  # a full disk costs lines of the log, not the run; the checkpoint's warning tells the user
 

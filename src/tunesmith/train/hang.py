@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from tunesmith.disk import writing
 from tunesmith.parallel.ranks import Ranks
 
 HANG_SECONDS = 1200.0
@@ -27,8 +28,9 @@ class HangWatch:
         self._file: IO[str] | None = None
         if ranks.count > 1:
             place = folder / FOLDER
-            place.mkdir(parents=True, exist_ok=True)
-            self._file = (place / f"rank-{ranks.rank}.txt").open("w", encoding="utf-8")
+            with writing(place, "make room there, or choose another output"):
+                place.mkdir(parents=True, exist_ok=True)
+                self._file = (place / f"rank-{ranks.rank}.txt").open("w", encoding="utf-8")
 
     @contextmanager
     def __call__(self) -> Iterator[None]:

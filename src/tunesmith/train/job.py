@@ -20,11 +20,20 @@ from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import Plan
 from tunesmith.train.events import Evaluation
 
+Progress = Callable[[int, int | None], None]
+"""Told how far something is, and out of how much (None: not known)."""
+
 
 class Save(Protocol):
     def __call__(self, step: int, state: dict[str, Any], metric: float | None, *, beside: bool) -> Saving:
         """After so many steps, with state and held-out loss; `beside` training, of copies, or of the weights and states
         themselves."""
+        ...
+
+
+class WriteResult(Protocol):
+    def __call__(self, name: str | None = None) -> Path:
+        """Into a folder of this name; the usual one when left out."""
         ...
 
 
@@ -44,13 +53,13 @@ class Job:
     checkpoints: CheckpointStore
     resume_from: CheckpointStore
     """Where to look for a checkpoint to continue from: the same, unless changed settings were accepted."""
-    evaluate: Callable[[int], Evaluation] | None
+    evaluate: Callable[[int, Progress], Evaluation] | None
     """Held-out losses after so many steps; None without held-out data."""
     save: Save
     """Begins a checkpoint. All ranks must take part."""
     restore: Callable[[CheckpointStore, Checkpoint], dict[str, Any]]
     """Gives weights and optimizer the values of a checkpoint, and returns the state that was saved with it."""
-    write_result: Callable[[], Path]
+    write_result: WriteResult
     """Writes the adapter or the model into the run folder and returns where. All ranks must take part."""
     warnings: tuple[str, ...]
     """What should be said before training starts."""

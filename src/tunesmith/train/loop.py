@@ -7,9 +7,13 @@ several ranks, all run this loop; the first one writes, and what depends on cloc
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
+import secrets
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,20 +24,28 @@ from pathlib import Path
 import torch
 from torch.profiler import record_function
 
+from tunesmith import disk
 from tunesmith.checkpoint.run_folder import write_summary
 from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Saving
 from tunesmith.data.types import StepBatch
-from tunesmith.errors import UserError
+from tunesmith.errors import UserError, listed
 from tunesmith.optim.schedule import learning_rate
-from tunesmith.parallel.compile import news
+from tunesmith.parallel.compile import Compilation, news
+from tunesmith.plan.defaults import EVALUATED_SHARE
 from tunesmith.train import events
 from tunesmith.train.graph import EAGER_STEPS, Recorder
 from tunesmith.train.hang import HangWatch
 from tunesmith.train.job import Job
 from tunesmith.train.moments import Moments
+from tunesmith.train.speed import Speed
 from tunesmith.train.step import Interrupted, LossScale, NotFinite, StepResult, TrainStep
+from tunesmith.train.vitals import Failing, Sample, Vitals
 
 Observer = Callable[[events.Event], None]
+Progress = Callable[[str, int, int | None], None]
+"""Told what goes on within or between steps, how far it is, and out of how much (None: not known)."""
+MICRO_BATCHES = "micro-batches"
+"""What progress inside a step is called."""
 Watch = Callable[[int], AbstractContextManager[object]]
 """Stands around each step (counted from 1), the wait for its data included; for profiles."""
 SAVE_SECONDS = 600.0
@@ -49,11 +61,20 @@ class Outcome:
     is_finished: bool
     reason: str
     result: Path | None = None
+    resumes_at: int = 0
+    """The step from which an unfinished run continues."""
 
 
-def train(job: Job, observe: Observer, *, started: float | None = None, watch: Watch | None = None) -> Outcome:
+def train(
+    job: Job,
+    observe: Observer,
+    *,
+    started: float | None = None,
+    watch: Watch | None = None,
+    progress: Progress = lambda *_: None,
+) -> Outcome:
     """Run the job to its end, or to a signal or time limit; in each case everything done is saved."""
-    return _Loop(job, observe, time.monotonic() if started is None else started, watch).run()
+    return _Loop(job, observe, time.monotonic() if started is None else started, watch, progress).run()
 
 
 def step_of(job: Job, scale: LossScale | None) -> TrainStep:
@@ -137,15 +158,18 @@ class _Saving:
 
 
 class _Loop:
-    def __init__(self, job: Job, observe: Observer, started: float, watch: Watch | None):
+    def __init__(self, job: Job, observe: Observer, started: float, watch: Watch | None, progress: Progress):
         self.job = job
         self.observe = observe
         self.started = started
         self.scale = loss_scale_of(job)
         self.step_of = step_of(job, self.scale)
+        self.step_of.sample = Sample(job.optimizer.weights.values())
+        self.vitals = Vitals(job.run, job.plan.learning_rate, resumes=False)
         self.moments = Moments(job.model, job.optimizer, last=EAGER_STEPS if job.plan.is_recorded else None)
         self.hang_watch = HangWatch(job.folder, job.ranks)
         self.watch = watch or (lambda _: nullcontext())
+        self.progress = progress
         self.waits = self.step_of.looks_first
         """Whether each step is waited for before the next is launched."""
         self.total = job.loader.total_steps
@@ -156,8 +180,15 @@ class _Loop:
         self.saved_at: int | None = None
         self.metric_at: tuple[int, float] | None = None
         self.first_loss: float | None = None
-        self.tokens = 0
-        self.busy_seconds = 0.0
+        self.speed = Speed()
+        self.warm_up_steps = 1 if self.waits else EAGER_STEPS + 1
+        """Of this sitting: memory is allocated and passes are recorded in them, on a device that is launched ahead."""
+        self.spent: dict[str, float] = {}
+        self.before = {"step": 0.0, "evaluation": 0.0}
+        """Seconds of the steps and evaluations of earlier sittings; the first rank knows them."""
+        self.last_evaluation = 0.0
+        """Seconds it took."""
+        self.asked_to_stop: Callable[[], str | None] = lambda: None
         self.slowest_step = 0.0
         self.slowest_save = 1.0
         self.next_save_time = 0.0
@@ -167,7 +198,8 @@ class _Loop:
     def run(self) -> Outcome:
         self._restore()
         self.next_save_time = time.monotonic() + SAVE_SECONDS
-        with _signals() as asked_to_stop:
+        with _signals(lambda reason: self.observe(events.Stopping(reason))) as asked_to_stop:
+            self.asked_to_stop = asked_to_stop
             try:
                 reason = self._steps(asked_to_stop)
             except Exception as error:
@@ -175,15 +207,20 @@ class _Loop:
                     self._finish_saving()
                 raise
             if reason is not None:
-                is_saved = self._save()
-                kept = "everything is saved" if is_saved else "the last steps could not be saved"
+                with self._stage("Saving"):
+                    kept = "everything is saved" if self._save() else self._rescue()
                 self.observe(events.Stopped(self.done, f"{reason}; {kept}"))
-                return Outcome(self.done, self.total, False, reason)
+                return Outcome(self.done, self.total, False, reason, resumes_at=self._resumes_at())
             return self._finish()
 
     def _restore(self) -> None:
         store, found = self._latest()
         if found is None:
+            if self.job.ranks.is_first and (step := saved_before(self.job.folder)):
+                self._warn(
+                    f"This run starts again at step 0: it had been saved up to step {step}, and none of its "
+                    f"checkpoints in {store.folder} is there and whole. Stop it now if they can be brought back."
+                )
             return
         if found.step > self.total:
             raise UserError(
@@ -198,6 +235,13 @@ class _Loop:
         self.first_loss = state["first_loss"]
         if found.metric is not None:
             self.metric_at = (found.step, found.metric)
+        self.vitals.has_learned = True
+        if self.job.ranks.is_first:
+            for record in events.read(self.job.folder):
+                if record["event"] in self.before and record["step"] <= found.step:
+                    self.before[record["event"]] += record["seconds"]
+                    if record["event"] == "evaluation":
+                        self.last_evaluation = record["seconds"]
         self.observe(events.Resumed(found.step))
 
     def _latest(self) -> tuple[CheckpointStore, Checkpoint | None]:
@@ -215,7 +259,8 @@ class _Loop:
         job = self.job
         job.model.train()
         if self.done == 0 and self.metric_at is None:
-            self._evaluate()
+            with self._stage("Evaluating"):
+                self._evaluate()
         reason = None
         launched = self.done
         batches = job.loader.iterate(launched)
@@ -229,11 +274,17 @@ class _Loop:
                 break
             rate = rate_of(job, launched)
             with self.hang_watch(), self.watch(launched + 1):
+                began = time.monotonic()
                 with record_function("data"):
                     batch = next(batches)
-                began = time.monotonic()
+                counted = itertools.count()
+
+                def before_micro_batch(batch: StepBatch = batch, counted: Iterator[int] = counted) -> bool:
+                    self.progress(MICRO_BATCHES, next(counted), len(batch.micro_batches))
+                    return is_alone and asked_to_stop() is not None
+
                 try:
-                    result = self.step_of.launch(batch, rate, lambda: is_alone and asked_to_stop() is not None)
+                    result = self.step_of.launch(batch, rate, before_micro_batch)
                 except Interrupted:
                     reason = asked_to_stop()
                     break
@@ -244,9 +295,11 @@ class _Loop:
                 if self.waits or evaluates or self._is_save_due(launched):
                     self._settle()
             if evaluates:
-                self._evaluate()
+                with self._stage("Evaluating"):
+                    self._evaluate()
             if self.underway is None and self._is_save_due(launched):
-                self._begin_saving(beside=job.plan.save_beside)
+                with self._stage("Saving"):
+                    self._begin_saving(beside=job.plan.save_beside)
         self._settle()
         return reason
 
@@ -260,8 +313,11 @@ class _Loop:
         seconds = now - max(step.began, self.last_end)
         self.last_end = now
         self.done = step.batch.step + 1
-        self.tokens += step.batch.tokens
-        self.busy_seconds += seconds
+        self.warm_up_steps -= 1
+        compiled = news()
+        compiling = compiled.seconds if compiled else 0.0
+        is_warm_up = self.warm_up_steps >= 0 or compiling > 0
+        self.speed.add(step.batch.tokens, seconds, is_warm_up=is_warm_up, compiling=compiling)
         self.slowest_step = max(self.slowest_step, seconds)
         self.observe(
             events.Step(
@@ -276,45 +332,91 @@ class _Loop:
                 memory=peak_memory(self.job.device),
                 losses={self.job.titles[source]: loss for source, loss in result.losses.items()},
                 skipped=result.is_skipped,
+                is_warm_up=is_warm_up,
             )
         )
-        # The speed of a run is that of its steps.
-        self.busy_seconds = max(0.0, self.busy_seconds - self._tell_of_compiling())
+        self._tell_of_compiling(compiled)
+        with self._failing():
+            if result.weights is not None:
+                self._warn(self.vitals.see_weights(result.weights, self.done - 1))
+            if not result.is_skipped:
+                self._warn(self.vitals.see_step(self.done, result.loss, result.grad_norm, step.rate))
 
-    def _tell_of_compiling(self) -> float:
-        """Say what was compiled since the last time; returns the seconds it took."""
-        found = news()
-        if found is None:
-            return 0.0
-        for note in found.notes:
+    def _look_at_weights(self) -> None:
+        """Before they are kept."""
+        with self._failing():
+            self._warn(self.vitals.see_weights(self.step_of.look(), self.done))
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except Failing as failure:
+            step = self._resumes_at()
+            goes_on = f" The checkpoint of step {step} is kept." if step else ""
+            raise NotFinite(f"{failure}{goes_on}") from None
+
+    def _warn(self, message: str | None) -> None:
+        if message is not None:
+            self.observe(events.Warned(message))
+
+    def _tell_of_compiling(self, found: Compilation | None) -> None:
+        for note in found.notes if found else ():
             self.observe(events.Warned(note))
-        if found.seconds:
+        if found and found.seconds:
             self.observe(events.Compiled(self.done, round(found.seconds, 2)))
-        return found.seconds
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        """Something that is no step: shown while it lasts, and its time counted."""
+        self.progress(name, 0, None)
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent[name.lower()] = self.spent.get(name.lower(), 0.0) + time.monotonic() - began
+
+    def _spent(self, seconds: float) -> dict[str, float]:
+        """All the time of this sitting, by what it was for."""
+        training = self.speed.training_seconds
+        parts = {"training": training, "compiling": max(0.0, self.speed.seconds - training), **self.spent}
+        return {name: round(part, 3) for name, part in ({"starting": seconds - sum(parts.values())} | parts).items()}
 
     def _finish(self) -> Outcome:
         job = self.job
-        if not self._save():
+        with self._stage("Saving"):
+            is_saved = self._save()
+        with self._stage("Writing the result"):
+            result, why = self._write_result()
+        if result is None and is_saved:
             raise UserError(
-                f"Training is done, but its last checkpoint could not be written to {job.folder}; make room there and "
-                "run `tunesmith train` again: it continues from the checkpoint before."
+                f"Training is done and saved, but the result could not be written to {job.folder}: {why}; make room "
+                "there and run `tunesmith train` again."
             )
-        try:
-            result = job.write_result()
-        except OSError as error:
+        if result is None:
+            there = self._write_elsewhere()
+            kept = f" The trained weights are in {there} instead: move them to a safe place first." if there else ""
             raise UserError(
-                f"Training is done and saved, but the result could not be written to {job.folder}: "
-                f"{error.strerror or error}; make room there and run `tunesmith train` again."
-            ) from error
+                f"Training is done, but neither its last checkpoint nor its result could be written to {job.folder}: "
+                f"{why}; make room there and run `tunesmith train` again: it continues {self._from_where()}.{kept}"
+            )
+        if not is_saved:
+            warning = (
+                f"The last checkpoint could not be written, but the result is whole, in {result}. Should this run be "
+                f"trained on later, it continues {self._from_where()}."
+            )
+            self.observe(events.Warned(warning))
         last = self.metric_at[1] if self.metric_at and self.metric_at[0] == self.done else None
+        seconds = time.monotonic() - self.started
         event = events.Finished(
             step=self.done,
-            seconds=round(time.monotonic() - self.started, 3),
-            tokens_per_second=round(self.tokens / self.busy_seconds, 2) if self.busy_seconds else 0.0,
+            seconds=round(seconds, 3),
+            tokens_per_second=round(self.speed.overall, 2),
             predicted_memory=job.plan.memory.allocated if job.device.type == "cuda" else job.plan.memory.total,
             measured_memory=peak_memory(job.device),
             predicted_tokens_per_second=round(job.plan.tokens_per_second, 2),
             memory=self.moments.by_category(job.plan),
+            spent=self._spent(seconds),
         )
         self.observe(event)
         if job.ranks.is_first:
@@ -324,23 +426,70 @@ class _Loop:
             )
         return Outcome(self.done, self.total, True, "finished", result)
 
+    def _write_result(self, name: str | None = None) -> tuple[Path | None, str]:
+        """Where the result is, or None and why the disk has refused it."""
+        try:
+            return self.job.write_result(name), ""
+        except Exception as error:
+            why = disk.reason(error)
+            if why is None and not isinstance(error, OSError):
+                raise
+            return None, why or getattr(error, "strerror", None) or str(error)
+
+    def _rescue(self) -> str:
+        """Stopped, with no room for a checkpoint: keep at least the weights, which are smaller. Says what was kept."""
+        result = None
+        if self.done:
+            result, _ = self._write_result(f"{'adapter' if self.job.run.has_adapters else 'model'}-step-{self.done}")
+        kept = f", but the weights are kept in {result}" if result else ""
+        return f"the last steps could not be saved{kept}; `tunesmith train` again continues {self._from_where()}"
+
+    def _write_elsewhere(self) -> Path | None:
+        """The result on another disk than the run's, where ranks share one and it has room."""
+        if self.job.ranks.place.nodes > 1:
+            return None
+        kind = "adapter" if self.job.run.has_adapters else "model"
+        for place in (tempfile.gettempdir(), Path.home()):
+            name = f"tunesmith-{self.job.folder.absolute().name}-{kind}-{secrets.token_hex(4)}"
+            there, _ = self._write_result(self.job.ranks.tell(str(Path(place) / name)))
+            if there is not None:
+                return there
+        return None
+
+    def _resumes_at(self) -> int:
+        return json.loads(self.job.ranks.tell(json.dumps(self.job.checkpoints.newest_step() or 0)))
+
+    def _from_where(self) -> str:
+        step = self._resumes_at()
+        return f"from step {step}" if step else "at step 0, since no checkpoint was ever written"
+
     def _evaluate(self) -> None:
         if self.job.evaluate is None:
             return
         self.job.model.eval()
         evaluation, recorder = None, self.step_of.recorder
+
+        def progress(documents: int, total: int | None) -> None:
+            self.progress("Evaluating", documents, total)
+            # Others would wait for the rest of this rank's part; and the last evaluation is part of the result.
+            if self.job.ranks.count == 1 and self.done < self.total and self.asked_to_stop() is not None:
+                raise Interrupted
+
         try:
-            evaluation = self.job.evaluate(self.done)
+            evaluation = self.job.evaluate(self.done, progress)
+        except Interrupted:  # what is left of it, the run that goes on can do without
+            self.job.model.train()
+            return
         except torch.OutOfMemoryError:
             # Of what recorded passes hold, an evaluation can use nothing.
             if recorder is None or not recorder.give_up():
                 raise
         if evaluation is None:  # out there, what the first try held is free
-            evaluation = self.job.evaluate(self.done)
+            evaluation = self.job.evaluate(self.done, progress)
         self.job.model.train()
-        self._tell_of_compiling()
+        self._tell_of_compiling(news())
         if not math.isfinite(evaluation.loss):
-            bad = ", ".join(title for title, loss in evaluation.losses.items() if not math.isfinite(loss))
+            bad = listed(title for title, loss in evaluation.losses.items() if not math.isfinite(loss))
             raise NotFinite(
                 f"The held-out loss after step {self.done} is not a finite number, so training stopped and these "
                 f"weights were not saved; the data behind it: {bad}. "
@@ -353,11 +502,23 @@ class _Loop:
         if self.done == 0:
             self.first_loss = evaluation.loss
         self.metric_at = (self.done, evaluation.loss)
+        self.last_evaluation = evaluation.seconds
         self.observe(evaluation)
 
     def _is_evaluation_due(self, step: int) -> bool:
         every = self.job.run.eval_every or max(1, -(-self.total // 10))
-        return step % every == 0 or step == self.total
+        if step == self.total or step % every:
+            return step == self.total
+        return self.job.run.eval_every is not None or self._can_evaluate()
+
+    def _can_evaluate(self) -> bool:
+        """Whether one evaluation more, and the last, stay within their share of the training there was; else it is left
+        out. By the first rank's clock."""
+        if self.job.evaluate is None:
+            return False
+        spent = self.before["evaluation"] + self.spent.get("evaluating", 0.0) + 2 * self.last_evaluation
+        allowed = EVALUATED_SHARE * (self.before["step"] + self.speed.training_seconds)
+        return self.job.ranks.any([self.job.ranks.is_first and spent <= allowed])[0]
 
     def _is_save_due(self, step: int) -> bool:
         if step == self.total or (self.saving is not None and self.job.run.save_every is None):
@@ -379,6 +540,7 @@ class _Loop:
         self._finish_saving()
         if self.saved_at == self.done:
             return
+        self._look_at_weights()
         began = time.monotonic()
         metric = self.metric_at[1] if self.metric_at and self.metric_at[0] == self.done else None
         state = {
@@ -422,6 +584,13 @@ class _Loop:
         return f"max_minutes {limit:g} is nearly used up"
 
 
+def saved_before(folder: Path) -> int:
+    """The last step that a run in this folder has saved, by its own records; 0 where it never has."""
+    said = [record["step"] for record in events.read(folder) if record["event"] == events.Checkpointed.kind]
+    names = [path.name.removeprefix("step-") for path in (folder / "checkpoints").glob("step-*")]
+    return max([0, *said, *(int(name) for name in names if name.isdecimal())])
+
+
 def peak_memory(device: torch.device) -> int:
     """Peak bytes: allocated on a GPU, resident of this process on a CPU."""
     if device.type == "cuda":
@@ -434,23 +603,43 @@ def peak_memory(device: torch.device) -> int:
 
 
 @contextmanager
-def _signals() -> Iterator[Callable[[], str | None]]:
-    """The first Ctrl-C or SIGTERM asks for a stop; a second Ctrl-C stops at once."""
+def _signals(acknowledge: Callable[[str], None]) -> Iterator[Callable[[], str | None]]:
+    """The first Ctrl-C or SIGTERM asks for a stop; a second Ctrl-C stops at once.
+
+    A handler runs when the main thread is back from what it waits for, which may be a whole step on a GPU. So a thread
+    of its own, woken by the system, acknowledges what was asked for."""
     asked: list[str] = []
 
     def handle(number: int, _frame: object) -> None:
         if asked and number == signal.SIGINT:
             raise KeyboardInterrupt
-        asked.append("stopped by Ctrl-C" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}")
+        asked.append(_stopped_by(number))
 
-    previous = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, handle)
-    except ValueError:
-        pass  # not the main thread, where signals cannot be handled
+    def listen() -> None:
+        while said := os.read(reader, 1):
+            if said[0] in (signal.SIGINT, signal.SIGTERM):
+                acknowledge(_stopped_by(said[0]))
+                return
+
+    if threading.current_thread() is not threading.main_thread():  # where signals cannot be handled
+        yield lambda: None
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    listener = threading.Thread(target=listen, name="signals", daemon=True)
+    listener.start()
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         yield lambda: asked[0] if asked else None
     finally:
+        signal.set_wakeup_fd(woken)
         for number, handler in previous.items():
             signal.signal(number, handler)
+        os.close(writer)
+        listener.join()
+        os.close(reader)
+
+
+def _stopped_by(number: int) -> str:
+    return "stopped by Ctrl-C" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"

@@ -21,7 +21,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from tunesmith.data.types import MicroBatch, StepBatch
-from tunesmith.errors import UserError
+from tunesmith.errors import UserError, listed
 from tunesmith.model.forward import Calling, Inputs, Shape, losses_of_hidden, moved, to_device, token_losses
 from tunesmith.optim.build import Optimizer, by_mesh
 from tunesmith.parallel.context import Cut
@@ -29,10 +29,11 @@ from tunesmith.parallel.pipeline import Pipelined
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.parallel.shard import Sharded, whole
 from tunesmith.train.graph import EAGER_STEPS, Recorder
+from tunesmith.train.vitals import EVERY, FIRST, Sample, Weights, weights_of
 
 
 class NotFinite(UserError):
-    """The loss or its gradient became NaN or infinite; nothing may be saved any more."""
+    """The loss or its gradient became NaN or infinite, or the weights of no use; nothing may be saved any more."""
 
 
 class Interrupted(Exception):
@@ -47,6 +48,8 @@ class StepResult:
     """Loss by data set, as the loader numbers them."""
     is_skipped: bool = False
     """fp16: gradients overflowed at the present loss scale, and nothing was updated."""
+    weights: Weights | None = None
+    """As they were before the update, in steps in which they are measured."""
 
 
 class LossScale:
@@ -86,6 +89,7 @@ class TrainStep:
         z_loss: float = 0.0,
         cut: Cut | None = None,
         recorder: Recorder | None = None,
+        sample: Sample | None = None,
     ):
         self.model = model
         self.calling = calling
@@ -100,6 +104,7 @@ class TrainStep:
         self.z_loss = z_loss
         self.cut = cut or Cut()
         self.recorder = recorder
+        self.sample = sample
         self.launched = 0
 
     def __call__(
@@ -129,14 +134,16 @@ class TrainStep:
                 self.model.end_backward()
             with record_function("optimizer"):
                 norm = self._clip(scale)
-                read = self._reader(sums, weights, norm)
+                is_measured = self.sample is not None and (self.launched <= FIRST or batch.step % EVERY == 0)
+                read = self._reader(sums, weights, norm, self.measured() if is_measured else None)
 
             def result() -> StepResult:
-                totals, whole_weights, grad_norm = read()
+                totals, whole_weights, grad_norm, measured = read()
                 overflowed = self._check(batch, totals, grad_norm)
                 by_source = {at: total / whole_weights[at] for at, total in totals.items() if whole_weights[at] > 0}
                 loss = sum(totals.values()) / batch.target_weight
-                return StepResult(loss, grad_norm if not overflowed else 0.0, by_source, overflowed)
+                found = weights_of(*measured) if measured else None
+                return StepResult(loss, grad_norm if not overflowed else 0.0, by_source, overflowed, found)
 
             known = result() if self.looks_first else None
             if known is None or not known.is_skipped:
@@ -152,16 +159,33 @@ class TrainStep:
         """Whether the loss is looked at before the update: on a CPU it costs nothing, and fp16 needs it."""
         return self.device.type == "cpu" or self.loss_scale is not None
 
-    def _reader(
-        self, sums: dict[int, torch.Tensor], weights: dict[int, float], norm: torch.Tensor
-    ) -> Callable[[], tuple[dict[int, float], dict[int, float], float]]:
-        """Sums of losses and of target weights by data set, both of the whole step, and the norm, once waited for."""
-        if self.ranks.count == 1:
-            read = reader(torch.stack([*sums.values(), norm]))
+    def measured(self) -> torch.Tensor:
+        """The trained weights' sample, of this rank."""
+        assert self.sample is not None
+        return self.sample.measure(self.device)
 
-            def alone() -> tuple[dict[int, float], dict[int, float], float]:
-                *found, grad_norm = read()
-                return dict(zip(sums, found, strict=True)), weights, grad_norm
+    def look(self) -> Weights:
+        """At the weights as they are now; waits for them. A matter of all ranks."""
+        self.optimizer.settle()
+        return weights_of(*reader(self.ranks.sum(self.measured()))())
+
+    def _reader(
+        self,
+        sums: dict[int, torch.Tensor],
+        weights: dict[int, float],
+        norm: torch.Tensor,
+        measured: torch.Tensor | None = None,
+    ) -> Callable[[], tuple[dict[int, float], dict[int, float], float, list[float]]]:
+        """Sums of losses and of target weights by data set, both of the whole step, the norm, and what was measured of
+        the weights, once waited for."""
+        if self.ranks.count == 1:
+            values = torch.stack([norm, *sums.values()])
+            read = reader(values if measured is None else torch.cat([values.double(), measured]))
+
+            def alone() -> tuple[dict[int, float], dict[int, float], float, list[float]]:
+                grad_norm, *found = read()
+                totals = dict(zip(sums, found[: len(sums)], strict=True))
+                return totals, weights, grad_norm, found[len(sums) :]
 
             return alone
         here = torch.zeros(2, self.sources, dtype=torch.float64)
@@ -172,12 +196,14 @@ class TrainStep:
             values[0, source] = total
         if self.cut.copies > 1:
             values /= self.cut.copies
-        read_all = reader(torch.cat([self.ranks.sum(values).view(-1), norm.double().view(1)]))
+        flat = values.view(-1) if measured is None else torch.cat([values.view(-1), measured])
+        read_all = reader(torch.cat([norm.double().view(1), self.ranks.sum(flat)]))
 
-        def together() -> tuple[dict[int, float], dict[int, float], float]:
-            *found, grad_norm = read_all()
-            whole_weights = {source: weight for source, weight in enumerate(found[self.sources :]) if weight > 0}
-            return {source: found[source] for source in whole_weights}, whole_weights, grad_norm
+        def together() -> tuple[dict[int, float], dict[int, float], float, list[float]]:
+            grad_norm, *found = read_all()
+            by_source, rest = found[self.sources : 2 * self.sources], found[2 * self.sources :]
+            whole_weights = {source: weight for source, weight in enumerate(by_source) if weight > 0}
+            return {source: found[source] for source in whole_weights}, whole_weights, grad_norm, rest
 
         return together
 
@@ -288,7 +314,7 @@ class TrainStep:
         ]
         found = [origin for text in self.ranks.gather("\n".join(mine)) for origin in text.splitlines()]
         origins = list(dict.fromkeys(found))  # several ranks may see the same data
-        named = "; ".join(origins[:5]) + (f" and {len(origins) - 5} more" if len(origins) > 5 else "")
+        named = listed(origins, "; ", 5)
         return (
             f"The {what} of step {batch.step + 1} is not a finite number, so training stopped and nothing of this step "
             f"was kept; the data behind it: {named}. A lower learning_rate or precision: fp32 usually helps."

@@ -1,0 +1,53 @@
+"""What a result's side files say of how the model was asked in training, from the encoder that asked it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import transformers
+
+from tunesmith import __version__
+from tunesmith.config.schema import Run
+from tunesmith.data.chat import TEMPLATE_DATE, Encoder
+from tunesmith.data.prepare import unique
+from tunesmith.model.card import Facts, card
+from tunesmith.model.side_files import ASKED, CARD
+
+
+def versions() -> dict[str, str]:
+    return {"tunesmith": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def facts_of(run: Run, encoder: Encoder, *, reasons: bool) -> Facts:
+    """What is known before the first step."""
+    return Facts(
+        data=unique([dataset.title for dataset in run.data]),
+        versions=versions(),
+        ends=[str(encoder.tokenizer.convert_ids_to_tokens(end)) for end in sorted(encoder.end_ids)],
+        notes=_notes(encoder, reasons),
+    )
+
+
+def beside(run: Run, encoder: Encoder, *, reasons: bool) -> dict[str, Any]:
+    """For `side_files.make`: template, stop tokens, and the files that only we write."""
+    asked = {"train_on": run.train_on, "reasons": reasons, "special_tokens": list(run.special_tokens)}
+    texts = {CARD: card(run, facts_of(run, encoder, reasons=reasons)), ASKED: json.dumps(asked, indent=2) + "\n"}
+    return {"template": encoder.template, "ends": encoder.end_ids, "texts": texts}
+
+
+def _notes(encoder: Encoder, reasons: bool) -> list[str]:
+    """Where transformers' own way of asking is not the one of training."""
+    found = []
+    if not encoder.has_template:
+        return ["It has no chat template: give it plain text, as in training."]
+    mode = encoder.mode_of(reasons)
+    if mode:
+        asked = ", ".join(f"{name}={value}" for name, value in mode.items())
+        found.append(f"It was trained on answers in one mode of its chat template: give `apply_chat_template` {asked}.")
+    if encoder.folds_system:
+        found.append("Its chat template has no system role: put a system message and two newlines before the question.")
+    if encoder.writes_date:
+        found.append(f"Its chat template writes today's date; in training that was {TEMPLATE_DATE:%d %b %Y}.")
+    return found

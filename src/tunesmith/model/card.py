@@ -1,0 +1,102 @@
+"""The model card: what a trained model is, in words that the next person needs, and nothing that changes by itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tunesmith.config.schema import Run
+
+LEFT_OUT = frozenset(
+    {
+        "model", "method", "data", "eval", "output", "chat_template", "keep", "save_every", "eval_every", "max_minutes",
+        "device", "deterministic", "trust_remote_code", "profile_steps",
+    }
+)  # fmt: skip
+"""Settings that the card says otherwise, or that say nothing of the model."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a card says besides the settings."""
+
+    data: Sequence[str]
+    """Titles of the training data sets."""
+    versions: Mapping[str, str]
+    ends: Sequence[str] = ()
+    """Tokens that end the model's turns."""
+    steps: int | None = None
+    before: float | None = None
+    """Held-out loss before training, where it is known; and after it."""
+    after: float | None = None
+    is_merged: bool = False
+    notes: Sequence[str] = field(default=())
+    """How it must be asked to answer as it was trained to."""
+
+
+def card(run: Run, facts: Facts) -> str:
+    is_adapter = run.has_adapters and not facts.is_merged
+    base = Path(run.model).name or run.model
+    kind = {"lora": "a LoRA adapter", "qlora": "a LoRA adapter, trained over a quantized base"}.get(
+        run.method, "a model"
+    )
+    if facts.is_merged:
+        kind = "a model, a LoRA adapter merged into its base"
+    front = {
+        "library_name": "peft" if is_adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["tunesmith", run.method],
+    }
+    if not Path(run.model).exists():
+        front["base_model"] = run.model
+    lines = ["---", *(f"{name}: {json.dumps(value)}" for name, value in front.items()), "---", ""]
+    lines += [f"# {base}, fine-tuned", "", f"This is {kind}, made with Tunesmith.", ""]
+    rows: list[tuple[str, Any]] = [("base", base), ("method", run.method), ("data", ", ".join(facts.data))]
+    rows += [("steps", facts.steps)] if facts.steps is not None else []
+    if facts.before is not None:
+        rows.append(("held-out loss before training", f"{facts.before:.4f}"))
+    if facts.after is not None:
+        rows.append(("held-out loss after training", f"{facts.after:.4f}"))
+    rows += [("versions", ", ".join(f"{name} {version}" for name, version in facts.versions.items()))]
+    lines += ["| | |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in rows), ""]
+    lines += ["## How to use it", "", "```python", *(_ADAPTER if is_adapter else _MODEL), "```", ""]
+    ends = ", ".join(f"`{token}`" for token in facts.ends)
+    notes = [*([f"Its answers end with {ends}."] if ends else []), *facts.notes]
+    lines += [*(f"- {note}" for note in notes), ""]
+    settings = run.model_dump(mode="json", exclude_defaults=True, exclude=set(LEFT_OUT))
+    lines += ["## Settings", "", "```json", json.dumps(settings, indent=2, sort_keys=True), "```", ""]
+    return "\n".join(lines)
+
+
+_COMMON = (
+    'messages = [{"role": "user", "content": "..."}]',
+    "asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)",
+    'inputs = tokenizer(asked, add_special_tokens=False, return_tensors="pt")',
+    "generation = GenerationConfig.from_pretrained(folder)  # with the tokens that end its turns",
+    "generation.max_new_tokens = 256",
+    "print(tokenizer.decode(model.generate(**inputs, generation_config=generation)[0]))",
+)
+_MODEL = (
+    "from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig",
+    "",
+    'folder = "."  # this one',
+    "tokenizer = AutoTokenizer.from_pretrained(folder)",
+    "model = AutoModelForCausalLM.from_pretrained(folder)",
+    *_COMMON,
+)
+_ADAPTER = (
+    "from peft import AutoPeftModelForCausalLM",
+    "from transformers import AutoTokenizer, GenerationConfig",
+    "",
+    'folder = "."  # this one',
+    "tokenizer = AutoTokenizer.from_pretrained(folder)",
+    "model = AutoPeftModelForCausalLM.from_pretrained(folder)",
+    *_COMMON,
+)
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,492 @@
+"""The probe: how a model is called and which of its linears carry adapters, found by trying before it is loaded.
+
+What a model's code does with documents and adapters does not depend on its weights. So it is tried on a proxy: the same
+code in fp32, a few narrow layers, each kind of layer among them, and every length in the config at which the code
+switches (windows, chunks, the length from which RoPE is scaled otherwise) made so small that short documents cross it.
+The results are compared with the model's own plain call, one document at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tunesmith import __version__
+from tunesmith.cache import folder_to_fill
+from tunesmith.config.schema import Lora, Run
+from tunesmith.errors import UserError
+from tunesmith.model import load, lora
+from tunesmith.model.forward import Calling, find_calling
+from tunesmith.model.fuse import fuse
+from tunesmith.plan.models import check_kind, read_config
+
+VERSION = 1
+"""Of what is tried; results of another are not read."""
+TOKENS = 500
+"""The proxy's vocabulary."""
+WIDTH = 64
+"""Of its MLPs and experts."""
+LARGEST = 60_000_000
+"""Parameters of a proxy; a model that cannot be made smaller is tried once it is loaded, in its own precision."""
+SMALL = 3_000_000
+"""A model of so few parameters is its own proxy, but for the lengths at which it switches."""
+WINDOW, SWITCH, POSITIONS = 5, 16, 64
+"""Tokens, in the proxy: a window or chunk, where RoPE changes, and the longest sequence."""
+MOST_LAYERS = 12
+
+Patterns = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Probed:
+    calling: Calling | None
+    """None where no proxy could be made."""
+    note: str | None = None
+    """Why it is not the fastest there is."""
+    left_out: tuple[tuple[str, str], ...] = ()
+    """Linears that get no adapter, by kind (`model.layers.#.mixer.x_proj`), and why."""
+    can_fuse: bool = True
+
+    def settings(self, settings: Lora, names: Iterable[str]) -> tuple[Lora, str | None]:
+        """The adapters' settings without those linears, and a sentence about it; UserError where nothing is left.
+        `names` are the linears that they choose."""
+        reasons = dict(self.left_out)
+        chosen = list(dict.fromkeys(kind_of(name) for name in names))
+        out = [kind for kind in chosen if kind in reasons]
+        if not out:
+            return settings, None
+        said = "; ".join(f"{kind.replace('#', '*')} ({reasons[kind]})" for kind in out[:4])
+        said += f" and {len(out) - 4} more" if len(out) > 4 else ""
+        if len(out) == len(chosen):
+            raise UserError(f"lora.targets: no linear that was chosen can carry an adapter: {said}.")
+        kept = [kind.replace("#", "*") for kind in chosen if kind not in reasons]
+        changed = settings.model_copy(update={"targets": kept, "layers": settings.layers})
+        return changed, f"Left without an adapter: {said}."
+
+
+def kind_of(name: str) -> str:
+    """A module's name without the number of its layer, expert or the like."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "#", name)
+
+
+def probe(run: Run, *, device: torch.device | str = "cpu") -> Probed:
+    """Of the run's model; known from an earlier time where config and versions are the same."""
+    check_kind(run.model, read_config(run.model))
+    config = load.load_config(run)
+    kept, key = _kept(run, config, torch.device(device))
+    if kept is not None and kept.exists():
+        try:
+            return _from_json(json.loads(kept.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # made again
+    found = probe_config(config, device=torch.device(device), trust_remote_code=run.trust_remote_code)
+    if kept is not None:
+        try:
+            beside = kept.with_suffix(f".{key[-6:]}.partial")
+            beside.write_text(json.dumps(asdict(found)), encoding="utf-8")
+            beside.replace(kept)
+        except OSError:
+            pass  # a cache that cannot be written
+    return found
+
+
+def settled(run: Run, *, device: torch.device | str = "cpu") -> tuple[Run, Probed, list[str]]:
+    """The run with the adapters that its model can carry, what the probe found, and what is to be said about both."""
+    found = probe(run, device=device)
+    notes = [found.note] if found.note else []
+    if run.has_adapters and (found.left_out or has_other_names(load.load_config(run))):
+        skeleton = load.load_skeleton(run)
+        settings, note = found.settings(run.lora, lora.find_targets(skeleton, run.lora))
+        run = run.model_copy(update={"lora": settings})
+        notes += [note] if note else []
+        names = lora.find_targets(skeleton, settings)
+        if has_other_names(skeleton.config) and (lost := lora.lost_in_peft(skeleton, settings, names)):
+            kinds = ", ".join(list(dict.fromkeys(kind_of(name).replace("#", "*") for name in lost))[:4])
+            notes.append(
+                f"peft, as it is installed here, does not read {len(lost)} of the {len(names)} adapters of this model "
+                f"({kinds}): it has other names for them; `tunesmith merge` writes a model that loads everywhere."
+            )
+    return run, found, notes
+
+
+def has_other_names(config: Any) -> bool:
+    """Whether transformers renames what the files of this family hold, as peft then does with adapters."""
+    try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    except ImportError:  # an older transformers
+        return False
+    return get_checkpoint_conversion_mapping(getattr(config, "model_type", None)) is not None
+
+
+def probe_config(config: Any, *, device: torch.device, trust_remote_code: bool = False) -> Probed:
+    proxy = build_proxy(config, device=device, trust_remote_code=trust_remote_code)
+    if proxy is None:
+        return Probed(None)
+    model = proxy.model
+    own = model.config._attn_implementation
+    calling, note = find_calling(model, vocabulary=proxy.vocabulary, long=proxy.long)
+    model.set_attn_implementation(own)
+    scale = _real_scale(calling.logit_scale, model.config.get_text_config(), config.get_text_config())
+    calling = replace(calling, logit_scale=scale)
+    if calling.switch:
+        calling = replace(calling, switch=proxy.switch)
+        note = note or (
+            f"{type(model).__name__} computes documents of more than {proxy.switch:,} tokens by other rules, and all "
+            "that are called with them; longer ones are called by themselves."
+        )
+    left_out, can_fuse = try_adapters(model, proxy.vocabulary)
+    return Probed(calling, note, tuple(left_out.items()), can_fuse)
+
+
+# The proxy
+
+
+@dataclass(frozen=True)
+class Proxy:
+    model: nn.Module
+    vocabulary: int
+    long: int | None
+    """Documents above this many tokens are computed by other rules than shorter ones, perhaps."""
+    switch: int | None
+    """The same length in the model itself."""
+
+
+def build_proxy(config: Any, *, device: torch.device, trust_remote_code: bool = False) -> Proxy | None:
+    """The smallest model of this code that can be built and called; None where none can."""
+    skeleton = _skeleton(config, trust_remote_code)
+    if skeleton is None:
+        return None
+    size = load.parameter_count(skeleton)
+    depth = _depth(skeleton, config)
+    tries: list[tuple[bool, bool]] = [(False, True), (False, False)] if size <= SMALL else []
+    tries += [(True, True), (True, False)]
+    for shrinks, lowers in tries:
+        small = copy.deepcopy(config)
+        _set_dropouts(small)
+        if shrinks:
+            _shrink(small, depth)
+        long, switch = _lower_switches(small) if lowers else (None, None)
+        made = _skeleton(small, trust_remote_code)
+        if made is None or load.parameter_count(made) > LARGEST:
+            continue
+        vocabulary = load.vocabulary_size(small)
+        model = _drawn(small, device, trust_remote_code, vocabulary)
+        if model is not None:
+            return Proxy(model, vocabulary, long, switch)
+    return None
+
+
+def _skeleton(config: Any, trust_remote_code: bool) -> nn.Module | None:
+    from transformers import AutoModelForCausalLM
+
+    with load.quiet(), torch.device("meta"):
+        try:
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+        except Exception:  # the model's own code: whatever it raises, this is no way to build it
+            return None
+
+
+def _drawn(config: Any, device: torch.device, trust_remote_code: bool, vocabulary: int) -> nn.Module | None:
+    """The model with random weights, the same every time, in evaluation mode; None where it does not compute."""
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.arange(24, device=device)[None] % vocabulary
+    for draws in (True, False):
+        try:
+            with load.quiet(), torch.random.fork_rng():
+                torch.manual_seed(0)
+                model = AutoModelForCausalLM.from_config(
+                    copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
+                )
+                if draws:
+                    load._draw_weights(model)
+                model = model.to(device).eval()
+                with torch.no_grad():
+                    logits = model(input_ids=tokens, use_cache=False).logits
+            if logits.isfinite().all() and logits.std() > 1e-3:
+                return model
+        except Exception:  # the model's own code: it cannot be called like this
+            continue
+    return None
+
+
+def _depth(skeleton: nn.Module, config: Any) -> int:
+    """How many layers, from the first, show every kind of module and every kind of layer that there is."""
+    kinds: dict[str, int] = {}
+    for name, module in skeleton.named_modules():
+        layer = lora._layer_of(name)
+        if layer is not None:
+            kinds.setdefault(f"{kind_of(name)} {type(module).__name__}", layer)
+    depth = 1 + max(kinds.values(), default=1)
+    text = config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", None)
+    for value in vars(text).values():
+        if isinstance(value, list) and len(value) == layers:
+            firsts = {str(one): index for index, one in reversed(list(enumerate(value)))}
+            depth = max(depth, 1 + max(firsts.values()))
+    return min(max(2, depth), MOST_LAYERS)
+
+
+def _texts(config: Any) -> Iterator[Any]:
+    """The config, and those within it."""
+    yield config
+    for name in getattr(config, "sub_configs", {}):
+        inner = getattr(config, name, None)
+        if hasattr(inner, "to_dict"):
+            yield from _texts(inner)
+
+
+def _put(config: Any, name: str, value: Any) -> None:
+    try:
+        setattr(config, name, value)
+    except (AttributeError, TypeError, ValueError):  # a property, or a value it does not allow
+        return
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _set_dropouts(config: Any) -> None:
+    for one in _texts(config):
+        for name, value in list(vars(one).items()):
+            if "drop" in name and isinstance(value, float):
+                _put(one, name, 0.0)
+
+
+def _shrink(config: Any, depth: int) -> None:
+    """Fewer layers, narrow MLPs and experts, few tokens; fewer heads of the same size."""
+    text = config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", None)
+    if _is_size(layers) and layers > depth:
+        for name, value in list(vars(text).items()):
+            if isinstance(value, list) and len(value) == layers:
+                _put(text, name, value[:depth])
+        _put(text, "num_hidden_layers", depth)
+    for one in _texts(config):
+        for name, value in list(vars(one).items()):
+            if _is_size(value) and re.search(r"intermediate_size|ffn_dim|n_inner|ffn_hidden_size|^d_ff$", name):
+                _put(one, name, min(value, WIDTH))
+    if _is_size(getattr(text, "vocab_size", None)):
+        _put(text, "vocab_size", min(text.vocab_size, TOKENS))
+        for one in _texts(config):
+            for name, value in list(vars(one).items()):
+                if name.endswith("_token_id") and _is_size(value) and value >= text.vocab_size:
+                    _put(one, name, None)
+    heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    if _is_size(heads) and _is_size(hidden) and _is_size(kv_heads):
+        factor = math.gcd(heads, math.gcd(hidden, kv_heads))
+        while factor > 1 and (heads // factor < 2 or hidden // factor < 64):
+            factor = max((d for d in range(1, factor) if factor % d == 0), default=1)
+        if factor > 1:
+            _put(text, "hidden_size", hidden // factor)
+            _put(text, "num_attention_heads", heads // factor)
+            if _is_size(getattr(text, "num_key_value_heads", None)):
+                _put(text, "num_key_value_heads", kv_heads // factor)
+
+
+def _lower_switches(config: Any) -> tuple[int | None, int | None]:
+    """Windows and chunks of a few tokens, RoPE that changes early. Returns where, in this config and as it was."""
+    real: list[int] = []
+    for one in _texts(config):
+        for name, value in list(vars(one).items()):
+            if _is_size(value) and value > WINDOW and re.search(r"window(_size)?$|attention_chunk|index_topk", name):
+                _put(one, name, WINDOW)
+        ropes = [getattr(one, name, None) for name in ("rope_parameters", "rope_scaling")]
+        ropes = [rope for rope in ropes if isinstance(rope, dict)]
+        ropes += [inner for rope in ropes for inner in rope.values() if isinstance(inner, dict)]
+        is_dynamic = any("dynamic" in str(rope.get("rope_type", rope.get("type"))) for rope in ropes)
+        longest = getattr(one, "max_position_embeddings", None)
+        found = [rope.get("original_max_position_embeddings") for rope in ropes]
+        found += [getattr(one, "original_max_position_embeddings", None), longest if is_dynamic else None]
+        real += [value for value in found if _is_size(value)]
+        for rope in ropes:
+            if _is_size(rope.get("original_max_position_embeddings")):
+                rope["original_max_position_embeddings"] = SWITCH
+        if _is_size(getattr(one, "original_max_position_embeddings", None)):
+            _put(one, "original_max_position_embeddings", SWITCH)
+        if _is_size(longest) and ropes:
+            _put(one, "max_position_embeddings", min(longest, SWITCH if is_dynamic else POSITIONS))
+    return (SWITCH, min(real)) if real and min(real) >= SWITCH else (None, None)
+
+
+def _real_scale(found: float, small: Any, real: Any) -> float:
+    """The factor of the logits in the model itself: the proxy's, or what of the config makes the proxy's."""
+    if found == 1.0:
+        return 1.0
+
+    def expressions(config: Any) -> dict[str, float]:
+        hidden = getattr(config, "hidden_size", None)
+        made = {}
+        for name, value in vars(config).items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and 0 < abs(value) < math.inf:
+                made |= {name: value, f"1/{name}": 1 / value}
+                if _is_size(hidden) and name != "hidden_size":
+                    made |= {f"{name}/hidden": value / hidden, f"hidden/{name}": hidden / value}
+        return made
+
+    there, here = expressions(real), expressions(small)
+    fitting = [name for name, value in here.items() if abs(value / found - 1) < 1e-5 and name in there]
+    values = {float(f"{there[name]:.9g}"): there[name] for name in fitting}
+    if len(values) == 1:
+        return next(iter(values.values()))
+    direct = [there[name] for name in fitting if re.search(r"logit|head|mult|scal", name)]
+    if direct and all(value == direct[0] for value in direct):
+        return direct[0]
+    if vars(small).get("hidden_size") == vars(real).get("hidden_size"):
+        return found
+    raise UserError(
+        f"model: its logits are multiplied by a factor that its config does not name ({found:.6g} in a small model of "
+        "its code), so they cannot be computed rightly here."
+    )
+
+
+# Adapters
+
+
+def try_adapters(model: nn.Module, vocabulary: int) -> tuple[dict[str, str], bool]:
+    """The kinds of linears on which an adapter does not do what a changed weight does, and why; and whether the
+    others can be computed together as training does."""
+    head = model.get_output_embeddings()
+    names = [name for name, module in model.named_modules() if lora._is_linear(module) and module is not head]
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(kind_of(name), []).append(name)
+    generator = torch.Generator().manual_seed(2)
+    device = next(model.parameters()).device
+    tokens = torch.randint(vocabulary, (2, 23), generator=generator).to(device)
+    trained = {name: weight.requires_grad for name, weight in model.named_parameters()}
+    model.requires_grad_(False)
+    model.train()
+    try:
+        plain = _logits(model, tokens)
+        left_out = {kind: why for kind, members in kinds.items() if (why := _try(model, members, tokens, plain))}
+        return left_out, _can_fuse(model, [name for name in names if kind_of(name) not in left_out], tokens)
+    finally:
+        model.eval()
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(trained.get(name, True))
+
+
+def _try(model: nn.Module, members: list[str], tokens: torch.Tensor, plain: torch.Tensor) -> str | None:
+    with adapted(model, members) as made:
+        bases = {name: adapter.base for name, adapter in made.items()}
+        deltas = {name: adapter.delta() for name, adapter in made.items()}
+        try:
+            with torch.enable_grad():
+                found = _logits(model, tokens)
+                if found.requires_grad:
+                    found.square().mean().backward()
+        except Exception as error:  # the model's own code, given a module it does not expect
+            return _why_failed(error)
+        has_gradient = any(one.lora_b.grad is not None and one.lora_b.grad.any() for one in made.values())
+    with torch.no_grad():
+        kept = {name: base.weight.detach().clone() for name, base in bases.items()}
+        try:
+            for name, base in bases.items():
+                base.weight.add_(deltas[name])
+            expected = _logits(model, tokens)
+        finally:
+            for name, base in bases.items():
+                base.weight.copy_(kept[name])
+    effect = (expected - plain).abs().max().item()
+    if effect <= 1e-6 * max(1.0, plain.abs().max().item()):
+        return "text does not pass through it"
+    if (found.detach() - expected).abs().max().item() > 0.02 * effect + 1e-4:
+        return "the model uses its weight otherwise than as a linear"
+    return None if has_gradient else "no gradient reaches it"
+
+
+def _why_failed(error: Exception) -> str:
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if isinstance(error, AttributeError):
+        return "the model reads its weight itself"
+    if isinstance(error, TypeError):
+        return "it gives more than a tensor"
+    if "inplace" in text or "in-place" in text:
+        return "the model changes its output in place"
+    return f"the model cannot be called with it: {text[:80]}"
+
+
+class adapted:
+    """Adapters that are not zero on these linears, for as long as this lasts."""
+
+    def __init__(self, model: nn.Module, names: Iterable[str]):
+        self.model, self.names = model, list(names)
+
+    def __enter__(self) -> dict[str, lora.LoraLinear]:
+        generator = torch.Generator().manual_seed(3)
+        self.bases = {name: self.model.get_submodule(name) for name in self.names}
+        made = {}
+        for name, base in self.bases.items():
+            adapter = lora.LoraLinear(base, 2, 1.0)
+            adapter.reset(generator)
+            spread = base.weight.std().item() or 0.1
+            with torch.no_grad():
+                adapter.lora_b.copy_(spread * torch.randn(adapter.lora_b.shape, generator=generator))
+            lora._replace(self.model, name, adapter)
+            made[name] = adapter
+        return made
+
+    def __exit__(self, *_: object) -> None:
+        for name, base in self.bases.items():
+            lora._replace(self.model, name, base)
+
+
+def _can_fuse(model: nn.Module, names: list[str], tokens: torch.Tensor) -> bool:
+    if not names:
+        return False
+    small = copy.deepcopy(model)
+    adapted(small, names).__enter__()
+    whole_mlps = tokens.device.type == "cuda"
+    try:
+        with torch.enable_grad():
+            expected = _logits(small, tokens)
+            fuse(small, fp8=False, whole_mlps=whole_mlps)
+            found = _logits(small, tokens)
+            found.square().mean().backward()
+    except Exception:  # the model's own code, given outputs that are views
+        return False
+    return (found - expected).abs().max().item() <= 1e-3 * max(1.0, expected.abs().max().item())
+
+
+def _logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """The same draws every time, for models that draw in training."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return model(input_ids=tokens, use_cache=False).logits.float()
+
+
+# What is kept
+
+
+def _kept(run: Run, config: Any, device: torch.device):
+    import transformers
+
+    text = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    if run.trust_remote_code and "auto_map" in text:
+        return None, ""
+    parts = [VERSION, __version__, torch.__version__, transformers.__version__, device.type, text]
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    folder = folder_to_fill("probes")
+    return (folder / f"{key[:32]}.json" if folder else None), key
+
+
+def _from_json(values: dict[str, Any]) -> Probed:
+    calling = values["calling"]
+    return Probed(
+        calling=None if calling is None else Calling(**calling),
+        note=values["note"],
+        left_out=tuple((kind, why) for kind, why in values["left_out"]),
+        can_fuse=values["can_fuse"],
+    )

@@ -1,0 +1,147 @@
+"""The probe is strict: what a model's code does is tried in fp32 on a proxy, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import parity
+from families import quiet, tiny_config, tiny_model
+from tunesmith.config.schema import Run
+from tunesmith.errors import UserError
+from tunesmith.model import attention, load
+from tunesmith.model.forward import find_calling
+from tunesmith.model.probe import build_proxy, kind_of, probe_config, settled, try_adapters
+from tunesmith.plan.models import read_facts
+
+CPU = torch.device("cpu")
+LONG_ROPE = {
+    "max_position_embeddings": 128,
+    "original_max_position_embeddings": 32,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0, 3.0, 5.0, 8.0],
+    },
+}
+
+
+def probed(family: str, **changes):
+    attention.register()
+    with quiet():
+        return probe_config(tiny_config(family, **changes), device=CPU)
+
+
+def test_a_model_that_sees_the_tokens_it_predicts_is_refused():
+    with pytest.raises(UserError, match=r"^XLNetLMHeadModel is not a causal language model[^\n]*\.$"):
+        probed("xlnet")
+
+
+def test_documents_that_change_how_their_neighbours_are_computed_are_called_by_themselves(tmp_path):
+    found = probed("phi3", **LONG_ROPE)
+    assert found.calling.layout == "packed"
+    assert found.calling.switch == 32
+    row = parity.compare("phi3", "full", tmp_path / "run", **LONG_ROPE)
+    assert (row.outcome, row.layout) == ("right", "packed"), row
+
+
+def test_a_factor_between_head_and_logits_is_found_to_the_last_digit():
+    model = tiny_model("llama")
+    attention.register()
+    model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, logits: logits * 1.0184)
+    assert find_calling(model, vocabulary=100)[0].logit_scale == pytest.approx(1.0184, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "scale"), [("granite", {"logits_scaling": 3.0}, 1 / 3), ("llama", {}, 1)]
+)
+def test_the_factor_is_that_of_the_model_and_not_of_its_proxy(family, changes, scale):
+    assert probed(family, **changes).calling.logit_scale == pytest.approx(scale, rel=1e-9)
+
+
+def test_a_linear_whose_weight_the_model_reads_itself_is_left_without_an_adapter(tmp_path):
+    folder = parity.write_model("mamba", tmp_path / "model")
+    attention.register()
+    run, _, notes = settled(Run(model=str(folder), data="none.jsonl"))
+    assert run.lora.targets == ["backbone.layers.*.mixer.in_proj"]
+    assert any("mixer.x_proj (the model reads its weight itself)" in note for note in notes)
+    only = Run(model=str(folder), data="none.jsonl", lora={"targets": ["x_proj"]})
+    with pytest.raises(UserError, match="no linear that was chosen can carry an adapter"):
+        settled(only)
+
+
+class Router(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class Routed(nn.Module):
+    """An MLP whose linear gives more than its product, and whose weight is not all that it computes with."""
+
+    def __init__(self, mlp: nn.Module):
+        super().__init__()
+        self.mlp, self.router, self.unused = mlp, Router(32, 1), nn.Linear(32, 32)
+
+    def forward(self, x):
+        weight, x = self.router(x)
+        return self.mlp(x) * weight.sigmoid()
+
+
+def test_linears_that_give_more_than_a_tensor_or_that_text_does_not_pass_are_left_out():
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.mlp = Routed(layer.mlp)
+    left_out, can_fuse = try_adapters(model, 100)
+    assert left_out["model.layers.#.mlp.router"] == "it gives more than a tensor"
+    assert left_out["model.layers.#.mlp.unused"] == "text does not pass through it"
+    assert len(left_out) == 2
+    assert can_fuse
+    assert not any(weight.grad is not None for weight in model.parameters())
+
+
+def test_outputs_that_the_model_clamps_in_place_train_as_by_the_plain_loop(tmp_path):
+    row = parity.compare("olmo", "lora", tmp_path / "run", clip_qkv=0.5)
+    assert row.outcome == "right", row
+
+
+OTHERS = {
+    "an encoder-decoder model": {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}
+    | {"is_encoder_decoder": True, "vocab_size": 100, "d_model": 8, "num_layers": 1},
+    "an encoder of BERT's kind": {"model_type": "bert", "architectures": ["BertForMaskedLM"], "vocab_size": 100},
+    "a vision model": {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 224},
+    "a speech model": {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], "vocab_size": 32},
+    "a speech model (Whisper": {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}
+    | {"is_encoder_decoder": True, "vocab_size": 100},
+    "a classifier": {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"], "vocab_size": 100},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_models_of_other_kinds_are_named_as_what_they_are_before_anything_is_loaded(tmp_path, kind):
+    (tmp_path / "config.json").write_text(json.dumps(OTHERS[kind]))
+    with pytest.raises(UserError) as said:
+        read_facts(str(tmp_path))
+    assert kind in str(said.value)
+    assert str(said.value).count(". ") == 0
+
+
+def test_a_proxy_is_small_and_has_every_kind_of_layer():
+    layers = ["sliding_attention"] * 5 + ["full_attention"]
+    large = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
+    large |= {"intermediate_size": 8192, "vocab_size": 50_000, "sliding_window": 4096}
+    config = tiny_config("gemma3_text", **large, num_hidden_layers=24, layer_types=layers * 4)
+    with quiet():
+        proxy = build_proxy(config, device=CPU)
+    text = proxy.model.config
+    assert text.layer_types == layers
+    assert text.sliding_window < 10
+    assert load.parameter_count(proxy.model) < 5_000_000
+    assert config.num_hidden_layers == 24
+
+
+def test_kinds_of_modules_go_without_the_numbers_of_their_layers():
+    assert kind_of("model.layers.12.mlp.experts.3.up_proj") == "model.layers.#.mlp.experts.#.up_proj"
