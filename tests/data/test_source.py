@@ -139,6 +139,15 @@ def test_what_cannot_be_read_is_one_sentence_with_its_place(name, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_whose_name_is_not_utf8_is_named(tmp_path):
+    folder = os.fsencode(tmp_path / "data")
+    os.mkdir(folder)
+    with open(os.path.join(folder, b"\xff.jsonl"), "wb") as file:
+        file.write(lines().encode())
+    with pytest.raises(UserError, match=r"data/\\xff\.jsonl: the name of this data file is not UTF-8; rename it"):
+        rows(tmp_path / "data")
+
+
 def test_nan_and_infinity_stay_what_they_are(tmp_path):
     path = put(tmp_path, "a.jsonl", '{"a": NaN, "b": -Infinity}\nNaN\n')
     found = []

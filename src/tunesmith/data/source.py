@@ -183,10 +183,21 @@ def _readable(candidates: Iterable[Path], where: Path) -> list[Path]:
     if not here:
         raise UserError(f"{where}: no files there{_near_miss(where)}.")
     found = sorted(p for p in here.values() if _kind(p))
+    for path in found:
+        _check_name(path)
     if not found:
         endings = listed(sorted({f"`{p.suffix or p.name}`" for p in here.values()}), most=5)
         raise UserError(f"{where}: only files that cannot be read ({endings}); {_known_endings()}.")
     return [p for p in found if _kind(p) != "text"] or found
+
+
+def _check_name(path: Path) -> None:
+    """What is kept of a run names its files, in UTF-8."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        shown = os.fsencode(path).decode(errors="backslashreplace")
+        raise UserError(f"{shown}: the name of this data file is not UTF-8; rename it.") from error
 
 
 def _parts_below(path: Path, folder: Path) -> tuple[str, ...]:
