@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # A hundred processes start in the tests, and each would compile torch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo check test test-slow test-slurm test-nodes bench docs clean
+.PHONY: setup demo check test test-slow test-gpu test-slurm test-nodes bench docs clean
 
 setup: $(READY)
 
@@ -31,8 +31,11 @@ test: check
 test-slow: setup
 	$(BIN)/pytest -m slow
 
+test-gpu: setup
+	$(BIN)/pytest -m gpu
+
 test-slurm: setup
-	$(BIN)/pytest -m slurm tests/parallel/test_slurm.py
+	$(BIN)/pytest -m slurm tests/launch/test_slurm.py
 
 test-nodes: setup
 	$(BIN)/pytest -m nodes tests/parallel/test_two_hosts.py

@@ -5,7 +5,7 @@
 Both fine-tune SmolLM2-135M-Instruct with the same adapters, learning rate and schedule on the very same tokens, see
 each target token once (Tunesmith in no more steps), and are measured on the same held-out questions by the same code.
 Each runs in a process of its own; the time is that of the training steps alone, without imports, loading and
-tokenizing. Trainer runs in fp32 and, where the processor has bf16 arithmetic, in bf16 too; the faster one counts.
+tokenizing. Trainer runs in fp32 and, where the CPU has bf16 arithmetic, in bf16 too; the faster one counts.
 Prints the ratio and
 writes benchmarks/results/cpu.json. FOLDER holds gsm8k_train.jsonl and gsm8k_test.jsonl; without it, and without the
 hub, sums in words are made up instead.
@@ -53,7 +53,7 @@ def main() -> None:
     common = {"model": find_model(), "folder": str(folder)}
     systems = [("tunesmith", "auto"), ("trainer", "fp32"), *([("trainer", "bf16")] if has_fast_bf16() else [])]
     rows: dict[tuple[str, str], dict] = {}
-    for number in range(arguments.rounds):
+    for number in range(arguments.accumulation_steps):
         for system, precision in systems:
             row = in_process(common | {"system": system, "precision": precision, "number": number})
             best = rows.get((system, precision))
@@ -109,7 +109,8 @@ def settings(folder: Path, order: dict):
 
 
 def train_tunesmith(folder: Path, order: dict) -> dict:
-    from tunesmith.assemble import assemble, prepare_run
+    from tunesmith.run.assemble import assemble
+    from tunesmith.run.start import prepare_run
     from tunesmith.train import events
     from tunesmith.train.loop import train
 
@@ -141,16 +142,17 @@ def train_trainer(folder: Path, order: dict) -> dict:
     from peft import LoraConfig, get_peft_model
     from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
-    from tunesmith import assemble
     from tunesmith.evaluate.loss import held_out_losses
     from tunesmith.model import attention, load
     from tunesmith.model.forward import settle
+    from tunesmith.parallel.prepare import load_model
+    from tunesmith.run.start import prepare_run
 
     run = settings(folder, order | {"precision": "fp32"})
     Path(run.output).mkdir(exist_ok=True)
-    data = assemble.prepare_run(run, warn=lambda message: None).data
+    data = prepare_run(run, warn=lambda message: None).data
     tokenizer = load.load_tokenizer(run)
-    model = load.load_model(run, dtype="fp32", device="cpu")
+    model = load_model(run, dtype="fp32", device="cpu")
     model.config.use_cache = False
     lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(model, lora)
@@ -176,9 +178,9 @@ def train_trainer(folder: Path, order: dict) -> dict:
     outcome = trainer.train()
     attention.register()
     merged = model.merge_and_unload().eval()
-    calling, _ = settle(merged, vocabulary=load.vocabulary_size(merged.config))
+    spec, _ = settle(merged, vocabulary=load.vocabulary_size(merged.config))
     device = torch.device("cpu")
-    results = held_out_losses(merged, calling, data.evals, device=device, sequence_length=SEQUENCE_LENGTH)
+    results = held_out_losses(merged, spec, data.evals, device=device, sequence_length=SEQUENCE_LENGTH)
     return {
         "precision": order["precision"],
         "seconds": round(outcome.metrics["train_runtime"], 2),

@@ -169,10 +169,11 @@ def work(job: dict[str, Any]) -> None:
 
 def measure(model: str, data: Path, wanted: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     """Train as `tunesmith train` does, and write nothing."""
-    from tunesmith.assemble import assemble, prepare_run
     from tunesmith.checkpoint.store import Saving
     from tunesmith.config.load import from_mapping
     from tunesmith.measure.results import _commit
+    from tunesmith.run.assemble import assemble
+    from tunesmith.run.start import prepare_run
     from tunesmith.train import events
     from tunesmith.train.loop import train
 

@@ -39,7 +39,7 @@ TOP = 25
 WHAT = "Training steps on one GPU, random weights at published shapes: median of the steps after warm-up"
 SETTINGS = {
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # of each worker: there are nearly as many as the processor has cores
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # of each worker: there are nearly as many as the CPU has cores
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "UNSLOTH_DISABLE_STATISTICS": "1",
@@ -55,14 +55,14 @@ class Case:
     """`fast` or `tight`."""
     gib: float
     """Set aside for it on the GPU."""
-    products: str = "bf16"
-    recompute_layers: int = 0
+    matmul_dtype: str = "bf16"
+    checkpointed_layers: int = 0
     first_gib: float = 9
     """While it compiles on two layers."""
     warmup: int = 3
     steps: int = 6
-    is_recorded: bool = False
-    """Ours: with passes recorded as CUDA graphs, as the planner has them for this workload."""
+    cuda_graphs: bool = False
+    """Ours: with passes captured as CUDA graphs, as the planner has them for this workload."""
     turn_seconds: float = TURN_SECONDS
     """The most it may be alone."""
     is_large: bool = False
@@ -76,13 +76,13 @@ class Case:
 CASES = (
     Case("lora-8b", "tunesmith", "fast", 78, "fp8"),
     Case("lora-8b", "tunesmith", "fast", 78),
-    Case("lora-8b", "tunesmith", "tight", 30, "fp8", recompute_layers=32),
+    Case("lora-8b", "tunesmith", "tight", 30, "fp8", checkpointed_layers=32),
     Case("lora-8b", "unsloth", "fast", 82),
-    Case("lora-8b", "unsloth", "tight", 40, recompute_layers=32),
-    Case("qlora-8b", "tunesmith", "fast", 44, "fp8", recompute_layers=1, is_recorded=True),
-    Case("qlora-8b", "tunesmith", "tight", 24, "fp8", recompute_layers=32, is_recorded=True),
+    Case("lora-8b", "unsloth", "tight", 40, checkpointed_layers=32),
+    Case("qlora-8b", "tunesmith", "fast", 44, "fp8", checkpointed_layers=1, cuda_graphs=True),
+    Case("qlora-8b", "tunesmith", "tight", 24, "fp8", checkpointed_layers=32, cuda_graphs=True),
     Case("qlora-8b", "unsloth", "fast", 42),
-    Case("qlora-8b", "unsloth", "tight", 24, recompute_layers=32),
+    Case("qlora-8b", "unsloth", "tight", 24, checkpointed_layers=32),
     Case("full-7b", "tunesmith", "fast", 106, "fp8", first_gib=13),
     Case("full-7b", "tunesmith", "fast", 106, first_gib=13),
     Case("full-7b", "liger", "fast", 110, first_gib=13),
@@ -175,7 +175,7 @@ def write_models(cases: list[Case], command: list[str], log: IO[str]) -> Callabl
 
 
 def name_of(row: dict[str, Any]) -> str:
-    return f"{row['workload']}, {row['system']}, {row['goal']}, {row['products']}"
+    return f"{row['workload']}, {row['system']}, {row['goal']}, {row['matmul_dtype']}"
 
 
 def words(found: dict[str, Any]) -> str:
@@ -210,13 +210,13 @@ def collect(files: list[Path]) -> Path:
 
 
 def settle(row: dict[str, Any]) -> dict[str, Any]:
-    """Of the profile the share of a step in which a kernel ran (the step as timed, since recording slows the processor
+    """Of the profile the share of a step in which a kernel ran (the step as timed, since recording slows the CPU
     down), what the time went to, and the kernels at the top."""
     if "profile" not in row:
         return row
     profile = row["profile"]
     busy = min(1.0, profile["kernel_ms"] / row["step_seconds"] / 1000)
-    kinds = gpu_profile.kinds(profile, products=row["products"])
+    kinds = gpu_profile.kinds(profile, matmul_dtype=row["matmul_dtype"])
     kept = {"kernel_ms": profile["kernel_ms"], "kinds": kinds, "kernels": profile["kernels"][:TOP]}
     return row | {"busy": round(busy, 4), "profile": kept}
 

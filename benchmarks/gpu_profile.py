@@ -19,14 +19,14 @@ GAPS = 12
 
 NAMED = (
     ("attention", r"flash_attn|flash_fwd|flash_bwd|fmha"),
-    ("products", r"nvjet_sm\d+_qq|e4m3"),
+    ("matmul_dtype", r"nvjet_sm\d+_qq|e4m3"),
     ("head", r"^_row$"),
     ("quantizing", r"^(_rows\w*|_column_maxima|_turn\w*)$|triton_.*amax"),
     ("MLP kernels", r"^(_forward|_backward)$"),
     ("low-rank sums", r"^_add$"),
     ("nf4 and updates", r"^_kernel$"),
 )
-"""What kernels are for, by what their names contain. Other products are told by their tiles."""
+"""What kernels are for, by what their names contain. Other matmuls are told by their tiles."""
 TILE = re.compile(r"nvjet_sm\d+_[a-z]+_(\d+)x(\d+)_")
 REST = "norms, rotations, sums and the rest"
 
@@ -77,21 +77,21 @@ def read(trace: Any) -> dict[str, Any]:
     }
 
 
-def kinds(profile: dict[str, Any], *, products: str) -> dict[str, float]:
+def kinds(profile: dict[str, Any], *, matmul_dtype: str) -> dict[str, float]:
     """Milliseconds of a step by what they are for, the longest first. Kernels that were not kept are the rest."""
     found: Counter[str] = Counter()
     for kernel in profile["kernels"]:
-        found[_kind(kernel["name"], products)] += kernel["ms"]
+        found[_kind(kernel["name"], matmul_dtype)] += kernel["ms"]
     found[REST] += max(0.0, profile["kernel_ms"] - sum(found.values()))
     return {kind: round(time, 1) for kind, time in found.most_common()}
 
 
-def _kind(name: str, products: str) -> str:
+def _kind(name: str, matmul_dtype: str) -> str:
     for kind, pattern in NAMED:
         if re.search(pattern, name):
             return kind
     if tile := TILE.search(name):
         if min(map(int, tile.groups())) < 128:  # one side is an adapter's rank
             return "low-rank sums"
-        return "head" if products == "fp8" else "products"
+        return "head" if matmul_dtype == "fp8" else "matmul_dtype"
     return REST

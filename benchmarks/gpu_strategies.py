@@ -34,7 +34,13 @@ GIB = 2**30
 LINK = 55e9
 """Bytes a second that the host link of such a GPU carries each way."""
 SHARDINGS = ("ddp", "zero1", "zero2", "zero3", "hybrid", "hierarchical")
-QUANTIZED = {"zero3, int8 on the wire": {"sharding": "zero3", "gather": "int8", "reduce": "int8"}}
+QUANTIZED = {
+    "zero3, int8 collectives": {
+        "sharding": "zero3",
+        "quantized_all_gather": "int8",
+        "quantized_reduce_scatter": "int8",
+    }
+}
 WAYS: dict[str, dict[str, dict[str, str]]] = {
     "full": {name: {"sharding": name} for name in SHARDINGS} | QUANTIZED,
     "lora": {name: {"sharding": name} for name in SHARDINGS},
@@ -163,7 +169,7 @@ def in_host_memory(shape: str) -> Iterator[dict[str, Any]]:
     from tunesmith.measure import bench
 
     workload = bench.Workload(shape, "full", 4, 4096 if device() == "cuda" else 64)
-    kept: dict[str, Any] = {"master_weights": False, "recompute_layers": bench.SHAPES[shape]["num_hidden_layers"]}
+    kept: dict[str, Any] = {"master_weights": False, "checkpointed_layers": bench.SHAPES[shape]["num_hidden_layers"]}
     rehearse(workload, **kept)
     pool.ask_for_memory()
     with settled():
@@ -200,7 +206,7 @@ def rehearse(workload: Any, **changes: Any) -> None:
     from tunesmith.measure import bench
 
     few = bench.few_layers(workload)
-    step = build(few, **changes | ({"recompute_layers": 2} if changes.get("recompute_layers") else {}))
+    step = build(few, **changes | ({"checkpointed_layers": 2} if changes.get("checkpointed_layers") else {}))
     for batch in bench.batches(few, 2):
         step(batch, bench.LEARNING_RATE)
     del step, batch
@@ -211,7 +217,7 @@ def build(workload: Any, **changes: Any) -> Any:
     from tunesmith.measure import bench
 
     on_gpu = device() == "cuda"
-    plan = bench.plan_for(workload, device=device(), products="plain", recompute_layers=0, compiled=on_gpu)
+    plan = bench.plan_for(workload, device=device(), matmul_dtype="plain", checkpointed_layers=0, compiled=on_gpu)
     usual = {"master_weights": workload.method == "full", "optimizer_states": "fp32"}
     return bench.build(workload, plan.changed(**usual | changes))
 

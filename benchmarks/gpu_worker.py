@@ -66,7 +66,7 @@ def measure_ours(case: Case) -> dict[str, Any]:
     step = build(case, workload)
     with ExitStack() as alone:
         found |= asdict(bench.measure(step, workload, **counts(case), turn=lambda: lasting(alone)))
-        trace = None if workload.is_tight or step.device.type != "cuda" else gpu_profile.record(step, workload)
+        trace = None if workload.is_low_memory or step.device.type != "cuda" else gpu_profile.record(step, workload)
     if trace is not None:
         found["profile"] = gpu_profile.read(trace)
     again = news()
@@ -83,13 +83,13 @@ def build(case: Case, workload: Any) -> Any:
     plan = bench.plan_for(
         workload,
         device=device(),
-        products="fp8" if case["products"] == "fp8" else "plain",
-        recompute_layers=min(layers, case["recompute_layers"]),
+        matmul_dtype="fp8" if case["matmul_dtype"] == "fp8" else "plain",
+        checkpointed_layers=min(layers, case["checkpointed_layers"]),
         compiled=device() == "cuda",
     )
     if case["goal"] == "tight":
         plan = plan.model_copy(update=dict(workload.saving))
-    return bench.build(workload, plan.model_copy(update={"is_recorded": case["is_recorded"]}))
+    return bench.build(workload, plan.model_copy(update={"cuda_graphs": case["cuda_graphs"]}))
 
 
 def measure_theirs(case: Case, models: Path) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def measure_theirs(case: Case, models: Path) -> dict[str, Any]:
     workload = bench.WORKLOADS[case["workload"]]
 
     def measure(one: Any, turn: Turn = nullcontext, **few: int) -> dict[str, Any]:
-        chosen = {"device": device(), "recompute": case["recompute_layers"] > 0, "models": models}
+        chosen = {"device": device(), "checkpoint": case["checkpointed_layers"] > 0, "models": models}
         return asdict(measure_peer(case["system"], one, **chosen, turn=turn, **few))
 
     began = time.monotonic()

@@ -1,8 +1,8 @@
-"""What the processor needs to launch a layer's kernels, forward and backward, and where it spends that time.
+"""What the CPU needs to launch a layer's kernels, forward and backward, and where it spends that time.
 
     python benchmarks/host.py [--device cpu] [--layers 16] [--top 30] [--only TEXT]
 
-Layers are narrow and tokens few, so that a GPU waits for the processor; small models train at this speed. Each way of
+Layers are narrow and tokens few, so that a GPU waits for the CPU; small models train at this speed. Each way of
 training is measured in a process of its own. Times are those of the fastest of some steps, without the profiler; the
 profile has the backward pass too, which is run by the same thread for that. On a CPU the layers' own arithmetic counts.
 """
@@ -23,13 +23,13 @@ from results import write_result
 
 WAYS: dict[str, dict[str, Any]] = {
     "full": {"method": "full"},
-    "full, fp8": {"method": "full", "products": "fp8"},
+    "full, fp8": {"method": "full", "matmul_dtype": "fp8"},
     "lora": {"method": "lora"},
-    "lora, fp8": {"method": "lora", "products": "fp8"},
-    "lora, fp8, recomputed": {"method": "lora", "products": "fp8", "recompute": True},
-    "lora, fp8, recorded": {"method": "lora", "products": "fp8", "is_recorded": True},
+    "lora, fp8": {"method": "lora", "matmul_dtype": "fp8"},
+    "lora, fp8, checkpointed": {"method": "lora", "matmul_dtype": "fp8", "checkpoint": True},
+    "lora, fp8, recorded": {"method": "lora", "matmul_dtype": "fp8", "cuda_graphs": True},
     "qlora": {"method": "qlora"},
-    "qlora, fp8": {"method": "qlora", "products": "fp8"},
+    "qlora, fp8": {"method": "qlora", "matmul_dtype": "fp8"},
 }
 TOKENS = 256
 STEPS = 20
@@ -55,7 +55,7 @@ def main() -> None:
         row = json.loads(done.stdout.splitlines()[-1])
         print(f"{way}: {row['layer_ms']} ms a layer, {row['step_ms']} ms a step\n{row.pop('profile')}", flush=True)
         rows.append({"way": way, **row})
-    print(f"wrote {write_result('host', 'Time of the processor to launch a layer, forward and backward', rows)}")
+    print(f"wrote {write_result('host', 'Time of the CPU to launch a layer, forward and backward', rows)}")
 
 
 def measure(way: str, device: str, layers: int, top: int) -> dict[str, Any]:
@@ -74,11 +74,11 @@ def measure(way: str, device: str, layers: int, top: int) -> dict[str, Any]:
         plan = bench.plan_for(
             workload,
             device=device,
-            products=chosen.get("products", "plain"),
-            recompute_layers=count if chosen.get("recompute") else 0,
+            matmul_dtype=chosen.get("matmul_dtype", "plain"),
+            checkpointed_layers=count if chosen.get("checkpoint") else 0,
             compiled=True,
         )
-        step = bench.build(workload, plan.model_copy(update={"is_recorded": chosen.get("is_recorded", False)}))
+        step = bench.build(workload, plan.model_copy(update={"cuda_graphs": chosen.get("cuda_graphs", False)}))
         (batch,) = bench.batches(workload, 1)
         times = [launch(step, batch) for _ in range(STEPS)]
         found[count] = min(times) * 1000

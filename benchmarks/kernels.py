@@ -29,7 +29,7 @@ from tunesmith.kernels import quantize, reference, swiglu
 CALLS = 20
 COPY_BYTES_PER_SECOND = 4.27e12
 FLUSH_BYTES = 1 << 30
-"""So much that the processor has launched the next call before the GPU is done with it."""
+"""So much that the CPU has launched the next call before the GPU is done with it."""
 WARM_ROWS = 512
 RANK = 16
 
@@ -183,8 +183,8 @@ def both_ways(width: int) -> Group:
 
     def make(rows: int, device: str) -> tuple:
         x, _, values, scale = _rows(rows, width, device, has_factor=False)
-        turned = values.new_empty(width, rows), scale.new_empty(width, 1)
-        return x, values, scale, *turned, scale.new_empty(width)
+        transposed = values.new_empty(width, rows), scale.new_empty(width, 1)
+        return x, values, scale, *transposed, scale.new_empty(width)
 
     def apart(inputs: tuple) -> tuple:
         x, values, scale, values_turned, scale_turned, _ = inputs
@@ -222,7 +222,7 @@ def both_ways(width: int) -> Group:
         sizes = {"stages": stages, "per_warp": per_warp, "at_work": at_work}
         variants[_named("two", sizes)] = partial(together, **sizes)
         if at_work == 16384 and stages == 3:
-            variants[_named("not turned", sizes)] = partial(together, **sizes, is_turned=False)
+            variants[_named("not transposed", sizes)] = partial(together, **sizes, is_turned=False)
     return Group(f"both ways: {width} wide", make, variants, check, 6 * width)
 
 

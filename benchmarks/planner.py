@@ -35,11 +35,11 @@ from tunesmith.config.schema import Lora
 from tunesmith.measure.results import document
 from tunesmith.plan import memory, speed
 from tunesmith.plan.choice import Choice, Task
-from tunesmith.plan.facts import from_config
+from tunesmith.plan.families import from_config
 from tunesmith.plan.hardware import Hardware, named, probe
-from tunesmith.plan.plan import Moment
+from tunesmith.plan.plan import Phase
+from tunesmith.plan.ranking import should_capture
 from tunesmith.plan.rules import attention_for, beyond, refused
-from tunesmith.plan.search import should_record
 
 GIB = 2**30
 SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
@@ -88,7 +88,7 @@ MISTAKES = 8
 """In a row: something is wrong with all of them, and the GPU's time is better spent later."""
 SETTINGS = {
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # of each worker: there are as many as the processor has cores
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # of each worker: there are as many as the CPU has cores
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -103,44 +103,45 @@ class Configuration:
     optimizer: str
     length: int
     micro_batch: int
-    rounds: int
+    accumulation_steps: int
     is_packed: bool
-    products: str
+    matmul_dtype: str
     storage: str
     recompute: float
     """Share of the layers."""
     rank: int = 16
     states: str = "fp32"
     has_masters: bool = True
-    keep_attention: bool = False
+    save_attention: bool = False
     offload: bool = False
-    """Inputs of recomputed layers, to host memory."""
-    is_recorded: bool = False
+    """Inputs of checkpointed layers, to host memory."""
+    cuda_graphs: bool = False
 
     @property
     def name(self) -> str:
         optimizer = self.optimizer if self.states == "fp32" else f"{self.optimizer} in {self.states}"
         parts = [self.shape, self.method, optimizer, f"{self.micro_batch}x{self.length}"]
         parts += ["no masters"] if not self.has_masters else []
-        parts += [f"{self.rounds} rounds"] if self.rounds > 1 else []
+        parts += [f"{self.accumulation_steps} rounds"] if self.accumulation_steps > 1 else []
         parts += ["packed"] if self.is_packed else []
-        parts += [part for part in (self.products, self.storage) if part != "plain"]
+        parts += [part for part in (self.matmul_dtype, self.storage) if part != "plain"]
         parts += [f"rank {self.rank}"] if self.method != "full" and self.rank != 16 else []
-        parts += [f"recompute {self.recompute:.0%}"] if self.recompute else []
-        parts += ["attention kept"] if self.keep_attention else []
+        parts += [f"checkpoint {self.recompute:.0%}"] if self.recompute else []
+        parts += ["attention kept"] if self.save_attention else []
         parts += ["inputs on the host"] if self.offload else []
-        parts += ["recorded"] if self.is_recorded else []
+        parts += ["recorded"] if self.cuda_graphs else []
         return ", ".join(parts)
 
     @property
     def layers(self) -> str:
-        """Those of a kind are compiled once; a recomputed layer is compiled in another way."""
-        return f"{self.shape} {self.method} {self.micro_batch} {self.length} {self.products} {self.storage} {self.rank}"
+        """Those of a kind are compiled once; a checkpointed layer is compiled in another way."""
+        sizes = f"{self.micro_batch} {self.length}"
+        return f"{self.shape} {self.method} {sizes} {self.matmul_dtype} {self.storage} {self.rank}"
 
     @property
     def way(self) -> tuple[bool, ...]:
-        """Which layers there are: as they are, recomputed, and recomputed with their attention kept."""
-        return self.recompute < 1, self.recompute > 0, self.keep_attention
+        """Which layers there are: as they are, checkpointed, and checkpointed with their attention kept."""
+        return self.recompute < 1, self.recompute > 0, self.save_attention
 
 
 ALWAYS = (  # whatever is drawn: the usual workloads, all weights of large models, the longest documents
@@ -258,7 +259,9 @@ def configurations(hardware: Hardware, *, seed: int) -> list[tuple[Configuration
 def tiny(seed: int) -> list[tuple[Configuration, int | None]]:
     """For a machine without a GPU: the mechanism, not the numbers."""
     chance = random.Random(seed)
-    drawn = [dataclasses.replace(draw(chance, "tiny"), length=64, micro_batch=2, products="plain") for _ in range(2)]
+    drawn = [
+        dataclasses.replace(draw(chance, "tiny"), length=64, micro_batch=2, matmul_dtype="plain") for _ in range(2)
+    ]
     return [(one, None) for one in drawn]
 
 
@@ -274,15 +277,15 @@ def draw(chance: random.Random, shape: str, method: str | None = None) -> Config
         optimizer=optimizer,
         length=length,
         micro_batch=chance.choice(sizes),
-        rounds=chance.choice([1, 1, 1, 2]),
+        accumulation_steps=chance.choice([1, 1, 1, 2]),
         is_packed=length >= 1024 and chance.random() < 0.35,
-        products=chance.choice(["plain", "fp8"]),
+        matmul_dtype=chance.choice(["plain", "fp8"]),
         storage="nf4" if method == "qlora" else "plain",
         recompute=recompute,
         rank=16 if method == "full" else chance.choice([8, 16, 16, 64]),
         states=states,
         has_masters=method != "full" or optimizer not in ("adamw", "lion") or chance.random() < 0.6,
-        keep_attention=recompute > 0 and chance.random() < 0.3,
+        save_attention=recompute > 0 and chance.random() < 0.3,
         offload=recompute > 0 and chance.random() < 0.15,
     )
 
@@ -291,9 +294,9 @@ def vary(chance: random.Random, like: list[Configuration], *, is_compiled: bool 
     """One with the same layers as one of these, and in the same way where they are to be compiled already."""
     one = chance.choice(like)
     other = draw(chance, one.shape, one.method)
-    same = ["length", "micro_batch", "products", "storage", "rank"]
+    same = ["length", "micro_batch", "matmul_dtype", "storage", "rank"]
     if is_compiled:
-        same += ["keep_attention"]
+        same += ["save_attention"]
         other = dataclasses.replace(other, recompute=one.recompute, offload=one.recompute > 0 and other.offload)
         if 0 < one.recompute < 1:
             other = dataclasses.replace(other, recompute=chance.choice([0.25, 0.5, 0.75]))
@@ -306,7 +309,7 @@ def vary(chance: random.Random, like: list[Configuration], *, is_compiled: bool 
 
 def as_planned(one: Configuration, hardware: Hardware) -> Configuration:
     """With its passes recorded where the planner would."""
-    return dataclasses.replace(one, is_recorded=should_record(*settle(one, hardware, "cuda")))
+    return dataclasses.replace(one, cuda_graphs=should_capture(*settle(one, hardware, "cuda")))
 
 
 def settle(
@@ -324,17 +327,17 @@ def settle(
         lora=Lora(rank=one.rank, alpha=16),
         optimizer=one.optimizer,
         sequence_length=one.length,
-        sequences=one.micro_batch * one.rounds,
+        sequences=one.micro_batch * one.accumulation_steps,
         document_length=round(document_length or (chat if one.is_packed else one.length)),
     )
     choice = Choice(
         micro_batch=one.micro_batch,
-        recompute_layers=round(one.recompute * facts.layers),
-        products=one.products,
+        checkpointed_layers=round(one.recompute * facts.layers),
+        matmul_dtype=one.matmul_dtype,
         storage=one.storage,
         is_compiled=device == "cuda",
-        is_recorded=one.is_recorded,
-        keep_attention=one.keep_attention,
+        cuda_graphs=one.cuda_graphs,
+        save_attention=one.save_attention,
         offload_activations=one.offload,
         optimizer_states=one.states,
         master_weights=one.has_masters,
@@ -343,11 +346,11 @@ def settle(
 
 
 def machine(device: str) -> Hardware:
-    """What predictions are for: the GPU the results come from, or this machine's processor."""
+    """What predictions are for: the GPU the results come from, or this machine's CPU."""
     return named("H200") if device == "cuda" else probe()
 
 
-def peak(task: Task, choice: Choice) -> Moment:
+def peak(task: Task, choice: Choice) -> Phase:
     return memory.peak(memory.timeline(task, choice))
 
 
@@ -355,8 +358,8 @@ def few_layers(one: Configuration) -> Configuration:
     """The same kinds of layers, but two of them or three, and a small vocabulary."""
     is_mixed = 0 < one.recompute < 1
     recompute = 2 / 3 if is_mixed else one.recompute
-    plain = {"rounds": 1, "optimizer": "sgd", "states": "fp32", "has_masters": True, "offload": False}
-    plain["is_recorded"] = False
+    plain = {"accumulation_steps": 1, "optimizer": "sgd", "states": "fp32", "has_masters": True, "offload": False}
+    plain["cuda_graphs"] = False
     return dataclasses.replace(one, shape=f"{one.shape}/{3 if is_mixed else 2}", recompute=recompute, **plain)
 
 

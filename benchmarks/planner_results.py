@@ -14,8 +14,8 @@ from planner import Configuration, machine, settle
 from results import write_result
 
 from tunesmith.plan import memory, speed
-from tunesmith.plan.plan import Moment
-from tunesmith.plan.search import MARGIN
+from tunesmith.plan.plan import Phase
+from tunesmith.plan.task import MARGIN
 
 EARLIER = {"chunks": 2, "can_be_fp8": False, "keeps_joint": True, "in_pieces": True}
 """The way of rows that do not say theirs."""
@@ -67,14 +67,14 @@ def collect(files: list[Path], *, held_out: Literal["none", "half", "all"] = "no
 
 def why_left_out(row: dict[str, Any]) -> str:
     """Why a time does not count; empty where it does."""
-    if row["configuration"].get("is_recorded") and not row.get("has_recorded", True):
+    if row["configuration"].get("cuda_graphs") and not row.get("has_recorded", True):
         return "not recorded"
     return "" if is_steady(row["timed"]) else "not steady"
 
 
 def was_recorded(row: dict[str, Any]) -> bool:
     """False where passes were to be recorded and the allocator then held less than a step takes: no pool of theirs."""
-    if not row["configuration"].get("is_recorded") or "peak_bytes" not in row:
+    if not row["configuration"].get("cuda_graphs") or "peak_bytes" not in row:
         return True
     return row.get("has_recorded", row.get("recorded_reserved_bytes", row["peak_bytes"]) >= row["peak_bytes"])
 
@@ -87,7 +87,7 @@ def is_steady(times: list[float]) -> bool:
 
 
 def settled(times: list[float]) -> float:
-    """The median of the later half: first the processor wakes up, and what others had queued runs out."""
+    """The median of the later half: first the CPU wakes up, and what others had queued runs out."""
     return statistics.median(times[len(times) // 2 :])
 
 
@@ -101,9 +101,9 @@ class Compared:
     """A recorded measurement beside what the present model predicts for it."""
 
     name: str
-    predicted: Moment
+    predicted: Phase
     """The peak, loading included."""
-    predicted_step: Moment
+    predicted_step: Phase
     """The peak of a step, which is what was measured."""
     predicted_speed: float
     measured_bytes: int | None
@@ -138,7 +138,7 @@ class Compared:
 
     @property
     def does_fit(self) -> bool:
-        """As planned: where passes could not be recorded for want of memory, the step ran without."""
+        """As planned: where passes could not be captured for want of memory, the step ran without."""
         return self.measured_bytes is not None and self.was_recorded
 
 
@@ -151,16 +151,16 @@ def compare(rows: list[dict[str, Any]], device: str = "cuda") -> list[Compared]:
             continue
         task, choice = settle(Configuration(**row["configuration"]), hardware, device, row.get("document_length"))
         way = memory.Way(**UNSAID | row.get("way", EARLIER))
-        moments = memory.timeline(task, choice, way)
-        moment = memory.peak(moments)
+        phases = memory.timeline(task, choice, way)
+        phase = memory.peak(phases)
         tokens = row.get("tokens", task.step_tokens)
         seconds = row.get("step_seconds") if "time_left_out" not in row else None
-        context = row.get("context_bytes") or moment.memory.context
+        context = row.get("context_bytes") or phase.memory.context
         found.append(
             Compared(
                 name=row["name"],
-                predicted=moment,
-                predicted_step=memory.peak([one for one in moments if one.name != "loading"]),
+                predicted=phase,
+                predicted_step=memory.peak([one for one in phases if one.name != "loading"]),
                 predicted_speed=tokens / speed.step_time(task, choice).total,
                 measured_bytes=row.get("peak_bytes"),
                 measured_speed=tokens / seconds if seconds else None,

@@ -1,6 +1,6 @@
 """Measures configurations of the planner's benchmark one after the other, as `pool.py` hands them out.
 
-The layers are compiled on a model of three of them with a small vocabulary, which takes half a minute of a processor
+The layers are compiled on a model of three of them with a small vocabulary, which takes half a minute of a CPU
 and little of the GPU's memory; the whole model then finds its layers compiled.
 """
 
@@ -28,7 +28,7 @@ from tunesmith.kernels import flash4
 from tunesmith.measure import bench
 from tunesmith.plan.hardware import usable_cores
 from tunesmith.plan.plan import Plan
-from tunesmith.train.moments import Moments
+from tunesmith.train.phases import PhaseMemory
 from tunesmith.train.step import TrainStep
 
 SECONDS = 0.6
@@ -80,7 +80,7 @@ def _words(error: Exception) -> str:
 
 def rehearse(one: Configuration, device: str) -> float:
     """Compile what configurations with these layers need: the first layer differs from the others where the embedding
-    is frozen, and recomputed ones may differ from those that are not."""
+    is frozen, and checkpointed ones may differ from those that are not."""
     began = time.perf_counter()
     if device == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -91,7 +91,7 @@ def rehearse(one: Configuration, device: str) -> float:
 
 
 def measure(one: Configuration, device: str, *, cap: int | None = None, turn: Turn | None = None) -> dict[str, Any]:
-    """Memory at the moments of a step and, in its turn, the seconds of one, through the trainer's own code."""
+    """Memory at the memory phases of a step and, in its turn, the seconds of one, through the trainer's own code."""
     on_gpu = device == "cuda"
     if on_gpu:
         torch.cuda.set_per_process_memory_fraction(min(1.0, (cap or 1 << 60) / torch.cuda.mem_get_info()[1]))
@@ -101,7 +101,7 @@ def measure(one: Configuration, device: str, *, cap: int | None = None, turn: Tu
     found: dict[str, Any] = {"cap_bytes": cap, "tokens": batch.tokens, "document_length": document_length(batch)}
     found["has_flash_attention_4"] = flash4.is_available()
     found |= {"build_seconds": since(began), "build_peak_bytes": peak_bytes(device)}
-    watched = Moments(step.model, step.optimizer)
+    watched = PhaseMemory(step.model, step.optimizer)
 
     def run() -> float:
         before = time.perf_counter()
@@ -116,10 +116,10 @@ def measure(one: Configuration, device: str, *, cap: int | None = None, turn: Tu
         torch.cuda.reset_peak_memory_stats()
     run()
     found["peak_bytes"] = peak_bytes(device)
-    for moment, held in watched.held.items():
-        found[f"{moment.replace(' ', '_')}_bytes"] = held
-        found[f"peak_{moment.replace(' ', '_')}_bytes"] = watched.peaks[moment]
-    if one.is_recorded:  # from the third step on; the allocator then holds what passes take, and does not count it
+    for phase, held in watched.held.items():
+        found[f"{phase.replace(' ', '_')}_bytes"] = held
+        found[f"peak_{phase.replace(' ', '_')}_bytes"] = watched.peaks[phase]
+    if one.cuda_graphs:  # from the third step on; the allocator then holds what passes take, and does not count it
         for _ in range(2):
             run()
         found["recorded_reserved_bytes"] = torch.cuda.memory_reserved()
@@ -132,14 +132,14 @@ def measure(one: Configuration, device: str, *, cap: int | None = None, turn: Tu
             found["launch_seconds"] = launch_seconds(device)
         found["step_seconds"] = round(settled(times), 6)
         found["timed"] = [round(seconds, 5) for seconds in times]
-    if one.is_recorded:
-        found["has_recorded"] = step.recorder is not None and step.recorder.passes is not None
+    if one.cuda_graphs:
+        found["has_recorded"] = step.capture is not None and step.capture.passes is not None
     return found
 
 
 def build(one: Configuration, device: str) -> tuple[TrainStep, StepBatch]:
     bench.SHAPES[one.shape] = shape_config(one.shape)
-    workload = bench.Workload(one.shape, one.method, one.micro_batch, one.length, one.is_packed, one.rounds)
+    workload = bench.Workload(one.shape, one.method, one.micro_batch, one.length, one.is_packed, one.accumulation_steps)
     (batch,) = bench.batches(workload, 1)
     return bench.build(workload, plan_of(one, device), rank=one.rank, optimizer=one.optimizer), batch
 
@@ -155,7 +155,7 @@ def plan_of(one: Configuration, device: str) -> Plan:
         threads=usable_cores(),
         precision=task.precision,
         sequence_length=one.length,
-        sequences_per_step=one.micro_batch * one.rounds,
+        sequences_per_step=one.micro_batch * one.accumulation_steps,
         learning_rate=bench.LEARNING_RATE,
         deterministic=False,
         memory=peak(task, choice).memory,
@@ -188,7 +188,7 @@ def steady(launch: Callable[[], Callable[[], object]], on_gpu: bool) -> list[flo
 
 
 def launch_seconds(device: str, count: int = 1000) -> float:
-    """Of the processor, to start one of many kernels that do nothing: what host-bound steps are made of."""
+    """Of the CPU, to start one of many kernels that do nothing: what host-bound steps are made of."""
     tensor = torch.zeros(1, device=device)
     tensor.add_(1)
     began = time.perf_counter()

@@ -1,6 +1,6 @@
 """Measurements by several processes at once on one GPU: they prepare beside each other and are timed alone.
 
-Compiling keeps a processor busy, not the GPU, so many workers do that together. When one needs much of the GPU's memory
+Compiling keeps a CPU busy, not the GPU, so many workers do that together. When one needs much of the GPU's memory
 it asks for it, and gets it when there is enough beside what others have. When it is ready to be timed it asks for its
 turn: all others are stopped until it is done, and what they had queued on the GPU has run before it begins. Workers
 live on from one order to the next, which saves importing and compiling what orders have in common; one that dies is

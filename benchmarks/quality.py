@@ -52,15 +52,15 @@ class Variant:
 VARIANTS = (
     Variant("LoRA fp32", ("method=lora", "precision=fp32"), "lora", is_baseline=True),
     Variant("LoRA bf16", ("method=lora", "precision=bf16"), "lora", is_baseline=True),
-    Variant("LoRA fp8 products", ("method=lora", "precision=fp8"), "lora"),
+    Variant("LoRA fp8 matmuls", ("method=lora", "precision=fp8"), "lora"),
     Variant("QLoRA, nf4", ("method=qlora", "precision=bf16"), "lora"),
-    Variant("QLoRA, nf4, fp8 products", ("method=qlora", "precision=fp8"), "lora"),
+    Variant("QLoRA, nf4, fp8 matmuls", ("method=qlora", "precision=fp8"), "lora"),
     Variant("LoRA, 8-bit AdamW", ("method=lora", "precision=bf16", "optimizer=adamw_8bit"), "lora"),
     Variant("full fp32", ("method=full", "precision=fp32"), "full", is_baseline=True),
     Variant("full bf16, fp32 masters", ("method=full", "precision=bf16"), "full", is_baseline=True),
-    Variant("full fp8 products", ("method=full", "precision=fp8"), "full"),
+    Variant("full fp8 matmuls", ("method=full", "precision=fp8"), "full"),
     Variant("full, 8-bit AdamW", ("method=full", "precision=bf16", "optimizer=adamw_8bit"), "full"),
-    Variant("full bf16, rounded at random", ("method=full", "precision=bf16"), "full", without_masters=True),
+    Variant("full bf16, rounded stochastically", ("method=full", "precision=bf16"), "full", without_masters=True),
 )
 
 
@@ -83,7 +83,7 @@ def main() -> None:
         parser.error("--model, --train and --held-out are needed")
     what = f"Held-out loss by precision, storage and optimizer: {Path(options.model).stem}, {options.seeds} seeds each"
     print(json.dumps(document(what, {})), flush=True)
-    # A process has little to do for the processor but to compile and to launch kernels.
+    # A process has little to do for the CPU but to compile and to launch kernels.
     os.environ.update({"TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ})
     chosen = [one for one in VARIANTS if not options.only or any(text in one.name for text in options.only)]
     with (

@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
 from hosts import Hosts, two_hosts  # noqa: E402
 from tunesmith.plan.plan import Plan  # noqa: E402
 
-IN_INT8 = {"gather": "int8", "reduce": "int8"}
+IN_INT8 = {"quantized_all_gather": "int8", "quantized_reduce_scatter": "int8"}
 WAYS: dict[str, dict[str, Any]] = {
     "full": {"sharding": "zero3", "mesh": {"shard": 4}},
     "hierarchical": {"sharding": "hierarchical", "mesh": {"replicate": 2, "shard": 2}},
@@ -87,9 +87,9 @@ def prepare(folder: Path) -> Path:
     """Model, data and settings; a plan for each way."""
     from tiny import write_data
     from tiny_model import make_tiny_model
-    from tunesmith.choose import plan_run
     from tunesmith.config.load import from_mapping
     from tunesmith.plan.plan import Mesh
+    from tunesmith.run.choose import plan_run
 
     model = make_tiny_model(folder / "model", **MODEL)
     write_data(folder / "train.jsonl", 200)
@@ -117,9 +117,9 @@ def prepare(folder: Path) -> Path:
 def choice(folder: Path, network: float, **pins: Any) -> str:
     """The way that the planner takes over a network of so many bytes a second, or what else it takes."""
     chosen = plan_for(folder, network, **pins)
-    taken = (chosen.sharding, chosen.gather, chosen.mesh.pipeline)
+    taken = (chosen.sharding, chosen.quantized_all_gather, chosen.mesh.pipeline)
     for name, way in WAYS.items():
-        if taken == (way["sharding"], way.get("gather", "plain"), way["mesh"].get("pipeline", 1)):
+        if taken == (way["sharding"], way.get("quantized_all_gather", "plain"), way["mesh"].get("pipeline", 1)):
             return name
     return f"{chosen.sharding}, {chosen.mesh.pipeline} stages"
 
@@ -135,7 +135,13 @@ def plan_for(folder: Path, network: float, way: str | None = None, **pins: Any) 
     hardware = shared(probe(), ranks=2, nodes=2).changed(network=network)
     if way is not None:
         mesh = {"replicate": 1, "shard": 1, "pipeline": 1, **WAYS[way]["mesh"]}
-        pins |= {"gather": "plain", "reduce": "plain", "schedule": "1f1b", **WAYS[way], **mesh}
+        pins |= {
+            "quantized_all_gather": "plain",
+            "quantized_reduce_scatter": "plain",
+            "schedule": "1f1b",
+            **WAYS[way],
+            **mesh,
+        }
         pins.pop("mesh")
     return search(settings, read_facts(settings.model), hardware, pins={"micro_batch": 1, **pins}).plan
 

@@ -76,11 +76,11 @@ def settings_page() -> str:
 
 def planner_page() -> str:
     from tunesmith.plan.catalogue import GPUS
-    from tunesmith.plan.facts import FAMILIES
+    from tunesmith.plan.families import FAMILIES
     from tunesmith.plan.memory import LOGITS
     from tunesmith.plan.plan import Memory
+    from tunesmith.plan.ranking import CAPTURED
     from tunesmith.plan.rules import REFUSALS
-    from tunesmith.plan.search import RECORDED
 
     parts = [
         f"| {name} | {field.description or ''} |".replace("  ", " ") for name, field in Memory.model_fields.items()
@@ -112,8 +112,8 @@ def planner_page() -> str:
         "inputs in host memory, replication or sharding), then splitting layers and sequences over GPUs, then",
         "quantization (the frozen base in 4 bits, optimizer states in 8), then what else can be offloaded. Within a",
         "tier the least time wins; choices within 5% are equals, and the simplest of them",
-        "is taken. On one GPU the layers' passes are recorded as CUDA graphs and replayed where that saves",
-        f"{RECORDED:.0%} of a step or more, in which the GPU would wait for the processor, and there is room for what",
+        "is taken. On one GPU the layers' passes are captured as CUDA graphs and replayed where that saves",
+        f"{CAPTURED:.0%} of a step or more, in which the GPU would wait for the CPU, and there is room for what",
         "they hold. Each choice comes with its reason, and the alternatives with what they would cost.",
         "",
         "What is refused, and why:",
@@ -122,7 +122,7 @@ def planner_page() -> str:
         "",
         "## What is predicted",
         "",
-        "Memory of one rank, by what it is for, at the moments of a step that can be its peak, and at loading.",
+        "Memory of one rank, by what it is for, at the memory phases of a step that can be its peak, and at loading.",
         f"The loss holds at most {LOGITS['cuda']:,} logits at a time on a GPU.",
         "",
         "| part | what it is |",
@@ -148,7 +148,7 @@ def planner_page() -> str:
 
 
 def _measured(path: Path) -> list[str]:
-    """The recorded runs beside what the present model predicts for them, with the errors in the median and at worst."""
+    """The captured runs beside what the present model predicts for them, with the errors in the median and at worst."""
     if not path.exists():
         return ["Not measured yet: `python benchmarks/planner.py` on a GPU writes the table."]
     sys.path.insert(0, str(DOCS.parent / "benchmarks"))
@@ -175,8 +175,8 @@ def _measured(path: Path) -> list[str]:
         "The predictions are those of the present model.",
         *(apart if new else ["Its constants were chosen with all of these in view."]),
         f"{sum(row.timed == 1 for row in timed)} of the {len(timed)} times are those of one step, after three that do",
-        "not count; the others are medians of the later half of some. Where passes are not recorded, small models and",
-        "batches were bound by the processor, which took 3 to 9 ms to start the kernels of a layer, with what else ran",
+        "not count; the others are medians of the later half of some. Where passes are not captured, small models and",
+        "batches were bound by the CPU, which took 3 to 9 ms to start the kernels of a layer, with what else ran",
         "beside it; others may be quicker.",
         "",
         "| | configurations | off by, median | worst |",
@@ -242,6 +242,8 @@ def benchmarks_page() -> str:
             lines.append("The tables are on the [planner's page](planner.md).")
         elif path.stem == "gpu_strategies":
             lines.append("The table is on the page about [several GPUs](distributed.md).")
+        elif path.stem == "families":
+            lines.append("The table is on the page about [models](models.md).")
         elif path.stem == "gpu":
             lines += _gpu_tables(content["numbers"])
         elif path.stem == "defaults":
@@ -293,12 +295,12 @@ def _gpu_tables(rows: list[dict[str, Any]]) -> list[str]:
         what = "packed documents of chat lengths in " if one.is_packed else ""
         lines.append(f"- {name}: {one.method}, {one.shape}, {what}{one.sequences} x {one.length:,} tokens a step")
     commits = {row["commit"] for row in rows}
-    head = ["workload", "goal", "system", "products", "tokens/s", "to the fastest other", "peak GiB", "busy"]
+    head = ["workload", "goal", "system", "matmul_dtype", "tokens/s", "to the fastest other", "peak GiB", "busy"]
     head += ["tokens/s in earlier calls"] if any("earlier" in row for row in rows) else []
     head += ["commit"] if len(commits) > 1 else []
     lines += ["", f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
     for row in rows:
-        cells = [row["workload"], row["goal"], row["system"], row["products"]]
+        cells = [row["workload"], row["goal"], row["system"], row["matmul_dtype"]]
         if "failed" in row:
             cells += [_figure("failed", row["failed"]), "", "", ""]
         else:
@@ -312,12 +314,12 @@ def _gpu_tables(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _time_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Of the first of our rows that was recorded under the profiler."""
+    """Of the first of our rows that was captured under the profiler."""
     row = next((row for row in rows if row["system"] == "tunesmith" and "profile" in row), None)
     if row is None:
         return []
     kinds, total = row["profile"]["kinds"], row["profile"]["kernel_ms"]
-    lines = ["", f"Where the time of a step goes, {row['workload']}, {row['goal']}, {row['products']}:", ""]
+    lines = ["", f"Where the time of a step goes, {row['workload']}, {row['goal']}, {row['matmul_dtype']}:", ""]
     lines += ["| kernels | ms | share |", "| --- | --- | --- |"]
     lines += [f"| {kind} | {time:.1f} | {time / total:.1%} |" for kind, time in kinds.items()]
     step = row["step_seconds"] * 1000
@@ -371,6 +373,64 @@ def _figure(name: str, value: Any) -> str:
     if isinstance(value, int | float):
         return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
     return str(value).replace("|", "\\|")
+
+
+MODELS = """\
+# Models
+
+<!-- made by docs/generate.py from benchmarks/results/families.json; do not edit -->
+
+Tunesmith has no list of models that it knows. It tries each one before it is loaded, on a small proxy of the same code
+in fp32, and finds out how it is called, which of its linears carry adapters, and whether it can be trained at all.
+
+This table shows what comes of that. Each causal family of transformers was made tiny from its own config class, with
+random weights, and trained for three steps twice: by Tunesmith, and by a plain loop (transformers' model as it is,
+peft's adapters, torch's AdamW, one document at a time). *Right* is a loss that differs by 1e-5 at most in every step.
+
+Of the {all} families {families} were measured so far. {tried} of these could be tried; {right} are right with LoRA and
+with all weights, {packed} of them with documents packed into one sequence. Most others are refused before
+anything is loaded, in the sentence that stands here; rows that say *different* or *traceback* are faults.
+
+Measured with {versions}; {date}, commit {commit}.
+`python benchmarks/families.py` measures again; `make test-slow` tries every row.
+"""
+
+
+def models_page() -> str:
+    """Every causal family, with what came of training it beside a plain loop."""
+    results = RESULTS / "families.json"
+    if not results.exists():  # nothing was measured
+        return "# Models\n"
+    content = json.loads(results.read_text(encoding="utf-8"))
+    rows = {(row["family"], row["method"]): row for row in content["numbers"]}
+    both = {family: [rows[family, method] for method in ("lora", "full")] for family, _ in sorted(rows)}
+    tried = [pair for pair in both.values() if all(row["outcome"] != "not built" for row in pair)]
+    right = [pair for pair in tried if all(row["outcome"] == "right" for row in pair)]
+    packed = [pair for pair in right if all(row["layout"] == "packed" for row in pair)]
+    head = MODELS.format(
+        all=content["families"],
+        families=len(both),
+        tried=len(tried),
+        right=len(right),
+        packed=len(packed),
+        versions=", ".join(f"{name} {content['versions'][name]}" for name in ("transformers", "peft", "torch")),
+        date=content["date"],
+        commit=content["commit"],
+    )
+    lines = [
+        "| family | LoRA | all weights | documents | adapters in peft | remarks |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for family, pair in both.items():
+        layouts = dict.fromkeys(row["layout"] for row in pair if "layout" in row)
+        said = dict.fromkeys(row["reason"].replace("|", "\\|") for row in pair if "reason" in row)
+        cells = [family, *map(_outcome, pair), ", ".join(layouts), pair[0].get("in_peft", ""), " ".join(said)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return head + "\n" + "\n".join(lines) + "\n"
+
+
+def _outcome(row: dict[str, Any]) -> str:
+    return f"{row['outcome']} ({row['difference']:.0e})" if "difference" in row else row["outcome"]
 
 
 def distributed_page() -> str:
@@ -438,6 +498,7 @@ def _moved(row: dict[str, Any]) -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "distributed.md": distributed_page,
+    "models.md": models_page,
     "settings.md": settings_page,
     "planner.md": planner_page,
     "benchmarks.md": benchmarks_page,

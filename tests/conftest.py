@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from ranks import Worlds
-from tiny import Runs
+from tiny import Runs, build_commands_once
 from tiny_model import make_tiny_model
 from tunesmith.cli.main import COLLECTING
 
 gc.set_threshold(*COLLECTING)
+build_commands_once()
 
 
 @pytest.fixture(autouse=True)

@@ -122,7 +122,7 @@ def _compare(family: str, method: str, folder: Path, changes: dict[str, Any]) ->
         place = f"{Path(where.filename).name}:{where.lineno}"
         return Row(family, method, "traceback", reason=f"{type(error).__name__} at {place}: {one_line(error)}")
     job, losses = trained.job, trained.losses
-    known: dict[str, Any] = {"layout": job.calling.layout, "reason": "; ".join(trained.warnings) or None}
+    known: dict[str, Any] = {"layout": job.spec.layout, "reason": "; ".join(trained.warnings) or None}
     try:
         with quiet():
             expected = plain_losses(expected_from, trained, method)
@@ -138,9 +138,10 @@ def _compare(family: str, method: str, folder: Path, changes: dict[str, Any]) ->
 
 
 def train(model: Path, method: str, folder: Path, **settings: Any) -> Trained:
-    from tunesmith.assemble import assemble, prepare_run
     from tunesmith.config.load import from_mapping
     from tunesmith.model import lora
+    from tunesmith.run.assemble import assemble
+    from tunesmith.run.start import prepare_run
     from tunesmith.train.loop import rate_of, step_of
 
     write_documents(folder / "train.jsonl")
@@ -245,7 +246,7 @@ def loads_in_peft(model: Path, job) -> str:
             job.model.eval()
             batch = job.loader.step(0).micro_batches[0]
             inputs = to_device(batch, job.device)
-            found = hidden_states(job.model, inputs, job.calling)
+            found = hidden_states(job.model, inputs, job.spec)
             worst = 0.0
             for first, last in islice(pairwise(batch.boundaries.tolist()), 3):
                 tokens = batch.tokens[None, first:last]

@@ -66,7 +66,7 @@ class _World:
     def __init__(self, count: int):
         import multiprocessing
 
-        from tunesmith.parallel.launch import _free_port
+        from tunesmith.launch.local import _free_port
 
         context = multiprocessing.get_context("fork")
         port = _free_port()
@@ -97,7 +97,7 @@ def serve() -> None:
     import torch.distributed.fsdp  # noqa: F401  (the imports are the point)
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import tunesmith.assemble  # noqa: F401
+    import tunesmith.run.assemble  # noqa: F401
 
     worlds: dict[int, _World] = {}
     for line in sys.stdin:
@@ -134,12 +134,12 @@ def _answers(pipes: list[Any]) -> list[dict[str, Any]]:
 
 
 def _be_a_rank(rank: int, count: int, port: int, pipe: Any) -> None:
+    from tunesmith.launch.rank_environment import read_rank_environment
     from tunesmith.parallel.ranks import connected
-    from tunesmith.plan.place import here
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the parent's is for answers
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with connected(here()) as ranks:
+    with connected(read_rank_environment()) as ranks:
         while True:
             wanted = json.loads(pipe.recv_bytes())
             module, _, name = wanted["function"].partition(":")

@@ -8,7 +8,7 @@ import pytest
 
 from tunesmith.config.schema import Dataset
 from tunesmith.data import source
-from tunesmith.errors import UserError, listed
+from tunesmith.errors import UserError, first_line, listed
 
 
 def test_long_lists_are_shortened_and_the_rest_counted():
@@ -33,3 +33,8 @@ def test_a_file_with_hundreds_of_lists_is_one_readable_sentence(tmp_path):
         list(source.read(Dataset(path=str(file))))
     assert "part-7 and 492 more" in str(error.value)
     assert len(str(error.value)) < 400
+
+
+def test_of_a_library_s_error_the_first_line_is_quoted_without_its_full_stop():
+    assert first_line(ValueError("\n  it broke.\nand then more")) == "it broke"
+    assert first_line(KeyError()) == "KeyError"

@@ -16,12 +16,14 @@ import pytest
 import typer
 
 from tiny import write_data
-from tunesmith import assemble
 from tunesmith.cli.main import main
 from tunesmith.model import load
+from tunesmith.run import assemble
 
 COUNT = int(os.environ.get("TUNESMITH_FUZZ", "25"))
-"""Mutants of each of the 13 originals; more can be asked for."""
+"""Mutants of each of the 5 parts of the settings; more can be asked for."""
+COUNTS = [15, pytest.param(max(40, COUNT), marks=pytest.mark.slow)]
+"""Of each of the 8 files of data."""
 SETTINGS = """\
 # A run, as people write them.
 model: MODEL
@@ -242,8 +244,9 @@ def test_strange_numbers_in_any_setting_train_or_are_refused_in_a_sentence(here,
         assert_civil(*ended, f"{match[1]}: {value}".encode())
 
 
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", KINDS)
-def test_mutated_data_trains_or_is_refused_in_a_sentence(here, tiny_model, monkeypatch, name):
+def test_mutated_data_trains_or_is_refused_in_a_sentence(here, tiny_model, monkeypatch, name, count):
     records = KINDS[name]
     if not isinstance(records, str):
         lines = [json.dumps(record) for record in records]
@@ -251,7 +254,7 @@ def test_mutated_data_trains_or_is_refused_in_a_sentence(here, tiny_model, monke
     settings = f"model: {tiny_model}\nsequence_length: 64\nbatch_tokens: 64\nprecision: fp32\ndevice: cpu\n"
     Path("run.yaml").write_text(settings + f"data: {name}\n")
     codes = []
-    for number in range(COUNT):
+    for number in range(count):
         content = mutated(records.encode(), random.Random(f"{name} {number}"))
         Path(name).write_bytes(content)
         with monkeypatch.context() as patch:
@@ -260,7 +263,7 @@ def test_mutated_data_trains_or_is_refused_in_a_sentence(here, tiny_model, monke
             ended = tunesmith("train", "run.yaml", f"output=runs/{number}", "steps=1")
         assert_civil(*ended, content)
         codes.append(ended[0])
-    assert 0 < sum(codes) < COUNT or name == "plain.txt"
+    assert 0 < sum(codes) < count or name == "plain.txt"
 
 
 def stop(*_: object) -> None:

@@ -25,6 +25,7 @@ from tiny_model import make_tiny_model
 from tunesmith.cli.main import main
 from tunesmith.config.schema import Run
 from tunesmith.model import load
+from tunesmith.parallel.prepare import load_model
 from tunesmith.train import events
 
 ALL = 500
@@ -275,7 +276,7 @@ def _is_right(folder: Path, run: Path) -> bool:
         theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     if info["missing_keys"] or info["mismatched_keys"]:
         return False
-    mine = load.load_model(Run(model=str(folder), data="x"), dtype="fp32", device="cpu")
+    mine = load_model(Run(model=str(folder), data="x"), dtype="fp32", device="cpu")
     with torch.no_grad():
         logits = [model(TOKENS, use_cache=False).logits for model in (mine, theirs)]
     return torch.allclose(*logits, rtol=1e-3, atol=1e-3, equal_nan=True)
@@ -300,7 +301,7 @@ def test_some_mutated_model_folders_are_refused_in_a_sentence_or_trained_as_what
     original, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    codes = run_all(range(7, ALL, 31), original)
+    codes = run_all(range(7, ALL, 41), original)
     assert {0, 1} <= {code for kind in codes.values() for code in kind}
 
 

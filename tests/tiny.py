@@ -7,6 +7,8 @@ outside or by a `Die` that strikes at the Nth call of a function.
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib
 import json
 import os
@@ -64,11 +66,11 @@ def write_all(folder: Path, model: Path, *, beside: bool = False, **changes: Any
     write_data(folder / "held_out.jsonl", 4, seed=1)
     settings = {"model": str(model), **SETTINGS, **changes}
     (folder / "run.yaml").write_text(json.dumps(settings, indent=1) + "\n")
-    from tunesmith.choose import plan_run
     from tunesmith.config.load import from_mapping
+    from tunesmith.run.choose import plan_run
 
     run = from_mapping(settings)
-    plan = plan_run(run).model_copy(update={"threads": 1, "micro_batch": 1, "save_beside": beside})
+    plan = plan_run(run).model_copy(update={"threads": 1, "micro_batch": 1, "async_checkpoint": beside})
     (folder / "plan.json").write_text(plan.model_dump_json())
     return folder
 
@@ -105,7 +107,7 @@ class Runs:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
-            "MIMALLOC_ARENA_RESERVE": "0",  # else torch takes a GiB at once on some processors, whatever it needs
+            "MIMALLOC_ARENA_RESERVE": "0",  # else torch takes a GiB at once on some CPUs, whatever it needs
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tiny"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -129,11 +131,13 @@ class Runs:
         kill_after: float | None = None,
         constants: dict[str, Any] | None = None,
         memory: int | None = None,
+        forks_ranks: bool = False,
     ) -> int:
         """Start it and return its process id; `wait` gives its end, before which no other can be started.
 
         With `kill_after`, it is killed after so many seconds; `constants` (`module:NAME`) get other values in it;
-        `memory` is what it may take beyond what it has when it starts, in bytes.
+        `memory` is what it may take beyond what it has when it starts, in bytes. With `forks_ranks`, ranks that it
+        starts are children like itself, which need to import nothing.
         """
         order = {
             "folder": str(folder),
@@ -142,6 +146,7 @@ class Runs:
             "kill_after": kill_after,
             "constants": constants or {},
             "memory": memory,
+            "forks_ranks": forks_ranks,
         }
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
@@ -155,6 +160,13 @@ class Runs:
         self._process.stdin.close()
         self._process.wait(120)  # it may still be importing, on a busy machine
         self._process.stdout.close()
+
+
+def build_commands_once() -> None:
+    """Not at every call of `main`: that is half of what the shortest ones take."""
+    import typer.main
+
+    typer.main.get_command = functools.cache(typer.main.get_command)
 
 
 def outcome(run: Path) -> dict[str, object]:
@@ -193,13 +205,21 @@ def wait_until_stopped(pid: int) -> None:
 def serve() -> None:
     """The warm process: one order a line, answered by the child's process id and, when it has ended, by how."""
     import numpy.ma  # noqa: F401  (the imports are the point)
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    import transformers.convert_slow_tokenizer
+    import transformers.models.llama.modeling_llama
+    import typer
 
-    import tunesmith.assemble
     import tunesmith.cli.display
     import tunesmith.config.load
+    import tunesmith.run.assemble
     import tunesmith.train.loop  # noqa: F401
-    from tunesmith.cli.main import main
+    from tunesmith.cli.main import app, main
+    from tunesmith.model.probe import has_other_names
+
+    has_other_names(transformers.models.llama.modeling_llama.LlamaConfig())  # it takes long the first time
+    build_commands_once()
+    typer.main.get_command(app)
+    gc.freeze()  # else each child copies most of the memory, by looking for garbage in it
 
     for line in sys.stdin:
         if line == END:
@@ -239,14 +259,65 @@ def _be_a_run(main, folder: Path, order: dict[str, Any]) -> None:
             setattr(owner, name, value)
         for die in order["die"]:
             _arm(Die(**die))
-        try:
-            main(order["arguments"])
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+        if order["forks_ranks"]:
+            from tunesmith.launch import local
+
+            local.subprocess.Popen = functools.partial(_ForkedRank, main)
+        code = _code_of(main, order["arguments"])
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _code_of(main, arguments: Sequence[str]) -> int:
+    try:
+        main(arguments)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+    return 0
+
+
+class _ForkedRank:
+    """As a `subprocess.Popen` of `python -m tunesmith`, without the start of a Python."""
+
+    def __init__(self, main, command: list[str], *, env: dict[str, str], start_new_session: bool):
+        assert command[:3] == [sys.executable, "-m", "tunesmith"]
+        assert start_new_session
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 99
+            try:
+                os.setsid()
+                os.environ.clear()
+                os.environ.update(env)
+                code = _code_of(main, command[3:])
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+
+    def poll(self) -> int | None:
+        return self._look(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._look(0)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def _look(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
 
 
 def _limit_memory(size: int) -> None:

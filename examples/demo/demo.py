@@ -105,7 +105,8 @@ def ask_untouched(model: str) -> list[str]:
     """The answers of the model as it comes. A GGUF file is converted first, once."""
     from tunesmith.config.schema import Run
     from tunesmith.data.chat import Encoder
-    from tunesmith.model.load import load_model, load_tokenizer, quiet
+    from tunesmith.model.load import load_tokenizer, quiet
+    from tunesmith.parallel.prepare import load_model
 
     run = Run.model_validate({"model": model, "data": ["-"]})
     with output.stdout().status("Loading the model (the first time, this takes half a minute)"), quiet():
@@ -132,7 +133,7 @@ def train(model: str, run: Path, *overrides: str) -> None:
 
 
 def ask_trained(run: Path) -> list[str]:
-    from tunesmith.infer.open import open_run
+    from tunesmith.run.open import open_run
 
     with output.stdout().status("Asking the trained model the same questions"):
         opened = open_run(run, precision="fp32", device="cpu")
@@ -148,7 +149,7 @@ def ask(model, encoder) -> list[str]:
 
 
 def held_out_losses(run: Path) -> tuple[float, float]:
-    from tunesmith.checkpoint.run_folder import read_summary
+    from tunesmith.run.folder import read_summary
 
     summary = read_summary(run)
     assert summary is not None, "a run that ended well has a summary"

@@ -99,6 +99,18 @@ def check_writable(path: Path, advice: str = "make room there, or name another p
                 trial.unlink(missing_ok=True)
 
 
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` (created, renamed, removed) survive a power cut."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot sync folders
+            raise
+    finally:
+        os.close(fd)
+
+
 def free(folder: Path) -> int | None:
     """Bytes that may be written to the disk of a folder that is there or will be; None where it does not say."""
     folder = folder.absolute()
@@ -118,6 +130,11 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def gib(count: float) -> str:
+    """Bytes in one unit, for people who compare them."""
+    return f"{count / 2**30:.1f} GiB"
 
 
 def _number(error: BaseException) -> int | None:

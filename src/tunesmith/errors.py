@@ -1,5 +1,5 @@
 """The one exception that is meant for people: what was found, where, and what to do about it; and how its sentences
-list names."""
+list names and quote others' errors."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ def listed(names: Iterable[object], separator: str = ", ", most: int = MOST_NAME
     if len(texts) <= most + 1:  # one more name is no longer than the words for it
         return separator.join(texts)
     return f"{separator.join(texts[:most])} and {len(texts) - most:,} more"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of some library says first, without the full stop; its kind, where it says nothing."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line.rstrip(".") for line in lines if line), type(error).__name__)
 
 
 def _shortened(name: str) -> str:

@@ -11,6 +11,8 @@ import os
 import sys
 from threading import Thread
 
+from tunesmith.errors import first_line
+
 SECONDS = 4.0
 """For everything: names, proxies, handshakes and the answer. A name server may keep one waiting far longer."""
 
@@ -35,7 +37,7 @@ def why_unreachable() -> str | None:
             answer = get_session().head(endpoint, timeout=SECONDS, follow_redirects=False)
             found.append(f"it answers with status {answer.status_code}" if answer.status_code >= 500 else None)
         except Exception as error:  # of sockets, names, proxies and certificates, each with a class of its own
-            found.append(_first_line(error))
+            found.append(_reason(error))
 
     thread = Thread(target=ask, name="hub", daemon=True)
     thread.start()
@@ -64,8 +66,8 @@ def _go_offline() -> None:
             sys.modules[module].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
 
 
-def _first_line(error: Exception) -> str:
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+def _reason(error: Exception) -> str:
+    said = first_line(error)
     if "timed out" in said.lower() or "Timeout" in type(error).__name__:
         return f"no answer within {SECONDS:.0f} seconds"
-    return (said or type(error).__name__).rstrip(".")
+    return said

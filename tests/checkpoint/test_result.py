@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tunesmith.checkpoint import result
-from tunesmith.checkpoint.store import Rows
+from tunesmith.checkpoint.codec import Rows
 
 TENSORS = {
     "a.weight": torch.randn(10, 6).bfloat16(),
@@ -60,7 +60,7 @@ def write(target, describe=lambda _: None) -> list[str]:
         known = {name: kind for name, kind in shapes.items() if rank == 0 or name != "c.bias"}
         options = {"pattern": "model{suffix}.safetensors", "describe": describe}
         try:
-            result.write_together(target, known, rows_of(rank), Threads(rank, shared), **options)
+            result.write_on_all_ranks(target, known, rows_of(rank), Threads(rank, shared), **options)
         except OSError as error:
             return str(error)
         return ""

@@ -1,5 +1,7 @@
 """A process that saves checkpoints until it is killed; started once, it forks a writer for each line it reads.
 
+    python writer.py FOLDER [BYTES_OF_A_FILE]
+
 A line is `FIRST_STEP DIES_AT`: the writer kills itself at its DIES_AT-th file-system operation, or, with 0,
 waits to be killed. It prints `pid N`, `saved N` after each acknowledged save, and `dead` when it is gone.
 """
@@ -20,7 +22,7 @@ KEEP = 2
 def tensors(step: int) -> dict[str, torch.Tensor]:
     return {
         "weight": torch.full((64, 33), float(step)) + torch.arange(33),
-        "moment": torch.arange(5000, dtype=torch.bfloat16) + step,
+        "phase": torch.arange(5000, dtype=torch.bfloat16) + step,
         "count": torch.tensor(step),
     }
 
@@ -78,6 +80,8 @@ def _die_at(count: int) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1])
+    if len(sys.argv) > 2:
+        store.SHARD_BYTES = int(sys.argv[2])
     torch.set_num_threads(1)
     for line in sys.stdin:
         step, dies_at = map(int, line.split())

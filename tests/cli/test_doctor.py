@@ -12,7 +12,7 @@ from tunesmith.cli import doctor
 from tunesmith.cli.main import app
 
 GPU_MACHINE = {
-    "processor": "a processor",
+    "cpu": "a CPU",
     "cores": 4,
     "memory": 8 << 30,
     "available": 4 << 30,

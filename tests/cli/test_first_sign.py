@@ -43,7 +43,7 @@ main(sys.argv[1:])
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_first_sign_of_life_comes_within_a_second_and_before_heavy_imports(verb, tmp_path):
-    """In processor seconds: what else the machine does is not our doing."""
+    """In CPU seconds: what else the machine does is not our doing."""
     (tmp_path / "run.yaml").write_text("model: m\ndata: run.yaml\n")
     (tmp_path / "run").mkdir()
     window = Terminal(72)

@@ -160,7 +160,7 @@ def test_proposals_fit_the_memory(monkeypatch):
     def with_gpu(gibibytes: float) -> hardware.Hardware:
         gpu = hardware.Gpu(name="GPU", memory=int(gibibytes * 2**30), free=0, capability=(9, 0))
         return hardware.Hardware(
-            processor="p", cores=4, memory=1, available=1, has_fast_bf16=False, gpus=(gpu,) if gibibytes else ()
+            cpu="p", cores=4, memory=1, available=1, has_fast_bf16=False, gpus=(gpu,) if gibibytes else ()
         )
 
     chosen = []

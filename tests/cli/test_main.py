@@ -21,7 +21,7 @@ HEAVY = ("torch", "transformers", "datasets", "pydantic", "numpy", "yaml", "pyar
 
 
 def fastest(code: str) -> tuple[float, subprocess.CompletedProcess]:
-    """The best of three, in processor seconds: other work on the machine says nothing about us."""
+    """The best of three, in CPU seconds: other work on the machine says nothing about us."""
     seconds = []
     for _ in range(3):
         before = os.times()

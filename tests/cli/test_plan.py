@@ -91,7 +91,7 @@ def test_json_is_one_document_and_the_same_again(folder):
     found = Plan.model_validate(document["plan"])
     assert document["fits"] is True
     assert document["tokens_per_second"] == pytest.approx(found.tokens_per_second, abs=0.1)
-    peak = max(sum(moment["memory"].values()) for moment in document["timeline"])
+    peak = max(sum(phase["memory"].values()) for phase in document["timeline"])
     assert peak == found.memory.total
 
 
@@ -101,7 +101,7 @@ def test_a_saved_plan_is_one_that_train_reads(folder):
 
 
 def test_what_if_and_solve_answer(folder):
-    changes = ("sequence_length=16384", "batch_tokens=16384", "recompute_layers=32")
+    changes = ("sequence_length=16384", "batch_tokens=16384", "checkpointed_layers=32")
     what_if = [word for change in changes for word in ("--what-if", change)]
     page = plan("--hardware", "RTX 4090", *what_if)
     assert "what if" in page

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from tiny import SETTINGS, write_data
 from tunesmith.cli.main import main
-from tunesmith.model import load
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def refused(train, monkeypatch):
     def no_weights(*_: object, **__: object) -> None:
         raise AssertionError("the weights were loaded")
 
-    monkeypatch.setattr(load, "load_model", no_weights)
+    monkeypatch.setattr("tunesmith.run.assemble.prepare", no_weights)
 
     def check(words: list[str], *overrides: str, **changes: Any) -> str:
         ended = train(*overrides, **changes)

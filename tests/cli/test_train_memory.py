@@ -11,7 +11,9 @@ from tunesmith.cli.train import _memory_errors_in_words
 from tunesmith.errors import UserError
 from tunesmith.measure.bench import Workload, plan_for
 
-PLAN = plan_for(Workload("tiny", "lora", 1, 64), device="cpu", products="plain", recompute_layers=0, compiled=False)
+PLAN = plan_for(
+    Workload("tiny", "lora", 1, 64), device="cpu", matmul_dtype="plain", checkpointed_layers=0, compiled=False
+)
 
 
 @pytest.mark.parametrize(

@@ -377,7 +377,7 @@ def test_any_yaml_loads_or_is_explained(write, changes, overrides):
     sentences_or_run(lambda: load(path, overrides))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage_to_the_file_loads_or_is_explained(write, data):
     content = bytearray(GOOD.encode())

@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tunesmith.data.build import store_of
 from tunesmith.data.held_out import in_proportion, split
-from tunesmith.data.store import TokenStore, store_of
+from tunesmith.data.store import TokenStore
 from tunesmith.data.types import Example, Origin
 
 
@@ -35,7 +36,7 @@ def test_nothing_is_held_out_where_nothing_is_asked_for():
     assert held == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     sets=st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=250), min_size=1, max_size=3),
     count=st.integers(1, 60),
@@ -57,9 +58,9 @@ def test_what_is_held_out_is_nowhere_trained_on_and_no_record_is_torn(sets, coun
 def test_the_choice_is_by_content_alone_so_that_losses_of_runs_compare():
     numbers = list(range(400))
     _, (first,) = split([store(numbers)], 20)
-    _, (turned,) = split([store(numbers[::-1], "other name")], 20)
+    _, (transposed,) = split([store(numbers[::-1], "other name")], 20)
     assert len(first) == 20
-    assert set(contents(first)) == set(contents(turned))
+    assert set(contents(first)) == set(contents(transposed))
     _, (more,) = split([store(numbers)], 30)
     assert set(contents(first)) < set(contents(more))
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tunesmith.data.build import store_of
 from tunesmith.data.loader import Loader, PackedDocument, evaluation_batches, micro_batch_of, pack_in_windows
-from tunesmith.data.store import store_of
 from tunesmith.data.types import Example, Origin
 from tunesmith.errors import UserError
 
@@ -60,7 +60,7 @@ stores = st.lists(
 
 
 @given(stores, st.integers(0, 2**63 - 1), st.integers(1, 5), st.integers(1, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_every_example_is_seen_once_per_epoch(sets, seed, per_step, epochs):
     data = loader(sets, seed=seed, sequences_per_step=per_step, epochs=epochs)
     seen = Counter()
@@ -71,7 +71,7 @@ def test_every_example_is_seen_once_per_epoch(sets, seed, per_step, epochs):
 
 
 @given(stores, st.integers(1, 7), st.integers(1, 4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_step_holds_the_same_for_any_number_of_ranks_and_any_micro_batch(sets, per_step, micro_batch):
     alone = loader(sets, sequences_per_step=per_step, epochs=1.5)
     for ranks in (1, 2, 4):

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tunesmith.config.schema import Run
+from tunesmith.data import build as build_module
 from tunesmith.data import prepare as prepare_module
-from tunesmith.data import store as store_module
 from tunesmith.data.loader import Loader
 from tunesmith.data.prepare import BadRecords, prepare, unique
 from tunesmith.errors import UserError, UserErrors
@@ -87,7 +87,7 @@ def test_a_data_set_used_twice_is_tokenized_once(chatml, monkeypatch):
     write("train.jsonl", chats(5))
     built = []
     monkeypatch.setattr(
-        prepare_module.store, "build", lambda *a, build=store_module.build, **k: built.append(a) or build(*a, **k)
+        build_module, "build", lambda *a, build=build_module.build, **k: built.append(a) or build(*a, **k)
     )
     prepared = prepare(run(data=["train.jsonl", "train.jsonl"]), chatml, VOCABULARY)
     assert len(built) == 1
@@ -144,8 +144,8 @@ def test_a_pool_of_processes_gives_the_same_data(chatml, here, monkeypatch):
     write("train.jsonl", chats(60))
     alone = prepare(run(), chatml, VOCABULARY, workers=1)
     shutil.rmtree(here / "cache")
-    monkeypatch.setattr(store_module, "PARALLEL_FROM", 10)
-    monkeypatch.setattr(store_module, "CHUNK", 7)
+    monkeypatch.setattr(build_module, "PARALLEL_FROM", 10)
+    monkeypatch.setattr(build_module, "CHUNK", 7)
     done = []
     pooled = prepare(run(), chatml, VOCABULARY, workers=2, progress=lambda what, now, total: done.append((what, now)))
     assert pooled.fingerprint == alone.fingerprint
@@ -154,7 +154,7 @@ def test_a_pool_of_processes_gives_the_same_data(chatml, here, monkeypatch):
 
 
 def test_a_bad_record_is_named_from_inside_the_pool(chatml, here, monkeypatch):
-    monkeypatch.setattr(store_module, "PARALLEL_FROM", 10)
+    monkeypatch.setattr(build_module, "PARALLEL_FROM", 10)
     write("train.jsonl", [*chats(40), {"messages": [{"role": "user", "content": 5}]}, *chats(20)])
     with pytest.raises(UserError, match=r"train.jsonl, line 41: .*bad_records: skip"):
         prepare(run(), chatml, VOCABULARY, workers=2)
@@ -236,7 +236,7 @@ def test_data_of_which_nothing_can_be_trained_on_is_not_read_to_its_end(chatml, 
     write("train.jsonl", [{"messages": [{"role": "user", "content": "Hi"}]}] * 2000)
     with pytest.raises(BadRecords) as caught:
         prepare(run(), chatml, VOCABULARY, workers=1)
-    assert len(caught.value.bad) == 2 * store_module.CHUNK
+    assert len(caught.value.bad) == 2 * build_module.CHUNK
 
 
 def test_a_text_longer_than_a_sequence_is_split_and_a_chat_truncated_unless_said_otherwise(chatml):
@@ -299,7 +299,7 @@ def test_an_output_among_the_data_is_refused(chatml, data):
 def test_all_data_sets_that_cannot_be_read_are_named_before_any_is_tokenized(chatml, monkeypatch):
     write("train.jsonl", chats(3))
     write("odd.jsonl", [{"x": 1}])
-    monkeypatch.setattr(prepare_module.store, "build", lambda *a, **k: pytest.fail("tokenized"))
+    monkeypatch.setattr(build_module, "build", lambda *a, **k: pytest.fail("tokenized"))
     with pytest.raises(UserErrors) as problem:
         prepare(run(data=["train.jsonl", "missing.jsonl"], eval=["odd.jsonl"]), chatml, VOCABULARY)
     assert len(problem.value.messages) == 2
@@ -391,7 +391,7 @@ files = st.one_of(
     st.sampled_from(["truncate", "split", "drop"]),
     st.integers(8, 60),
 )
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_the_records_they_are_prepared_or_refused_in_a_sentence(chatml, lines, train_on, too_long, length):
     write("train.jsonl", lines)
     wanted = run(train_on=train_on, too_long=too_long, sequence_length=length)

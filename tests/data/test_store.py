@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.data import store as store_module
-from tunesmith.data.store import build, cut, store_of, stored, tokens_folder
+from tunesmith.data import build as build_module
+from tunesmith.data import token_files
+from tunesmith.data.build import build, store_of
+from tunesmith.data.store import cut
+from tunesmith.data.token_cache import stored, tokens_folder
 from tunesmith.data.types import Example, Origin, Record
 from tunesmith.errors import UserError, UserErrors
 
@@ -77,8 +80,8 @@ def test_nothing_is_stored_before_it_is_built(cache):
 
 
 def test_a_pool_of_processes_makes_the_same_bytes_as_one(cache, monkeypatch):
-    monkeypatch.setattr(store_module, "PARALLEL_FROM", 100)
-    monkeypatch.setattr(store_module, "CHUNK", 16)
+    monkeypatch.setattr(build_module, "PARALLEL_FROM", 100)
+    monkeypatch.setattr(build_module, "CHUNK", 16)
     noticed, seen = [], []
     built(1000, "pool", workers=2, notice=noticed.extend, progress=lambda title, done, total: seen.append(done))
     assert noticed == list(range(1, 1001))
@@ -91,7 +94,7 @@ def test_a_pool_of_processes_makes_the_same_bytes_as_one(cache, monkeypatch):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_errors_for_people_come_out_of_the_pool_as_they_are(cache, monkeypatch, workers):
-    monkeypatch.setattr(store_module, "PARALLEL_FROM", 10)
+    monkeypatch.setattr(build_module, "PARALLEL_FROM", 10)
     with pytest.raises(UserError) as one:
         built(3000, workers=workers)
     assert str(one.value) == "data.jsonl, line 1313: an unlucky record."
@@ -102,7 +105,7 @@ def test_errors_for_people_come_out_of_the_pool_as_they_are(cache, monkeypatch, 
 
 
 def test_a_worker_that_is_killed_is_an_error_for_people(monkeypatch):
-    monkeypatch.setattr(store_module, "PARALLEL_FROM", 10)
+    monkeypatch.setattr(build_module, "PARALLEL_FROM", 10)
     with pytest.raises(UserError, match="killed, most likely for lack of memory"):
         build("k", "data", list(records(1600))[1500:], encode, format="text", vocab_size=9999, workers=2)
 
@@ -143,7 +146,7 @@ def test_a_damaged_cache_is_found_out_and_made_again(cache, damage, caplog):
 
 
 def test_damage_beyond_the_first_piece_that_is_hashed_is_found(cache, monkeypatch):
-    monkeypatch.setattr(store_module, "HASHED_BYTES", 16)
+    monkeypatch.setattr(token_files, "HASHED_BYTES", 16)
     built(30)
     assert stored("k") is not None
     flip(cache / "k" / "tokens.bin", 100)
@@ -152,7 +155,7 @@ def test_damage_beyond_the_first_piece_that_is_hashed_is_found(cache, monkeypatc
 
 def test_long_records_travel_alone(cache):
     some = [Record({"n": n}, Origin("data.jsonl", n), size) for n, size in enumerate([1, 1, 5 << 20, 1, 9 << 20, 1])]
-    assert [len(chunk) for chunk in store_module._chunks(iter(some))] == [3, 2, 1]
+    assert [len(chunk) for chunk in build_module._chunks(iter(some))] == [3, 2, 1]
 
 
 def test_data_that_is_refused_at_the_end_is_not_kept(cache):
@@ -213,7 +216,7 @@ def test_a_disk_that_cannot_be_written_is_an_error_for_people(cache, monkeypatch
     def fail(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(store_module.os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(UserError, match=rf"{said}.*TUNESMITH_CACHE"):
         built(3)
     assert list(cache.iterdir()) == []

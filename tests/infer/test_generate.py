@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from templates import ENDS, TEMPLATES, THINKING, TOOLS, make_tokenizer
+from tunesmith.data.build import store_of
 from tunesmith.data.chat import Encoder
 from tunesmith.data.prepare import answers_reason
-from tunesmith.data.store import store_of
 from tunesmith.data.types import Completion, Conversation, Document, Message, Origin
 from tunesmith.infer.generate import prompt_ids
 

@@ -34,7 +34,7 @@ def test_updates(states):
     types |= {"first_scale": "*fp32", "second_scale": "*fp32", "seed": "i32", "start": "i64"}
     types |= dict.fromkeys(("columns", "row_blocks", "blocks"), "i32") | dict.fromkeys(NUMBERS, "fp32")
     block = module.BLOCK.get(states, module.VALUES)
-    flags = {"IS_LION": False, "IS_RANDOM": True, "IS_LIFTED": False, "HAS_COPY": False, "HAS_FACTOR": True}
+    flags = {"IS_LION": False, "IS_RANDOM": True, "IS_PREROUNDED": False, "HAS_COPY": False, "HAS_FACTOR": True}
     constants = {"FORMAT": module.FORMATS[states], "TILE": module.VALUES // block, "BLOCK": block, **flags}
     with_masters = {
         "types": types | {"weight": "*fp32"},

@@ -5,7 +5,7 @@ import torch
 from interpreted import run_interpreted
 
 from tunesmith.kernels import reference
-from tunesmith.kernels.gated import gated_product
+from tunesmith.kernels.gated import gated_matmul
 
 
 def operands(device: str = "cpu", dtype=torch.float32) -> list[torch.Tensor]:
@@ -20,7 +20,7 @@ def test_the_kernel_is_right_in_the_interpreter():
 
 def test_product_and_gradients_equal_the_plain_ones():
     given = operands()
-    found, expected = gated_product(*given), reference.gated_product(*given)
+    found, expected = gated_matmul(*given), reference.gated_matmul(*given)
     torch.testing.assert_close(found, expected)
     g = torch.randn(20, 32)
     torch.testing.assert_close(torch.autograd.grad(found, given, g), torch.autograd.grad(expected, given, g))
@@ -29,7 +29,7 @@ def test_product_and_gradients_equal_the_plain_ones():
 def test_the_activation_is_not_kept():
     given, kept = operands(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
-        gated_product(*given)
+        gated_matmul(*given)
     assert [one.data_ptr() for one in kept] == [one.data_ptr() for one in given]
 
 
@@ -48,7 +48,7 @@ def test_a_compiled_layer_does_not_keep_the_activation_and_gives_the_same_gradie
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    from tunesmith.model.gated import make_activations_again
+    from tunesmith.model.gated import use_memory_efficient_swiglu
 
     config = LlamaConfig(hidden_size=256, intermediate_size=1024)
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def test_a_compiled_layer_does_not_keep_the_activation_and_gives_the_same_gradie
         return kept, [out, *torch.autograd.grad(out, [x, *layer.parameters()], torch.ones_like(out) / 64)]
 
     _, expected = passes(layer)
-    assert make_activations_again(layer) == 1
+    assert use_memory_efficient_swiglu(layer) == 1
     compiled = torch.compile(layer, fullgraph=True)
     passes(compiled)
     kept, found = passes(compiled)

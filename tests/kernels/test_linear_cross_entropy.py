@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tunesmith.kernels import reference
-from tunesmith.kernels.fp8 import quantize_turned
-from tunesmith.kernels.linear_cross_entropy import CHUNK_ELEMENTS, Turned, chunk_bytes, linear_cross_entropy
+from tunesmith.kernels.fp8 import quantize_transposed
+from tunesmith.kernels.linear_cross_entropy import CHUNK_ELEMENTS, Transposed, chunk_bytes, linear_cross_entropy
 
 
 def make(tokens: int, hidden: int, vocabulary: int, targets: int, dtype=torch.float64, seed: int = 0):
@@ -60,16 +60,16 @@ def test_bf16_stays_within_what_bf16_rounds():
 def test_logits_may_be_put_where_there_is_room(in_fp8, monkeypatch):
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 128 * 301)
     hidden, weight, _, labels, weights, rows = make(300, 16, 301, 200, torch.float32)
-    turned = Turned(*quantize_turned(weight.detach(), None)) if in_fp8 else None
+    transposed = Transposed(*quantize_transposed(weight.detach(), None)) if in_fp8 else None
     head = weight.detach() if in_fp8 else weight
     leaves = [hidden] if in_fp8 else [hidden, weight]
     given = (hidden, head, labels, weights, rows)
-    expected, _ = linear_cross_entropy(*given, turned=turned)
+    expected, _ = linear_cross_entropy(*given, transposed=transposed)
     wanted = torch.autograd.grad(expected, leaves)
-    size = chunk_bytes(300, head, turned)
-    assert size == 128 * 301 * 4 + (128 * turned.values8_hw.shape[1] if in_fp8 else 0)
+    size = chunk_bytes(300, head, transposed)
+    assert size == 128 * 301 * 4 + (128 * transposed.values8_hw.shape[1] if in_fp8 else 0)
     room = torch.full((size + 8,), 7, dtype=torch.uint8)
-    found, _ = linear_cross_entropy(*given, turned=turned, room=room)
+    found, _ = linear_cross_entropy(*given, transposed=transposed, room=room)
     assert found == expected
     for gradient, want in zip(torch.autograd.grad(found, leaves), wanted, strict=True):
         assert torch.equal(gradient, want)
@@ -134,8 +134,8 @@ def gradients(states, weight, given, **options):
     exact = states.detach().double().requires_grad_()
     want, _ = reference.linear_cross_entropy(exact, weight.double(), *given, **doubled)
     plain, plain_losses = linear_cross_entropy(states, weight, *given, **options, chunk=8)
-    turned = Turned(*quantize_turned(weight, None))
-    found, losses = linear_cross_entropy(states, weight, *given, **options, chunk=8, turned=turned)
+    transposed = Transposed(*quantize_transposed(weight, None))
+    found, losses = linear_cross_entropy(states, weight, *given, **options, chunk=8, transposed=transposed)
     torch.testing.assert_close(found, plain, rtol=1e-6, atol=0)
     torch.testing.assert_close(losses, plain_losses, rtol=1e-6, atol=1e-6)
     (wanted,), (gradient,) = torch.autograd.grad(want * 0.7, exact), torch.autograd.grad(found * 0.7, states)
@@ -205,8 +205,8 @@ def test_one_chunk_of_logits_exists_at_a_time(in_fp8):
                 alive.append(weakref.ref(made))
             return made
 
-    turned = Turned(*quantize_turned(weight, None)) if in_fp8 else None
+    transposed = Transposed(*quantize_transposed(weight, None)) if in_fp8 else None
     with Watch():
-        linear_cross_entropy(states, weight, *given, chunk=chunk, turned=turned)
+        linear_cross_entropy(states, weight, *given, chunk=chunk, transposed=transposed)
     assert before == [0, 0, 0, 0]
     assert len(alive) >= 4

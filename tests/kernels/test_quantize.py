@@ -4,7 +4,7 @@ import pytest
 import torch
 from interpreted import run_interpreted
 
-from tunesmith.kernels.fp8 import quantize_turned, quantize_with_maxima
+from tunesmith.kernels.fp8 import quantize_transposed, quantize_with_maxima
 from tunesmith.kernels.lowrank import quantize_apart, quantize_rows, turn
 
 
@@ -14,7 +14,7 @@ def test_rows_and_turned_columns_come_out_over_their_scales_in_the_interpreter()
 
 
 def test_rows_and_the_largest_of_their_columns_come_out_of_one_pass_in_the_interpreter():
-    assert "quantize_with_maxima: 10 cases" in run_interpreted("check_quantize_with_maxima")
+    assert "quantize_with_maxima: 9 cases" in run_interpreted("check_quantize_with_maxima")
 
 
 def test_the_largest_of_columns_change_nothing_where_they_are_known():
@@ -24,10 +24,10 @@ def test_the_largest_of_columns_change_nothing_where_they_are_known():
     assert torch.equal(values.float(), wanted.float())
     assert torch.equal(scale, wanted_scale)
     assert torch.equal(largest, x.abs().amax(0))
-    for one, two in zip(quantize_turned(x, None, largest), quantize_turned(x, None), strict=True):
+    for one, two in zip(quantize_transposed(x, None, largest), quantize_transposed(x, None), strict=True):
         assert torch.equal(one.float(), two.float())
     torch.library.opcheck(quantize_with_maxima, (x,), test_utils=("test_schema", "test_faketensor"))
-    torch.library.opcheck(quantize_turned, (x, None, largest), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(quantize_transposed, (x, None, largest), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.gpu
@@ -52,7 +52,7 @@ def test_rows_and_the_largest_of_their_columns_come_out_of_one_pass_on_the_gpu()
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_matrices_whose_rows_are_not_whole_are_quantized_rightly_on_the_gpu():
     x = torch.randn(64, 96, device="cuda", dtype=torch.bfloat16)
-    for one, two in zip(quantize_turned(x.t(), None), quantize_turned(x.t().contiguous(), None), strict=True):
+    for one, two in zip(quantize_transposed(x.t(), None), quantize_transposed(x.t().contiguous(), None), strict=True):
         assert torch.equal(one.float(), two.float())
     for one, two in zip(quantize_with_maxima(x.t()), quantize_with_maxima(x.t().contiguous()), strict=True):
         assert torch.equal(one.float(), two.float())
@@ -65,12 +65,12 @@ def test_a_matrix_in_fp8_is_transposed():
 
 
 def test_a_matrix_in_fp8_is_transposed_in_the_interpreter():
-    assert "turn: 3 cases" in run_interpreted("check_turn")
+    assert "turn: 3 cases" in run_interpreted("check_transpose")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_matrix_in_fp8_is_transposed_on_the_gpu():
-    from kernel_cases import check_turn
+    from kernel_cases import check_transpose
 
-    check_turn("cuda")
+    check_transpose("cuda")

@@ -44,8 +44,8 @@ def test_a_pair_and_its_gradient_are_those_of_the_plain_rotation():
             torch.testing.assert_close(one, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("fp8", "keep_turned"), [(False, False), (True, False), (True, True)])
-def test_the_joint_product_is_that_of_plain_linears_rotated(fp8, keep_turned):
+@pytest.mark.parametrize(("fp8", "cache_transposed"), [(False, False), (True, False), (True, True)])
+def test_the_joint_product_is_that_of_plain_linears_rotated(fp8, cache_transposed):
     weight, bias = draw(sum(ROWS), INPUTS, seed=1, size=0.2), draw(sum(ROWS), seed=2)
     cos, sin = draw(TOKENS, SIZE, seed=3), draw(TOKENS, SIZE, seed=4)
     shapes = ((TOKENS, INPUTS), (3 * RANK, INPUTS), (sum(ROWS), 3 * RANK))
@@ -54,13 +54,13 @@ def test_the_joint_product_is_that_of_plain_linears_rotated(fp8, keep_turned):
     if fp8:
         held, scale = quantize_rows(weight.float())
         weight, scale = (held.float() * scale).double(), scale.squeeze(1)
-    turned = held.t().contiguous() if keep_turned else None
+    transposed = held.t().contiguous() if cache_transposed else None
     leaves = [leaf.detach().float().requires_grad_() for leaf in exact]
     x, a, b = exact
     y = x @ weight.t() + (x @ a.t()) @ b.t() + bias
     parts = [part.unflatten(1, (-1, SIZE)) for part in y.split(ROWS, 1)]
     wanted = [reference.rotate(parts[0], cos, sin), reference.rotate(parts[1], cos, sin), parts[2]]
-    found = lowrank_qkv(leaves[0], held, scale, *leaves[1:], bias.float(), ROWS, turned, cos.float(), sin.float())
+    found = lowrank_qkv(leaves[0], held, scale, *leaves[1:], bias.float(), ROWS, transposed, cos.float(), sin.float())
     directions = [draw(*one.shape, seed=9) for one in wanted]
     gradients = torch.autograd.grad(found, leaves, [one.float() for one in directions])
     for one, want in zip((*found, *gradients), (*wanted, *torch.autograd.grad(wanted, exact, directions)), strict=True):

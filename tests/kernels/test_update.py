@@ -51,25 +51,25 @@ def test_the_nearest_to_what_is_lifted_is_what_chance_wanted_and_it_comes_down_a
     values[0, :10], values[1] = 0.0, values[1].bfloat16().float()
     values[2, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
     held = values.clone()
-    update.lift_(held, start=5)
+    update.preround_(held, start=5)
     assert torch.equal(
         held.bfloat16().view(torch.int16), update.halved(values, torch.bfloat16, start=5).view(torch.int16)
     )
     assert torch.equal(held[1], values[1])
     assert 0.2 < (held != values).float().mean() < 0.3  # where chance and the nearest disagree
     monkeypatch.setattr(update, "PIECE", 64)
-    update.put_down_(held[:50], start=5)
-    update.put_down_(held[50:], start=5 + 50 * 70)
+    update.undo_preround_(held[:50], start=5)
+    update.undo_preround_(held[50:], start=5 + 50 * 70)
     assert torch.equal(held.view(torch.int32), values.view(torch.int32))
 
 
 def test_what_lies_in_the_middle_or_next_to_nothing_is_lifted_too():
     middle = torch.full((1000,), 0x3F808000, dtype=torch.int32).view(torch.float32)
-    update.lift_(middle)
+    update.preround_(middle)
     assert middle.bfloat16().float().unique().tolist() == [1.0, 1.0078125]
-    update.put_down_(middle)
+    update.undo_preround_(middle)
     torch.testing.assert_close(middle, torch.full((1000,), 1.00390625), rtol=1e-6, atol=0)
     nothing = torch.tensor([1e-45, -1e-41, 0.0])
-    update.lift_(nothing)
-    update.put_down_(nothing)
+    update.preround_(nothing)
+    update.undo_preround_(nothing)
     assert not nothing.any()

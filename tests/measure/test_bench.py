@@ -17,7 +17,7 @@ from tunesmith.plan.hardware import named, probe
 @pytest.fixture(scope="module")
 def ours() -> bench.Measurement:
     workload = bench.WORKLOADS["tiny"]
-    plan = bench.plan_for(workload, device="cpu", products="plain", recompute_layers=0, compiled=False)
+    plan = bench.plan_for(workload, device="cpu", matmul_dtype="plain", checkpointed_layers=0, compiled=False)
     return bench.measure(bench.build(workload, plan), workload, warmup=1, steps=2)
 
 
@@ -30,8 +30,8 @@ def test_a_measurement_has_speed_and_memory(ours):
 def test_transformers_with_peft_has_the_same_loss_on_the_same_tokens(ours):
     pytest.importorskip("peft")
     workload = bench.WORKLOADS["tiny"]
-    theirs = peers.measure_peer("transformers", workload, device="cpu", recompute=False, warmup=1, steps=2)
-    again = peers.measure_peer("transformers", workload, device="cpu", recompute=True, warmup=1, steps=2)
+    theirs = peers.measure_peer("transformers", workload, device="cpu", checkpointing=False, warmup=1, steps=2)
+    again = peers.measure_peer("transformers", workload, device="cpu", checkpointing=True, warmup=1, steps=2)
     assert theirs.loss == pytest.approx(ours.loss, abs=2e-3)
     assert again.loss == pytest.approx(theirs.loss, abs=1e-4)
 
@@ -39,7 +39,7 @@ def test_transformers_with_peft_has_the_same_loss_on_the_same_tokens(ours):
 @pytest.mark.parametrize("method", ["qlora", "full"])
 def test_other_methods_are_measured_too(ours, method):
     workload = dataclasses.replace(bench.WORKLOADS["tiny"], method=method)
-    plan = bench.plan_for(workload, device="cpu", products="plain", recompute_layers=1, compiled=False)
+    plan = bench.plan_for(workload, device="cpu", matmul_dtype="plain", checkpointed_layers=1, compiled=False)
     found = bench.measure(bench.build(workload, plan), workload, warmup=1, steps=2)
     assert found.loss == pytest.approx(ours.loss, abs=0.05)
 
@@ -80,10 +80,10 @@ def test_on_a_gpu_variants_follow_what_it_can_do(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(peers, "find_spec", lambda _: True)
     found = {(order.system, order.variant) for order in bench.orders("full-7b", with_peers=True, is_quick=False)}
-    assert {("tunesmith", "fp8"), ("tunesmith", "fp8 recompute"), ("unsloth", "bf16"), ("trl", "bf16")} <= found
+    assert {("tunesmith", "fp8"), ("tunesmith", "fp8 checkpoint"), ("unsloth", "bf16"), ("trl", "bf16")} <= found
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (8, 0))
     older = {order.variant for order in bench.orders("full-7b", with_peers=False, is_quick=False)}
-    assert older == {"bf16", "bf16 recompute"}
+    assert older == {"bf16", "bf16 checkpoint"}
 
 
 def test_what_fits_in_one_way_only_is_measured_in_that_way(monkeypatch):
@@ -92,7 +92,7 @@ def test_what_fits_in_one_way_only_is_measured_in_that_way(monkeypatch):
     monkeypatch.setattr(peers, "find_spec", lambda _: True)
     for name in ("lora-8b-long", "qlora-70b"):
         (order,) = bench.orders(name, with_peers=True, is_quick=False)
-        assert (order.system, order.variant) == ("tunesmith", "fp8 recompute")
+        assert (order.system, order.variant) == ("tunesmith", "fp8 checkpoint")
         assert name not in bench.default_workloads()
 
 
@@ -102,7 +102,7 @@ def test_what_a_workload_saves_does_not_change_its_loss(ours, name, monkeypatch,
     if "mlp_slice" in saving:
         saving["mlp_slice"] = 100
     monkeypatch.setitem(bench.WORKLOADS, "tiny", dataclasses.replace(bench.WORKLOADS["tiny"], saving=saving))
-    bench.work(json.dumps(dataclasses.asdict(bench.Order("tiny", "tunesmith", "fp32 recompute", "cpu", 1, 2))))
+    bench.work(json.dumps(dataclasses.asdict(bench.Order("tiny", "tunesmith", "fp32 checkpoint", "cpu", 1, 2))))
     found = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix(bench.RESULT))
     assert found["loss"] == pytest.approx(ours.loss, abs=1e-4)
 
@@ -134,7 +134,7 @@ def test_a_system_that_fails_is_a_row_that_says_so(tmp_path, monkeypatch):
 
 def test_what_does_not_fit_is_a_sentence_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr(bench.subprocess, "run", None)  # no process is started
-    order = bench.Order("qlora-70b", "tunesmith", "bf16 recompute", "cuda", 1, 3)
+    order = bench.Order("qlora-70b", "tunesmith", "bf16 checkpoint", "cuda", 1, 3)
     small = named("RTX 4090")
     row = bench.carry_out(order, small)
     assert re.fullmatch(r"needs about \d+\.\d GiB, and 2\d\.\d GiB are free on .*4090.*", row["failed"])
@@ -146,8 +146,8 @@ def test_what_does_not_fit_is_a_sentence_before_anything_is_loaded(monkeypatch):
 def test_what_fitted_where_it_was_measured_is_not_refused_there():
     """Peaks of docs/benchmarks.md, on an H200."""
     for name in bench.WORKLOADS:
-        for variant in ("bf16", "fp8 recompute"):
-            if not (bench.WORKLOADS[name].is_tight and variant == "bf16"):
+        for variant in ("bf16", "fp8 checkpoint"):
+            if not (bench.WORKLOADS[name].is_low_memory and variant == "bf16"):
                 order = bench.Order(name, "tunesmith", variant, "cuda", 1, 3)
                 assert bench.shortage(order, named("H200")) is None, (name, variant)
     assert bench.shortage(bench.Order("tiny", "tunesmith", "fp32", "cpu", 1, 3), probe()) is None

@@ -26,7 +26,7 @@ def gpu(monkeypatch):
 
 
 def row(**changes) -> dict:
-    made = {"workload": "lora-8b", "system": "tunesmith", "goal": "fast", "products": "fp8", "step_seconds": 0.5}
+    made = {"workload": "lora-8b", "system": "tunesmith", "goal": "fast", "matmul_dtype": "fp8", "step_seconds": 0.5}
     return made | {"tokens_per_second": 200.0, "peak_bytes": 2**30} | changes
 
 
@@ -63,7 +63,7 @@ def test_the_large_cases_are_measured_when_they_are_named(gpu):
 def test_the_newest_row_of_a_case_counts_and_a_failure_only_where_nothing_else_is(gpu, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RESULTS", str(tmp_path / "results"))
     old = write(tmp_path / "a", "old", [row(tokens_per_second=100.0), row(goal="tight"), row(workload="full-7b")])
-    peer = row(system="unsloth", products="bf16", tokens_per_second=160.0)
+    peer = row(system="unsloth", matmul_dtype="bf16", tokens_per_second=160.0)
     failures = [row(goal="tight", failed="out of time"), row(workload="qlora-8b", failed="out of memory")]
     new = write(tmp_path / "b", "new", [row(), peer, *failures])
     gpu.collect([old])
@@ -87,7 +87,7 @@ def test_the_newest_row_of_a_case_counts_and_a_failure_only_where_nothing_else_i
 def test_kernels_are_sorted_by_what_they_are_for(gpu):
     profile = importlib.import_module("gpu_profile")
     names = {
-        "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_ovscale_TNT": "products",
+        "nvjet_sm90_qqtst_128x128_128x6_2x1_v_bz_ovscale_TNT": "matmul_dtype",
         "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT": "head",
         "nvjet_sm90_tst_32x128_64x10_1x2_h_bz_NNN": "low-rank sums",
         "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90": "attention",
@@ -96,7 +96,7 @@ def test_kernels_are_sorted_by_what_they_are_for(gpu):
         "triton_poi_fused_add_view_5": profile.REST,
     }
     made = [{"name": name, "calls": 1, "ms": 2.0**at} for at, name in enumerate(names)]
-    found = profile.kinds({"kernel_ms": 200.0, "kernels": made}, products="fp8")
+    found = profile.kinds({"kernel_ms": 200.0, "kernels": made}, matmul_dtype="fp8")
     expected: dict[str, float] = {}
     for at, kind in enumerate(names.values()):
         expected[kind] = expected.get(kind, 0.0) + 2.0**at
@@ -106,7 +106,7 @@ def test_kernels_are_sorted_by_what_they_are_for(gpu):
     ours = [name for name in launched if name.startswith("_") and callable(getattr(quantize, name, None))]
     assert "_turn" in ours
     assert {profile._kind(name, "fp8") for name in ours} == {"quantizing"}
-    assert profile._kind("nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT", "bf16") == "products"
+    assert profile._kind("nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT", "bf16") == "matmul_dtype"
 
 
 def test_the_page_shows_speeds_ratios_and_where_the_time_goes(gpu, tmp_path, monkeypatch):
@@ -119,7 +119,7 @@ def test_the_page_shows_speeds_ratios_and_where_the_time_goes(gpu, tmp_path, mon
         *[{"name": f"k{at}", "calls": 1, "ms": 1} for at in range(50)],
     ]
     recorded = row(profile={"kernel_ms": 400.0, "kernels": kernels})
-    peer = row(system="unsloth", products="bf16", tokens_per_second=160.0)
+    peer = row(system="unsloth", matmul_dtype="bf16", tokens_per_second=160.0)
     gpu.collect([write(tmp_path / "a", "c", [recorded, peer, row(goal="tight", failed="out of time")])])
     write(tmp_path / "gpu_speed.json", "c", [])
     page = generate.benchmarks_page()

@@ -1,4 +1,4 @@
-"""Mixtures whose frozen experts are held in 4 or 8 bits compute what those with the same values in fp32 do."""
+"""MoE models whose frozen experts are held in 4 or 8 bits compute what those with the same values in fp32 do."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.kernels import int8, nf4
-from tunesmith.model import load, quantized
+from tunesmith.model import source, structure
 from tunesmith.model.experts import STACKS, QuantizedExperts
+from tunesmith.parallel.prepare import load_model
 
 SMALL = {
     "hidden_size": 32,
@@ -41,7 +42,7 @@ def mixture(request, tmp_path):
 
 def round_as(model: torch.nn.Module, storage: str) -> None:
     """Give a plain model the values that one in few bits has."""
-    names = {f"{name}.weight" for name in quantized.linears_of_layers(model)}
+    names = {f"{name}.weight" for name in structure.linears_of_layers(model)}
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name in names or name.endswith(STACKS):
@@ -57,12 +58,12 @@ def round_as(model: torch.nn.Module, storage: str) -> None:
 @pytest.mark.parametrize("is_translated", [False, True])
 def test_it_computes_what_the_rounded_experts_do(mixture, storage, is_translated, monkeypatch):
     if is_translated:  # files of another layout are read by transformers, and quantized then
-        monkeypatch.setattr(quantized, "fill", lambda *_, **__: False)
-    found = load.load_model(mixture, dtype="fp32", device="cpu", storage=storage)
+        monkeypatch.setattr(source, "files_of", lambda *_: None)
+    found = load_model(mixture, dtype="fp32", device="cpu", storage=storage)
     held = [module for module in found.modules() if isinstance(module, QuantizedExperts)]
     assert len(held) == 2
     assert not any(weight.requires_grad and weight.ndim == 3 for weight in found.parameters())
-    expected = load.load_model(mixture, dtype="fp32", device="cpu")
+    expected = load_model(mixture, dtype="fp32", device="cpu")
     whole = sum(weight.nbytes for name, weight in expected.named_parameters() if name.endswith(STACKS))
     assert sum(buffer.nbytes for one in held for buffer in one.buffers()) < (0.2 if storage == "nf4" else 0.4) * whole
     round_as(expected, storage)
@@ -80,7 +81,7 @@ def test_it_computes_what_the_rounded_experts_do(mixture, storage, is_translated
 def test_each_rank_keeps_the_values_of_its_experts(mixture):
     storages = {}
     for storage in ("nf4", "int8"):
-        model = load.load_model(mixture, dtype="fp32", device="cpu", storage=storage)
+        model = load_model(mixture, dtype="fp32", device="cpu", storage=storage)
         whole = next(module for module in model.modules() if isinstance(module, QuantizedExperts))
         count = whole.num_experts
         x = torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
@@ -97,4 +98,4 @@ def test_experts_of_another_make_are_refused_in_a_sentence(tmp_path):
     config = GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="GptOssExperts cannot be held in 4 or 8 bits; use method: lora, with"):
-        load.load_model(Run(model=str(tmp_path), data="none.jsonl"), dtype="fp32", device="cpu", storage="nf4")
+        load_model(Run(model=str(tmp_path), data="none.jsonl"), dtype="fp32", device="cpu", storage="nf4")

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config, Mixtra
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.model import files, load
+from tunesmith.parallel.prepare import load_model
 
 SMALL = {
     "hidden_size": 32,
@@ -39,7 +40,7 @@ def mixture(request, tmp_path):
 def test_experts_stored_one_by_one_are_stacked_as_transformers_does(mixture, monkeypatch):
     expected = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32).state_dict()
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
-    found = load.load_model(Run(model=str(mixture), data="none.jsonl"), dtype="fp32", device="cpu").state_dict()
+    found = load_model(Run(model=str(mixture), data="none.jsonl"), dtype="fp32", device="cpu").state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
@@ -72,7 +73,7 @@ def test_files_of_another_size_are_left_to_transformers_which_refuses_them(mixtu
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:90].clone()
     save_file(tensors, mixture / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match="could not be loaded"):
-        load.load_model(Run(model=str(mixture), data="none.jsonl"), dtype="fp32", device="cpu")
+        load_model(Run(model=str(mixture), data="none.jsonl"), dtype="fp32", device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_files_of_another_size_are_left_to_transformers_which_refuses_them(mixtu
 def test_models_that_cannot_use_the_usual_attention_are_loaded_with_their_own(tmp_path, config):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    model = load.load_model(Run(model=str(tmp_path), data="none.jsonl"), dtype="fp32", device="cpu")
+    model = load_model(Run(model=str(tmp_path), data="none.jsonl"), dtype="fp32", device="cpu")
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens = torch.arange(20)[None]
     with torch.no_grad():
@@ -95,7 +96,7 @@ def test_models_that_cannot_use_the_usual_attention_are_loaded_with_their_own(tm
 def test_a_copy_that_stays_is_contiguous_and_takes_no_more_room_than_its_values(dtype, shape):
     whole = torch.arange(2 * shape[0] * shape[1]).view(shape[0], 2 * shape[1]).to(dtype)
     part = whole[:, shape[1] :]
-    copy = files.alone(part)
+    copy = files.own_copy(part)
     assert torch.equal(copy, part)
     assert copy.dtype == dtype
     assert copy.is_contiguous()

@@ -19,7 +19,8 @@ from transformers import (
 
 from tunesmith.errors import UserError
 from tunesmith.model import attention
-from tunesmith.model.forward import Calling, _own_losses, settle, token_losses, trial_inputs
+from tunesmith.model.forward import _own_losses, confirm_forward_spec, token_losses, trial_inputs
+from tunesmith.plan.plan import ForwardSpec
 
 SMALL = {
     "hidden_size": 32,
@@ -64,11 +65,11 @@ def build(config) -> torch.nn.Module:
 @pytest.mark.parametrize(("layout", "config"), CASES, ids=[config.model_type for _, config in CASES])
 def test_each_family_is_called_the_fastest_right_way(layout, config):
     model = build(config)
-    calling, note = settle(model, vocabulary=100)
-    assert calling.layout == layout
+    spec, note = confirm_forward_spec(model, vocabulary=100)
+    assert spec.layout == layout
     assert (note is None) == (layout == "packed")
     inputs = trial_inputs(100, torch.device("cpu"))
-    found = token_losses(model, inputs, calling)[1]
+    found = token_losses(model, inputs, spec)[1]
     model.set_attn_implementation("eager")
     torch.testing.assert_close(found.double(), _own_losses(model, inputs), rtol=1e-4, atol=1e-4)
 
@@ -84,12 +85,12 @@ def test_a_model_that_leaks_between_rows_is_called_one_by_one_and_refused_where_
         return output
 
     model.base_model.forward = leaking
-    calling, note = settle(model, vocabulary=100)
-    assert calling.switch == 0
+    spec, note = confirm_forward_spec(model, vocabulary=100)
+    assert spec.switch == 0
     assert "one by one" in note
     model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, logits: logits * logits)
     with pytest.raises(UserError, match="cannot be trained"):
-        settle(model, vocabulary=100)
+        confirm_forward_spec(model, vocabulary=100)
 
 
 def test_packed_and_padded_give_the_same_gradients():
@@ -98,7 +99,7 @@ def test_packed_and_padded_give_the_same_gradients():
     gradients = []
     for layout, implementation in (("packed", attention.NAME), ("padded", "sdpa")):
         model.set_attn_implementation(implementation)
-        total, _ = token_losses(model, inputs, Calling(layout))
+        total, _ = token_losses(model, inputs, ForwardSpec(layout))
         gradients.append(torch.autograd.grad(total, [p for p in model.parameters() if p.requires_grad]))
     for packed, padded in zip(*gradients, strict=True):
         torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-5)

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from tunesmith.assemble import make_trainable
 from tunesmith.config.schema import Run
 from tunesmith.measure.bench import Workload, plan_for
 from tunesmith.model import attention
-from tunesmith.model.forward import Calling, token_losses, trial_inputs
-from tunesmith.model.fp8 import Fp8Linear, use_fp8_head_gradient, use_fp8_products
+from tunesmith.model.forward import token_losses, trial_inputs
+from tunesmith.model.fp8 import Fp8Linear, use_fp8_head_gradient, use_fp8_linears
+from tunesmith.parallel.prepare import make_trainable
+from tunesmith.plan.plan import ForwardSpec
 
 
 @pytest.mark.parametrize("tokens", [48, 50])
@@ -34,7 +35,7 @@ def _results(linear, x):
 def test_the_head_is_left_alone_and_names_stay(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     before = dict(model.named_parameters())
-    swapped = use_fp8_products(model)
+    swapped = use_fp8_linears(model)
     assert swapped == sum(isinstance(module, Fp8Linear) for module in model.modules()) > 0
     assert type(model.get_output_embeddings()) is nn.Linear
     after = dict(model.named_parameters())
@@ -52,20 +53,22 @@ def test_sizes_that_fp8_products_cannot_have_are_left_alone():
             return None
 
     model = Model()
-    assert use_fp8_products(model) == 1
+    assert use_fp8_linears(model) == 1
     assert isinstance(model.even, Fp8Linear)
 
 
 @pytest.mark.parametrize(
-    ("method", "products", "in_fp8"),
+    ("method", "matmul_dtype", "in_fp8"),
     [("lora", "fp8", True), ("lora", "plain", False), ("full", "fp8", False), ("full", "plain", False)],
 )
-def test_the_heads_gradient_is_in_fp8_where_the_head_is_frozen_and_products_are(tiny_model, method, products, in_fp8):
+def test_the_heads_gradient_is_in_fp8_where_the_head_is_frozen_and_products_are(
+    tiny_model, method, matmul_dtype, in_fp8
+):
     """With an embedding that is the head too; what is saved does not change."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     names = model.state_dict().keys()
     plan = plan_for(
-        Workload("tiny", method, 1, 64), device="cpu", products=products, recompute_layers=0, compiled=False
+        Workload("tiny", method, 1, 64), device="cpu", matmul_dtype=matmul_dtype, checkpointed_layers=0, compiled=False
     )
     make_trainable(model, Run(model="m", data="d", method=method), plan)
     head = model.get_output_embeddings()
@@ -86,7 +89,7 @@ def test_the_frozen_heads_copy_is_what_the_gradient_goes_by(tiny_model):
             assert use_fp8_head_gradient(model)
         if in_fp8 is None:  # not what the weight is
             model.get_output_embeddings().scale_h1.zero_()
-        total, _ = token_losses(model, trial_inputs(259, torch.device("cpu")), Calling("packed"))
+        total, _ = token_losses(model, trial_inputs(259, torch.device("cpu")), ForwardSpec("packed"))
         losses.append(total.item())
         found.append(torch.autograd.grad(total, model.base_model.norm.weight)[0])
     assert losses[0] == losses[1] == losses[2]

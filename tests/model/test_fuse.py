@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from tunesmith.config.schema import Lora
 from tunesmith.kernels.lowrank import quantize_rows
 from tunesmith.model import lora
-from tunesmith.model.fuse import JointProduct, fuse
+from tunesmith.model.fuse import JointLinear, fuse
 
 TOKENS = torch.arange(3, 40)[None]
 
@@ -52,17 +52,17 @@ def test_fusing_changes_neither_results_nor_gradients_nor_names(tiny_model, sett
 def test_siblings_are_computed_together(tiny_model):
     model = adapted(tiny_model)
     assert fuse(model, fp8=False) == 2 * 4
-    sizes = sorted(len(module.members) for module in model.modules() if isinstance(module, JointProduct))
+    sizes = sorted(len(module.members) for module in model.modules() if isinstance(module, JointLinear))
     assert sizes == [1, 1, 1, 1, 2, 2, 3, 3]
 
 
 def test_weights_kept_transposed_change_nothing(tiny_model):
     once, twice = adapted(tiny_model), adapted(tiny_model)
     fuse(once, fp8=True)
-    fuse(twice, fp8=True, keep_turned=True)
-    kept = [module.turned_kn for module in twice.modules() if isinstance(module, JointProduct)]
+    fuse(twice, fp8=True, cache_transposed=True)
+    kept = [module.transposed_kn for module in twice.modules() if isinstance(module, JointLinear)]
     assert kept
-    assert all(turned is not None for turned in kept)
+    assert all(transposed is not None for transposed in kept)
     (logits, gradients), (again, found) = results(once), results(twice)
     assert torch.equal(again, logits)
     assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())

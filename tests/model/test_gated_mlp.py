@@ -6,7 +6,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from tunesmith.model.gated import GatedMlp, make_activations_again
+from tunesmith.model.gated import GatedMlp, use_memory_efficient_swiglu
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
 
@@ -28,7 +28,7 @@ def test_a_model_computes_the_same_under_the_same_names(settings):
 
     before, expected = results()
     names = list(given.state_dict())
-    assert make_activations_again(given) == 2
+    assert use_memory_efficient_swiglu(given) == 2
     after, found = results()
     assert list(given.state_dict()) == names
     torch.testing.assert_close(after, before)
@@ -38,14 +38,14 @@ def test_a_model_computes_the_same_under_the_same_names(settings):
 def test_looking_for_them_draws_no_random_number():
     given = model()
     before = torch.get_rng_state()
-    make_activations_again(given)
+    use_memory_efficient_swiglu(given)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_weights_that_are_not_there_yet_are_no_hindrance():
     with torch.device("meta"):
         given = model()
-    assert make_activations_again(given) == 2
+    assert use_memory_efficient_swiglu(given) == 2
 
 
 class Doubled(LlamaMLP):
@@ -61,11 +61,11 @@ class WithNorm(LlamaMLP):
 
 @pytest.mark.parametrize("kind", [Doubled, WithNorm])
 def test_what_computes_something_else_stays(kind):
-    assert make_activations_again(nn.Sequential(kind(LlamaConfig(**SIZES)))) == 0
+    assert use_memory_efficient_swiglu(nn.Sequential(kind(LlamaConfig(**SIZES)))) == 0
 
 
 def test_another_activation_stays():
-    assert make_activations_again(model(hidden_act="gelu")) == 0
+    assert use_memory_efficient_swiglu(model(hidden_act="gelu")) == 0
 
 
 def test_linears_that_are_no_plain_ones_stay():
@@ -73,5 +73,5 @@ def test_linears_that_are_no_plain_ones_stay():
     for module in given.modules():
         if isinstance(module, LlamaMLP):
             module.down_proj = type("Other", (nn.Linear,), {})(48, 32)
-    assert make_activations_again(given) == 0
+    assert use_memory_efficient_swiglu(given) == 0
     assert not any(isinstance(module, GatedMlp) for module in given.modules())

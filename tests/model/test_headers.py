@@ -13,6 +13,7 @@ from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.model import load
 from tunesmith.model.headers import inside, read_headers, shortened
+from tunesmith.parallel.prepare import load_model
 from tunesmith.plan.models import read_config
 
 
@@ -22,7 +23,7 @@ def model(tiny_model, tmp_path):
 
 
 def load_it(folder, **options):
-    return load.load_model(Run(model=str(folder), data="none.jsonl"), **{"dtype": "fp32", "device": "cpu", **options})
+    return load_model(Run(model=str(folder), data="none.jsonl"), **{"dtype": "fp32", "device": "cpu", **options})
 
 
 def write_index(folder, weight_map) -> None:

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from tunesmith.config.schema import Lora, Run
 from tunesmith.errors import UserError
 from tunesmith.kernels import nf4
-from tunesmith.model import lora, quantized
+from tunesmith.model import lora, quantized, structure
 from tunesmith.model.fuse import fuse
 from tunesmith.model.save import write_adapter
-from tunesmith.plan.facts import from_config
+from tunesmith.plan.families import from_config
 
 TOKENS = torch.arange(3, 40)[None]
 
@@ -247,7 +247,7 @@ def test_we_load_doras_made_by_peft(tiny_model, tmp_path):
 def test_dora_over_nf4_is_dora_over_the_same_values_in_full(tiny_model):
     held, full = load(tiny_model), load(tiny_model)
     quantized.quantize_linears(held, dtype=torch.float32, device=torch.device("cpu"))
-    for linear in quantized.linears_of_layers(full).values():
+    for linear in structure.linears_of_layers(full).values():
         rows, columns = linear.weight.shape
         linear.weight.data = nf4.dequantize(nf4.quantize(linear.weight), [rows], columns, torch.float32)
     for model in (held, full):

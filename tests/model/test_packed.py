@@ -15,6 +15,7 @@ from tiny_model import make_tiny_model
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.model import load, quantized
+from tunesmith.parallel.prepare import load_model
 from tunesmith.plan.models import read_facts
 
 TOKENS = torch.arange(3, 40)[None]
@@ -32,7 +33,7 @@ def logits(model) -> torch.Tensor:
 
 
 def ours(folder: Path, storage: str = "plain"):
-    return load.load_model(Run(model=str(folder), data="none.jsonl"), dtype="fp32", device="cpu", storage=storage)
+    return load_model(Run(model=str(folder), data="none.jsonl"), dtype="fp32", device="cpu", storage=storage)
 
 
 def theirs(folder: Path, **options):
@@ -94,7 +95,7 @@ def test_fp4_is_read_and_not_rounded_a_second_time(plain, tmp_path):
 
 
 def test_int8_of_bitsandbytes_is_read_by_its_scales_and_trained_over_its_codes(plain, tmp_path):
-    """bitsandbytes also rounds the inputs of its products, which training has no use for: weights are compared."""
+    """bitsandbytes also rounds the inputs of its matmuls, which training has no use for: weights are compared."""
     folder = by_bitsandbytes(plain, tmp_path / "int8", load_in_8bit=True)
     from bitsandbytes.functional import int8_vectorwise_dequant
 
@@ -108,7 +109,7 @@ def test_int8_of_bitsandbytes_is_read_by_its_scales_and_trained_over_its_codes(p
         expected = int8_vectorwise_dequant(weight.data, state)
         torch.testing.assert_close(read.get_submodule(name).weight.data, expected, rtol=1e-6, atol=1e-9)
         assert torch.equal(held.get_submodule(name).weight8, stored[f"{name}.weight"])
-        torch.testing.assert_close(held.get_submodule(name).whole(), expected, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(held.get_submodule(name).dequantize(), expected, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(logits(held), logits(read), rtol=1e-4, atol=1e-4)
     assert (logits(read) - logits(theirs(plain))).norm() < 0.2 * logits(theirs(plain)).norm()
 
@@ -400,9 +401,10 @@ def test_the_planner_knows_an_ordinary_model(plain, tmp_path):
 @pytest.mark.parametrize("method", ["qlora", "lora", "full"])
 def test_a_quantized_base_is_trained_and_the_result_is_an_ordinary_model(plain, tmp_path, method):
     from tiny import write_all
-    from tunesmith.assemble import assemble, prepare_run
     from tunesmith.config.load import load as load_run
-    from tunesmith.infer.merge import merge_run
+    from tunesmith.run.assemble import assemble
+    from tunesmith.run.merge import merge_run
+    from tunesmith.run.start import prepare_run
     from tunesmith.train.loop import train
 
     base = by_bitsandbytes(plain, tmp_path / "base", **NF4, bnb_4bit_use_double_quant=True)

@@ -13,8 +13,8 @@ from families import quiet, tiny_config, tiny_model
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.model import attention, load
-from tunesmith.model.forward import find_calling
-from tunesmith.model.probe import build_proxy, kind_of, probe_config, settled, try_adapters
+from tunesmith.model.forward import find_forward_spec
+from tunesmith.model.probe import build_proxy, kind_of, probe_config, probe_run, try_adapters
 from tunesmith.plan.models import read_facts
 
 CPU = torch.device("cpu")
@@ -43,8 +43,8 @@ def test_a_model_that_sees_the_tokens_it_predicts_is_refused():
 
 def test_documents_that_change_how_their_neighbours_are_computed_are_called_by_themselves(tmp_path):
     found = probed("phi3", **LONG_ROPE)
-    assert found.calling.layout == "packed"
-    assert found.calling.switch == 32
+    assert found.spec.layout == "packed"
+    assert found.spec.switch == 32
     row = parity.compare("phi3", "full", tmp_path / "run", **LONG_ROPE)
     assert (row.outcome, row.layout) == ("right", "packed"), row
 
@@ -53,25 +53,25 @@ def test_a_factor_between_head_and_logits_is_found_to_the_last_digit():
     model = tiny_model("llama")
     attention.register()
     model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, logits: logits * 1.0184)
-    assert find_calling(model, vocabulary=100)[0].logit_scale == pytest.approx(1.0184, rel=1e-5)
+    assert find_forward_spec(model, vocabulary=100)[0].logit_scale == pytest.approx(1.0184, rel=1e-5)
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "scale"), [("granite", {"logits_scaling": 3.0}, 1 / 3), ("llama", {}, 1)]
 )
 def test_the_factor_is_that_of_the_model_and_not_of_its_proxy(family, changes, scale):
-    assert probed(family, **changes).calling.logit_scale == pytest.approx(scale, rel=1e-9)
+    assert probed(family, **changes).spec.logit_scale == pytest.approx(scale, rel=1e-9)
 
 
 def test_a_linear_whose_weight_the_model_reads_itself_is_left_without_an_adapter(tmp_path):
     folder = parity.write_model("mamba", tmp_path / "model")
     attention.register()
-    run, _, notes = settled(Run(model=str(folder), data="none.jsonl"))
+    run, _, notes = probe_run(Run(model=str(folder), data="none.jsonl"))
     assert run.lora.targets == ["backbone.layers.*.mixer.in_proj"]
     assert any("mixer.x_proj (the model reads its weight itself)" in note for note in notes)
     only = Run(model=str(folder), data="none.jsonl", lora={"targets": ["x_proj"]})
     with pytest.raises(UserError, match="no linear that was chosen can carry an adapter"):
-        settled(only)
+        probe_run(only)
 
 
 class Router(nn.Linear):

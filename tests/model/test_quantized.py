@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
-import safetensors
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from tiny_model import make_tiny_model
 from tunesmith.config.schema import Lora, Run
 from tunesmith.kernels import int8, nf4
-from tunesmith.model import files, load, lora, quantized
-from tunesmith.model.fuse import JointProduct, fuse
+from tunesmith.model import load, lora, quantized, source, structure
+from tunesmith.model.fuse import JointLinear, fuse
+from tunesmith.parallel.prepare import load_model
 from tunesmith.plan.memory import QUANTIZED
 
 TOKENS = torch.arange(3, 40)[None]
@@ -21,14 +19,14 @@ TOKENS = torch.arange(3, 40)[None]
 
 def load_nf4(folder, **changes):
     run = Run(model=str(folder), data="none.jsonl", **changes)
-    return load.load_model(run, dtype="fp32", device="cpu", storage="nf4")
+    return load_model(run, dtype="fp32", device="cpu", storage="nf4")
 
 
 def dequantized(folder):
     """The model in full, each linear of its layers replaced by what nf4 makes of it."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    for linear in quantized.linears_of_layers(model).values():
-        is_transposed = quantized.is_transposed(linear)
+    for linear in structure.linears_of_layers(model).values():
+        is_transposed = structure.is_transposed(linear)
         weight = linear.weight.detach().t() if is_transposed else linear.weight.detach()
         values = nf4.dequantize(nf4.quantize(weight), [weight.shape[0]], weight.shape[1], torch.float32)
         linear.weight.data = values.t().contiguous() if is_transposed else values
@@ -91,7 +89,7 @@ def test_what_a_fused_model_keeps_is_4_127_bits_a_weight(tmp_path):
     del linears
     assert not any(isinstance(module, quantized.Nf4Linear) for module in model.modules())
     held = sum(
-        tensor.nbytes for module in model.modules() if isinstance(module, JointProduct) for tensor in module.buffers()
+        tensor.nbytes for module in model.modules() if isinstance(module, JointLinear) for tensor in module.buffers()
     )
     assert 8 * held / weights == pytest.approx(4.127, abs=0.005)
     small = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
@@ -118,7 +116,7 @@ def test_nothing_whole_is_saved_for_the_backward_pass(tmp_path):
 def test_one_weight_at_a_time_is_in_full_precision(tiny_model, monkeypatch, storage, kernel):
     """Files are read tensor by tensor, and each is quantized before the next is read."""
     trace = []
-    real_tensors, real_quantize = quantized.read_ahead, kernel.quantize
+    real_tensors, real_quantize = source.read_ahead, kernel.quantize
 
     def tensors(files, **options):
         for name, *read in real_tensors(files, **options):
@@ -129,11 +127,11 @@ def test_one_weight_at_a_time_is_in_full_precision(tiny_model, monkeypatch, stor
         trace.append("quantized")
         return real_quantize(weight)
 
-    monkeypatch.setattr(quantized, "read_ahead", tensors)
+    monkeypatch.setattr(source, "read_ahead", tensors)
     monkeypatch.setattr(kernel, "quantize", quantize)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     run = Run(model=str(tiny_model), data="none.jsonl")
-    load.load_model(run, dtype="fp32", device="cpu", storage=storage)
+    load_model(run, dtype="fp32", device="cpu", storage=storage)
     linears = [index for index, name in enumerate(trace) if "_proj" in name]
     assert len(linears) == 2 * 7
     assert all(trace[index + 1] == "quantized" for index in linears)
@@ -165,7 +163,7 @@ def test_a_tied_weight_is_found_under_its_other_name(tmp_path):
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")  # as GGUF files are converted
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     empty, _ = load.load_empty(Run(model=str(folder), data="x"), dtype="fp32")
-    files = quantized.files_of(empty, folder)
+    files = source.files_of(empty, folder)
     assert files is not None
     assert files.keys() == tensors.keys() - {"lm_head.weight"} | {"model.embed_tokens.weight"}
     assert torch.equal(load_nf4(folder)(TOKENS).logits, expected)
@@ -201,7 +199,7 @@ def test_random_weights_are_made_in_nf4_without_the_model_ever_being_whole():
         vocab_size=512,
     )
     model = quantized.build_empty(lambda: Qwen2ForCausalLM(config))
-    assert not quantized._is_filled(model, set())
+    assert any(weight.is_meta for weight in model.parameters())
     quantized.fill_randomly(model, dtype=torch.float32, device=torch.device("cpu"))
     linear = model.model.layers[1].mlp.down_proj
     weight = nf4.dequantize(linear.weight4, [64], 128, torch.float32)
@@ -220,15 +218,15 @@ def test_in_int8_losses_and_gradients_are_those_over_the_dequantized_base(tiny_m
         sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 100, "bos_token_id": 1, "eos_token_id": 2}
         GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(folder)
     run = Run(model=str(folder), data="none.jsonl", method="qlora", lora={"bits": 8})
-    model = load.load_model(run, dtype="fp32", device="cpu", storage="int8")
+    model = load_model(run, dtype="fp32", device="cpu", storage="int8")
     full = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     held = {name: one for name, one in model.named_modules() if isinstance(one, quantized.Int8Linear)}
-    assert held.keys() == quantized.linears_of_layers(full).keys()
-    for name, linear in quantized.linears_of_layers(full).items():
-        weight = linear.weight.t() if quantized.is_transposed(linear) else linear.weight
-        whole = held[name].whole()
+    assert held.keys() == structure.linears_of_layers(full).keys()
+    for name, linear in structure.linears_of_layers(full).items():
+        weight = linear.weight.t() if structure.is_transposed(linear) else linear.weight
+        whole = held[name].dequantize()
         assert (whole - weight).abs().max() <= 0.51 / 127 * weight.abs().max()
-        linear.weight.data = whole.t().contiguous() if quantized.is_transposed(linear) else whole
+        linear.weight.data = whole.t().contiguous() if structure.is_transposed(linear) else whole
     for one in (model, full):
         adapt(one)
     assert fuse(model, fp8=False) == 0
@@ -244,7 +242,7 @@ def test_int8_takes_the_bytes_that_the_plan_counts():
     assert sum(buffer.nbytes for buffer in linear.buffers()) == 8 * 2048 * QUANTIZED["int8"]
 
 
-# read in full precision, and in fp8
+# read in full precision
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -252,7 +250,7 @@ def test_a_plain_model_read_tensor_by_tensor_is_the_one_transformers_loads(tiny_
     run = Run(model=str(tiny_model), data="none.jsonl")
     expected = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=getattr(torch, load.DTYPES[dtype])).eval()
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)  # is not needed
-    model = load.load_model(run, dtype=dtype, device="cpu")
+    model = load_model(run, dtype=dtype, device="cpu")
     found, wanted = model.state_dict(), expected.state_dict()
     assert found.keys() == wanted.keys()
     for name, tensor in found.items():
@@ -261,75 +259,3 @@ def test_a_plain_model_read_tensor_by_tensor_is_the_one_transformers_loads(tiny_
     assert model.lm_head.weight is model.model.embed_tokens.weight  # tied as before
     assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
     assert model.generation_config.to_dict() == expected.generation_config.to_dict()
-
-
-def test_a_model_read_in_fp8_trains_as_one_that_is_quantized_afterwards(tiny_model):
-    run = Run(model=str(tiny_model), data="none.jsonl", lora={"rank": 4})
-    whole, read = (load.load_model(run, dtype="bf16", device="cpu", fp8=fp8) for fp8 in (False, True))
-    held = [module for module in read.modules() if isinstance(module, quantized.Fp8Base)]
-    assert len(held) == 2 * 7
-    for model in (whole, read):
-        adapt(model)
-        assert fuse(model, fp8=True) == 2 * 4
-    found, wanted = dict(read.named_buffers()), dict(whole.named_buffers())
-    assert found.keys() == wanted.keys()
-    for name, tensor in found.items():
-        assert torch.equal(tensor.view(torch.uint8), wanted[name].view(torch.uint8)), name
-    assert not any(isinstance(module, quantized.Fp8Base) for module in read.modules())
-    (loss, gradients), (expected, plain) = results(read), results(whole)
-    assert loss == expected
-    assert all(torch.equal(gradients[name], plain[name]) for name in plain)
-
-
-@pytest.mark.parametrize("settings", [{"dropout": 0.1}, {"dora": True}])
-def test_what_fp8_products_do_not_take_over_is_not_read_in_fp8(tiny_model, settings):
-    run = Run(model=str(tiny_model), data="none.jsonl", lora=settings)
-    model = load.load_model(run, dtype="bf16", device="cpu", fp8=True)
-    assert not any(isinstance(module, quantized.Fp8Base) for module in model.modules())
-    some = Run(model=str(tiny_model), data="none.jsonl", lora={"targets": ["q_proj"]})
-    model = load.load_model(some, dtype="bf16", device="cpu", fp8=True)
-    held = {name for name, module in model.named_modules() if isinstance(module, quantized.Fp8Base)}
-    assert held == {f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)}
-
-
-def test_a_read_in_fp8_base_computes_with_what_it_holds():
-    weight = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
-    linear = quantized.Fp8Base(weight, torch.ones(32))
-    x = torch.randn(3, 16)
-    torch.testing.assert_close(linear(x), x @ weight.t() + 1, rtol=0.1, atol=0.3)
-    assert linear.weight.dtype == torch.float8_e4m3fn
-
-
-def test_only_a_few_tensors_are_in_host_memory_at_a_time(tiny_model, monkeypatch):
-    alive, most, read, real = weakref.WeakSet(), 0, 0, safetensors.safe_open
-
-    class Counting:
-        def __init__(self, path, **options):
-            self.file = real(path, **options)
-
-        def __enter__(self):
-            self.file.__enter__()
-            return self
-
-        def __exit__(self, *error):
-            return self.file.__exit__(*error)
-
-        def keys(self):
-            return self.file.keys()
-
-        def get_slice(self, name):
-            return self.file.get_slice(name)
-
-        def get_tensor(self, name):
-            nonlocal most, read
-            tensor = self.file.get_tensor(name)
-            alive.add(tensor)
-            read += 1
-            most = max(most, len(alive))
-            return tensor
-
-    with monkeypatch.context() as patch:
-        patch.setattr("safetensors.safe_open", Counting)
-        load_nf4(tiny_model)
-    assert read > most > 0
-    assert most <= files.READERS + 3  # those under way, the one in use, the one before, and the last linear's

@@ -22,11 +22,12 @@ from transformers import (
 
 from tunesmith.config.schema import Lora
 from tunesmith.model import attention, lora
-from tunesmith.model.forward import Calling, token_losses, trial_inputs
-from tunesmith.model.fp8 import use_fp8_products
+from tunesmith.model.forward import token_losses, trial_inputs
+from tunesmith.model.fp8 import use_fp8_linears
 from tunesmith.model.fuse import fuse
 from tunesmith.model.quantized import quantize_linears
-from tunesmith.model.rotary import RotaryAttention, rotate_in_kernels
+from tunesmith.model.rotary import RotaryAttention, fuse_rope
+from tunesmith.plan.plan import ForwardSpec
 
 CPU = torch.device("cpu")
 REPLACED = [
@@ -47,7 +48,7 @@ LEFT = [
 
 
 def results(model):
-    total, losses = token_losses(model, trial_inputs(100, CPU), Calling("packed"))
+    total, losses = token_losses(model, trial_inputs(100, CPU), ForwardSpec("packed"))
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return losses, dict(zip(trained, torch.autograd.grad(total, trained.values()), strict=True))
 
@@ -59,7 +60,7 @@ def made(config, method: str, storage: str = "plain", fp8: bool = False):
         quantize_linears(model, dtype=torch.float32, device=CPU, storage=storage)
     if method == "full":
         if fp8:
-            use_fp8_products(model)
+            use_fp8_linears(model)
         return model
     lora.attach(model, Lora(rank=4), seed=0)
     for at, adapter in enumerate(lora.adapters(model).values()):
@@ -73,7 +74,7 @@ def made(config, method: str, storage: str = "plain", fp8: bool = False):
 def test_losses_gradients_and_names_stay(config, method):
     model = made(config, method)
     losses, gradients = results(model)
-    assert rotate_in_kernels(model, torch.float32) == 2
+    assert fuse_rope(model, torch.float32) == 2
     again, found = results(model)
     torch.testing.assert_close(again, losses, rtol=1e-5, atol=1e-5)
     assert found.keys() == gradients.keys()
@@ -87,7 +88,7 @@ def test_losses_gradients_and_names_stay(config, method):
 def test_over_every_storage(method, storage, fp8):
     model = made(LlamaConfig(**{**SMALL, "hidden_size": 64}), method, storage, fp8)
     losses, gradients = results(model)
-    assert rotate_in_kernels(model, torch.float32) == 2
+    assert fuse_rope(model, torch.float32) == 2
     again, found = results(model)
     torch.testing.assert_close(again, losses, rtol=1e-3, atol=1e-3)
     for name, gradient in found.items():
@@ -98,7 +99,7 @@ def test_over_every_storage(method, storage, fp8):
 def test_other_attention_is_left_alone(config):
     model = build(config)
     before = model.config._attn_implementation
-    assert rotate_in_kernels(model, torch.float32) == 0
+    assert fuse_rope(model, torch.float32) == 0
     assert model.config._attn_implementation == before
 
 
@@ -106,7 +107,7 @@ def test_with_a_cache_the_models_own_module_answers():
     model = build(LlamaConfig(**SMALL))
     tokens = torch.arange(3, 9)[None]
     expected = model.generate(tokens, max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(tokens))
-    rotate_in_kernels(model, torch.float32)
+    fuse_rope(model, torch.float32)
     assert any(isinstance(module, RotaryAttention) for module in model.modules())
     found = model.generate(tokens, max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(tokens))
     assert torch.equal(found, expected)
@@ -116,12 +117,12 @@ def test_with_a_cache_the_models_own_module_answers():
 def test_weights_need_not_be_there_yet(config):
     model = build(config)
     model.set_attn_implementation(attention.NAME)
-    expected = rotate_in_kernels(copy.deepcopy(model), torch.float32)
+    expected = fuse_rope(copy.deepcopy(model), torch.float32)
     assert (expected > 0) == (config in REPLACED)
     model.to("meta")
-    assert rotate_in_kernels(copy.deepcopy(model), torch.float32) == 0
+    assert fuse_rope(copy.deepcopy(model), torch.float32) == 0
     before = torch.get_rng_state()
-    assert rotate_in_kernels(model, torch.float32, CPU) == expected
+    assert fuse_rope(model, torch.float32, CPU) == expected
     assert torch.equal(torch.get_rng_state(), before)
     assert all(weight.is_meta for weight in model.parameters())
     assert model.config._attn_implementation == attention.NAME

@@ -87,7 +87,7 @@ def test_what_masters_learned_is_in_their_copies_from_the_first_step_on(kind):
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "lion"])
 def test_lifted_weights_are_rounded_as_copies_of_masters_are(kind):
     model, masters = make(kind, dtype=torch.bfloat16, width=300)
-    shards, lifted = make(kind, width=300, lifted=True)
+    shards, prerounded = make(kind, width=300, prerounded=True)
     with torch.no_grad():
         for weight, shard in zip(model.parameters(), shards.parameters(), strict=True):
             shard.copy_(weight)
@@ -96,18 +96,18 @@ def test_lifted_weights_are_rounded_as_copies_of_masters_are(kind):
         for weight, shard in zip(model.parameters(), shards.parameters(), strict=True):
             weight.grad = torch.randn(weight.shape, generator=generator).bfloat16()
             shard.grad = weight.grad.float()
-        for optimizer in (masters, lifted):
+        for optimizer in (masters, prerounded):
             optimizer.step(1e-5)
             optimizer.zero_grad()
         for weight, shard in zip(model.parameters(), shards.parameters(), strict=True):
             assert torch.equal(shard.bfloat16(), weight)
-    tensors = {name: tensor.clone() for name, tensor in lifted.tensors().items()}
+    tensors = {name: tensor.clone() for name, tensor in prerounded.tensors().items()}
     other, restored = make(kind, dtype=torch.bfloat16, width=300, seed=1)
     restored.restore(tensors)
     for name, master in restored.masters.items():
         assert torch.equal(master, masters.masters[name])
         assert torch.equal(dict(other.named_parameters())[name], dict(model.named_parameters())[name])
-    back, again = make(kind, width=300, seed=2, lifted=True)
+    back, again = make(kind, width=300, seed=2, prerounded=True)
     again.restore({name: tensor.clone() for name, tensor in masters.tensors().items()})
     for name, weight in shards.named_parameters():
         assert torch.equal(dict(back.named_parameters())[name], weight)

@@ -139,7 +139,7 @@ def test_a_disk_without_room_is_one_sentence(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(scratch.shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
-        with pytest.raises(UserError, match=r"0.00 GiB for each rank, and .* has 0.00 GiB free; make room there"):
+        with pytest.raises(UserError, match=r"iB for each rank, and .* has 100 bytes free; make room there"):
             make(offload="disk")
     with monkeypatch.context() as patch:
         patch.setattr(scratch.os, "posix_fallocate", full)
@@ -252,7 +252,7 @@ class Late:
 @pytest.mark.parametrize("masters", [True, False])
 def test_a_forward_pass_begins_while_weights_are_updated_and_finds_each_updated(masters, monkeypatch):
     workload = bench.Workload("tiny", "full", 2, 32)
-    plan = bench.plan_for(workload, device="cpu", products="plain", recompute_layers=1, compiled=False)
+    plan = bench.plan_for(workload, device="cpu", matmul_dtype="plain", checkpointed_layers=1, compiled=False)
     plan = plan.changed(precision="bf16", master_weights=masters, optimizer_states="fp32")
     expected_step = bench.build(workload, plan)
     expected = [expected_step(batch, 1e-2).loss for batch in bench.batches(workload, 4)]
@@ -272,7 +272,7 @@ def test_a_forward_pass_begins_while_weights_are_updated_and_finds_each_updated(
     assert held == [0, 0, *[layer, 0] * 3]
     assert all(waiting[2::2])
     assert not any(waiting[3::2])
-    step.optimizer.settle()
+    step.optimizer.finish_update()
     assert not late.waiting
     assert_equal(step.optimizer, expected_step.optimizer)
 

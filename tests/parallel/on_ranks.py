@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tunesmith.assemble import assemble, join_run, prepare_run
-from tunesmith.choose import plan_run
 from tunesmith.config.load import from_mapping
 from tunesmith.errors import UserError
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import Mesh, Plan
+from tunesmith.run.assemble import assemble
+from tunesmith.run.choose import plan_run
+from tunesmith.run.start import join_run, prepare_run
 from tunesmith.train.job import Job
 from tunesmith.train.loop import loss_scale_of, rate_of, step_of, train
 
@@ -37,7 +38,7 @@ def job_of(
     **changes: Any,
 ) -> Job:
     """The job that `tunesmith train` would run in `folder`, with this mesh; output goes to a folder of its own.
-    `moved`: what the plan has elsewhere, even if that makes no sense on a processor."""
+    `moved`: what the plan has elsewhere, even if that makes no sense on a CPU."""
     settings = json.loads((Path(folder) / "run.yaml").read_text()) | changes
     run = from_mapping(settings)
     if ranks.is_first:
@@ -234,11 +235,11 @@ def most_that_was_whole(ranks: Ranks, **job: Any) -> dict[str, float]:
     """While a model is loaded: the most bytes of it that this rank held, against all its bytes, and a layer's."""
     from torch.distributed.tensor import DTensor
 
-    from tunesmith.model import load, quantized
-    from tunesmith.parallel.apply import decoder_layers
+    from tunesmith.model.structure import decoder_layers
+    from tunesmith.parallel import prepare
 
     held: list[int] = []
-    real, whole = quantized.fill_part, load.load_model
+    real = prepare.put_weights
 
     def watched(model, *arguments, **options):
         real(model, *arguments, **options)
@@ -246,14 +247,11 @@ def most_that_was_whole(ranks: Ranks, **job: Any) -> dict[str, float]:
         local = [one.to_local() if isinstance(one, DTensor) else one for one in tensors if not one.is_meta]
         held.append(sum(one.nbytes for one in local))
 
-    def refused(*_, **__):
-        raise AssertionError("the model was loaded whole")
-
-    quantized.fill_part, load.load_model = watched, refused
+    prepare.put_weights = watched
     try:
         made_job = job_of(ranks, **job)
     finally:
-        quantized.fill_part, load.load_model = real, whole
+        prepare.put_weights = real
     model = made_job.model.model
     layer = sum(one.numel() * one.element_size() for one in decoder_layers(model)[0].parameters())
     everything = sum(one.numel() * one.element_size() for one in model.parameters())
@@ -270,22 +268,22 @@ def loading(ranks: Ranks, **job: Any) -> dict[str, int]:
     import ctypes
     import gc
 
-    from tunesmith import assemble as module
     from tunesmith.model import files
+    from tunesmith.run import assemble as module
 
     def kilobytes(what: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith(f"{what}:"))
 
     found: dict[str, int] = {}
-    real_try, real_build, real_read = module.try_twin, module.build, files.Tensor.read
+    real_check, real_build, real_read = module.check_parallelism, module.build, files.Tensor.read
 
-    def try_twin(*arguments: Any) -> Any:
+    def check(*arguments: Any) -> Any:
         gc.collect()
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # what imports have left would be given back while the model is loaded
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         found.update(before=kilobytes("VmRSS"), mapped=kilobytes("RssFile"), read=0)
-        return real_try(*arguments)
+        return real_check(*arguments)
 
     def read(*arguments: Any) -> Any:
         tensor = real_read(*arguments)
@@ -297,9 +295,9 @@ def loading(ranks: Ranks, **job: Any) -> dict[str, int]:
         found.update(most=kilobytes("VmHWM"), libraries=kilobytes("RssFile") - found["mapped"])
         return real_build(*arguments, **options)
 
-    module.try_twin, module.build, files.Tensor.read = try_twin, build, read
+    module.check_parallelism, module.build, files.Tensor.read = check, build, read
     try:
         job_of(ranks, **job)
     finally:
-        module.try_twin, module.build, files.Tensor.read = real_try, real_build, real_read
+        module.check_parallelism, module.build, files.Tensor.read = real_check, real_build, real_read
     return {"grew": 1024 * (found["most"] - found["before"] - found["libraries"]), "read": found["read"]}

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tunesmith.parallel.quantized import Nodes, Packing, QuantizedGather, QuantizedReduce
 from tunesmith.parallel.ranks import Ranks
-from tunesmith.plan.plan import Wire
+from tunesmith.plan.plan import TrafficDtype
 
 
-def rounded_collectives(ranks: Ranks, wire: Wire) -> dict[str, Any]:
+def rounded_collectives(ranks: Ranks, wire: TrafficDtype) -> dict[str, Any]:
     """How far collectives of rounded values are from exact ones, in units of the largest value of any rank; and whether
     all ranks have the same result."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "within"))

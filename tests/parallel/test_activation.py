@@ -12,28 +12,30 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tunesmith.errors import UserError
-from tunesmith.measure.bench import Workload, batches, build, plan_for
+from tunesmith.measure.bench import SHAPES, Workload, batches, build, plan_for, run_of
 from tunesmith.model.forward import to_device, token_losses
-from tunesmith.parallel.activation import HostStore, offloaded, recomputed
-from tunesmith.parallel.apply import apply
+from tunesmith.parallel.activation import HostStore, checkpointed, offloaded
+from tunesmith.parallel.prepare import make_trainable
 
 WORKLOAD = Workload("tiny", "lora", 2, 64)
 COMPILED = {"is_compiled": True, "attention": "flash-attn-4"}
 WAYS = [
-    {"recompute_layers": 1},
-    {"recompute_layers": 2},
-    {"recompute_layers": 2, "keep_attention": True},
-    {"recompute_layers": 2, "offload_activations": True},
-    {"recompute_layers": 1, "keep_attention": True, "offload_activations": True},
+    {"checkpointed_layers": 1},
+    {"checkpointed_layers": 2},
+    {"checkpointed_layers": 2, "save_attention": True},
+    {"checkpointed_layers": 2, "offload_activations": True},
+    {"checkpointed_layers": 1, "save_attention": True, "offload_activations": True},
 ]
 
 
 def gradients(steps: int = 1, **plan) -> list[torch.Tensor]:
     """Of a tiny model with adapters, after so many forward and backward passes."""
     step = build(
-        WORKLOAD, plan_for(WORKLOAD, device="cpu", products="plain", recompute_layers=0, compiled=False).changed(**plan)
+        WORKLOAD,
+        plan_for(WORKLOAD, device="cpu", matmul_dtype="plain", checkpointed_layers=0, compiled=False).changed(**plan),
     )
     with torch.no_grad():  # adapters that do something, so that every factor has a gradient
         for parameter in step.optimizer.parameters:
@@ -41,7 +43,7 @@ def gradients(steps: int = 1, **plan) -> list[torch.Tensor]:
     for batch in batches(WORKLOAD, steps):
         torch.manual_seed(batch.step)
         inputs = to_device(batch.micro_batches[0], step.device, step.shape)
-        token_losses(step.model, inputs, step.calling)[0].backward()
+        token_losses(step.model, inputs, step.spec)[0].backward()
     return [parameter.grad for parameter in step.optimizer.parameters]
 
 
@@ -53,10 +55,12 @@ def test_what_is_kept_does_not_change_gradients(way):
         torch.testing.assert_close(found, plain, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("recompute_layers", [0, 1, 2])
-def test_mlps_in_slices_have_the_same_gradients(recompute_layers):
+@pytest.mark.parametrize("checkpointed_layers", [0, 1, 2])
+def test_mlps_in_slices_have_the_same_gradients(checkpointed_layers):
     expected = gradients(steps=2)
-    found = gradients(steps=2, recompute_layers=recompute_layers, mlp_slice=50)  # of 128 tokens: the last is shorter
+    found = gradients(
+        steps=2, checkpointed_layers=checkpointed_layers, mlp_slice=50
+    )  # of 128 tokens: the last is shorter
     for mine, plain in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)
 
@@ -79,16 +83,16 @@ def test_the_wide_tensors_of_a_sliced_mlp_never_exist_for_all_tokens():
 
     assert widest() == 128
     assert widest(mlp_slice=32) == 32
-    assert widest(mlp_slice=32, recompute_layers=2) == 32
+    assert widest(mlp_slice=32, checkpointed_layers=2) == 32
 
 
 def test_a_layer_without_an_mlp_for_slices_is_named():
-    plan = plan_for(WORKLOAD, device="cpu", products="plain", recompute_layers=0, compiled=False)
-    model = build(WORKLOAD, plan).model
+    plan = plan_for(WORKLOAD, device="cpu", matmul_dtype="plain", checkpointed_layers=0, compiled=False)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES["tiny"]))
     for layer in model.model.layers:
         del layer.mlp
     with pytest.raises(UserError, match="but LlamaDecoderLayer has none"):
-        apply(model, plan.changed(mlp_slice=8), has_adapters=True)
+        make_trainable(model, run_of(WORKLOAD), plan.changed(mlp_slice=8))
 
 
 @pytest.fixture
@@ -119,7 +123,7 @@ def test_what_compiled_layers_keep_does_not_change_gradients(quickly_compiled, m
 
     monkeypatch.setattr(HostStore, "put", noted)
     monkeypatch.setattr(HostStore, "get", lambda store, kept: wanted.append(kept) or get(store, kept))
-    found = gradients(**COMPILED, recompute_layers=2, keep_attention=True, offload_activations=True)
+    found = gradients(**COMPILED, checkpointed_layers=2, save_attention=True, offload_activations=True)
     assert sent == [(128 * 64, False), (128 * 64, True)]  # the input of each layer, once
     assert len(wanted) == 2
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -134,17 +138,17 @@ def test_kept_attention_is_computed_once(monkeypatch, attention, kernels):
     calls = attention_calls(monkeypatch, kernels)
     for keep, expected in ((False, 4), (True, 2)):
         calls.clear()
-        gradients(attention=attention, recompute_layers=2, keep_attention=keep)
+        gradients(attention=attention, checkpointed_layers=2, save_attention=keep)
         assert len(calls) == expected
 
 
 @pytest.mark.parametrize(
-    ("is_compiled", "method", "products"),
+    ("is_compiled", "method", "matmul_dtype"),
     [(False, "lora", "plain"), (True, "lora", "plain"), (True, "lora", "fp8"), (True, "qlora", "plain")],
 )
-def test_a_recomputed_layer_keeps_its_input_alone(is_compiled, method, products, quickly_compiled):
+def test_a_recomputed_layer_keeps_its_input_alone(is_compiled, method, matmul_dtype, quickly_compiled):
     workload = dataclasses.replace(WORKLOAD, method=method)
-    plan = plan_for(workload, device="cpu", products=products, recompute_layers=2, compiled=is_compiled)
+    plan = plan_for(workload, device="cpu", matmul_dtype=matmul_dtype, checkpointed_layers=2, compiled=is_compiled)
     step = build(workload, plan.changed(attention="flash-attn-4"))
     inputs = to_device(batches(WORKLOAD, 1)[0].micro_batches[0], step.device, step.shape)
     weights = {tensor.data_ptr() for tensor in (*step.model.parameters(), *step.model.buffers())}
@@ -173,7 +177,7 @@ def test_a_recomputed_layer_keeps_its_input_alone(is_compiled, method, products,
 def test_offloaded_inputs_are_not_on_the_device_between_the_passes():
     store = HostStore(torch.device("cpu"), block=64)
     layers = [nn.Linear(8, 8) for _ in range(3)]
-    forwards = [offloaded(recomputed(layer.forward), store) for layer in layers]
+    forwards = [offloaded(checkpointed(layer.forward), store) for layer in layers]
     hidden = torch.randn(5, 8)
     expected = hidden
     for layer in layers:
@@ -225,7 +229,7 @@ def test_the_input_that_is_wanted_first_stays_and_the_one_before_it_comes_meanwh
 
 def test_a_graph_that_is_never_used_gives_its_host_memory_back():
     store = HostStore(torch.device("cpu"), block=64)
-    forward = offloaded(recomputed(torch.sin), store)
+    forward = offloaded(checkpointed(torch.sin), store)
     out = forward(torch.randn(64, requires_grad=True))
     assert len(store.free) == 0
     del out

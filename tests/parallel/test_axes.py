@@ -23,12 +23,14 @@ WAYS = {
     "context 2 x shard 2": ({"context": 2, "shard": 2}, "zero3"),
     "context 2 x tensor 2": ({"context": 2, "tensor": 2}, "zero3"),
 }
-CELLS = [
-    *((method, way) for way in list(WAYS)[:4] for method in ("full", "lora", "qlora")),
-    pytest.param("qlora in 8 bits", "context 2", marks=pytest.mark.slow),
-    # Each of both is above; their combination takes long.
-    *(pytest.param(method, "context 2 x tensor 2", marks=pytest.mark.slow) for method in ("full", "qlora")),
+QUICK = [
+    *((method, "tensor 2 x shard 2") for method in ("full", "qlora")),
+    *((method, "context 2 x shard 2") for method in ("full", "lora")),
 ]
+"""Every method and every axis."""
+MORE = [(method, way) for way in list(WAYS)[:4] for method in ("full", "lora", "qlora") if (method, way) not in QUICK]
+MORE += [("qlora in 8 bits", "context 2"), *((method, "context 2 x tensor 2") for method in ("full", "qlora"))]
+CELLS = [*QUICK, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in MORE)]
 pytestmark = pytest.mark.distributed
 
 
@@ -75,7 +77,12 @@ def test_splitting_layers_or_sequences_gives_the_steps_of_one_rank(world, settin
 
 
 @pytest.mark.parametrize(
-    ("method", "way"), [("full", "tensor 2 x shard 2"), ("lora", "tensor 2"), ("lora", "context 2")]
+    ("method", "way"),
+    [
+        ("full", "tensor 2 x shard 2"),
+        pytest.param("lora", "tensor 2", marks=pytest.mark.slow),
+        ("lora", "context 2"),
+    ],
 )
 def test_what_ranks_save_together_is_what_one_would_save(world, settings, tmp_path, method, way):
     mesh, sharding = WAYS[way]
@@ -141,12 +148,12 @@ def test_several_ranks_without_a_way_to_share_are_refused(settings):
 def test_a_plan_of_the_model_may_name_the_embedding_which_is_cut_by_its_vocabulary(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    from tunesmith.parallel.tensor import Split
+    from tunesmith.parallel.tensor import TensorParallelPlan
 
     model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path))
     plan = {name: style for name, style in model.config.base_model_tp_plan.items() if name != "embed_tokens"}
     model.config.base_model_tp_plan = plan
-    expected = Split.of(model, None).styles
+    expected = TensorParallelPlan.of(model, None).styles
     model.config.base_model_tp_plan = {**plan, "embed_tokens": "embedding_rowwise"}  # as transformers 5.17 has it
-    assert Split.of(model, None).styles == expected
+    assert TensorParallelPlan.of(model, None).styles == expected
     assert "model.embed_tokens" not in expected

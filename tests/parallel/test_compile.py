@@ -11,13 +11,13 @@ import torch
 import torch._dynamo.backends.common
 from torch._dynamo.utils import counters
 
-from tunesmith import assemble
 from tunesmith.cli.display import Display
 from tunesmith.data.loader import PackedDocument, micro_batch_of
 from tunesmith.data.types import StepBatch
 from tunesmith.measure.bench import Workload, build, plan_for
 from tunesmith.model.fuse import fuse
-from tunesmith.model.rotary import rotate_in_kernels
+from tunesmith.model.rotary import fuse_rope
+from tunesmith.parallel import prepare
 from tunesmith.parallel.compile import _own_code, compiled, news, tell
 from tunesmith.train import events, loop
 
@@ -42,7 +42,7 @@ def test_what_does_not_compile_runs_as_it_is_and_is_named_once():
         torch._dynamo.graph_break()
         return x + 1
 
-    layers = [compiled(breaks, "OddLayer", whole=True) for _ in range(3)]
+    layers = [compiled(breaks, "OddLayer", fullgraph=True) for _ in range(3)]
     x = torch.zeros(3)
     for layer in layers:
         x = layer(x)
@@ -73,7 +73,7 @@ def test_a_run_tells_how_long_compiling_took_and_what_did_not_work(monkeypatch, 
     running = SimpleNamespace(observe=said.append, done=1)
     loop._Loop._tell_of_compiling(running, news())
     assert said == []
-    compiled(lambda x: torch._dynamo.graph_break() or x, "StrangeLayer", whole=True)(torch.ones(1))
+    compiled(lambda x: torch._dynamo.graph_break() or x, "StrangeLayer", fullgraph=True)(torch.ones(1))
     found = news()
     loop._Loop._tell_of_compiling(running, found)
     assert found.seconds > 0
@@ -167,28 +167,31 @@ def batch_of(*lengths: int) -> StepBatch:
 
 
 @pytest.mark.parametrize(
-    ("attention", "rotates", "products"),
+    ("attention", "rotates", "matmul_dtype"),
     [
-        ("flash-attn-4", False, "plain"),
-        ("flash-attn-4", False, "fp8"),
-        ("flash-attn-4", True, "plain"),
+        pytest.param("flash-attn-4", False, "plain", marks=pytest.mark.slow),
+        pytest.param("flash-attn-4", False, "fp8", marks=pytest.mark.slow),
+        pytest.param("flash-attn-4", True, "plain", marks=pytest.mark.slow),
         ("flash-attn-4", True, "fp8"),
         ("sdpa", True, "plain"),
     ],
 )
-def test_document_lengths_do_not_compile_anything_again(monkeypatch, attention, rotates, products):
+def test_document_lengths_do_not_compile_anything_again(monkeypatch, attention, rotates, matmul_dtype):
+    rotated = []
     if rotates:  # as on a GPU
 
         def fuse_and_rotate(model, **named):
             fuse(model, **named)
-            assert rotate_in_kernels(model, torch.float32) == 2
+            if hasattr(model, "self_attn"):  # a layer, and not what surrounds them
+                rotated.append(fuse_rope(model, torch.float32))
 
-        monkeypatch.setattr(assemble, "fuse", fuse_and_rotate)
+        monkeypatch.setattr(prepare, "fuse", fuse_and_rotate)
     (plain_flash4 if attention == "flash-attn-4" else plain_efficient).install(monkeypatch)
     compile_by(monkeypatch, "aot_eager_decomp_partition")
     workload = Workload("tiny", "lora", 1, 96)
-    plan = plan_for(workload, device="cpu", products=products, recompute_layers=1, compiled=True)
+    plan = plan_for(workload, device="cpu", matmul_dtype=matmul_dtype, checkpointed_layers=1, compiled=True)
     step = build(workload, plan.changed(attention=attention))
+    assert rotated == ([1, 1] if rotates else [])
     made = [batch_of(*lengths) for lengths in ((50, 46), (96,), (7,) * 11, (1, 90), (40, 30, 20))]
     step(made[0], 1e-3)
     graphs = counters["stats"]["unique_graphs"]

@@ -13,9 +13,9 @@ from parallel.on_ranks import STEPS, made
 from parallel.test_resume import assert_close
 from tiny import SETTINGS, write_data
 from tiny_model import make_tiny_model
-from tunesmith.assemble import prepare_run
 from tunesmith.config.load import from_mapping
 from tunesmith.errors import UserError
+from tunesmith.run.start import prepare_run
 
 SMALL = {
     "hidden_size": 32,
@@ -73,10 +73,10 @@ def settings(tmp_path_factory):
 @pytest.mark.parametrize(
     ("method", "kind", "sharding"),
     [
-        ("full", "mixtral", "zero3"),
-        ("lora", "mixtral", "zero3"),
+        pytest.param("full", "mixtral", "zero3", marks=pytest.mark.slow),  # as in the run that goes on, below
+        pytest.param("lora", "mixtral", "zero3", marks=pytest.mark.slow),
         ("qlora", "mixtral", "zero3"),
-        ("full", "qwen", "zero1"),
+        pytest.param("full", "qwen", "zero1", marks=pytest.mark.slow),
     ],
 )
 def test_experts_on_two_ranks_give_the_steps_of_one(world, settings, tmp_path, method, kind, sharding):

@@ -36,21 +36,14 @@ WAYS = {
     "tensor x shard": ({"tensor": 2, "shard": 2}, "zero3"),
     "pipeline": ({"pipeline": 4}, "none"),
 }
-IN_OTHERS = ("tensor", "pipeline")
-"""What other ways have in them."""
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[int, Path]:
-    """A job with a model of so many layers, of 5.5 MB each."""
-    folders = {}
-    for layers in (24, 128):
-        folders[layers] = folder = tmp_path_factory.mktemp("deep")
-        write_data(folder / "train.jsonl", 20)
-        content = {**SETTINGS, "lora": {"rank": 4}, "eval": [], "data": [{"path": str(folder / "train.jsonl")}]}
-        content["model"] = str(make_deep_model(folder / "model", layers))
-        (folder / "run.yaml").write_text(json.dumps(content))
-    return folders
+def write_deep_job(folder: Path, layers: int) -> None:
+    """With a model of so many layers, of 5.5 MB each."""
+    write_data(folder / "train.jsonl", 20)
+    content = {**SETTINGS, "lora": {"rank": 4}, "eval": [], "data": [{"path": str(folder / "train.jsonl")}]}
+    content["model"] = str(make_deep_model(folder / "model", layers))
+    (folder / "run.yaml").write_text(json.dumps(content))
 
 
 def make_deep_model(folder: Path, layers: int) -> Path:
@@ -70,18 +63,16 @@ def make_deep_model(folder: Path, layers: int) -> Path:
 @pytest.mark.parametrize(
     ("method", "way"),
     [
-        *(pytest.param("full", way, marks=[pytest.mark.slow] if way in IN_OTHERS else []) for way in WAYS),
-        ("lora", "zero3"),
+        *(pytest.param("full", way, marks=pytest.mark.slow) for way in WAYS),
+        pytest.param("lora", "zero3", marks=pytest.mark.slow),
         ("qlora", "zero3"),
     ],
 )
-def test_while_a_model_is_loaded_on_four_ranks_all_of_them_need_little_more_than_its_size(
-    world, folders, tmp_path, method, way
-):
+def test_while_a_model_is_loaded_on_four_ranks_all_of_them_need_little_more_than_its_size(world, tmp_path, method, way):
     mesh, sharding = WAYS[way]
-    folder = folders[24 if method == "qlora" else 128]  # quantizing takes the processor long
-    size = (folder / "model/model.safetensors").stat().st_size
-    options = {"folder": str(folder), "output": str(tmp_path / "run")}
+    write_deep_job(tmp_path, 24 if method == "qlora" else 128)  # quantizing takes the CPU long
+    size = (tmp_path / "model/model.safetensors").stat().st_size
+    options = {"folder": str(tmp_path), "output": str(tmp_path / "run")}
     ranks = world(4, is_new=True)  # what others have left behind would hide what this one needs
     found = ranks("parallel.on_ranks:loading", mesh=mesh, sharding=sharding, method=method, **options)
     assert sum(one["grew"] for one in found) <= 1.3 * size

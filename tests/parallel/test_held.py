@@ -16,7 +16,7 @@ from tunesmith.plan import memory
 from tunesmith.plan.choice import Choice
 from tunesmith.plan.hardware import probe, shared
 from tunesmith.plan.models import read_facts
-from tunesmith.plan.search import make_task
+from tunesmith.plan.task import make_task
 
 pytestmark = pytest.mark.distributed
 NODES = {"replicate": 2, "shard": 2}
@@ -28,8 +28,14 @@ WAYS = {
     "hybrid": NODES,
     "hierarchical": NODES,
 }
-CELLS = [(method, way, {}) for method in ("full", "lora", "qlora") for way in WAYS]
-CELLS += [("full", "hierarchical", {"gather": "int8", "reduce": "int8"})]
+QUICK = [
+    *(("full", way, {}) for way in WAYS),
+    ("full", "hierarchical", {"quantized_all_gather": "int8", "quantized_reduce_scatter": "int8"}),
+    *(("lora", way, {}) for way in ("ddp", "zero3")),
+    *(("qlora", way, {}) for way in ("zero3", "hierarchical")),
+]
+REST = [(method, way, {}) for method in ("lora", "qlora") for way in WAYS if (method, way, {}) not in QUICK]
+CELLS = [*QUICK, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in REST)]
 
 
 @pytest.fixture(scope="module")

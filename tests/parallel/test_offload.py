@@ -22,15 +22,24 @@ WAYS = {
 }
 METHODS = ("full", "lora", "qlora")
 HOST, DISK, PARAMETERS = {"offload_optimizer": "host"}, {"offload_optimizer": "disk"}, {"offload_parameters": True}
-CELLS = [
-    *((method, way, moved) for method in METHODS for way in ("none", "zero3") for moved in (HOST, DISK)),
-    *(("full", way, HOST) for way in ("ddp", "zero1")),
-    *((method, way, PARAMETERS) for method in METHODS for way in ("alone", "zero3")),
-    ("full", "hierarchical", PARAMETERS),
-    pytest.param("full", "hybrid", HOST, marks=pytest.mark.slow),
-    pytest.param("full", "hybrid", PARAMETERS, marks=pytest.mark.slow),
+QUICK = [
+    ("full", "none", HOST),
+    ("lora", "zero3", HOST),
+    ("qlora", "zero3", DISK),
+    ("full", "ddp", HOST),
+    ("full", "zero1", HOST),
     ("full", "zero3", PARAMETERS | DISK),
+    ("lora", "alone", PARAMETERS),
+    ("qlora", "zero3", PARAMETERS),
+    ("full", "hierarchical", PARAMETERS),
 ]
+"""Every method, every way and every place."""
+ALL = [
+    *((method, way, moved) for method in METHODS for way in ("none", "zero3") for moved in (HOST, DISK)),
+    *((method, way, PARAMETERS) for method in METHODS for way in ("alone", "zero3")),
+    *(("full", "hybrid", moved) for moved in (HOST, PARAMETERS)),
+]
+CELLS = [*QUICK, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ALL if cell not in QUICK)]
 pytestmark = pytest.mark.distributed
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tunesmith.measure import bench
 from tunesmith.model.forward import Shape
-from tunesmith.parallel.apply import decoder_layers
+from tunesmith.model.structure import decoder_layers
 
 WORKLOAD = bench.Workload("tiny", "full", 2, 64)
 
@@ -40,7 +40,7 @@ class Copies(TorchDispatchMode):
 
 
 def steps_of(sharding: str, count: int = 2):
-    plan = bench.plan_for(WORKLOAD, device="cpu", products="plain", recompute_layers=0, compiled=False)
+    plan = bench.plan_for(WORKLOAD, device="cpu", matmul_dtype="plain", checkpointed_layers=0, compiled=False)
     step = bench.build(WORKLOAD, plan.changed(sharding=sharding, optimizer_states="fp32"))
     step.shape = Shape(WORKLOAD.sequences * WORKLOAD.length, WORKLOAD.length)
     with Copies() as copies:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tiny import SETTINGS, write_data
 from tiny_model import make_tiny_model
-from tunesmith.kernels.update import halved, put_down_
+from tunesmith.kernels.update import halved, undo_preround_
 
 pytestmark = pytest.mark.distributed
 STEPS, STOP = 6, 3
@@ -39,7 +39,7 @@ def settings(tmp_path_factory) -> Path:
 
 STATE = {"adamw_8bit": "exp_avg", "lion": "exp_avg", "muon": "momentum_buffer"}
 OFF = {"adamw_8bit": 1e-4, "lion": 1e-3, "muon": 1e-2}
-"""Signs, and products in bf16, make much of the last bits of gradients."""
+"""Signs, and matmuls in bf16, make much of the last bits of gradients."""
 
 
 @pytest.mark.parametrize(("optimizer", "after"), [("adamw_8bit", 1), ("lion", 2), ("muon", 1)])
@@ -65,7 +65,7 @@ def test_weights_without_masters_are_rounded_over_ranks_as_on_one(world, setting
     def train(ranks: int, output: str, has_masters: bool) -> list[float]:
         way = {"mesh": {"shard": 2}, "sharding": "zero3"} if ranks == 2 else {"mesh": {}, "sharding": "none"}
         options = {"folder": str(settings), "output": str(tmp_path / output), "batch_tokens": 128}
-        # The plan would take fp32 on a processor without bf16.
+        # The plan would take fp32 on a CPU without bf16.
         moved = {"precision": "bf16", "micro_batch": 2 // ranks, "master_weights": has_masters}
         return world(ranks)("parallel.on_ranks:train_for", until=STEPS, moved=moved, **options, **way)[0]["losses"]
 
@@ -85,6 +85,6 @@ def test_weights_without_masters_are_rounded_over_ranks_as_on_one(world, setting
     held = torch.cat([load_file(file)[f"lifted/{name}"] for file in sorted(checkpoint.glob("rank-*"))])
     result = load_file(tmp_path / "masters" / "model" / "model.safetensors")[name]
     assert torch.equal(result, held.bfloat16())
-    put_down_(held)
+    undo_preround_(held)
     assert torch.equal(result, halved(held, torch.bfloat16))
     assert not torch.equal(result, held.bfloat16())

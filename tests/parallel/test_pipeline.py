@@ -13,15 +13,15 @@ from parallel.on_ranks import METHODS, STEPS, made
 from parallel.test_resume import assert_close
 from tiny import SETTINGS, write_data
 from tiny_model import make_tiny_model
-from tunesmith.assemble import prepare_run
 from tunesmith.config.load import from_mapping
 from tunesmith.config.schema import Lora
 from tunesmith.errors import UserError
 from tunesmith.measure.bench import Workload, plan_for
 from tunesmith.model import attention, lora
-from tunesmith.model.forward import settle
+from tunesmith.model.forward import confirm_forward_spec
 from tunesmith.parallel.pipeline import Cut, Pipelined, check_stages, cut
 from tunesmith.plan.plan import Mesh, Plan
+from tunesmith.run.start import prepare_run
 
 WAYS = {
     "1f1b": ({"pipeline": 2}, "none", "1f1b"),
@@ -31,9 +31,14 @@ WAYS = {
     "shard interleaved": ({"pipeline": 2, "shard": 2}, "zero3", "interleaved"),
     "replicate": ({"pipeline": 2, "replicate": 2}, "ddp", "1f1b"),
 }
-CELLS = [(method, way) for method in ("full", "lora", "qlora") for way in list(WAYS)[:4]]
+QUICK = [
+    *(("full", way) for way in ("interleaved", "zero-bubble", "shard")),
+    *((method, "1f1b") for method in ("lora", "qlora")),
+]
+"""Every method and every schedule."""
 MORE = [("full", "shard interleaved"), ("full", "replicate"), ("lora", "replicate"), ("qlora in 8 bits", "1f1b")]
-CELLS += [pytest.param(*cell, marks=pytest.mark.slow) for cell in MORE]
+MORE += [(m, way) for m in ("full", "lora", "qlora") for way in list(WAYS)[:4] if (m, way) not in QUICK]
+CELLS = [*QUICK, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in MORE)]
 REFUSED = {
     "zero-bubble, sharded": ({"pipeline": 2, "shard": 2}, "zero3", "zero-bubble", "goes with plain layers only"),
     "more stages than layers": ({"pipeline": 3}, "none", "interleaved", "a pipeline stage has at least one layer"),
@@ -126,13 +131,13 @@ def build(config) -> torch.nn.Module:
     attention.register()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    settle(model, vocabulary=100)
+    confirm_forward_spec(model, vocabulary=100)
     return model
 
 
 def plan_of(**mesh: int) -> Plan:
     workload = Workload("tiny", "full", 2, 64)
-    plan = plan_for(workload, device="cpu", products="plain", recompute_layers=0, compiled=False)
+    plan = plan_for(workload, device="cpu", matmul_dtype="plain", checkpointed_layers=0, compiled=False)
     return plan.changed(mesh=Mesh(**mesh))
 
 
@@ -166,6 +171,8 @@ def test_zero_bubble_with_adapters_is_refused_where_torch_cannot(monkeypatch):
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad_(False)
-    plan = plan_for(Workload("tiny", "lora", 1, 64), device="cpu", products="plain", recompute_layers=0, compiled=False)
+    plan = plan_for(
+        Workload("tiny", "lora", 1, 64), device="cpu", matmul_dtype="plain", checkpointed_layers=0, compiled=False
+    )
     with pytest.raises(UserError, match=r"needs torch 2\.13, and this is 2\.11"):
         Pipelined(model, Cut([], None), plan.changed(schedule="zero-bubble"), None)

@@ -12,27 +12,29 @@ from hypothesis import strategies as st
 
 from parallel.on_ranks import STEPS, made
 from parallel.test_shard import settings  # noqa: F401  (a fixture)
-from tunesmith.assemble import prepare_run
 from tunesmith.config.load import from_mapping
 from tunesmith.errors import UserError
 from tunesmith.parallel.quantized import BLOCK, Packing
 from tunesmith.plan import memory
+from tunesmith.run.start import prepare_run
 
 FLAT = ("zero3", {"shard": 4})
 NODES = ("hierarchical", {"replicate": 2, "shard": 2})
-BOTH = {"gather": "int8", "reduce": "int8"}
+BOTH = {"quantized_all_gather": "int8", "quantized_reduce_scatter": "int8"}
 WAYS = {
-    "gather": (*FLAT, {"gather": "int8"}),
-    "reduce": (*FLAT, {"reduce": "int8"}),
-    "gather over nodes": (*NODES, {"gather": "int8"}),
-    "reduce over nodes": (*NODES, {"reduce": "int8"}),
+    "gather": (*FLAT, {"quantized_all_gather": "int8"}),
+    "reduce": (*FLAT, {"quantized_reduce_scatter": "int8"}),
+    "gather over nodes": (*NODES, {"quantized_all_gather": "int8"}),
+    "reduce over nodes": (*NODES, {"quantized_reduce_scatter": "int8"}),
     "both over nodes": (*NODES, BOTH),
     "both, weights kept whole": ("zero2", {"shard": 4}, BOTH),
-    "reduce in int4": (*FLAT, {"reduce": "int4"}),
-    "reduce in int4 over nodes": (*NODES, {"reduce": "int4"}),
-    "gather, reduce in int4 over nodes": (*NODES, {"gather": "int8", "reduce": "int4"}),
+    "reduce in int4": (*FLAT, {"quantized_reduce_scatter": "int4"}),
+    "reduce in int4 over nodes": (*NODES, {"quantized_reduce_scatter": "int4"}),
+    "gather, reduce in int4 over nodes": (*NODES, {"quantized_all_gather": "int8", "quantized_reduce_scatter": "int4"}),
 }
 IN_OTHERS = (
+    "gather",
+    "reduce",
     "gather over nodes",
     "reduce over nodes",
     "both, weights kept whole",
@@ -41,7 +43,7 @@ IN_OTHERS = (
 )
 """What other ways have in them."""
 BOUND = {"usual": {"loss": 0.01, "norm": 0.1}, "gradients in int8": {"loss": 0.002, "norm": 0.02}}
-"""How far losses and gradient norms of 20 steps may be from those of a run without rounding on the wire."""
+"""How far losses and gradient norms of 20 steps may be from those of a run without quantized collectives."""
 OFF = {"int8": 1.001 / 254, "int4": 1.001 / 14}
 """How far a value may be off, in units of the largest of its block: half a step."""
 WIRES = pytest.mark.parametrize("wire", OFF)
@@ -137,7 +139,7 @@ def test_a_run_with_rounding_on_the_wire_stays_near_the_run_of_one_rank(world, s
     sharding, mesh, wire = WAYS[way]
     options = {"folder": str(settings), "mesh": mesh, "sharding": sharding, "wire": wire, "method": "full"}
     on_ranks = world(4)("parallel.on_ranks:steps", count=STEPS, output=str(tmp_path / "run"), **options)
-    bound = BOUND["gradients in int8" if wire == {"reduce": "int8"} else "usual"]
+    bound = BOUND["gradients in int8" if wire == {"quantized_reduce_scatter": "int8"} else "usual"]
     for number, one in enumerate(alone("full")):
         found = [steps[number] for steps in on_ranks]
         assert all(each["loss"] == found[0]["loss"] and each["norm"] == found[0]["norm"] for each in found)
@@ -147,10 +149,13 @@ def test_a_run_with_rounding_on_the_wire_stays_near_the_run_of_one_rank(world, s
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-@pytest.mark.parametrize("wire", [{"gather": "int8"}, {"reduce": "int8"}, {"reduce": "int4"}])
+@pytest.mark.parametrize(
+    "wire",
+    [{"quantized_all_gather": "int8"}, {"quantized_reduce_scatter": "int8"}, {"quantized_reduce_scatter": "int4"}],
+)
 def test_adapters_do_without(settings, tmp_path, method, wire):  # noqa: F811
     run = from_mapping(json.loads((settings / "run.yaml").read_text()) | {"method": method, "output": str(tmp_path)})
-    with pytest.raises(UserError, match="rounding on the wire is for full fine-tuning"):
+    with pytest.raises(UserError, match="quantized collectives are for full fine-tuning"):
         prepare_run(run, plan=made(run, {"shard": 4}, "zero3", wire), warn=print)
 
 
@@ -158,4 +163,4 @@ def test_adapters_do_without(settings, tmp_path, method, wire):  # noqa: F811
 def test_only_weights_that_all_ranks_share_are_rounded_on_the_wire(settings, tmp_path, sharding, mesh):  # noqa: F811
     run = from_mapping(json.loads((settings / "run.yaml").read_text()) | {"method": "full", "output": str(tmp_path)})
     with pytest.raises(UserError, match="zero1, zero2, zero3 and hierarchical"):
-        prepare_run(run, plan=made(run, mesh, sharding, {"reduce": "int8"}), warn=print)
+        prepare_run(run, plan=made(run, mesh, sharding, {"quantized_reduce_scatter": "int8"}), warn=print)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tiny import SETTINGS, write_data
-from tunesmith.checkpoint.store import CheckpointStore, _uncovered
+from tunesmith.checkpoint.codec import uncovered
+from tunesmith.checkpoint.store import CheckpointStore
 
 pytestmark = pytest.mark.distributed
-STEPS, STOP = 8, 3
+STEPS, STOP = 6, 2
 MESHES = {
     8: {"zero3": {"shard": 8}},
     4: {"zero3": {"shard": 4}, "hybrid": {"replicate": 2, "shard": 2}, "ddp": {"replicate": 4}, "zero1": {"shard": 4}},
@@ -42,19 +44,34 @@ def settings(tiny_model, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def train(world, settings):
-    def to(until: int, ranks: int, sharding: str, output: Path, **changes) -> dict:
-        options = {"mesh": MESHES[ranks][sharding], "sharding": sharding, "folder": str(settings)}
-        found = world(ranks)("parallel.on_ranks:train_for", until=until, output=str(output), **options, **changes)
-        assert all(one == found[0] for one in found)
-        return found[0]
+    return partial(_train, world, settings)
 
-    return to
+
+def _train(world, settings: Path, until: int, ranks: int, sharding: str, output: Path, **changes) -> dict:
+    options = {"mesh": MESHES[ranks][sharding], "sharding": sharding, "folder": str(settings)}
+    found = world(ranks)("parallel.on_ranks:train_for", until=until, output=str(output), **options, **changes)
+    assert all(one == found[0] for one in found)
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def wholes(world, settings, tmp_path_factory):
+    """By method: the history of a run on one rank that was never stopped, and its folder."""
+    known: dict[str, tuple[dict, Path]] = {}
+
+    def of(method: str) -> tuple[dict, Path]:
+        if method not in known:
+            output = tmp_path_factory.mktemp(method) / "whole"
+            known[method] = (_train(world, settings, STEPS, 1, "none", output, method=method), output)
+        return known[method]
+
+    return of
 
 
 CASES = [
-    ("full", "zero3", 8),
+    pytest.param("full", "zero3", 8, marks=pytest.mark.slow),  # starting so many takes longest
     ("full", "zero3", 4),
-    ("full", "hybrid", 2),
+    pytest.param("full", "hybrid", 2, marks=pytest.mark.slow),
     ("full", "zero1", 1),
     ("qlora", "zero3", 2),
     ("lora", "ddp", 1),
@@ -62,8 +79,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "sharding", "after"), CASES)
-def test_a_run_saved_on_four_ranks_goes_on_on_others(train, tmp_path, method, sharding, after):
-    whole = train(STEPS, 1, "none", tmp_path / "whole", method=method)
+def test_a_run_saved_on_four_ranks_goes_on_on_others(train, wholes, tmp_path, method, sharding, after):
+    whole, folder = wholes(method)
     begun = train(STOP, 4, sharding, tmp_path / "run", method=method)
     assert (begun["first"], begun["last"]) == (1, STOP)
     follow = sharding if sharding in MESHES[after] else next(iter(MESHES[after]))
@@ -72,22 +89,22 @@ def test_a_run_saved_on_four_ranks_goes_on_on_others(train, tmp_path, method, sh
     assert begun["losses"] + ended["losses"] == pytest.approx(whole["losses"], rel=1e-5)
     assert begun["evaluations"] + ended["evaluations"] == pytest.approx(whole["evaluations"], rel=1e-5)
     result = "model/model.safetensors" if method == "full" else "adapter/adapter_model.safetensors"
-    assert_close(tmp_path / "run" / result, tmp_path / "whole" / result)
+    assert_close(tmp_path / "run" / result, folder / result)
 
 
-def test_ranks_that_replicate_save_everything_after_every_resume(train, tmp_path):
-    whole = train(STEPS, 1, "none", tmp_path / "whole", method="full")
+def test_ranks_that_replicate_save_everything_after_every_resume(train, wholes, tmp_path):
+    whole, _ = wholes("full")
     losses = []
-    for until in (2, 4, 6, STEPS):
+    for until in (2, 4, STEPS):
         losses += train(until, 2, "ddp", tmp_path / "run", method="full")["losses"]
     assert losses == pytest.approx(whole["losses"], rel=1e-5)
 
 
 def test_rows_that_nobody_writes_are_noticed():
     halves = [{"weights/x": [2, 4], "optimizer/step/x": [1, None]}, {"weights/x": [2, 4]}]
-    assert _uncovered({"weights/x", "optimizer/step/x"}, halves) == ""
-    assert "weights/x in parts that do not make a whole" in _uncovered({"weights/x"}, halves[:1])
-    assert "weights/y" in _uncovered({"weights/x", "weights/y"}, halves)
+    assert uncovered({"weights/x", "optimizer/step/x"}, halves) == ""
+    assert "weights/x in parts that do not make a whole" in uncovered({"weights/x"}, halves[:1])
+    assert "weights/y" in uncovered({"weights/x", "weights/y"}, halves)
 
 
 def assert_close(found: Path, expected: Path) -> None:

@@ -20,10 +20,15 @@ WAYS = {
     "hybrid": {"replicate": 2, "shard": 2},
     "hierarchical": {"replicate": 2, "shard": 2},
 }
-CELLS = [
-    *((method, way) for method in ("full", "lora", "qlora") for way in WAYS),
-    ("qlora in 8 bits", "zero3"),
+QUICK = [
+    *(("full", way) for way in ("ddp", "zero2", "zero3", "hierarchical")),
+    ("lora", "zero1"),
+    *(("qlora", way) for way in ("zero3", "hybrid")),
 ]
+"""Every method and every way; the rest of the matrix takes a minute and is slow."""
+REST = [(method, way) for method in ("full", "lora", "qlora") for way in WAYS if (method, way) not in QUICK]
+REST += [("qlora in 8 bits", "zero3")]
+CELLS = [*QUICK, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in REST)]
 pytestmark = pytest.mark.distributed
 
 

@@ -32,12 +32,17 @@ def settings(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def sent(world, settings, tmp_path):
+@pytest.fixture(scope="module")
+def sent(world, settings, tmp_path_factory):
+    """By the way of sharding: what a step sends; several tests ask for the same."""
+    known = {}
+
     def of(sharding: str, mesh: dict[str, int], **changes) -> dict[str, float]:
-        output = tmp_path / str(len(list(tmp_path.iterdir())))  # another one for each run of a test
-        options = {"folder": str(settings), "mesh": mesh, "sharding": sharding, "output": str(output)}
-        return world(4)("parallel.on_ranks:traffic", **options, **changes)[0]
+        if (key := json.dumps([sharding, mesh, changes])) not in known:
+            output = tmp_path_factory.mktemp("sent") / "run"
+            options = {"folder": str(settings), "mesh": mesh, "sharding": sharding, "output": str(output)}
+            known[key] = world(4)("parallel.on_ranks:traffic", **options, **changes)[0]
+        return known[key]
 
     return of
 
@@ -78,7 +83,9 @@ def test_rounding_over_nodes_sends_a_tenth_of_full_sharding_between_them(sent, r
     full = sent("zero3", {"shard": 4}, method="full")
     assert full["between"] == pytest.approx((full["gathered"] + full["scattered"]) / 2)
     mesh = {"replicate": 2, "shard": 2}
-    found = sent("hierarchical", mesh, method="full", wire={"gather": "int8", "reduce": reduce})
+    found = sent(
+        "hierarchical", mesh, method="full", wire={"quantized_all_gather": "int8", "quantized_reduce_scatter": reduce}
+    )
     assert found["between"] == pytest.approx(share * full["between"], rel=0.2)
     # Full sharding in bf16 would send two thirds of what it sends here in fp32: gradients are reduced in fp32.
     assert found["between"] < 0.25 * 2 / 3 * full["between"]
@@ -87,7 +94,12 @@ def test_rounding_over_nodes_sends_a_tenth_of_full_sharding_between_them(sent, r
 def test_int8_sends_a_quarter_of_fp32_and_int4_an_eighth(sent):
     plain = sent("zero3", {"shard": 4}, method="full")
     for reduce, part in (("int8", 1 / 4), ("int4", 1 / 8)):
-        found = sent("zero3", {"shard": 4}, method="full", wire={"gather": "int8", "reduce": reduce})
+        found = sent(
+            "zero3",
+            {"shard": 4},
+            method="full",
+            wire={"quantized_all_gather": "int8", "quantized_reduce_scatter": reduce},
+        )
         assert found["scattered"] == 0
         assert found["gathered"] == pytest.approx(plain["gathered"] / 4, rel=0.1)
         assert found["exchanged"] == pytest.approx(part * plain["scattered"], rel=0.2)

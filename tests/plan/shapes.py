@@ -5,7 +5,8 @@ from __future__ import annotations
 from tunesmith.config.schema import Lora, Run
 from tunesmith.plan.catalogue import MODELS
 from tunesmith.plan.choice import Task
-from tunesmith.plan.facts import ModelFacts, from_config
+from tunesmith.plan.facts import ModelFacts
+from tunesmith.plan.families import from_config
 from tunesmith.plan.hardware import named
 from tunesmith.plan.plan import Plan
 

@@ -48,15 +48,15 @@ def test_configurations_are_recorded_where_the_planner_would_and_say_so(planner)
     hardware = named("H200")
     chosen = [one for one, _ in planner.configurations(hardware, seed=39)]
     for one in chosen:
-        assert one.is_recorded == planner.should_record(*planner.settle(one, hardware, "cuda"))
-        assert one.name.endswith(", recorded") == one.is_recorded
-        assert not planner.few_layers(one).is_recorded
-    assert {one.is_recorded for one in chosen} == {True, False}
+        assert one.cuda_graphs == planner.should_capture(*planner.settle(one, hardware, "cuda"))
+        assert one.name.endswith(", recorded") == one.cuda_graphs
+        assert not planner.few_layers(one).cuda_graphs
+    assert {one.cuda_graphs for one in chosen} == {True, False}
     worker = importlib.import_module("planner_worker")
-    small = next(one for one in chosen if one.is_recorded)
-    assert worker.plan_of(small, "cuda").is_recorded
-    before = {name: value for name, value in planner.dataclasses.asdict(small).items() if name != "is_recorded"}
-    assert not planner.Configuration(**before).is_recorded
+    small = next(one for one in chosen if one.cuda_graphs)
+    assert worker.plan_of(small, "cuda").cuda_graphs
+    before = {name: value for name, value in planner.dataclasses.asdict(small).items() if name != "cuda_graphs"}
+    assert not planner.Configuration(**before).cuda_graphs
 
 
 @pytest.mark.slow
@@ -231,7 +231,7 @@ def test_times_that_are_not_steady_or_of_passes_that_were_not_recorded_do_not_co
     one = planner.Configuration("0.4B", "lora", "adamw", 1024, 1, 1, True, "plain", "plain", 0.0)
     row = {"name": one.name, "configuration": planner.dataclasses.asdict(one), "limit_bytes": None, "peak_bytes": 1}
     unsteady = {"document": {"what": "w"}, **row, "timed": [0.9, 0.02], "step_seconds": 0.02}
-    two = planner.dataclasses.replace(one, is_recorded=True)
+    two = planner.dataclasses.replace(one, cuda_graphs=True)
     steady = {**row, "timed": [0.3, 0.3], "configuration": planner.dataclasses.asdict(two)}
     failed, fine = ({**steady, "name": f"{two.name} {has}", "has_recorded": has} for has in (False, True))
     (tmp_path / "rows").write_text("".join(json.dumps(each) + "\n" for each in (unsteady, failed, fine)))
@@ -245,13 +245,13 @@ def test_times_that_are_not_steady_or_of_passes_that_were_not_recorded_do_not_co
 def test_passes_that_could_not_be_recorded_are_told_by_what_the_allocator_holds(planner):
     was_recorded = importlib.import_module("planner_results").was_recorded
     recorded, plain = (
-        {"configuration": {"is_recorded": is_recorded}, "peak_bytes": 20} for is_recorded in (True, False)
+        {"configuration": {"cuda_graphs": cuda_graphs}, "peak_bytes": 20} for cuda_graphs in (True, False)
     )
     assert was_recorded(recorded | {"recorded_reserved_bytes": 21})
     assert not was_recorded(recorded | {"recorded_reserved_bytes": 12})
     assert not was_recorded(recorded | {"recorded_reserved_bytes": 21, "has_recorded": False})
     assert was_recorded(plain)
-    assert was_recorded({"configuration": {"is_recorded": True}, "failed": "out of memory"})
+    assert was_recorded({"configuration": {"cuda_graphs": True}, "failed": "out of memory"})
 
 
 def test_the_model_still_describes_what_was_measured_on_an_h200(planner):

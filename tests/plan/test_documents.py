@@ -90,5 +90,5 @@ def test_the_plan_of_a_model_that_does_not_pack_knows_its_padding(tmp_path):
     step = padded.sequences_per_step * padded.sequence_length
     share = documents.padding(lengths, padded.sequence_length, step, padded.sequence_length)
     assert 1 < share < 1.3
-    assert padded.time.products == pytest.approx(share * packed.time.products, rel=0.2)
+    assert padded.time.matmuls == pytest.approx(share * packed.time.matmuls, rel=0.2)
     assert any(reason.choice == "padded" and "more tokens" in reason.why for reason in padded.reasons)

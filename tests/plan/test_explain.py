@@ -40,8 +40,10 @@ def test_layer_inputs_in_host_memory_are_offered_and_need_less():
 
 def test_alternatives_cost_what_their_own_plan_would_say():
     found = search(run(), EIGHT, named("H200"))
-    row = by_name(found)["recompute all layers"]
-    own = search(run(), EIGHT, named("H200"), pins={"recompute_layers": 32, "micro_batch": found.plan.micro_batch}).plan
+    row = by_name(found)["checkpoint all layers"]
+    own = search(
+        run(), EIGHT, named("H200"), pins={"checkpointed_layers": 32, "micro_batch": found.plan.micro_batch}
+    ).plan
     assert row.bytes == own.memory.total
     assert row.tokens_per_second == pytest.approx(own.tokens_per_second)
     assert "slower" in row.remark
@@ -51,12 +53,12 @@ def test_alternatives_cost_what_their_own_plan_would_say():
 def test_what_recorded_passes_bring_is_shown_and_no_alternative_is_lost_by_them():
     smol = MODEL["SmolLM2-135M"]
     found = search(run(method="full"), smol, named("H200"))
-    assert found.plan.is_recorded
+    assert found.plan.cuda_graphs
     rows = by_name(found)
-    off = search(run(method="full"), smol, named("H200"), pins={"is_recorded": False, "micro_batch": 8}).plan
-    assert rows["passes not recorded"].bytes == off.memory.total
-    assert rows["passes not recorded"].tokens_per_second == pytest.approx(off.tokens_per_second)
-    assert {"micro-batch 4", "optimizer in host memory"} <= rows.keys()  # in which passes cannot be recorded
+    off = search(run(method="full"), smol, named("H200"), pins={"cuda_graphs": False, "micro_batch": 8}).plan
+    assert rows["passes not captured"].bytes == off.memory.total
+    assert rows["passes not captured"].tokens_per_second == pytest.approx(off.tokens_per_second)
+    assert {"micro-batch 4", "optimizer in host memory"} <= rows.keys()  # in which passes cannot be captured
     assert not any("recorded" in what for what in by_name(search(run(), EIGHT, named("H200"))))
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tunesmith.config.schema import Lora
 from tunesmith.errors import UserError
-from tunesmith.plan.facts import FAMILIES, ModelFacts, from_config
+from tunesmith.plan.facts import ModelFacts
+from tunesmith.plan.families import FAMILIES, from_config
 
 VARIANTS: dict[str, list[dict]] = {
     "llama": [{}, {"num_key_value_heads": 2, "head_dim": 24}, {"attention_bias": True, "mlp_bias": True}],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tunesmith.config.schema import Lora
 from tunesmith.plan import memory
 from tunesmith.plan.choice import Choice
-from tunesmith.plan.facts import from_config
+from tunesmith.plan.families import from_config
 
 from .shapes import GIB, MODEL, task
 
@@ -53,12 +53,12 @@ def test_the_estimates_of_deepspeed():
         # The leanest of others' code, measured on an H200: bytes allocated at the peak.
         ("lora", 4096, 4, Choice(), 75.7),
         ("qlora", 2048, 4, Choice(storage="nf4"), 36.1),
-        ("lora", 4096, 4, Choice(is_compiled=False, recompute_layers=32), 23.8),
+        ("lora", 4096, 4, Choice(is_compiled=False, checkpointed_layers=32), 23.8),
     ],
 )
 def test_measured_peaks_on_an_h200_are_near(method, length, micro_batch, choice, gib):
     given = task("Llama-3.1-8B", "H200", method, length, micro_batch)
-    compiled = replace(choice, micro_batch=micro_batch, attention="varlen", is_compiled=choice.recompute_layers == 0)
+    compiled = replace(choice, micro_batch=micro_batch, attention="varlen", is_compiled=choice.checkpointed_layers == 0)
     found = memory.peak(memory.timeline(given, compiled)).memory.allocated / GIB
     assert found == pytest.approx(gib, rel=0.15)
 
@@ -97,7 +97,8 @@ def _kept(config: dict, method: str, tokens: int, rank: int) -> int:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tunesmith.model import attention, lora
-    from tunesmith.model.forward import Calling, Inputs, hidden_states
+    from tunesmith.model.forward import Inputs, hidden_states
+    from tunesmith.plan.plan import ForwardSpec
 
     attention.register()
     torch.manual_seed(0)
@@ -124,7 +125,7 @@ def _kept(config: dict, method: str, tokens: int, rank: int) -> int:
         weights=torch.ones(tokens),
     )
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = hidden_states(model, inputs, Calling("packed"))
+        result = hidden_states(model, inputs, ForwardSpec("packed"))
     assert result.requires_grad
     return sum(size for size, _ in kept.values())
 
@@ -140,14 +141,14 @@ def test_the_loss_holds_as_many_logits_as_its_kernel_says():
 @pytest.mark.parametrize(
     ("method", "choice", "is_there"),
     [
-        ("lora", Choice(products="fp8"), True),
-        ("qlora", Choice(products="fp8", storage="nf4"), True),
+        ("lora", Choice(matmul_dtype="fp8"), True),
+        ("qlora", Choice(matmul_dtype="fp8", storage="nf4"), True),
         ("lora", Choice(), False),
-        ("full", Choice(products="fp8"), False),
-        ("lora", Choice(products="fp8", sharding="zero2", shard=2), True),
-        ("lora", Choice(products="fp8", sharding="zero3", shard=2), False),
-        ("lora", Choice(products="fp8", sharding="ddp", tensor=2), False),
-        ("lora", Choice(products="fp8", pipeline=2), False),
+        ("full", Choice(matmul_dtype="fp8"), False),
+        ("lora", Choice(matmul_dtype="fp8", sharding="zero2", shard=2), True),
+        ("lora", Choice(matmul_dtype="fp8", sharding="zero3", shard=2), False),
+        ("lora", Choice(matmul_dtype="fp8", sharding="ddp", tensor=2), False),
+        ("lora", Choice(matmul_dtype="fp8", pipeline=2), False),
     ],
 )
 def test_a_frozen_head_in_fp8_costs_a_byte_a_weight_and_one_a_logit(method, choice, is_there):
@@ -177,7 +178,7 @@ GELU = from_config(
     [
         ("Llama-2-7B", "H200", Choice(is_compiled=True), 1),
         ("Llama-2-7B", "H200", Choice(is_compiled=False), 2),
-        ("Llama-2-7B", "H200", Choice(is_compiled=True, products="fp8"), 0),
+        ("Llama-2-7B", "H200", Choice(is_compiled=True, matmul_dtype="fp8"), 0),
         ("Llama-2-7B", "2 x H200", Choice(is_compiled=True, tensor=2, sharding="ddp"), 0),
         ("Llama-2-7B", "2 x H200", Choice(is_compiled=True, shard=2, sharding="zero3"), 1),
         (GELU, "H200", Choice(is_compiled=True), 0),
@@ -213,32 +214,32 @@ def test_the_peak_moves_from_the_activations_to_the_optimizer_when_they_shrink()
     [
         ("SmolLM2-135M", "full", 4, Choice(micro_batch=4)),
         ("SmolLM2-135M", "lora", 4, Choice(micro_batch=1)),
-        ("Llama-3.1-8B", "full", 1, Choice(recompute_layers=16)),
-        ("Llama-3.1-8B", "qlora", 2, Choice(micro_batch=2, storage="nf4", products="fp8")),
+        ("Llama-3.1-8B", "full", 1, Choice(checkpointed_layers=16)),
+        ("Llama-3.1-8B", "qlora", 2, Choice(micro_batch=2, storage="nf4", matmul_dtype="fp8")),
     ],
 )
 def test_recorded_passes_hold_their_worst_moment_all_the_time(model, method, sequences, choice, optimizer):
     given = task(model, "H200", method, 2048, sequences, optimizer=optimizer)
     choice = replace(choice, is_compiled=True, attention="varlen")
     plain = memory.timeline(given, choice)
-    recorded = memory.timeline(given, replace(choice, is_recorded=True))
+    recorded = memory.timeline(given, replace(choice, cuda_graphs=True))
     assert recorded[0] == plain[0]  # nothing is recorded while the model is loaded
-    assert len({moment.memory.total for moment in recorded[1:]}) == 1
+    assert len({phase.memory.total for phase in recorded[1:]}) == 1
     for before, after in zip(plain, recorded, strict=True):
         assert after.memory.total >= before.memory.total
         assert sum(after.memory.model_dump().values()) == after.memory.total
         assert after.memory.fragmentation >= before.memory.fragmentation
-    parts = {moment.name: moment.memory for moment in recorded}
+    parts = {phase.name: phase.memory for phase in recorded}
     backward, loss = parts["first layer of the backward pass"], parts["loss"]
     least = backward.activations + backward.quantization + backward.workspace
     rest = loss.weights + loss.adapter + loss.master + loss.optimizer + loss.loss + loss.context
     assert memory.peak(recorded).memory.total >= least + rest
-    assert memory.peak(recorded).memory.allocated == max(moment.memory.allocated for moment in recorded[1:])
+    assert memory.peak(recorded).memory.allocated == max(phase.memory.allocated for phase in recorded[1:])
 
 
 def test_recorded_passes_make_gradients_beside_the_sum_of_several():
     given = task("Llama-3.1-8B", "H200", "lora", 512, 4)
-    choice = Choice(is_compiled=True, attention="varlen", is_recorded=True)
+    choice = Choice(is_compiled=True, attention="varlen", cuda_graphs=True)
     several = memory.timeline(given, choice)[-1].memory.gradients
     one = memory.timeline(given, replace(choice, micro_batch=4))[-1].memory.gradients
     assert one == 4 * given.trained
@@ -248,7 +249,7 @@ def test_recorded_passes_make_gradients_beside_the_sum_of_several():
 CHOICES = st.builds(
     Choice,
     micro_batch=st.sampled_from([1, 2, 8]),
-    recompute_layers=st.sampled_from([0, 5, 32]),
+    checkpointed_layers=st.sampled_from([0, 5, 32]),
     is_compiled=st.booleans(),
     offload_activations=st.booleans(),
     offload_optimizer=st.sampled_from(["none", "host", "disk"]),
@@ -274,12 +275,12 @@ def test_every_category_is_there_and_more_ranks_never_need_more(choice, method, 
     for nodes in (1, 2, 4):
         axes = {"shard": 4, "replicate": nodes} if "h" in sharding[:1] else {"shard": 4 * nodes}
         found = replace(choice, sharding=sharding, **axes)
-        moments = memory.timeline(given, found)
-        for moment in moments:
-            parts = moment.memory.model_dump()
+        phases = memory.timeline(given, found)
+        for phase in phases:
+            parts = phase.memory.model_dump()
             assert all(size >= 0 for size in parts.values())
-            assert sum(parts.values()) == moment.memory.total
-        peak = memory.peak(moments).memory.total
+            assert sum(parts.values()) == phase.memory.total
+        peak = memory.peak(phases).memory.total
         assert before is None or peak <= before
         before = peak
 
@@ -293,6 +294,6 @@ def test_recomputation_and_offload_never_need_more_memory(choice, method, model)
     def activations(**changes) -> int:
         return memory.timeline(given, replace(choice, **changes))[0].memory.activations
 
-    assert activations(recompute_layers=layers) <= activations(recompute_layers=layers // 2)
-    assert activations(recompute_layers=layers // 2) <= activations(recompute_layers=0)
+    assert activations(checkpointed_layers=layers) <= activations(checkpointed_layers=layers // 2)
+    assert activations(checkpointed_layers=layers // 2) <= activations(checkpointed_layers=0)
     assert activations(offload_activations=True) <= activations(offload_activations=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tunesmith.errors import UserError
-from tunesmith.plan.facts import from_config
+from tunesmith.plan.families import from_config
 from tunesmith.plan.models import build_facts, find, gguf_config, read_config, read_facts
 
 LLAMA = {

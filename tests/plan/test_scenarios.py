@@ -10,11 +10,12 @@ from tunesmith.errors import UserError
 from tunesmith.plan import memory, speed
 from tunesmith.plan.hardware import Hardware, named
 from tunesmith.plan.plan import Plan
-from tunesmith.plan.search import MARGIN, Search, search
+from tunesmith.plan.search import Search, search
+from tunesmith.plan.task import MARGIN
 
 from .shapes import GIB, MIXTRAL, MODEL, run, why
 
-EXACT = {"gather": "plain", "reduce": "plain"}
+EXACT = {"quantized_all_gather": "plain", "quantized_reduce_scatter": "plain"}
 
 
 def plan(model: str, hardware: str, **settings) -> Plan:
@@ -28,7 +29,7 @@ def found(model: str, hardware: str, pins: dict | None = None, **settings) -> Se
 def test_7b_on_a_t4_is_quantized_and_in_fp16():
     chosen = plan("Llama-2-7B", "T4")
     assert chosen.fits
-    assert (chosen.precision, chosen.storage, chosen.products) == ("fp16", "int8", "plain")
+    assert (chosen.precision, chosen.storage, chosen.matmul_dtype) == ("fp16", "int8", "plain")
     assert "no bf16" in why(chosen, "precision")
     assert "in fp16 the base needs at least" in why(chosen, "storage")
 
@@ -37,7 +38,7 @@ def test_8b_on_a_24_gb_card_recomputes_and_is_not_quantized():
     chosen = plan("Llama-3.1-8B", "RTX 3090")
     assert chosen.fits
     assert (chosen.precision, chosen.storage) == ("bf16", "plain")
-    assert chosen.recompute_layers > 0
+    assert chosen.checkpointed_layers > 0
     assert "keeping all activations would need" in why(chosen, "recomputation")
     assert not any(reason.topic == "offload" for reason in chosen.reasons)
 
@@ -74,13 +75,17 @@ def test_7b_full_over_a_slow_link_with_little_to_hide_behind_is_in_int8_and_says
     hardware = "2 nodes of 4 x A100-80G, nvlink, 50 Gbit/s"
     given = {"method": "full", "sequence_length": 1024}
     chosen = found("Llama-2-7B", hardware, {"pipeline": 1}, batch_tokens=16384, **given).plan
-    assert (chosen.sharding, chosen.gather, chosen.reduce) == ("hierarchical", "int8", "int8")
+    assert (chosen.sharding, chosen.quantized_all_gather, chosen.quantized_reduce_scatter) == (
+        "hierarchical",
+        "int8",
+        "int8",
+    )
     assert "lossy: each value is off by at most 1/254 of the largest of its 128" in why(chosen, "communication")
     exact = found("Llama-2-7B", hardware, {"pipeline": 1, **EXACT}, batch_tokens=16384, **given).plan
     times = exact.time.total / chosen.time.total
     assert f"is exact, and takes {times:.1f} times as long over 50 Gbit/s" in why(chosen, "communication")
     much = plan("Llama-2-7B", hardware, batch_tokens=262144, **given)
-    assert (much.sharding, much.gather, much.reduce) == ("hybrid", "plain", "plain")
+    assert (much.sharding, much.quantized_all_gather, much.quantized_reduce_scatter) == ("hybrid", "plain", "plain")
 
 
 def test_a_large_model_over_nodes_with_a_slow_link_is_a_pipeline_of_nodes():
@@ -89,7 +94,7 @@ def test_a_large_model_over_nodes_with_a_slow_link_is_a_pipeline_of_nodes():
     chosen = plan("Qwen2.5-32B", hardware, **given)
     assert chosen.fits
     assert (chosen.mesh.pipeline, chosen.sharding, chosen.mesh.shard, chosen.beyond) == (4, "zero3", 4, ())
-    assert chosen.accumulation >= 8 * chosen.mesh.pipeline
+    assert chosen.accumulation_steps >= 8 * chosen.mesh.pipeline
     exact = found("Qwen2.5-32B", hardware, {"pipeline": 1, **EXACT}, **given).plan
     times = exact.time.total / chosen.time.total
     assert times > 1.2
@@ -123,7 +128,7 @@ def test_experts_are_not_in_fp8():
     given = {"method": "lora", "sequence_length": 2048, "batch_tokens": 2**15}
     plain, fp8 = (search(run(**given, precision=one), MIXTRAL, named("1 x H200")).plan for one in ("bf16", "fp8"))
     assert 0.95 * plain.memory.weights < fp8.memory.weights < plain.memory.weights
-    assert plain.time.products * 0.8 < fp8.time.products < plain.time.products
+    assert plain.time.matmuls * 0.8 < fp8.time.matmuls < plain.time.matmuls
 
 
 def test_mixtral_in_4_bits_fits_where_it_does_not_in_16():
@@ -156,7 +161,7 @@ def test_40b_full_on_eight_a100_needs_smaller_states_before_anything_is_offloade
     chosen = plan("Falcon-40B", "8 x A100-80G", method="full", batch_tokens=65536)
     assert chosen.fits
     assert (chosen.sharding, chosen.optimizer_states) == ("zero3", "int8")
-    assert chosen.recompute_layers > 0
+    assert chosen.checkpointed_layers > 0
     assert chosen.offload_optimizer == "none"
     assert "in fp32 at least" in why(chosen, "optimizer states")
 
@@ -216,7 +221,7 @@ def test_7b_full_whose_states_no_memory_holds_has_them_on_disk():
     given = {"method": "full", "batch_tokens": 2048, "sequence_length": 1024, "max_grad_norm": None}
     chosen = plan("Llama-2-7B", "RTX 4090, 32 GB host memory", **given)
     assert chosen.fits
-    assert (chosen.offload_optimizer, chosen.release_gradients) == ("disk", True)
+    assert (chosen.offload_optimizer, chosen.optimizer_in_backward) == ("disk", True)
     assert chosen.disk == pytest.approx(12 * 6.74e9, rel=0.01)
     assert chosen.host_memory < 8 * GIB
     reason = why(chosen, "offload")
@@ -229,7 +234,7 @@ def test_7b_full_whose_states_no_memory_holds_has_them_on_disk():
 
 
 def test_on_a_processor_states_go_to_disk_when_memory_is_short():
-    machine = Hardware(processor="p", cores=4, memory=5 * GIB, available=5 * GIB, has_fast_bf16=False, disk=100 * GIB)
+    machine = Hardware(cpu="p", cores=4, memory=5 * GIB, available=5 * GIB, has_fast_bf16=False, disk=100 * GIB)
     given = {"method": "full", "batch_tokens": 512, "sequence_length": 512}
     chosen = search(run(**given), MODEL["SmolLM2-360M"], machine).plan
     assert chosen.fits
@@ -249,8 +254,8 @@ def test_180b_lora_on_eight_a100_is_sharded_and_not_quantized():
 def test_8b_lora_on_an_h200_saves_nothing():
     chosen = plan("Llama-3.1-8B", "H200", sequence_length=4096, batch_tokens=65536)
     assert chosen.fits
-    assert chosen.recompute_layers == 0
-    assert (chosen.storage, chosen.products, chosen.sharding) == ("plain", "plain", "none")
+    assert chosen.checkpointed_layers == 0
+    assert (chosen.storage, chosen.matmul_dtype, chosen.sharding) == ("plain", "plain", "none")
     assert "everything fits" in why(chosen, "recomputation")
 
 
@@ -278,37 +283,37 @@ def test_named_hardware_gives_the_same_plan_whatever_the_machine(monkeypatch):
 def test_memory_that_is_left_over_holds_fp8_weights_transposed():
     sizes = {"sequence_length": 4096, "batch_tokens": 16384, "precision": "fp8"}
     ample, short = plan("Llama-3.1-8B", "H200", **sizes), plan("Llama-3.1-8B", "RTX 4090", **sizes)
-    assert (ample.keep_turned, short.keep_turned) == (True, False)
+    assert (ample.cache_transposed, short.cache_transposed) == (True, False)
     assert "also transposed" in [reason.choice for reason in ample.reasons]
-    pinned = found("Llama-3.1-8B", "H200", {"keep_turned": False}, **sizes).plan
+    pinned = found("Llama-3.1-8B", "H200", {"cache_transposed": False}, **sizes).plan
     assert ample.memory.weights - pinned.memory.weights == MODEL["Llama-3.1-8B"].matrices
     assert ample.tokens_per_second > pinned.tokens_per_second
-    assert not plan("Llama-3.1-8B", "H200", **sizes, lora={"dropout": 0.1}).keep_turned
-    assert not plan("Llama-3.1-8B", "2 x H200", **sizes).keep_turned
+    assert not plan("Llama-3.1-8B", "H200", **sizes, lora={"dropout": 0.1}).cache_transposed
+    assert not plan("Llama-3.1-8B", "2 x H200", **sizes).cache_transposed
 
 
 def test_passes_are_recorded_where_the_gpu_would_wait_for_the_processor():
     small = plan("SmolLM2-135M", "H200")
-    assert small.is_recorded
-    assert "% of a step the GPU would wait for the processor to start kernels" in why(small, "launching")
-    off = found("SmolLM2-135M", "H200", {"is_recorded": False}).plan
-    assert not off.is_recorded
+    assert small.cuda_graphs
+    assert "% of a step the GPU would wait for the CPU to start kernels" in why(small, "launching")
+    off = found("SmolLM2-135M", "H200", {"cuda_graphs": False}).plan
+    assert not off.cuda_graphs
     assert small.tokens_per_second > 2 * off.tokens_per_second
     large = {"sequence_length": 4096, "batch_tokens": 16384}
     for precision in ("auto", "fp8"):
         chosen = plan("Llama-3.1-8B", "H200", precision=precision, **large)
-        assert not chosen.is_recorded
+        assert not chosen.cuda_graphs
         assert chosen.time.host < 0.01 * chosen.time.total
         assert not any(reason.topic == "launching" for reason in chosen.reasons)
     for hardware in ("2 x H200", "T4"):
-        assert not plan("SmolLM2-135M", hardware).is_recorded
+        assert not plan("SmolLM2-135M", hardware).cuda_graphs
 
 
 def test_passes_are_not_recorded_where_there_is_no_room_for_what_they_hold():
     given = {"method": "full", "sequence_length": 2048, "batch_tokens": 4096}
     ample = found("SmolLM2-360M", "H200", **given)
-    assert ample.plan.is_recorded
-    plain = dataclasses.replace(ample.chosen.choice, is_recorded=False)
+    assert ample.plan.cuda_graphs
+    plain = dataclasses.replace(ample.chosen.choice, cuda_graphs=False)
     needed = memory.peak(memory.timeline(ample.task, plain)).memory.total
     assert needed < ample.plan.memory.total
 
@@ -320,7 +325,7 @@ def test_passes_are_not_recorded_where_there_is_no_room_for_what_they_hold():
     assert on(1.001 * room).chosen.choice == ample.chosen.choice
     less = on(0.999 * room).plan
     assert less.fits
-    assert not (less.is_recorded and less.recompute_layers == 0)
+    assert not (less.cuda_graphs and less.checkpointed_layers == 0)
     assert less.time.total < 1.2 * ample.plan.time.total
 
 
@@ -332,7 +337,7 @@ def test_a_sequence_of_256k_tokens_on_one_h200_keeps_its_layer_inputs_in_host_me
     assert "tokens at a time: for all tokens it would make 14.0 GiB" in why(chosen, "MLP")
     assert chosen.storage == "plain"  # exactness is not given up before room is
     assert "what else fits takes 1.19 times as long" in why(chosen, "offload")
-    inputs = 262144 * 4096 * 2 * chosen.recompute_layers
+    inputs = 262144 * 4096 * 2 * chosen.checkpointed_layers
     assert inputs <= chosen.host_memory <= inputs + 24 * GIB
     assert '"offload_activations":true' in chosen.model_dump_json()
 
@@ -340,17 +345,17 @@ def test_a_sequence_of_256k_tokens_on_one_h200_keeps_its_layer_inputs_in_host_me
 def test_attention_is_kept_where_there_is_room_for_it():
     chosen = plan("Llama-3.1-8B", "H200", sequence_length=131072, batch_tokens=131072, precision="fp8")
     assert chosen.fits
-    assert chosen.keep_attention
+    assert chosen.save_attention
     assert "what attention gave is kept" in why(chosen, "recomputation")
     tighter = search(
         run(sequence_length=131072, batch_tokens=131072, precision="fp8"),
         MODEL["Llama-3.1-8B"],
         named("H200"),
-        pins={name: getattr(chosen, name) for name in ("recompute_layers", "mlp_slice")} | {"keep_attention": False},
+        pins={name: getattr(chosen, name) for name in ("checkpointed_layers", "mlp_slice")} | {"save_attention": False},
     ).plan
     kept = (chosen.memory.activations - tighter.memory.activations) / (131072 * (4096 * 2 + 32 * 4))
     # At some moments there is a layer at hand that would have it either way.
-    assert round(kept, 4) in (chosen.recompute_layers - 1, chosen.recompute_layers)
+    assert round(kept, 4) in (chosen.checkpointed_layers - 1, chosen.checkpointed_layers)
     assert tighter.time.recomputation > chosen.time.recomputation
 
 
@@ -374,25 +379,25 @@ def test_states_that_are_asked_for_are_not_changed():
 def test_gradients_are_released_in_the_backward_pass_where_nothing_needs_them_together():
     given = {"method": "full", "batch_tokens": 2048, "sequence_length": 1024}
     kept = plan("Llama-2-7B", "H100", **given)
-    assert not kept.release_gradients
+    assert not kept.optimizer_in_backward
     assert "max_grad_norm needs the norm of them all; null would free up to" in why(kept, "gradients")
     released = plan("Llama-2-7B", "H100", max_grad_norm=None, **given)
-    assert released.release_gradients
+    assert released.optimizer_in_backward
     assert released.memory.gradients < 0.1 * 2 * 6.7e9
     assert released.master_weights
     for more in ({"optimizer": "muon"}, {"precision": "fp16"}, {"method": "lora"}):
-        assert not plan("Llama-3.2-1B", "H100", **given | {"max_grad_norm": None} | more).release_gradients
+        assert not plan("Llama-3.2-1B", "H100", **given | {"max_grad_norm": None} | more).optimizer_in_backward
     more = run(max_grad_norm=None, **given | {"batch_tokens": 8192})
     several = search(more, MODEL["Llama-2-7B"], named("H200"), pins={"micro_batch": 4}).plan
-    assert several.accumulation == 2
-    assert not several.release_gradients
+    assert several.accumulation_steps == 2
+    assert not several.optimizer_in_backward
 
 
 def test_7b_full_on_a_24_gb_card_leaves_its_states_in_host_memory():
     given = {"method": "full", "batch_tokens": 2048, "sequence_length": 1024, "max_grad_norm": None}
     chosen = plan("Llama-2-7B", "RTX 4090, 256 GB host memory", **given)
     assert chosen.fits
-    assert (chosen.offload_optimizer, chosen.release_gradients) == ("host", True)
+    assert (chosen.offload_optimizer, chosen.optimizer_in_backward) == ("host", True)
     assert "all else needs at least" in why(chosen, "offload")
     trained = 6.74e9
     assert chosen.host_memory > trained * (4 if chosen.master_weights else 0)

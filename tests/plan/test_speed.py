@@ -13,7 +13,7 @@ from .shapes import MODEL, task
 
 COMPILED = Choice(is_compiled=True, attention="varlen")
 EAGER = Choice(attention="varlen")
-TIGHT = {"products": "fp8", "recompute_layers": 32, "keep_attention": True, "offload_activations": True}
+TIGHT = {"matmul_dtype": "fp8", "checkpointed_layers": 32, "save_attention": True, "offload_activations": True}
 NO_MASTERS = {"optimizer_states": "bf16", "master_weights": False}
 SLOW_NODES = "2 nodes of 4 x A100-80G, nvlink, 50 Gbit/s"
 
@@ -28,16 +28,16 @@ def tokens_per_second(given, choice: Choice) -> float:
         # One H200, measured: compiled layers with swapped linears, and transformers' own.
         ("Llama-3.1-8B", "H200", "lora", 4096, 4, COMPILED, 15_468),
         ("Llama-3.1-8B", "H200", "lora", 4096, 4, replace(COMPILED, attention="flash-attn-4"), 15_747),
-        ("Llama-3.1-8B", "H200", "lora", 4096, 4, replace(COMPILED, products="fp8"), 21_236),
-        ("Llama-3.1-8B", "H200", "lora", 4096, 4, replace(EAGER, recompute_layers=32), 7_529),
+        ("Llama-3.1-8B", "H200", "lora", 4096, 4, replace(COMPILED, matmul_dtype="fp8"), 21_236),
+        ("Llama-3.1-8B", "H200", "lora", 4096, 4, replace(EAGER, checkpointed_layers=32), 7_529),
         ("Llama-2-7B", "H200", "full", 1024, 16, EAGER, 11_451),
-        ("Llama-2-7B", "H200", "full", 1024, 16, replace(EAGER, recompute_layers=32), 9_044),
+        ("Llama-2-7B", "H200", "full", 1024, 16, replace(EAGER, checkpointed_layers=32), 9_044),
         ("Llama-3.1-8B", "H200", "qlora", 2048, 4, replace(COMPILED, storage="nf4"), 15_617),
         ("Llama-2-7B", "H200", "full", 1024, 16, COMPILED, 14_488),
-        ("Llama-2-7B", "H200", "full", 1024, 16, replace(COMPILED, products="fp8"), 19_768),
+        ("Llama-2-7B", "H200", "full", 1024, 16, replace(COMPILED, matmul_dtype="fp8"), 19_768),
         # vectorlm's table, A100s; with recomputation.
-        ("Llama-3.1-8B", "A100-80G", "full", 2048, 8, replace(EAGER, recompute_layers=32), 3_550),
-        ("Llama-3.1-8B", "A100-80G", "lora", 2048, 8, replace(EAGER, recompute_layers=32), 4_079),
+        ("Llama-3.1-8B", "A100-80G", "full", 2048, 8, replace(EAGER, checkpointed_layers=32), 3_550),
+        ("Llama-3.1-8B", "A100-80G", "lora", 2048, 8, replace(EAGER, checkpointed_layers=32), 4_079),
     ],
 )
 def test_one_gpu_is_near_what_was_measured(model, hardware, method, length, micro_batch, choice, published):
@@ -48,13 +48,20 @@ def test_one_gpu_is_near_what_was_measured(model, hardware, method, length, micr
 @pytest.mark.parametrize(
     ("model", "method", "length", "micro_batch", "changes", "measured"),
     [
-        ("Llama-3.1-8B", "lora", 4096, 4, {"products": "fp8", "keep_turned": True}, 24_704),
+        ("Llama-3.1-8B", "lora", 4096, 4, {"matmul_dtype": "fp8", "cache_transposed": True}, 24_704),
         ("Llama-3.1-8B", "lora", 4096, 4, {}, 16_945),
         ("Llama-3.1-8B", "lora", 4096, 4, TIGHT, 19_155),
-        ("Llama-3.1-8B", "qlora", 2048, 4, {"products": "fp8", "storage": "nf4"}, 25_864),
-        ("Llama-3.1-70B", "qlora", 4096, 1, {"products": "fp8", "storage": "nf4", "recompute_layers": 80}, 2_355),
-        ("Llama-2-7B", "full", 1024, 16, NO_MASTERS | {"products": "fp8"}, 22_186),
-        ("Llama-2-7B", "full", 1024, 16, NO_MASTERS | {"recompute_layers": 1}, 14_632),
+        ("Llama-3.1-8B", "qlora", 2048, 4, {"matmul_dtype": "fp8", "storage": "nf4"}, 25_864),
+        (
+            "Llama-3.1-70B",
+            "qlora",
+            4096,
+            1,
+            {"matmul_dtype": "fp8", "storage": "nf4", "checkpointed_layers": 80},
+            2_355,
+        ),
+        ("Llama-2-7B", "full", 1024, 16, NO_MASTERS | {"matmul_dtype": "fp8"}, 22_186),
+        ("Llama-2-7B", "full", 1024, 16, NO_MASTERS | {"checkpointed_layers": 1}, 14_632),
     ],
 )
 def test_our_own_workloads_are_near_what_was_measured(model, method, length, micro_batch, changes, measured):
@@ -69,13 +76,13 @@ def test_our_own_workloads_are_near_what_was_measured(model, method, length, mic
     [
         (EAGER, 5_762),
         (COMPILED, 6_667),
-        (replace(COMPILED, products="fp8"), 8_532),
+        (replace(COMPILED, matmul_dtype="fp8"), 8_532),
     ],
 )
 def test_eight_h100_are_near_what_torchtitan_publishes(choice, published):
     """Llama-3.1-8B, full, 8,192 tokens; selective recomputation, taken for half of the layers."""
     given = task("Llama-3.1-8B", "8 x H100", "full", 8192, 8)
-    sharded = replace(choice, sharding="zero3", shard=8, recompute_layers=16)
+    sharded = replace(choice, sharding="zero3", shard=8, checkpointed_layers=16)
     assert tokens_per_second(given, sharded) / 8 == pytest.approx(published, rel=0.4)
 
 
@@ -87,9 +94,9 @@ def test_the_published_ladder_from_full_sharding_across_nodes_to_hybrid(monkeypa
     unfused = MODEL["Llama-2-7B"].changed(has_fused_attention=False)
     plain = replace(EAGER, attention="sdpa", sharding="zero3")
     naive = tokens_per_second(task(unfused, SLOW_NODES, "full", 1024, 8), replace(plain, shard=8))
-    one_node = replace(plain, shard=4, micro_batch=4, recompute_layers=32)
+    one_node = replace(plain, shard=4, micro_batch=4, checkpointed_layers=32)
     recomputing = tokens_per_second(task(unfused, "4 x A100-80G", "full", 1024, 16), one_node)
-    fused_choice = replace(one_node, attention="varlen", micro_batch=8, recompute_layers=0)
+    fused_choice = replace(one_node, attention="varlen", micro_batch=8, checkpointed_layers=0)
     fused = tokens_per_second(task("Llama-2-7B", "4 x A100-80G", "full", 1024, 32), fused_choice)
     hybrid_choice = replace(fused_choice, sharding="hybrid", replicate=2)
     hybrid = tokens_per_second(task("Llama-2-7B", SLOW_NODES, "full", 1024, 64), hybrid_choice)
@@ -123,37 +130,39 @@ def test_what_costs_time_costs_time():
     given = task("Llama-3.1-8B", "H200", "lora", 4096, 4)
     base = replace(COMPILED, micro_batch=4)
     plain = speed.step_time(given, base).total
-    assert speed.step_time(given, replace(base, recompute_layers=32)).total > plain
-    assert speed.step_time(given, replace(base, recompute_layers=8)).total > plain
+    assert speed.step_time(given, replace(base, checkpointed_layers=32)).total > plain
+    assert speed.step_time(given, replace(base, checkpointed_layers=8)).total > plain
     assert speed.step_time(given, replace(base, storage="nf4")).total > plain
     assert speed.step_time(given, replace(base, is_compiled=False)).total > plain
-    assert speed.step_time(given, replace(base, products="fp8")).total < plain
+    assert speed.step_time(given, replace(base, matmul_dtype="fp8")).total < plain
     assert speed.step_time(given, replace(base, micro_batch=1)).total > plain
 
 
 def test_a_compiled_layer_leaves_its_last_product_out_when_it_is_computed_again():
-    """It takes 27% of the products of a layer of this shape; an H200 ran three of four again."""
+    """It takes 27% of the matmuls of a layer of this shape; an H200 ran three of four again."""
     given = task("Llama-3.1-8B", "H200", "lora", 4096, 4)
-    base = replace(COMPILED, micro_batch=4, products="fp8", keep_attention=True)
-    time = speed.step_time(given, replace(base, recompute_layers=32))
+    base = replace(COMPILED, micro_batch=4, matmul_dtype="fp8", save_attention=True)
+    time = speed.step_time(given, replace(base, checkpointed_layers=32))
     again = time.recomputation - (speed.FORWARD_ELEMENTWISE * time.elementwise + time.adapter / 3)
-    assert again - time.quantization / 2 == pytest.approx(0.73 * time.products / 2, rel=0.01)
-    eager = speed.step_time(given, replace(base, is_compiled=False, recompute_layers=32))
-    assert eager.recomputation > eager.products / 2
+    assert again - time.quantization / 2 == pytest.approx(0.73 * time.matmuls / 2, rel=0.01)
+    eager = speed.step_time(given, replace(base, is_compiled=False, checkpointed_layers=32))
+    assert eager.recomputation > eager.matmuls / 2
 
 
 def test_a_frozen_heads_gradient_is_in_fp8_where_products_are_and_nothing_is_recomputed():
     given = task("Llama-3.1-8B", "H200", "lora", 4096, 4)
     base = replace(COMPILED, micro_batch=4)
-    half, fp8 = (speed.step_time(given, replace(base, products=products)).loss for products in ("plain", "fp8"))
+    half, fp8 = (
+        speed.step_time(given, replace(base, matmul_dtype=matmul_dtype)).loss for matmul_dtype in ("plain", "fp8")
+    )
     assert fp8 == pytest.approx(0.046, rel=0.1)  # measured: 26 ms forward, 13 ms backward, 7 ms for the softmax
     assert half == pytest.approx(0.054, rel=0.1)
-    recomputed = replace(base, products="fp8", recompute_layers=1)
-    assert speed.step_time(given, recomputed).loss == half
+    checkpointed = replace(base, matmul_dtype="fp8", checkpointed_layers=1)
+    assert speed.step_time(given, checkpointed).loss == half
 
 
 def test_muon_takes_the_time_of_its_products_where_all_weights_are_trained():
-    """Ten products of 2,048 x 2,048 x 8,192 and five of 2,048 each for every matrix of an MLP, and so on."""
+    """Ten matmuls of 2,048 x 2,048 x 8,192 and five of 2,048 each for every matrix of an MLP, and so on."""
     given = task("Llama-3.2-1B", "H200", "full", 2048, 3)
     sgd = speed.step_time(replace(given, optimizer="sgd"), COMPILED).optimizer
     muon = speed.step_time(replace(given, optimizer="muon"), COMPILED).optimizer
@@ -166,7 +175,7 @@ def test_muon_takes_the_time_of_its_products_where_all_weights_are_trained():
 def test_a_forward_pass_runs_beside_an_update_from_host_memory_unless_backward_did_it():
     given = task("Llama-3.1-8B", "H200", "full", 4096, 4)
     host = Choice(micro_batch=4, offload_optimizer="host")
-    released = speed.step_time(given, replace(host, release_gradients=True)).offload
+    released = speed.step_time(given, replace(host, optimizer_in_backward=True)).offload
     forward = speed._passes(given, host)[0].total
     assert forward > 0
     assert speed.step_time(given, host).offload == pytest.approx(released - forward)
@@ -193,7 +202,7 @@ def test_an_update_of_many_small_operations_keeps_a_gpu_waiting_and_not_a_cpu():
 
 def test_recorded_passes_are_started_at_once():
     small, large = (task(model, "H200", "lora", 512, 1) for model in ("SmolLM2-135M", "Llama-3.1-8B"))
-    recorded = replace(COMPILED, is_recorded=True)
+    recorded = replace(COMPILED, cuda_graphs=True)
     waiting, replayed = speed.step_time(small, COMPILED), speed.step_time(small, recorded)
     assert replayed.host < 0.3 * waiting.host
     assert replayed.changed(host=0.0) == waiting.changed(host=0.0)

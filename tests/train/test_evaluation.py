@@ -17,9 +17,10 @@ from tunesmith.train.loop import train
 @pytest.fixture
 def job_of(tiny_model, tmp_path, monkeypatch):
     """Makes a job; the run's folder is the same each time."""
-    from tunesmith.assemble import assemble, prepare_run
     from tunesmith.config.load import load
     from tunesmith.plan.plan import Plan
+    from tunesmith.run.assemble import assemble
+    from tunesmith.run.start import prepare_run
 
     def make(records: int = 4, **changes):
         write_all(tmp_path, tiny_model, **{"eval_every": None, "save_every": 100, **changes})

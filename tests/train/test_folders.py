@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tiny import SETTINGS, write_data
-from tunesmith.checkpoint.run_folder import check_place
 from tunesmith.cli.main import main
 from tunesmith.config.load import from_mapping
 from tunesmith.errors import UserError
+from tunesmith.run.folder import check_place
 
 
 @pytest.fixture

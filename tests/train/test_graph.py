@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from tunesmith.measure import bench
-from tunesmith.model.forward import Calling, Shape
+from tunesmith.model.forward import Shape
 from tunesmith.parallel import compile
+from tunesmith.plan.plan import ForwardSpec
 from tunesmith.train import graph
-from tunesmith.train.graph import EAGER_STEPS, TRIES, Recorder
+from tunesmith.train.graph import EAGER_STEPS, TRIES, GraphCapture
 from tunesmith.train.loop import _Loop
 
 STEPS = EAGER_STEPS + 4
@@ -34,7 +35,7 @@ def replayed(monkeypatch):
     often that was."""
     found: list[str] = []
 
-    def recorded(recorder: Recorder):
+    def recorded(capture: GraphCapture):
         def record(_, forward, backward, *, between):
             forward()
             between()
@@ -46,12 +47,12 @@ def replayed(monkeypatch):
 
             def replay_backward() -> None:
                 found.append("backward")
-                assert recorder.passes is not None
-                held = [weight.grad for weight, _ in recorder.passes.gradients]
-                for weight, _ in recorder.passes.gradients:
+                assert capture.passes is not None
+                held = [weight.grad for weight, _ in capture.passes.gradients]
+                for weight, _ in capture.passes.gradients:
                     weight.grad = None
                 backward()
-                for (weight, place), gradient in zip(recorder.passes.gradients, held, strict=True):
+                for (weight, place), gradient in zip(capture.passes.gradients, held, strict=True):
                     place.copy_(weight.grad)
                     weight.grad = gradient
 
@@ -65,7 +66,9 @@ def replayed(monkeypatch):
 
 
 def results(workload: bench.Workload, *, device: str, prepare=lambda _: None, optimizer="adamw", **changes):
-    plan = bench.plan_for(workload, device=device, products="plain", recompute_layers=0, compiled=device == "cuda")
+    plan = bench.plan_for(
+        workload, device=device, matmul_dtype="plain", checkpointed_layers=0, compiled=device == "cuda"
+    )
     step = bench.build(workload, plan.changed(**changes), optimizer=optimizer)
     step.shape = Shape(workload.sequences * workload.length, workload.length)
     prepare(step)
@@ -74,31 +77,31 @@ def results(workload: bench.Workload, *, device: str, prepare=lambda _: None, op
 
 
 def record(step) -> None:
-    step.recorder = Recorder(step.model, step.calling, step.optimizer.parameters)
+    step.capture = GraphCapture(step.model, step.spec, step.optimizer.parameters)
 
 
 @pytest.mark.parametrize(
-    ("shape", "method", "rounds", "changes"),
+    ("shape", "method", "accumulation_steps", "changes"),
     [
         ("tiny", "lora", 2, {}),
         ("tied", "full", 1, {}),
-        ("tiny", "full", 2, {"recompute_layers": 2}),
-        ("tiny", "lora", 2, {"recompute_layers": 2, "offload_activations": True}),
+        ("tiny", "full", 2, {"checkpointed_layers": 2}),
+        ("tiny", "lora", 2, {"checkpointed_layers": 2, "offload_activations": True}),
         ("tiny", "full", 2, {"precision": "bf16", "master_weights": True, "optimizer": "sgd"}),
     ],
     ids=str,
 )
-def test_replayed_steps_are_the_same(replayed, shape, method, rounds, changes):
-    workload = bench.Workload(shape, method, 2, 16, is_packed=True, rounds=rounds)
+def test_replayed_steps_are_the_same(replayed, shape, method, accumulation_steps, changes):
+    workload = bench.Workload(shape, method, 2, 16, is_packed=True, accumulation_steps=accumulation_steps)
     plain, expected = results(workload, device="cpu", **changes)
 
     def prepare(step):
         record(step)
-        seen.append(replayed(step.recorder))
+        seen.append(replayed(step.capture))
 
     seen: list[list[str]] = []
     step, found = results(workload, device="cpu", prepare=prepare, **changes)
-    assert seen[0] == ["forward", "backward"] * rounds * (STEPS - EAGER_STEPS)
+    assert seen[0] == ["forward", "backward"] * accumulation_steps * (STEPS - EAGER_STEPS)
     for one, other in zip(found, expected, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-6)
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
@@ -108,13 +111,13 @@ def test_replayed_steps_are_the_same(replayed, shape, method, rounds, changes):
 
 def test_more_documents_than_there_is_room_for_are_recorded_anew(replayed):
     few, many = bench.Workload("tiny", "lora", 2, 64), bench.Workload("tiny", "lora", 16, 8)
-    step, _ = results(few, device="cpu", prepare=lambda step: (record(step), replayed(step.recorder)))
-    room = step.recorder.passes.inputs.boundaries.shape[0]
+    step, _ = results(few, device="cpu", prepare=lambda step: (record(step), replayed(step.capture)))
+    room = step.capture.passes.inputs.boundaries.shape[0]
     assert room < 16
     plain, _ = results(few, device="cpu")
     (batch,) = bench.batches(many, 1)
     assert step(batch, 1e-3).loss == pytest.approx(plain(batch, 1e-3).loss, rel=1e-6)
-    assert step.recorder.passes.inputs.boundaries.shape[0] > 16
+    assert step.capture.passes.inputs.boundaries.shape[0] > 16
 
 
 def test_gradients_of_the_micro_batches_before_survive_a_new_recording(replayed):
@@ -125,11 +128,11 @@ def test_gradients_of_the_micro_batches_before_survive_a_new_recording(replayed)
         micro_batches=(*first.micro_batches, *then.micro_batches),
         target_weight=first.target_weight + then.target_weight,
     )
-    step, _ = results(few, device="cpu", prepare=lambda step: (record(step), replayed(step.recorder)))
+    step, _ = results(few, device="cpu", prepare=lambda step: (record(step), replayed(step.capture)))
     plain, _ = results(few, device="cpu")
-    before = step.recorder.passes
+    before = step.capture.passes
     found, expected = step(batch, 1e-3), plain(batch, 1e-3)
-    assert step.recorder.passes is not before
+    assert step.capture.passes is not before
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
 
@@ -139,7 +142,7 @@ def test_a_recording_that_was_spoiled_is_made_again(monkeypatch, replayed):
 
     def prepare(step):
         record(step)
-        seen.append(replayed(step.recorder))
+        seen.append(replayed(step.capture))
         monkeypatch.setattr(graph, "_beside", lambda rehearse: fail() if tries.pop() else rehearse())
 
     def fail():
@@ -165,35 +168,35 @@ def test_what_cannot_be_recorded_is_run_as_it_is(monkeypatch):
     compile.news()
     step, found = results(workload, device="cpu", prepare=record)
     assert [one.loss for one in found] == [other.loss for other in expected]
-    assert step.recorder.passes is None
+    assert step.capture.passes is None
     said = compile.news()
     assert said is not None
     assert said.notes == (
-        "The passes could not be recorded (operation not permitted when stream is capturing); they are run as they "
+        "The passes could not be captured (operation not permitted when stream is capturing); they are run as they "
         "are, which is slower.",
     )
 
 
 def test_an_evaluation_that_runs_out_of_memory_gets_that_of_the_passes(monkeypatch):
-    recorder = Recorder(SimpleNamespace(device=torch.device("cpu")), Calling("packed"), [])
+    capture = GraphCapture(SimpleNamespace(device=torch.device("cpu")), ForwardSpec("packed"), [])
     tried: list[int] = []
 
     def evaluate(step, *_):
         tried.append(step)
-        if recorder.passes is not None:
+        if capture.passes is not None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return SimpleNamespace(loss=1.0, seconds=0.0)
 
     loop = object.__new__(_Loop)
     loop.job = SimpleNamespace(evaluate=evaluate, model=torch.nn.Linear(1, 1))
-    loop.step_of = SimpleNamespace(recorder=recorder)
+    loop.step_of = SimpleNamespace(capture=capture)
     loop.done, loop.observe = 7, lambda event: None
-    recorder.passes = object()
+    capture.passes = object()
     loop._evaluate()
     assert loop.metric_at == (7, 1.0)
     assert tried == [7, 7]
-    monkeypatch.setattr(recorder, "give_up", lambda: False)
-    recorder.passes = object()
+    monkeypatch.setattr(capture, "give_up", lambda: False)
+    capture.passes = object()
     with pytest.raises(torch.OutOfMemoryError):
         loop._evaluate()
 
@@ -201,28 +204,28 @@ def test_an_evaluation_that_runs_out_of_memory_gets_that_of_the_passes(monkeypat
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
-    ("method", "rounds", "changes"),
+    ("method", "accumulation_steps", "changes"),
     [
         ("lora", 2, {}),
-        ("lora", 1, {"products": "fp8", "recompute_layers": 2}),
-        ("lora", 2, {"recompute_layers": 2, "offload_activations": True}),
-        ("qlora", 2, {"products": "fp8"}),
-        ("qlora", 1, {"products": "fp8", "recompute_layers": 3, "offload_activations": True, "mlp_slice": 256}),
+        ("lora", 1, {"matmul_dtype": "fp8", "checkpointed_layers": 2}),
+        ("lora", 2, {"checkpointed_layers": 2, "offload_activations": True}),
+        ("qlora", 2, {"matmul_dtype": "fp8"}),
+        ("qlora", 1, {"matmul_dtype": "fp8", "checkpointed_layers": 3, "offload_activations": True, "mlp_slice": 256}),
         ("full", 1, {"master_weights": True, "optimizer_states": "fp32"}),
-        ("full", 1, {"products": "fp8"}),
-        ("full", 1, {"recompute_layers": 3, "offload_activations": True}),
+        ("full", 1, {"matmul_dtype": "fp8"}),
+        ("full", 1, {"checkpointed_layers": 3, "offload_activations": True}),
     ],
     ids=str,
 )
-def test_replayed_steps_are_the_same_on_a_gpu(method, rounds, changes):
-    workload = bench.Workload("larger", method, 2, 512, is_packed=True, rounds=rounds)
+def test_replayed_steps_are_the_same_on_a_gpu(method, accumulation_steps, changes):
+    workload = bench.Workload("larger", method, 2, 512, is_packed=True, accumulation_steps=accumulation_steps)
     storage = {"storage": "nf4"} if method == "qlora" else {}
     _, expected = results(workload, device="cuda", **changes, **storage)
     compile.news()
     step, found = results(workload, device="cuda", prepare=record, **changes, **storage)
     said = compile.news()
     assert said is None or not said.notes, said
-    assert step.recorder.passes is not None
+    assert step.capture.passes is not None
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one.loss == pytest.approx(other.loss, rel=2e-3), (index, found, expected)
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=0.03), (index, found, expected)
@@ -232,8 +235,8 @@ def test_replayed_steps_are_the_same_on_a_gpu(method, rounds, changes):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_logits_lie_in_the_pool_of_the_passes():
     workload = bench.Workload("larger", "lora", 2, 512)
-    step, _ = results(workload, device="cuda", prepare=record, recompute_layers=3)
-    room = step.recorder.room
+    step, _ = results(workload, device="cuda", prepare=record, checkpointed_layers=3)
+    room = step.capture.room
     assert room.nbytes == 2 * 512 * LARGER["vocab_size"] * 2
     pool = next(
         segment
@@ -242,15 +245,15 @@ def test_logits_lie_in_the_pool_of_the_passes():
     )
     assert tuple(pool["segment_pool_id"]) != (0, 0)
     assert room.data_ptr() + room.nbytes <= pool["address"] + pool["total_size"]
-    assert step.recorder.idle_bytes >= room.nbytes  # the backward pass was free to use it
+    assert step.capture.idle_bytes >= room.nbytes  # the backward pass was free to use it
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_replay_drops_what_the_pass_itself_would(monkeypatch):
-    """Until this was seen, rules.may_record has no dropout."""
+    """Until this was seen, rules.may_capture has no dropout."""
     monkeypatch.setattr(bench, "Lora", partial(bench.Lora, dropout=0.3))
-    workload = bench.Workload("larger", "lora", 2, 512, rounds=2)
+    workload = bench.Workload("larger", "lora", 2, 512, accumulation_steps=2)
     _, expected = results(workload, device="cuda")
     _, found = results(workload, device="cuda", prepare=record)
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
@@ -259,7 +262,7 @@ def test_a_replay_drops_what_the_pass_itself_would(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("changes", [{}, {"recompute_layers": 2, "offload_activations": True}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"checkpointed_layers": 2, "offload_activations": True}], ids=str)
 @pytest.mark.parametrize("failures", [1, TRIES])
 def test_a_recording_that_fails_on_a_gpu_leaves_nothing_open(failures, changes, monkeypatch):
     """Torch leaves its stream, its pool and the state of random numbers as they are when CUDA ends a recording."""
@@ -280,14 +283,14 @@ def test_a_recording_that_fails_on_a_gpu_leaves_nothing_open(failures, changes, 
     before = torch.cuda.current_stream()
     step, found = results(workload, device="cuda", prepare=prepare, **changes)
     assert not left
-    assert (step.recorder.passes is not None) == (failures < TRIES)
+    assert (step.capture.passes is not None) == (failures < TRIES)
     said = compile.news()
     assert ("not permitted" in "".join(said.notes if said else ())) == (failures == TRIES), said
     assert torch.cuda.current_stream() == before
     torch.rand(8, device="cuda")
     for one, other in zip(found, expected, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=2e-3)
-    step.recorder.passes = None
+    step.capture.passes = None
     gc.collect()
     torch.cuda.empty_cache()
     assert {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()} == {(0, 0)}

@@ -18,6 +18,7 @@ from tiny import Die, Runs, assert_same, outcome, wait_until_stopped, write_all
 TRAIN = ("train", "run.yaml", "--plan", "plan.json")
 STEP = "tunesmith.train.step:TrainStep._forward_backward"
 UPDATE = "tunesmith.optim.build:Optimizer.step"
+TENSORS = "tunesmith.checkpoint.codec:write_new"
 WRITE = "tunesmith.checkpoint.store:write_new"
 SAVE = "tunesmith.checkpoint.store:CheckpointStore._write"
 RENAME = "pathlib:Path.rename"
@@ -25,26 +26,26 @@ SYNC = "os:fsync"
 RETAIN = "tunesmith.checkpoint.store:CheckpointStore._retain"
 EVALUATE = "tunesmith.train.loop:_Loop._evaluate"
 LOG = "tunesmith.train.events:EventLog.write"
-RESULT = "tunesmith.assemble:write_adapter"
-SUMMARY = "tunesmith.train.loop:write_summary"
+RESULT = "tunesmith.run.result:write_adapter"
+SUMMARY = "tunesmith.run.folder:write_summary"
 
 KILLS = [
-    Die("tunesmith.checkpoint.run_folder:write_identity"),
-    Die("tunesmith.checkpoint.run_folder:write_identity", after=True),
-    Die("tunesmith.model.load:load_model"),
+    Die("tunesmith.run.folder:write_identity"),
+    Die("tunesmith.run.folder:write_identity", after=True),
+    Die("tunesmith.run.assemble:prepare"),
     Die(EVALUATE),  # before the first step
     Die(STEP, 3),  # in the middle of the first accumulation
     Die(STEP, 3),  # twice in a row at the same place, without a checkpoint
-    Die(WRITE, 1),  # nothing of the first checkpoint is there
-    Die(WRITE, 2),  # its tensors are, its state is not
+    Die(TENSORS, 1),  # nothing of the first checkpoint is there
+    Die(WRITE, 1),  # its tensors are, its state is not
     Die(SYNC, 5),  # written, but not synced
-    Die(WRITE, 3),  # all but the manifest
-    Die("tunesmith.checkpoint.store:_verify"),  # all of it, not yet renamed
+    Die(WRITE, 2),  # all but the manifest
+    Die("tunesmith.checkpoint.store:verify"),  # all of it, not yet renamed
     Die(SAVE, 1, after=True),  # renamed, but nobody was told
     Die(UPDATE, 1, after=True),  # weights updated, step not logged
     Die(STEP, 7),  # in the middle of an accumulation, after a step
     Die(LOG, 4),
-    Die(WRITE, 4, after=True),
+    Die(TENSORS, 2, after=True),
     Die(STEP, 19),  # after epoch 1
     Die(RENAME, 1),
     Die(RENAME, 1, after=True),
@@ -89,11 +90,12 @@ def test_killed_everywhere_the_result_is_the_same(runs, reference, tiny_model, t
     assert names == {entry.name for entry in reference.iterdir()}, "killed runs left something behind"
 
 
-def test_killed_at_random_moments_the_result_is_the_same(runs, reference, tiny_model, tmp_path):
+@pytest.mark.parametrize("times", [6, pytest.param(24, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_the_result_is_the_same(runs, reference, tiny_model, tmp_path, times):
     write_beside(tmp_path, tiny_model, save_every=1)
     chance = random.Random(0)
     kills = 0
-    for _ in range(12):
+    for _ in range(times):
         ended = runs(tmp_path, *TRAIN, kill_after=chance.uniform(0.15, 0.6))
         assert ended.code in (0, -signal.SIGKILL), ended.err
         kills += ended.code != 0
@@ -103,16 +105,25 @@ def test_killed_at_random_moments_the_result_is_the_same(runs, reference, tiny_m
     assert_same(tmp_path / "run", reference)
 
 
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    kills=st.lists(
-        st.builds(
-            Die, st.sampled_from([STEP, UPDATE, WRITE, RENAME, SYNC, LOG, RETAIN]), st.integers(1, 12), st.booleans()
-        ),
-        max_size=5,
-    )
+DIES = st.builds(
+    Die, st.sampled_from([STEP, UPDATE, WRITE, RENAME, SYNC, LOG, RETAIN]), st.integers(1, 12), st.booleans()
 )
+
+
+@settings(max_examples=2, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(kills=st.lists(DIES, min_size=2, max_size=4))
 def test_no_sequence_of_kills_changes_the_result(runs, reference, tiny_model, tmp_path_factory, kills):
+    kill_and_continue(runs, reference, tiny_model, tmp_path_factory, kills)
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@given(kills=st.lists(DIES, max_size=6))
+def test_no_longer_sequence_of_kills_changes_the_result(runs, reference, tiny_model, tmp_path_factory, kills):
+    kill_and_continue(runs, reference, tiny_model, tmp_path_factory, kills)
+
+
+def kill_and_continue(runs, reference, tiny_model, tmp_path_factory, kills) -> None:
     folder = write_beside(tmp_path_factory.mktemp("killed"), tiny_model)
     for die in kills:
         ended = runs(folder, *TRAIN, die=die)
@@ -127,7 +138,7 @@ def test_killed_while_a_checkpoint_is_written_beside_training_the_one_before_is_
 ):
     write_beside(tmp_path, tiny_model)  # saves after steps 2 and 4, of four micro-batches each
     for die in (Die(STEP, 19), Die(STEP, 19, signal=signal.SIGTERM)):
-        stalled = Die(WRITE, 5, seconds=1.0 if die.signal == signal.SIGTERM else 60.0)  # the second one's state
+        stalled = Die(WRITE, 3, seconds=1.0 if die.signal == signal.SIGTERM else 60.0)  # the second one's state
         ended = runs(tmp_path, *TRAIN, die=[stalled, die])
         assert ended.code == (143 if die.signal == signal.SIGTERM else -signal.SIGKILL), ended
         assert ended.seconds < 30
@@ -145,13 +156,14 @@ def test_all_weights_and_mixed_data_are_continued_exactly_too(runs, tiny_model, 
         "optimizer": optimizer,
         "learning_rate": 1e-3,
         "data": [{"path": "train.jsonl", "weight": 0.5}, {"path": "held_out.jsonl", "name": "more", "weight": 1.5}],
+        "steps": 8,
         "save_every": 1,
         "schedule": "wsd",
     }
     expected = write_beside(tmp_path / "expected", tiny_model, **changes)
     assert runs(expected, *TRAIN).code == 0
     folder = write_beside(tmp_path / "killed", tiny_model, **changes)
-    for die in (Die(STEP, 2), Die(WRITE, 5), Die(STEP, 8), Die("tunesmith.assemble:write_model", after=True)):
+    for die in (Die(STEP, 2), Die(WRITE, 5), Die(STEP, 8), Die("tunesmith.run.result:write_model", after=True)):
         assert runs(folder, *TRAIN, die=die).code == -signal.SIGKILL
     assert runs(folder, *TRAIN).code == 0
     assert_same(folder / "run", expected / "run")
@@ -180,7 +192,7 @@ def test_asked_to_stop_it_saves_and_stops_and_goes_on_exactly(runs, reference, t
 
 def test_asked_to_stop_before_anything_was_done_it_can_be_started_again(runs, reference, tiny_model, tmp_path):
     write_beside(tmp_path, tiny_model)
-    ended = runs(tmp_path, *TRAIN, die=Die("tunesmith.model.load:load_model", signal=signal.SIGINT))
+    ended = runs(tmp_path, *TRAIN, die=Die("tunesmith.run.assemble:prepare", signal=signal.SIGINT))
     assert ended.code == 130
     assert ended.err == "interrupted\n"
     assert runs(tmp_path, *TRAIN, die=Die(EVALUATE, signal=signal.SIGINT)).code == 130

@@ -33,14 +33,14 @@ def test_states_that_exceed_the_memory_of_a_process_are_trained_on_disk(runs, wi
             settings = {"method": "full", "steps": 3, "batch_tokens": 64, "eval": [], "learning_rate": 1e-3}
             write_all(folder, wide, **settings)
             plan = json.loads((folder / "plan.json").read_text())
-            (folder / "plan.json").write_text(json.dumps(plan | {"offload_optimizer": home, "save_beside": False}))
+            (folder / "plan.json").write_text(json.dumps(plan | {"offload_optimizer": home, "async_checkpoint": False}))
         return runs(folder, "train", "run.yaml", "--plan", "plan.json", **options)
 
     assert train("whole", "none").code == 0
     beyond = train("beyond", "none", memory=MEMORY)
     assert beyond.code == 1
     assert "error: The memory of this machine ran out, though" in beyond.err
-    assert "recompute_layers in" in beyond.err
+    assert "checkpointed_layers in" in beyond.err
     limits = {"memory": MEMORY, "constants": PIECES}
     killed = train("run", "disk", die=Die("tunesmith.optim.build:Optimizer.step", 3), **limits)
     assert killed.code == -signal.SIGKILL, killed.err

@@ -28,7 +28,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("adamw_8bit", {}, {"U8", "F32"}),
         ("muon", {}, {"F32"}),
-        ("adamw", {"precision": "bf16", "master_weights": True, "micro_batch": 4, "release_gradients": True}, {"F32"}),
+        (
+            "adamw",
+            {"precision": "bf16", "master_weights": True, "micro_batch": 4, "optimizer_in_backward": True},
+            {"F32"},
+        ),
         ("adamw_4bit", {"precision": "bf16", "master_weights": False}, {"U8", "F32", "BF16"}),
     ],
 )
@@ -43,7 +47,7 @@ def test_a_killed_run_continues_to_the_same_bytes(optimizer, changes, dtypes, ru
             steps=5,
             learning_rate=1e-3,
             save_every=3,
-            max_grad_norm=None if "release_gradients" in changes else 1.0,
+            max_grad_norm=None if "optimizer_in_backward" in changes else 1.0,
         )
         plan = json.loads((folder / "plan.json").read_text())
         (folder / "plan.json").write_text(json.dumps(plan | changes))
@@ -75,7 +79,7 @@ def test_a_plan_with_other_states_than_the_optimizer_asked_for_is_refused(runs, 
 def test_a_plan_that_releases_gradients_is_refused_where_all_are_needed(runs, model, tmp_path):
     folder = write_all(tmp_path, model, method="full", precision="bf16")
     plan = json.loads((folder / "plan.json").read_text())
-    (folder / "plan.json").write_text(json.dumps(plan | {"release_gradients": True}))
+    (folder / "plan.json").write_text(json.dumps(plan | {"optimizer_in_backward": True}))
     ended = runs(folder, *TRAIN)
     assert (ended.code, ended.err.count("\n")) == (1, 1)
     assert "max_grad_norm 1 needs them all" in ended.err

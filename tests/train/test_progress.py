@@ -18,9 +18,10 @@ from tunesmith.train.loop import MICRO_BATCHES, _signals, train
 @pytest.fixture
 def job(tiny_model, tmp_path, monkeypatch):
     """Of three steps with four micro-batches, and evaluations after two and three."""
-    from tunesmith.assemble import assemble, prepare_run
     from tunesmith.config.load import load
     from tunesmith.plan.plan import Plan
+    from tunesmith.run.assemble import assemble
+    from tunesmith.run.start import prepare_run
 
     write_all(tmp_path, tiny_model, steps=3, eval_every=2, save_every=100)
     monkeypatch.chdir(tmp_path)

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tiny import Die, Runs, assert_same, write_all
-from tunesmith.checkpoint.run_folder import read_plan
-from tunesmith.infer.merge import merge_run
-from tunesmith.infer.open import open_run
 from tunesmith.kernels import nf4
-from tunesmith.model import quantized
+from tunesmith.model import quantized, structure
+from tunesmith.run.folder import read_plan
+from tunesmith.run.merge import merge_run
+from tunesmith.run.open import open_run
 from tunesmith.train import events
 
 TRAIN = ("train", "run.yaml", "--plan", "plan.json")
@@ -34,7 +34,7 @@ def folder(runs: Runs, tiny_model: Path, tmp_path_factory: pytest.TempPathFactor
 def dequantized(model: Path, to: Path) -> Path:
     """A model folder with the linears of the layers replaced by what nf4 makes of them."""
     full = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    for linear in quantized.linears_of_layers(full).values():
+    for linear in structure.linears_of_layers(full).values():
         rows, columns = linear.weight.shape
         linear.weight.data = nf4.dequantize(nf4.quantize(linear.weight), [rows], columns, torch.float32)
     shutil.copytree(model, to)

@@ -81,8 +81,18 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", ["tensors.safetensors", "state.json", "manifest.json"])
-@pytest.mark.parametrize("damage", DAMAGES)
+USUAL = [
+    ("truncated", "tensors.safetensors"),
+    ("flipped", "tensors.safetensors"),
+    ("empty", "state.json"),
+    ("missing", "manifest.json"),
+]
+"""The store's own tests find each damage of each file."""
+FILES = ("tensors.safetensors", "state.json", "manifest.json")
+REST = [(damage, name) for damage in DAMAGES for name in FILES if (damage, name) not in USUAL]
+
+
+@pytest.mark.parametrize(("damage", "name"), [*USUAL, *(pytest.param(*one, marks=pytest.mark.slow) for one in REST)])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_leads_to_the_same_end(
     runs, reference, folder, damage, name
 ):

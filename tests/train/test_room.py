@@ -14,15 +14,14 @@ from safetensors.torch import load_file
 from checkpoint.test_store import mounted
 from parallel.on_ranks import job_of
 from tiny import write_all
-from tunesmith.checkpoint import store as store_module
+from tunesmith.checkpoint import codec
 from tunesmith.checkpoint.room import check_room, result_bytes
-from tunesmith.choose import will_write
 from tunesmith.cli.main import main
 from tunesmith.config.load import from_mapping
 from tunesmith.errors import UserError
-from tunesmith.model import load
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.search import Written
+from tunesmith.run.choose import will_write
 from tunesmith.train import events
 from tunesmith.train.loop import train
 
@@ -46,7 +45,7 @@ def no_checkpoints(monkeypatch):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(store_module, "_encode_tensors", full)
+    monkeypatch.setattr(codec, "encode_tensors", full)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +158,7 @@ def test_a_run_whose_result_does_not_fit_a_real_disk_is_refused_before_weights_a
 ):
     from tiny_model import make_tiny_model
 
-    monkeypatch.setattr(load, "load_model", lambda *_, **__: pytest.fail("the weights were loaded"))
+    monkeypatch.setattr("tunesmith.run.assemble.prepare", lambda *_, **__: pytest.fail("the weights were loaded"))
     model = make_tiny_model(tmp_path / "model", hidden_size=128, intermediate_size=1024)
     monkeypatch.chdir(tmp_path)
     with mounted(tmp_path / "small", "size=4m"):
@@ -193,9 +192,9 @@ def test_stopped_without_room_for_a_checkpoint_the_weights_are_kept(job, no_chec
 
 
 def test_what_fits_nowhere_in_the_output_is_kept_on_another_disk(job, no_checkpoints, monkeypatch, tmp_path):
-    from tunesmith import assemble
+    from tunesmith.run import result
 
-    real, one = assemble.write_adapter, job()
+    real, one = result.write_adapter, job()
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "elsewhere"))
 
@@ -204,7 +203,7 @@ def test_what_fits_nowhere_in_the_output_is_kept_on_another_disk(job, no_checkpo
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(model, run, target, describe)
 
-    monkeypatch.setattr(assemble, "write_adapter", write)
+    monkeypatch.setattr(result, "write_adapter", write)
     with pytest.raises(UserError) as error:
         train(one, lambda _: None)
     (kept,) = (tmp_path / "elsewhere").glob("tunesmith-run-adapter-*")

@@ -24,7 +24,7 @@ def job(tiny_model, tmp_path):
             tmp_path / name, tiny_model, method="full", learning_rate=1e-3, eval=[], save_every=3, keep=9
         )
         data = [{"path": str(folder / "train.jsonl")}]
-        options = {"wire": {"save_beside": beside}, "data": data, "output": str(folder / "run"), "steps": 8}
+        options = {"wire": {"async_checkpoint": beside}, "data": data, "output": str(folder / "run"), "steps": 8}
         return job_of(Ranks(), str(folder), {}, "none", **options)
 
     return of

@@ -14,8 +14,8 @@ from tunesmith.config.schema import Lora, Run
 from tunesmith.data.loader import PackedDocument, micro_batch_of
 from tunesmith.data.types import StepBatch
 from tunesmith.model import attention, lora
-from tunesmith.model.forward import Calling
 from tunesmith.optim.build import Optimizer
+from tunesmith.plan.plan import ForwardSpec
 from tunesmith.train.step import Interrupted, LossScale, NotFinite, TrainStep
 
 LENGTHS = (5, 9, 3, 14, 7, 11)
@@ -67,7 +67,7 @@ def gradients(folder, groups, *, layout="packed", settings: Lora | None = None):
         found.update({name: weight.grad.clone() for name, weight in optimizer.masters.items()})
 
     optimizer.step = keep
-    step = TrainStep(model, Calling(layout), optimizer, device=torch.device("cpu"), max_grad_norm=None, seed=0)
+    step = TrainStep(model, ForwardSpec(layout), optimizer, device=torch.device("cpu"), max_grad_norm=None, seed=0)
     result = step(step_of(groups), 1.0)
     return result, found
 
@@ -130,7 +130,7 @@ def trainer(folder, **options) -> TrainStep:
     lora.attach(model, Lora(rank=4, dropout=0.3), seed=0)
     optimizer = Optimizer(model.named_parameters(), Run(model="x", data="x"), master_weights=False)
     settings = {"device": torch.device("cpu"), "max_grad_norm": 1.0, "seed": 0} | options
-    return TrainStep(model, Calling("packed"), optimizer, **settings)
+    return TrainStep(model, ForwardSpec("packed"), optimizer, **settings)
 
 
 def test_z_loss_changes_the_step_and_not_the_loss_that_is_reported(tiny_model):

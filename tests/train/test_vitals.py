@@ -9,12 +9,12 @@ import torch
 
 from parallel.on_ranks import job_of
 from tiny import write_all
-from tunesmith.choose import choose_plan, plan_run
 from tunesmith.config.load import from_mapping
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.parallel.ranks import Ranks
-from tunesmith.plan import search
+from tunesmith.plan import task
+from tunesmith.run.choose import choose_plan, plan_run
 from tunesmith.train import events, loop
 from tunesmith.train.loop import train
 from tunesmith.train.step import NotFinite, StepResult
@@ -42,9 +42,9 @@ def warnings_of(seen: list[events.Event]) -> list[str]:
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "lion", "muon", "adafactor"])
 def test_a_learning_rate_that_cannot_be_meant_is_refused_before_anything_is_read(optimizer):
     with pytest.raises(UserError, match=r"learning_rate is 1e\+30, and .* 2e-4 is usual for adapters"):
-        search.check_rate(run_of(optimizer=optimizer), 1e30)
-    search.check_rate(run_of(optimizer=optimizer), 0.5)
-    search.check_rate(run_of(optimizer="sgd"), 30.0)
+        task.check_rate(run_of(optimizer=optimizer), 1e30)
+    task.check_rate(run_of(optimizer=optimizer), 0.5)
+    task.check_rate(run_of(optimizer="sgd"), 30.0)
 
 
 def test_nor_may_a_plan_made_by_hand_have_one(tiny_model, tmp_path):
@@ -57,7 +57,7 @@ def test_nor_may_a_plan_made_by_hand_have_one(tiny_model, tmp_path):
 @pytest.mark.parametrize("saves", [1, 100])
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_weights_that_explode_stop_the_run_and_are_not_saved(job, method, saves, monkeypatch):
-    monkeypatch.setattr(search, "HIGHEST_RATE", math.inf)
+    monkeypatch.setattr(task, "HIGHEST_RATE", math.inf)
     one = job(method=method, learning_rate=1e30, warmup=0, save_every=saves)
     with pytest.raises(
         NotFinite, match=r"The trained weights have exploded: after step 1 .*e\+[23]|not a finite number"

@@ -18,7 +18,7 @@ from tunesmith.parallel import compile
 from tunesmith.train import step as train_step
 from tunesmith.train.vitals import Sample
 
-WORKLOAD = dataclasses.replace(bench.WORKLOADS["tiny"], rounds=2)
+WORKLOAD = dataclasses.replace(bench.WORKLOADS["tiny"], accumulation_steps=2)
 ASKS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero", "equal", "bincount")
 """Operators whose result, or its size, is only known on the host once the device has computed it."""
 
@@ -56,7 +56,7 @@ def build(monkeypatch):
 
     def make(method: str = "lora", **changes):
         workload = dataclasses.replace(WORKLOAD, method=method)
-        plan = bench.plan_for(workload, device="cpu", products="plain", recompute_layers=0, compiled=False)
+        plan = bench.plan_for(workload, device="cpu", matmul_dtype="plain", checkpointed_layers=0, compiled=False)
         step = bench.build(workload, plan.changed(attention="flash-attn-4", **changes))
         step.sample = Sample(step.optimizer.weights.values())
         waits = Waits(*step.model.parameters(), *step.model.buffers())
@@ -79,8 +79,8 @@ def build(monkeypatch):
     ("method", "changes"),
     [
         ("lora", {}),
-        ("lora", {"recompute_layers": 2, "offload_activations": True, "mlp_slice": 50}),
-        ("lora", {"recompute_layers": 1, "keep_attention": True}),
+        ("lora", {"checkpointed_layers": 2, "offload_activations": True, "mlp_slice": 50}),
+        ("lora", {"checkpointed_layers": 1, "save_attention": True}),
         ("qlora", {}),
         ("full", {}),
     ],
@@ -111,8 +111,10 @@ def test_one_question_inside_a_step_is_found(build):
 @pytest.mark.parametrize("saves", [False, True])
 def test_nothing_waits_inside_a_step_on_a_gpu(method, saves):
     workload = dataclasses.replace(WORKLOAD, method=method)
-    plan = bench.plan_for(workload, device="cuda", products="plain", recompute_layers=2 if saves else 0, compiled=True)
-    step = bench.build(workload, plan.changed(offload_activations=saves, keep_attention=saves))
+    plan = bench.plan_for(
+        workload, device="cuda", matmul_dtype="plain", checkpointed_layers=2 if saves else 0, compiled=True
+    )
+    step = bench.build(workload, plan.changed(offload_activations=saves, save_attention=saves))
     made = bench.batches(workload, 4)
     counters.clear()
     for batch in made[:3]:
@@ -131,8 +133,8 @@ def test_nothing_waits_inside_a_step_on_a_gpu(method, saves):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_step_is_launched_while_the_gpu_is_busy():
     """With tokens that fill more pages than a copy takes along at once."""
-    workload = dataclasses.replace(WORKLOAD, sequences=5, length=4096, rounds=1)
-    plan = bench.plan_for(workload, device="cuda", products="plain", recompute_layers=0, compiled=True)
+    workload = dataclasses.replace(WORKLOAD, sequences=5, length=4096, accumulation_steps=1)
+    plan = bench.plan_for(workload, device="cuda", matmul_dtype="plain", checkpointed_layers=0, compiled=True)
     step = bench.build(workload, plan)
     made = bench.batches(workload, 3)
     for batch in made[:2]:

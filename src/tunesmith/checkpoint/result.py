@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from tunesmith import disk
-from tunesmith.checkpoint.store import _DTYPES, Rows, Together
+from tunesmith.checkpoint.codec import DTYPES, Rows
+from tunesmith.checkpoint.store import Together
 from tunesmith.model.files import Held, Stack
 from tunesmith.model.save import LARGEST_FILE, whole_folder
 
@@ -36,7 +37,7 @@ class Place:
     dtype: torch.dtype
 
 
-def write_together(
+def write_on_all_ranks(
     target: Path,
     shapes: Shapes,
     parts: Iterable[tuple[str, Rows]],
@@ -173,7 +174,7 @@ def _lay_out(
         end, starts = 0, {}
         for name in sorted(names, key=lambda name: (-tensors[name].element_size(), name)):  # as the library has them
             starts[name], end = end, end + tensors[name].nbytes
-            kind, shape = _DTYPES[tensors[name].dtype], list(tensors[name].shape)
+            kind, shape = DTYPES[tensors[name].dtype], list(tensors[name].shape)
             header[name] = {"dtype": kind, "shape": shape, "data_offsets": [starts[name], end]}
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)

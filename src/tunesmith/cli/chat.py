@@ -21,7 +21,7 @@ def command(
 
     output.stage(f"Loading the model of {folder}")
     from tunesmith.infer.generate import stream
-    from tunesmith.infer.open import open_model
+    from tunesmith.run.open import open_model
 
     opened = open_model(folder)
     output.clear_bottom()

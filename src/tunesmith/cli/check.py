@@ -65,10 +65,10 @@ def command(
 
 def examine(run: Run, tokenizer: Any, *, examples: int = 3, dataset: str | None = None) -> dict[str, Any]:
     """Everything that `check` shows, as plain values."""
-    from tunesmith.choose import plan_run, tokenize
     from tunesmith.cli import output
     from tunesmith.data.loader import Loader
     from tunesmith.plan.defaults import few_steps
+    from tunesmith.run.choose import plan_run, tokenize
 
     # Data can be looked at on a machine without the GPU that the run will have.
     # Bad records are shown beside the good ones, whatever a run would do about them.

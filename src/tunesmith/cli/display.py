@@ -257,10 +257,10 @@ class Silent(Display):
 def read_plan_file(path: Path) -> Plan:
     import json
 
-    from tunesmith.plan.plan import Plan, first_problem
+    from tunesmith.plan.plan import Plan, first_problem, upgraded
 
     try:
-        plan = Plan.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        plan = Plan.model_validate(upgraded(json.loads(path.read_text(encoding="utf-8"))))
     except OSError as error:
         raise UserError(f"The plan {path} cannot be read: {error.strerror}.") from error
     except ValueError as error:

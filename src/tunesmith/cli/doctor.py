@@ -191,7 +191,7 @@ def _show(report: dict[str, Any]) -> None:
     if machine := report["machine"]:
         bf16 = "has bf16 arithmetic" if machine["has_fast_bf16"] else "no bf16 arithmetic, so trains in fp32"
         free = f"{readable_bytes(machine['available'])} free"
-        rows.append(("CPU", machine["processor"], f"{machine['cores']} cores", bf16))
+        rows.append(("CPU", machine["cpu"], f"{machine['cores']} cores", bf16))
         rows.append(("memory", "", free, f"of {readable_bytes(machine['memory'])}"))
         for index, gpu in enumerate(machine["gpus"]):
             capability = ".".join(map(str, gpu["capability"]))

@@ -22,9 +22,9 @@ def command(
     from tunesmith.cli import output
 
     output.stage(f"Reading {folder}")
-    from tunesmith.checkpoint.run_folder import read_run
     from tunesmith.config.schema import Dataset
     from tunesmith.errors import UserError
+    from tunesmith.run.folder import read_run
 
     run = read_run(folder)
     if data:
@@ -35,7 +35,7 @@ def command(
 
     check_there(run.model)
     output.stage("Loading the model")
-    from tunesmith.assemble import evaluate_run
+    from tunesmith.run.evaluate import evaluate_run
 
     before, after, step = evaluate_run(folder, run, with_base=base, progress=output.progress)
     rows = []

@@ -126,10 +126,10 @@ _TOPICS = ("batch", "sequence length", "epochs", "steps", "learning rate", "held
 
 def _decided(answers: Answers, output: str) -> Decided:
     """From the data's files and the model's config, as far as they can be read from here."""
-    from tunesmith.checkpoint.run_folder import DECIDED, decided
-    from tunesmith.choose import plan_run
     from tunesmith.config.schema import Run
     from tunesmith.errors import UserError
+    from tunesmith.run.choose import plan_run
+    from tunesmith.run.folder import DECIDED, decided
 
     key, source = _source(answers)
     run = Run.model_validate(
@@ -151,8 +151,8 @@ def _source(answers: Answers) -> tuple[str, str]:
 def write_settings(answers: Answers, output: str, proposed: Mapping[str, Any]) -> str:
     """The text of run.yaml: the usual settings, then all others commented out with their defaults, or with what is
     proposed at the time."""
-    from tunesmith.checkpoint.run_folder import DECIDED
     from tunesmith.config.schema import Dataset, Lora, Run
+    from tunesmith.run.folder import DECIDED
 
     key, source = _source(answers)
     active: dict[str, Any] = {"model": answers.model, "method": answers.method, "output": output}

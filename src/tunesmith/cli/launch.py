@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from tunesmith.parallel.places import Task
+    from tunesmith.launch.clusters import Task
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -18,7 +18,7 @@ Overrides = Annotated[
 ]
 Nodes = Annotated[int, typer.Option(help="Machines.")]
 PerNode = Annotated[int, typer.Option(help="Ranks on each machine: its GPUs.")]
-OnCpu = Annotated[bool, typer.Option("--cpu", help="Ranks on processors instead of GPUs.")]
+OnCpu = Annotated[bool, typer.Option("--cpu", help="Ranks on CPUs instead of GPUs.")]
 Name = Annotated[str | None, typer.Option(help="Of the job; the output folder's when left out.")]
 Out = Annotated[Path | None, typer.Option(help="The file to write.", show_default=False)]
 Submit = Annotated[bool, typer.Option("--submit", help="Submit it, too.")]
@@ -28,7 +28,7 @@ Submit = Annotated[bool, typer.Option("--submit", help="Submit it, too.")]
 def about() -> None:
     """Run on several machines. They share the folder with the settings, the data and the output.
 
-    A run that is pre-empted or fails is started again by the place and continues from its last checkpoint.
+    A run that is pre-empted or fails is started again by the cluster and continues from its last checkpoint.
     """
 
 
@@ -48,8 +48,8 @@ def hosts(
 
     from tunesmith.cli import output
     from tunesmith.errors import UserError
-    from tunesmith.parallel.places import host_commands
-    from tunesmith.parallel.together import run_together
+    from tunesmith.launch.clusters import host_commands
+    from tunesmith.launch.hosts import run_on_hosts
 
     names = [name.strip() for name in hosts.split(",") if name.strip()]
     if not names:
@@ -61,7 +61,7 @@ def hosts(
         for command in commands:
             typer.echo(shlex.join(command))
         return
-    code = run_together(dict(zip(names, commands, strict=True)), typer.echo)
+    code = run_on_hosts(dict(zip(names, commands, strict=True)), typer.echo)
     raise typer.Exit(code)
 
 
@@ -80,7 +80,7 @@ def slurm(
 ) -> None:
     """Write a script for sbatch."""
     from tunesmith.disk import writing
-    from tunesmith.parallel.places import slurm_script
+    from tunesmith.launch.clusters import slurm_script
 
     task = _task(config, overrides, name, nodes, ranks, has_gpus=not cpu, options=option or ())
     with writing(task.output, "set output to another folder"):  # the job's log, which Slurm opens before anything runs
@@ -105,7 +105,7 @@ def kubernetes(
     """Write a manifest for kubectl."""
     import dataclasses
 
-    from tunesmith.parallel.places import kubernetes_manifest
+    from tunesmith.launch.clusters import kubernetes_manifest
 
     task = _task(config, overrides, name, nodes, ranks, has_gpus=not cpu)
     task = dataclasses.replace(task, folder=mount, command=["python", *task.command[1:]], name=task.name.lower())
@@ -125,7 +125,7 @@ def ray(
     submit: Submit = False,
 ) -> None:
     """Write a program for `ray job submit`."""
-    from tunesmith.parallel.places import ray_driver
+    from tunesmith.launch.clusters import ray_driver
 
     task = _task(config, overrides, name, nodes, ranks, has_gpus=not cpu)
     _write(ray_driver(task), out or config.with_suffix(".ray.py"), ["ray", "job", "submit", "--", "python"], submit)
@@ -150,7 +150,7 @@ def _task(
 
     output.stage(f"Reading {config}")
     from tunesmith.config.load import load
-    from tunesmith.parallel.places import Task
+    from tunesmith.launch.clusters import Task
 
     run = load(config, overrides or ()).run  # mistakes are found here, not on every rank
     plan = ["--plan", str(plan_file)] if plan_file else []

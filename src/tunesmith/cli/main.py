@@ -41,7 +41,7 @@ from tunesmith.cli import (
     train,
 )
 from tunesmith.errors import UserError, UserErrors
-from tunesmith.parallel.launch import write_failure
+from tunesmith.launch.local import write_failure
 
 INTERRUPTED = 130
 OUR_FAULT = 70

@@ -23,7 +23,7 @@ def command(
     if precision not in (None, "fp32", "bf16", "fp16"):
         raise UserError(f"--precision is {precision}; it can be fp32, bf16 or fp16.")
     output.stage(f"Merging {folder}")
-    from tunesmith.infer.merge import merge_run
+    from tunesmith.run.merge import merge_run
 
     with writing(to, "make room there, or give --to another folder"):
         merged = merge_run(folder, to, precision=precision)

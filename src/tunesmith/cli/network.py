@@ -25,18 +25,18 @@ def command(
 
     output.stage("Looking at this machine")
     from tunesmith.errors import UserError
+    from tunesmith.launch.rank_environment import read_rank_environment
     from tunesmith.plan.hardware import probe
-    from tunesmith.plan.place import here
 
-    place = here()
-    if not place.is_started:
-        from tunesmith.parallel.launch import launch
+    environment = read_rank_environment()
+    if not environment.is_started:
+        from tunesmith.launch.local import run_ranks
 
         count = ranks or len(probe().gpus) or 2
         if count < 2:
             raise UserError("There is one GPU here, and a network is between two: start this by torchrun on several.")
         output.clear_bottom()
-        failure = launch([sys.executable, "-m", "tunesmith", "network", *["--json"][: int(as_json)]], count)
+        failure = run_ranks([sys.executable, "-m", "tunesmith", "network", *["--json"][: int(as_json)]], count)
         if failure is not None:
             raise UserError(failure.message or failure.words(count))
         return
@@ -46,11 +46,11 @@ def command(
     from tunesmith.measure.network import keep, measure
     from tunesmith.parallel.ranks import connected
 
-    with connected(place) as together:
+    with connected(environment) as together:
         has_gpu = torch.cuda.is_available()
-        device = torch.device("cuda", place.local_rank) if has_gpu else torch.device("cpu")
+        device = torch.device("cuda", environment.local_rank) if has_gpu else torch.device("cpu")
         found = measure(together, device)
-        if place.rank != 0:
+        if environment.rank != 0:
             return
         kept = keep(found, together, torch.cuda.get_device_name() if has_gpu else None)
     if as_json:

@@ -20,6 +20,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from tunesmith import disk
+
 PIPE_WIDTH = 160
 """Columns when the output is not a terminal: wide enough that no table is cut."""
 REFRESHES = 5
@@ -131,11 +133,7 @@ def print_json(value: Any) -> None:
 
 def readable_bytes(count: float) -> str:
     """`1536` -> `1.5 KiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+    return disk.size(count)
 
 
 class _Stage:

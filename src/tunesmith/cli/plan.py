@@ -178,7 +178,7 @@ def _document(
             "note": facts.note,
         },
         "hardware": where.model_dump(mode="json"),
-        "timeline": [moment.model_dump(mode="json") for moment in found.timeline],
+        "timeline": [phase.model_dump(mode="json") for phase in found.timeline],
         "alternatives": [dataclasses.asdict(row) for row in explain.alternatives(found)],
     }
     if not plan.fits:

@@ -29,10 +29,10 @@ def command(
     from tunesmith.cli import output
 
     output.stage(f"Reading {config}")
-    from tunesmith.checkpoint.run_folder import check_place
     from tunesmith.cli import display
     from tunesmith.config.load import load
     from tunesmith.disk import check_writable, writing
+    from tunesmith.run.folder import check_place
 
     run = load(config, overrides or ()).run
     check_place(run)
@@ -41,8 +41,9 @@ def command(
 
     check_there(run.model)
     output.stage("Loading torch and transformers")
-    from tunesmith.assemble import assemble, prepare_run
     from tunesmith.measure.profile import profile_job
+    from tunesmith.run.assemble import assemble
+    from tunesmith.run.start import prepare_run
 
     folder = Path(run.output) / "profile"
     advice = "make room there, or set output to another folder"

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from tunesmith.train.job import Job
     from tunesmith.train.loop import Outcome
 
-USER_ERROR = 1
-
 
 def command(
     config: Annotated[Path, typer.Argument(help="The run's settings.", show_default=False)] = Path("run.yaml"),
@@ -47,7 +45,7 @@ def command(
     from tunesmith.config.load import load
     from tunesmith.data.prepare import check_output
     from tunesmith.errors import UserError
-    from tunesmith.plan.place import here
+    from tunesmith.launch.rank_environment import read_rank_environment
 
     run = load(config, overrides or ()).run
     check_output(run)  # before a file of the run lies there
@@ -55,38 +53,38 @@ def command(
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if run.profile_steps:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks help nobody
-    folder, place = Path(run.output), here()
-    from tunesmith.checkpoint import run_folder
+    folder, environment = Path(run.output), read_rank_environment()
+    from tunesmith.run import folder as run_folder
 
     run_folder.check_place(run)
     summary = run_folder.read_summary(folder)
     if summary is not None and not (folder / summary["result"]).is_dir():
-        if place.rank == 0:
+        if environment.rank == 0:
             output.warn(f"The run in {folder} was finished, but its result is gone; it is made again.")
         summary = None
     if summary is not None and not accept_changes:
         before = run_folder.read_identity(folder)
-        if place.rank == 0 and before is not None and (changes := run_folder.changed_settings(before, run)):
+        if environment.rank == 0 and before is not None and (changes := run_folder.changed_settings(before, run)):
             output.warn(f"Settings have changed since, which has no effect on a finished run: {'; '.join(changes)}.")
-        if place.rank == 0:
+        if environment.rank == 0:
             output.say(
                 f"The run in {folder} is finished ({summary['steps']} steps); its result is "
                 f"{folder / summary['result']}. To train again, choose another output; to train on with other "
                 "settings, add --accept-changes."
             )
         raise typer.Exit(0)
-    screen = display.Display() if place.rank == 0 else display.Silent()
+    screen = display.Display() if environment.rank == 0 else display.Silent()
     plan = display.read_plan_file(plan_file) if plan_file else None
-    if not place.is_started:
+    if not environment.is_started:
         if not screen.is_live:
             screen.stage("Starting")
         output.stage("Making the plan")
-        from tunesmith.model.ahead import read_files
+        from tunesmith.model.prefetch import read_files
         from tunesmith.plan.models import check_there
 
         check_there(run.model)
         read_files(run.model)
-        from tunesmith.choose import choose_plan
+        from tunesmith.run.choose import choose_plan
 
         chosen = choose_plan(run, plan=plan, ranks=ranks)
         count = chosen.mesh.ranks
@@ -105,18 +103,19 @@ def command(
             _start_ranks(again, count, restarts=restarts, accept_changes=accept_changes, folder=folder)
             return
         output.stage("Loading torch and transformers")
-    from tunesmith.assemble import assemble, join_run, prepare_run
-    from tunesmith.checkpoint.store import RunLock
+    from tunesmith.checkpoint.lock import RunLock
     from tunesmith.infer.described import versions
     from tunesmith.parallel.ranks import connected
+    from tunesmith.run.assemble import assemble
+    from tunesmith.run.start import join_run, prepare_run
     from tunesmith.train import events
     from tunesmith.train.loop import train
 
     with ExitStack() as stack:
-        if place.rank == 0:
+        if environment.rank == 0:
             stack.enter_context(RunLock(folder, warn=output.warn))
         stack.enter_context(screen)
-        log = events.EventLog(folder) if place.rank == 0 else None
+        log = events.EventLog(folder) if environment.rank == 0 else None
 
         def observe(event: events.Event) -> None:
             if log:
@@ -126,8 +125,8 @@ def command(
         def warn(message: str) -> None:
             observe(events.Warned(message))
 
-        others = stack.enter_context(connected(place))
-        if place.rank == 0:
+        others = stack.enter_context(connected(environment))
+        if environment.rank == 0:
             setting = prepare_run(
                 run, plan=plan, ranks=ranks, accept_changes=accept_changes, warn=warn, progress=screen.progress
             )
@@ -135,8 +134,9 @@ def command(
             screen.show_plan(setting.plan)
             screen.stage("Loading the model")
         others.wait()
-        for is_turn in (place.local_rank == 0, place.local_rank != 0):  # a node's first may have to tokenize
-            if place.rank != 0 and is_turn:
+        is_local_first = environment.local_rank == 0  # it may have to tokenize for its node
+        for is_turn in (is_local_first, not is_local_first):
+            if environment.rank != 0 and is_turn:
                 setting = join_run(run)
             others.wait()
         stack.enter_context(_memory_errors_in_words(setting.plan, folder))
@@ -145,13 +145,13 @@ def command(
             warn(message)
         trained = sum(parameter.numel() for parameter in job.optimizer.parameters)
         observe(events.Started(job.loader.total_steps, trained, versions()))
-        profiler = _profiler(job, warn) if place.rank == 0 else None
+        profiler = _profiler(job, warn) if environment.rank == 0 else None
         outcome = train(job, observe, started=started, watch=profiler, progress=screen.progress)
         if profiler:
             profiler.close()  # where the run ended before the last of its steps
         if log:
             log.close()
-    if place.rank == 0:
+    if environment.rank == 0:
         _say_outcome(outcome, folder, profiler)
     if not outcome.is_finished:
         raise typer.Exit(130 if "Ctrl-C" in outcome.reason else 143 if "SIGTERM" in outcome.reason else 0)
@@ -167,48 +167,32 @@ def _memory_errors_in_words(plan: Plan, folder: Path) -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        # The name is all that torch's words for it have in common on different processors.
+        # The name is all that torch's words for it have in common on different CPUs.
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "DefaultCPUAllocator" not in str(error):
             raise
         owner = "the GPU" if isinstance(error, torch.OutOfMemoryError) else "this machine"
         predicted, limit = (f"{size / 2**30:.1f} GiB" for size in (plan.memory.total, plan.memory_limit))
         raise UserError(
             f"The memory of {owner} ran out, though {predicted} of {limit} were predicted to do. End other programs "
-            f"that use it, or lower micro_batch or raise recompute_layers in {folder / 'plan.json'}, or choose a "
+            f"that use it, or lower micro_batch or raise checkpointed_layers in {folder / 'plan.json'}, or choose a "
             "shorter sequence_length in a new output; `tunesmith train` then goes on from the last checkpoint."
         ) from error
 
 
 def _start_ranks(arguments: list[str], count: int, *, restarts: int, accept_changes: bool, folder: Path) -> None:
     """Run this command again as `count` ranks; ends as the first of them that failed."""
-    import sys
-
     from tunesmith.cli import output
-    from tunesmith.parallel.launch import STOPPED, launch
+    from tunesmith.launch.local import run_tunesmith
 
-    command = [sys.executable, "-m", "tunesmith", *arguments]
-    failure = launch([*command, *["--accept-changes"][: int(accept_changes)]], count)
-    for restart in range(restarts):
-        if failure is None or failure.code in STOPPED or (failure.code == USER_ERROR and failure.message):
-            break  # it would end the same way again
-        number = f"{restart + 1} of {restarts}"
-        output.warn(f"{failure.words(count)}; all ranks are started again from the last checkpoint ({number})")
-        failure = launch(command, count)
+    once = ["--accept-changes"] if accept_changes else []
+    failure = run_tunesmith(arguments, count, restarts=restarts, warn=output.warn, once=once)
     if failure is None:
         return
     from tunesmith.train.hang import stacks
 
-    if failure.traceback:
-        typer.echo(f"rank {failure.rank} of {count}:\n{failure.traceback}", err=True)
-    if failure.code == USER_ERROR and not failure.message and stacks(folder):
-        typer.echo(
-            f"error: a step took so long that the ranks must have hung; what each of them was doing is in "
-            f"{stacks(folder)[0].parent}",
-            err=True,
-        )
-    elif failure.code not in STOPPED:
-        typer.echo(f"error: {failure.message if failure.code == USER_ERROR else failure.words(count)}", err=True)
-    raise typer.Exit(failure.code if failure.code > 0 else 70)
+    for line in failure.report(count, stacks(folder)):
+        typer.echo(line, err=True)
+    raise typer.Exit(failure.exit_code)
 
 
 def _say_outcome(outcome: Outcome, folder: Path, profiler: StepProfiler | None) -> None:

@@ -239,9 +239,9 @@ class Run(Settings):
     max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0
     """Gradients with a larger norm are scaled down to it; null switches this off."""
     z_loss: Annotated[Number, Field(ge=0, le=1)] = 0.0
-    """Weight of a penalty that keeps logits near nought (the squared log of each softmax's sum); 1e-4 is usual."""
+    """Weight of a penalty that keeps logits near zero (the squared log of each softmax's sum); 1e-4 is usual."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
-    """Arithmetic; `auto` takes bf16 where the device has it; `fp8` is bf16 with large products in fp8 (newer GPUs)."""
+    """Arithmetic; `auto` takes bf16 where the device has it; `fp8` is bf16 with large matmuls in fp8 (newer GPUs)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run; `auto` takes a GPU when there is one."""
     deterministic: bool = False

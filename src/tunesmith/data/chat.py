@@ -13,8 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,9 @@ from typing import Any
 import numpy as np
 
 from tunesmith.data import template as templates
+from tunesmith.data import traits
+from tunesmith.data.marked import TextTokenizer, any_of, clean, marked
+from tunesmith.data.messages import REFUSED, as_dict, fold_system, tool_parts_of, with_thoughts_apart, write_tools
 from tunesmith.data.template import TemplateRefusal
 from tunesmith.data.types import Completion, Conversation, Document, Example, Message, Origin, RecordError, Tokens
 from tunesmith.errors import UserError
@@ -32,9 +34,6 @@ WINDOW = 1 << 17
 """Characters of a text that are tokenized at a time: memory for tokens' names and places is 300 times the text."""
 LONGEST_CHAT = 1 << 22
 """Characters of a conversation, a million tokens or more, which no sequence holds."""
-MARK, ESCAPE = "\ufdd0", "\ufdd1"
-"""Characters that no text has. A mark after the first character of a special token says that the data wrote it; where
-the data hold a mark themselves, an escape follows it."""
 
 
 def read_template(path: str) -> str:
@@ -74,9 +73,7 @@ class Encoder:
         for name in special_tokens:
             if name not in known:
                 raise UserError(f"special_tokens: the tokenizer has no token {name}.")
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._backend.encode_special_tokens = False
+        self._text = TextTokenizer(tokenizer)
         own = tokenizer.chat_template if template is None else template
         self.template: str | dict[str, str] | None = own
         self._templates: dict[str, str] = own if isinstance(own, dict) else {"default": own} if own else {}
@@ -87,13 +84,9 @@ class Encoder:
         self.fingerprint: str = self._make_fingerprint()
 
         self._special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-        self._newline = self._backend.encode("\n", add_special_tokens=False).ids
-        after_newline = self._backend.encode("\nx", add_special_tokens=False).ids[len(self._newline) :]
-        # Tokenizers that put a space before every text (sentencepiece) must not do so where an answer continues.
-        self._adds_prefix = after_newline != self._backend.encode("x", add_special_tokens=False).ids
         self.bos_id: int | None = None
         """The token that the tokenizer itself puts before every text, if it does."""
-        if self._backend.encode("x", add_special_tokens=True).ids[:1] == [tokenizer.bos_token_id]:
+        if self.tokenizer.backend_tokenizer.encode("x", add_special_tokens=True).ids[:1] == [tokenizer.bos_token_id]:
             self.bos_id = tokenizer.bos_token_id
 
         self.end_ids: frozenset[int] = frozenset(i for i in (tokenizer.eos_token_id,) if i is not None)
@@ -115,21 +108,22 @@ class Encoder:
         if self.has_template:
             self._marks = any("endgeneration" in text for text in self._templates.values())
             self._special |= self.end_ids
-            self.turn_end_id = self._find_turn_end()
+            self.turn_end_id = traits.turn_end(self.render, self._text, self._special)
             self.end_ids |= {i for i in (self.turn_end_id,) if i is not None}
             self._special |= self.end_ids
-            self.folds_system = self._has_no_system_role()
+            self.folds_system = traits.has_no_system_role(self.render)
             self.mode = self._find_mode()
-            self._tool_parts = self._find_tool_parts()
-            self._takes_reasoning = self._writes_reasoning()
+            self._tool_parts = traits.tool_parts(self.render)
+            self._takes_reasoning = traits.writes_reasoning(self.render)
             self.end_ids |= self._find_call_ends()
             self._special |= self.end_ids
         ends = {str(tokenizer.added_tokens_decoder[i]) for i in self.end_ids if i in tokenizer.added_tokens_decoder}
-        controls = {str(tokenizer.added_tokens_decoder[i]) for i in self._find_controls()} - self._asked
+        controls = {str(tokenizer.added_tokens_decoder[i]) for i in self._control_ids()} - self._asked
         spoken = controls - ({t for t in controls if self._is_parsed(t)} - ends)
-        self.controls, self._spoken_controls = _any_of(controls), _any_of(spoken)
-        self._ends = _any_of(ends - self._asked)
-        self._control_ids = {i for i, t in tokenizer.added_tokens_decoder.items() if str(t) in controls}
+        self.controls, self._spoken_controls = any_of(controls), any_of(spoken)
+        self._text.controls = self.controls
+        self._ends = any_of(ends - self._asked)
+        self._text.control_ids = {i for i, t in tokenizer.added_tokens_decoder.items() if str(t) in controls}
 
     def encode(self, item: Conversation | Document | Completion | Tokens, origin: Origin) -> Example:
         """One example. Turns that the template rewrites once they are not the last are not targets in it."""
@@ -152,7 +146,7 @@ class Encoder:
         if not self.has_template:
             bos = [] if self.bos_id is None else [self.bos_id]
             text = "\n".join(message.content for message in messages)
-            return bos + self._start(self._marked(text, self.controls))[0]
+            return bos + self._text.start(marked(text, self.controls))[0]
         problem: UserError | None = None
         for is_thought in (reasons, not reasons):  # the other kind, where the template knows only that
             answer = Message("assistant", "qxzja", extra={"reasoning_content": "vwkyc"} if is_thought else {})
@@ -172,7 +166,7 @@ class Encoder:
         if len(turns) < sum(m.role == "assistant" and m.weight != 0 for m in item.messages) and self.train_on == "all":
             messages, tools = self._as_written(replace(item, messages=item.messages[:-1]), origin)
             dicts = [self._as_dict(m) for m in messages]
-            return self._start(self.render(dicts, tools, generation=True, mode=self.mode))[0]
+            return self._text.start(self.render(dicts, tools, generation=True, mode=self.mode))[0]
         last = turns[-1]
         earlier = [turn for turn in turns[:-1] if turn.in_full] if last.in_full else []
         return self._lay_out(last.prompt, [*earlier, replace(last, ids=[])], [], origin).ids.tolist()
@@ -209,24 +203,24 @@ class Encoder:
             _append(ids, weights, [self.bos_id], 0.0)
         self._check_ends(item.completion, "completion", origin)
         self._check_size(len(item.prompt) + len(item.completion), origin)
-        prompt, completion = (self._marked(text, self.controls) for text in (item.prompt, item.completion))
+        prompt, completion = (marked(text, self.controls) for text in (item.prompt, item.completion))
         if prompt:
-            _append(ids, weights, self._start(prompt)[0], 1.0 if self.train_on == "all" else 0.0)
-            _append(ids, weights, self._continue(completion)[0], 1.0)
+            _append(ids, weights, self._text.start(prompt)[0], 1.0 if self.train_on == "all" else 0.0)
+            _append(ids, weights, self._text.resume(completion)[0], 1.0)
         else:
-            _append(ids, weights, self._start(completion)[0], 1.0)
+            _append(ids, weights, self._text.start(completion)[0], 1.0)
         if self.tokenizer.eos_token_id is not None and ids[-1:] != [self.tokenizer.eos_token_id]:
             _append(ids, weights, [self.tokenizer.eos_token_id], 1.0)
         return [self._example(ids, weights, origin)]
 
     def _document(self, item: Document, origin: Origin) -> Example:
         """In arrays from the start: a text may have fifty megabytes."""
-        text, eos = self._marked(item.text, self.controls), self.tokenizer.eos_token_id
+        text, eos = marked(item.text, self.controls), self.tokenizer.eos_token_id
         parts = [np.asarray([self.bos_id] if self.bos_id is not None else [], dtype=np.int32)]
         place = 0
         while place < len(text):
             end = _word_boundary(text, place + WINDOW)
-            made = self._continue(text[place:end]) if place else self._start(text[:end])
+            made = self._text.resume(text[place:end]) if place else self._text.start(text[:end])
             parts.append(np.asarray(made[0], dtype=np.int32))
             place = end
         if eos is not None and parts[-1][-1:].tolist() != [eos]:
@@ -257,9 +251,14 @@ class Encoder:
 
     def _as_written(self, item: Conversation, origin: Origin) -> tuple[list[Message], tuple[dict[str, Any], ...]]:
         """Messages and tools as the template has a place for them; the tools marked."""
-        messages, tools = self._write_tools(list(item.messages), item.tools)
-        messages = [self._with_thoughts_apart(message) for message in self._fold_system(messages, origin)]
-        return messages, self._marked(tools, self.controls)
+        messages, tools = list(item.messages), item.tools
+        if self.writes_tools_as_text(messages, tools):
+            messages, tools = write_tools(messages, tools)
+        if self.folds_system:
+            messages = fold_system(messages, origin)
+        if self._takes_reasoning:
+            messages = [with_thoughts_apart(message) for message in messages]
+        return messages, marked(tools, self.controls)
 
     def _located(self, item: Conversation, origin: Origin) -> tuple[str, list[_Turn], list[tuple[int, int, float]]]:
         """The template's text for the conversation, the assistant's turns, and spans with weights of their own."""
@@ -274,10 +273,10 @@ class Encoder:
             except TemplateRefusal:  # some templates want the arguments of tool calls as text
                 chat = replace(chat, dicts=[self._as_dict(m, text_arguments=True) for m in messages])
                 full = self.render(chat.dicts, chat.tools)
-            self._check_nothing_dropped(chat, _clean(full))
+            self._check_nothing_dropped(chat, clean(full))
             return full, *self._locate(chat, full)
         except TemplateRefusal as error:
-            raise RecordError(_REFUSED, origin, f"the chat template refuses this conversation: {error}") from error
+            raise RecordError(REFUSED, origin, f"the chat template refuses this conversation: {error}") from error
 
     def _locate(self, chat: _Chat, full: str) -> tuple[list[_Turn], list[tuple[int, int, float]]]:
         """The assistant's turns, and spans of other messages whose weight was given."""
@@ -305,7 +304,7 @@ class Encoder:
                 return None  # all of the full text is trained; there is no turn to set apart
             raise self._unplaceable(chat, i)
         self._check_answer_kept(chat, i, place)
-        ids, offsets = self._continue(place.answer)
+        ids, offsets = self._text.resume(place.answer)
         kept = self._until_turn_end(place.answer, ids, offsets)
         written = place.answer[: offsets[kept - 1][1] if kept else 0]
         in_full = full.startswith(place.prompt + written)
@@ -408,119 +407,9 @@ class Encoder:
 
     # Tokens
 
-    @property
-    def _backend(self) -> Any:
-        return self.tokenizer.backend_tokenizer
-
-    def _start(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens of text, which may be marked, and where they lie in it."""
-        return self._with_plain_spans(text, self._start_clean) if MARK in text else self._start_clean(text)
-
-    def _start_clean(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        return encoding.ids, encoding.offsets
-
-    def _continue(self, text: str, after: int | None = None) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens of text in the middle of another, which follows the special token `after`, if one is given."""
-        if MARK in text:
-            return self._with_plain_spans(text, lambda clean: self._continue_clean(clean, after))
-        return self._continue_clean(text, after)
-
-    def _continue_clean(self, text: str, after: int | None) -> tuple[list[int], list[tuple[int, int]]]:
-        if not self._adds_prefix or not text:
-            return self._start_clean(text)
-        anchor = "\n" if after is None else self.tokenizer.convert_ids_to_tokens(after)
-        anchor_ids = self._newline if after is None else [after]
-        encoding = self._backend.encode(anchor + text, add_special_tokens=False)
-        size = len(anchor_ids)
-        if encoding.ids[:size] != anchor_ids:
-            return self._start_clean(text)
-        return encoding.ids[size:], [(max(s - len(anchor), 0), e - len(anchor)) for s, e in encoding.offsets[size:]]
-
-    def _with_plain_spans(
-        self, text: str, encode: Callable[[str], tuple[list[int], list[tuple[int, int]]]]
-    ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens of marked text. First with letters in place of what is marked, which tells where the template's
-        control tokens lie; then each stretch between these that has a mark again, as it is, with none in it."""
-        clean, spans, removed = self._unmark(text)
-        filled = clean
-        for start, end in spans:
-            filled = filled[:start] + "x" * (end - start) + filled[end:]
-        ids, offsets = encode(filled)
-        added = self.tokenizer.added_tokens_decoder
-        made: list[int] = []
-        places: list[tuple[int, int]] = []
-        walls = [n for n, i in enumerate(ids) if i in added]
-        for first, wall in zip([0, *(n + 1 for n in walls)], [*walls, len(ids)], strict=True):
-            start = offsets[first - 1][1] if first else 0
-            end = offsets[wall][0] if wall < len(ids) else len(clean)
-            inside = [(s - start, e - start) for s, e in spans if start <= s < end]
-            if inside:
-                again, at = self._plain(clean[start:end], filled[start:end], ids[first:wall], inside)
-                made += again
-                places += [(start + s, start + e) for s, e in at]
-            else:
-                made += ids[first:wall]
-                places += offsets[first:wall]
-            made += ids[wall : wall + 1]
-            places += offsets[wall : wall + 1]
-        return made, [(s + bisect_left(removed, s), e + bisect_left(removed, e)) for s, e in places]
-
-    def _plain(
-        self, text: str, filled: str, before: list[int], spans: list[tuple[int, int]]
-    ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens of text in which no special token is one, with a space before it or not, as `before` had it."""
-        lead = ""
-        if self._start_clean(filled)[0] != before:
-            lead = "\n" if self._start_clean("\n" + filled)[0] == [*self._newline, *before] else ""
-        ids, offsets = self._encode_plainly(text, lead)
-        if not self._control_ids.intersection(ids):
-            return ids, offsets
-        ids, offsets, place = [], [], 0  # one that the tokenizer does not call special: only in two parts it is plain
-        for end in (*(start + 1 for start, _ in spans), len(text)):
-            more, at = self._encode_plainly(text[place:end], "\n" if place and self._adds_prefix else lead)
-            ids, offsets, place = ids + more, offsets + [(s + place, e + place) for s, e in at], end
-        return ids, offsets
-
-    def _encode_plainly(self, text: str, lead: str) -> tuple[list[int], list[tuple[int, int]]]:
-        backend = self._backend
-        backend.encode_special_tokens = True
-        try:
-            encoding = backend.encode(lead + text, add_special_tokens=False)
-        finally:
-            backend.encode_special_tokens = False
-        skipped = len(self._newline) if lead else 0
-        return encoding.ids[skipped:], [(s - len(lead), e - len(lead)) for s, e in encoding.offsets[skipped:]]
-
-    def _unmark(self, text: str) -> tuple[str, list[tuple[int, int]], list[int]]:
-        """The text itself, where in it the data wrote special tokens, and where characters of ours were taken out."""
-        parts, marks, removed = [], [], []
-        size = place = 0
-        for match in _MARKS.finditer(text):
-            is_literal = match[0] != MARK
-            parts.append(text[place : match.start() + is_literal])
-            size += len(parts[-1])
-            place = match.end()
-            removed.append(size)
-            marks += [] if is_literal else [size]
-        clean = "".join((*parts, text[place:]))
-        found = (self.controls.match(clean, mark - 1) if self.controls and mark else None for mark in marks)
-        return clean, [match.span() for match in found if match], removed
-
-    def _marked(self, value: Any, controls: re.Pattern[str] | None) -> Any:
-        """The value with a mark in every special token that it writes out."""
-        if isinstance(value, str):
-            value = value.replace(MARK, MARK + ESCAPE) if MARK in value else value
-            return controls.sub(lambda m: m[0][0] + MARK + m[0][1:], value) if controls else value
-        if isinstance(value, dict):
-            return {self._marked(k, controls): self._marked(v, controls) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(self._marked(one, controls) for one in value)
-        return value
-
     def _as_dict(self, message: Message, text_arguments: bool = False) -> dict[str, Any]:
         controls = self._spoken_controls if message.role == "assistant" else self.controls
-        return self._marked(_as_dict(message, text_arguments), controls)
+        return marked(as_dict(message, text_arguments), controls)
 
     def _lay_out(self, text: str, turns: list[_Turn], spans: list[tuple[int, int, float]], origin: Origin) -> Example:
         ids: list[int] = []
@@ -532,9 +421,9 @@ class Encoder:
             if end <= place:
                 return
             if place == 0:
-                made, offsets = self._start(text[:end])
+                made, offsets = self._text.start(text[:end])
             else:
-                made, offsets = self._continue(text[place:end], ids[-1] if ids[-1] in self._special else None)
+                made, offsets = self._text.resume(text[place:end], ids[-1] if ids[-1] in self._special else None)
             ids.extend(made)
             if not spans:
                 weights.extend([usual] * len(made))
@@ -575,31 +464,8 @@ class Encoder:
     def _make_fingerprint(self) -> str:
         parts = [VERSION, self.train_on, self._templates, self._variables, str(TEMPLATE_DATE), sorted(self._asked)]
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
-        digest.update(self._backend.to_str().encode())
+        digest.update(self.tokenizer.backend_tokenizer.to_str().encode())
         return digest.hexdigest()
-
-    def _find_turn_end(self) -> int | None:
-        """The last special token that follows an answer both in the middle and at the end of a conversation.
-
-        Found with words that no template has in its own text. (In the middle the next question comes after it; at the
-        end, some templates add an end-of-text token of their own.)
-        """
-        words = ("vwkya", "qxzja", "vwkyb", "qxzjb")
-        messages = [{"role": "assistant" if n % 2 else "user", "content": word} for n, word in enumerate(words)]
-        try:
-            text = self.render(messages)
-        except TemplateRefusal:
-            return None  # the guard looks closer and says why
-        places = [text.find(word) for word in words]
-        if min(places) < 0 or places != sorted(places):
-            return None
-        middle = self._start(text[places[1] + 5 : places[2]])[0]
-        end = self._start(text[places[3] + 5 :])[0]
-        added = self._special | set(self.tokenizer.added_tokens_decoder)
-        common = [a for n, a in enumerate(end) if middle[: n + 1] == end[: n + 1] and a in added]
-        if self.tokenizer.eos_token_id in common:
-            return self.tokenizer.eos_token_id
-        return next(iter((common or [i for i in end if i in added])[::-1]), None)
 
     def _find_call_ends(self) -> set[int]:
         """The special token with which the template ends a turn that calls a tool, where it has one of its own."""
@@ -623,137 +489,20 @@ class Encoder:
             return {}
         return place.mode if place else {}
 
-    def _find_controls(self) -> set[int]:
+    def _control_ids(self) -> set[int]:
         """Tokens that are the template's to write: those flagged special, and others with which it begins and ends the
         turns of users. (Reasoning models' `<think>` is neither, where it is not flagged.)"""
         found = self._special | self.end_ids
         if self.has_template:
-            words = ("vwkya", "qxzja", "vwkyb", "qxzjb")
-            try:
-                text = self.render(
-                    [{"role": "assistant" if n % 2 else "user", "content": word} for n, word in enumerate(words)]
-                )
-            except TemplateRefusal:
-                text = ""
-            if words[1] in text and words[2] in text:
-                found |= set(self._start(text[text.index(words[1]) + 5 : text.index(words[2])])[0])
+            found |= traits.between_turns(self.render, self._text)
         return found & self.tokenizer.added_tokens_decoder.keys()
-
-    def _is_parsed(self, token: str) -> bool:
-        return any(token in looked for text in self._templates.values() for looked in templates.parsed(text))
-
-    def _find_tool_parts(self) -> frozenset[str]:
-        """Asked with ids and arguments such as the strictest templates want them."""
-        function = {"name": "vwkyt", "description": "qxzjd", "parameters": {"type": "object", "properties": {}}}
-        asked = [{"role": "user", "content": "vwkya"}]
-        told = [
-            {"role": "tool", "content": "qxzjr", "name": "vwkyt", "tool_call_id": "abcdefghi"},
-            {"role": "assistant", "content": "qxzjb"},
-        ]
-        found = set()
-        for before in ([], [{"role": "system", "content": "vwkys"}]):
-            for arguments in ({"qxzjp": "qxzjv"}, '{"qxzjp": "qxzjv"}'):
-                call = {"id": "abcdefghi", "type": "function", "function": {"name": "vwkyt", "arguments": arguments}}
-                calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-                for tools in ((), ({"type": "function", "function": function},)):
-                    for messages in ([*before, *asked], [*before, *asked, calling], [*before, *asked, calling, *told]):
-                        try:
-                            text = self.render(messages, tools)
-                        except TemplateRefusal:
-                            continue
-                        if tools and calling not in messages and "vwkyt" in text:
-                            found.add("descriptions")
-                        if calling in messages and not tools and "vwkyt" in text:
-                            found |= {"calls"} | ({"arguments"} if "qxzjp" in text and "qxzjv" in text else set())
-                        if "qxzjr" in text and "qxzjb" in text:
-                            found.add("results")
-        return frozenset(found)
 
     def writes_tools_as_text(self, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
         """Whether the template has no place for what these messages do with tools, so that it is written for it."""
-        calls = [call for message in messages for call in message.extra.get("tool_calls", ())]
-        needs = {
-            "descriptions": bool(tools),
-            "calls": bool(calls),
-            "arguments": any(call["function"]["arguments"] for call in calls),
-            "results": any(message.role == "tool" for message in messages),
-        }
-        return not {part for part, is_needed in needs.items() if is_needed} <= self._tool_parts
+        return not tool_parts_of(messages, tools) <= self._tool_parts
 
-    def _write_tools(
-        self, messages: list[Message], tools: tuple[dict[str, Any], ...]
-    ) -> tuple[list[Message], tuple[dict[str, Any], ...]]:
-        """For a template that has no place for tools: as text, in the form that most models know (Hermes)."""
-        if not self.writes_tools_as_text(messages, tools):
-            return messages, tools
-        made: list[Message] = []
-        if tools:
-            lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-            text = _TOOLS.format(lines=lines)
-            if messages and messages[0].role == "system":
-                text, messages = f"{messages[0].content}\n\n{text}", messages[1:]
-            made.append(Message("system", text))
-        for message in messages:
-            extra = {k: v for k, v in message.extra.items() if k not in ("tool_calls", "tool_call_id", "name")}
-            if message.role == "tool":
-                text = f"<tool_response>\n{message.content}\n</tool_response>"
-                if made and made[-1].role == "user":
-                    made[-1] = replace(made[-1], content=f"{made[-1].content}\n{text}")
-                else:
-                    made.append(Message("user", text, message.weight))
-                continue
-            calls = [
-                f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
-                for call in message.extra.get("tool_calls", ())
-            ]
-            content = "\n".join([*([message.content] if message.content or not calls else []), *calls])
-            if message.role == "user" and made and made[-1].role == "user" and "<tool_response>" in made[-1].content:
-                made[-1] = replace(made[-1], content=f"{made[-1].content}\n{content}")
-            else:
-                made.append(replace(message, content=content, extra=extra))
-        return made, ()
-
-    def _writes_reasoning(self) -> bool:
-        """Whether thoughts that are given apart from the answer are written once, before it."""
-        answer = {"role": "assistant", "content": "qxzjb", "reasoning_content": "qxzja"}
-        dicts = [{"role": "user", "content": "vwkya"}, answer | {"reasoning": "qxzja", "thinking": "qxzja"}]
-        try:
-            text = self.render(dicts)
-        except TemplateRefusal:
-            return False
-        return text.count("qxzja") == 1 and text.count("</think>") == 1 and text.index("qxzja") < text.find("qxzjb")
-
-    def _with_thoughts_apart(self, message: Message) -> Message:
-        """An answer that begins with its thoughts, for a template that writes thoughts itself: it would write them
-        twice, or none and then ours."""
-        match = _THOUGHTS.match(message.content) if self._takes_reasoning and message.role == "assistant" else None
-        if match is None or "reasoning_content" in message.extra:
-            return message
-        extra = {**message.extra, "reasoning_content": match[1].strip("\n")} if match[1].strip() else message.extra
-        return replace(message, content=message.content[match.end() :].lstrip("\n"), extra=extra)
-
-    def _has_no_system_role(self) -> bool:
-        """Looked for in a finished conversation: some templates write the system message in prompts alone."""
-        chat = [{"role": "user", "content": "vwkya"}, {"role": "assistant", "content": "qxzja"}]
-        try:
-            self.render(chat)
-        except TemplateRefusal:
-            return False
-        try:
-            return "qxzjb" not in self.render([{"role": "system", "content": "qxzjb"}, *chat])
-        except TemplateRefusal:
-            return True
-
-    def _fold_system(self, messages: list[Message], origin: Origin | None = None) -> list[Message]:
-        if not self.folds_system or not messages or messages[0].role != "system":
-            return messages
-        if len(messages) < 2 or messages[1].role != "user":
-            reason = (
-                "the chat template has no system role, and no user message follows that could hold the system message"
-            )
-            raise RecordError(_REFUSED, origin, reason) if origin else UserError(f"{reason}.")
-        system, first, *rest = messages
-        return [replace(first, content=f"{system.content}\n\n{first.content}"), *rest]
+    def _is_parsed(self, token: str) -> bool:
+        return any(token in looked for text in self._templates.values() for looked in templates.parsed(text))
 
     def _check_nothing_dropped(self, chat: _Chat, full: str) -> None:
         for number, message in enumerate(chat.messages, start=1):
@@ -768,7 +517,7 @@ class Encoder:
                     "give a `chat_template` that writes it",
                 )
         for tool in chat.tools:
-            name = _clean(tool["function"]["name"])
+            name = clean(tool["function"]["name"])
             if name not in full:
                 raise RecordError(
                     "dropped by the chat template",
@@ -802,7 +551,7 @@ class Encoder:
             )
 
     def _check_answer_kept(self, chat: _Chat, i: int, place: _Place) -> None:
-        message, answer = chat.messages[i], _clean(place.answer)
+        message, answer = chat.messages[i], clean(place.answer)
         thoughts = message.content.count("<think>")
         if thoughts and (place.prompt + place.answer).count("<think>") > thoughts + self.render(
             chat.dicts[:i], chat.tools
@@ -840,13 +589,6 @@ _MODES: tuple[dict[str, bool], ...] = (
 _NO_THOUGHTS = re.compile(
     r"\s*(<think>\s*</think>|<\|channel>\w*\s*<channel\|>|<\|START_THINKING\|><\|END_THINKING\|>)\s*"
 )
-_THOUGHTS = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
-_TOOLS = (
-    "You can call these functions:\n{lines}\n\nTo call one, answer with its name and arguments as JSON:\n<tool_call>\n"
-    '{{"name": NAME, "arguments": ARGUMENTS}}\n</tool_call>'
-)
-_MARKS = re.compile(f"{MARK}{ESCAPE}?")
-_REFUSED = "refused by the chat template"
 _NO_TEMPLATE = (
     "the model has no chat template, so a conversation cannot be written for it; give one with `chat_template:`, or "
     "train on prompt and completion texts (`format: prompt_completion`) or on plain text."
@@ -883,16 +625,6 @@ class _Turn:
     """The text of the whole conversation holds it at the same place, after the same prompt."""
 
 
-def _any_of(tokens: set[str]) -> re.Pattern[str] | None:
-    """Matches the longest of them."""
-    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
-
-
-def _clean(text: str) -> str:
-    """Marked text as the data have it."""
-    return _MARKS.sub(lambda match: MARK if match[0] != MARK else "", text) if MARK in text else text
-
-
 def _word_boundary(text: str, place: int) -> int:
     """The nearest place before this one where a space stands between two words: all tokenizers split there."""
     if place >= len(text):
@@ -906,19 +638,6 @@ def _word_boundary(text: str, place: int) -> int:
 def _append(ids: list[int], weights: list[float], more: list[int], weight: float) -> None:
     ids.extend(more)
     weights.extend([weight] * len(more))
-
-
-def _as_dict(message: Message, text_arguments: bool = False) -> dict[str, Any]:
-    made = {"role": message.role, "content": message.content, **message.extra}
-    if "reasoning_content" in made:  # templates disagree on the name
-        made["reasoning"] = made["thinking"] = made["reasoning_content"]
-    if text_arguments and "tool_calls" in made:
-        functions = [(call, call["function"]) for call in made["tool_calls"]]
-        made["tool_calls"] = [
-            {**call, "function": {**f, "arguments": json.dumps(f["arguments"], ensure_ascii=False)}}
-            for call, f in functions
-        ]
-    return made
 
 
 def _common_prefix(a: str, b: str) -> str:

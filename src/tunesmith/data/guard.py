@@ -1,6 +1,6 @@
 """Refuse data that would train silently wrong, and warn about what looks wrong.
 
-Three moments: before anything is read (`check_encoder`), while examples are made (`Watch`), and when a data set is
+Three times: before anything is read (`check_encoder`), while examples are made (`Watch`), and when a data set is
 complete (`check_dataset`, `overlap_warnings`).
 """
 

@@ -7,6 +7,8 @@ above the length, and documents of equal length are placed together: a million d
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 
@@ -26,7 +28,8 @@ def pack(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     sequence_of = np.empty(len(lengths), dtype=np.int64)
     sequence_of[longest_first] = _best_fit(lengths[longest_first], capacity)
     by_sequence = np.argsort(sequence_of, kind="stable")
-    return np.split(by_sequence, np.cumsum(np.bincount(sequence_of))[:-1])
+    ends = np.cumsum(np.bincount(sequence_of)).tolist()
+    return [by_sequence[start:end] for start, end in pairwise([0, *ends])]
 
 
 def fill(tokens: int, sequences: int, capacity: int) -> float:

@@ -15,9 +15,24 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tunesmith.data import chat, formats, guard, source, store, template, types
+from tunesmith.data import (
+    build,
+    chat,
+    formats,
+    guard,
+    marked,
+    messages,
+    source,
+    store,
+    template,
+    token_files,
+    traits,
+    types,
+)
+from tunesmith.data.build import Progress
 from tunesmith.data.held_out import split
-from tunesmith.data.store import Progress, TokenStore
+from tunesmith.data.store import TokenStore, Whole, cut
+from tunesmith.data.token_cache import stored
 from tunesmith.data.types import Example, Record, RecordError
 from tunesmith.errors import UserError, UserErrors
 from tunesmith.plan.defaults import DataSize, held_out_records
@@ -138,7 +153,7 @@ def prepare(
         # A chat's beginning is a whole turn or two; of a text, all is as good as its beginning.
         too_long = run.too_long or ("split" if whole.format == "text" else "truncate")
         longest = length if number < len(run.data) else min(length, eval_length or length)
-        stores.append(store.cut(whole, title, sequence_length=longest, too_long=too_long))
+        stores.append(cut(whole, title, sequence_length=longest, too_long=too_long))
     train, evals = tuple(stores[: len(run.data)]), tuple(stores[len(run.data) :])
     for one in stores:
         warnings += [warning for warning in (*one.warnings, *_losses(one)) if warning not in warnings]
@@ -208,7 +223,7 @@ class _Work:
 
     def __init__(self, dataset: Dataset, encoder: chat.Encoder, vocab_size: int):
         self._dataset, self._encoder, self._vocab_size = dataset, encoder, vocab_size
-        self._stored: store.Whole | None = None
+        self._stored: Whole | None = None
         self._format: FormatName | None = None
         self._key = ""
 
@@ -226,13 +241,13 @@ class _Work:
             self._vocab_size,
             _code(),
         )
-        self._stored = store.stored(self._key)
+        self._stored = stored(self._key)
         if self._stored is None:
             self._format = dataset.format or formats.recognise(_sample(dataset), dataset)
 
-    def whole(self, title: str, progress: Progress | None, workers: int | None) -> store.Whole:
+    def whole(self, title: str, progress: Progress | None, workers: int | None) -> Whole:
         # Looked up again: a data set may be used twice in a run.
-        if found := self._stored or store.stored(self._key):
+        if found := self._stored or stored(self._key):
             return found
         assert self._format
         watch = guard.Watch(self._encoder.end_ids, self._vocab_size)
@@ -252,7 +267,7 @@ class _Work:
             guard.check_dataset(title, watch)
             return watch.warnings()
 
-        return store.build(
+        return build.build(
             self._key,
             title,
             source.read(self._dataset, unread.append),
@@ -352,5 +367,6 @@ def _hash(*parts: Any) -> str:
 @cache
 def _code() -> str:
     """Of the code that turns records into examples: what another version made is not taken for ours."""
-    modules = (types, source, formats, template, chat, guard, store)
+    encoding = (template, traits, messages, marked, chat)
+    modules = (types, source, formats, *encoding, guard, build, token_files, store)
     return sha256(b"".join(Path(module.__file__ or "").read_bytes() for module in modules)).hexdigest()

@@ -408,17 +408,17 @@ def _type_name(value: Any) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         names = [name for name, _ in pairs]
-        twin = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the field `{twin}` appears twice in one object")
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the field `{duplicate}` appears twice in one object")
     return fields
 
 
 # NaN and Infinity, which pandas writes for missing values, stay what they are: `formats` knows where they may stand.
-_DECODER = json.JSONDecoder(object_pairs_hook=_no_twins)
+_DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates)
 
 
 def _is_json(line: bytes) -> bool:
@@ -484,9 +484,9 @@ def _read_csv(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record
                 _decoded(text.encode(errors="surrogateescape"), origin)
             if header is None:
                 header = [name.strip() for name in row]
-                twins = sorted({name for name in header if header.count(name) > 1})
-                if twins:
-                    raise UserError(f"{origin}: the column name `{twins[0]}` appears more than once.")
+                duplicates = sorted({name for name in header if header.count(name) > 1})
+                if duplicates:
+                    raise UserError(f"{origin}: the column name `{duplicates[0]}` appears more than once.")
                 continue
             if len(row) != len(header):
                 raise RecordError("not valid CSV", origin, f"{len(row)} fields, but the header names {len(header)}")

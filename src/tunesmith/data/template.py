@@ -27,7 +27,7 @@ ALLOWANCE, ALLOWANCE_PER_CHARACTER = 20_000_000, 64
 """Steps and characters that a template may take to write a conversation. The ten of `tests/templates.py` take 2 to 5 a
 character."""
 SECONDS = 20
-"""Of processor time, for single steps that are slow."""
+"""Of CPU time, for single steps that are slow."""
 LARGEST_NUMBER, LARGEST_BITS = 1_000_000, 10_000
 LONGEST_TEMPLATE = 1 << 20
 
@@ -336,7 +336,7 @@ def _compile(template: str) -> Any:
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
         text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-        # What the encoder marks content with (`chat.MARK`) goes through as it is.
+        # What the encoder marks content with (`marked.MARK`) goes through as it is.
         return _ESCAPED_MARK.sub(lambda match: match[1] + chr(int(match[2], 16)), text) if ensure_ascii else text
 
     environment = Sandbox(

@@ -10,9 +10,10 @@ from torch import nn
 
 from tunesmith.data.loader import evaluation_batches
 from tunesmith.data.store import TokenStore
-from tunesmith.model.forward import Calling, Shape, lengths_of, to_device, token_losses
+from tunesmith.model.forward import Shape, to_device, token_losses
 from tunesmith.parallel.context import Cut
 from tunesmith.parallel.ranks import Ranks
+from tunesmith.plan.plan import ForwardSpec
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class HeldOut:
 @torch.no_grad()
 def held_out_losses(
     model: nn.Module,
-    calling: Calling,
+    spec: ForwardSpec,
     stores: Sequence[TokenStore],
     *,
     device: torch.device,
@@ -52,10 +53,10 @@ def held_out_losses(
         sizes = {
             "sequence_length": sequence_length,
             "micro_batch": micro_batch,
-            "lengths": lengths_of(calling, sequence_length),
+            "lengths": spec.lengths(sequence_length),
         }
         for batch in map(cut, evaluation_batches(store, **sizes, rank=share[0], ranks=share[1])):
-            total += token_losses(model, to_device(batch, device, shape), calling)[0].double()
+            total += token_losses(model, to_device(batch, device, shape), spec)[0].double()
             weight += batch.weights.double().sum().item()
             done += len(batch.origins)
             if progress:

@@ -1,6 +1,6 @@
 """`y += low @ up` for a small inner size: one pass over y at the speed of memory.
 
-The library's products are made for large inner sizes; at 16 to 64 they reach about half the memory's bandwidth.
+The library's matmuls are made for large inner sizes; at 16 to 64 they reach about half the memory's bandwidth.
 
 Legend: T rows, N columns, R inner size.
 """

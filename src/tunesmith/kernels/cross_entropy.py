@@ -58,7 +58,7 @@ def cross_entropy_fp8(
     """
     rows, device = logits_cv.shape[0], logits_cv.device
     losses_c, log_totals_c, owns_c = torch.empty(3, rows, dtype=torch.float32, device=device).unbind()
-    scale_c1 = torch.empty(rows, 1, dtype=torch.float32, device=device)  # apart: fp8 products want it aligned
+    scale_c1 = torch.empty(rows, 1, dtype=torch.float32, device=device)  # apart: fp8 matmuls want it aligned
     results = (losses_c, log_totals_c, scale_c1, owns_c)
     _run(logits_cv, labels_c, weights_c, values8_cw, results, scale, softcap, z_loss, True)
     return losses_c, log_totals_c, scale_c1, owns_c[:, None]

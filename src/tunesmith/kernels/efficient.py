@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from tunesmith.kernels.operator import operator
+from tunesmith.kernels.operator import operator, register_backward
 
 ENDS_TOGETHER = 2
 """The kernels' number for a causal mask in which the last query stands at the last key."""
@@ -114,21 +114,7 @@ def _backward(
     return d_q.squeeze(0), _summed(d_k, k), _summed(d_v, v)
 
 
-@torch.library.register_fake(_backward)
-def _(d_out, q, k, v, out, lse, queries, keys, longest, scale, window):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save(ctx, inputs, output):
-    q, k, v, queries, keys, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, queries, keys)
-
-
-def _gradients(ctx, d_out, _):
-    return *_backward(d_out, *ctx.saved_tensors, *ctx.options), *[None] * 5
-
-
-torch.library.register_autograd(_forward, _gradients, setup_context=_save)
+register_backward(_forward, _backward)
 
 
 def _rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:

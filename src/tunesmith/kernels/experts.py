@@ -2,7 +2,7 @@
 used: in the forward pass and again in the backward pass, and not kept.
 
 Tokens lie expert by expert. Where torch multiplies groups of rows by a matrix each, that is one kernel, and the
-processor need not know how many tokens an expert has; elsewhere it is a product for each expert.
+CPU need not know how many tokens an expert has; elsewhere it is a product for each expert.
 
 Legend: S pairs of a token and one of its experts, E experts, N outputs, K inputs.
 """
@@ -16,11 +16,11 @@ from tunesmith.kernels import int8, nf4
 from tunesmith.kernels.operator import operator
 
 ALIGNED = 8
-"""Grouped products take rows of a multiple of so many numbers."""
+"""Grouped matmuls take rows of a multiple of so many numbers."""
 AMPERE = (8, 0)
 
 
-def expert_products(
+def expert_matmuls(
     x_sk: torch.Tensor, ends_e: torch.Tensor, stack: torch.Tensor, scale_n: torch.Tensor | None, outputs: int
 ) -> torch.Tensor:
     """Each row times the matrix [N, K] of its expert: [S, N]. The rows of expert e end before `ends_e[e]`, in int32.
@@ -41,7 +41,7 @@ class _Products(torch.autograd.Function):
         return _multiply(g_sn, *ctx.saved_tensors, *ctx.shape, True), None, None, None, None
 
 
-@operator("expert_products")
+@operator("expert_matmuls")
 def _multiply(
     x: torch.Tensor,
     ends_e: torch.Tensor,

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 import torch
 
 from tunesmith.cache import folder_to_fill
-from tunesmith.kernels.operator import operator
+from tunesmith.kernels.operator import operator, register_backward
 
 
 @cache
@@ -141,18 +141,4 @@ def _backward(
     return d_q, d_k, d_v
 
 
-@torch.library.register_fake(_backward)
-def _(d_out, q, k, v, out, lse, queries, keys, longest_q, longest_k, scale, window, softcap):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save(ctx, inputs, output):
-    q, k, v, queries, keys, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, queries, keys)
-
-
-def _gradients(ctx, d_out, _):
-    return *_backward(d_out, *ctx.saved_tensors, *ctx.options), *[None] * 7
-
-
-torch.library.register_autograd(_forward, _gradients, setup_context=_save)
+register_backward(_forward, _backward)

@@ -1,4 +1,4 @@
-"""A trained linear with all three products in fp8: output, gradient of the input, gradient of the weight.
+"""A trained linear with all three matmuls in fp8: output, gradient of the input, gradient of the weight.
 
 Every operand is quantized along the dimension that is summed over, each row (or column) with its own scale, from the
 values of this very step.
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from tunesmith.kernels.lowrank import (
     E4M3,
-    product_fp8,
+    matmul_fp8,
     quantize_apart,
     quantize_rows,
     quantized_like,
@@ -22,7 +22,7 @@ from tunesmith.kernels.lowrank import (
 from tunesmith.kernels.operator import operator
 
 FP8_MULTIPLE = 16
-"""Sizes of fp8 products are multiples of this."""
+"""Sizes of fp8 matmuls are multiples of this."""
 
 
 def fp8_linear(x_tk: torch.Tensor, weight_nk: torch.Tensor) -> torch.Tensor:
@@ -33,13 +33,13 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_tk, weight_nk):
         # What backward needs of x is kept in fp8: half the bytes. Linears with the same input share it.
-        turned = quantize_turned(x_tk, None) if ctx.needs_input_grad[1] else (None, None)
-        ctx.save_for_backward(*turned, weight_nk)
-        return product_fp8(*quantize_rows(x_tk), *quantize_rows(weight_nk), x_tk.dtype)
+        transposed = quantize_transposed(x_tk, None) if ctx.needs_input_grad[1] else (None, None)
+        ctx.save_for_backward(*transposed, weight_nk)
+        return matmul_fp8(*quantize_rows(x_tk), *quantize_rows(weight_nk), x_tk.dtype)
 
     @staticmethod
     def backward(ctx, g_tn):
-        *turned, weight_nk = ctx.saved_tensors
+        *transposed, weight_nk = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad
         d_x = d_weight = largest_n = None
         if needs_x:
@@ -47,15 +47,16 @@ class _Fp8Linear(torch.autograd.Function):
                 g8_tn, scale_t, largest_n = quantize_with_maxima(g_tn)
             else:
                 g8_tn, scale_t = quantize_apart(g_tn, None)
-            d_x = product_fp8(g8_tn, scale_t, *quantize_turned(weight_nk, g_tn), g_tn.dtype)
+            d_x = matmul_fp8(g8_tn, scale_t, *quantize_transposed(weight_nk, g_tn), g_tn.dtype)
         if needs_weight:
-            d_weight = product_fp8(*quantize_turned(g_tn, None, largest_n), *turned, g_tn.dtype)
+            d_weight = matmul_fp8(*quantize_transposed(g_tn, None, largest_n), *transposed, g_tn.dtype)
         return d_x, d_weight
 
 
 @operator("quantize_with_maxima")
 def quantize_with_maxima(x_tk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`quantize_rows` in a pass that also gives the largest absolute value of each column, for `quantize_turned`."""
+    """`quantize_rows` in a pass that also gives the largest absolute value of each column, for
+    `quantize_transposed`."""
     if not x_tk.is_cuda:
         return *quantize_apart(x_tk, None), x_tk.abs().amax(0).float()
     from tunesmith.kernels.quantize import quantize_with_maxima_into
@@ -74,11 +75,11 @@ def _quantized_with_maxima(x_tk: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return *quantized_like(x_tk), x_tk.new_empty(x_tk.shape[1], dtype=torch.float32)
 
 
-@operator("quantize_turned")
-def quantize_turned(
+@operator("quantize_transposed")
+def quantize_transposed(
     x_tk: torch.Tensor, after: torch.Tensor | None, largest_k: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`quantize_rows` of the transposed matrix, with zeros up to the next multiple of what fp8 products can sum over.
+    """`quantize_rows` of the transposed matrix, with zeros up to the next multiple of what fp8 matmuls can sum over.
 
     `largest_k` spares a pass where the largest values of the columns are known. `after` is not looked at: what needs
     the gradient cannot be made in the forward pass and kept, as the compiler otherwise would.
@@ -87,17 +88,17 @@ def quantize_turned(
         return quantize_rows(F.pad(x_tk.t(), (0, -x_tk.shape[0] % FP8_MULTIPLE)).contiguous())
     from tunesmith.kernels.quantize import quantize_turned_into
 
-    values, scale = _turned(x_tk)
+    values, scale = _transposed(x_tk)
     quantize_turned_into(with_whole_rows(x_tk), values, scale, largest_k)
     return values, scale
 
 
-@torch.library.register_fake(quantize_turned)
+@torch.library.register_fake(quantize_transposed)
 def _(x_tk, after, largest_k=None):
-    return _turned(x_tk)
+    return _transposed(x_tk)
 
 
-def _turned(x_tk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _transposed(x_tk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = x_tk.shape
     values = x_tk.new_empty(columns, rows + -rows % FP8_MULTIPLE, dtype=E4M3)
     return values, x_tk.new_empty(columns, 1, dtype=torch.float32)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from tunesmith.kernels.operator import operator
 
 
-def gated_product(gate_ti: torch.Tensor, up_ti: torch.Tensor, weight_ni: torch.Tensor) -> torch.Tensor:
+def gated_matmul(gate_ti: torch.Tensor, up_ti: torch.Tensor, weight_ni: torch.Tensor) -> torch.Tensor:
     return _GatedProduct.apply(gate_ti, up_ti, weight_ni)
 
 

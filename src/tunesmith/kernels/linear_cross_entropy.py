@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tunesmith.kernels.lowrank import E4M3, product_fp8, quantize_rows
+from tunesmith.kernels.lowrank import E4M3, matmul_fp8, quantize_rows
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 28}
-"""Logits held at a time: on a CPU what fits into its caches, on a GPU what makes its products efficient."""
+"""Logits held at a time: on a CPU what fits into its caches, on a GPU what makes its matmuls efficient."""
 PLAIN_SHARE = 4
 """Where ranks share a vocabulary no kernel works in place: of each logit there are several numbers in fp32."""
 ROWS_MULTIPLE = 128
-"""Chunks are whole tiles of a GPU's products."""
+"""Chunks are whole tiles of a GPU's matmuls."""
 ALIGNED = 256
 """Bytes."""
 
@@ -43,8 +43,8 @@ class VocabularyPart(NamedTuple):
     group: dist.ProcessGroup
 
 
-class Turned(NamedTuple):
-    """A head's weight transposed and in fp8, with the scale of each row (`kernels.fp8.quantize_turned`)."""
+class Transposed(NamedTuple):
+    """A head's weight transposed and in fp8, with the scale of each row (`kernels.fp8.quantize_transposed`)."""
 
     values8_hw: torch.Tensor
     scale_h1: torch.Tensor
@@ -63,29 +63,29 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk: int | None = None,
     part: VocabularyPart | None = None,
-    turned: Turned | None = None,
+    transposed: Transposed | None = None,
     room: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of `weights_n` times the cross-entropy of the rows `rows_n`, and each row's own loss (no gradient).
 
     Logits are `(hidden @ weight.T + bias) * scale`, then soft-capped. `rows_n` must not repeat a row. `z_loss` times
     the squared logarithm of each row's sum of exponentials is added to the sum, and not to the rows' own losses.
-    `part`: what of the vocabulary `weight_vh` and `bias_v` are, where ranks share it. `turned`: `weight_vh` once more,
-    of a whole head that is frozen, where the gradient of `hidden_th` is to be computed in fp8. `room`: bytes to put the
-    logits in, as many as `chunk_bytes` says, where the caller has them anyway.
+    `part`: what of the vocabulary `weight_vh` and `bias_v` are, where ranks share it. `transposed`: `weight_vh` once
+    more, of a whole head that is frozen, where the gradient of `hidden_th` is to be computed in fp8. `room`: bytes to
+    put the logits in, as many as `chunk_bytes` says, where the caller has them anyway.
     """
-    assert turned is None or part is None
+    assert transposed is None or part is None
     if chunk is None:
         chunk = _chunk_rows(hidden_th.device, part.height if part else weight_vh.shape[0], is_shared=part is not None)
     return _LinearCrossEntropy.apply(
-        hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, z_loss, chunk, part, turned, room
+        hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, z_loss, chunk, part, transposed, room
     )
 
 
-def chunk_bytes(tokens: int, weight_vh: torch.Tensor, turned: Turned | None = None) -> int:
+def chunk_bytes(tokens: int, weight_vh: torch.Tensor, transposed: Transposed | None = None) -> int:
     """Of the logits that exist at a time, and of their gradient in fp8, where so many tokens may be targets."""
     rows = min(tokens, _chunk_rows(weight_vh.device, weight_vh.shape[0]))
-    return _logits_bytes(rows, weight_vh) + (0 if turned is None else rows * turned.values8_hw.shape[1])
+    return _logits_bytes(rows, weight_vh) + (0 if transposed is None else rows * transposed.values8_hw.shape[1])
 
 
 def _chunk_rows(device: torch.device, height: int, *, is_shared: bool = False) -> int:
@@ -114,13 +114,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss,
         chunk,
         part,
-        turned,
+        transposed,
         room,
     ):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         needs_any = needs_hidden or needs_weight or needs_bias
-        assert turned is None or not (needs_weight or needs_bias)
-        width = None if turned is None else turned.values8_hw.shape[1]
+        assert transposed is None or not (needs_weight or needs_bias)
+        width = None if transposed is None else transposed.values8_hw.shape[1]
         n = labels_n.shape[0]
         total = hidden_th.new_zeros((), dtype=torch.float32)
         losses_n = hidden_th.new_zeros(n, dtype=torch.float32)
@@ -138,8 +138,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 total += z_loss * (log_totals_c.square() * weights_n[some]).sum()
             if d_logits is None:
                 continue
-            if turned is not None:
-                d_hidden.index_copy_(0, rows_n[some], _d_rows(d_logits, turned, weight_vh, labels_n[some]))
+            if transposed is not None:
+                d_hidden.index_copy_(0, rows_n[some], _d_rows(d_logits, transposed, weight_vh, labels_n[some]))
             else:
                 d_logits = d_logits.to(rows_ch.dtype)
                 if d_hidden is not None:
@@ -175,10 +175,10 @@ class _Rounded(NamedTuple):
     """The label's entry, which is 0 among the values."""
 
 
-def _d_rows(d_logits, turned, weight_vh, labels_c):
+def _d_rows(d_logits, transposed, weight_vh, labels_c):
     """The gradient of the hidden states of a few rows."""
-    rounded = (d_logits.values8_cw, d_logits.scale_c1, *turned)
-    d_rows_ch = product_fp8(*rounded, weight_vh.dtype, fast=False)
+    rounded = (d_logits.values8_cw, d_logits.scale_c1, *transposed)
+    d_rows_ch = matmul_fp8(*rounded, weight_vh.dtype, fast=False)
     return d_rows_ch.addcmul_(weight_vh.index_select(0, labels_c), d_logits.own_c1)
 
 

@@ -42,11 +42,11 @@ def lowrank_linear_fp8(
     b_nr: torch.Tensor,
     bias_n: torch.Tensor | None,
     rows: Sequence[int] = (),
-    turned8_kn: torch.Tensor | None = None,
+    transposed8_kn: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The large products in fp8, the adapter's in the precision of `x_tk`. Weights held in nf4 become fp8 each time.
-    `turned8_kn`: the weight transposed, where that is kept."""
-    return _LowRankFp8.apply(x_tk, weight8_nk, scale_n, a_rk, b_nr, bias_n, tuple(rows), turned8_kn)
+    """The large matmuls in fp8, the adapter's in the precision of `x_tk`. Weights held in nf4 become fp8 each time.
+    `transposed8_kn`: the weight transposed, where that is kept."""
+    return _LowRankFp8.apply(x_tk, weight8_nk, scale_n, a_rk, b_nr, bias_n, tuple(rows), transposed8_kn)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,13 +80,13 @@ def turn(values8: torch.Tensor) -> torch.Tensor:
         return values8.t().contiguous()
     from tunesmith.kernels.quantize import turn_into
 
-    turned = _turned_like(values8)
-    turn_into(values8.contiguous(), turned)
-    return turned
+    transposed = _transposed_like(values8)
+    turn_into(values8.contiguous(), transposed)
+    return transposed
 
 
 @torch.library.register_fake(turn)
-def _turned_like(values8):
+def _transposed_like(values8):
     return values8.new_empty(values8.shape[1], values8.shape[0])
 
 
@@ -120,9 +120,9 @@ class _LowRank(torch.autograd.Function):
 
 class _LowRankFp8(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_tk, held, scale_n, a_rk, b_nr, bias_n, rows, turned8_kn):
+    def forward(ctx, x_tk, held, scale_n, a_rk, b_nr, bias_n, rows, transposed8_kn):
         low_tr = x_tk @ a_rk.t()
-        ctx.save_for_backward(x_tk, held, scale_n, a_rk, b_nr, low_tr, turned8_kn)
+        ctx.save_for_backward(x_tk, held, scale_n, a_rk, b_nr, low_tr, transposed8_kn)
         ctx.rows = rows
         weight8_nk = whole(held, rows, x_tk.shape[1], x_tk, scale_n)
         y = product_plus_small_fp8(*quantize_apart(x_tk, None), weight8_nk, scale_n, low_tr, b_nr.t(), x_tk.dtype)
@@ -130,18 +130,18 @@ class _LowRankFp8(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g_tn):
-        x_tk, held, scale_n, a_rk, b_nr, low_tr, turned8_kn = ctx.saved_tensors
+        x_tk, held, scale_n, a_rk, b_nr, low_tr, transposed8_kn = ctx.saved_tensors
         g_tr = g_tn @ b_nr
         d_x = None
         if ctx.needs_input_grad[0]:
-            turned = turned_fp8(held, turned8_kn, ctx.rows, x_tk.shape[1], g_tn, scale_n)
-            d_x = product_plus_small_fp8(*quantize_apart(g_tn, scale_n), *turned, g_tr, a_rk, g_tn.dtype)
+            transposed = turned_fp8(held, transposed8_kn, ctx.rows, x_tk.shape[1], g_tn, scale_n)
+            d_x = product_plus_small_fp8(*quantize_apart(g_tn, scale_n), *transposed, g_tr, a_rk, g_tn.dtype)
         return d_x, None, None, g_tr.t() @ x_tk, g_tn.t() @ low_tr, None, None, None
 
 
 def turned_fp8(
     held: torch.Tensor,
-    turned8_kn: torch.Tensor | None,
+    transposed8_kn: torch.Tensor | None,
     rows: Sequence[int],
     columns: int,
     like: torch.Tensor,
@@ -149,12 +149,12 @@ def turned_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The transposed weight for a gradient that has the rows' scales in it already, and ones in place of scales. Made
     anew each time where it is not kept: 6 ms a step for an 8B model, against 7 GB."""
-    if turned8_kn is None:
-        turned8_kn = turn(whole(held, rows, columns, like, scale_n))
-    return turned8_kn, torch.ones(columns, device=like.device, dtype=torch.float32)
+    if transposed8_kn is None:
+        transposed8_kn = turn(whole(held, rows, columns, like, scale_n))
+    return transposed8_kn, torch.ones(columns, device=like.device, dtype=torch.float32)
 
 
-def product_fp8(
+def matmul_fp8(
     x8: torch.Tensor,
     scale_t: torch.Tensor,
     weight8_nk: torch.Tensor,
@@ -200,7 +200,7 @@ def product_plus_small_fp8(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """`(x8 * scale_t) @ (weight8 * scale_n).T + low @ up`, in `dtype`."""
-    return _add_small_(product_fp8(x8, scale_t, weight8_nk, scale_n, dtype), low, up)
+    return _add_small_(matmul_fp8(x8, scale_t, weight8_nk, scale_n, dtype), low, up)
 
 
 @torch.library.register_fake(product_plus_small_fp8)

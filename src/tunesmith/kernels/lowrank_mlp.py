@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from tunesmith.kernels.lowrank import (
-    product_fp8,
+    matmul_fp8,
     product_plus_small,
     product_plus_small_fp8,
     quantize_apart,
@@ -28,19 +28,19 @@ from tunesmith.kernels.operator import operator
 from tunesmith.kernels.swiglu import swiglu, swiglu_backward
 
 ROWS = 128
-"""Slices are whole tiles of a GPU's products."""
+"""Slices are whole tiles of a GPU's matmuls."""
 
 
 class FrozenWeights(NamedTuple):
-    """Weights in bf16, fp8 or nf4. With a scale for each row the products run in fp8."""
+    """Weights in bf16, fp8 or nf4. With a scale for each row the matmuls run in fp8."""
 
     gate_up: torch.Tensor
     gate_up_scale: torch.Tensor | None
     down: torch.Tensor
     down_scale: torch.Tensor | None
-    gate_up_turned: torch.Tensor | None = None
+    gate_up_transposed: torch.Tensor | None = None
     """In fp8, transposed, where that is kept."""
-    down_turned: torch.Tensor | None = None
+    down_transposed: torch.Tensor | None = None
 
 
 def lowrank_mlp(
@@ -64,11 +64,11 @@ def lowrank_mlp(
 class _LowRankMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, *others):
-        (gate_up, gate_up_scale, down, down_scale, *turned), factors = others[:6], others[6:]
+        (gate_up, gate_up_scale, down, down_scale, *transposed), factors = others[:6], others[6:]
         a_gate_up, b_gate, b_up, a_down, b_down = factors
         y, low, low_down, activation = _up(x, gate_up, gate_up_scale, a_gate_up, b_gate, b_up, a_down)
         out = _down(*activation, down, down_scale, low_down, b_down)
-        ctx.save_for_backward(x, y, low, low_down, gate_up, gate_up_scale, down, down_scale, *factors, *turned)
+        ctx.save_for_backward(x, y, low, low_down, gate_up, gate_up_scale, down, down_scale, *factors, *transposed)
         return out
 
     @staticmethod
@@ -82,7 +82,7 @@ def _up(x, gate_up, gate_up_scale, a_gate_up, b_gate, b_up, a_down, quantize=qua
     is_fp8 = gate_up_scale is not None
     low = x @ a_gate_up.t()
     weight = whole(gate_up, _rows(b_gate, b_up), x.shape[1], x, gate_up_scale)
-    y = product_fp8(*quantize(x), weight, gate_up_scale, x.dtype) if is_fp8 else x @ weight.t()
+    y = matmul_fp8(*quantize(x), weight, gate_up_scale, x.dtype) if is_fp8 else x @ weight.t()
     act, act8, act_scale = swiglu(y, low, b_gate, b_up, is_fp8)
     return y, low, act @ a_down.t(), (act, act8, act_scale)
 
@@ -109,8 +109,8 @@ def _gradients(
     b_up,
     a_down,
     b_down,
-    gate_up_turned=None,
-    down_turned=None,
+    gate_up_transposed=None,
+    down_transposed=None,
     *,
     needs_x,
 ):
@@ -118,8 +118,8 @@ def _gradients(
     is_fp8 = gate_up_scale is not None
     g_down = g @ b_down
     if is_fp8:
-        turned = turned_fp8(down, down_turned, _rows(b_down), a_down.shape[1], g, down_scale)
-        d_act = product_fp8(*quantize_apart(g, down_scale), *turned, g.dtype)
+        transposed = turned_fp8(down, down_transposed, _rows(b_down), a_down.shape[1], g, down_scale)
+        d_act = matmul_fp8(*quantize_apart(g, down_scale), *transposed, g.dtype)
     else:
         d_act = g @ whole(down, _rows(b_down), a_down.shape[1], g)
     scale_in = gate_up_scale if is_fp8 else y.new_empty(0, dtype=torch.float32)
@@ -133,8 +133,8 @@ def _gradients(
     if needs_x:
         rows = _rows(b_gate, b_up)
         if is_fp8:
-            turned = turned_fp8(gate_up, gate_up_turned, rows, x.shape[1], d_y, gate_up_scale)
-            d_x = product_plus_small_fp8(d8, d_scale, *turned, g_gate_up, a_gate_up, g.dtype)
+            transposed = turned_fp8(gate_up, gate_up_transposed, rows, x.shape[1], d_y, gate_up_scale)
+            d_x = product_plus_small_fp8(d8, d_scale, *transposed, g_gate_up, a_gate_up, g.dtype)
         else:
             d_x = product_plus_small(d_y, whole(gate_up, rows, x.shape[1], d_y), g_gate_up, a_gate_up, None)
     d_b_gate, d_b_up, d_a_down = d_factors.unbind()
@@ -194,13 +194,15 @@ def _sliced_backward(
     d_x = torch.empty_like(x) if needs_x else x.new_empty(0)
     sums = [torch.zeros_like(factor, dtype=torch.float32) for factor in factors]
     gate_up, down = _whole_once(x, gate_up, gate_up_scale, down, down_scale, b_gate, b_up, b_down)
-    turned = (turn(gate_up), turn(down)) if gate_up_scale is not None else (None, None)
-    frozen = (gate_up, gate_up_scale, down if turned[1] is None else turned[1], down_scale)
+    transposed = (turn(gate_up), turn(down)) if gate_up_scale is not None else (None, None)
+    frozen = (gate_up, gate_up_scale, down if transposed[1] is None else transposed[1], down_scale)
     del down  # the transposed one is enough
     for part in _slices(x, size):
         y, low, low_down, activation = _up(x[part], gate_up, gate_up_scale, *factors[:4], quantize=_quantize_alone)
         del activation  # backward computes it again on the way
-        d_part, *d_factors = _gradients(g[part], x[part], y, low, low_down, *frozen, *factors, *turned, needs_x=needs_x)
+        d_part, *d_factors = _gradients(
+            g[part], x[part], y, low, low_down, *frozen, *factors, *transposed, needs_x=needs_x
+        )
         if needs_x:
             d_x[part] = d_part
         for total, gradient in zip(sums, d_factors, strict=True):

@@ -25,19 +25,19 @@ def lowrank_qkv(
     b_nr: torch.Tensor,
     bias_n: torch.Tensor | None,
     rows: Sequence[int],
-    turned8_kn: torch.Tensor | None,
+    transposed8_kn: torch.Tensor | None,
     cos_td: torch.Tensor,
     sin_td: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[T, heads, D] each. `weight_nk` is in bf16, fp8 or nf4, as three weights with so many `rows`; with `scale_n` the
-    large products run in fp8, and `turned8_kn` is the weight transposed, where that is kept. `b_nr` already holds the
-    adapters' scale."""
-    return _LowRankQkv.apply(x_tk, weight_nk, scale_n, a_rk, b_nr, bias_n, tuple(rows), turned8_kn, cos_td, sin_td)
+    large matmuls run in fp8, and `transposed8_kn` is the weight transposed, where that is kept. `b_nr` already holds
+    the adapters' scale."""
+    return _LowRankQkv.apply(x_tk, weight_nk, scale_n, a_rk, b_nr, bias_n, tuple(rows), transposed8_kn, cos_td, sin_td)
 
 
 class _LowRankQkv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_tk, held, scale_n, a_rk, b_nr, bias_n, rows, turned8_kn, cos_td, sin_td):
+    def forward(ctx, x_tk, held, scale_n, a_rk, b_nr, bias_n, rows, transposed8_kn, cos_td, sin_td):
         weight_nk = whole(held, rows, x_tk.shape[1], x_tk, scale_n)
         low_tr = x_tk @ a_rk.t()
         if scale_n is None:
@@ -45,20 +45,20 @@ class _LowRankQkv(torch.autograd.Function):
         else:
             y_tn = product_plus_small_fp8(*quantize_apart(x_tk, None), weight_nk, scale_n, low_tr, b_nr.t(), x_tk.dtype)
             y_tn = y_tn if bias_n is None else y_tn + bias_n
-        ctx.save_for_backward(x_tk, held, scale_n, a_rk, b_nr, low_tr, turned8_kn, cos_td, sin_td)
+        ctx.save_for_backward(x_tk, held, scale_n, a_rk, b_nr, low_tr, transposed8_kn, cos_td, sin_td)
         ctx.rows = rows
         return rotated_apart(y_tn, cos_td, sin_td, rows[1] // cos_td.shape[1])
 
     @staticmethod
     def backward(ctx, d_q, d_k, d_v):
-        x_tk, held, scale_n, a_rk, b_nr, low_tr, turned8_kn, cos_td, sin_td = ctx.saved_tensors
+        x_tk, held, scale_n, a_rk, b_nr, low_tr, transposed8_kn, cos_td, sin_td = ctx.saved_tensors
         g_tn = rotated_back(d_q, d_k, d_v, cos_td, sin_td)
         g_tr = g_tn @ b_nr
         d_x = None
         if ctx.needs_input_grad[0]:
             if scale_n is not None:
-                turned = turned_fp8(held, turned8_kn, ctx.rows, x_tk.shape[1], g_tn, scale_n)
-                d_x = product_plus_small_fp8(*quantize_apart(g_tn, scale_n), *turned, g_tr, a_rk, g_tn.dtype)
+                transposed = turned_fp8(held, transposed8_kn, ctx.rows, x_tk.shape[1], g_tn, scale_n)
+                d_x = product_plus_small_fp8(*quantize_apart(g_tn, scale_n), *transposed, g_tr, a_rk, g_tn.dtype)
             else:
                 weight_nk = whole(held, ctx.rows, x_tk.shape[1], g_tn)
                 d_x = product_plus_small(g_tn, weight_nk, g_tr, a_rk, None)

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tunesmith.kernels.nf4 import BLOCK, NESTED, Parts, scale_values, values
+from tunesmith.kernels.nf4_format import BLOCK, NESTED, Parts, scale_values, values
 
 BYTES = 1024
 """Packed bytes of one program."""

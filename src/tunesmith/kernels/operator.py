@@ -1,7 +1,7 @@
 """Operators that compiled layers call without looking inside.
 
-`torch.library.custom_op` does the same with checks around each call that cost a processor 28 microseconds, where these
-cost 3 (docs/lab.md): a layer has fifteen of them, and small models wait for the processor. What is given up are checks
+`torch.library.custom_op` does the same with checks around each call that cost a CPU 28 microseconds, where these
+cost 3 (docs/lab.md): a layer has fifteen of them, and small models wait for the CPU. What is given up are checks
 that no output shares memory with an input, and an error where a gradient is asked for that was not registered.
 """
 
@@ -26,3 +26,21 @@ def operator(name: str) -> Callable[[Callable], OpOverload]:
         return getattr(torch.ops.tunesmith, name).default
 
     return define
+
+
+def register_backward(forward: OpOverload, backward: OpOverload) -> None:
+    """For operators of attention: `forward` takes q, k, v, queries, keys and options, and gives the output and
+    logarithms; `backward` takes the output's gradient, all of these in this order, and gives those of q, k and v."""
+
+    @torch.library.register_fake(backward)
+    def _(d_out, q, k, v, *_):
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+    def save(ctx, inputs, output):
+        q, k, v, queries, keys, *ctx.options = inputs
+        ctx.save_for_backward(q, k, v, *output, queries, keys)
+
+    def gradients(ctx, d_out, _):
+        return *backward(d_out, *ctx.saved_tensors, *ctx.options), *[None] * (2 + len(ctx.options))
+
+    torch.library.register_autograd(forward, gradients, setup_context=save)

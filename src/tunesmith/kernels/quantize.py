@@ -1,8 +1,8 @@
 """Matrices to fp8 in own kernels, where the compiler would read them more often than needed.
 
-`quantize_rows` holds a row in registers: one read, one write. `quantize_turned` quantizes along the other dimension and
-writes the transposed matrix, as fp8 products want it; the largest values of the columns, which it needs, may come from
-`quantize_with_maxima`. `turn` transposes what is in fp8 already.
+`quantize_rows` holds a row in registers: one read, one write. `quantize_transposed` quantizes along the other dimension
+and writes the transposed matrix, as fp8 matmuls want it; the largest values of the columns, which it needs, may come
+from `quantize_with_maxima`. `turn` transposes what is in fp8 already.
 
 Legend: T rows, K columns; `8` marks fp8 values.
 """
@@ -109,11 +109,11 @@ def quantize_turned_into(
     )
 
 
-def turn_into(values8_nk: torch.Tensor, turned8_kn: torch.Tensor) -> None:
+def turn_into(values8_nk: torch.Tensor, transposed8_kn: torch.Tensor) -> None:
     """The transposed matrix."""
     rows, columns = values8_nk.shape
     _turn_bytes[(triton.cdiv(columns, BYTES["BK"]), triton.cdiv(rows, BYTES["BN"]))](
-        values8_nk.view(torch.uint8), turned8_kn.view(torch.uint8), rows, columns, **BYTES
+        values8_nk.view(torch.uint8), transposed8_kn.view(torch.uint8), rows, columns, **BYTES
     )
 
 
@@ -240,9 +240,11 @@ def _turn(
 
 
 @triton.jit
-def _turn_bytes(x, turned, N, K, BN: tl.constexpr, BK: tl.constexpr):
+def _turn_bytes(x, transposed, N, K, BN: tl.constexpr, BK: tl.constexpr):
     rows = (tl.program_id(1) * BN + tl.arange(0, BN)).to(tl.int64)
     columns = (tl.program_id(0) * BK + tl.arange(0, BK)).to(tl.int64)
     inside = (rows < N)[:, None] & (columns < K)[None, :]
     value = tl.trans(tl.load(x + rows[:, None] * K + columns[None, :], mask=inside, other=0))
-    tl.store(turned + columns[:, None] * N + rows[None, :], value, mask=(columns < K)[:, None] & (rows < N)[None, :])
+    tl.store(
+        transposed + columns[:, None] * N + rows[None, :], value, mask=(columns < K)[:, None] & (rows < N)[None, :]
+    )

@@ -67,7 +67,7 @@ def swiglu(y_t2i: torch.Tensor, low_t2r: torch.Tensor, b_gate_ir: torch.Tensor, 
     return F.silu(gate) * up
 
 
-def gated_product(gate_ti: torch.Tensor, up_ti: torch.Tensor, weight_ni: torch.Tensor) -> torch.Tensor:
+def gated_matmul(gate_ti: torch.Tensor, up_ti: torch.Tensor, weight_ni: torch.Tensor) -> torch.Tensor:
     return (F.silu(gate_ti) * up_ti) @ weight_ni.t()
 
 

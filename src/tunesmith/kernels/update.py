@@ -1,5 +1,6 @@
 """One parameter's step of AdamW or Lion, its states held in 32, 16, 8 or 4 bits and decoded, used and encoded in one
-pass; on a GPU by a Triton kernel (`update_fused.py`), elsewhere by the same arithmetic in torch.
+pass, bf16 weights by stochastic rounding; on a GPU by a Triton kernel (`update_fused.py`), elsewhere by the same
+arithmetic in torch.
 
 Moments are held as the optimizer's first moment and the *root* of its second one, which is what AdamW divides by and
 has half the range. In 8 and 4 bits each row of a matrix is cut into blocks with an fp32 scale, their largest value;
@@ -10,16 +11,16 @@ codes are powers of evenly spaced numbers, so that small values keep small steps
     fp8    m, root: e4m3 numbers up to 448, times scale/448             blocks of 256
 
 No code of the root means zero: a divisor that was rounded to nothing is what makes such optimizers explode. Weights in
-bf16 are rounded up or down at random with the exact value as the mean, and so are states in bf16; the draw is a hash
-of (seed, index), so a step done again gives the same bits. Vectors and narrow matrices keep fp32 states.
+bf16 are rounded up or down stochastically with the exact value as the mean, and so are states in bf16; the draw is a
+hash of (seed, index), so a step done again gives the same bits. Vectors and narrow matrices keep fp32 states.
 
-Copies of fp32 weights in bf16 are rounded at random too: most weights of a short fine-tune move by less than half the
-way to the next bf16 number, and rounded to the nearest they would stay where they are. Here the draw is a hash of
+Copies of fp32 weights in bf16 are rounded stochastically too: most weights of a short fine-tune move by less than half
+the way to the next bf16 number, and rounded to the nearest they would stay where they are. Here the draw is a hash of
 (index, lower 16 bits), so that a copy is a function of what it is made from, and a weight that rests does not flicker.
 
-Shards in fp32 are rounded by FSDP when it gathers them, and to the nearest. They are held `lifted`: moved up or down by
-one bf16 number wherever chance and the nearest disagree, so that the nearest to what is held is what chance wanted.
-The lower bits, which decide both, stay what they are, so a lifted weight can be put down again, exactly:
+Shards in fp32 are rounded by FSDP when it gathers them, and to the nearest. They are held `prerounded`: moved up or
+down by one bf16 number wherever chance and the nearest disagree, so that the nearest to what is held is what chance
+wanted. The lower bits, which decide both, stay what they are, so a prerounded weight can be put down again, exactly:
 
     held  = weight + (at_random(index, lower) - to_nearest(lower)) << 16        as integers
 
@@ -28,53 +29,18 @@ Legend: R rows, C columns, K blocks of a row.
 
 from __future__ import annotations
 
-import math
-from collections.abc import MutableMapping
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 
-States = Literal["fp32", "bf16", "int8", "fp8", "int4"]
-Algorithm = Literal["adamw", "lion"]
-State = MutableMapping[str, torch.Tensor]
-BLOCK = {"int8": 256, "fp8": 256, "int4": 128}
-FP8_LARGEST = 448.0
-FP8_SMALLEST = 2.0**-9
+from tunesmith.kernels.update_states import BLOCK, FP8_LARGEST, FP8_SMALLEST, Algorithm, State, States, format_of
+
 PIECE = 1 << 16
-"""Values that are rounded at a time on a processor, few enough for its cache."""
+"""Values that are rounded at a time on a CPU, few enough for its cache."""
 HALF, EXPONENT = 0x8000, 0x7F800000
 SPREAD = 0x9E3779B9 - 2**32
 """By which few bits become many, so that neighbours draw apart."""
 VISIT = 1 << 22
 """Values that are rounded at a time on a device where there is no kernel for it."""
-
-
-def new_state(
-    weight: torch.Tensor, algorithm: Algorithm, states: States, *, device: torch.device | None = None
-) -> dict[str, torch.Tensor]:
-    """The state before the first step, on `device` or beside `weight`."""
-    device = weight.device if device is None else device
-    kind = format_of(weight, states)
-    names = ("exp_avg",) if algorithm == "lion" else ("exp_avg", "root")
-    if kind in ("fp32", "bf16"):
-        dtype = torch.float32 if kind == "fp32" else torch.bfloat16
-        return {name: torch.zeros(weight.shape, dtype=dtype, device=device) for name in names}
-    rows, columns = weight.shape[0], math.prod(weight.shape[1:])
-    state = {}
-    for name in names:
-        width = columns // 2 if kind == "int4" else columns
-        state[name] = torch.zeros(rows, width, dtype=torch.uint8, device=device)
-        state[f"{name}_scale"] = torch.zeros(rows, -(-columns // BLOCK[kind]), device=device)
-    return state
-
-
-def format_of(weight: torch.Tensor, states: States) -> States:
-    """How the states of `weight` are really held: in blocks only where its rows have one."""
-    if states not in BLOCK:
-        return states
-    columns = math.prod(weight.shape[1:]) if weight.ndim >= 2 else 0
-    return states if columns >= BLOCK[states] and columns % 2 == 0 else "fp32"
 
 
 @torch.no_grad()
@@ -94,12 +60,12 @@ def update_(
     copy: torch.Tensor | None = None,
     factor: torch.Tensor | None = None,
     start: int = 0,
-    lifted: bool = False,
+    prerounded: bool = False,
 ) -> None:
     """Step `step` (from 1) of `weight` and its `state`, both in place. `seed` is below 2^31 and new at each step.
     `copy` gets the new weight as `copy_half_` makes it, where the weight is the master of another. `factor` is an fp32
     number on the weight's device by which the gradient is multiplied. `start` is where the weight begins within a
-    larger one, so that rows done apart draw what they would draw together. `lifted`: the fp32 weight is held so."""
+    larger one, so that rows done apart draw what they would draw together. `prerounded`: the fp32 weight is held so."""
     assert weight.is_contiguous()
     assert 0 <= seed < 2**31
     numbers = {
@@ -107,7 +73,7 @@ def update_(
         "beta1": betas[0],
         "beta2": betas[1],
         "epsilon": epsilon,
-        # rate / (1 - beta1^t) and 1 / sqrt(1 - beta2^t): the corrections of moments that start at nought
+        # rate / (1 - beta1^t) and 1 / sqrt(1 - beta2^t): the corrections of moments that start at zero
         "rate": rate if algorithm == "lion" else rate / (1.0 - betas[0] ** step),
         "unbias": 1.0 if algorithm == "lion" else (1.0 - betas[1] ** step) ** -0.5,
     }
@@ -119,7 +85,7 @@ def update_(
         update = update_fused_
     else:
         update = update_plainly_
-    how = {"kind": kind, "algorithm": algorithm, "seed": seed, "start": start, "lifted": lifted}
+    how = {"kind": kind, "algorithm": algorithm, "seed": seed, "start": start, "prerounded": prerounded}
     update(weight, gradient, state, copy, factor, **how, **numbers)
 
 
@@ -134,7 +100,7 @@ def update_plainly_(
     algorithm: Algorithm,
     seed: int,
     start: int,
-    lifted: bool,
+    prerounded: bool,
     keep: float,
     rate: float,
     beta1: float,
@@ -142,8 +108,8 @@ def update_plainly_(
     epsilon: float,
     unbias: float,
 ) -> None:
-    if lifted:
-        put_down_(weight, start=start)
+    if prerounded:
+        undo_preround_(weight, start=start)
     w, g = weight.float(), gradient.float()
     if factor is not None:
         g = g * factor
@@ -163,8 +129,8 @@ def update_plainly_(
         _encode_(state, "root", v.sqrt(), kind, again & 0xFFFF)
     _encode_(state, "exp_avg", m, kind, _upper(again))
     weight.copy_(round_at_random(w, _upper(draw)) if weight.dtype == torch.bfloat16 else w)
-    if lifted:
-        lift_(weight, start=start)
+    if prerounded:
+        preround_(weight, start=start)
     if copy is not None:
         copy_half_(copy, w, start=start)
 
@@ -202,9 +168,9 @@ def copy_half_(copy: torch.Tensor, values: torch.Tensor, *, start: int = 0) -> N
 
 
 @torch.no_grad()
-def lift_(weight: torch.Tensor, *, start: int = 0) -> None:
+def preround_(weight: torch.Tensor, *, start: int = 0) -> None:
     """Hold fp32 values so that the nearest bf16 number to each is what `copy_half_` would give. Changed for good is the
-    last bit of one in 65,536, and what is next to nothing becomes nought."""
+    last bit of one in 65,536, and what is next to nothing becomes zero."""
     for bits in _pieces(weight):
         bits += (bits & 0xFFFF == HALF).int()  # in the middle: neither is the nearest
         bits *= (bits & 0x7FFF0000 != 0).int()
@@ -213,8 +179,8 @@ def lift_(weight: torch.Tensor, *, start: int = 0) -> None:
 
 
 @torch.no_grad()
-def put_down_(weight: torch.Tensor, *, start: int = 0) -> None:
-    """What was lifted, as it was."""
+def undo_preround_(weight: torch.Tensor, *, start: int = 0) -> None:
+    """What was prerounded, as it was."""
     for bits in _pieces(weight):
         bits -= _way(bits, start)
         start += bits.numel()
@@ -226,7 +192,7 @@ def _pieces(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _way(bits: torch.Tensor, start: int) -> torch.Tensor:
-    """By what a number is lifted, as integers; the same for one that was lifted already. Inf and NaN stay."""
+    """By what a number is prerounded, as integers; the same for one that was prerounded already. Inf and NaN stay."""
     lower = bits & 0xFFFF
     way = (lower + _draw(bits, start)).bitwise_right_shift_(16).sub_((lower > HALF).int())
     return way.mul_(bits & EXPONENT != EXPONENT).bitwise_left_shift_(16)
@@ -245,7 +211,7 @@ def round_at_random(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 
 
 def _hash(x: torch.Tensor, seed: int | torch.Tensor) -> torch.Tensor:
-    """32 bits that look random, in int32, of which a processor does many at a time: two multiply-and-fold rounds."""
+    """32 bits that look random, in int32, of which a CPU does many at a time: two multiply-and-fold rounds."""
     x = x ^ seed
     x ^= _upper(x)
     x *= 0x7FEB352D

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tunesmith.kernels.update import BLOCK, FP8_LARGEST, FP8_SMALLEST, Algorithm, State, States
+from tunesmith.kernels.update_states import BLOCK, FP8_LARGEST, FP8_SMALLEST, Algorithm, State, States
 
 VALUES = 2048
 """Of one program."""
@@ -27,7 +27,7 @@ def update_fused_(
     algorithm: Algorithm,
     seed: int,
     start: int,
-    lifted: bool,
+    prerounded: bool,
     keep: float,
     rate: float,
     beta1: float,
@@ -67,7 +67,7 @@ def update_fused_(
         FORMAT=FORMATS[kind],
         IS_LION=algorithm == "lion",
         IS_RANDOM=weight.dtype == torch.bfloat16,
-        IS_LIFTED=lifted,
+        IS_PREROUNDED=prerounded,
         HAS_COPY=copy is not None,
         HAS_FACTOR=factor is not None,
         TILE=VALUES // block,
@@ -102,7 +102,7 @@ def _kernel(
     FORMAT: tl.constexpr,
     IS_LION: tl.constexpr,
     IS_RANDOM: tl.constexpr,
-    IS_LIFTED: tl.constexpr,
+    IS_PREROUNDED: tl.constexpr,
     HAS_COPY: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     TILE: tl.constexpr,
@@ -114,7 +114,7 @@ def _kernel(
     inside = (block < blocks)[:, None] & (column < columns)
     at = row * columns + column
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    if IS_LIFTED:
+    if IS_PREROUNDED:
         held = w.to(tl.uint32, bitcast=True)
         w = (held - _way(held, at, start)).to(tl.float32, bitcast=True)
     g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
@@ -143,7 +143,7 @@ def _kernel(
     rounded = w
     if IS_RANDOM:
         rounded = _round_at_random(w, draw >> 16)
-    if IS_LIFTED:
+    if IS_PREROUNDED:
         held = w.to(tl.uint32, bitcast=True)
         held += tl.where((held & 0xFFFF) == 0x8000, 1, 0).to(tl.uint32)
         held = tl.where((held & 0x7FFF0000) == 0, 0, held)
@@ -174,7 +174,7 @@ def _copy(copy, values, at, start, inside):
 
 @triton.jit
 def _way(bits, at, start):
-    """By what a number is lifted, as integers."""
+    """By what a number is prerounded, as integers."""
     lower = bits & 0xFFFF
     at_random = (lower + _draw(bits, at, start)) >> 16
     to_nearest = tl.where(lower > 0x8000, 1, 0).to(tl.uint32)

@@ -23,23 +23,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from tunesmith.assemble import make_trainable, micro_batch_shape
 from tunesmith.config.schema import Lora, Run
 from tunesmith.data.loader import PackedDocument, micro_batch_of
 from tunesmith.data.pack import pack
 from tunesmith.data.types import StepBatch
 from tunesmith.kernels import flash4
 from tunesmith.model import attention
-from tunesmith.model.forward import Calling
 from tunesmith.model.quantized import build_empty, fill_randomly
+from tunesmith.model.structure import decoder_layers
 from tunesmith.optim.build import Optimizer
 from tunesmith.optim.build import build as build_optimizer
-from tunesmith.parallel.apply import decoder_layers
-from tunesmith.plan.facts import from_config
+from tunesmith.parallel.prepare import make_trainable
+from tunesmith.plan.families import from_config
 from tunesmith.plan.hardware import Hardware
-from tunesmith.plan.plan import Memory, Plan
+from tunesmith.plan.plan import ForwardSpec, Memory, Plan
 from tunesmith.plan.search import predicted_memory
-from tunesmith.train.graph import Recorder
+from tunesmith.run.shape import micro_batch_shape
+from tunesmith.train.graph import GraphCapture
 from tunesmith.train.loop import peak_memory
 from tunesmith.train.step import StepResult, TrainStep
 
@@ -95,23 +95,23 @@ class Workload:
     length: int
     is_packed: bool = False
     """Documents with the lengths of chat data (log-normal, median 350) instead of one document a sequence."""
-    rounds: int = 1
+    accumulation_steps: int = 1
     """Micro-batches of a step, each of `sequences`."""
     saving: Mapping[str, Any] = field(default_factory=dict)
-    """Of the plan, in the variant that recomputes: what else it does to need less memory."""
-    is_tight: bool = False
+    """Of the plan, in the variant that checkpoints: what else it does to need less memory."""
+    is_low_memory: bool = False
     """Does not fit in any other variant, and takes minutes: measured in few steps, and without peers."""
 
 
 WORKLOADS = {
-    "lora-8b": Workload("llama3-8b", "lora", 4, 4096, saving={"keep_attention": True, "offload_activations": True}),
+    "lora-8b": Workload("llama3-8b", "lora", 4, 4096, saving={"save_attention": True, "offload_activations": True}),
     "lora-8b-packed": Workload("llama3-8b", "lora", 2, 8192, is_packed=True),
     "qlora-8b": Workload(
         "llama3-8b",
         "qlora",
         4,
         2048,
-        saving={"mlp_slice": 2816, "offload_activations": True, "is_recorded": True},
+        saving={"mlp_slice": 2816, "offload_activations": True, "cuda_graphs": True},
     ),
     "full-7b": Workload("llama2-7b", "full", 16, 1024),
     "lora-8b-long": Workload(
@@ -119,10 +119,10 @@ WORKLOADS = {
         "lora",
         1,
         262144,
-        saving={"keep_attention": True, "mlp_slice": 8192, "offload_activations": True},
-        is_tight=True,
+        saving={"save_attention": True, "mlp_slice": 8192, "offload_activations": True},
+        is_low_memory=True,
     ),
-    "qlora-70b": Workload("llama3-70b", "qlora", 1, 4096, is_tight=True),
+    "qlora-70b": Workload("llama3-70b", "qlora", 1, 4096, is_low_memory=True),
     "tiny": Workload("tiny", "lora", 2, 128),
 }
 
@@ -133,28 +133,28 @@ class Measurement:
     """Of documents; padding does not count."""
     step_seconds: float
     peak_bytes: int
-    """Allocated on a GPU (of recorded passes, held), resident of the process on a CPU."""
+    """Allocated on a GPU (of captured passes, held), resident of the process on a CPU."""
     first_step_seconds: float
     spread: float
     """Between the slowest and the fastest step, as a share of the median; large where other work disturbs."""
     loss: float
 
 
-def plan_for(workload: Workload, *, device: str, products: str, recompute_layers: int, compiled: bool) -> Plan:
+def plan_for(workload: Workload, *, device: str, matmul_dtype: str, checkpointed_layers: int, compiled: bool) -> Plan:
     return Plan(
         device=device,
         threads=torch.get_num_threads(),
         precision="bf16" if device == "cuda" else "fp32",
-        products=products,
+        matmul_dtype=matmul_dtype,
         storage="nf4" if workload.method == "qlora" else "plain",
         attention="sdpa" if device != "cuda" else "flash-attn-4" if flash4.is_available() else "varlen",
         is_compiled=compiled,
-        keep_turned=products == "fp8" and workload.method == "lora" and compiled and not recompute_layers,
+        cache_transposed=matmul_dtype == "fp8" and workload.method == "lora" and compiled and not checkpointed_layers,
         master_weights=False,
         sequence_length=workload.length,
         sequences_per_step=workload.sequences,
         micro_batch=workload.sequences,
-        recompute_layers=recompute_layers,
+        checkpointed_layers=checkpointed_layers,
         learning_rate=LEARNING_RATE,
         deterministic=False,
         memory=Memory(),
@@ -197,17 +197,17 @@ def build(workload: Workload, plan: Plan, *, rank: int = 16, optimizer: str = "a
         has_masters = plan.master_weights and plan.sharding == "none"
         updates = Optimizer(model.named_parameters(), run, master_weights=has_masters)
     if called is model:
-        updates.update_beside(model, decoder_layers(model))
-    calling = Calling("packed")
+        updates.overlap_update(model, decoder_layers(model))
+    spec = ForwardSpec("packed")
     return TrainStep(
         called.train(),
-        calling,
+        spec,
         updates,
         device=device,
         max_grad_norm=1.0,
         seed=0,
         shape=micro_batch_shape(plan),
-        recorder=Recorder(model, calling, updates.parameters) if plan.is_recorded else None,
+        capture=GraphCapture(model, spec, updates.parameters) if plan.cuda_graphs else None,
     )
 
 
@@ -232,7 +232,7 @@ def batches(workload: Workload, count: int) -> list[StepBatch]:
     for step in range(count):
         rounds = [
             chat_lengths(random, workload) if workload.is_packed else [workload.length] * workload.sequences
-            for _ in range(workload.rounds)
+            for _ in range(workload.accumulation_steps)
         ]
         made.append(
             StepBatch(
@@ -270,7 +270,7 @@ def measure(
         warmup=warmup,
         steps=steps,
         turn=turn,
-        idle=lambda: step.recorder.idle_bytes if step.recorder else 0,
+        idle=lambda: step.capture.idle_bytes if step.capture else 0,
     )
 
 
@@ -357,14 +357,14 @@ class Order:
     workload: str
     system: str
     variant: str
-    """`bf16`, `fp32`, `fp8`, or one of them with `recompute`."""
+    """`bf16`, `fp32`, `fp8`, or one of them with `checkpoint`."""
     device: str
     warmup: int
     steps: int
 
     @property
-    def recomputes(self) -> bool:
-        return "recompute" in self.variant
+    def checkpoints_layers(self) -> bool:
+        return "checkpoint" in self.variant
 
 
 def orders(name: str, *, with_peers: bool, is_quick: bool) -> list[Order]:
@@ -378,14 +378,14 @@ def orders(name: str, *, with_peers: bool, is_quick: bool) -> list[Order]:
         ours.append("fp8")
     theirs = [plain]
     if on_gpu and not is_quick:
-        ours.append(f"{ours[-1]} recompute")
-        theirs.append(f"{plain} recompute")
+        ours.append(f"{ours[-1]} checkpoint")
+        theirs.append(f"{plain} checkpoint")
     workload = WORKLOADS[name]
-    if workload.is_tight:
-        ours, with_peers = [f"{ours[-1].split()[0]} recompute"], False
+    if workload.is_low_memory:
+        ours, with_peers = [f"{ours[-1].split()[0]} checkpoint"], False
     peers = available(workload, on_gpu=on_gpu) if with_peers else []
     pairs = [("tunesmith", variant) for variant in ours] + [(peer, variant) for peer in peers for variant in theirs]
-    counts = {"warmup": 1, "steps": 3} if is_quick or workload.is_tight else {"warmup": 3, "steps": 6}
+    counts = {"warmup": 1, "steps": 3} if is_quick or workload.is_low_memory else {"warmup": 3, "steps": 6}
     device = "cuda" if on_gpu else "cpu"
     return [Order(name, system, variant, device, **counts) for system, variant in pairs]
 
@@ -396,13 +396,13 @@ def plan_of(order: Order) -> Plan:
     plan = plan_for(
         workload,
         device=order.device,
-        products="fp8" if "fp8" in order.variant else "plain",
-        recompute_layers=layers if order.recomputes else 0,
+        matmul_dtype="fp8" if "fp8" in order.variant else "plain",
+        checkpointed_layers=layers if order.checkpoints_layers else 0,
         compiled=order.device == "cuda",
     )
-    if order.recomputes:
+    if order.checkpoints_layers:
         plan = plan.changed(**workload.saving)
-    return plan if order.device == "cuda" else plan.changed(is_recorded=False)
+    return plan if order.device == "cuda" else plan.changed(cuda_graphs=False)
 
 
 def shortage(order: Order, hardware: Hardware) -> str | None:
@@ -459,7 +459,9 @@ def work(order_json: str) -> None:
     else:
         from tunesmith.measure.peers import measure_peer
 
-        found = measure_peer(order.system, workload, device=order.device, recompute=order.recomputes, **counts)
+        found = measure_peer(
+            order.system, workload, device=order.device, checkpointing=order.checkpoints_layers, **counts
+        )
     print(RESULT + json.dumps(asdict(found)), flush=True)
 
 
@@ -482,4 +484,4 @@ def default_workloads() -> list[str]:
     asked for."""
     if not torch.cuda.is_available():
         return ["tiny"]
-    return [name for name, workload in WORKLOADS.items() if name != "tiny" and not workload.is_tight]
+    return [name for name, workload in WORKLOADS.items() if name != "tiny" and not workload.is_low_memory]

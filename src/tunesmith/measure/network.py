@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tunesmith.parallel.ranks import Ranks
-from tunesmith.plan.hardware import BETWEEN_NODES, PROCESSOR, keep_measured, measured_links, measured_links_file
+from tunesmith.plan.hardware import BETWEEN_NODES, CPU_KEY, keep_measured, measured_links, measured_links_file
 from tunesmith.plan.speed import LINK, NETWORK
 
 SIZES = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 16, 1 << 20, 1 << 24, 1 << 28, 1 << 30)}
@@ -57,34 +57,34 @@ def measure(ranks: Ranks, device: torch.device, sizes: Sequence[int] | None = No
 
 def groups(ranks: Ranks) -> list[tuple[str, dist.ProcessGroup | None]]:
     """The ranks between which it is measured: all, and where there are several nodes, within and between them."""
-    place, everyone = ranks.place, [("all ranks", None)]
-    if place.nodes == 1 or place.local_ranks == 1:
+    environment, everyone = ranks.environment, [("all ranks", None)]
+    if environment.nodes == 1 or environment.local_ranks == 1:
         return everyone
     within, between = None, None
-    for node in range(place.nodes):
-        members = list(range(node * place.local_ranks, (node + 1) * place.local_ranks))
+    for node in range(environment.nodes):
+        members = list(range(node * environment.local_ranks, (node + 1) * environment.local_ranks))
         group = dist.new_group(members)
-        within = group if place.rank in members else within
-    for local in range(place.local_ranks):
-        members = list(range(local, place.ranks, place.local_ranks))
+        within = group if environment.rank in members else within
+    for local in range(environment.local_ranks):
+        members = list(range(local, environment.ranks, environment.local_ranks))
         group = dist.new_group(members)
-        between = group if place.rank in members else between
+        between = group if environment.rank in members else between
     return [*everyone, ("within a node", within), ("between nodes", between)]
 
 
 def keep(found: Sequence[Exchange], ranks: Ranks, device_name: str | None) -> dict[str, float]:
-    """Write down what the planner can use, by GPU (None: the processor); returns it, in bytes a second."""
-    place = ranks.place
+    """Write down what the planner can use, by GPU (None: the CPU); returns it, in bytes a second."""
+    environment = ranks.environment
 
     def best(reach: str) -> float:
         useful = [one.bus for one in found if one.reach == reach and one.collective in ("all-gather", "reduce-scatter")]
         return max(useful, default=0.0)
 
-    inside = best("within a node") if place.nodes > 1 else best("all ranks")
+    inside = best("within a node") if environment.nodes > 1 else best("all ranks")
     outside = 0.0
-    if place.nodes > 1:  # at once from every rank of a node, over the same link
-        outside = best("between nodes") * place.local_ranks if place.local_ranks > 1 else best("all ranks")
-    kept = {device_name or PROCESSOR: inside / LINK} if inside and place.local_ranks > 1 else {}
+    if environment.nodes > 1:  # at once from every rank of a node, over the same link
+        outside = best("between nodes") * environment.local_ranks if environment.local_ranks > 1 else best("all ranks")
+    kept = {device_name or CPU_KEY: inside / LINK} if inside and environment.local_ranks > 1 else {}
     kept |= {BETWEEN_NODES: outside / NETWORK} if outside else {}
     keep_measured(measured_links_file(), measured_links() | kept)
     return kept

@@ -70,7 +70,7 @@ def measure_peer(
     workload: Workload,
     *,
     device: str,
-    recompute: bool,
+    checkpointing: bool,
     warmup: int,
     steps: int,
     turn: Turn = nullcontext,
@@ -79,8 +79,10 @@ def measure_peer(
     """`models`: where the models that some systems want to load from a disk are kept for others to use."""
     with tempfile.TemporaryDirectory(prefix="tunesmith-peer-") as folder:
         if name == "trl":
-            return _through_trainer(workload, Path(folder), device, recompute, warmup=warmup, steps=steps, turn=turn)
-        model = _build(name, workload, models or Path(folder), device, recompute).train()
+            return _through_trainer(
+                workload, Path(folder), device, checkpointing, warmup=warmup, steps=steps, turn=turn
+            )
+        model = _build(name, workload, models or Path(folder), device, checkpointing).train()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
         inputs_of = _padded if name == "unsloth" and workload.is_packed else _rows
@@ -102,9 +104,9 @@ def measure_peer(
         return timed(step, workload, torch.device(device), warmup=warmup, steps=steps, turn=turn)
 
 
-def _build(name: str, workload: Workload, folder: Path, device: str, recompute: bool) -> Any:
+def _build(name: str, workload: Workload, folder: Path, device: str, checkpointing: bool) -> Any:
     if name == "unsloth":
-        return _unsloth(workload, folder, recompute)
+        return _unsloth(workload, folder, checkpointing)
     if name == "liger":
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
@@ -126,7 +128,7 @@ def _build(name: str, workload: Workload, folder: Path, device: str, recompute: 
         )
     else:
         model = _random_model(workload, device)
-    if recompute:
+    if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     if workload.method != "full":
@@ -136,7 +138,7 @@ def _build(name: str, workload: Workload, folder: Path, device: str, recompute: 
     return model
 
 
-def _unsloth(workload: Workload, folder: Path, recompute: bool) -> Any:
+def _unsloth(workload: Workload, folder: Path, checkpointing: bool) -> Any:
     from unsloth import FastLanguageModel
 
     path = saved(workload, folder, "cuda")
@@ -156,12 +158,12 @@ def _unsloth(workload: Workload, folder: Path, recompute: bool) -> Any:
         lora_dropout=0.0,
         bias="none",
         target_modules=TARGETS,
-        use_gradient_checkpointing="unsloth" if recompute else False,
+        use_gradient_checkpointing="unsloth" if checkpointing else False,
     )
 
 
 def _through_trainer(
-    workload: Workload, folder: Path, device: str, recompute: bool, *, warmup: int, steps: int, turn: Turn
+    workload: Workload, folder: Path, device: str, checkpointing: bool, *, warmup: int, steps: int, turn: Turn
 ) -> Measurement:
     """TRL's SFTTrainer on tokenized documents, in its padding-free mode where the workload is packed."""
     from datasets import Dataset
@@ -200,7 +202,7 @@ def _through_trainer(
         max_steps=len(documents),
         max_length=None,
         padding_free=workload.is_packed,
-        gradient_checkpointing=recompute,
+        gradient_checkpointing=checkpointing,
         learning_rate=LEARNING_RATE,
         bf16=device == "cuda",
         use_cpu=device == "cpu",

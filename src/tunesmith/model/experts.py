@@ -1,8 +1,8 @@
-"""The experts of a mixture's layers: which modules they are, and frozen ones in 4 or 8 bits.
+"""Mixture of experts (MoE): which modules are the experts of a layer, and frozen ones in 4 or 8 bits.
 
 transformers keeps the experts of a layer as two stacks of matrices, [experts, outputs, inputs]; a router chooses some
-for each token. Adapters are on the linears around them. Frozen experts are most of a mixture: with `method: qlora` each
-stack is held in nf4 or int8, as linears are, and made whole while a layer is computed.
+for each token. Adapters are on the linears around them. Frozen experts are most of an MoE model: with `method: qlora`
+each stack is held in nf4 or int8, as linears are, and made whole while a layer is computed.
 
 Legend: T tokens, K experts of a token, S = T K pairs of both, E experts, H hidden, I intermediate.
 """
@@ -17,7 +17,7 @@ from torch import nn
 
 from tunesmith.errors import UserError
 from tunesmith.kernels import int8, nf4
-from tunesmith.kernels.experts import expert_products
+from tunesmith.kernels.experts import expert_matmuls
 from tunesmith.plan.plan import Storage
 
 ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
@@ -114,4 +114,4 @@ class QuantizedExperts(nn.Module):
 
     def _product(self, name: str, x: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:
         held, scale_n = getattr(self, name), getattr(self, f"{name}_scale")
-        return expert_products(x, ends_e, held, scale_n, outputs=self.shapes_nk[name][0])
+        return expert_matmuls(x, ends_e, held, scale_n, outputs=self.shapes_nk[name][0])

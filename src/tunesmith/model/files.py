@@ -1,9 +1,9 @@
 """The tensors of a model folder: which files hold them, and how they are read, whole or in part, ahead of their use.
 
 Files are mapped into memory, and of a tensor only the pages are touched that the part in use lies in. While they are
-read, they are hashed. Mixtures are built with the experts of a layer stacked in one tensor, while most files hold them
-one by one: both ways are known, and so are weights that were quantized before (`packed`). Other ways in which files may
-differ from the model are left to transformers.
+read, they are hashed. MoE models are built with the experts of a layer stacked in one tensor, while most files hold
+them one by one: both ways are known, and so are weights that were quantized before (`packed`). Other ways in which
+files may differ from the model are left to transformers.
 """
 
 from __future__ import annotations
@@ -111,16 +111,16 @@ def read_tensors(folder: Path) -> dict[str, Tensor | Packed]:
 
 
 def find(
-    tensors: Mapping[str, Tensor | Packed], wanted: Mapping[str, torch.Tensor], turned: Collection[str] = ()
+    tensors: Mapping[str, Tensor | Packed], wanted: Mapping[str, torch.Tensor], transposed: Collection[str] = ()
 ) -> dict[str, Held] | None:
     """Where files that hold `tensors` have the `wanted` ones, in the order they are to be read. None when they hold
-    something in other ways than these have it. Those in `turned` the model stores [inputs, outputs]."""
+    something in other ways than these have it. Those in `transposed` the model stores [inputs, outputs]."""
     found: dict[str, Held] = {}
     stacks: dict[str, dict[tuple[int, int], Tensor | Packed]] = {}
     for stored, held in tensors.items():
         name = stored.replace(".block_sparse_moe.", ".mlp.")  # as Mixtral's files call it
         if name in wanted:
-            found[name] = replace(held, is_turned=True) if isinstance(held, Packed) and name in turned else held
+            found[name] = replace(held, is_turned=True) if isinstance(held, Packed) and name in transposed else held
         elif (match := SINGLE_EXPERT.fullmatch(name)) and match[3] in STACKS:
             stack, place = STACKS[match[3]]
             matrices = stacks.setdefault(f"{match[1]}.experts.{stack}", {})
@@ -206,7 +206,7 @@ class Lazy:
     def __getitem__(self, index: Any) -> torch.Tensor:
         if self._content is not None:
             _hash(self._held, (), self._files, self._content)
-        return alone(self._held.read(self._opened))[index]
+        return own_copy(self._held.read(self._opened))[index]
 
 
 @contextmanager
@@ -263,7 +263,7 @@ def _hash(held: Held, block: Block, files: Bytes, content: Content) -> None:
         content.add(entry, files, (first, last))
 
 
-def alone(tensor: torch.Tensor) -> torch.Tensor:
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that is to stay, in host memory on pages that nothing else is on.
 
     Allocators put what stays into the gaps that larger tensors have left, and what is over of a gap stays with it: half

@@ -2,9 +2,9 @@
 
 Two layouts. `packed`: documents end to end in one row, with attention that keeps them apart; nothing is padded.
 `padded`: one document a row with the model's own attention, for architectures that cannot do the first; the loader
-gives them documents of like length. `find_calling` tries them on a proxy in fp32 (`model.probe`) and compares with the
-model's own plain call, so that an architecture nobody has seen is either computed rightly or refused; `settle` tries
-what was found on the model itself, in its own precision.
+gives them documents of like length. `find_forward_spec` tries them on a proxy in fp32 (`model.probe`) and compares with
+the model's own plain call, so that an architecture nobody has seen is either computed rightly or refused;
+`confirm_forward_spec` tries what was found in another precision.
 
 Legend: T tokens, N target tokens, D documents, H hidden, V vocabulary.
 """
@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +23,10 @@ from torch import nn
 from torch.profiler import record_function
 
 from tunesmith.errors import UserError, listed
-from tunesmith.kernels.linear_cross_entropy import Turned, chunk_bytes, linear_cross_entropy
+from tunesmith.kernels.linear_cross_entropy import Transposed, chunk_bytes, linear_cross_entropy
 from tunesmith.model.attention import NAME as PACKED_ATTENTION
 from tunesmith.model.local import local
-
-Layout = Literal["packed", "padded"]
+from tunesmith.plan.plan import ForwardSpec
 
 
 class Documents(Protocol):
@@ -43,7 +42,7 @@ class Documents(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """A micro-batch on the device. Which positions are targets was settled on the host, so nothing waits for it."""
+    """A micro-batch on the device. Which positions are targets was found on the host, so nothing waits for it."""
 
     tokens: torch.Tensor
     """int64 [T]"""
@@ -61,25 +60,6 @@ class Inputs:
     """float32 [N]"""
     keys: torch.Tensor | None = None
     """int32 [2, P+1]: which keys those queries see; None where they are their own"""
-
-
-@dataclass(frozen=True, slots=True)
-class Calling:
-    """How this model is called: the forward spec, as `find_calling` found it."""
-
-    layout: Layout
-    logit_scale: float = 1.0
-    softcap: float | None = None
-    switch: int | None = None
-    """Documents of more tokens are called by themselves, since the model then computes all it is given by other rules
-    (RoPE with long factors); 0: every one is."""
-
-
-def lengths_of(calling: Calling, sequence_length: int) -> tuple[bool, int | None] | None:
-    """How documents, of `sequence_length` tokens at most, are dealt out to micro-batches for this: whether those in one
-    must be of like length, and above how many tokens each is by itself; None where their lengths do not matter."""
-    alone = calling.switch if calling.switch is not None and calling.switch < sequence_length else None
-    return None if calling.layout == "packed" and alone is None else (calling.layout == "padded", alone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,22 +134,22 @@ class Entrance(nn.Module):
 
 
 def token_losses(
-    model: nn.Module, inputs: Inputs, calling: Calling, z_loss: float = 0.0
+    model: nn.Module, inputs: Inputs, spec: ForwardSpec, z_loss: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weighted sum of the target tokens' losses (with `z_loss`), to call backward on, and the loss of each target
     [N] (without)."""
     if isinstance(model, Entrance):
-        return model(token_losses, inputs, calling, z_loss)
+        return model(token_losses, inputs, spec, z_loss)
     with record_function("forward"):
-        hidden_th = hidden_states(model, inputs, calling)
-    return losses_of_hidden(model, hidden_th, inputs, calling, z_loss)
+        hidden_th = hidden_states(model, inputs, spec)
+    return losses_of_hidden(model, hidden_th, inputs, spec, z_loss)
 
 
 def losses_of_hidden(
     model: nn.Module,
     hidden_th: torch.Tensor,
     inputs: Inputs,
-    calling: Calling,
+    spec: ForwardSpec,
     z_loss: float = 0.0,
     room: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,11 +163,11 @@ def losses_of_hidden(
             inputs.weights,
             inputs.rows,
             bias_v=None if getattr(head, "bias", None) is None else local(head.bias),
-            scale=calling.logit_scale,
-            softcap=calling.softcap,
+            scale=spec.logit_scale,
+            softcap=spec.softcap,
             z_loss=z_loss,
             part=getattr(head, "vocabulary", None),
-            turned=_turned(head),
+            transposed=_transposed(head),
             room=room,
         )
 
@@ -195,16 +175,16 @@ def losses_of_hidden(
 def loss_bytes(model: nn.Module, tokens: int) -> int:
     """What logits take at a time, of a micro-batch of so many tokens on one rank."""
     head = model.get_output_embeddings()
-    return chunk_bytes(tokens, head.weight, _turned(head))
+    return chunk_bytes(tokens, head.weight, _transposed(head))
 
 
-def _turned(head: nn.Module) -> Turned | None:
-    return Turned(head.values8_hw, head.scale_h1) if hasattr(head, "values8_hw") else None
+def _transposed(head: nn.Module) -> Transposed | None:
+    return Transposed(head.values8_hw, head.scale_h1) if hasattr(head, "values8_hw") else None
 
 
-def hidden_states(model: nn.Module, inputs: Inputs, calling: Calling) -> torch.Tensor:
+def hidden_states(model: nn.Module, inputs: Inputs, spec: ForwardSpec) -> torch.Tensor:
     """What the output head sees, for every token: [T, H]."""
-    if calling.layout == "packed":
+    if spec.layout == "packed":
         return packed_hidden_states(model, inputs).squeeze(0)
     documents = torch.repeat_interleave(
         torch.arange(inputs.boundaries.shape[0] - 1, device=inputs.tokens.device), inputs.boundaries.diff()
@@ -241,9 +221,9 @@ def packed_hidden_states(model: nn.Module, inputs: Inputs, embedded: torch.Tenso
     )[0]
 
 
-def settle(
-    model: nn.Module, *, vocabulary: int, longest: int = 0, known: Calling | None = None
-) -> tuple[Calling, str | None]:
+def confirm_forward_spec(
+    model: nn.Module, *, vocabulary: int, longest: int = 0, known: ForwardSpec | None = None
+) -> tuple[ForwardSpec, str | None]:
     """The fastest way of calling this model that gives what the model itself gives.
 
     `known` is what a proxy of it was found to need; without, the model is its own proxy as far as its precision allows.
@@ -252,7 +232,7 @@ def settle(
     needs.
     """
     if known is None:
-        return find_calling(model, vocabulary=vocabulary, longest=longest)
+        return find_forward_spec(model, vocabulary=vocabulary, longest=longest)
     inputs = trial_inputs(vocabulary, next(model.parameters()).device)
     was_training = model.training
     model.eval()
@@ -269,22 +249,22 @@ def settle(
         tolerance = 1e-4 * max(1.0, expected.abs().max().item()) if is_exact else 0.05 * expected.abs().max().item()
         leak = 1e-5 if is_exact else 0.005
         for layout in ("packed", "padded") if known.layout == "packed" else ("padded",):
-            calling = replace(known, layout=layout)
-            why = _tried(model, calling, own, inputs, expected, vocabulary, tolerance, leak, longest)
+            spec = replace(known, layout=layout)
+            why = _tried(model, spec, own, inputs, expected, vocabulary, tolerance, leak, longest)
             if why is None:
-                return calling, None if layout == known.layout else _slower(model, reasons)
+                return spec, None if layout == known.layout else _slower(model, reasons)
             reasons.append(f"{layout}: {why}")
     finally:
         model.train(was_training)
     raise _cannot(model, reasons)
 
 
-def find_calling(
+def find_forward_spec(
     model: nn.Module, *, vocabulary: int, longest: int = 0, long: int | None = None
-) -> tuple[Calling, str | None]:
-    """`settle` where nothing is known yet: how the head's logits become the model's, whether the model is causal, and
-    which layout gives its own results. Above `long` tokens its code may compute by other rules: such documents are
-    tried beside shorter ones, and by themselves."""
+) -> tuple[ForwardSpec, str | None]:
+    """`confirm_forward_spec` where nothing is known yet: how the head's logits become the model's, whether the model is
+    causal, and which layout gives its own results. Above `long` tokens its code may compute by other rules: such
+    documents are tried beside shorter ones, and by themselves."""
     device = next(model.parameters()).device
     inputs = trial_inputs(vocabulary, device)
     was_training = model.training
@@ -300,17 +280,17 @@ def find_calling(
         leak = 1e-5 if is_exact else 0.005
         reasons = []
         for layout in ("packed", "padded"):
-            calling = Calling(layout, scale, softcap)
-            why = _tried(model, calling, own, inputs, expected, vocabulary, tolerance, leak, longest)
+            spec = ForwardSpec(layout, scale, softcap)
+            why = _tried(model, spec, own, inputs, expected, vocabulary, tolerance, leak, longest)
             if why is None and long is not None and is_exact:
-                calling, why = _over_lengths(model, calling, own, vocabulary, long)
+                spec, why = _over_lengths(model, spec, own, vocabulary, long)
             if why is None:
-                return calling, None if layout == "packed" else _slower(model, reasons)
+                return spec, None if layout == "packed" else _slower(model, reasons)
             reasons.append(f"{layout}: {why}")
-        calling = Calling("padded", scale, softcap, switch=0)
+        spec = ForwardSpec("padded", scale, softcap, switch=0)
         model.set_attn_implementation(own)
-        if _alone_differs(model, calling, inputs, expected) <= tolerance:
-            return calling, _slower(model, reasons, alone=True)
+        if _one_by_one_differs(model, spec, inputs, expected) <= tolerance:
+            return spec, _slower(model, reasons, alone=True)
         reasons.append("one by one: losses differ")
     finally:
         model.train(was_training)
@@ -385,7 +365,7 @@ def _no_head(model: nn.Module) -> UserError:
 
 def _tried(
     model: nn.Module,
-    calling: Calling,
+    spec: ForwardSpec,
     own: str,
     inputs: Inputs,
     expected: torch.Tensor,
@@ -395,19 +375,19 @@ def _tried(
     longest: int,
 ) -> str | None:
     """What is wrong with calling the model like this; None where nothing is."""
-    model.set_attn_implementation(PACKED_ATTENTION if calling.layout == "packed" else own)
-    given = replace(inputs, longest=max(longest, inputs.longest)) if calling.layout == "packed" else inputs
+    model.set_attn_implementation(PACKED_ATTENTION if spec.layout == "packed" else own)
+    given = replace(inputs, longest=max(longest, inputs.longest)) if spec.layout == "packed" else inputs
     changed = inputs.tokens.clone()
     changed[:7] = (changed[:7] + 1) % vocabulary
-    if calling.switch is not None and calling.switch < inputs.longest:
-        found = _alone_differs(model, calling, inputs, expected)
+    if spec.switch is not None and spec.switch < inputs.longest:
+        found = _one_by_one_differs(model, spec, inputs, expected)
         return None if found <= tolerance else f"losses differ by {found:.2g}"
     try:
         with torch.no_grad():
-            found = token_losses(model, given, calling)[1].to(expected.dtype)
+            found = token_losses(model, given, spec)[1].to(expected.dtype)
             # In half precision rounding hides a small leak from the comparison below. What stands in the first
             # document must not reach the others at all, whatever the precision.
-            others = token_losses(model, replace(given, tokens=changed), calling)[1].to(expected.dtype)
+            others = token_losses(model, replace(given, tokens=changed), spec)[1].to(expected.dtype)
     except Exception as error:  # the model's own code, called as it may not expect
         return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
     worst = (found - expected).abs().max().item()
@@ -419,34 +399,34 @@ def _tried(
 
 
 def _over_lengths(
-    model: nn.Module, calling: Calling, own: str, vocabulary: int, long: int
-) -> tuple[Calling, str | None]:
+    model: nn.Module, spec: ForwardSpec, own: str, vocabulary: int, long: int
+) -> tuple[ForwardSpec, str | None]:
     """The same with documents on both sides of `long` tokens; with `switch` where these must not be called together."""
     device = next(model.parameters()).device
     inputs = trial_inputs(vocabulary, device, (5, long + 11, 9, long + 4))
     model.set_attn_implementation(own)
     expected = _own_losses(model, inputs)
     tolerance = 1e-4 * max(1.0, expected.abs().max().item())
-    model.set_attn_implementation(PACKED_ATTENTION if calling.layout == "packed" else own)
+    model.set_attn_implementation(PACKED_ATTENTION if spec.layout == "packed" else own)
     try:
         with torch.no_grad():
-            found = token_losses(model, inputs, calling)[1].to(expected.dtype)
+            found = token_losses(model, inputs, spec)[1].to(expected.dtype)
         if (found - expected).abs().max().item() <= tolerance:
-            return calling, None
-        if _alone_differs(model, calling, inputs, expected) <= tolerance:
-            return replace(calling, switch=long), None
+            return spec, None
+        if _one_by_one_differs(model, spec, inputs, expected) <= tolerance:
+            return replace(spec, switch=long), None
     except Exception as error:  # the model's own code, called as it may not expect
-        return calling, f"documents of more than {long} tokens: {str(error).splitlines()[0][:200]}"
-    return calling, "long documents differ"
+        return spec, f"documents of more than {long} tokens: {str(error).splitlines()[0][:200]}"
+    return spec, "long documents differ"
 
 
 @torch.no_grad()
-def _alone_differs(model: nn.Module, calling: Calling, inputs: Inputs, expected: torch.Tensor) -> float:
+def _one_by_one_differs(model: nn.Module, spec: ForwardSpec, inputs: Inputs, expected: torch.Tensor) -> float:
     """How far losses are off with every document called by itself; infinite where it cannot be."""
     found = []
     try:
         for start, end in itertools.pairwise(inputs.boundaries.tolist()):
-            found.append(token_losses(model, part_of(inputs, start, end), calling)[1].to(expected.dtype))
+            found.append(token_losses(model, part_of(inputs, start, end), spec)[1].to(expected.dtype))
     except Exception:  # the model's own code, called as it may not expect
         return float("inf")
     return (torch.cat(found) - expected).abs().max().item()

@@ -1,10 +1,10 @@
-"""Products in fp8: all three of a trained linear, one of a frozen output head; the weights stay what they are."""
+"""Matmuls in fp8: all three of a trained linear, one of a frozen output head; the weights stay what they are."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from tunesmith.kernels.fp8 import FP8_MULTIPLE, fp8_linear, quantize_turned
+from tunesmith.kernels.fp8 import FP8_MULTIPLE, fp8_linear, quantize_transposed
 
 
 class Fp8Linear(nn.Linear):
@@ -20,7 +20,7 @@ class Fp8Linear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
-def use_fp8_products(model: nn.Module) -> int:
+def use_fp8_linears(model: nn.Module) -> int:
     """Swap the trained linears of the decoder layers; the output head is left out, where rounding costs most."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # a layer has none
     swapped = 0
@@ -39,7 +39,7 @@ def use_fp8_head_gradient(model: nn.Module) -> bool:
     head = model.get_output_embeddings()
     if head.weight.requires_grad or head.weight.shape[1] % FP8_MULTIPLE:
         return False
-    values8_hw, scale_h1 = quantize_turned(head.weight.detach(), None)
+    values8_hw, scale_h1 = quantize_transposed(head.weight.detach(), None)
     head.register_buffer("values8_hw", values8_hw, persistent=False)
     head.register_buffer("scale_h1", scale_h1, persistent=False)
     return True

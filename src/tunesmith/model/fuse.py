@@ -19,7 +19,7 @@ from tunesmith.kernels.nf4 import dequantize, join
 from tunesmith.model.gated import gated_linears, is_silu_gated
 from tunesmith.model.local import local
 from tunesmith.model.lora import LoraLinear
-from tunesmith.model.quantized import Fp8Base, Nf4Linear
+from tunesmith.model.quantized import Nf4Linear
 
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Sibling linears that models call one after the other with the same input, in this order."""
@@ -29,20 +29,20 @@ def fuse(
     model: nn.Module,
     *,
     fp8: bool,
-    whole_mlps: bool = False,
-    keep_turned: bool = False,
+    fuse_mlps: bool = False,
+    cache_transposed: bool = False,
 ) -> int:
     """Group the model's adapters; returns the number of groups. Dropout, DoRA and bases in int8 are left alone.
 
-    `whole_mlps` makes one operation of each gated MLP (needs a GPU). With `keep_turned` weights in fp8 are held
+    `fuse_mlps` makes one operation of each gated MLP (needs a GPU). With `cache_transposed` weights in fp8 are held
     transposed, too.
     """
     groups = 0
-    if whole_mlps:
+    if fuse_mlps:
         for parent in _parents(model):
             for name, child in list(parent.named_children()):
                 if _is_gated_mlp(child):
-                    setattr(parent, name, JointMlp(child, fp8=fp8, keep_turned=keep_turned))
+                    setattr(parent, name, JointMlp(child, fp8=fp8, cache_transposed=cache_transposed))
                     groups += 1
     for parent in _parents(model):
         taken: set[str] = set()
@@ -52,7 +52,7 @@ def fuse(
                 len({type(adapted[name].base) for name in names}) == 1
             ):
                 taken.update(names)
-                _group([adapted[name] for name in names], fp8=fp8, keep_turned=keep_turned)
+                _group([adapted[name] for name in names], fp8=fp8, cache_transposed=cache_transposed)
                 groups += 1
     return groups
 
@@ -63,13 +63,13 @@ def _parents(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if next(module.children(), None) is not None]
 
 
-class JointProduct(nn.Module):
+class JointLinear(nn.Module):
     """The frozen weights of a group, one below the other, and their product with all the group's adapters.
 
     The members are called one after the other with the same input: the first computes all, the others take their part.
     """
 
-    def __init__(self, members: list[LoraLinear], *, fp8: bool, keep_turned: bool = False):
+    def __init__(self, members: list[LoraLinear], *, fp8: bool, cache_transposed: bool = False):
         super().__init__()
         weight_nk = _held(members)
         biases = [member.base.bias for member in members]
@@ -79,10 +79,10 @@ class JointProduct(nn.Module):
             bias_n = torch.cat([z if b is None else b.detach() for z, b in zip(zeros, biases, strict=True)])
         self.sizes = [member.base.out_features for member in members]
         self.members = tuple(members)  # a tuple, so that they are not its children: it is theirs
-        weight_nk, scale_n = _for_products(weight_nk, members, fp8=fp8)
+        weight_nk, scale_n = _for_matmuls(weight_nk, members, fp8=fp8)
         self.register_buffer("weight_nk", weight_nk, persistent=False)
         self.register_buffer("scale_n", scale_n, persistent=False)
-        self.register_buffer("turned_kn", _turned(weight_nk) if keep_turned else None, persistent=False)
+        self.register_buffer("transposed_kn", _transposed(weight_nk) if cache_transposed else None, persistent=False)
         self.register_buffer("bias_n", bias_n, persistent=False)
         self.input: torch.Tensor | None = None
         self.outputs: tuple[torch.Tensor, ...] = ()
@@ -111,27 +111,27 @@ class JointProduct(nn.Module):
         weight transposed where that is kept."""
         a_rk = torch.cat([local(member.lora_a) for member in self.members]).to(dtype)
         b_nr = torch.block_diag(*(local(member.lora_b) * member.scale for member in self.members)).to(dtype)
-        return self.weight_nk, self.scale_n, a_rk, b_nr, self.bias_n, self.sizes, self.turned_kn
+        return self.weight_nk, self.scale_n, a_rk, b_nr, self.bias_n, self.sizes, self.transposed_kn
 
 
 class JointMlp(nn.Module):
     """A gated MLP with adapters on all its linears, as one operation; takes the place of the model's own."""
 
-    def __init__(self, mlp: nn.Module, *, fp8: bool, keep_turned: bool = False):
+    def __init__(self, mlp: nn.Module, *, fp8: bool, cache_transposed: bool = False):
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
         self.slice_tokens = 0
         """More tokens than this are computed in slices; 0: never."""
         gate_up = _held([mlp.gate_proj, mlp.up_proj])
         fp8 = fp8 and _fits_fp8(mlp.gate_proj) and _fits_fp8(mlp.down_proj)
-        gate_up, gate_up_scale = _for_products(gate_up, [mlp.gate_proj, mlp.up_proj], fp8=fp8)
-        down, down_scale = _for_products(_held([mlp.down_proj]), [mlp.down_proj], fp8=fp8)
+        gate_up, gate_up_scale = _for_matmuls(gate_up, [mlp.gate_proj, mlp.up_proj], fp8=fp8)
+        down, down_scale = _for_matmuls(_held([mlp.down_proj]), [mlp.down_proj], fp8=fp8)
         self.register_buffer("gate_up", gate_up, persistent=False)
         self.register_buffer("gate_up_scale", gate_up_scale, persistent=False)
         self.register_buffer("down", down, persistent=False)
         self.register_buffer("down_scale", down_scale, persistent=False)
-        self.register_buffer("gate_up_turned", _turned(gate_up) if keep_turned else None, persistent=False)
-        self.register_buffer("down_turned", _turned(down) if keep_turned else None, persistent=False)
+        self.register_buffer("gate_up_transposed", _transposed(gate_up) if cache_transposed else None, persistent=False)
+        self.register_buffer("down_transposed", _transposed(down) if cache_transposed else None, persistent=False)
         for member in (self.gate_proj, self.up_proj, self.down_proj):
             member.base = nn.Identity()
 
@@ -146,8 +146,8 @@ class JointMlp(nn.Module):
                 self.gate_up_scale,
                 self.down,
                 self.down_scale,
-                self.gate_up_turned,
-                self.down_turned,
+                self.gate_up_transposed,
+                self.down_transposed,
             ),
             torch.cat([local(gate.lora_a), local(up.lora_a)]).to(x.dtype),
             *((local(member.lora_b) * member.scale).to(x.dtype) for member in (gate, up)),
@@ -171,7 +171,7 @@ def _can_fuse(module: nn.Module) -> bool:
     if not isinstance(module, LoraLinear) or module.dropout != 0 or module.lora_m is not None:
         return False
     base = module.base
-    return type(base) in (nn.Linear, Fp8Base) or (isinstance(base, Nf4Linear) and not base.is_transposed)
+    return type(base) is nn.Linear or (isinstance(base, Nf4Linear) and not base.is_transposed)
 
 
 def _held(members: list[LoraLinear]) -> torch.Tensor:
@@ -182,13 +182,11 @@ def _held(members: list[LoraLinear]) -> torch.Tensor:
     return torch.cat([base.weight.detach() for base in bases])
 
 
-def _for_products(
+def _for_matmuls(
     held: torch.Tensor, members: list[LoraLinear], *, fp8: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The joint weight as it is kept, and the scales of its rows where the products run in fp8. What is held in nf4
+    """The joint weight as it is kept, and the scales of its rows where the matmuls run in fp8. What is held in nf4
     stays so: it becomes fp8 when it is multiplied."""
-    if held.dtype == E4M3:  # quantized as it was read
-        return held, torch.cat([member.base.scale_n for member in members])
     if not fp8 or not all(_fits_fp8(member) for member in members):
         return held, None
     if held.dtype != torch.uint8:
@@ -199,7 +197,7 @@ def _for_products(
     return held, quantize_rows(weight_nk)[1].squeeze(1)
 
 
-def _turned(held: torch.Tensor) -> torch.Tensor | None:
+def _transposed(held: torch.Tensor) -> torch.Tensor | None:
     return held.t().contiguous() if held.dtype == E4M3 else None
 
 
@@ -207,7 +205,7 @@ def _fits_fp8(member: LoraLinear) -> bool:
     return member.base.in_features % FP8_MULTIPLE == 0 and member.base.out_features % FP8_MULTIPLE == 0
 
 
-def _group(members: list[LoraLinear], *, fp8: bool, keep_turned: bool) -> None:
-    product = JointProduct(members, fp8=fp8, keep_turned=keep_turned)
+def _group(members: list[LoraLinear], *, fp8: bool, cache_transposed: bool) -> None:
+    product = JointLinear(members, fp8=fp8, cache_transposed=cache_transposed)
     for index, member in enumerate(members):
         member.join(product, index)

@@ -1,4 +1,5 @@
-"""Gated MLPs with trained weights whose activation is not kept for the backward pass; they take a model's own's place.
+"""Memory-efficient SwiGLU: gated MLPs with trained weights that compute their activation again in the backward pass
+instead of keeping it, in the place of a model's own.
 
 Which modules these are is tried, not known: a copy with small linears must compute `down(silu(gate(x)) * up(x))`.
 """
@@ -12,14 +13,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import skip_init
 
-from tunesmith.kernels.gated import gated_product
+from tunesmith.kernels.gated import gated_matmul
 
 LINEARS = ("gate_proj", "up_proj", "down_proj")
 INPUTS, WIDTH = 8, 12
 """Of the linears a module is tried with."""
 
 
-def make_activations_again(model: nn.Module) -> int:
+def use_memory_efficient_swiglu(model: nn.Module) -> int:
     """Put our module in the place of each MLP that it equals; returns how many. The names of linears do not change."""
     found = 0
     for parent in list(model.modules()):
@@ -38,7 +39,7 @@ class GatedMlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x_th = x.flatten(0, -2)
-        y = gated_product(self.gate_proj(x_th), self.up_proj(x_th), self.down_proj.weight)
+        y = gated_matmul(self.gate_proj(x_th), self.up_proj(x_th), self.down_proj.weight)
         y = y if self.down_proj.bias is None else y + self.down_proj.bias
         return y.view(*x.shape[:-1], -1)
 

@@ -1,4 +1,4 @@
-"""GGUF files, turned once into an ordinary model folder and kept in the cache.
+"""GGUF files, converted once into an ordinary model folder and kept in the cache.
 
 transformers can read GGUF, but slowly (it dequantizes in Python), it cannot save what it read, and it rebuilds
 the tokenizer from the vocabulary alone. Converting once gives a folder that loads in half a second and is the

@@ -10,8 +10,6 @@ import contextlib
 import json
 import logging
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,19 +18,15 @@ from tunesmith import hub
 from tunesmith.cache import cache_folder
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError, listed
-from tunesmith.model.ahead import beside
-from tunesmith.model.content import Content
 from tunesmith.model.gguf import converted_folder
-from tunesmith.model.headers import shortened
 from tunesmith.plan.models import check_quantization, find, read_config_file
-from tunesmith.plan.plan import Storage
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-TWIN_TOKENS = 500
-"""The vocabulary of a small twin."""
+PROXY_TOKENS = 500
+"""The vocabulary of a small proxy."""
 TOKENIZER_FILES = ("tokenizer*", "*vocab*", "*.model", "merges.txt", "*tiktoken*", "tekken.json", "*.bpe", "spiece*")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -64,7 +58,7 @@ def load_config(run: Run) -> PreTrainedConfig:
     source = locate(run.model)
     if source.is_local:
         check_quantization(read_config_file(Path(source.location) / "config.json"))
-    with _reading(run, "config"):
+    with reading(run, "config"):
         config = AutoConfig.from_pretrained(
             source.location, trust_remote_code=run.trust_remote_code, local_files_only=source.offline
         )
@@ -88,7 +82,7 @@ def load_tokenizer(run: Run) -> PreTrainedTokenizerBase:
             f"model: {run.model} holds no tokenizer (no tokenizer.json, nor one of another kind); copy its files there "
             "from the model that it was made from."
         )
-    with _reading(run, "tokenizer"):
+    with reading(run, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
             source.location, trust_remote_code=run.trust_remote_code, local_files_only=source.offline
         )
@@ -97,103 +91,6 @@ def load_tokenizer(run: Run) -> PreTrainedTokenizerBase:
             raise UserError(f"model: its tokenizer_config.json has model_max_length {said!r}, which is no number.")
         tokenizer("a b")  # what would fail with any text fails here
     return tokenizer
-
-
-def load_model(
-    run: Run,
-    *,
-    dtype: str,
-    device: str,
-    storage: Storage = "plain",
-    fp8: bool = False,
-    meanwhile: Callable[[], None] = lambda: None,
-    content: Content | None = None,
-) -> PreTrainedModel:
-    """The model with its weights in `dtype` ("fp32", "bf16", "fp16") on `device`, in evaluation mode.
-
-    Weights go from their files to the device one by one. With `storage` nf4 or int8 the linears of the decoder layers
-    are quantized on the way; with `fp8`, those that the run's adapters take over for fp8 products. `meanwhile` is done
-    in a thread while files are read. What is read is hashed into `content`.
-    """
-    import torch
-
-    from tunesmith.model import quantized
-
-    form = {"dtype": getattr(torch, DTYPES[dtype]), "device": torch.device(device), "storage": storage}
-    model, folder = load_empty(run, dtype=dtype)
-    with _reading(run, "weights"), quiet():
-        in_fp8 = _taken_in_fp8(model, run) if fp8 and storage == "plain" else ()
-        with beside(meanwhile):
-            is_filled = quantized.fill(model, folder, fp8=in_fp8, content=content, **form)
-        if is_filled:
-            return model
-        # Files of another layout are translated by transformers, which holds them whole, in host memory.
-        model = _translated(model, folder, form["dtype"], is_plain=storage == "plain", content=content)
-        if storage == "plain":
-            return model.to(device).eval()
-        quantized.quantize_linears(model, **form)
-    return model.eval()
-
-
-def _translated(
-    empty: PreTrainedModel, folder: Path, dtype: torch.dtype, *, is_plain: bool, content: Content | None
-) -> PreTrainedModel:
-    """The model with weights that its files hold in other ways than it has them. What transformers would pass over in
-    silence (tensors that are missing, too many or of another size) is refused."""
-    import torch
-
-    from tunesmith.model.files import check_rounding, lazily, read_tensors
-    from tunesmith.model.finite import check_finite
-
-    tensors = read_tensors(folder)
-    if not is_plain:  # to be quantized from what the files have
-        check_rounding(tensors, "fewer bits", as_codes=False)
-        kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-        sizes = Counter()
-        for held in tensors.values():
-            sizes[kinds.get(held.entries[0].dtype, torch.float32)] += held.entries[0].size
-        dtype = max(sizes, key=lambda kind: sizes[kind])
-    with lazily(tensors, content) as lazy:
-        model, found = type(empty).from_pretrained(
-            None,
-            config=empty.config,
-            state_dict=lazy,
-            dtype=dtype,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    model.generation_config = empty.generation_config
-    if problem := _misfit(model, found):
-        raise ValueError(problem)
-    check_finite(model, dtype)
-    return model
-
-
-def _misfit(model: PreTrainedModel, found: Mapping[str, Any]) -> str:
-    """How files do not fit the model, in words; empty where they do."""
-    if mismatched := sorted(found["mismatched_keys"], key=str):
-        name, stored, wanted = mismatched[0]
-        more = f" and {len(mismatched) - 1:,} more" if len(mismatched) > 1 else ""
-        return f"its files hold {name}{more} as {list(stored)}, and its config.json describes {list(wanted)}"
-    if missing := sorted(found["missing_keys"]):
-        return (
-            f"its files lack {len(missing):,} tensors of the model that its config.json describes: {shortened(missing)}"
-        )
-    known = {re.sub(r"\d+", "0", name) for name in model.state_dict()}
-    modules = dict(model.named_modules())
-
-    def has_a_place(name: str) -> bool:
-        owner, _, leaf = name.rpartition(".")
-        module = modules.get(owner)
-        is_known_module = module is not None and any(True for _ in module.parameters(recurse=False))
-        return re.sub(r"\d+", "0", name) in known or (is_known_module and getattr(module, leaf, None) is None)
-
-    if odd := sorted(filter(has_a_place, found["unexpected_keys"])):
-        return (
-            f"its files hold {len(odd):,} tensors that the model which its config.json describes has not: "
-            f"{shortened(odd)}"
-        )
-    return ""
 
 
 def load_empty(run: Run, *, dtype: str) -> tuple[PreTrainedModel, Path]:
@@ -205,7 +102,7 @@ def load_empty(run: Run, *, dtype: str) -> tuple[PreTrainedModel, Path]:
 
     config = load_config(run)
     options = {"trust_remote_code": run.trust_remote_code}
-    with _reading(run, "weights"), quiet():
+    with reading(run, "weights"), quiet():
         folder = weights_folder(locate(run.model))
         model = quantized.build_empty(
             lambda: AutoModelForCausalLM.from_config(config, dtype=getattr(torch, DTYPES[dtype]), **options)
@@ -252,20 +149,6 @@ def _without_faults(settings: dict[str, Any], origin: str) -> tuple[dict[str, An
     return kept, [f"{origin} has values that transformers refuses to save, and the result is without them: {lost}."]
 
 
-def _taken_in_fp8(model: PreTrainedModel, run: Run) -> set[str]:
-    """The linears whose products will run in fp8 as `model.fuse` has them: all that have adapters, or none."""
-    from tunesmith.kernels.fp8 import FP8_MULTIPLE
-    from tunesmith.model import lora, quantized
-
-    if run.lora.dropout or run.lora.dora:
-        return set()
-    targets, plain = lora.find_targets(model, run.lora), quantized.linears_of_layers(model)
-    sizes = [size for name in targets for size in model.get_submodule(name).weight.shape]
-    if any(size % FP8_MULTIPLE for size in sizes) or not plain.keys() >= set(targets):
-        return set()
-    return {name for name in targets if not quantized.is_transposed(plain[name])}
-
-
 def weights_folder(source: Source) -> Path:
     """The folder with the model's files, downloaded first where the model is on the hub."""
     if source.is_local:
@@ -282,14 +165,14 @@ def load_skeleton(run: Run) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     config = load_config(run)
-    with _reading(run, "config"), quiet(), torch.device("meta"):
+    with reading(run, "config"), quiet(), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=run.trust_remote_code)
 
 
-def build_twin(run: Run, *, dtype: str, device: torch.device, layers: int, width: int) -> PreTrainedModel:
+def build_small_proxy(run: Run, *, dtype: str, device: torch.device, layers: int, width: int) -> PreTrainedModel:
     """A small model of the same code, in evaluation mode: so many layers, narrow MLPs (a multiple of `width`), a small
     vocabulary, and random weights that are the same every time. What would take the whole model to try is tried on it.
-    A model that cannot be made smaller is its own twin in size."""
+    A model that cannot be made smaller is its own proxy in size."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -302,7 +185,7 @@ def build_twin(run: Run, *, dtype: str, device: torch.device, layers: int, width
     text.num_hidden_layers = min(layers, depth)
     if isinstance(getattr(text, "intermediate_size", None), int):
         text.intermediate_size = min(text.intermediate_size, 2 * width)
-    text.vocab_size = min(text.vocab_size, TWIN_TOKENS)
+    text.vocab_size = min(text.vocab_size, PROXY_TOKENS)
     text.pad_token_id = None
     options = {"trust_remote_code": run.trust_remote_code}
     with quiet():
@@ -369,7 +252,7 @@ def parameter_count(model: torch.nn.Module) -> int:
 
 
 @contextlib.contextmanager
-def _reading(run: Run, what: str):
+def reading(run: Run, what: str):
     """Turn the many ways in which reading a model fails into one sentence: libraries meet its files with any exception
     there is."""
     try:

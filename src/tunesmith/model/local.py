@@ -1,4 +1,4 @@
-"""Weights of which a rank holds a part only: products use that part."""
+"""Weights of which a rank holds a part only: matmuls use that part."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Low-rank adapters: a swap of linear modules, and PEFT's file layout for what they learn.
 
 `attach` replaces each chosen linear by a `LoraLinear` that holds the frozen original and two small trainable
-matrices. The factors are kept in fp32 whatever the base's precision; products run in the input's. Files are
+matrices. The factors are kept in fp32 whatever the base's precision; matmuls run in the input's. Files are
 those of the `peft` library, so either side loads what the other wrote. Biases and fully trained extra modules
 of other tools' adapters are refused by name when loading, not ignored.
 
@@ -28,7 +28,8 @@ from torch import nn
 from tunesmith.config.schema import Lora
 from tunesmith.errors import UserError, listed
 from tunesmith.model.local import local
-from tunesmith.model.quantized import QuantizedLinear, is_transposed
+from tunesmith.model.quantized import QuantizedLinear
+from tunesmith.model.structure import is_transposed, replace_module
 from tunesmith.plan.facts import choose_layers, matches
 
 PREFIX = "base_model.model."
@@ -131,7 +132,7 @@ def put_on(model: nn.Module, targets: Iterable[str], settings: Lora, *, seed: in
     for name in targets:
         adapter = LoraLinear(model.get_submodule(name), settings.rank, scale, settings.dropout, dora=settings.dora)
         adapter.reset(_generator(seed, name))
-        _replace(model, name, adapter)
+        replace_module(model, name, adapter)
 
 
 def find_targets(model: nn.Module, settings: Lora) -> list[str]:
@@ -172,7 +173,7 @@ def merge(model: nn.Module) -> int:
         weight = adapter.base.weight
         with torch.no_grad():
             weight.copy_(adapter.merged(weight).to(weight.dtype))
-        _replace(model, name, adapter.base)
+        replace_module(model, name, adapter.base)
     return len(found)
 
 
@@ -245,7 +246,7 @@ def lost_in_peft(skeleton: nn.Module, settings: Lora, names: Iterable[str]) -> l
     found = adapters(skeleton)
     tensors = {key: getattr(found[name], leaf).detach() for key, (name, leaf) in keys.items()}
     for name in names:
-        _replace(skeleton, name, found[name].base)
+        replace_module(skeleton, name, found[name].base)
     wanted = {"r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "fan_in_fan_out", "task_type"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -320,7 +321,7 @@ def attach_saved(model: nn.Module, folder: Path) -> list[str]:
             adapter.lora_b.copy_(b)
             if m is not None:
                 adapter.lora_m.copy_(m)
-        _replace(model, name, adapter)
+        replace_module(model, name, adapter)
     return names
 
 
@@ -345,14 +346,8 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
 def _row_squares(base: nn.Module) -> torch.Tensor:
     """The squared length of each output's weights, [O] in fp32."""
     if isinstance(base, QuantizedLinear):
-        return base.whole().square().sum(1)
+        return base.dequantize().square().sum(1)
     return base.weight.detach().float().square().sum(0 if _is_transposed(base) else 1)
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    module.train(model.training)
-    setattr(model.get_submodule(parent), child, module)
 
 
 def _layer_of(name: str) -> int | None:

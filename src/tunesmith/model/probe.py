@@ -25,9 +25,11 @@ from tunesmith.cache import folder_to_fill
 from tunesmith.config.schema import Lora, Run
 from tunesmith.errors import UserError
 from tunesmith.model import load, lora
-from tunesmith.model.forward import Calling, find_calling
+from tunesmith.model.forward import confirm_forward_spec, find_forward_spec
 from tunesmith.model.fuse import fuse
+from tunesmith.model.structure import replace_module
 from tunesmith.plan.models import check_kind, read_config
+from tunesmith.plan.plan import ForwardSpec
 
 VERSION = 1
 """Of what is tried; results of another are not read."""
@@ -48,13 +50,15 @@ Patterns = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Probed:
-    calling: Calling | None
-    """None where no proxy could be made."""
+    spec: ForwardSpec | None
+    """How it is called; None, of a config alone, where no proxy could be made."""
     note: str | None = None
     """Why it is not the fastest there is."""
     left_out: tuple[tuple[str, str], ...] = ()
     """Linears that get no adapter, by kind (`model.layers.#.mixer.x_proj`), and why."""
     can_fuse: bool = True
+    adapted: tuple[str, ...] | None = None
+    """The linears that get adapters in this run, where some of those that were chosen cannot carry one."""
 
     def settings(self, settings: Lora, names: Iterable[str]) -> tuple[Lora, str | None]:
         """The adapters' settings without those linears, and a sentence about it; UserError where nothing is left.
@@ -89,6 +93,8 @@ def probe(run: Run, *, device: torch.device | str = "cpu") -> Probed:
         except (OSError, ValueError, KeyError, TypeError):
             pass  # made again
     found = probe_config(config, device=torch.device(device), trust_remote_code=run.trust_remote_code)
+    if found.spec is None or torch.device(device).type == "cuda":
+        found = _in_half_precision(run, found, torch.device(device))
     if kept is not None:
         try:
             beside = kept.with_suffix(f".{key[-6:]}.partial")
@@ -99,15 +105,17 @@ def probe(run: Run, *, device: torch.device | str = "cpu") -> Probed:
     return found
 
 
-def settled(run: Run, *, device: torch.device | str = "cpu") -> tuple[Run, Probed, list[str]]:
+def probe_run(run: Run, *, device: torch.device | str = "cpu") -> tuple[Run, Probed, list[str]]:
     """The run with the adapters that its model can carry, what the probe found, and what is to be said about both."""
     found = probe(run, device=device)
     notes = [found.note] if found.note else []
     if run.has_adapters and (found.left_out or has_other_names(load.load_config(run))):
         skeleton = load.load_skeleton(run)
         settings, note = found.settings(run.lora, lora.find_targets(skeleton, run.lora))
+        if note:
+            notes.append(note)
+            found = replace(found, adapted=tuple(settings.targets))
         run = run.model_copy(update={"lora": settings})
-        notes += [note] if note else []
         names = lora.find_targets(skeleton, settings)
         if has_other_names(skeleton.config) and (lost := lora.lost_in_peft(skeleton, settings, names)):
             kinds = ", ".join(list(dict.fromkeys(kind_of(name).replace("#", "*") for name in lost))[:4])
@@ -116,6 +124,16 @@ def settled(run: Run, *, device: torch.device | str = "cpu") -> tuple[Run, Probe
                 f"({kinds}): it has other names for them; `tunesmith merge` writes a model that loads everywhere."
             )
     return run, found, notes
+
+
+def _in_half_precision(run: Run, found: Probed, device: torch.device) -> Probed:
+    """The same with kernels that fp32 does not reach, on a small model in the precision that is trained in; all that is
+    known of a model of which no proxy in fp32 could be made."""
+    dtype = "fp32" if device.type == "cpu" else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+    small = load.build_small_proxy(run, dtype=dtype, device=device, layers=2, width=WIDTH)
+    sizes = {"vocabulary": load.vocabulary_size(small.config), "longest": run.sequence_length}
+    spec, note = confirm_forward_spec(small, **sizes, known=found.spec)
+    return replace(found, spec=spec, note=found.note or note)
 
 
 def has_other_names(config: Any) -> bool:
@@ -133,18 +151,18 @@ def probe_config(config: Any, *, device: torch.device, trust_remote_code: bool =
         return Probed(None)
     model = proxy.model
     own = model.config._attn_implementation
-    calling, note = find_calling(model, vocabulary=proxy.vocabulary, long=proxy.long)
+    spec, note = find_forward_spec(model, vocabulary=proxy.vocabulary, long=proxy.long)
     model.set_attn_implementation(own)
-    scale = _real_scale(calling.logit_scale, model.config.get_text_config(), config.get_text_config())
-    calling = replace(calling, logit_scale=scale)
-    if calling.switch:
-        calling = replace(calling, switch=proxy.switch)
+    scale = _real_scale(spec.logit_scale, model.config.get_text_config(), config.get_text_config())
+    spec = replace(spec, logit_scale=scale)
+    if spec.switch:
+        spec = replace(spec, switch=proxy.switch)
         note = note or (
             f"{type(model).__name__} computes documents of more than {proxy.switch:,} tokens by other rules, and all "
             "that are called with them; longer ones are called by themselves."
         )
     left_out, can_fuse = try_adapters(model, proxy.vocabulary)
-    return Probed(calling, note, tuple(left_out.items()), can_fuse)
+    return Probed(spec, note, tuple(left_out.items()), can_fuse)
 
 
 # The proxy
@@ -434,13 +452,13 @@ class adapted:
             spread = base.weight.std().item() or 0.1
             with torch.no_grad():
                 adapter.lora_b.copy_(spread * torch.randn(adapter.lora_b.shape, generator=generator))
-            lora._replace(self.model, name, adapter)
+            replace_module(self.model, name, adapter)
             made[name] = adapter
         return made
 
     def __exit__(self, *_: object) -> None:
         for name, base in self.bases.items():
-            lora._replace(self.model, name, base)
+            replace_module(self.model, name, base)
 
 
 def _can_fuse(model: nn.Module, names: list[str], tokens: torch.Tensor) -> bool:
@@ -448,11 +466,11 @@ def _can_fuse(model: nn.Module, names: list[str], tokens: torch.Tensor) -> bool:
         return False
     small = copy.deepcopy(model)
     adapted(small, names).__enter__()
-    whole_mlps = tokens.device.type == "cuda"
+    fuse_mlps = tokens.device.type == "cuda"
     try:
         with torch.enable_grad():
             expected = _logits(small, tokens)
-            fuse(small, fp8=False, whole_mlps=whole_mlps)
+            fuse(small, fp8=False, fuse_mlps=fuse_mlps)
             found = _logits(small, tokens)
             found.square().mean().backward()
     except Exception:  # the model's own code, given outputs that are views
@@ -483,9 +501,9 @@ def _kept(run: Run, config: Any, device: torch.device):
 
 
 def _from_json(values: dict[str, Any]) -> Probed:
-    calling = values["calling"]
+    spec = values["spec"]
     return Probed(
-        calling=None if calling is None else Calling(**calling),
+        spec=None if spec is None else ForwardSpec(**spec),
         note=values["note"],
         left_out=tuple((kind, why) for kind, why in values["left_out"]),
         can_fuse=values["can_fuse"],

@@ -1,4 +1,4 @@
-"""Attention whose queries and keys are rotated by a kernel of ours; takes the place of a model's own module.
+"""Fused RoPE: attention whose queries and keys are rotated by a kernel of ours, in the place of a model's own module.
 
 Which modules these are is tried, not known: one that gives its attention function the same queries, keys and values as
 ours, and makes the same of what comes back. The names of its linears do not change.
@@ -29,7 +29,7 @@ TRIED = 6
 """Tokens."""
 
 
-def rotate_in_kernels(model: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> int:
+def fuse_rope(model: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> int:
     """Put our module in the place of each attention that it equals; returns how many. `dtype` is that of activations;
     adapters are grouped already. Where weights are not there yet, random ones on the `device` are tried."""
     found = 0

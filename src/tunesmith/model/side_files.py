@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.schema import Run
-from tunesmith.errors import UserError
+from tunesmith.errors import UserError, first_line
 from tunesmith.model.load import generation_settings, load_skeleton, load_tokenizer, locate, quiet, weights_folder
 from tunesmith.model.save import whole_folder
 
@@ -96,7 +96,7 @@ def _write_config(run: Run, model: PreTrainedModel, base: Path, folder: Path) ->
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except _ODD as error:
         said.append(
-            f"the base's {CONFIG} is carried as it is, since transformers cannot write it: {_first_line(error)}."
+            f"the base's {CONFIG} is carried as it is, since transformers cannot write it: {first_line(error)}."
         )
         config = json.loads((base / CONFIG).read_text(encoding="utf-8"))
         config["architectures"] = [type(model).__name__]
@@ -107,7 +107,7 @@ def _write_config(run: Run, model: PreTrainedModel, base: Path, folder: Path) ->
     except _ODD as error:
         raise UserError(
             f"model: the config of {run.model} cannot be saved so that transformers reads it again: "
-            f"{_first_line(error)}; mend the model's {CONFIG}."
+            f"{first_line(error)}; mend the model's {CONFIG}."
         ) from error
     return said
 
@@ -161,7 +161,7 @@ def _saved_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, run: Run)
     try:
         tokenizer.save_pretrained(folder)
     except _ODD as error:
-        return _first_line(error)
+        return first_line(error)
     return _difference(tokenizer, folder, run)
 
 
@@ -171,7 +171,7 @@ def _difference(tokenizer: PreTrainedTokenizerBase, folder: Path, run: Run) -> s
     try:
         found = AutoTokenizer.from_pretrained(folder, trust_remote_code=run.trust_remote_code)
     except _ODD as error:
-        return _first_line(error)
+        return first_line(error)
     text = SAMPLE + "".join(tokenizer.all_special_tokens)
     if found(text)["input_ids"] != tokenizer(text)["input_ids"]:
         return "the same text becomes other tokens"
@@ -184,11 +184,6 @@ def _difference(tokenizer: PreTrainedTokenizerBase, folder: Path, run: Run) -> s
 
 _ODD = (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, ImportError, OSError, RuntimeError)
 """What transformers raises for files that it does not like."""
-
-
-def _first_line(error: BaseException) -> str:
-    lines = (line.strip() for line in str(error).splitlines())
-    return next((line.rstrip(".") for line in lines if line), type(error).__name__)
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:

@@ -1,9 +1,9 @@
 """Parameter groups and the optimizer a run names, with its state as named tensors.
 
-Where weights are held in half precision, `Optimizer` keeps fp32 masters of the trained ones and gathers their
-gradients in fp32 as soon as backward has made them, so that neither accumulation nor small updates are rounded away.
-Weights in bf16, with masters or without, are rounded at random, which keeps small updates on average; so are those that
-FSDP makes of fp32 shards, which are held `lifted` for that (`kernels.update`).
+Where weights are held in half precision, `Optimizer` keeps fp32 masters of the trained ones and gathers their gradients
+in fp32 as soon as backward has made them, so that neither accumulation nor small updates are rounded away. Weights in
+bf16, with masters or without, are rounded stochastically, which keeps small updates on average; so are those that FSDP
+makes of fp32 shards, which are held `prerounded` for that (`kernels.update`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
-from tunesmith.kernels.update import Algorithm, copy_half_, lift_, put_down_
+from tunesmith.kernels.update import copy_half_, preround_, undo_preround_
+from tunesmith.kernels.update_states import Algorithm
 from tunesmith.optim.fused import Fused, home_bytes, local, spread, start_of
 from tunesmith.optim.muon import GroupedMuon, SpreadMuon
 from tunesmith.optim.offload import pin
@@ -41,11 +42,11 @@ def build(model: nn.Module, run: Run, plan: Plan) -> Optimizer:
         model.named_parameters(),
         run,
         master_weights=plan.master_weights and plan.sharding == "none",  # shards are in fp32 already
-        lifted=is_gathered and plan.precision == "bf16" and plan.master_weights,
+        prerounded=is_gathered and plan.precision == "bf16" and plan.master_weights,
         states=plan.optimizer_states,
         offload=plan.offload_optimizer,
-        release=plan.release_gradients,
-        accumulates=plan.accumulation > 1 or plan.by_length,
+        release=plan.optimizer_in_backward,
+        accumulates=plan.accumulation_steps > 1 or plan.by_length,
         ends={weight for end in ends if end is not None for weight in end.parameters()},
     )
 
@@ -59,15 +60,15 @@ class Optimizer:
         run: Run,
         *,
         master_weights: bool,
-        lifted: bool = False,
+        prerounded: bool = False,
         states: OptimizerStates | None = None,
         offload: OffloadTo = "none",
         release: bool = False,
         accumulates: bool = False,
         ends: Collection[nn.Parameter] = (),
     ):
-        """`lifted`: the weights are fp32 shards that are rounded to bf16 wherever they are used, and are to be held so
-        that this is at random, where the optimizer can. `states`: in the precision of what is updated when left out.
+        """`prerounded`: the weights are fp32 shards that are rounded to bf16 wherever they are used, and are to be held
+        so that this is at random, where the optimizer can. `states`: in the precision of what is updated when left out.
         `offload`: they and the masters live in host memory, or in a file in the run's folder. `release`: each weight is
         updated and its gradient freed within the backward pass. `accumulates`: a step has several micro-batches, whose
         gradients are summed. `ends`: embedding and head, which Muon leaves to AdamW."""
@@ -79,7 +80,7 @@ class Optimizer:
         self._norms: dict[str, torch.Tensor] = {}
         is_half = any(weight.dtype != torch.float32 for weight in self.weights.values())
         states = states or ("bf16" if is_half and not master_weights else "fp32")
-        is_asked = offload != "none" or release or lifted or states != "fp32" or _is_large(self.weights.values())
+        is_asked = offload != "none" or release or prerounded or states != "fp32" or _is_large(self.weights.values())
         is_fused = run.algorithm == "lion" or (run.algorithm == "adamw" and (is_asked or is_half))
         is_rounded = is_fused and not any(weight.dtype == torch.float16 for weight in self.weights.values())
         if is_half and not master_weights and not is_rounded:
@@ -90,18 +91,18 @@ class Optimizer:
         if (offload != "none" or release) and not is_fused:
             raise UserError(
                 f"optimizer: {run.optimizer} cannot update weights one by one, as the plan's "
-                f"{'release_gradients' if offload == 'none' else 'offload_optimizer'} wants; choose adamw or lion."
+                f"{'optimizer_in_backward' if offload == 'none' else 'offload_optimizer'} wants; choose adamw or lion."
             )
         assert not (release and accumulates)
-        self.is_lifted = lifted and is_fused
+        self.is_prerounded = prerounded and is_fused
         scratch = self._scratch(run, states) if offload == "disk" else None
         self.masters = {
             name: _master_of(weight, offload, scratch) if master_weights else weight
             for name, weight in self.weights.items()
         }
-        if self.is_lifted:
+        if self.is_prerounded:
             for weight in self.weights.values():
-                lift_(local(weight.detach()), start=start_of(weight))
+                preround_(local(weight.detach()), start=start_of(weight))
         self.parameters = list((self.weights if is_fused else self.masters).values())
         """What carries the gradients that are clipped and applied."""
         self.parts = [self._fused(run, states, offload, scratch)] if is_fused else self._build(run, ends)
@@ -114,7 +115,7 @@ class Optimizer:
             if release:
                 weight.register_post_accumulate_grad_hook(self._update_at_once(name))
 
-    def update_beside(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    def overlap_update(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         """Where states come from host memory, begin the model's next forward pass while weights are still updated: a
         layer waits for its own, and the model for those outside the layers, which come first."""
         (part, *_) = self.parts
@@ -123,18 +124,18 @@ class Optimizer:
         weights = [set(layer.parameters()) for layer in layers]
         outside = set(self.weights.values()).difference(*weights)
         for module, own in zip((model.base_model, *layers), (outside, *weights), strict=True):
-            module.register_forward_pre_hook(lambda *_, own=own: part.settle(own))
+            module.register_forward_pre_hook(lambda *_, own=own: part.finish_update(own))
         place = {weight: number for number, own in enumerate((outside, *weights)) for weight in own}
         named = zip(self.masters.values(), self.weights.values(), strict=True)
         places = {master: place[weight] for master, weight in named}
         part.order.sort(key=lambda master: places[master])
         part.is_beside = True
 
-    def settle(self) -> None:
+    def finish_update(self) -> None:
         """Before weights are used otherwise than by a forward pass: wait, on the device, for their updates."""
         for part in self.parts:
             if isinstance(part, Fused):
-                part.settle()
+                part.finish_update()
 
     def held_over(self) -> int:
         """Bytes of gradients whose updates may still be under way in the next forward pass."""
@@ -196,7 +197,7 @@ class Optimizer:
         for part in self.parts:
             if isinstance(part, Fused):
                 part.wait()
-        kind = "lifted" if self.is_lifted else "weights"
+        kind = "lifted" if self.is_prerounded else "weights"
         found = {f"{kind}/{name}": weight.detach() for name, weight in self.masters.items()}
         for name, weight in self.masters.items():
             for key, value in self.owner[weight].state.get(weight, {}).items():
@@ -220,9 +221,9 @@ class Optimizer:
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The inverse of `tensors`, bit for bit. What is given may be changed on the way."""
-        self.settle()
+        self.finish_update()
         saved = {weight_of(name): value for name, value in tensors.items() if not name.startswith("optimizer/")}
-        was_lifted = any(name.startswith("lifted/") for name in tensors)
+        was_prerounded = any(name.startswith("lifted/") for name in tensors)
         if different := sorted(self.masters.keys() ^ saved.keys()):
             raise UserError(
                 f"The checkpoint was made for other trained weights: '{different[0]}' is in one of the two only."
@@ -233,12 +234,12 @@ class Optimizer:
                     f"The checkpoint's '{name}' has the shape {tuple(there)}, and that of these settings is "
                     f"{tuple(weight.shape)}; put lora.rank or the model back, or choose another output."
                 )
-            if was_lifted and not self.is_lifted:
-                put_down_(local(saved[name]), start=start_of(saved[name]))
+            if was_prerounded and not self.is_prerounded:
+                undo_preround_(local(saved[name]), start=start_of(saved[name]))
             if local(weight).data_ptr() != local(saved[name]).data_ptr():
                 weight.copy_(_placed(saved[name], weight))
-            if self.is_lifted and not was_lifted:
-                lift_(local(weight.detach()), start=start_of(weight))
+            if self.is_prerounded and not was_prerounded:
+                preround_(local(weight.detach()), start=start_of(weight))
         states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.masters}
         for full_name, value in tensors.items():
             kind, _, rest = full_name.partition("/")
@@ -308,7 +309,7 @@ class Optimizer:
             seed=run.seed,
             models={self.masters[name]: weight for name, weight in self.weights.items()} if self.has_masters else {},
             offload=offload != "none",
-            lifted=self.is_lifted,
+            prerounded=self.is_prerounded,
             scratch=scratch,
         )
 

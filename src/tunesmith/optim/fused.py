@@ -1,9 +1,10 @@
 """AdamW and Lion with states in any of the formats of `kernels.update`, one kernel a parameter and nothing beside it.
 
-Trained weights in bf16 are rounded at random (the mean is exact), drawn from (seed, step, parameter), so that a step is
-a function of what stood before it and a resumed run goes on bit for bit. States and masters may live in host memory
-or on disk (`optim.offload`), and a parameter may be updated as soon as its gradient is there. Of a weight that lies
-over several ranks each updates its rows; blocks of states lie within rows, so these are the numbers of one rank.
+Trained weights in bf16 are rounded stochastically (the mean is exact), drawn from (seed, step, parameter), so that a
+step is a function of what stood before it and a resumed run goes on bit for bit. States and masters may live in host
+memory or on disk (`optim.offload`), and a parameter may be updated as soon as its gradient is there
+(optimizer-in-backward). Of a weight that lies over several ranks each updates its rows; blocks of states lie within
+rows, so these are the numbers of one rank.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tunesmith.kernels.update import Algorithm, States, new_state, update_
+from tunesmith.kernels.update import update_
+from tunesmith.kernels.update_states import Algorithm, States, new_state
 from tunesmith.optim.offload import DISK_PIECE, PIECE, Event, FromDisk, Offload, pin, visit_bytes
 from tunesmith.optim.scratch import Scratch, aligned
 
@@ -36,19 +38,19 @@ class Fused(torch.optim.Optimizer):
         epsilon: float,
         seed: int,
         models: Mapping[nn.Parameter, nn.Parameter],
-        lifted: bool = False,
+        prerounded: bool = False,
         offload: bool = False,
         scratch: Scratch | None = None,
     ):
         """`models`: the model's own weight for each parameter that is its master, written in the same pass; its
-        gradient is used. `lifted`: fp32 weights are held as `kernels.update` says. `offload`: states live in host
+        gradient is used. `prerounded`: fp32 weights are held as `kernels.update` says. `offload`: states live in host
         memory, or in `scratch`; so do masters that were made there."""
         super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": epsilon})
         self.algorithm: Algorithm = algorithm
         self.states: States = states
         self.seed = seed
         self.models = models
-        self.is_lifted = lifted
+        self.is_prerounded = prerounded
         everything = [weight for group in self.param_groups for weight in group["params"]]
         self.numbers = {weight: number for number, weight in enumerate(everything)}
         self.groups = {weight: group for group in self.param_groups for weight in group["params"]}
@@ -62,7 +64,7 @@ class Fused(torch.optim.Optimizer):
         self.order = everything
         """In which weights are updated."""
         self.is_beside = False
-        """Updates run beside what comes after them, which must `settle` before it uses their weights."""
+        """Updates run beside what comes after them, which must `finish_update` before it uses their weights."""
         self.updating: dict[nn.Parameter, _Update] = {}
         if scratch is not None:  # all of it has its place already
             for weight in everything:
@@ -71,7 +73,7 @@ class Fused(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         assert closure is None
-        self.settle()
+        self.finish_update()
         with self._visitors().beside() if self.is_beside else nullcontext():
             for weight in self.order:
                 model = self._model(weight)
@@ -82,7 +84,7 @@ class Fused(torch.optim.Optimizer):
                     self.updating[model] = _Update(self._visitors().mark(), model.grad, self.factor)
         self.end_step()
 
-    def settle(self, weights: Iterable[nn.Parameter] | None = None) -> None:
+    def finish_update(self, weights: Iterable[nn.Parameter] | None = None) -> None:
         """Let what comes next on the device wait for the updates of these weights of the model, or of all. Their
         gradients are held until then."""
         for weight in list(self.updating) if weights is None else weights:
@@ -107,7 +109,7 @@ class Fused(torch.optim.Optimizer):
             "step": step,
             "seed": _draw(self.seed, step, self.numbers[weight]),
             "factor": self.factor,
-            "lifted": self.is_lifted,
+            "prerounded": self.is_prerounded,
         }
         assert model.grad is not None
         gradient, copy = local(model.grad), model.detach() if model is not weight else None
@@ -132,7 +134,7 @@ class Fused(torch.optim.Optimizer):
 
     def wait(self) -> None:
         """Until states and masters that live elsewhere may be read there, and weights here."""
-        self.settle()
+        self.finish_update()
         if self.offload is not None:
             self.offload.wait()
 

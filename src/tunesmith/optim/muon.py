@@ -1,11 +1,11 @@
 """Muon, many matrices at a time; and for weights that lie over several ranks.
 
 Muon makes each matrix of gradients orthogonal by some twenty small operations. Where there are hundreds of matrices, as
-with adapters, starting these takes the processor longer than all else of a step; so matrices of the same shape go
+with adapters, starting these takes the CPU longer than all else of a step; so matrices of the same shape go
 through them together.
 
 Over several ranks a matrix must be seen as a whole: every rank gathers it, one at a time, computes what one rank would,
-and keeps its rows. So the result does not depend on the number of ranks, and the products are not shared among them.
+and keeps its rows. So the result does not depend on the number of ranks, and the matmuls are not shared among them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOGETHER = 1 << 23
 
 
 class GroupedMuon(torch.optim.Muon):
-    """torch's own, with its states, up to the last bits of the products."""
+    """torch's own, with its states, up to the last bits of the matmuls."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

@@ -1,4 +1,5 @@
-"""Optimizer states (and fp32 masters) that live in host memory or on disk and visit the device for their update.
+"""Offloaded optimizer states (and fp32 masters), the place of paged optimizers: they live in host memory or on disk and
+visit the device for their update.
 
 Each visit is a piece of a parameter, some rows of its states: brought while the piece before is updated, taken back
 while the piece after is. A few buffers of fixed size go round, so the device holds no more than these. Which piece

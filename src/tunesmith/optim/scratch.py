@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from tunesmith import disk
 from tunesmith.errors import UserError
 
 ALIGNMENT = 256
@@ -27,12 +28,12 @@ class Scratch:
     def __init__(self, folder: Path, size: int):
         """A file in `folder` of so many bytes, all zero."""
         self.folder = folder
+        needs = f"The plan keeps optimizer states on the disk, {disk.size(size)} for each rank"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if (free := shutil.disk_usage(folder).free) < size:
                 raise UserError(
-                    f"The plan keeps optimizer states on the disk, {_gib(size)} for each rank, and {folder} has "
-                    f"{_gib(free)} free; make room there, or set output to another disk."
+                    f"{needs}, and {folder} has {disk.size(free)} free; make room there, or set output to another disk."
                 )
             self._file, name = tempfile.mkstemp(prefix=".scratch-", dir=folder)
             weakref.finalize(self, os.close, self._file)
@@ -41,8 +42,8 @@ class Scratch:
             self._memory = torch.frombuffer(mmap.mmap(self._file, max(size, 1)), dtype=torch.uint8)
         except OSError as error:
             raise UserError(
-                f"The plan keeps optimizer states on the disk, {_gib(size)} for each rank, and {folder} cannot hold "
-                f"them: {error.strerror or error}; make room there, or set output to another disk."
+                f"{needs}, and {folder} cannot hold them: {error.strerror or error}; make room there, or set output to "
+                "another disk."
             ) from error
         self._taken = 0
 
@@ -87,7 +88,3 @@ def aligned(size: int) -> int:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     assert tensor.is_contiguous()
     return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

@@ -1,12 +1,12 @@
-"""What a layer keeps between its forward and its backward pass: everything, its input alone, or not even that on the
-device.
+"""Activation checkpointing (gradient checkpointing) and activation offloading: a layer keeps between its forward and
+its backward pass everything, its input alone, or not even that on the device.
 
-`recomputed` and `offloaded` each take a layer's forward function and return one that computes the same. A recomputed
-layer keeps its input and, where asked, what its attention gave, which is expensive to compute and cheap to keep; the
-rest is computed again in the backward pass. It may be compiled: the compiler then leaves out what backward does not
-need. Of an offloaded layer the input waits in host memory: it goes there beside the computation of the layer above, and
-comes back while that is in its backward pass; the topmost one stays where it is. `slice_mlp` keeps the widest tensors
-of a layer from existing for all tokens at once.
+`checkpointed` and `offloaded` each take a layer's forward function and return one that computes the same. A
+checkpointed layer keeps its input and, where asked, what its attention gave, which is expensive to compute and cheap to
+keep; the rest is computed again in the backward pass. It may be compiled: the compiler then leaves out what backward
+does not need. Of an offloaded layer the input waits in host memory: it goes there beside the computation of the layer
+above, and comes back while that is in its backward pass; the topmost one stays where it is. `slice_mlp` keeps the
+widest tensors of a layer from existing for all tokens at once.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ ATTENTION = frozenset(
         "aten::_scaled_dot_product_flash_attention_for_cpu",
     }
 )
-"""Operators whose results a recomputed layer may keep: the attended values and the logarithms of their sums."""
+"""Operators whose results a checkpointed layer may keep: the attended values and the logarithms of their sums."""
 
 
-def recomputed(forward: Forward, *, keep_attention: bool = False) -> Forward:
+def checkpointed(forward: Forward, *, save_attention: bool = False) -> Forward:
     """Keep the inputs alone (and what attention gave) and compute the rest again in the backward pass."""
-    policy = functools.partial(create_selective_checkpoint_contexts, _attention_kept if keep_attention else _none_kept)
+    policy = functools.partial(create_selective_checkpoint_contexts, _attention_kept if save_attention else _none_kept)
     # About operators that change tensors in place, said whenever this is compiled; ours do not.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     # Layers of a group keep their common result on a module from the first to the last of them, and none after that.
@@ -52,7 +52,7 @@ def recomputed(forward: Forward, *, keep_attention: bool = False) -> Forward:
 
     def again(*arguments, **named):
         # Compiled without a policy, torch 2.11 keeps what operations of ours hand to their gradients.
-        options = {"context_fn": policy} if keep_attention or torch.compiler.is_compiling() else {}
+        options = {"context_fn": policy} if save_attention or torch.compiler.is_compiling() else {}
         return checkpoint(forward, *arguments, use_reentrant=False, **options, **named)
 
     return again
@@ -78,17 +78,17 @@ def offloaded(forward: Forward, store: HostStore, *, stays: bool = False) -> For
     return elsewhere
 
 
-def slice_mlp(layer: nn.Module, tokens: int, *, recompute: bool = True) -> bool:
+def slice_mlp(layer: nn.Module, tokens: int, *, is_checkpointed: bool = True) -> bool:
     """Let the layer's MLP take so many tokens at a time, and keep of them its input alone; False where it has none that
-    treats each token for itself. `recompute` may be off where the whole layer is compiled to be recomputed: there each
-    slice is computed again just before its backward pass."""
+    treats each token for itself. `is_checkpointed` may be off where the whole layer is compiled to be checkpointed:
+    there each slice is computed again just before its backward pass."""
     mlp = next((found for name in MLPS if (found := getattr(layer, name, None)) is not None), None)
     if mlp is None or any(isinstance(module, nn.ModuleList) or hasattr(module, "experts") for module in mlp.modules()):
         return False
     if isinstance(mlp, JointMlp):
         mlp.slice_tokens = tokens
         return True
-    forward = recomputed(mlp.forward) if recompute else mlp.forward
+    forward = checkpointed(mlp.forward) if is_checkpointed else mlp.forward
 
     def by_slices(x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(1, -1, x.shape[-1])
@@ -179,11 +179,11 @@ class _Copied:
 
     def __init__(self, stream: torch.cuda.Stream):
         self.event = stream.record_event()
-        self.is_recorded = torch.cuda.is_current_stream_capturing()
+        self.cuda_graphs = torch.cuda.is_current_stream_capturing()
 
     def wait(self) -> None:
         """Not for what a recording that failed has left: it never runs. And when one begins, all else is done."""
-        if self.is_recorded == torch.cuda.is_current_stream_capturing():
+        if self.cuda_graphs == torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().wait_event(self.event)
 
 

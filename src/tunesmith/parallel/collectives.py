@@ -1,6 +1,6 @@
 """Rows gathered over a group of ranks, and rows summed and dealt out: each is the other's gradient.
 
-Operators with shapes known to the compiler, so that they sit inside compiled and recomputed layers without a break.
+Operators with shapes known to the compiler, so that they sit inside compiled and checkpointed layers without a break.
 """
 
 from __future__ import annotations

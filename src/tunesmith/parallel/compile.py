@@ -31,10 +31,10 @@ class Compilation:
     """A sentence for each kind of failure."""
 
 
-def compiled(forward: Callable, name: str, *, whole: bool = False) -> Callable:
-    """`forward`, compiled when it is first called. `whole`: as one graph or not at all."""
+def compiled(forward: Callable, name: str, *, fullgraph: bool = False) -> Callable:
+    """`forward`, compiled when it is first called. `fullgraph`: as one graph or not at all."""
     prepare()
-    fast: Callable | None = torch.compile(forward, fullgraph=whole)
+    fast: Callable | None = torch.compile(forward, fullgraph=fullgraph)
 
     def attempt(*arguments, **named):
         nonlocal fast

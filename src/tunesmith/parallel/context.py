@@ -1,4 +1,4 @@
-"""Long sequences over several ranks: each computes some of the tokens of a micro-batch.
+"""Context parallelism: long sequences over several ranks, each of which computes some of the tokens of a micro-batch.
 
 A row of packed documents is cut into twice as many chunks as there are ranks, and each rank takes one from the front
 and its mirror image from the back, so that all have about the same number of earlier tokens to attend to:

@@ -1,4 +1,5 @@
-"""The experts of a mixture cut over the ranks that see different data; tokens travel to the experts that they chose.
+"""Expert parallelism: the experts of an MoE model spread over the ranks that see different data; tokens travel to the
+experts that they chose.
 
 Of a layer's E experts each of n ranks holds E/n, whole, with their gradients and optimizer states. A forward pass sends
 each token's hidden state to the ranks of its experts and their results back, a backward pass the gradients, all by
@@ -44,14 +45,14 @@ def spread_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
         experts.keep(mesh.get_local_rank(), mesh.size())
     else:
         _spread_weights(experts, mesh)
-    twin = copy.copy(experts)  # the model's own code, which wants plain tensors
-    twin._parameters, twin.num_experts = {}, each
+    plain = copy.copy(experts)  # the model's own code, which wants plain tensors
+    plain._parameters, plain.num_experts = {}, each
 
     @torch.compiler.disable
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         for name, weight in experts.named_parameters(recurse=False):
-            vars(twin)[name] = weight.to_local().to(hidden_states.dtype)
-        return _through(twin, each, group, hidden_states, top_k_index, top_k_weights)
+            vars(plain)[name] = weight.to_local().to(hidden_states.dtype)
+        return _through(plain, each, group, hidden_states, top_k_index, top_k_weights)
 
     experts.forward = forward
 

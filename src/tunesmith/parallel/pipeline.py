@@ -1,4 +1,5 @@
-"""A decoder cut into stages along its layers, and a step's micro-batches sent through them by PyTorch's schedules.
+"""Pipeline parallelism: a decoder cut into stages along its layers, and a step's micro-batches sent through them by
+PyTorch's schedules.
 
 Each rank keeps a run of layers (two runs where stages are interleaved); the first stage has the embedding besides, the
 last one norm, head and loss. Everything else of the model's own code runs on every stage, such as its rotary
@@ -32,7 +33,6 @@ from torch.distributed.tensor import DTensor
 
 from tunesmith.errors import UserError
 from tunesmith.model.forward import (
-    Calling,
     Entrance,
     Inputs,
     hidden_states,
@@ -42,9 +42,9 @@ from tunesmith.model.forward import (
 )
 from tunesmith.model.load import DTYPES, vocabulary_size
 from tunesmith.optim.build import Optimizer
-from tunesmith.parallel.shard import Sharded, whole
+from tunesmith.parallel.shard import Sharded, full_tensor
 from tunesmith.plan import stages
-from tunesmith.plan.plan import Plan
+from tunesmith.plan.plan import ForwardSpec, Plan
 
 SCHEDULES = {
     "1f1b": Schedule1F1B,
@@ -54,7 +54,7 @@ SCHEDULES = {
 
 
 class Part:
-    """One stage: a run of a model's layers. While it is `alone`, calling the model computes these and no others."""
+    """One stage: a run of a model's layers. While it is `active`, calling the model computes these and no others."""
 
     def __init__(self, model: nn.Module, own: range, number: int, count: int):
         self.number, self.count = number, count
@@ -68,7 +68,7 @@ class Part:
             self.swapped |= {name: nn.Identity() for name in _behind_layers(self.holder, layers)}
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         kept = {name: getattr(self.holder, name) for name in self.swapped}
         try:
             for name, module in self.swapped.items():
@@ -122,7 +122,7 @@ def check_stages(model: nn.Module, count: int) -> None:
     inputs = trial_inputs(vocabulary_size(model.config), model.get_input_embeddings().weight.device)
     was_training = model.training
     model.eval()
-    expected = hidden_states(model, inputs, Calling("packed"))
+    expected = hidden_states(model, inputs, ForwardSpec("packed"))
     try:
         hidden = None
         for part in parts:
@@ -156,7 +156,7 @@ class Pipelined(Entrance):
         self.group = group
         self.ranks = plan.mesh.pipeline
         self.schedule = plan.schedule
-        self.micro_batches = stages.micro_batches(plan.accumulation, self.ranks)
+        self.micro_batches = stages.micro_batches(plan.accumulation_steps, self.ranks)
         inner = called.model if isinstance(called, Entrance) else called
         width = inner.config.get_text_config().hidden_size
         self.hidden_shape = (1, plan.micro_batch * plan.sequence_length, width)
@@ -172,7 +172,7 @@ class Pipelined(Entrance):
     def run(
         self,
         inputs: Sequence[Inputs],
-        calling: Calling,
+        spec: ForwardSpec,
         factor: float,
         z_loss: float,
         draw: Callable[[int, int], None],
@@ -182,14 +182,14 @@ class Pipelined(Entrance):
         forward pass."""
         idle = replace(inputs[0], weights=torch.zeros_like(inputs[0].weights))
         filled = [*inputs, *[idle] * (self.micro_batches - len(inputs))]
-        self._step = _Step(filled, calling, factor, z_loss, draw)
+        self._step = _Step(filled, spec, factor, z_loss, draw)
         schedule = self._schedule(inputs[0].tokens.device)
         numbers = torch.arange(self.micro_batches)  # the schedules want something that they can cut
         schedule.step(*([numbers] if self.parts[0].is_first else []), target=numbers if self.has_loss else None)
         losses, self._step = self._step.losses, None
         return losses[: len(inputs)]
 
-    def forward(self, function: Callable[..., Any], inputs: Inputs, calling: Calling, z_loss: float = 0.0) -> Any:
+    def forward(self, function: Callable[..., Any], inputs: Inputs, spec: ForwardSpec, z_loss: float = 0.0) -> Any:
         """`token_losses` without a backward pass. The last stage's total counts for all stages, whose own is 0."""
         assert not torch.is_grad_enabled()
         hidden = None
@@ -198,7 +198,7 @@ class Pipelined(Entrance):
                 hidden = torch.empty(self.hidden_shape, dtype=self.dtype, device=inputs.tokens.device)
                 dist.recv(hidden, group=self.group, group_src=(part.number - 1) % self.ranks)
             if part.is_last:
-                total, losses_n = self._call(_loss_of, part, inputs, calling, z_loss, hidden)
+                total, losses_n = self._call(_loss_of, part, inputs, spec, z_loss, hidden)
                 return total * self.ranks, losses_n
             hidden = self._call(_hidden_of, part, inputs, hidden)
             dist.send(hidden, group=self.group, group_dst=(part.number + 1) % self.ranks)
@@ -222,7 +222,7 @@ class Pipelined(Entrance):
         """The norm of the gradients of all stages, from that of this rank's; a tied weight counts once."""
         squares = norm.double().square()
         if self.has_loss and self._tied_gradient(optimizer) is not None:
-            squares -= whole(optimizer.gradient_norm([self.tied])).double().square()
+            squares -= full_tensor(optimizer.gradient_norm([self.tied])).double().square()
         dist.all_reduce(squares, group=self.group)
         return squares.sqrt().float()
 
@@ -269,7 +269,7 @@ class _Step:
     """What the stages need to know of the step that is under way."""
 
     inputs: list[Inputs]
-    calling: Calling
+    spec: ForwardSpec
     factor: float
     z_loss: float
     draw: Callable[[int, int], None]
@@ -299,7 +299,7 @@ class _Stage(nn.Module):
         else:
             loss_of = _split_loss_of if pipeline.schedule == "zero-bubble" else _scaled_loss_of
             out, losses_n = pipeline._call(
-                loss_of, part, step.inputs[index], step.calling, step.z_loss, hidden, step.factor
+                loss_of, part, step.inputs[index], step.spec, step.z_loss, hidden, step.factor
             )
             step.losses.append(losses_n.detach() * step.inputs[index].weights)
         if isinstance(pipeline.model, Sharded):
@@ -320,31 +320,43 @@ class _Stage(nn.Module):
 
 
 def _hidden_of(model: nn.Module, part: Part, inputs: Inputs, hidden: torch.Tensor | None) -> torch.Tensor:
-    with part.alone():
+    with part.active():
         return packed_hidden_states(model, inputs, hidden)
 
 
 def _loss_of(
-    model: nn.Module, part: Part, inputs: Inputs, calling: Calling, z_loss: float, hidden: torch.Tensor | None
+    model: nn.Module, part: Part, inputs: Inputs, spec: ForwardSpec, z_loss: float, hidden: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return losses_of_hidden(model, _hidden_of(model, part, inputs, hidden)[0], inputs, calling, z_loss)
+    return losses_of_hidden(model, _hidden_of(model, part, inputs, hidden)[0], inputs, spec, z_loss)
 
 
 def _scaled_loss_of(
-    model: nn.Module, part: Part, inputs: Inputs, calling: Calling, z_loss: float, hidden: torch.Tensor, factor: float
+    model: nn.Module,
+    part: Part,
+    inputs: Inputs,
+    spec: ForwardSpec,
+    z_loss: float,
+    hidden: torch.Tensor,
+    factor: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    total, losses_n = _loss_of(model, part, inputs, calling, z_loss, hidden)
+    total, losses_n = _loss_of(model, part, inputs, spec, z_loss, hidden)
     return total.reshape(1) * factor, losses_n
 
 
 def _split_loss_of(
-    model: nn.Module, part: Part, inputs: Inputs, calling: Calling, z_loss: float, hidden: torch.Tensor, factor: float
+    model: nn.Module,
+    part: Part,
+    inputs: Inputs,
+    spec: ForwardSpec,
+    z_loss: float,
+    hidden: torch.Tensor,
+    factor: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For schedules that take the gradients of weights apart from those of hidden states: the loss makes both at once,
     so the head gets its own here, and what is returned has the same gradient as the loss for all that lies below."""
     below = _hidden_of(model, part, inputs, hidden)
     above = below.detach().requires_grad_()
-    total, losses_n = losses_of_hidden(model, above[0], inputs, calling, z_loss)
+    total, losses_n = losses_of_hidden(model, above[0], inputs, spec, z_loss)
     (total * factor).backward()
     return (below * above.grad).sum().reshape(1) * 1.0, losses_n
 

@@ -1,4 +1,5 @@
-"""FSDP2's collectives in few bits, after ZeRO++: weights gathered in int8, gradients reduced in int8 or int4.
+"""Quantized collectives of FSDP2, after ZeRO++: quantized all-gather of weights in int8 (qwZ), quantized reduce-scatter
+of gradients in int8 or int4 (qgZ).
 
 Matrices travel in blocks with an fp32 scale each; vectors (norms, biases), which are few and each of which touches
 every token, travel as they are. A value is off by at most half a step of its block:
@@ -7,9 +8,9 @@ every token, travel as they are. A value is off by at most half a step of its bl
   int8    128                 1.03            1/254                             0.6%
   int4    64                  0.56            1/14                              11%
 
-Rounding is to the nearest: the same bits every time, and half the worst error of rounding at random, which would be for
-sums of many roundings. There are none: a value is rounded once on its whole way, sums are made in fp32, and what a rank
-has itself it adds as it is.
+Rounding is to the nearest: the same bits every time, and half the worst error of stochastic rounding, which would be
+for sums of many roundings. There are none: a value is rounded once on its whole way, sums are made in fp32, and what a
+rank has itself it adds as it is.
 
 Where the mesh has nodes, little goes between them:
 
@@ -32,7 +33,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tunesmith.errors import UserError
-from tunesmith.plan.plan import Wire
+from tunesmith.plan.plan import TrafficDtype
 
 BITS = {"int8": 8, "int4": 4}
 BLOCK = {"int8": 128, "int4": 64}
@@ -50,32 +51,38 @@ class Nodes:
 
 
 def quantize_collectives(
-    unit: nn.Module, weights: Sequence[torch.Size], ranks: int, nodes: Nodes | None, *, gather: Wire, reduce: Wire
+    unit: nn.Module,
+    weights: Sequence[torch.Size],
+    ranks: int,
+    nodes: Nodes | None,
+    *,
+    quantized_all_gather: TrafficDtype,
+    quantized_reduce_scatter: TrafficDtype,
 ) -> None:
     """Let an FSDP unit with weights of these shapes, over so many ranks, gather or reduce them in fewer bits."""
     assert isinstance(unit, FSDPModule)
     if not hasattr(unit, "set_custom_all_gather") or not hasattr(unit, "set_custom_reduce_scatter"):
         raise UserError(
             f"The plan sends weights or gradients in 8 or 4 bits, which torch {torch.__version__} has no place for; "
-            "install torch 2.13, or use a plan whose gather and reduce are plain."
+            "install torch 2.13, or use a plan whose quantized_all_gather and quantized_reduce_scatter are plain."
         )
     pieces = [(len(shape) > 1, -(-shape[0] // ranks) * shape[1:].numel()) for shape in weights]
-    if gather != "plain":
-        unit.set_custom_all_gather(QuantizedGather(Packing(pieces, gather), ranks, nodes))
-    if reduce != "plain":
-        unit.set_custom_reduce_scatter(QuantizedReduce(Packing(pieces, reduce), nodes))
+    if quantized_all_gather != "plain":
+        unit.set_custom_all_gather(QuantizedGather(Packing(pieces, quantized_all_gather), ranks, nodes))
+    if quantized_reduce_scatter != "plain":
+        unit.set_custom_reduce_scatter(QuantizedReduce(Packing(pieces, quantized_reduce_scatter), nodes))
 
 
 class Packing:
-    """Between a flat shard and its bytes on the wire: scales, what travels as it is, values of 8 or 4 bits.
+    """Between a flat shard and its bytes between ranks: scales, what travels as it is, values of 8 or 4 bits.
 
     `pieces` says of each weight in the shard whether it is a matrix, and its length. A shard of another length, which
     has some of these weights only, is taken for one matrix.
     """
 
-    def __init__(self, pieces: Sequence[tuple[bool, int]], wire: Wire):
+    def __init__(self, pieces: Sequence[tuple[bool, int]], wire: TrafficDtype):
         self.bits, self.block = BITS[wire], BLOCK[wire]
-        self.zero = 2 ** (self.bits - 1)  # as a code on the wire; values reach so many steps, less one, either way
+        self.zero = 2 ** (self.bits - 1)  # as a code between ranks; values reach so many steps, less one, either way
         self.length = sum(length for _, length in pieces)
         self.runs = [
             (is_matrix, sum(length for _, length in run))

@@ -16,33 +16,33 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tunesmith.plan.place import Place
+from tunesmith.launch.rank_environment import RankEnvironment
 
 PATIENCE = timedelta(days=1)
 """For waits that are no collective of a step."""
 TIMEOUT = timedelta(minutes=30)
 """Of collectives; a step that hangs is noticed before (`train.hang`)."""
-ALONE = Place()
+ALONE = RankEnvironment()
 
 
 @dataclass(frozen=True)
 class Ranks:
-    place: Place = ALONE
+    environment: RankEnvironment = ALONE
     control: dist.ProcessGroup | None = None
     """None where there is one process only."""
 
     @property
     def rank(self) -> int:
-        return self.place.rank
+        return self.environment.rank
 
     @property
     def count(self) -> int:
-        return self.place.ranks
+        return self.environment.ranks
 
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that writes and talks to the user."""
-        return self.place.rank == 0
+        return self.environment.rank == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """In place, over all ranks; on a GPU without waiting for it."""
@@ -106,17 +106,17 @@ class Ranks:
 
 
 @contextmanager
-def connected(place: Place) -> Iterator[Ranks]:
+def connected(environment: RankEnvironment) -> Iterator[Ranks]:
     """Meet the other ranks, as the environment says (MASTER_ADDR, MASTER_PORT), for as long as this lasts."""
-    if not place.is_started:
-        yield Ranks(place)
+    if not environment.is_started:
+        yield Ranks(environment)
         return
     has_gpus = torch.cuda.is_available()
     if has_gpus:
-        torch.cuda.set_device(place.local_rank)
+        torch.cuda.set_device(environment.local_rank)
     backend = "cpu:gloo,cuda:nccl" if has_gpus else "gloo"
-    dist.init_process_group(backend, rank=place.rank, world_size=place.ranks, timeout=TIMEOUT)
+    dist.init_process_group(backend, rank=environment.rank, world_size=environment.ranks, timeout=TIMEOUT)
     try:
-        yield Ranks(place, dist.new_group(backend="gloo", timeout=PATIENCE))
+        yield Ranks(environment, dist.new_group(backend="gloo", timeout=PATIENCE))
     finally:
         dist.destroy_process_group()

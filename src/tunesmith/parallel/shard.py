@@ -1,7 +1,8 @@
-"""Weights, gradients and optimizer states over the ranks that see different data: each strategy on FSDP2.
+"""Data parallelism: DDP, ZeRO-1, ZeRO-2, ZeRO-3 (FSDP, full sharding), hybrid sharding (HSDP) and hierarchical
+partitioning (hpZ) of weights, gradients and optimizer states over the ranks that see different data, each on FSDP2.
 
 A unit (a decoder layer; everything outside the layers) holds its trained weights as shards, in fp32 (in bf16 where they
-are rounded at random), and computes with whole ones in the plan's precision. What the strategies differ in is who
+are rounded stochastically), and computes with whole ones in the plan's precision. What the strategies differ in is who
 shares, how long weights stay whole, and which backward passes reduce gradients:
 
                  shared by        whole from ... to ...            gradients are reduced
@@ -14,14 +15,14 @@ shares, how long weights stay whole, and which backward passes reduce gradients:
                                   ranks of a node share a copy
 
 Gradients of adapters are small: they are reduced once a step, except by zero2. Frozen weights are gathered where they
-are shared, in the form they are held in (nf4 stays 4 bits on the wire), and never reduced; ddp, zero1 and zero2, which
-would keep them whole anyway, leave them alone. Adapters are shared as trained weights are: beside a whole base by
+are shared, in the form they are held in (nf4 stays 4 bits between ranks), and never reduced; ddp, zero1 and zero2,
+which would keep them whole anyway, leave them alone. Adapters are shared as trained weights are: beside a whole base by
 themselves, else in its shards and its collectives, where they cost a few percent of the traffic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tunesmith.kernels.nf4 import SHARDED
 from tunesmith.model.experts import QuantizedExperts
 from tunesmith.model.forward import Entrance
-from tunesmith.model.fuse import JointMlp, JointProduct
+from tunesmith.model.fuse import JointLinear, JointMlp
 from tunesmith.model.load import DTYPES
 from tunesmith.model.quantized import QuantizedLinear
 from tunesmith.optim.fused import spread
@@ -43,12 +44,17 @@ from tunesmith.parallel.quantized import quantize_collectives
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import Plan
 
-KEEPS_WHOLE = ("ddp", "zero1", "zero2")
+KEEPS_FULL = ("ddp", "zero1", "zero2")
 """Weights stay whole from the forward pass to the end of the step."""
 REDUCES_ONCE = ("ddp", "zero1")
 """Gradients of a step are summed on each rank before they are reduced."""
-HOLDERS = (JointProduct, JointMlp, QuantizedLinear, QuantizedExperts)
+HOLDERS = (JointLinear, JointMlp, QuantizedLinear, QuantizedExperts)
 """Modules that hold frozen weights as buffers, which FSDP would leave whole."""
+
+
+def is_sharded(plan: Plan) -> bool:
+    """Whether a rank holds shards of the weights between their uses."""
+    return plan.sharding not in ("none", *KEEPS_FULL)
 
 
 class Sharded(Entrance):
@@ -56,7 +62,7 @@ class Sharded(Entrance):
 
     def __init__(self, model: nn.Module, plan: Plan, *, has_adapters: bool):
         super().__init__(model)
-        self.keeps_whole = plan.sharding in KEEPS_WHOLE
+        self.keeps_whole = plan.sharding in KEEPS_FULL
         self.reduces_once = plan.sharding in REDUCES_ONCE or (has_adapters and plan.sharding != "zero2")
         self.reduces_between_nodes_once = plan.sharding == "hybrid"
         self.tensor_ranks: dist.ProcessGroup | None = None
@@ -91,72 +97,74 @@ class Sharded(Entrance):
             dist.broadcast(norm, 0)
         return norm
 
-    def free_whole_weights(self) -> None:
+    def free_full_weights(self) -> None:
         """Those that a forward pass without a backward pass has left."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
-def shard(
-    model: nn.Module,
-    layers: list[nn.Module],
-    plan: Plan,
-    mesh: DeviceMesh,
-    *,
-    has_adapters: bool,
-    prepare: Callable[[nn.Module], None] = lambda _: None,
-    finish: Callable[[nn.Module], None] = lambda _: None,
-) -> Sharded:
-    """Put the strategy of the plan on a model that is trainable.
+class Sharding:
+    """The strategy of a plan, put on one unit of a model after the other: its layers, and last what is around them."""
 
-    `prepare` is called with each layer, and last with what is around them, just before it is sharded: where it reads
-    the weights only then, no more than one layer of them is ever whole. Weights that are on the meta device still when
-    their layer is sharded get their rows by `finish`, which is called just after that.
-    """
-    sharded = Sharded(model, plan, has_adapters=has_adapters)
-    has_whole_base = has_adapters and plan.sharding in KEEPS_WHOLE
-    frozen = {weight for weight in model.parameters() if has_whole_base and not weight.requires_grad}
-    sharers = plan.mesh.shard * plan.mesh.context
-    after_forward = {"hierarchical": sharers}.get(plan.sharding, plan.sharding not in KEEPS_WHOLE)
-    precision = getattr(torch, DTYPES[plan.precision])
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if has_adapters else precision, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    offload = CPUOffloadPolicy(pin_memory=plan.device == "cuda") if plan.offload_parameters else OffloadPolicy()
-    is_quantized = (plan.gather, plan.reduce) != ("plain", "plain")
-    is_rounded = plan.precision == "bf16" and not plan.master_weights and not has_adapters
-    groups = nodes(plan) if is_quantized else None
-    # What is made is then the gradient itself, and not something it is made from on another stream.
-    is_single = plan.accumulation == 1 and not plan.by_length
-    is_gradient = not (plan.offload_parameters or is_rounded) and (sharded.reduces_once or is_single)
-    for unit in (*layers, sharded):
-        prepare(unit)
+    def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh, *, has_adapters: bool):
+        self.root = Sharded(model, plan, has_adapters=has_adapters)
+        """What is around the layers, and to be called in the end."""
+        self._plan, self._mesh = plan, mesh
+        self._has_whole_base = has_adapters and plan.sharding in KEEPS_FULL
+        precision = getattr(torch, DTYPES[plan.precision])
+        self._policy = MixedPrecisionPolicy(
+            param_dtype=None if has_adapters else precision, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        self._offload = OffloadPolicy()
+        if plan.offload_parameters:
+            self._offload = CPUOffloadPolicy(pin_memory=plan.device == "cuda")
+        self._is_quantized = (plan.quantized_all_gather, plan.quantized_reduce_scatter) != ("plain", "plain")
+        self._is_rounded = plan.precision == "bf16" and not plan.master_weights and not has_adapters
+        self._nodes = nodes(plan) if self._is_quantized else None
+        # What is made is then the gradient itself, and not something it is made from on another stream.
+        is_single = plan.accumulation_steps == 1 and not plan.by_length
+        is_elsewhere = plan.offload_parameters or self._is_rounded
+        self._is_gradient = not is_elsewhere and (self.root.reduces_once or is_single)
+
+    def shard(self, unit: nn.Module) -> None:
+        """Weights that are on the meta device still are sharded, too, and want their rows then."""
+        plan = self._plan
         has_experts = plan.mesh.expert > 1  # which lie over ranks already, some on each
-        elsewhere = {weight for weight in unit.parameters() if has_experts and isinstance(weight, DTensor)}
-        if not has_whole_base:
+        apart = {weight for weight in unit.parameters() if has_experts and isinstance(weight, DTensor)}
+        if self._has_whole_base:
+            apart |= {weight for weight in unit.parameters() if not weight.requires_grad}
+        else:
             _buffers_to_parameters(unit, but=(QuantizedExperts,) if has_experts else ())
-        if not is_rounded:
+        if not self._is_rounded:
             _in_fp32(unit)
         shapes = [weight.shape for weight in unit.parameters() if not isinstance(weight, DTensor)]
         fully_shard(
             unit,
-            mesh=mesh,
-            reshard_after_forward=after_forward if unit is not sharded else False,
-            mp_policy=policy,
-            offload_policy=offload,
-            ignored_params=frozen | elsewhere,
+            mesh=self._mesh,
+            reshard_after_forward=self._reshards_after_forward(unit),
+            mp_policy=self._policy,
+            offload_policy=self._offload,
+            ignored_params=apart,
         )
-        if is_quantized:
-            ranks = plan.mesh.data_ranks
-            quantize_collectives(unit, shapes, ranks, groups, gather=plan.gather, reduce=plan.reduce)
-        if mesh.shape[-1] == 1 and is_gradient and hasattr(unit, "set_custom_reduce_scatter"):
+        if self._is_quantized:
+            wire = {
+                "quantized_all_gather": plan.quantized_all_gather,
+                "quantized_reduce_scatter": plan.quantized_reduce_scatter,
+            }
+            quantize_collectives(unit, shapes, plan.mesh.data_ranks, self._nodes, **wire)
+        if self._mesh.shape[-1] == 1 and self._is_gradient and hasattr(unit, "set_custom_reduce_scatter"):
             unit.set_custom_reduce_scatter(_InPlace())
-        if mesh.size() > 1:  # the loss is divided by the target tokens of all ranks; on one FSDP would divide by one
+        if self._mesh.size() > 1:  # the loss is divided by the target tokens of all ranks; on one FSDP would by one
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-        finish(unit)
-    return sharded
+
+    def _reshards_after_forward(self, unit: nn.Module) -> bool | int:
+        if unit is self.root:
+            return False
+        if self._plan.sharding == "hierarchical":
+            return self._plan.mesh.shard * self._plan.mesh.context
+        return self._plan.sharding not in KEEPS_FULL
 
 
 class _InPlace:
@@ -177,7 +185,7 @@ class _InPlace:
         raise AssertionError("one rank alone has nothing to send")
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, gathered where it lies over several ranks, all of which must ask for it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -189,7 +197,7 @@ def gathered(
     have different ones, each has a rank that `keeps` its own, and the first gets them all."""
     found = {}
     for name, tensor in tensors.items():
-        full = whole(tensor.detach())
+        full = full_tensor(tensor.detach())
         if ranks.is_first if keeps is None else keeps:
             found[name] = full.to("cpu", dtype).contiguous()
     return found if keeps is None else ranks.collect(found)

@@ -1,4 +1,5 @@
-"""Layers split over several ranks: each holds some heads and a strip of every MLP, by the model's own plan.
+"""Tensor parallelism: layers split over ranks, each of which holds some heads and a strip of every MLP, by the model's
+own plan.
 
 Of a pair of linears around an attention or an activation the first is cut by outputs (colwise) and the second by inputs
 (rowwise), so that a block (attention or MLP) needs its whole input once and gives a sum over ranks once. Between blocks
@@ -10,7 +11,7 @@ summed and dealt out again. Embedding, output head and loss are cut by the vocab
     rank 1   tokens T/2..T ─ norm ─┘            └─ heads n/2..n ─┘             └─ tokens T/2..T
 
 Trained weights that are cut are DTensors, so that whatever shards, clips, updates and saves them knows where they
-belong; products use the part that is here. An adapter's factor beside a cut is cut, the other one whole. What is whole
+belong; matmuls use the part that is here. An adapter's factor beside a cut is cut, the other one whole. What is whole
 on every rank (norms, such factors) gets a part of its gradient on each, added up once a step.
 """
 
@@ -61,7 +62,7 @@ class SplitLinear(nn.Module):
 
 
 @dataclass(frozen=True)
-class Split:
+class TensorParallelPlan:
     """How a model's weights lie over tensor ranks: `cut` leaves this rank its part of them, `connect` makes the blocks
     exchange what they need."""
 
@@ -70,7 +71,7 @@ class Split:
     """By the module's name."""
 
     @classmethod
-    def of(cls, model: nn.Module, world: DeviceMesh) -> Split:
+    def of(cls, model: nn.Module, world: DeviceMesh) -> TensorParallelPlan:
         # Said whenever weights that are cut twice are put together: that it takes two steps.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         prefix = _name_of(model, model.base_model)

@@ -1,4 +1,4 @@
-"""Measures what this machine's GPU, or its processor where there is none, really does, once, so that plans use its own
+"""Measures what this machine's GPU, or its CPU where there is none, really does, once, so that plans use its own
 rates instead of the catalogue's or a guess."""
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from tunesmith.disk import writing
 from tunesmith.plan.hardware import (
     DISK,
     Rates,
+    cpu_key,
     has_fast_bf16,
     keep_measured,
     measured_links,
     measured_links_file,
     measured_rates,
     measured_rates_file,
-    processor_key,
 )
 
 SIZES = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096))
-"""Tokens, inputs and outputs of the products that are measured: those of an 8B model."""
-PROCESSOR_SIZES = ((1024, 576, 1536), (1024, 1536, 576))
-"""Those of a model that is trained on a processor."""
+"""Tokens, inputs and outputs of the matmuls that are measured: those of an 8B model."""
+CPU_SIZES = ((1024, 576, 1536), (1024, 1536, 576))
+"""Those of a model that is trained on a CPU."""
 DISK_BYTES = 1 << 30
 """Written and read: more than what a drive takes into its own memory at once."""
 
 
 def calibrate() -> str:
-    """Measure products, memory, host link and disk, keep the rates for later plans, and say what was found."""
+    """Measure matmuls, memory, host link and disk, keep the rates for later plans, and say what was found."""
 
     keep_measured(measured_links_file(), measured_links())  # before it takes minutes
     links = measured_links() | {DISK: _disk_rate()}
@@ -49,8 +49,8 @@ def _calibrate_device() -> str:
     has_fp8 = torch.cuda.get_device_capability() >= (8, 9)
     half = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
     rates = Rates(
-        fp32=_product_rate(torch.float32),
-        half=_product_rate(half),
+        fp32=_matmul_rate(torch.float32),
+        half=_matmul_rate(half),
         fp8=_fp8_rate() if has_fp8 else 0.0,
         bandwidth=_bandwidth(),
         host_link=_host_link(),
@@ -59,7 +59,7 @@ def _calibrate_device() -> str:
     _keep(name, rates)
     fp8 = f", fp8 {rates.fp8 / 1e12:.0f}" if has_fp8 else ""
     return (
-        f"{name}: products {rates.half / 1e12:.0f} TFLOP/s in half precision, {rates.fp32 / 1e12:.1f} in fp32{fp8}; "
+        f"{name}: matmuls {rates.half / 1e12:.0f} TFLOP/s in half precision, {rates.fp32 / 1e12:.1f} in fp32{fp8}; "
         f"memory {rates.bandwidth / 1e12:.2f} TB/s; host link {rates.host_link / 1e9:.0f} GB/s; kept in "
         f"{measured_rates_file()}"
     )
@@ -68,15 +68,15 @@ def _calibrate_device() -> str:
 def _calibrate_processor() -> str:
     import torch
 
-    fp32 = _product_rate(torch.float32, PROCESSOR_SIZES, "cpu")
-    half = _product_rate(torch.bfloat16, PROCESSOR_SIZES, "cpu") if has_fast_bf16() else fp32 / 100
+    fp32 = _matmul_rate(torch.float32, CPU_SIZES, "cpu")
+    half = _matmul_rate(torch.bfloat16, CPU_SIZES, "cpu") if has_fast_bf16() else fp32 / 100
     source = torch.empty(1 << 24)
     target = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / _host_seconds(lambda: target.copy_(source))
-    _keep(processor_key(), Rates(fp32=fp32, half=half, bandwidth=bandwidth, host_link=bandwidth, is_measured=True))
+    _keep(cpu_key(), Rates(fp32=fp32, half=half, bandwidth=bandwidth, host_link=bandwidth, is_measured=True))
     bf16 = f", {half / 1e9:.0f} in bf16" if has_fast_bf16() else ""
     return (
-        f"{processor_key()}: products {fp32 / 1e9:.0f} GFLOP/s in fp32{bf16}; memory {bandwidth / 1e9:.0f} GB/s; "
+        f"{cpu_key()}: matmuls {fp32 / 1e9:.0f} GFLOP/s in fp32{bf16}; memory {bandwidth / 1e9:.0f} GB/s; "
         f"kept in {measured_rates_file()}"
     )
 
@@ -129,7 +129,7 @@ def _seconds(work: Callable[[], object], rounds: int = 20) -> float:
     return start.elapsed_time(end) / 1e3 / rounds
 
 
-def _product_rate(dtype, sizes: tuple[tuple[int, int, int], ...] = SIZES, device: str = "cuda") -> float:
+def _matmul_rate(dtype, sizes: tuple[tuple[int, int, int], ...] = SIZES, device: str = "cuda") -> float:
     import torch
 
     seconds = flops = 0.0

@@ -15,14 +15,14 @@ from tunesmith.plan.hardware import Gpu, Hardware, Rates, guessed_rates
 from tunesmith.plan.plan import (
     Attention,
     Device,
+    MatmulDtype,
     OffloadTo,
     OptimizerStates,
     Precision,
-    Products,
     Schedule,
     Sharding,
     Storage,
-    Wire,
+    TrafficDtype,
 )
 
 Method = Literal["full", "lora", "qlora"]
@@ -113,14 +113,14 @@ class Choice:
     """One way of doing it. Axes of size 1 do nothing."""
 
     micro_batch: int = 1
-    recompute_layers: int = 0
-    products: Products = "plain"
+    checkpointed_layers: int = 0
+    matmul_dtype: MatmulDtype = "plain"
     storage: Storage = "plain"
     attention: Attention = "sdpa"
     is_compiled: bool = False
-    is_recorded: bool = False
-    keep_turned: bool = False
-    keep_attention: bool = False
+    cuda_graphs: bool = False
+    cache_transposed: bool = False
+    save_attention: bool = False
     mlp_slice: int = 0
     offload_activations: bool = False
     master_weights: bool = True
@@ -128,10 +128,10 @@ class Choice:
     optimizer_states: OptimizerStates = "fp32"
     offload_optimizer: OffloadTo = "none"
     offload_parameters: bool = False
-    release_gradients: bool = False
+    optimizer_in_backward: bool = False
     sharding: Sharding = "none"
-    gather: Literal["plain", "int8"] = "plain"
-    reduce: Wire = "plain"
+    quantized_all_gather: Literal["plain", "int8"] = "plain"
+    quantized_reduce_scatter: TrafficDtype = "plain"
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
@@ -151,7 +151,7 @@ class Choice:
     @property
     def is_lossy(self) -> bool:
         """What travels between ranks is rounded on the way."""
-        return (self.gather, self.reduce) != ("plain", "plain")
+        return (self.quantized_all_gather, self.quantized_reduce_scatter) != ("plain", "plain")
 
     @property
     def holders(self) -> int:
@@ -170,7 +170,7 @@ class Choice:
         """Masters beside the model's own weights; of shards in fp32 the weights are made when they are gathered."""
         return self.has_masters(task) and self.sharding == "none"
 
-    def accumulation(self, task: Task) -> int:
+    def accumulation_steps(self, task: Task) -> int:
         """Micro-batches of one rank in one step, at most."""
         return -(-self._per_rank(task) // self.micro_batch)
 

@@ -11,15 +11,19 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
 from tunesmith.config.schema import Run
+from tunesmith.disk import gib
 from tunesmith.errors import UserError
 from tunesmith.plan import memory, rules, speed
+from tunesmith.plan.candidates import Candidate
 from tunesmith.plan.catalogue import MODELS
 from tunesmith.plan.choice import Choice
 from tunesmith.plan.defaults import UNKNOWN_BATCH
-from tunesmith.plan.facts import ModelFacts, from_config
+from tunesmith.plan.facts import ModelFacts
+from tunesmith.plan.families import from_config
 from tunesmith.plan.hardware import Hardware
 from tunesmith.plan.plan import Plan
-from tunesmith.plan.search import Candidate, Search, search, should_record
+from tunesmith.plan.ranking import should_capture
+from tunesmith.plan.search import Search, search
 
 PINNABLE = tuple(field.name for field in dataclasses.fields(Choice))
 """Parts of a plan that `--what-if` can fix."""
@@ -41,8 +45,8 @@ def alternatives(found: Search) -> list[Alternative]:
     task, chosen = found.task, found.chosen
     rows: dict[Choice, Alternative] = {}
     for what, choice, remark in _variants(found):
-        if choice.is_recorded and not rules.may_record(task, choice):
-            choice = dataclasses.replace(choice, is_recorded=False)
+        if choice.cuda_graphs and not rules.may_capture(task, choice):
+            choice = dataclasses.replace(choice, cuda_graphs=False)
         if choice == chosen.choice or choice in rows or rules.refused(task, choice):
             continue
         time = speed.step_time(task, choice)
@@ -51,7 +55,7 @@ def alternatives(found: Search) -> list[Alternative]:
         ratio = chosen.time.total / time.total
         words = [f"{ratio:.2f} times as fast" if ratio >= 1 else f"{1 - ratio:.0%} slower"]
         difference = size - chosen.bytes
-        words.append(f"{_gib(abs(difference))} {'more' if difference > 0 else 'less'}")
+        words.append(f"{gib(abs(difference))} {'more' if difference > 0 else 'less'}")
         if not fits:
             words.append("does not fit")
         words += [remark] if remark else []
@@ -64,21 +68,21 @@ def alternatives(found: Search) -> list[Alternative]:
 def _variants(found: Search) -> Iterator[tuple[str, Choice, str]]:
     task, choice = found.task, found.chosen.choice
     layers = task.facts.layers
-    if choice.products == "plain" and task.width == 2:
+    if choice.matmul_dtype == "plain" and task.width == 2:
         kept = "the frozen base is rounded to 8 bits" if task.has_adapters else "masters and gradients stay as they are"
-        yield "precision: fp8", dataclasses.replace(choice, products="fp8"), f"products in 8 bits, {kept}"
-    if choice.recompute_layers < layers:
-        yield "recompute all layers", dataclasses.replace(choice, recompute_layers=layers), ""
-    if choice.recompute_layers:
-        nothing = {"recompute_layers": 0, "keep_attention": False, "offload_activations": False}
-        yield "recompute nothing", dataclasses.replace(choice, **nothing), ""
+        yield "precision: fp8", dataclasses.replace(choice, matmul_dtype="fp8"), f"matmuls in 8 bits, {kept}"
+    if choice.checkpointed_layers < layers:
+        yield "checkpoint all layers", dataclasses.replace(choice, checkpointed_layers=layers), ""
+    if choice.checkpointed_layers:
+        nothing = {"checkpointed_layers": 0, "save_attention": False, "offload_activations": False}
+        yield "checkpoint nothing", dataclasses.replace(choice, **nothing), ""
     if task.device == "cuda" and not choice.offload_activations:
-        sent = dataclasses.replace(choice, recompute_layers=layers, offload_activations=True)
-        yield "layer inputs in host memory", sent, "all layers are recomputed"
-    if choice.is_recorded:
-        yield "passes not recorded", dataclasses.replace(choice, is_recorded=False), "the processor starts each kernel"
-    elif should_record(task, choice):
-        yield "passes recorded", dataclasses.replace(choice, is_recorded=True), "the GPU waits less for the processor"
+        sent = dataclasses.replace(choice, checkpointed_layers=layers, offload_activations=True)
+        yield "layer inputs in host memory", sent, "all layers are checkpointed"
+    if choice.cuda_graphs:
+        yield "passes not captured", dataclasses.replace(choice, cuda_graphs=False), "the CPU starts each kernel"
+    elif should_capture(task, choice):
+        yield "passes captured", dataclasses.replace(choice, cuda_graphs=True), "the GPU waits less for the CPU"
     if choice.micro_batch > 1:
         half = dataclasses.replace(choice, micro_batch=choice.micro_batch // 2)
         yield f"micro-batch {half.micro_batch}", half, ""
@@ -93,8 +97,8 @@ def _variants(found: Search) -> Iterator[tuple[str, Choice, str]]:
         yield "optimizer in host memory", dataclasses.replace(choice, offload_optimizer="host"), ""
         yield "optimizer on disk", dataclasses.replace(choice, offload_optimizer="disk"), ""
     if not choice.offload_parameters and choice.offload_optimizer == "none" and choice.sharding in ("none", "zero3"):
-        moved = {"offload_parameters": True, "sharding": "zero3", "release_gradients": False}
-        yield "parameters in host memory", dataclasses.replace(choice, **moved), "the processor does the update"
+        moved = {"offload_parameters": True, "sharding": "zero3", "optimizer_in_backward": False}
+        yield "parameters in host memory", dataclasses.replace(choice, **moved), "the CPU does the update"
     for way, best in _best_by_way(found).items():
         yield way, best.choice, ""
 
@@ -116,7 +120,7 @@ def _best_by_way(found: Search) -> dict[str, Candidate]:
 def _way(choice: Choice) -> str:
     axes = {"tensor": choice.tensor, "context": choice.context, "pipeline": choice.pipeline, "expert": choice.expert}
     words = [f"sharding: {choice.sharding}", *(f"{axis} {size}" for axis, size in axes.items() if size > 1)]
-    return ", ".join([*words, *(["rounded on the wire"] if choice.is_lossy else [])])
+    return ", ".join([*words, *(["in quantized collectives"] if choice.is_lossy else [])])
 
 
 def changes_that_fit(run: Run, facts: ModelFacts, hardware: Hardware, *, most: int = 4) -> list[str]:
@@ -128,7 +132,7 @@ def changes_that_fit(run: Run, facts: ModelFacts, hardware: Hardware, *, most: i
         except UserError:
             continue
         if plan.fits:
-            answers.append(f"{words} ({_gib(plan.memory.total)} of {_gib(plan.memory_limit)})")
+            answers.append(f"{words} ({gib(plan.memory.total)} of {gib(plan.memory_limit)})")
         if len(answers) == most:
             break
     return answers
@@ -272,13 +276,13 @@ def differences(before: Plan, after: Plan) -> list[tuple[str, str, str]]:
     """What differs between two plans, as rows: what, before, after."""
     rows = [
         ("fits", "yes" if before.fits else "no", "yes" if after.fits else "no"),
-        ("memory at the peak", _gib(before.memory.total), _gib(after.memory.total)),
+        ("memory at the peak", gib(before.memory.total), gib(after.memory.total)),
         ("tokens a second", f"{before.tokens_per_second:,.0f}", f"{after.tokens_per_second:,.0f}"),
     ]
     names = (
-        "sequence_length", "sequences_per_step", "micro_batch", "recompute_layers", "precision", "products", "storage",
-        "master_weights", "optimizer_states", "offload_optimizer", "offload_parameters",
-        "is_recorded", "keep_turned", "keep_attention", "mlp_slice", "offload_activations",
+        "sequence_length", "sequences_per_step", "micro_batch", "checkpointed_layers", "precision",
+        "matmul_dtype", "storage", "master_weights", "optimizer_states", "offload_optimizer", "offload_parameters",
+        "cuda_graphs", "cache_transposed", "save_attention", "mlp_slice", "offload_activations",
         "sharding", "attention", "epochs", "learning_rate", "held_out",
     )  # fmt: skip
     for name in names:
@@ -288,8 +292,4 @@ def differences(before: Plan, after: Plan) -> list[tuple[str, str, str]]:
 
 
 def _numbers(plan: Plan) -> str:
-    return f"{_gib(plan.memory.total)} of {_gib(plan.memory_limit)}, {plan.tokens_per_second:,.0f} tokens a second"
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB"
+    return f"{gib(plan.memory.total)} of {gib(plan.memory_limit)}, {plan.tokens_per_second:,.0f} tokens a second"

@@ -25,20 +25,20 @@ from pydantic import ValidationError
 from tunesmith.cache import cache_folder
 from tunesmith.disk import writing
 from tunesmith.errors import UserError
+from tunesmith.launch.rank_environment import read_rank_environment
 from tunesmith.plan import catalogue
-from tunesmith.plan.place import here
 from tunesmith.plan.plan import Part
 
 GIB = 2**30
 ELSEWHERE = "make room there, or set TUNESMITH_CACHE to a folder elsewhere"
 ATTAINABLE = {"fp32": 0.75, "half": 0.72, "fp8": 0.78}
-"""Share of the published rate that large products reach (bf16 on an H200: 0.67 to 0.77; fp8: 0.64 to 0.73 alone, and
+"""Share of the published rate that large matmuls reach (bf16 on an H200: 0.67 to 0.77; fp8: 0.64 to 0.73 alone, and
 0.74 within a step, which the speed model's shapes make of this)."""
 COPY = 0.88
 """Share of the published bandwidth that a copy reaches (H200: 0.89)."""
 PROCESSOR_LINK = 2e9
-"""Bytes a second between ranks on one processor: gloo over the loopback device."""
-PROCESSOR, BETWEEN_NODES, DISK = "processor", "between nodes", "disk"
+"""Bytes a second between ranks on one CPU: gloo over the loopback device."""
+CPU_KEY, BETWEEN_NODES, DISK = "CPU", "between nodes", "disk"
 """What has been measured, where it is no GPU's link."""
 DISK_RATE = 2e9
 """Bytes a second from and to a disk that nobody has measured: an ordinary NVMe drive's, written as much as read."""
@@ -72,7 +72,7 @@ class Gpu(Part):
 
 
 class Hardware(Part):
-    processor: str
+    cpu: str
     cores: int
     """Cores this process may use."""
     memory: int
@@ -80,9 +80,9 @@ class Hardware(Part):
     available: int
     """Bytes of it that are free now."""
     has_fast_bf16: bool
-    """The processor has bf16 arithmetic."""
+    """The CPU has bf16 arithmetic."""
     rates: Rates | None = None
-    """Of the processor, where they were measured."""
+    """Of the CPU, where they were measured."""
     gpus: tuple[Gpu, ...] = ()
     """Of one node; all nodes are equal."""
     nodes: int = 1
@@ -107,7 +107,7 @@ class Hardware(Part):
 
 
 def shared(hardware: Hardware, ranks: int, nodes: int = 1) -> Hardware:
-    """The hardware as so many ranks on each node use it: a GPU each, or a part of the processor."""
+    """The hardware as so many ranks on each node use it: a GPU each, or a part of the CPU."""
     if not 1 <= ranks <= 1024:
         raise UserError(f"{ranks} ranks were asked for; say 1 or more.")
     gpus = hardware.gpus[:ranks]
@@ -115,28 +115,28 @@ def shared(hardware: Hardware, ranks: int, nodes: int = 1) -> Hardware:
         gpus=gpus,
         nodes=nodes,
         processes=ranks,
-        link=_link(gpus) or measured_links().get(PROCESSOR, PROCESSOR_LINK),
+        link=_link(gpus) or measured_links().get(CPU_KEY, PROCESSOR_LINK),
         network=measured_links().get(BETWEEN_NODES, UNKNOWN_NETWORK) if nodes > 1 else 0.0,
     )
 
 
 def probe() -> Hardware:
     """This machine; where this process was started as one of several ranks, as they share it."""
-    place = here()
+    environment = read_rank_environment()
     found = _probe()
-    return shared(found, place.local_ranks, place.nodes) if place.is_started else found
+    return shared(found, environment.local_ranks, environment.nodes) if environment.is_started else found
 
 
 def _probe() -> Hardware:
     total, available = host_memory()
     gpus = _gpus()
     return Hardware(
-        processor=_processor_name(),
+        cpu=_cpu_name(),
         cores=usable_cores(),
         memory=total,
         available=available,
         has_fast_bf16=has_fast_bf16(),
-        rates=measured_rates().get(processor_key()),
+        rates=measured_rates().get(cpu_key()),
         gpus=gpus,
         link=_link(gpus),
         disk=shutil.disk_usage(Path.cwd()).free,
@@ -204,7 +204,7 @@ def build(
     speed = default_link if link is None or isinstance(link, str) else link
     host = host_memory or max(64 * GIB, 2 * gpus * gpu.memory)
     return Hardware(
-        processor="named",
+        cpu="named",
         cores=cores or 8 * gpus,
         memory=host,
         available=host,
@@ -239,13 +239,13 @@ def measured_rates_file() -> Path:
     return cache_folder() / "rates.json"
 
 
-def processor_key() -> str:
-    """What the processor's measured rates are kept by: another number of cores is another processor."""
-    return f"{_processor_name()}, {usable_cores()} cores"
+def cpu_key() -> str:
+    """What the CPU's measured rates are kept by: another number of cores is another CPU."""
+    return f"{_cpu_name()}, {usable_cores()} cores"
 
 
 def measured_rates() -> dict[str, Rates]:
-    """By the name of GPU or processor, as `tunesmith plan --calibrate` measured them on this machine."""
+    """By the name of GPU or CPU, as `tunesmith plan --calibrate` measured them on this machine."""
     try:
         content = json.loads(measured_rates_file().read_text(encoding="utf-8"))
         return {name: Rates.model_validate(rates) for name, rates in content.items()}
@@ -298,7 +298,7 @@ def usable_cores() -> int:
 
 @functools.cache
 def has_fast_bf16() -> bool:
-    """Whether the processor multiplies bf16 itself; without that, bf16 on a CPU is hundreds of times slower."""
+    """Whether the CPU multiplies bf16 itself; without that, bf16 on a CPU is hundreds of times slower."""
     flags = _cpu_fields("flags", "Features")
     return bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
 
@@ -311,7 +311,7 @@ def _cpu_fields(*names: str) -> set[str]:
     return {word for line in lines if line.split(":")[0].strip() in names for word in line.split(":", 1)[1].split()}
 
 
-def _processor_name() -> str:
+def _cpu_name() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -1,6 +1,6 @@
 """Memory of one rank over one optimizer step, by category: the peak is the peak of a timeline, not a sum of maxima.
 
-Eight moments can be the peak: when the model has just been loaded, the end of the forward pass, the loss, the backward
+Eight phases can be the peak: when the model has just been loaded, the end of the forward pass, the loss, the backward
 pass at its first layer (the last of the model, while all activations are still there), where the layers begin that are
 computed again, at its last and at its end (when all gradients are there), and the optimizer's step. Pure arithmetic on
 sizes; nothing here knows what fits.
@@ -15,7 +15,7 @@ import dataclasses
 
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import Layer, Linear
-from tunesmith.plan.plan import Memory, Moment, Sharding
+from tunesmith.plan.plan import Memory, Phase, Sharding
 from tunesmith.plan.stages import PER_RANK, micro_batches
 
 MIB = 2**20
@@ -37,7 +37,7 @@ PINNED = 1.25
 LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits the loss holds at a time; the same as `kernels.linear_cross_entropy.CHUNK_ELEMENTS`."""
 FP8_MULTIPLE = 16
-"""Sizes of fp8 products are multiples of this; the same as in `kernels.fp8`."""
+"""Sizes of fp8 matmuls are multiples of this; the same as in `kernels.fp8`."""
 LOGIT_BYTES = {"cpu": 8, "cuda": 2}
 """Of one logit at the worst moment: on a CPU fp32 logits and softmax; on a GPU the gradient replaces them."""
 CONTEXT = {"cpu": 450 * MIB, "cuda": 800 * MIB}
@@ -53,7 +53,7 @@ graph none are seen, with all weights or in fp8; adapters in half precision have
 ENDS = {"adapters": 2, "full": 4}
 """Hidden states that are kept outside of the layers; a final norm that is trained keeps its input in fp32 as well."""
 WIRE = {"int8": 1 + 4 / 128, "int4": 0.5 + 4 / 64}
-"""Bytes of a rounded value on the wire, with its share of a block's scale (`parallel.quantized`)."""
+"""Bytes of a rounded value between ranks, with its share of a block's scale (`parallel.quantized`)."""
 CROWDED = 1.2
 """Tokens that come to the rank whose experts are the most popular, against the mean; taken, not measured."""
 COLLECTIVES = 300 * MIB
@@ -64,7 +64,7 @@ OUTSIDE = frozenset({"loss", "optimizer step"})
 """Moments whose workspace is not that of the layers' passes."""
 POOLS = {"plain": 0.015, "rounded": 0.05}, 128 * MIB
 """What two pools hold beyond what they need: a share of all, and this. With plenty of memory it was 1 to 2% where
-products and weights are in half precision, 4 to 10% with fp8 or nf4, whose weights come and go in many sizes. Where it
+matmuls and weights are in half precision, 4 to 10% with fp8 or nf4, whose weights come and go in many sizes. Where it
 does not suffice, passes are run as they are."""
 HOST_PROCESS = 3 * 2**30
 """Host memory of one rank without weights: Python, torch, CUDA's libraries."""
@@ -77,7 +77,7 @@ class Way:
     chunks: int = 1
     """Of logits, at a time."""
     can_be_fp8: bool = True
-    """The gradient of what enters a frozen head, where products are in fp8."""
+    """The gradient of what enters a frozen head, where matmuls are in fp8."""
     keeps_joint: bool = False
     """The joint product of queries, keys and values is alive as long as the values are."""
     in_pieces: bool = False
@@ -89,7 +89,7 @@ class Way:
 WAY = Way()
 
 
-def timeline(task: Task, choice: Choice, way: Way = WAY) -> list[Moment]:
+def timeline(task: Task, choice: Choice, way: Way = WAY) -> list[Phase]:
     """The memory of one rank at each moment of a step that may be its peak."""
     facts, width = task.facts, task.width
     trained = "adapters" if task.has_adapters else "full"
@@ -108,28 +108,28 @@ def timeline(task: Task, choice: Choice, way: Way = WAY) -> list[Moment]:
     wide = max(kind.intermediate for kind in facts.kinds) * width * choice.mlp_tokens(task) / spread
     forward = (1 if choice.is_compiled else 2) * wide + hidden
     if choice.is_compiled:
-        backward = WIDE[trained, choice.products] * wide
+        backward = WIDE[trained, choice.matmul_dtype] * wide
     else:
         backward = 3 * wide + 4 * hidden
     backward += 2 * wide if choice.mlp_slice else 0.0  # a slice is computed again first
-    is_more = way.in_pieces or (task.has_adapters and choice.products != "fp8")
+    is_more = way.in_pieces or (task.has_adapters and choice.matmul_dtype != "fp8")
     again = WIDE_AGAIN[trained] * wide if choice.is_compiled and is_more else 0.0
     again += hidden if choice.offload_activations else 0.0  # the next input is on its way
-    is_all_again = choice.recompute_layers == facts.layers
-    is_some_again = 0 < choice.recompute_layers < facts.layers
+    is_all_again = choice.checkpointed_layers == facts.layers
+    is_some_again = 0 < choice.checkpointed_layers < facts.layers
     inputs = _recomputed(task, choice, tokens)
     ends = ENDS[trained] * hidden / spread
     layer = max(kind.parameters for kind in facts.kinds) / choice.tensor
     late = (0.0 if facts.tied else facts.embedding / spread) + layer if is_full else 0.0
     single = gradients / max(1.0, _held(task, choice)[1])  # bytes of gradient for each parameter
-    upper = (head + (facts.layers - choice.recompute_layers) * layer) * single if is_full else 0.0
+    upper = (head + (facts.layers - choice.checkpointed_layers) * layer) * single if is_full else 0.0
     dequantized = _dequantized(task, choice)
 
     received = _received(task, choice, tokens)
-    # Recorded passes have a place for the gradient they are given, and make theirs beside the sum of several.
-    placed = {"workspace": hidden, "gradients": gradients if kept_gradients else 0.0} if choice.is_recorded else {}
+    # Captured passes have a place for the gradient they are given, and make theirs beside the sum of several.
+    placed = {"workspace": hidden, "gradients": gradients if kept_gradients else 0.0} if choice.cuda_graphs else {}
 
-    def moment(name: str, **parts: float) -> Moment:
+    def phase(name: str, **parts: float) -> Phase:
         sizes = {**static, **parts}
         for part, size in {"gathered": received, **placed}.items():
             sizes[part] = sizes.get(part, 0.0) + (size if name != "loading" else 0.0)
@@ -141,11 +141,11 @@ def timeline(task: Task, choice: Choice, way: Way = WAY) -> list[Moment]:
         sizes["fragmentation"] = FRAGMENTATION[task.device] * sum(
             sizes.get(part, 0.0) for part in ("activations", "gradients", "loss", "gathered", "workspace")
         )
-        return Moment(name=name, memory=Memory(**{part: max(0, round(size)) for part, size in sizes.items()}))
+        return Phase(name=name, memory=Memory(**{part: max(0, round(size)) for part, size in sizes.items()}))
 
-    moments = [
-        moment("loading", **_loading(task, choice, static)),
-        moment(
+    phases = [
+        phase("loading", **_loading(task, choice, static)),
+        phase(
             "end of the forward pass",
             activations=saved,
             gradients=kept_gradients,
@@ -153,14 +153,14 @@ def timeline(task: Task, choice: Choice, way: Way = WAY) -> list[Moment]:
             quantization=dequantized,
             workspace=forward,
         ),
-        moment(
+        phase(
             "loss",
             activations=saved,
             gradients=kept_gradients,
             gathered=gathered_head,
             loss=_loss(task, tokens, spread, head, way.chunks, in_fp8=is_head_fp8) + hidden,
         ),
-        moment(
+        phase(
             "first layer of the backward pass",
             activations=saved - ends + (one_layer if is_all_again else 0.0),
             gradients=max(kept_gradients, head * width),
@@ -168,39 +168,39 @@ def timeline(task: Task, choice: Choice, way: Way = WAY) -> list[Moment]:
             quantization=dequantized,
             workspace=backward + (again if is_all_again else 0.0),
         ),
-        moment(
-            "first recomputed layer of the backward pass",
+        phase(
+            "first checkpointed layer of the backward pass",
             activations=inputs + (one_layer if is_some_again else 0.0),
             gradients=max(kept_gradients, min(upper, gradients)),
             gathered=gathered + unit,
             quantization=dequantized,
             workspace=backward + again if is_some_again else 0.0,
         ),
-        moment(
+        phase(
             "last layer of the backward pass",
             activations=one_layer,
             gradients=max(kept_gradients, gradients - single * late),
             gathered=gathered + unit,
             quantization=dequantized,
-            workspace=backward + (again if choice.recompute_layers else 0.0),
+            workspace=backward + (again if choice.checkpointed_layers else 0.0),
         ),
-        moment(
+        phase(
             "end of the backward pass",
             gradients=gradients,
             gathered=gathered,
             workspace=_last_gradient(task, choice) / spread,
         ),
-        moment("optimizer step", gradients=gradients, workspace=_optimizer_workspace(task, choice)),
+        phase("optimizer step", gradients=gradients, workspace=_optimizer_workspace(task, choice)),
     ]
-    if not choice.is_recorded:
-        return moments
+    if not choice.cuda_graphs:
+        return phases
     logits = _logits(task, tokens, in_fp8=is_head_fp8)
-    more = POOLS[0]["plain" if choice.products == choice.storage == "plain" else "rounded"]
-    return _with_pool(moments, summed=round(kept_gradients + head * width), logits=round(logits), more=more)
+    more = POOLS[0]["plain" if choice.matmul_dtype == choice.storage == "plain" else "rounded"]
+    return _with_pool(phases, summed=round(kept_gradients + head * width), logits=round(logits), more=more)
 
 
-def peak(moments: list[Moment]) -> Moment:
-    return max(moments, key=lambda moment: (moment.memory.total, moment.memory.allocated))
+def peak(phases: list[Phase]) -> Phase:
+    return max(phases, key=lambda phase: (phase.memory.total, phase.memory.allocated))
 
 
 def host_memory(task: Task, choice: Choice, *, copied: int = 0) -> int:
@@ -304,26 +304,26 @@ def kind_experts(kind: Layer) -> int:
 
 def has_fp8_head(task: Task, choice: Choice) -> bool:
     """Whether a frozen head has its weight in fp8 besides (`model.fp8`): where it is whole on each rank, and memory is
-    not so short that layers are recomputed."""
+    not so short that layers are checkpointed."""
     is_cut = choice.tensor * choice.pipeline * choice.expert > 1
     is_whole = not is_cut and choice.sharding in ("none", "ddp", "zero1", "zero2")
-    is_frozen = task.has_adapters and task.facts.has_head and not choice.recompute_layers
-    return choice.products == "fp8" and is_frozen and is_whole and task.facts.hidden % FP8_MULTIPLE == 0
+    is_frozen = task.has_adapters and task.facts.has_head and not choice.checkpointed_layers
+    return choice.matmul_dtype == "fp8" and is_frozen and is_whole and task.facts.hidden % FP8_MULTIPLE == 0
 
 
 # parts
 
 
-def _with_pool(moments: list[Moment], *, summed: int, logits: int, more: float) -> list[Moment]:
-    """Recorded passes have a pool of memory of their own, as large as they need it at their worst moment, and nothing
+def _with_pool(phases: list[Phase], *, summed: int, logits: int, more: float) -> list[Phase]:
+    """Captured passes have a pool of memory of their own, as large as they need it at their worst moment, and nothing
     but the `logits` can use what is free in it. `summed`: bytes of gradients that are made elsewhere; `more`: the part
     that is held beyond what is needed."""
-    loading, *step = moments
+    loading, *step = phases
 
-    def within(moment: Moment) -> int:
-        now = moment.memory
-        short_lived = 0 if moment.name in OUTSIDE else now.quantization + now.workspace
-        short_lived += logits if moment.name == "loss" else 0
+    def within(phase: Phase) -> int:
+        now = phase.memory
+        short_lived = 0 if phase.name in OUTSIDE else now.quantization + now.workspace
+        short_lived += logits if phase.name == "loss" else 0
         return now.activations + max(0, now.gradients - summed) + short_lived
 
     held = max(within(one) for one in step) + max(one.memory.total - within(one) for one in step)
@@ -361,9 +361,9 @@ def _static(task: Task, choice: Choice) -> dict[str, float]:
     matrices = task.facts.matrices / choice.tensor / choice.pipeline
     if choice.storage != "plain":
         weights -= matrices * (task.width - QUANTIZED[choice.storage])
-    elif choice.products == "fp8" and task.has_adapters:  # the frozen base, quantized once; but experts are not
+    elif choice.matmul_dtype == "fp8" and task.has_adapters:  # the frozen base, quantized once; but experts are not
         matrices -= task.facts.total(kind_experts) / choice.tensor / choice.pipeline
-        weights -= matrices * (task.width - (2 if choice.keep_turned else 1))
+        weights -= matrices * (task.width - (2 if choice.cache_transposed else 1))
     on_device = choice.offload_optimizer == "none"
     states = _share(choice, "states")
     if choice.sharding != "none" and not task.has_adapters:  # what the forward pass uses is made from these
@@ -406,18 +406,18 @@ def _gradients(task: Task, choice: Choice) -> float:
     """All of them; in fp32 where they are summed or unscaled, else as backward made them. Released: the largest two."""
     if choice.offload_parameters:
         return 0.0
-    is_summed = choice.accumulation(task) > 1 or (choice.sharding != "none" and choice.has_masters(task))
+    is_summed = choice.accumulation_steps(task) > 1 or (choice.sharding != "none" and choice.has_masters(task))
     is_made = task.optimizer in ALONE and task.precision == "bf16" and not is_summed
     width = task.width if is_made and task.has_masters else 4
     held = _held(task, choice)[1] * _share(choice, "states")
-    if choice.release_gradients:
+    if choice.optimizer_in_backward:
         held = min(held, 2 * task.facts.embedding / choice.tensor)
     return width * held
 
 
 def _kept_gradients(task: Task, choice: Choice) -> float:
     """Those of the micro-batches before: whole where they are reduced once a step."""
-    if choice.accumulation(task) == 1:
+    if choice.accumulation_steps(task) == 1:
         return 0.0
     is_whole = choice.sharding in ("ddp", "zero1") or (choice.sharding not in ("none", "zero2") and task.has_adapters)
     return 4 * _held(task, choice)[1] if is_whole else _gradients(task, choice)
@@ -433,16 +433,16 @@ def _gathered(task: Task, choice: Choice) -> tuple[float, float, float]:
     layer = max(kind.parameters - stay(kind) for kind in facts.kinds) / choice.tensor
     matrices = max(kind.matrices - stay(kind) for kind in facts.kinds) / choice.tensor
     unit = layer * (task.width + 2 * 4) if not task.has_adapters else 0.0  # as made; in fp32, with those before
-    if choice.reduce != "plain":
-        unit += layer * (4 + 2 * WIRE[choice.reduce])
-    packed = 0.0 if choice.gather == "plain" else 2 * layer * WIRE[choice.gather]
+    if choice.quantized_reduce_scatter != "plain":
+        unit += layer * (4 + 2 * WIRE[choice.quantized_reduce_scatter])
+    packed = 0.0 if choice.quantized_all_gather == "plain" else 2 * layer * WIRE[choice.quantized_all_gather]
     if choice.sharding in ("ddp", "zero1", "zero2"):
         base, trained = _held(task, choice)
         whole = 4 * trained if task.has_adapters else base * task.width
         buffer = 0.0 if choice.sharding == "ddp" else whole / facts.layers if task.has_adapters else layer * task.width
         return whole + packed + buffer, whole, unit
     width = layer * task.width + packed / 2
-    if choice.storage != "plain":  # 4 bits on the wire too
+    if choice.storage != "plain":  # 4 bits between ranks too
         width -= matrices * (task.width - QUANTIZED[choice.storage])
     head = facts.embedding / choice.tensor * task.width
     kept = _held(task, choice)[0] * task.width / choice.sharers if choice.sharding == "hierarchical" else 0.0
@@ -487,7 +487,9 @@ def _dequantized(task: Task, choice: Choice) -> float:
     widest = _widest_product(task, choice) / choice.tensor
     if choice.storage != "plain":
         return widest * task.width
-    is_turned = choice.products == "fp8" and task.has_adapters and choice.is_compiled and not choice.keep_turned
+    is_turned = (
+        choice.matmul_dtype == "fp8" and task.has_adapters and choice.is_compiled and not choice.cache_transposed
+    )
     return widest if is_turned else 0.0  # the transposed copy alone
 
 
@@ -517,7 +519,7 @@ def layer_bytes(
     kind: Layer,
     *,
     is_compiled: bool,
-    products: str = "plain",
+    matmul_dtype: str = "plain",
     storage: str = "plain",
     tensor: int = 1,
     is_sliced: bool = False,
@@ -532,18 +534,20 @@ def layer_bytes(
     qk_norms = (kind.query + kind.key) if kind.has_qk_norm else 0
     experts = any(linear.count > 1 for linear in kind.linears)
     # Of trained weights on a GPU (`model.gated`).
-    is_whole = is_full and task.device == "cuda" and products != "fp8" and tensor == 1
+    is_whole = is_full and task.device == "cuda" and matmul_dtype != "fp8" and tensor == 1
     is_made_again = is_whole and kind.is_swiglu and not keeps_activation
     if is_compiled:
-        into_products = 1 if products == "fp8" and is_full else width
-        norms = kind.norms * hidden * (width + into_products) + kind.post_norms * hidden * width + qk_norms * width
+        into_matmuls = 1 if matmul_dtype == "fp8" and is_full else width
+        norms = kind.norms * hidden * (width + into_matmuls) + kind.post_norms * hidden * width + qk_norms * width
         attention = 2 * (kind.query + kind.key) * width
         values = 2
-        if products == "fp8" and is_full:  # what enters the MLP's last product, in fp8
+        if matmul_dtype == "fp8" and is_full:  # what enters the MLP's last product, in fp8
             attention += kind.intermediate + (kind.query if in_pieces else 0)
         # Adapters fused with the MLP compute the activation again, too; others and trained weights keep it.
         is_apart = _is_apart(task, storage)
-        is_kept = products != "fp8" and not is_made_again if is_full else is_apart or not (kind.is_swiglu or experts)
+        is_kept = (
+            matmul_dtype != "fp8" and not is_made_again if is_full else is_apart or not (kind.is_swiglu or experts)
+        )
         if is_kept:
             values = 3 if kind.mlp_values == 4 else 2
         # A joint product that the model itself takes apart and rotates (`model.rotary`): the values keep all of it.
@@ -582,7 +586,7 @@ def layer_bytes(
 
 
 def _activations(task: Task, choice: Choice, tokens: float, way: Way) -> tuple[float, float]:
-    """What all layers of this rank keep, and one layer alone, recomputed or not."""
+    """What all layers of this rank keep, and one layer alone, checkpointed or not."""
     facts = task.facts
 
     def of(kind: Layer) -> float:
@@ -591,7 +595,7 @@ def _activations(task: Task, choice: Choice, tokens: float, way: Way) -> tuple[f
             task,
             kind,
             is_compiled=choice.is_compiled,
-            products=choice.products,
+            matmul_dtype=choice.matmul_dtype,
             storage=choice.storage,
             tensor=choice.tensor,
             is_sliced=choice.mlp_slice > 0,
@@ -603,22 +607,22 @@ def _activations(task: Task, choice: Choice, tokens: float, way: Way) -> tuple[f
 
     boundary = tokens * facts.hidden * task.width / choice.tensor
     one = max(of(kind) for kind in facts.kinds)
-    share = choice.recompute_layers / facts.layers
-    if choice.keep_attention and choice.recompute_layers:
+    share = choice.checkpointed_layers / facts.layers
+    if choice.save_attention and choice.checkpointed_layers:
         one -= tokens * max(kind.query * task.width + 4 * facts.heads for kind in facts.kinds) / choice.tensor
     saved = facts.total(of) * (1 - share) * task.backward_share * _layers_at_once(task, choice)
-    # The factors in the products' precision; recomputed layers make them again.
+    # The factors in the matmuls' precision; checkpointed layers make them again.
     casts = (1 - share) * task.adapted[0] * task.width / choice.tensor / choice.pipeline
     ends = ENDS["adapters" if task.has_adapters else "full"] * boundary
-    ends += boundary if task.has_adapters and choice.recompute_layers else 0.0  # measured; whose it is is not known
+    ends += boundary if task.has_adapters and choice.checkpointed_layers else 0.0  # measured; whose it is is not known
     return saved + _recomputed(task, choice, tokens) + ends + casts, one
 
 
 def _recomputed(task: Task, choice: Choice, tokens: float) -> float:
-    """What recomputed layers keep on the device: their inputs, and what attention gave."""
+    """What checkpointed layers keep on the device: their inputs, and what attention gave."""
     facts, kept = task.facts, 0.0
-    if choice.keep_attention:
-        share = choice.recompute_layers / facts.layers
+    if choice.save_attention:
+        share = choice.checkpointed_layers / facts.layers
         kept = share * tokens * facts.total(lambda kind: kind.query * task.width + 4 * facts.heads) / choice.tensor
         kept *= task.backward_share * _layers_at_once(task, choice)
     boundary = tokens * facts.hidden * task.width / choice.tensor
@@ -627,9 +631,9 @@ def _recomputed(task: Task, choice: Choice, tokens: float) -> float:
 
 
 def _layer_inputs(task: Task, choice: Choice, tokens: float) -> float:
-    """What recomputed layers keep, in host memory where the plan says so."""
+    """What checkpointed layers keep, in host memory where the plan says so."""
     boundary = tokens * task.facts.hidden * task.width / choice.tensor
-    return choice.recompute_layers * boundary * task.backward_share * _layers_at_once(task, choice)
+    return choice.checkpointed_layers * boundary * task.backward_share * _layers_at_once(task, choice)
 
 
 def _layers_at_once(task: Task, choice: Choice) -> float:
@@ -639,7 +643,7 @@ def _layers_at_once(task: Task, choice: Choice) -> float:
     layers, stages = task.facts.layers, choice.pipeline
     # Micro-batches between their two passes on the first rank: it has half of its layers twice as early, interleaved.
     flying = (3 * stages - 1) / 2 if choice.schedule == "interleaved" else stages
-    return -(-layers // stages) / layers * min(flying, micro_batches(choice.accumulation(task), stages))
+    return -(-layers // stages) / layers * min(flying, micro_batches(choice.accumulation_steps(task), stages))
 
 
 def _received(task: Task, choice: Choice, tokens: float) -> float:
@@ -647,7 +651,7 @@ def _received(task: Task, choice: Choice, tokens: float) -> float:
     if choice.pipeline == 1:
         return 0.0
     sides = 1 if choice.pipeline * PER_RANK[choice.schedule] == 2 else 2  # an end of the pipeline receives one of them
-    count = micro_batches(choice.accumulation(task), choice.pipeline) * PER_RANK[choice.schedule]
+    count = micro_batches(choice.accumulation_steps(task), choice.pipeline) * PER_RANK[choice.schedule]
     return sides * count * tokens * task.facts.hidden * task.width
 
 
@@ -660,7 +664,7 @@ def _optimizer_workspace(task: Task, choice: Choice) -> float:
     largest = (matrix if task.has_adapters else max(facts.embedding, matrix)) / choice.tensor
     if task.optimizer == "adafactor":
         return 3 * 4 * largest
-    if task.optimizer == "muon":  # matrices and their products, in fp32 and bf16; embedding and head are AdamW's
+    if task.optimizer == "muon":  # matrices and their matmuls, in fp32 and bf16; embedding and head are AdamW's
         return 4 * 4 * max(matrix, min(TOGETHER, task.trained)) / choice.tensor
     if choice.offload_optimizer != "none":
         largest = min(largest, PIECE[choice.offload_optimizer])

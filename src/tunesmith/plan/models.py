@@ -16,7 +16,8 @@ from typing import Any, BinaryIO, Literal
 
 from tunesmith import hub
 from tunesmith.errors import UserError
-from tunesmith.plan.facts import Layer, Linear, ModelFacts, architecture_of, family_of, from_config
+from tunesmith.plan.facts import Layer, Linear, ModelFacts
+from tunesmith.plan.families import architecture_of, family_of, from_config
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,22 @@ closed and frozen like the run it belongs to, and may be edited by hand.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 Device = Literal["cpu", "cuda"]
 Precision = Literal["fp32", "bf16", "fp16"]
-Products = Literal["plain", "fp8"]
+MatmulDtype = Literal["plain", "fp8"]
 Storage = Literal["plain", "nf4", "int8"]
 Attention = Literal["flash-attn-4", "varlen", "sdpa"]
 OptimizerStates = Literal["fp32", "bf16", "int8", "fp8", "int4"]
 OffloadTo = Literal["none", "host", "disk"]
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hybrid", "hierarchical"]
-Wire = Literal["plain", "int8", "int4"]
+TrafficDtype = Literal["plain", "int8", "int4"]
 Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
+Layout = Literal["packed", "padded"]
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -111,8 +113,8 @@ class Memory(Part):
         return self.total - self.context - self.fragmentation
 
 
-class Moment(Part):
-    """A moment within an optimizer step, and the memory then."""
+class Phase(Part):
+    """A phase of an optimizer step, and the memory then."""
 
     name: str
     memory: Memory
@@ -121,7 +123,7 @@ class Moment(Part):
 class Time(Part):
     """Seconds of one optimizer step, by what they are spent on; what runs beside something else counts once."""
 
-    products: float = 0.0
+    matmuls: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
     adapter: float = 0.0
@@ -134,61 +136,88 @@ class Time(Part):
     bubbles: float = 0.0
     """Pipeline stages that wait for each other."""
     host: float = 0.0
-    """The processor starts kernels more slowly than the GPU runs them."""
+    """The CPU starts kernels more slowly than the GPU runs them."""
 
     @property
     def total(self) -> float:
         return sum(getattr(self, name) for name in type(self).model_fields)
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardSpec:
+    """How a model is called, as the probe has found it."""
+
+    layout: Layout
+    """`packed`: documents end to end in one row, with attention that keeps them apart. `padded`: one document a row,
+    with the model's own attention."""
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    switch: int | None = None
+    """Documents of more tokens are called by themselves, since the model then computes all it is given by other rules
+    (RoPE with long factors); 0: every one is."""
+
+    def lengths(self, sequence_length: int) -> tuple[bool, int | None] | None:
+        """How documents, of `sequence_length` tokens at most, are dealt out to micro-batches: whether those in one must
+        be of like length, and above how many tokens each is by itself; None where their lengths do not matter."""
+        single = self.switch if self.switch is not None and self.switch < sequence_length else None
+        return None if self.layout == "packed" and single is None else (self.layout == "padded", single)
+
+
 class Plan(Part):
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     device: Device
     threads: Positive
-    """Threads of the processor; on a CPU the last bits of a sum depend on it."""
+    """Threads of the CPU; on a CPU the last bits of a sum depend on it."""
     mesh: Mesh = Mesh()
     sharding: Sharding = "none"
     """How weights, gradients and optimizer states lie over the ranks that see different data."""
-    gather: Literal["plain", "int8"] = "plain"
+    quantized_all_gather: Literal["plain", "int8"] = "plain"
     """How shared weights travel to the ranks that use them: in `precision`, or in int8 with a scale for each 128, which
     is lossy: each is off by at most 1/254 of the largest of its 128."""
-    reduce: Wire = "plain"
+    quantized_reduce_scatter: TrafficDtype = "plain"
     """How gradients travel to the rank that holds their weights: in fp32, in int8 in the same way, or in int4 with a
     scale for each 64, off by at most 1/14 of the largest of its 64."""
     schedule: Schedule = "1f1b"
     """In which order the stages of a pipeline do the forward and backward passes of a step."""
     precision: Precision
     """Arithmetic of the forward and backward pass, and how the model's weights are held."""
-    products: Products = "plain"
-    """Arithmetic of the large products: that of `precision`, or fp8 (compute capability 8.9 and above)."""
+    matmul_dtype: MatmulDtype = "plain"
+    """Arithmetic of the large matmuls: that of `precision`, or fp8 (compute capability 8.9 and above)."""
     storage: Storage = "plain"
     """How frozen base weights are held: in `precision`, or quantized."""
     attention: Attention
     is_compiled: bool
     """Each decoder layer is compiled."""
-    is_recorded: bool = False
-    """The layers' forward and backward passes are recorded once, as CUDA graphs, and replayed: the processor starts all
+    cuda_graphs: bool = False
+    """The layers' forward and backward passes are captured once, as CUDA graphs, and replayed: the CPU starts all
     kernels of a pass at once."""
+    forward: ForwardSpec | None = None
+    """How the model is called. None in a plan for which no model was tried yet."""
+    fuse_adapters: bool = True
+    """Adapters that share an input are fused, which the probe has found to be equal."""
+    adapted: tuple[str, ...] | None = None
+    """Linears that get adapters, by name or pattern, where they are not all that the settings choose: the probe has
+    found others that cannot carry one."""
     by_length: bool = False
     """Micro-batches go by the lengths of documents, which the model does not take packed: padded, of like length, and
     no larger than `micro_batch` sequences. Their number changes from step to step."""
     master_weights: bool
-    """Trained weights are also kept in fp32, and updated there; else those in bf16 are rounded at random."""
+    """Trained weights are also kept in fp32, and updated there; else those in bf16 are rounded stochastically."""
     sequence_length: Positive
     sequences_per_step: Positive
     """Packed sequences in one optimizer step, over all ranks."""
     micro_batch: Positive
     """Packed sequences in one forward pass of one rank."""
-    keep_turned: bool = False
-    """Frozen weights in fp8 are held transposed, too, as the backward pass needs them; else turned each time."""
-    recompute_layers: Annotated[int, Field(ge=0)] = 0
+    cache_transposed: bool = False
+    """Frozen weights in fp8 are held transposed, too, as the backward pass needs them; else transposed each time."""
+    checkpointed_layers: Annotated[int, Field(ge=0)] = 0
     """Decoder layers whose activations are computed again in the backward pass instead of being kept."""
-    keep_attention: bool = False
-    """Recomputed layers keep what their attention gave, and compute the rest again."""
+    save_attention: bool = False
+    """checkpointed layers keep what their attention gave, and compute the rest again."""
     mlp_slice: Annotated[int, Field(ge=0)] = 0
     """Tokens a layer's MLP takes at a time, its wide tensors being computed again in the backward pass; 0: all."""
     offload_activations: bool = False
-    """The inputs of recomputed layers wait in host memory between forward and backward."""
+    """The inputs of checkpointed layers wait in host memory between forward and backward."""
     optimizer_states: OptimizerStates = "fp32"
     """How the states of AdamW or Lion are held; int8, fp8 and int4 in blocks with a scale each."""
     offload_optimizer: OffloadTo = "none"
@@ -196,10 +225,11 @@ class Plan(Part):
     that is gone when the process ends."""
     offload_parameters: bool = False
     """Weights and gradients live in host memory, and each layer comes to the device when it is used, as shards do (also
-    on one rank); the processor does the update, and the optimizer's states are beside them or on disk."""
-    release_gradients: bool = False
-    """Each weight is updated and its gradient freed within the backward pass; one micro-batch a step, no clipping."""
-    save_beside: bool = False
+    on one rank); the CPU does the update, and the optimizer's states are beside them or on disk."""
+    optimizer_in_backward: bool = False
+    """Optimizer-in-backward (gradient release): each weight is updated and its gradient freed within the backward pass;
+    one micro-batch a step, no clipping."""
+    async_checkpoint: bool = False
     """Checkpoints are copied to host memory and written beside the next steps."""
     epochs: Annotated[float, Field(gt=0)] = 1.0
     """Passes over the data, unless the settings count `steps`."""
@@ -210,8 +240,8 @@ class Plan(Part):
     memory: Memory
     """Predicted, at the peak of the step."""
     peak: str = ""
-    """The moment of the peak."""
-    moments: tuple[Moment, ...] = ()
+    """The phase of the peak."""
+    phases: tuple[Phase, ...] = ()
     """Predicted, at each moment of a step that may be its peak."""
     memory_limit: int
     """What the device has for this run, in bytes."""
@@ -226,8 +256,8 @@ class Plan(Part):
     reasons: tuple[Reason, ...] = ()
 
     @property
-    def accumulation(self) -> int:
-        """Micro-batches one rank runs for one step, at most."""
+    def accumulation_steps(self) -> int:
+        """Gradient accumulation: micro-batches one rank runs for one step, at most."""
         per_rank = -(-self.sequences_per_step // self.mesh.data_ranks)
         return -(-per_rank // self.micro_batch)
 
@@ -239,6 +269,31 @@ class Plan(Part):
     def tokens_per_second(self) -> float:
         """Predicted, over all ranks."""
         return self.sequences_per_step * self.sequence_length / self.time.total if self.time.total else 0.0
+
+
+RENAMED = {
+    "products": "matmul_dtype",
+    "is_recorded": "cuda_graphs",
+    "recompute_layers": "checkpointed_layers",
+    "keep_attention": "save_attention",
+    "keep_turned": "cache_transposed",
+    "release_gradients": "optimizer_in_backward",
+    "save_beside": "async_checkpoint",
+    "gather": "quantized_all_gather",
+    "reduce": "quantized_reduce_scatter",
+    "moments": "phases",
+}
+"""What plans of version 1 called otherwise."""
+
+
+def upgraded(content: Any) -> Any:
+    """What was read as a plan, in the words of this version; a plan that is none stays as it is."""
+    if not isinstance(content, dict) or content.get("version") != 1:
+        return content
+    plan = {RENAMED.get(name, name): value for name, value in content.items()} | {"version": 2}
+    if isinstance(time := plan.get("time"), dict) and "products" in time:
+        plan["time"] = {"matmuls" if name == "products" else name: value for name, value in time.items()}
+    return plan
 
 
 def first_problem(error: ValueError) -> str:

@@ -40,20 +40,20 @@ REFUSALS: tuple[Refusal, ...] = (
         "this model does not take packed documents, which tensor, context and pipeline parallelism need",
     ),
     (
-        lambda task, choice: choice.products == "fp8" and (task.device == "cpu" or task.gpu.capability < FP8),
-        "fp8 products need a GPU of compute capability 8.9 or more",
+        lambda task, choice: choice.matmul_dtype == "fp8" and (task.device == "cpu" or task.gpu.capability < FP8),
+        "fp8 matmuls need a GPU of compute capability 8.9 or more",
     ),
     (
         lambda task, _: task.precision == "bf16" and task.device == "cuda" and task.gpu.capability < BF16,
         "bf16 needs a GPU of compute capability 8.0 or more; older ones have fp16, with loss scaling",
     ),
     (
-        lambda task, choice: choice.products == "fp8" and choice.storage not in ("plain", "nf4"),
-        "fp8 products need a base in full precision or in nf4",
+        lambda task, choice: choice.matmul_dtype == "fp8" and choice.storage not in ("plain", "nf4"),
+        "fp8 matmuls need a base in full precision or in nf4",
     ),
     (
-        lambda task, choice: choice.products == "fp8" and task.has_adapters and task.lora.dora,
-        "fp8 products are for LoRA without lora.dora",
+        lambda task, choice: choice.matmul_dtype == "fp8" and task.has_adapters and task.lora.dora,
+        "fp8 matmuls are for LoRA without lora.dora",
     ),
     (
         lambda task, choice: choice.storage != "plain" and not task.has_adapters,
@@ -79,7 +79,7 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda task, choice: (
             task.has_masters and not choice.master_weights and (task.optimizer not in ALONE or task.precision != "bf16")
         ),
-        "training without fp32 masters needs bf16 and AdamW or Lion, which round at random",
+        "training without fp32 masters needs bf16 and AdamW or Lion, which round stochastically",
     ),
     (
         lambda task, choice: (
@@ -101,7 +101,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "parameters in host memory come layer by layer, as those of zero3, hybrid and hierarchical sharding do",
     ),
     (
-        lambda task, choice: choice.release_gradients and not may_release(task, choice),
+        lambda task, choice: choice.optimizer_in_backward and not may_release(task, choice),
         "gradients can be released in the backward pass of full fine-tuning by AdamW or Lion only, with one "
         "micro-batch a step and without max_grad_norm and loss scaling",
     ),
@@ -111,12 +111,12 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     (
         lambda task, choice: choice.is_lossy and task.has_adapters,
-        "rounding on the wire is for full fine-tuning: adapters send little, and a base in nf4 (method: qlora) has 4 "
-        "bits on the wire without being rounded again",
+        "quantized collectives are for full fine-tuning: adapters send little, and a base in nf4 (method: qlora) has 4 "
+        "bits between ranks without being rounded again",
     ),
     (
         lambda task, choice: choice.is_lossy and choice.sharding in ("none", "ddp", "hybrid"),
-        "rounding on the wire is for weights that all ranks share: zero1, zero2, zero3 and hierarchical",
+        "quantized collectives are for weights that all ranks share: zero1, zero2, zero3 and hierarchical",
     ),
     (
         lambda task, choice: choice.sharding == "none" and choice.holders * choice.tensor > 1,
@@ -157,7 +157,7 @@ REFUSALS: tuple[Refusal, ...] = (
     (
         lambda task, choice: choice.pipeline > 1 and choice.schedule == "zero-bubble" and not _may_split(task, choice),
         "a zero-bubble schedule takes the gradients of weights apart from the others, which goes with plain layers "
-        "only: not sharded, compiled or recomputed, nor trained in half precision",
+        "only: not sharded, compiled or checkpointed, nor trained in half precision",
     ),
     (
         lambda task, choice: choice.expert > 1 and any(count % choice.expert for count in experts(task) or [1]),
@@ -168,19 +168,19 @@ REFUSALS: tuple[Refusal, ...] = (
         "flash attention needs half precision, head sizes of 8 to 256 and compute capability 8.0",
     ),
     (
-        lambda task, choice: choice.keep_turned and not may_keep_turned(task, choice),
+        lambda task, choice: choice.cache_transposed and not may_cache_transposed(task, choice),
         "weights are kept transposed where adapters without dropout or DoRA are on all linears of one GPU's fp8 base",
     ),
     (
-        lambda task, choice: choice.is_recorded and not may_record(task, choice),
-        "passes are recorded on one GPU, of compiled layers without experts or dropout whose attention is a packed "
+        lambda task, choice: choice.cuda_graphs and not may_capture(task, choice),
+        "passes are captured on one GPU, of compiled layers without experts or dropout whose attention is a packed "
         "kernel; nothing but activations may be offloaded, no gradient released, and where all weights are trained a "
         "step has one micro-batch; not with deterministic: true, since passes are run as they are first and may round "
         "otherwise",
     ),
     (
-        lambda task, choice: choice.recompute_layers > task.facts.layers,
-        "there are not so many layers to recompute",
+        lambda task, choice: choice.checkpointed_layers > task.facts.layers,
+        "there are not so many layers to checkpoint",
     ),
 )
 
@@ -196,18 +196,20 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
     if choice.sharding != "none":
         if task.optimizer not in SHARDED_OPTIMIZERS:
             missing.append(f"{task.optimizer} over several ranks, only {', '.join(SHARDED_OPTIMIZERS)}")
-        if task.has_masters and not choice.master_weights and choice.accumulation(task) > 1:
+        if task.has_masters and not choice.master_weights and choice.accumulation_steps(task) > 1:
             missing.append("weights without masters over several ranks and several micro-batches")
         if task.has_masters and not choice.master_weights and choice.tensor * choice.expert > 1:
             missing.append("weights without masters beside tensor or expert parallelism")
     if choice.tensor > 1 and choice.storage == "int8":
         missing.append("weights in int8 that are cut over ranks")
     if choice.is_lossy and (choice.ranks > choice.data_ranks or choice.expert > 1):
-        missing.append("rounding on the wire beside tensor, context, pipeline or expert parallelism")
+        missing.append("quantized collectives beside tensor, context, pipeline or expert parallelism")
     if choice.expert > 1 and (choice.expert != choice.ranks or choice.sharding not in ("zero1", "zero2", "zero3")):
         missing.append("experts cut over other ranks than all those of zero1, zero2 or zero3")
     if choice.offload_parameters and (choice.tensor * choice.pipeline * choice.expert > 1 or choice.is_lossy):
-        missing.append("parameters in host memory beside tensor, pipeline or expert parallelism or rounded collectives")
+        missing.append(
+            "parameters in host memory beside tensor, pipeline or expert parallelism or quantized collectives"
+        )
     if choice.pipeline > 1:
         if choice.sharding not in ("none", "ddp", "zero3"):
             missing.append(f"{choice.sharding} within a pipeline")
@@ -217,8 +219,8 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
             missing.append("activations in host memory or weights without masters within a pipeline")
     if choice.tensor > 1 and not _splits(task):
         missing.append("tensor parallelism of experts or of projections that are one matrix")
-    if choice.tensor > 1 and choice.products == "fp8" and not task.has_adapters:
-        missing.append("fp8 products of trained weights that are cut over ranks")
+    if choice.tensor > 1 and choice.matmul_dtype == "fp8" and not task.has_adapters:
+        missing.append("fp8 matmuls of trained weights that are cut over ranks")
     is_plain = choice.optimizer_states == "fp32" and choice.offload_optimizer == "none"
     if choice.tensor > 1 and (task.optimizer not in ("adamw", "sgd") or not is_plain):
         missing.append("other than adamw and sgd with states in fp32 on the device beside tensor parallelism")
@@ -233,17 +235,17 @@ def may_release(task: Task, choice: Choice) -> bool:
         and task.facts.packs  # padded documents make more micro-batches
         and task.optimizer in ALONE
         and task.precision != "fp16"
-        and choice.accumulation(task) == 1
+        and choice.accumulation_steps(task) == 1
         and choice.sharding == "none"
         and choice.pipeline == 1
     )
 
 
-def may_keep_turned(task: Task, choice: Choice) -> bool:
+def may_cache_transposed(task: Task, choice: Choice) -> bool:
     """Whether frozen weights are in fp8, whole, and used by kernels that take them transposed."""
     return (
         task.has_adapters
-        and choice.products == "fp8"
+        and choice.matmul_dtype == "fp8"
         and choice.storage == "plain"
         and choice.is_compiled
         and choice.ranks == 1
@@ -255,7 +257,7 @@ def may_keep_turned(task: Task, choice: Choice) -> bool:
     )
 
 
-def may_record(task: Task, choice: Choice) -> bool:
+def may_capture(task: Task, choice: Choice) -> bool:
     """Whether the layers' passes start the same kernels on the same memory each time, whatever the micro-batch."""
     return (
         task.device == "cuda"
@@ -263,10 +265,10 @@ def may_record(task: Task, choice: Choice) -> bool:
         and choice.ranks == 1
         and choice.sharding == "none"
         and choice.offload_optimizer == "none"
-        and not (choice.offload_parameters or choice.release_gradients)
+        and not (choice.offload_parameters or choice.optimizer_in_backward)
         and choice.attention != "sdpa"
         and not experts(task)
-        and (not task.lora.dropout if task.has_adapters else choice.accumulation(task) == 1)
+        and (not task.lora.dropout if task.has_adapters else choice.accumulation_steps(task) == 1)
         and not task.is_exact
     )
 
@@ -280,7 +282,7 @@ def _may_split(task: Task, choice: Choice) -> bool:
     return (
         choice.sharding == "none"
         and not choice.is_compiled
-        and choice.recompute_layers == 0
+        and choice.checkpointed_layers == 0
         and choice.mlp_slice == 0
         and (task.has_adapters or task.precision == "fp32")
     )
@@ -332,7 +334,7 @@ def complexity(task: Task, choice: Choice) -> int:
         + 4 * (choice.pipeline > 1)
         + (choice.schedule != "1f1b")
         + 2 * (choice.expert > 1)
-        + (choice.recompute_layers > 0)
+        + (choice.checkpointed_layers > 0)
         + (choice.mlp_slice > 0)
         + 2 * (choice.storage != "plain")
         + 2 * (choice.optimizer_states != "fp32")

@@ -1,5 +1,5 @@
-"""Seconds of one optimizer step: products at the rate of their shapes, attention by document length, passes over
-memory, communication and offload beside what they can hide behind, and the processor that starts it all.
+"""Seconds of one optimizer step: matmuls at the rate of their shapes, attention by document length, passes over
+memory, communication and offload beside what they can hide behind, and the CPU that starts it all.
 
 Rates are the hardware's attainable ones. The constants below are what is left: each says where it comes from.
 Pure arithmetic; nothing here knows what fits.
@@ -15,7 +15,7 @@ from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.plan import Sharding, Time
 
 HALF_RATE_TOKENS = 0.6e-12
-"""Products over this many tokens, for each operation a second of the device in half precision, run at half their rate:
+"""Matmuls over this many tokens, for each operation a second of the device in half precision, run at half their rate:
 430 on an H200."""
 HALF_RATE_TOKENS_CPU = 60
 HALF_RATE_WIDTH = 0.2e-12
@@ -45,9 +45,9 @@ FORWARD_ELEMENTWISE = 0.4
 ADAPTER_PASSES = 2.0
 """Over inputs and outputs of adapted linears."""
 ADAPTER_RATE = 0.25
-"""Share of the half-precision rate that products as narrow as an adapter's reach."""
+"""Share of the half-precision rate that matmuls as narrow as an adapter's reach."""
 FP8_PASSES = {"adapters": 1.8, "full": 5.5}
-"""Over inputs and outputs of products, to scale and convert them; where weights are trained also transposed."""
+"""Over inputs and outputs of matmuls, to scale and convert them; where weights are trained also transposed."""
 UNFUSED_ATTENTION = (44, 48)
 """Bytes passed over for each score in the forward and the backward pass, where no kernel keeps scores on the chip: 33
 and 36 by the operators of transformers' own code, which reach three quarters of the memory's speed."""
@@ -57,8 +57,8 @@ HOST_LAYER = {
     ("adapters", "plain"): 4.5e-3,
     ("adapters", "fp8"): 6.2e-3,
 }
-"""Seconds of the processor for a compiled layer's forward and backward pass: what starting its kernels takes when the
-GPU waits for nothing else. Measured on machines with an H200, in fp8 on one whose processor compiled other things
+"""Seconds of the CPU for a compiled layer's forward and backward pass: what starting its kernels takes when the
+GPU waits for nothing else. Measured on machines with an H200, in fp8 on one whose CPU compiled other things
 meanwhile: alone on it, adapters in fp8 took 3. Adapters in half precision were only seen over nf4 and with states in
 few bits."""
 HOST_NF4 = {"plain": 4.5e-3, "fp8": 1e-3}
@@ -66,21 +66,21 @@ HOST_NF4 = {"plain": 4.5e-3, "fp8": 1e-3}
 HOST_AGAIN = 0.5
 """Times as much more where the layer is computed again, within the graph of its backward pass."""
 RECORDED_LAYER, RECORDED_ROUND, RECORDED_WEIGHT = 0.1e-3, 2e-3, 0.06e-3
-"""Seconds of the processor for a layer of recorded passes; for what is not recorded of a micro-batch, its loss and
+"""Seconds of the CPU for a layer of captured passes; for what is not captured of a micro-batch, its loss and
 copies; and for each trained weight in clipping and update. A step of 30 layers with 420 matrices of adapters took 31 ms
-so, and 15 on a quieter processor."""
+so, and 15 on a quieter CPU."""
 HOST_STATES = 0.2e-3
 """Seconds of it more for each trained weight whose states are in 8 or 4 bits: 0.1B with all weights took 80 ms more."""
 ADAFACTOR, ADAFACTOR_PASSES = {"adapters": 0.25e-3, "full": 0.5e-3}, 30
-"""Seconds for each trained matrix that nothing hides, since torch's Adafactor has the processor wait for two norms of
+"""Seconds for each trained matrix that nothing hides, since torch's Adafactor has the CPU wait for two norms of
 each (adapters took 0.17 to 0.21 ms, and 0.3 to 0.45 with older code); and bytes that it passes over for each trained
 value beside those that any update does."""
 NEWTON_SCHULZ = 5
-"""Steps by which Muon makes a matrix orthogonal, each of three products."""
+"""Steps by which Muon makes a matrix orthogonal, each of three matmuls."""
 HOST_UPDATES = 20e9
-"""Bytes a second that a node's processors pass over in an optimizer's update: a guess."""
+"""Bytes a second that a node's CPUs pass over in an optimizer's update: a guess."""
 LAUNCH = 6e-6
-"""Seconds of the processor to start a kernel of eager code."""
+"""Seconds of the CPU to start a kernel of eager code."""
 DISPATCH = 10e-6
 """Seconds of an operator on a CPU beside its arithmetic; nothing hides them."""
 KERNELS = (60, 130)
@@ -90,9 +90,9 @@ STEP = 2e-3
 LINK, NETWORK = 0.75, 0.97
 """Share of a link's published speed that a collective reaches, within and between nodes."""
 SCATTER = {"cpu": 2, "cuda": 1}
-"""Times what a reduce-scatter has to send that it sends: gloo, on processors, makes a whole all-reduce of it."""
+"""Times what a reduce-scatter has to send that it sends: gloo, on CPUs, makes a whole all-reduce of it."""
 HIDDEN_SHARE = {"cpu": 0.0, "cuda": 0.8}
-"""Communication and copies hide behind this share of the computation beside them; on a processor behind nothing."""
+"""Communication and copies hide behind this share of the computation beside them; on a CPU behind nothing."""
 BUBBLE = {"1f1b": 1.0, "interleaved": 1 / 2, "zero-bubble": 1 / 3}
 """What each stage but one makes the others wait, in passes of a micro-batch through the layers of a rank."""
 EXPOSED = 0.05
@@ -100,31 +100,31 @@ EXPOSED = 0.05
 
 
 GRADIENT = 4
-"""Bytes of a gradient on the wire: they are reduced in fp32."""
+"""Bytes of a gradient between ranks: they are reduced in fp32."""
 PACK, UNPACK = {"cpu": 120, "cuda": 40}, {"cpu": 75, "cuda": 12}
-"""Bytes that could be passed over in memory while a value is rounded for the wire, and taken back; on a processor
+"""Bytes that could be passed over in memory while a value is rounded for the wire, and taken back; on a CPU
 measured with int8."""
 
 
 def step_time(task: Task, choice: Choice) -> Time:
     """Of one optimizer step, on the slowest rank."""
-    rounds = choice.accumulation(task)
+    rounds = choice.accumulation_steps(task)
     if choice.pipeline > 1:
         rounds = stages.micro_batches(rounds, choice.pipeline)
-    forward, backward, recomputed = _passes(task, choice)
+    forward, backward, checkpointed = _passes(task, choice)
     if task.padding > 1:
         forward, backward = (Time(**{k: task.padding * v for k, v in dict(one).items()}) for one in (forward, backward))
-        recomputed *= task.padding
-    compute = forward.total + backward.total + recomputed
+        checkpointed *= task.padding
+    compute = forward.total + backward.total + checkpointed
     time = {part: rounds * (getattr(forward, part) + getattr(backward, part)) for part in Time.model_fields}
-    time["recomputation"] = rounds * recomputed
+    time["recomputation"] = rounds * checkpointed
     time["optimizer"], host_update = _optimizer(task, choice)
-    if choice.offload_optimizer == "host" and choice.ranks == 1 and not choice.release_gradients:
+    if choice.offload_optimizer == "host" and choice.ranks == 1 and not choice.optimizer_in_backward:
         host_update = max(0.0, host_update - forward.total)  # layers begin once their own weights are updated
-    time["communication"] = _communication(task, choice, rounds, forward.total, backward.total + recomputed)
+    time["communication"] = _communication(task, choice, rounds, forward.total, backward.total + checkpointed)
     time["offload"] = host_update + rounds * _activation_traffic(task, choice, compute)
     if choice.offload_parameters:
-        time["offload"] += _parameter_traffic(task, choice, rounds, forward.total, backward.total + recomputed)
+        time["offload"] += _parameter_traffic(task, choice, rounds, forward.total, backward.total + checkpointed)
     time["bubbles"] = _bubbles(choice, rounds, compute)
     update = 0.0
     if task.optimizer == "adafactor" and task.device == "cuda":
@@ -159,10 +159,10 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     """Forward and backward of one micro-batch, and what recomputation adds to the backward pass."""
     facts, rates, tokens = task.facts, task.rates, choice.tokens(task)
     split = choice.tensor / _part_of_rank(task, choice)
-    product_rate = _product_rate(task, choice, choice.mlp_tokens(task))
+    matmul_rate = _matmul_rate(task, choice, choice.mlp_tokens(task))
     forward_flops = 2 * facts.active * tokens / split
-    products = forward_flops / product_rate
-    products *= 1 + (memory.CROWDED - 1) * _mlp_share(task) if choice.expert > 1 else 1
+    matmuls = forward_flops / matmul_rate
+    matmuls *= 1 + (memory.CROWDED - 1) * _mlp_share(task) if choice.expert > 1 else 1
     attention = _attention(task, choice) * tokens / split
     elementwise = _elementwise_bytes(task, choice) * tokens / split / rates.bandwidth
     adapter = task.adapted[1] * ADAPTER_PASSES * task.width * tokens / split / rates.bandwidth
@@ -176,7 +176,7 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     head_backward = rates.half / rates.fp8 if has_fp8_head else 1 + weight_gradients
     share = task.backward_share
     forward = Time(
-        products=products,
+        matmuls=matmuls,
         attention=attention,
         elementwise=FORWARD_ELEMENTWISE * elementwise,
         adapter=adapter / 3,
@@ -184,20 +184,20 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
         loss=head * (1 + head_backward) + logits,
     )
     backward = Time(
-        products=products * (1 + weight_gradients) * share,
+        matmuls=matmuls * (1 + weight_gradients) * share,
         attention=attention * ATTENTION_BACKWARD * share,
         elementwise=(1 - FORWARD_ELEMENTWISE) * elementwise * share,
         adapter=adapter * 2 / 3,
         quantization=quantization / 2 * share,
     )
-    # A recomputed layer's output is nobody's input: its last product falls out of the graph that both passes are.
+    # A checkpointed layer's output is nobody's input: its last product falls out of the graph that both passes are.
     needed = 1 - _last_share(task) if choice.is_compiled else 1
-    again = needed * products + FORWARD_ELEMENTWISE * elementwise + adapter / 3 + quantization / 2
-    again += 0.0 if choice.keep_attention else attention
-    recomputed = choice.recompute_layers / facts.layers
-    # An MLP in slices is computed again in any case; a compiled layer leaves it out when it is itself recomputed.
-    sliced = (1 - recomputed if choice.is_compiled else 1) if choice.mlp_slice else 0
-    return forward, backward, share * (again * recomputed + sliced * products * _mlp_share(task))
+    again = needed * matmuls + FORWARD_ELEMENTWISE * elementwise + adapter / 3 + quantization / 2
+    again += 0.0 if choice.save_attention else attention
+    checkpointed = choice.checkpointed_layers / facts.layers
+    # An MLP in slices is computed again in any case; a compiled layer leaves it out when it is itself checkpointed.
+    sliced = (1 - checkpointed if choice.is_compiled else 1) if choice.mlp_slice else 0
+    return forward, backward, share * (again * checkpointed + sliced * matmuls * _mlp_share(task))
 
 
 def _part_of_rank(task: Task, choice: Choice) -> float:
@@ -210,7 +210,7 @@ def _part_of_rank(task: Task, choice: Choice) -> float:
 
 
 def _mlp_share(task: Task) -> float:
-    """Of the products, those that are as wide as the MLP."""
+    """Of the matmuls, those that are as wide as the MLP."""
     facts = task.facts
     wide = facts.total(
         lambda kind: sum(
@@ -223,7 +223,7 @@ def _mlp_share(task: Task) -> float:
 
 
 def _last_share(task: Task) -> float:
-    """Of the products, those whose outcome is added to what the layer gives and is needed for nothing else."""
+    """Of the matmuls, those whose outcome is added to what the layer gives and is needed for nothing else."""
     facts = task.facts
     last = facts.total(
         lambda kind: sum(
@@ -243,9 +243,9 @@ def _expert_share(task: Task) -> float:
     return active / task.facts.active
 
 
-def _product_rate(task: Task, choice: Choice, tokens: float) -> float:
+def _matmul_rate(task: Task, choice: Choice, tokens: float) -> float:
     rates = task.rates
-    if choice.products == "fp8":
+    if choice.matmul_dtype == "fp8":
         plain = _expert_share(task)  # experts are multiplied in half precision
         best = 1 / ((1 - plain) / (rates.fp8 or rates.half) + plain / rates.half)
     else:
@@ -296,40 +296,42 @@ def _elementwise_bytes(task: Task, choice: Choice) -> float:
 
 
 def _quantization(task: Task, choice: Choice, tokens: float) -> float:
-    """Seconds to take weights out of 4 or 8 bits, or to scale the operands of fp8 products."""
+    """Seconds to take weights out of 4 or 8 bits, or to scale the operands of fp8 matmuls."""
     seconds = 0.0
     if choice.storage != "plain":
         times = 1 + (math.ceil(tokens / choice.mlp_tokens(task)) - 1) * _mlp_share(task)  # once for each slice
         size = memory.QUANTIZED[choice.storage] + 2 * task.width
         elsewhere = task.facts.total(memory.kind_experts) * (1 - 1 / choice.expert)
         seconds += 2 * times * (task.facts.matrices - elsewhere) * size / task.rates.bandwidth
-    if choice.gather != "plain":
+    if choice.quantized_all_gather != "plain":
         gathers = 1 if choice.sharding == "hierarchical" else 2
         passes = PACK[task.device] / choice.data_ranks + gathers * UNPACK[task.device]
         seconds += passes * task.trained / task.rates.bandwidth
-    if choice.reduce != "plain":
+    if choice.quantized_reduce_scatter != "plain":
         parts = choice.shard if choice.sharding == "hierarchical" else 1
         seconds += (PACK[task.device] + UNPACK[task.device]) / parts * task.trained / task.rates.bandwidth
-    if choice.products == "fp8":
+    if choice.matmul_dtype == "fp8":
         widths = task.facts.total(lambda kind: kind.widths)
         passes = FP8_PASSES["adapters" if task.has_adapters else "full"]
         seconds += passes * task.width * widths * tokens / task.rates.bandwidth
         if not task.has_adapters:
             seconds += 6 * task.facts.matrices / task.rates.bandwidth
-        elif not choice.keep_turned:
+        elif not choice.cache_transposed:
             seconds += 2 * task.facts.matrices / task.rates.bandwidth
     return seconds
 
 
 def _waiting(task: Task, choice: Choice, rounds: int, compute: float) -> float:
-    """Seconds of a step in which the device waits for the processor."""
-    share = choice.recompute_layers / task.facts.layers
+    """Seconds of a step in which the device waits for the CPU."""
+    share = choice.checkpointed_layers / task.facts.layers
     layers = task.facts.layers / choice.pipeline
     if task.device == "cuda" and choice.is_compiled:
         kind = "adapters" if task.has_adapters else "full"
-        layer = HOST_LAYER[kind, choice.products] + (HOST_NF4[choice.products] if choice.storage == "nf4" else 0.0)
+        layer = HOST_LAYER[kind, choice.matmul_dtype] + (
+            HOST_NF4[choice.matmul_dtype] if choice.storage == "nf4" else 0.0
+        )
         starting = rounds * layers * layer * (1 + share * HOST_AGAIN)
-        if choice.is_recorded:
+        if choice.cuda_graphs:
             starting = rounds * (layers * RECORDED_LAYER + RECORDED_ROUND) + RECORDED_WEIGHT * _matrices(task)
         if memory.STATE_BYTES[choice.optimizer_states] < 2:
             starting += HOST_STATES * _matrices(task)
@@ -356,17 +358,17 @@ def _optimizer(task: Task, choice: Choice) -> tuple[float, float]:
     states = memory.STATES[task.optimizer] * memory.STATE_BYTES[choice.optimizer_states]
     passes = 2 * states + 3 * 4 + (4 + task.width if choice.has_masters(task) else 4)
     passes += ADAFACTOR_PASSES if task.optimizer == "adafactor" else 0
-    if choice.offload_parameters:  # by the processors, which all ranks of a node share
+    if choice.offload_parameters:  # by the CPUs, which all ranks of a node share
         per_node = max(1, choice.ranks // task.hardware.nodes)
         return per_node * held * passes / HOST_UPDATES, 2 * memory.disk(task, choice) / task.hardware.disk_rate
-    # From and to the disk for all ranks of a node; a GPU's update is hidden behind that, a processor's is not.
+    # From and to the disk for all ranks of a node; a GPU's update is hidden behind that, a CPU's is not.
     streamed = 2 * memory.disk(task, choice) / task.hardware.disk_rate
     update = held * passes / task.rates.bandwidth + _orthogonal(task)
     return update if not streamed or task.device == "cpu" else 0.0, streamed
 
 
 def _orthogonal(task: Task) -> float:
-    """Seconds of Muon's products, which every rank computes of whole matrices; those of adapters are nothing."""
+    """Seconds of Muon's matmuls, which every rank computes of whole matrices; those of adapters are nothing."""
     if task.optimizer != "muon" or task.has_adapters:
         return 0.0
     operations = 0
@@ -406,8 +408,8 @@ def _communication(task: Task, choice: Choice, rounds: int, forward: float, back
     if choice.storage != "plain":
         gathered -= (facts.matrices - stay) / split * (task.width - memory.QUANTIZED[choice.storage])
     reduced = (task.trained - (0 if task.has_adapters else stay)) / split * GRADIENT
-    rounded_weights = base * memory.WIRE.get(choice.gather, 0.0)
-    rounded_gradients = task.trained / split * memory.WIRE.get(choice.reduce, 0.0)
+    rounded_weights = base * memory.WIRE.get(choice.quantized_all_gather, 0.0)
+    rounded_gradients = task.trained / split * memory.WIRE.get(choice.quantized_reduce_scatter, 0.0)
     if choice.sharding != "hierarchical":
         gathered = rounded_weights or gathered
         reduced = rounded_gradients or reduced
@@ -467,7 +469,7 @@ def _seen(task: Task, communication: float, compute: float) -> float:
 def _activation_traffic(task: Task, choice: Choice, compute: float) -> float:
     if not choice.offload_activations:
         return 0.0
-    inputs = task.facts.hidden * task.width * choice.recompute_layers * choice.tokens(task) / choice.tensor
+    inputs = task.facts.hidden * task.width * choice.checkpointed_layers * choice.tokens(task) / choice.tensor
     return _seen(task, 2 * inputs / choice.pipeline / task.rates.host_link, compute)
 
 

@@ -1,10 +1,10 @@
-"""The layers' forward and backward passes recorded once, as CUDA graphs, and replayed for each micro-batch.
+"""The layers' forward and backward passes captured once, as CUDA graphs, and replayed for each micro-batch.
 
-Starting a layer's kernels takes the processor milliseconds. Where the GPU needs less for them, as with small models and
-batches, it waits; a recorded pass is started at once. The loss is not in it, since the number of targets changes from
+Starting a layer's kernels takes the CPU milliseconds. Where the GPU needs less for them, as with small models and
+batches, it waits; a captured pass is started at once. The loss is not in it, since the number of targets changes from
 batch to batch, nor are clipping and the update.
 
-A recorded pass reads and writes the same memory every time, so inputs are copied into place, and documents are
+A captured pass reads and writes the same memory every time, so inputs are copied into place, and documents are
 followed by empty ones. What it allocates comes from a pool of its own, which the allocator gives to nothing else; the
 loss alone gets of it, for its logits, what is free between the two passes. Gradients are made in the same place each
 time, too: those of several micro-batches are summed elsewhere.
@@ -20,26 +20,27 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tunesmith.model.forward import Calling, Inputs, hidden_states, loss_bytes
+from tunesmith.model.forward import Inputs, hidden_states, loss_bytes
 from tunesmith.parallel import compile
+from tunesmith.plan.plan import ForwardSpec
 
 EAGER_STEPS = 2
-"""Before passes are recorded: layers are compiled in them, and the optimizer makes its states."""
+"""Before passes are captured: layers are compiled in them, and the optimizer makes its states."""
 TRIES = 3
 """To record them; what another thread does meanwhile may spoil one."""
 
 
-class Recorder:
+class GraphCapture:
     """`weights` are those whose gradients the backward pass is to make, of a model on a GPU."""
 
-    def __init__(self, model: nn.Module, calling: Calling, weights: Sequence[nn.Parameter]):
+    def __init__(self, model: nn.Module, spec: ForwardSpec, weights: Sequence[nn.Parameter]):
         self.model = model
-        self.calling = calling
+        self.spec = spec
         self.weights = weights
         self.passes: Passes | None = None
         self.sums: dict[nn.Parameter, torch.Tensor] = {}
         """Where gradients of several micro-batches are summed."""
-        self.tries = TRIES if calling.layout == "packed" else 0
+        self.tries = TRIES if spec.layout == "packed" else 0
 
     @property
     def room(self) -> torch.Tensor:
@@ -49,12 +50,12 @@ class Recorder:
 
     @property
     def idle_bytes(self) -> int:
-        """What the passes' pool holds beyond what the allocator counts as allocated, from their recording on."""
+        """What the passes' pool holds beyond what the allocator counts as allocated, from their capturing on."""
         segments = torch.cuda.memory_snapshot(self.passes.pool) if self.passes is not None else ()
         return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
 
     def give_up(self) -> bool:
-        """Free the memory of the passes, which are recorded anew when they are wanted; False where there are none."""
+        """Free the memory of the passes, which are captured anew when they are wanted; False where there are none."""
         if self.passes is None:
             return False
         self._make_room()
@@ -68,17 +69,17 @@ class Recorder:
             return has_room
         self._make_room()
         try:
-            self.passes = Passes(self.model, self.calling, self.weights, inputs)
+            self.passes = Passes(self.model, self.spec, self.weights, inputs)
         except RuntimeError as error:
             self.tries -= 1
             if not self.tries:
                 first = _first(error)
                 why = str(first).splitlines()[0].rstrip(".") if str(first) else type(first).__name__
-                compile.tell(f"The passes could not be recorded ({why}); they are run as they are, which is slower.")
+                compile.tell(f"The passes could not be captured ({why}); they are run as they are, which is slower.")
         return self.passes is not None
 
     def _make_room(self) -> None:
-        """Give up passes that were recorded for fewer documents, and what was left of those that were not."""
+        """Give up passes that were captured for fewer documents, and what was left of those that were not."""
         if self.model.device.type == "cuda":
             torch.cuda.synchronize()
         self.passes = None
@@ -117,9 +118,9 @@ class Recorder:
 
 
 class Passes:
-    """Both passes, recorded, with the tensors they read and write."""
+    """Both passes, captured, with the tensors they read and write."""
 
-    def __init__(self, model: nn.Module, calling: Calling, weights: Sequence[nn.Parameter], inputs: Inputs):
+    def __init__(self, model: nn.Module, spec: ForwardSpec, weights: Sequence[nn.Parameter], inputs: Inputs):
         room = 1 << inputs.boundaries.shape[0].bit_length()
         self.inputs = replace(
             inputs,
@@ -133,7 +134,7 @@ class Passes:
         before = [weight.grad for weight in weights]
 
         def forward() -> None:
-            self.hidden_th = hidden_states(model, self.inputs, calling)
+            self.hidden_th = hidden_states(model, self.inputs, spec)
             self.room = torch.empty(room_bytes, dtype=torch.uint8, device=self.hidden_th.device)
 
         def lend_room() -> None:
@@ -174,7 +175,7 @@ def _forget(weights: Sequence[nn.Parameter]) -> None:
 
 
 def _beside(rehearse: Callable[[], None]) -> torch.cuda.Stream:
-    """Do on another stream what is to be recorded there, without drawing from the stream of random numbers."""
+    """Do on another stream what is to be captured there, without drawing from the stream of random numbers."""
     drawn = torch.cuda.get_rng_state()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -191,7 +192,7 @@ def _recorded(
     stream: torch.cuda.Stream, first: Callable[[], None], second: Callable[[], None], *, between: Callable[[], None]
 ) -> tuple[list[Callable[[], None]], tuple[int, int]]:
     """Two functions' kernels, to be started by what is returned, and the pool that they share; they run in this order.
-    `between` is done in between, and not recorded."""
+    `between` is done in between, and not captured."""
     pool, before = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
     graphs = []
     try:
@@ -209,7 +210,7 @@ def _recorded(
 
 
 def _first(error: BaseException) -> BaseException:
-    """What went wrong first: a recording that was spoiled says so once more when it ends."""
+    """What went wrong first: a capturing that was spoiled says so once more when it ends."""
     while error.__context__ is not None:
         error = error.__context__
     return error
@@ -233,7 +234,7 @@ def _lent(room: torch.Tensor) -> torch.Tensor:
 
 
 def _close(before: torch.cuda.Stream, pool: tuple[int, int]) -> None:
-    """Torch leaves a recording open that ends in an error of CUDA's: its stream is still the current one, random
+    """Torch leaves a capturing open that ends in an error of CUDA's: its stream is still the current one, random
     numbers cannot be drawn (2.11), and nothing else gets the memory of its pool."""
     torch.cuda.set_stream(before)
     device = torch.cuda.current_device()

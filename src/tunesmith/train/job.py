@@ -1,8 +1,8 @@
-"""Everything a training run consists of, put together by `tunesmith.assemble` and run by `train.loop`."""
+"""Everything a training run consists of, put together by `tunesmith.run.assemble` and run by `train.loop`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,11 +13,11 @@ from torch import nn
 from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Saving
 from tunesmith.config.schema import Run
 from tunesmith.data.loader import Loader
-from tunesmith.model.forward import Calling, Shape
+from tunesmith.model.forward import Shape
 from tunesmith.optim.build import Optimizer
 from tunesmith.parallel.context import Cut
 from tunesmith.parallel.ranks import Ranks
-from tunesmith.plan.plan import Plan
+from tunesmith.plan.plan import ForwardSpec, Plan
 from tunesmith.train.events import Evaluation
 
 Progress = Callable[[int, int | None], None]
@@ -44,7 +44,7 @@ class Job:
     folder: Path
     device: torch.device
     model: nn.Module
-    calling: Calling
+    spec: ForwardSpec
     """How the model is called."""
     loader: Loader
     titles: tuple[str, ...]
@@ -61,6 +61,8 @@ class Job:
     """Gives weights and optimizer the values of a checkpoint, and returns the state that was saved with it."""
     write_result: WriteResult
     """Writes the adapter or the model into the run folder and returns where. All ranks must take part."""
+    finish: Callable[[Mapping[str, Any]], None]
+    """Writes the summary, by which a run is known to be finished."""
     warnings: tuple[str, ...]
     """What should be said before training starts."""
     shape: Shape | None = None

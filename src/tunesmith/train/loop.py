@@ -25,7 +25,6 @@ import torch
 from torch.profiler import record_function
 
 from tunesmith import disk
-from tunesmith.checkpoint.run_folder import write_summary
 from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Saving
 from tunesmith.data.types import StepBatch
 from tunesmith.errors import UserError, listed
@@ -33,10 +32,10 @@ from tunesmith.optim.schedule import learning_rate
 from tunesmith.parallel.compile import Compilation, news
 from tunesmith.plan.defaults import EVALUATED_SHARE
 from tunesmith.train import events
-from tunesmith.train.graph import EAGER_STEPS, Recorder
+from tunesmith.train.graph import EAGER_STEPS, GraphCapture
 from tunesmith.train.hang import HangWatch
 from tunesmith.train.job import Job
-from tunesmith.train.moments import Moments
+from tunesmith.train.phases import PhaseMemory
 from tunesmith.train.speed import Speed
 from tunesmith.train.step import Interrupted, LossScale, NotFinite, StepResult, TrainStep
 from tunesmith.train.vitals import Failing, Sample, Vitals
@@ -81,7 +80,7 @@ def step_of(job: Job, scale: LossScale | None) -> TrainStep:
     """The training step of a job."""
     return TrainStep(
         job.model,
-        job.calling,
+        job.spec,
         job.optimizer,
         device=job.device,
         max_grad_norm=job.run.max_grad_norm,
@@ -92,7 +91,7 @@ def step_of(job: Job, scale: LossScale | None) -> TrainStep:
         shape=job.shape,
         z_loss=job.run.z_loss,
         cut=job.cut,
-        recorder=Recorder(job.model, job.calling, job.optimizer.parameters) if job.plan.is_recorded else None,
+        capture=GraphCapture(job.model, job.spec, job.optimizer.parameters) if job.plan.cuda_graphs else None,
     )
 
 
@@ -166,7 +165,7 @@ class _Loop:
         self.step_of = step_of(job, self.scale)
         self.step_of.sample = Sample(job.optimizer.weights.values())
         self.vitals = Vitals(job.run, job.plan.learning_rate, resumes=False)
-        self.moments = Moments(job.model, job.optimizer, last=EAGER_STEPS if job.plan.is_recorded else None)
+        self.phases = PhaseMemory(job.model, job.optimizer, last=EAGER_STEPS if job.plan.cuda_graphs else None)
         self.hang_watch = HangWatch(job.folder, job.ranks)
         self.watch = watch or (lambda _: nullcontext())
         self.progress = progress
@@ -182,7 +181,7 @@ class _Loop:
         self.first_loss: float | None = None
         self.speed = Speed()
         self.warm_up_steps = 1 if self.waits else EAGER_STEPS + 1
-        """Of this sitting: memory is allocated and passes are recorded in them, on a device that is launched ahead."""
+        """Of this sitting: memory is allocated and passes are captured in them, on a device that is launched ahead."""
         self.spent: dict[str, float] = {}
         self.before = {"step": 0.0, "evaluation": 0.0}
         """Seconds of the steps and evaluations of earlier sittings; the first rank knows them."""
@@ -299,7 +298,7 @@ class _Loop:
                     self._evaluate()
             if self.underway is None and self._is_save_due(launched):
                 with self._stage("Saving"):
-                    self._begin_saving(beside=job.plan.save_beside)
+                    self._begin_saving(beside=job.plan.async_checkpoint)
         self._settle()
         return reason
 
@@ -415,15 +414,13 @@ class _Loop:
             predicted_memory=job.plan.memory.allocated if job.device.type == "cuda" else job.plan.memory.total,
             measured_memory=peak_memory(job.device),
             predicted_tokens_per_second=round(job.plan.tokens_per_second, 2),
-            memory=self.moments.by_category(job.plan),
+            memory=self.phases.by_category(job.plan),
             spent=self._spent(seconds),
         )
         self.observe(event)
         if job.ranks.is_first:
-            write_summary(
-                job.folder,
-                {"steps": self.done, "result": result.name, "held_out_before": self.first_loss, "held_out_after": last},
-            )
+            losses = {"held_out_before": self.first_loss, "held_out_after": last}
+            job.finish({"steps": self.done, "result": result.name, **losses})
         return Outcome(self.done, self.total, True, "finished", result)
 
     def _write_result(self, name: str | None = None) -> tuple[Path | None, str]:
@@ -446,7 +443,7 @@ class _Loop:
 
     def _write_elsewhere(self) -> Path | None:
         """The result on another disk than the run's, where ranks share one and it has room."""
-        if self.job.ranks.place.nodes > 1:
+        if self.job.ranks.environment.nodes > 1:
             return None
         kind = "adapter" if self.job.run.has_adapters else "model"
         for place in (tempfile.gettempdir(), Path.home()):
@@ -467,7 +464,7 @@ class _Loop:
         if self.job.evaluate is None:
             return
         self.job.model.eval()
-        evaluation, recorder = None, self.step_of.recorder
+        evaluation, capture = None, self.step_of.capture
 
         def progress(documents: int, total: int | None) -> None:
             self.progress("Evaluating", documents, total)
@@ -481,8 +478,8 @@ class _Loop:
             self.job.model.train()
             return
         except torch.OutOfMemoryError:
-            # Of what recorded passes hold, an evaluation can use nothing.
-            if recorder is None or not recorder.give_up():
+            # Of what captured passes hold, an evaluation can use nothing.
+            if capture is None or not capture.give_up():
                 raise
         if evaluation is None:  # out there, what the first try held is free
             evaluation = self.job.evaluate(self.done, progress)

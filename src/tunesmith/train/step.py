@@ -22,13 +22,14 @@ from torch.profiler import record_function
 
 from tunesmith.data.types import MicroBatch, StepBatch
 from tunesmith.errors import UserError, listed
-from tunesmith.model.forward import Calling, Inputs, Shape, losses_of_hidden, moved, to_device, token_losses
+from tunesmith.model.forward import Inputs, Shape, losses_of_hidden, moved, to_device, token_losses
 from tunesmith.optim.build import Optimizer, by_mesh
 from tunesmith.parallel.context import Cut
 from tunesmith.parallel.pipeline import Pipelined
 from tunesmith.parallel.ranks import Ranks
-from tunesmith.parallel.shard import Sharded, whole
-from tunesmith.train.graph import EAGER_STEPS, Recorder
+from tunesmith.parallel.shard import Sharded, full_tensor
+from tunesmith.plan.plan import ForwardSpec
+from tunesmith.train.graph import EAGER_STEPS, GraphCapture
 from tunesmith.train.vitals import EVERY, FIRST, Sample, Weights, weights_of
 
 
@@ -76,7 +77,7 @@ class TrainStep:
     def __init__(
         self,
         model: nn.Module,
-        calling: Calling,
+        spec: ForwardSpec,
         optimizer: Optimizer,
         *,
         device: torch.device,
@@ -88,11 +89,11 @@ class TrainStep:
         shape: Shape | None = None,
         z_loss: float = 0.0,
         cut: Cut | None = None,
-        recorder: Recorder | None = None,
+        capture: GraphCapture | None = None,
         sample: Sample | None = None,
     ):
         self.model = model
-        self.calling = calling
+        self.spec = spec
         self.optimizer = optimizer
         self.device = device
         self.max_grad_norm = max_grad_norm
@@ -103,7 +104,7 @@ class TrainStep:
         self.shape = shape
         self.z_loss = z_loss
         self.cut = cut or Cut()
-        self.recorder = recorder
+        self.capture = capture
         self.sample = sample
         self.launched = 0
 
@@ -166,7 +167,7 @@ class TrainStep:
 
     def look(self) -> Weights:
         """At the weights as they are now; waits for them. A matter of all ranks."""
-        self.optimizer.settle()
+        self.optimizer.finish_update()
         return weights_of(*reader(self.ranks.sum(self.measured()))())
 
     def _reader(
@@ -229,7 +230,7 @@ class TrainStep:
             with record_function("data"):
                 inputs = [to_device(micro_batch, self.device, self.shape) for micro_batch in batch.micro_batches]
             draw = partial(self._draw_from, batch.step)
-            losses = self.model.run(inputs, self.calling, factor, self.z_loss, draw)
+            losses = self.model.run(inputs, self.spec, factor, self.z_loss, draw)
             yield from zip(batch.micro_batches, losses, strict=False)
             return
         for index, micro_batch in enumerate(batch.micro_batches):
@@ -244,22 +245,22 @@ class TrainStep:
             yield micro_batch, self._forward_backward(inputs, factor, is_only=len(batch.micro_batches) == 1)
 
     def _forward_backward(self, inputs: Inputs, factor: float, *, is_only: bool) -> torch.Tensor:
-        if self.recorder is not None and self.launched > EAGER_STEPS and self.recorder.record(inputs):
-            return self._replay(self.recorder, inputs, factor, is_only=is_only)
-        total, losses_n = token_losses(self.model, inputs, self.calling, z_loss=self.z_loss)
+        if self.capture is not None and self.launched > EAGER_STEPS and self.capture.record(inputs):
+            return self._replay(self.capture, inputs, factor, is_only=is_only)
+        total, losses_n = token_losses(self.model, inputs, self.spec, z_loss=self.z_loss)
         with record_function("backward"):
             (total * factor).backward()
         return losses_n * inputs.weights
 
-    def _replay(self, recorder: Recorder, inputs: Inputs, factor: float, *, is_only: bool) -> torch.Tensor:
-        """The same with recorded passes."""
+    def _replay(self, capture: GraphCapture, inputs: Inputs, factor: float, *, is_only: bool) -> torch.Tensor:
+        """The same with captured passes."""
         with record_function("forward"):
-            hidden_th = recorder.forward(inputs)
-        total, losses_n = losses_of_hidden(self.model, hidden_th, inputs, self.calling, self.z_loss, recorder.room)
+            hidden_th = capture.forward(inputs)
+        total, losses_n = losses_of_hidden(self.model, hidden_th, inputs, self.spec, self.z_loss, capture.room)
         with record_function("backward"):
             (total * factor).backward()
             assert hidden_th.grad is not None
-            recorder.backward(hidden_th.grad, is_only=is_only)
+            capture.backward(hidden_th.grad, is_only=is_only)
         return losses_n * inputs.weights
 
     def _add_by_source(
@@ -287,7 +288,7 @@ class TrainStep:
         if scale != 1.0:
             for some in by_mesh(one for one in self.optimizer.parameters if one.grad is not None):
                 torch._foreach_div_([one.grad for one in some], scale)
-        norm = whole(self.optimizer.gradient_norm())
+        norm = full_tensor(self.optimizer.gradient_norm())
         if isinstance(self.model, Sharded):
             norm = self.model.agreed(norm)
         if isinstance(self.model, Pipelined):

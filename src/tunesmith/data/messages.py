@@ -1,0 +1,97 @@
+"""Messages as a chat template has a place for them: tools as text, thoughts apart from the answer, no system role."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from tunesmith.data.types import Message, Origin, RecordError
+from tunesmith.errors import UserError
+
+REFUSED = "refused by the chat template"
+_THOUGHTS = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+_TOOLS = (
+    "You can call these functions:\n{lines}\n\nTo call one, answer with its name and arguments as JSON:\n<tool_call>\n"
+    '{{"name": NAME, "arguments": ARGUMENTS}}\n</tool_call>'
+)
+
+
+def tool_parts_of(messages: Sequence[Message], tools: Sequence[Any]) -> set[str]:
+    """What these messages need a template to write of tools: descriptions, calls, arguments, results."""
+    calls = [call for message in messages for call in message.extra.get("tool_calls", ())]
+    needs = {
+        "descriptions": bool(tools),
+        "calls": bool(calls),
+        "arguments": any(call["function"]["arguments"] for call in calls),
+        "results": any(message.role == "tool" for message in messages),
+    }
+    return {part for part, is_needed in needs.items() if is_needed}
+
+
+def write_tools(
+    messages: list[Message], tools: tuple[dict[str, Any], ...]
+) -> tuple[list[Message], tuple[dict[str, Any], ...]]:
+    """For a template that has no place for tools: as text, in the form that most models know (Hermes)."""
+    made: list[Message] = []
+    if tools:
+        lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        text = _TOOLS.format(lines=lines)
+        if messages and messages[0].role == "system":
+            text, messages = f"{messages[0].content}\n\n{text}", messages[1:]
+        made.append(Message("system", text))
+    for message in messages:
+        extra = {k: v for k, v in message.extra.items() if k not in ("tool_calls", "tool_call_id", "name")}
+        if message.role == "tool":
+            text = f"<tool_response>\n{message.content}\n</tool_response>"
+            if made and made[-1].role == "user":
+                made[-1] = replace(made[-1], content=f"{made[-1].content}\n{text}")
+            else:
+                made.append(Message("user", text, message.weight))
+            continue
+        calls = [
+            f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
+            for call in message.extra.get("tool_calls", ())
+        ]
+        content = "\n".join([*([message.content] if message.content or not calls else []), *calls])
+        if message.role == "user" and made and made[-1].role == "user" and "<tool_response>" in made[-1].content:
+            made[-1] = replace(made[-1], content=f"{made[-1].content}\n{content}")
+        else:
+            made.append(replace(message, content=content, extra=extra))
+    return made, ()
+
+
+def with_thoughts_apart(message: Message) -> Message:
+    """An answer that begins with its thoughts, for a template that writes thoughts itself: it would write them
+    twice, or none and then ours."""
+    match = _THOUGHTS.match(message.content) if message.role == "assistant" else None
+    if match is None or "reasoning_content" in message.extra:
+        return message
+    extra = {**message.extra, "reasoning_content": match[1].strip("\n")} if match[1].strip() else message.extra
+    return replace(message, content=message.content[match.end() :].lstrip("\n"), extra=extra)
+
+
+def fold_system(messages: list[Message], origin: Origin | None = None) -> list[Message]:
+    """For a template that has no system role: the system message in front of the first user message."""
+    if not messages or messages[0].role != "system":
+        return messages
+    if len(messages) < 2 or messages[1].role != "user":
+        reason = "the chat template has no system role, and no user message follows that could hold the system message"
+        raise RecordError(REFUSED, origin, reason) if origin else UserError(f"{reason}.")
+    system, first, *rest = messages
+    return [replace(first, content=f"{system.content}\n\n{first.content}"), *rest]
+
+
+def as_dict(message: Message, text_arguments: bool = False) -> dict[str, Any]:
+    made = {"role": message.role, "content": message.content, **message.extra}
+    if "reasoning_content" in made:  # templates disagree on the name
+        made["reasoning"] = made["thinking"] = made["reasoning_content"]
+    if text_arguments and "tool_calls" in made:
+        functions = [(call, call["function"]) for call in made["tool_calls"]]
+        made["tool_calls"] = [
+            {**call, "function": {**f, "arguments": json.dumps(f["arguments"], ensure_ascii=False)}}
+            for call, f in functions
+        ]
+    return made

@@ -1,0 +1,100 @@
+"""What a chat template does, found out by asking it, with words that no template has in its own text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tunesmith.data.marked import TextTokenizer
+from tunesmith.data.template import TemplateRefusal
+
+Render = Callable[..., str]
+"""The template's text for messages, and for tools where they are given; raises TemplateRefusal."""
+
+
+def turn_end(render: Render, text_tokenizer: TextTokenizer, special: set[int]) -> int | None:
+    """The last special token that follows an answer both in the middle and at the end of a conversation.
+
+    Found with words that no template has in its own text. (In the middle the next question comes after it; at the
+    end, some templates add an end-of-text token of their own.)
+    """
+    tokenizer = text_tokenizer.tokenizer
+    words = ("vwkya", "qxzja", "vwkyb", "qxzjb")
+    messages = [{"role": "assistant" if n % 2 else "user", "content": word} for n, word in enumerate(words)]
+    try:
+        text = render(messages)
+    except TemplateRefusal:
+        return None  # the guard looks closer and says why
+    places = [text.find(word) for word in words]
+    if min(places) < 0 or places != sorted(places):
+        return None
+    middle = text_tokenizer.start(text[places[1] + 5 : places[2]])[0]
+    end = text_tokenizer.start(text[places[3] + 5 :])[0]
+    added = special | set(tokenizer.added_tokens_decoder)
+    common = [a for n, a in enumerate(end) if middle[: n + 1] == end[: n + 1] and a in added]
+    if tokenizer.eos_token_id in common:
+        return tokenizer.eos_token_id
+    return next(iter((common or [i for i in end if i in added])[::-1]), None)
+
+
+def between_turns(render: Render, text_tokenizer: TextTokenizer) -> set[int]:
+    """Tokens that the template writes between an answer and the next question."""
+    words = ("vwkya", "qxzja", "vwkyb", "qxzjb")
+    try:
+        text = render([{"role": "assistant" if n % 2 else "user", "content": word} for n, word in enumerate(words)])
+    except TemplateRefusal:
+        return set()
+    if words[1] not in text or words[2] not in text:
+        return set()
+    return set(text_tokenizer.start(text[text.index(words[1]) + 5 : text.index(words[2])])[0])
+
+
+def has_no_system_role(render: Render) -> bool:
+    """Looked for in a finished conversation: some templates write the system message in prompts alone."""
+    chat = [{"role": "user", "content": "vwkya"}, {"role": "assistant", "content": "qxzja"}]
+    try:
+        render(chat)
+    except TemplateRefusal:
+        return False
+    try:
+        return "qxzjb" not in render([{"role": "system", "content": "qxzjb"}, *chat])
+    except TemplateRefusal:
+        return True
+
+
+def writes_reasoning(render: Render) -> bool:
+    """Whether thoughts that are given apart from the answer are written once, before it."""
+    answer = {"role": "assistant", "content": "qxzjb", "reasoning_content": "qxzja"}
+    dicts = [{"role": "user", "content": "vwkya"}, answer | {"reasoning": "qxzja", "thinking": "qxzja"}]
+    try:
+        text = render(dicts)
+    except TemplateRefusal:
+        return False
+    return text.count("qxzja") == 1 and text.count("</think>") == 1 and text.index("qxzja") < text.find("qxzjb")
+
+
+def tool_parts(render: Render) -> frozenset[str]:
+    """Asked with ids and arguments such as the strictest templates want them."""
+    function = {"name": "vwkyt", "description": "qxzjd", "parameters": {"type": "object", "properties": {}}}
+    asked = [{"role": "user", "content": "vwkya"}]
+    told = [
+        {"role": "tool", "content": "qxzjr", "name": "vwkyt", "tool_call_id": "abcdefghi"},
+        {"role": "assistant", "content": "qxzjb"},
+    ]
+    found = set()
+    for before in ([], [{"role": "system", "content": "vwkys"}]):
+        for arguments in ({"qxzjp": "qxzjv"}, '{"qxzjp": "qxzjv"}'):
+            call = {"id": "abcdefghi", "type": "function", "function": {"name": "vwkyt", "arguments": arguments}}
+            calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+            for tools in ((), ({"type": "function", "function": function},)):
+                for messages in ([*before, *asked], [*before, *asked, calling], [*before, *asked, calling, *told]):
+                    try:
+                        text = render(messages, tools)
+                    except TemplateRefusal:
+                        continue
+                    if tools and calling not in messages and "vwkyt" in text:
+                        found.add("descriptions")
+                    if calling in messages and not tools and "vwkyt" in text:
+                        found |= {"calls"} | ({"arguments"} if "qxzjp" in text and "qxzjv" in text else set())
+                    if "qxzjr" in text and "qxzjb" in text:
+                        found.add("results")
+    return frozenset(found)

@@ -1,0 +1,58 @@
+"""Memory over a training step, drawn as an SVG."""
+
+from __future__ import annotations
+
+from tunesmith.measure.trace import CATEGORIES, MemoryPicture
+
+COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3", "#c44e52", "#937860")
+
+
+def memory_svg(memory: MemoryPicture) -> str:
+    """Memory by category over the step, stacked."""
+    width, height, left, top = 860, 360, 70, 40
+    length = memory.seconds[-1] or 1.0
+    highest = max(1, memory.peak_bytes) * 1.05
+    unit, name = next((u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if highest > u)
+
+    def x(second: float) -> str:
+        return f"{left + second / length * width:.1f}"
+
+    def y(size: float) -> str:
+        return f"{top + height - size / highest * height:.1f}"
+
+    text = 'font-family="sans-serif" font-size="12" fill="#222"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 150} {top + height + 50}">',
+        '<rect width="100%" height="100%" fill="#fff"/>',
+        f'<text x="{left}" y="22" {text}>Memory over one step; peak {memory.peak_bytes / unit:.2f} {name}</text>',
+    ]
+    below = [0] * len(memory.seconds)
+    for category, colour in zip(CATEGORIES, COLOURS, strict=True):
+        above = [low + size for low, size in zip(below, memory.bytes[category], strict=True)]
+        edge = _steps(memory.seconds, above) + _steps(memory.seconds, below)[::-1]
+        points = " ".join(f"{x(second)},{y(size)}" for second, size in edge)
+        parts.append(f'<polygon points="{points}" fill="{colour}"><title>{category}</title></polygon>')
+        below = above
+    for index, (category, colour) in enumerate(reversed(list(zip(CATEGORIES, COLOURS, strict=True)))):
+        row = top + 10 + 20 * index
+        size = memory.at_peak[category] / unit
+        parts.append(f'<rect x="{left + width + 8}" y="{row}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{left + width + 25}" y="{row + 11}" {text}>{category} {size:.2f}</text>')
+    for tick in range(5):
+        size = highest * tick / 4
+        parts.append(f'<text x="{left - 6}" y="{y(size)}" text-anchor="end" {text}>{size / unit:.1f} {name}</text>')
+        second = length * tick / 4
+        place = f'x="{x(second)}" y="{top + height + 18}" text-anchor="middle"'
+        parts.append(f"<text {place} {text}>{second * 1e3:.0f} ms</text>")
+    parts.append(f'<text x="{left + width + 8}" y="{top + 150}" {text}>in {name}, at the peak</text>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _steps(seconds: list[float], sizes: list[int]) -> list[tuple[float, int]]:
+    """The corners of a staircase: a size holds until the next."""
+    corners = []
+    for index, (second, size) in enumerate(zip(seconds, sizes, strict=True)):
+        if index:
+            corners.append((second, sizes[index - 1]))
+        corners.append((second, size))
+    return corners

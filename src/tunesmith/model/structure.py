@@ -1,0 +1,46 @@
+"""What a decoder is made of: its layers, and what surrounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a decoder: the longest list of modules that lies in no other list. Empty where it has
+    none."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    lists = [*_outermost_lists(decoder or model)] or [*_outermost_lists(model)]
+    return list(dict.fromkeys(max(lists, key=len, default=nn.ModuleList())))
+
+
+def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _outermost_lists(child)
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` in the place of the one that has this name."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module.train(model.training))
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """GPT-2's Conv1D: a linear whose weight is stored [inputs, outputs]."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def linears_of_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The linears that are held in few bits: those of the decoder layers, by name."""
+    head = model.get_output_embeddings()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if (type(module) is nn.Linear or is_transposed(module))
+        and module is not head
+        and any(part.isdigit() for part in name.split("."))
+    }

@@ -1,0 +1,255 @@
+"""Why a plan is as it is: a sentence for each decision, with the numbers it was made by."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from tunesmith.config.schema import Run
+from tunesmith.disk import gib
+from tunesmith.plan import memory, rules
+from tunesmith.plan.candidates import Candidate
+from tunesmith.plan.choice import Choice, Task
+from tunesmith.plan.defaults import Decide
+from tunesmith.plan.ranking import best_of, fits_host, saved_by_graphs
+
+OFF = {"int8": "1/254 of the largest of its 128", "int4": "1/14 of the largest of its 64"}
+"""How far rounding takes a value, at most (`parallel.quantized`)."""
+
+
+def explain(
+    run: Run, task: Task, found: Candidate, every: list[Candidate], limit: int, fits: bool, decide: Decide
+) -> None:
+    """Say by `decide` what was chosen and why: what the others that were looked at (`every`) need or take."""
+    every = [one for one in every if fits_host(task, one.choice)] or every
+    has = f"the {gib(limit)} that may be used"
+    _explain_ranks(task, found, every, limit, decide)
+    _explain_weights(run, task, found, every, has, decide)
+    _explain_gradients(task, found, decide)
+    _explain_offload(task, found, every, limit, has, decide)
+    _explain_computing(task, found, decide)
+    _explain_recomputation(task, found, every, has, fits, decide)
+    host = memory.host_memory(task, found.choice)
+    if task.device == "cuda" and host > task.hardware.available:
+        decide(
+            "host memory",
+            gib(host),
+            f"only {gib(task.hardware.available)} are free: loading the model may be killed by the system",
+        )
+
+
+def _explain_ranks(task: Task, found: Candidate, every: list[Candidate], limit: int, decide: Decide) -> None:
+    choice = found.choice
+    if task.device == "cuda" and task.hardware.gpu_count > choice.ranks:
+        idle = task.hardware.gpu_count - choice.ranks
+        why = "the batch has too few sequences for all"
+        decide("ranks", choice.ranks, f"{idle} GPU{'s'[: idle > 1]} stay idle: {why}")
+    if choice.pipeline > 1:
+        decide(
+            "pipeline", f"{choice.pipeline} stages, {choice.schedule}", _why_axis("pipeline", task, found, every, limit)
+        )
+    if choice.expert > 1:
+        each = max(rules.experts(task)) // choice.expert
+        decide("experts", f"{each} of each layer on a rank", _why_axis("expert", task, found, every, limit))
+    if choice.ranks > choice.pipeline:
+        decide("sharding", _sharding_words(choice), _why_sharding(task, found, every, limit))
+    if choice.is_lossy:
+        sent = {"weights": choice.quantized_all_gather, "gradients": choice.quantized_reduce_scatter}
+        words = " and ".join(f"{what} in {wire}" for what, wire in sent.items() if wire != "plain")
+        decide("communication", words, _why_lossy(task, found, [one for one in every if one.bytes <= limit]))
+
+
+def _explain_weights(run: Run, task: Task, found: Candidate, every: list[Candidate], has: str, decide: Decide) -> None:
+    choice = found.choice
+    if choice.storage != "plain":
+        if task.method == "qlora":
+            decide("storage", choice.storage, f"method: qlora holds the frozen base in {task.lora.bits} bits")
+        else:
+            least = _least(every, lambda one: one.storage == "plain")
+            decide("storage", choice.storage, f"in {task.precision} the base needs at least {least} of {has}")
+    if choice.has_masters(task):
+        lost = f"updates smaller than {task.precision}'s steps would be lost"
+        decide("weights", f"{task.precision} with fp32 masters", lost)
+    elif task.has_masters:
+        least = _least(every, lambda one: one.master_weights and one.offload_optimizer == "none")
+        decide("weights", "bf16, rounded stochastically", f"with fp32 masters at least {least} are needed of {has}")
+    if run.optimizer_states is not None:
+        decide("optimizer states", choice.optimizer_states, f"optimizer: {run.optimizer}")
+    elif choice.optimizer_states != "fp32":
+        least = _least(every, lambda one: one.optimizer_states == "fp32" and one.offload_optimizer == "none")
+        decide("optimizer states", choice.optimizer_states, f"in fp32 at least {least} are needed of {has}")
+
+
+def _explain_gradients(task: Task, found: Candidate, decide: Decide) -> None:
+    choice = found.choice
+    if choice.optimizer_in_backward:
+        decide("gradients", "released in the backward pass", "one micro-batch a step and no max_grad_norm: none waits")
+    elif task.device == "cuda" and rules.may_release(dataclasses.replace(task, clips=False), choice):
+        freed = found.peak.memory.gradients
+        if freed and not (choice.checkpointed_layers == 0 and rules.complexity(task, choice) == 0):
+            why = f"max_grad_norm needs the norm of them all; null would free up to {gib(freed)}"
+            decide("gradients", "kept to the end of the step", why)
+
+
+def _explain_offload(
+    task: Task, found: Candidate, every: list[Candidate], limit: int, has: str, decide: Decide
+) -> None:
+    choice = found.choice
+    if choice.offload_optimizer != "none":
+        decide("offload", *_why_offloaded(task, found, every, has))
+    if choice.offload_parameters:
+        least = _least(every, lambda one: not one.offload_parameters)
+        moved = 2 * choice.accumulation_steps(task) * memory.parameter_bytes(task, choice) / memory.PINNED
+        rate = task.rates.host_link
+        takes = f"{gib(moved)} a step over the host link at {rate / 1e9:.3g} GB/s take {_seconds(moved / rate)}"
+        why = f"all else needs at least {least} of {has}; {takes}, partly beside the computation"
+        decide("offload", "parameters and gradients to host memory", why)
+    if choice.offload_activations:
+        others = [one for one in every if not one.choice.offload_activations]
+        why = f"all else needs at least {_least(others, lambda _: True)} of {has}"
+        if fitting := [one.time.total for one in others if one.bytes <= limit]:
+            times = max(1.0, min(fitting) / found.time.total)
+            why = f"they go and come beside the computation; what else fits takes {times:.2f} times as long"
+        decide("offload", "layer inputs to host memory", why)
+
+
+def _explain_computing(task: Task, found: Candidate, decide: Decide) -> None:
+    choice = found.choice
+    if choice.mlp_slice:
+        wide = 2 * max(kind.intermediate for kind in task.facts.kinds) * task.width * choice.tokens(task)
+        decide("MLP", f"{choice.mlp_slice:,} tokens at a time", f"for all tokens it would make {gib(wide)} at once")
+    if choice.cache_transposed:
+        transposed = task.facts.matrices / choice.tensor
+        decide("weights", "also transposed", f"{gib(transposed)} more than needed, for a backward pass that turns none")
+    if choice.cuda_graphs:
+        waiting = f"{saved_by_graphs(task, choice):.0%} of a step the GPU would wait for the CPU"
+        decide("launching", "captured passes", f"{waiting} to start kernels; these are captured once and replayed")
+    rounds = choice.accumulation_steps(task)
+    decide(
+        "micro-batch",
+        choice.micro_batch,
+        f"{rounds} forward pass{'es'[: 2 * (rounds > 1)]} a step, about {gib(found.bytes)} at the peak",
+    )
+
+
+def _explain_recomputation(
+    task: Task, found: Candidate, every: list[Candidate], has: str, fits: bool, decide: Decide
+) -> None:
+    choice = found.choice
+    layers = task.facts.layers
+    if not fits:
+        decide(
+            "recomputation",
+            "all layers" if choice.checkpointed_layers else "none",
+            f"even so, about {gib(found.bytes)} are needed of {has}: it may run out of memory; a shorter "
+            "sequence_length or method: lora needs less",
+        )
+    elif choice.checkpointed_layers == 0:
+        decide("recomputation", "none", f"everything fits into {has}")
+    else:
+        same = [one.bytes for one in every if _but_recompute(one.choice) == _but_recompute(choice)]
+        needed = gib(max(same))
+        count = (
+            "all layers" if choice.checkpointed_layers == layers else f"{choice.checkpointed_layers} of {layers} layers"
+        )
+        kept = "; what attention gave is kept" if choice.save_attention else ""
+        decide("recomputation", count, f"keeping all activations would need about {needed} of {has}{kept}")
+
+
+def _why_offloaded(task: Task, found: Candidate, every: list[Candidate], has: str) -> tuple[str, str]:
+    """Where the optimizer's states go and why, with what moves in each step and how long that takes."""
+    choice, hardware = found.choice, task.hardware
+    least = _least(every, lambda one: one.offload_optimizer == "none")
+    why = f"all else needs at least {least} of {has}"
+    if choice.offload_optimizer == "host":
+        moved, rate, way = memory.offloaded_bytes(task, choice), task.rates.host_link, "each way over the host link"
+    else:
+        moved, rate, way = 2 * memory.disk(task, choice), hardware.disk_rate, "from and to the disk"
+        in_memory = dataclasses.replace(choice, offload_optimizer="host")
+        if task.device == "cuda" and (need := memory.host_memory(task, in_memory)) > hardware.available:
+            why += f", and host memory would have to hold {gib(need)} and has {gib(hardware.available)}"
+    why += f"; {gib(moved)} a step {way} at {rate / 1e9:.3g} GB/s take {_seconds(moved / rate)}"
+    return f"optimizer states to {'host memory' if choice.offload_optimizer == 'host' else 'disk'}", why
+
+
+def _least(every: list[Candidate], of: Callable[[Choice], bool]) -> str:
+    """The least memory that choices of this kind need; pins may have left none of them."""
+    sizes = [one.bytes for one in every if of(one.choice)]
+    return gib(min(sizes)) if sizes else "more"
+
+
+def _but_recompute(choice: Choice) -> Choice:
+    without = {"checkpointed_layers": 0, "save_attention": False, "mlp_slice": 0, "offload_activations": False}
+    return dataclasses.replace(choice, **without)
+
+
+def _sharding_words(choice: Choice) -> str:
+    words = {
+        "ddp": f"replicated on {choice.data_ranks}" if choice.data_ranks > 1 else "one copy",
+        "hybrid": f"hybrid, {choice.shard} a node times {choice.replicate}",
+        "hierarchical": f"hierarchical, {choice.shard} a node times {choice.replicate}",
+        "none": "none",
+    }.get(choice.sharding, f"{choice.sharding} over {choice.data_ranks}")
+    for axis in ("tensor", "context", "pipeline"):
+        if getattr(choice, axis) > 1:
+            words += f", {axis} {getattr(choice, axis)}"
+    return words
+
+
+def _why_sharding(task: Task, found: Candidate, every: list[Candidate], limit: int) -> str:
+    """What the choice is better than, by the model's own numbers."""
+
+    def best(sharding: str) -> Candidate | None:
+        kind = [one for one in every if one.choice.sharding == sharding and one.choice.pipeline == 1]
+        return best_of(task, [one for one in kind if one.bytes <= limit]) or min(
+            kind, key=lambda one: one.bytes, default=None
+        )
+
+    chosen = found.choice.sharding
+    if chosen == "ddp":
+        holders = found.choice.tensor * found.choice.pipeline
+        held = f"over {holders} ranks" if holders > 1 else "on each rank"
+        return f"a whole copy fits {held}, which costs the least communication"
+    parts = []
+    replicated = best("ddp")
+    if replicated and replicated.bytes > limit:
+        parts.append(f"a copy on each rank needs {gib(replicated.bytes)} of {gib(limit)}")
+    if chosen in ("hybrid", "hierarchical") and (full := best("zero3")):
+        ratio = full.time.total / found.time.total
+        gigabits = task.hardware.network * 8 / 1e9
+        parts.append(f"sharding over all nodes would take {ratio:.1f} times as long over {gigabits:.0f} Gbit/s")
+    elif replicated and replicated.bytes <= limit:
+        parts.append(f"{1 - found.time.total / replicated.time.total:.0%} less time than a copy on each rank")
+    return "; ".join(parts) or "the least time of what fits"
+
+
+def _why_axis(axis: str, task: Task, found: Candidate, every: list[Candidate], limit: int) -> str:
+    """What a pipeline, or experts in their places, are better than."""
+    without = [one for one in every if getattr(one.choice, axis) == 1 and not one.choice.is_lossy]
+    quickest = best_of(task, [one for one in without if one.bytes <= limit])
+    gain = f"all that is exact needs at least {_least(without, lambda _: True)} without"
+    if quickest is not None:
+        gain = f"anything else that is exact would take {quickest.time.total / found.time.total:.1f} times as long"
+    if axis == "expert":
+        return f"tokens go to their experts, and no expert to all ranks; {gain}"
+    waiting = found.time.bubbles / found.time.total
+    return f"stages send each other hidden states alone, and wait for {waiting:.0%} of the time; {gain}"
+
+
+def _why_lossy(task: Task, found: Candidate, fitting: list[Candidate]) -> str:
+    exact = [one.time.total for one in fitting if not one.choice.is_lossy]
+    gain = ""
+    if exact:
+        times, gigabits = min(exact) / found.time.total, task.hardware.network * 8 / 1e9
+        gain = f"; a plan with plain collectives is exact, and takes {times:.1f} times as long over "
+        gain += f"{gigabits:.3g} Gbit/s"
+    off = "; ".join(
+        OFF[wire]
+        for wire in dict.fromkeys((found.choice.quantized_all_gather, found.choice.quantized_reduce_scatter))
+        if wire in OFF
+    )
+    return f"lossy: each value is off by at most {off}{gain}"
+
+
+def _seconds(time: float) -> str:
+    return f"{time:.0f} s" if time >= 10 else f"{time:.1f} s"

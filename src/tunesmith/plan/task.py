@@ -1,0 +1,170 @@
+"""What is known before anything is searched for: device, precision, sequence length, amount of data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from tunesmith.config.schema import Run
+from tunesmith.errors import UserError
+from tunesmith.plan import rules
+from tunesmith.plan.choice import Task
+from tunesmith.plan.defaults import Amount, DataSize, Decide, propose
+from tunesmith.plan.documents import mean_length, padding
+from tunesmith.plan.facts import ModelFacts
+from tunesmith.plan.hardware import Hardware
+from tunesmith.plan.plan import Device, Precision
+
+MARGIN = {"known": 0.04, "uncertain": 0.12, "cpu": 0.15}
+"""Share of the free memory that a plan leaves alone."""
+HIGHEST_RATE = 1.0
+"""Of optimizers that move each weight by about the learning rate, whatever its gradient."""
+
+
+def make_task(
+    run: Run,
+    facts: ModelFacts,
+    hardware: Hardware,
+    decide: Decide,
+    lengths: Sequence[int] = (),
+    size: DataSize | None = None,
+) -> tuple[Task, str, Amount]:
+    """What is decided before anything is searched for, and the arithmetic of the matmuls."""
+    device = _device(run, hardware, decide)
+    precision, matmul_dtype = _precision(run, hardware, device, decide)
+    limit = longest_sequence(run, facts, decide)
+    amount = propose(run, facts.hidden, limit, size, decide)
+    check_rate(run, amount.learning_rate)
+    sequence_length = amount.sequence_length
+    task = Task(
+        facts=facts,
+        hardware=hardware,
+        device=device,
+        precision=precision,
+        method=run.method,
+        lora=run.lora,
+        optimizer=run.algorithm,
+        sequence_length=sequence_length,
+        sequences=amount.sequences,
+        document_length=mean_length(lengths, sequence_length),
+        clips=run.max_grad_norm is not None,
+        is_exact=run.deterministic,
+        padding=1.0
+        if facts.packs
+        else padding(lengths, sequence_length, amount.sequences * sequence_length, sequence_length),
+        longest_document=None if facts.packs else sequence_length,
+    )
+    if not facts.packs:
+        share = f"{task.padding - 1:.0%} more tokens are computed, by the data's own lengths" if lengths else ""
+        decide(
+            "layout",
+            "padded",
+            f"{facts.architecture} does not take packed documents; those of like length share a "
+            f"micro-batch{', and ' if share else ''}{share}",
+        )
+    if device == "cpu" and hardware.rates is None:
+        decide(
+            "speed",
+            "a guess",
+            "CPUs differ by a factor of three and more; `tunesmith plan --calibrate` measures this one",
+        )
+    if task.document_length < 0.8 * sequence_length:
+        why = "the data's own lengths, roughly: attention costs by them, and sequences are packed with several"
+        decide("documents", f"about {task.document_length:,} tokens", why)
+    return task, matmul_dtype, amount
+
+
+def margin_of(task: Task, decide: Decide) -> float:
+    if task.device == "cpu":
+        return MARGIN["cpu"]
+    doubts = [task.facts.note] if task.facts.note else []
+    if task.gpu.rates is None:
+        doubts.append(f"{task.gpu.name} is not in the catalogue, so its speed is a guess")
+    if doubts:
+        decide("margin", f"{MARGIN['uncertain']:.0%} of the memory", "; ".join(doubts))
+        return MARGIN["uncertain"]
+    return MARGIN["known"]
+
+
+def longest_sequence(run: Run, facts: ModelFacts, decide: Decide = lambda *_: None) -> int:
+    """What is asked for, as far as the model was made for it."""
+    limit = facts.positions
+    if limit is not None and run.sequence_length > limit:
+        if "sequence_length" in run.model_fields_set:
+            raise UserError(
+                f"sequence_length is {run.sequence_length}, but {facts.architecture} was made for at most {limit} "
+                f"positions; lower it to {limit} or less."
+            )
+        decide("sequence length", limit, "the model was made for no more")
+        return limit
+    return run.sequence_length
+
+
+def check_rate(run: Run, rate: float) -> None:
+    """Refuse a learning rate that cannot be meant. How far SGD moves a weight is for its gradient to say."""
+    if rate > HIGHEST_RATE and run.algorithm != "sgd":
+        raise UserError(
+            f"learning_rate is {rate:g}, and {run.algorithm} moves each weight by about so much in a step, where most "
+            "are smaller than 0.1; 2e-4 is usual for adapters and 2e-5 for all weights."
+        )
+
+
+def decide_determinism(run: Run, device: str, decide: Decide) -> bool:
+    if device == "cuda" and run.deterministic:
+        decide("determinism", "on", "asked for; some kernels are slower")
+    return device == "cpu" or run.deterministic
+
+
+def _device(run: Run, hardware: Hardware, decide: Decide) -> Device:
+    if run.device == "cuda" and not hardware.gpus:
+        raise UserError(
+            "device is cuda, but no NVIDIA GPU was found here; say device: cpu or look at `tunesmith doctor`."
+        )
+    if run.device != "cpu" and 0 < len(hardware.gpus) < hardware.processes:
+        raise UserError(
+            f"{hardware.processes} ranks were asked for, and this machine has {len(hardware.gpus)} GPU"
+            f"{'s'[: len(hardware.gpus) > 1]}; ask for no more ranks than GPUs, or say device: cpu."
+        )
+    if run.device != "auto":
+        decide("device", run.device, "asked for")
+        return run.device
+    if not hardware.gpus:
+        decide("device", "cpu", "no GPU was found")
+        return "cpu"
+    names = f"{hardware.gpu_count} x {hardware.gpus[0].name}" if hardware.gpu_count > 1 else hardware.gpus[0].name
+    decide("device", "cuda", f"{names} {'was named' if hardware.is_named else 'is here'}")
+    return "cuda"
+
+
+def _precision(run: Run, hardware: Hardware, device: Device, decide: Decide) -> tuple[Precision, str]:
+    gpu = hardware.gpus[0] if device == "cuda" else None
+    has_bf16 = gpu.capability >= rules.BF16 if gpu else hardware.has_fast_bf16
+    where = gpu.name if gpu else "this CPU"
+    wanted: str = run.precision
+    if wanted == "fp8":
+        if gpu and gpu.capability >= rules.FP8:
+            decide("precision", "bf16 with fp8 matmuls", "asked for")
+            return "bf16", "fp8"
+        raise UserError(
+            f"precision is fp8, but {where} has no fp8 arithmetic (compute capability 8.9 and more); leave it out."
+        )
+    if wanted == "auto":
+        if has_bf16:
+            decide("precision", "bf16", f"{where} has bf16 arithmetic, and bf16 needs no loss scaling")
+            return "bf16", "plain"
+        if gpu:
+            decide("precision", "fp16", f"{where} has no bf16 arithmetic; fp16 runs with loss scaling")
+            return "fp16", "plain"
+        decide("precision", "fp32", "this CPU has no bf16 arithmetic, and emulating it is far slower than fp32")
+        return "fp32", "plain"
+    if wanted != "fp32" and device == "cpu" and not has_bf16:
+        decide("precision", "fp32", f"{wanted} was asked for, but this CPU computes it far slower than fp32")
+        return "fp32", "plain"
+    if wanted == "fp16" and device == "cpu":
+        decide("precision", "bf16", "fp16 was asked for, but CPUs train in bf16, which has the wider range")
+        return "bf16", "plain"
+    if wanted == "bf16" and not has_bf16:
+        decide("precision", "fp16", f"bf16 was asked for, but {where} has none; fp16 runs with loss scaling")
+        return "fp16", "plain"
+    decide("precision", wanted, "asked for")
+    return cast(Precision, wanted), "plain"

@@ -1,0 +1,132 @@
+"""Run + Plan -> Job: the one place where every package meets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tunesmith.config.schema import Run
+from tunesmith.data.loader import Loader
+from tunesmith.kernels import flash4
+from tunesmith.model import attention
+from tunesmith.model.content import Content
+from tunesmith.model.structure import decoder_layers
+from tunesmith.optim.build import build
+from tunesmith.parallel import compile
+from tunesmith.parallel.check import check_parallelism
+from tunesmith.parallel.context import cut_of
+from tunesmith.parallel.mesh import check_ranks
+from tunesmith.parallel.prepare import is_cut, prepare
+from tunesmith.parallel.ranks import Ranks
+from tunesmith.plan.defaults import few_steps
+from tunesmith.plan.plan import Plan
+from tunesmith.run import folder as run_folder
+from tunesmith.run.base import keep_base
+from tunesmith.run.evaluate import Evaluator, held_out_while_training
+from tunesmith.run.result import ResultWriter
+from tunesmith.run.shape import make_reproducible, micro_batch_shape
+from tunesmith.run.start import Setting
+from tunesmith.run.state import Share, TrainingState
+from tunesmith.train.job import Job
+
+
+def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
+    """Prepare the model by the plan, and put the job together."""
+    run, plan, ranks = setting.run, setting.plan, ranks or Ranks()
+    check_ranks(plan, ranks)
+    device = torch.device(plan.device)
+    if ranks.count > 1 and plan.device == "cuda":
+        device = torch.device("cuda", ranks.environment.local_rank)
+    make_reproducible(plan)
+    attention.register(plan.attention)
+    check_parallelism(run, plan, device)
+    content = Content()
+    prepared = prepare(run, plan, device, content=content, meanwhile=_imports_for(plan))
+    model, called = prepared.model, prepared.called
+    _keep_base(setting, content, plan, ranks)
+    optimizer = build(model, run, plan)
+    if called is model:
+        optimizer.overlap_update(model, decoder_layers(model))
+    loader = _loader(setting, ranks)
+    evals, note = held_out_while_training(run, plan, setting.data.evals, loader.total_steps)
+    notes = [one for one in (note, _few_steps(run, loader.total_steps)) if one]
+    share = Share(called, plan, ranks)
+    state = TrainingState(optimizer, share, setting.checkpoints)
+    shape = micro_batch_shape(plan)
+    cut = cut_of(plan, ranks.rank, shape)
+    told = {"steps": loader.total_steps, "losses": state.losses}
+    result = ResultWriter.of(run, plan, model, optimizer, share, setting.data, **told)
+    return Job(
+        run=run,
+        plan=plan,
+        folder=Path(run.output),
+        device=device,
+        model=called,
+        spec=plan.forward,
+        loader=loader,
+        titles=tuple(store.title for store in setting.data.train),
+        optimizer=optimizer,
+        checkpoints=setting.checkpoints,
+        resume_from=setting.resume_from,
+        evaluate=Evaluator(called, plan.forward, plan, evals, device, ranks, cut, state.losses) if evals else None,
+        save=state.save,
+        restore=state.restore,
+        write_result=result.write,
+        finish=lambda summary: run_folder.write_summary(Path(run.output), summary),
+        shape=shape,
+        warnings=(*setting.data.warnings, *setting.warnings, *notes),
+        ranks=ranks,
+        cut=cut,
+    )
+
+
+def _keep_base(setting: Setting, content: Content, plan: Plan, ranks: Ranks) -> None:
+    """The base is known again by what was read of it, by all ranks where each has read a part."""
+    if is_cut(plan):
+        content.join(ranks.gather)
+    if ranks.is_first:
+        ways = {"is_continued": setting.is_continued, "accept_changes": setting.accept_changes}
+        keep_base(Path(setting.run.output), setting.run, content, **ways)
+
+
+def _loader(setting: Setting, ranks: Ranks) -> Loader:
+    run, plan = setting.run, setting.plan
+    return Loader(
+        setting.data.train,
+        [dataset.weight for dataset in run.data],
+        seed=run.seed,
+        sequence_length=plan.sequence_length,
+        sequences_per_step=plan.sequences_per_step,
+        epochs=run.epochs or plan.epochs,
+        steps=run.steps,
+        micro_batch=plan.micro_batch,
+        rank=plan.mesh.data_rank(ranks.rank),
+        ranks=plan.mesh.data_ranks,
+        lengths=plan.forward.lengths(plan.sequence_length),
+    )
+
+
+def _few_steps(run: Run, total_steps: int) -> str | None:
+    is_asked_for = run.steps is not None or None not in (run.epochs, run.batch_tokens)
+    few = None if is_asked_for else few_steps(total_steps)
+    return f"The steps of this run are {total_steps}, {few}." if few else None
+
+
+def _imports_for(plan: Plan) -> Callable[[], None]:
+    """What imports modules that take seconds, and are wanted once the model is there. What they look at in the
+    environment is set at once: not in a thread."""
+    uses_flash4 = plan.attention == "flash-attn-4"
+    if uses_flash4:
+        flash4.keep_compiled()
+    if plan.is_compiled:
+        compile.prepare()
+
+    def work() -> None:
+        if uses_flash4:
+            flash4.functions()
+        if plan.is_compiled:
+            import torch._inductor.compile_fx  # noqa: F401
+
+    return work

@@ -1,0 +1,229 @@
+"""Run -> Plan: a new one, or the one that a run was begun with.
+
+Without torch where nothing was begun yet: whoever starts ranks has no other use for it, and they would wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunesmith.config.schema import Run
+from tunesmith.errors import UserError
+from tunesmith.launch.rank_environment import RankEnvironment, read_rank_environment
+from tunesmith.plan.documents import guess_held_out, measure, sample_lengths
+from tunesmith.plan.hardware import Hardware, probe, shared
+from tunesmith.plan.models import read_facts
+from tunesmith.plan.plan import Plan
+from tunesmith.plan.search import Written, refusal, search, written
+from tunesmith.plan.task import check_rate
+from tunesmith.run import folder as run_folder
+
+if TYPE_CHECKING:
+    from tunesmith.data.prepare import Prepared
+    from tunesmith.model.probe import Probed
+
+
+Progress = Callable[[str, int, int | None], None]
+"""Told what is being done, how far it is, and out of how much (None: not known)."""
+
+
+def plan_run(
+    run: Run, hardware: Hardware | None = None, data: Prepared | None = None, probed: Probed | None = None
+) -> Plan:
+    """The plan for a run on this machine (or the hardware given). Reads the model's config, not its weights, and a
+    little of the data: roughly what its files tell, unless it is tokenized already. Without what the probe has found,
+    the model is taken for what its family usually is."""
+    facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
+    if probed is not None:
+        facts = facts.changed(packs=probed.spec.lengths(run.sequence_length) is None)
+    size = data.size if data else measure(run)
+    return search(
+        run,
+        facts,
+        hardware or probe(),
+        lengths=sample_lengths(run),
+        size=size,
+        held_out=data.held_out if data else guess_held_out(run, size),
+    ).plan
+
+
+def choose_plan(run: Run, *, plan: Plan | None = None, ranks: int | None = None) -> Plan:
+    """The plan by which ranks are started on this machine, in all that it takes to start them: the one that
+    `make_plan` settles on, or, where there is one rank whatever the data are, a rough one."""
+    if (kept := _kept_plan(run, plan, ranks)) is not None:
+        return kept
+    run = run_folder.as_begun(run, _begun(run))
+    hardware = _hardware(ranks)
+    rough = plan_run(run, hardware)
+    depends_on_data = run.batch_tokens is None or run.batch_tokens < run.sequence_length
+    if depends_on_data and (hardware.gpu_count > 1 or hardware.processes > 1):
+        from tunesmith.model.probe import probe_run
+
+        return make_plan(run, ranks=ranks, probed=probe_run(run)[1])[0]
+    return rough
+
+
+def make_plan(
+    run: Run,
+    *,
+    probed: Probed,
+    plan: Plan | None = None,
+    ranks: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[Plan, Prepared]:
+    """The plan that a run obeys, and its data: the plan given, that of the run's folder where it still fits, or a new
+    one, made for the data as they are when they are tokenized. What the probe has found stands in it."""
+    if (kept := _kept_plan(run, plan, ranks)) is not None:
+        return with_findings(kept, probed), tokenize(run, kept, progress)
+    run = run_folder.as_begun(run, _begun(run))
+    hardware = _hardware(ranks)
+    plan_run(run, hardware)  # what is wrong with the settings is said before an hour of tokenizing
+    data = tokenize(run, None, progress)
+    return with_findings(plan_run(run, hardware, data, probed), probed), data
+
+
+def with_findings(plan: Plan, probed: Probed) -> Plan:
+    """The plan with what the probe has found. Where micro-batches go by the lengths of documents, they change their
+    shape and number with every step: there is nothing to compile once, and no gradient is whole after one."""
+    found: dict[str, Any] = {"forward": probed.spec, "fuse_adapters": probed.can_fuse, "adapted": probed.adapted}
+    found["by_length"] = probed.spec.lengths(plan.sequence_length) is not None
+    if found["by_length"]:
+        found |= {"is_compiled": False, "cuda_graphs": False, "optimizer_in_backward": False}
+    return plan.model_copy(update=found)
+
+
+def tokenize(run: Run, plan: Plan | None, progress: Progress | None = None, tokenizer: Any = None) -> Prepared:
+    """The data of a run, by the plan where there is one already, and the tokenizer given or that of its model."""
+    from tunesmith.data.prepare import BadRecords, prepare
+    from tunesmith.model import load
+
+    config = load.load_config(run)
+    tokenizer = tokenizer or load.load_tokenizer(run)
+    with suppress(AttributeError):
+        tokenizer.model_max_length = int(1e30)  # our own guard counts and reports lengths
+    positions = load.max_positions(config)
+    if positions is not None and positions < run.sequence_length and "sequence_length" not in run.model_fields_set:
+        run = run.model_copy(update={"sequence_length": positions})
+    planned = {"held_out": plan.held_out, "eval_length": plan.sequence_length} if plan else {}
+    sizes = {"vocab_size": load.vocabulary_size(config), "max_length": positions}
+    try:
+        data = prepare(run, tokenizer, **sizes, **planned, progress=progress)
+    except BadRecords as errors:
+        if len(errors.bad) > 1:
+            errors.messages.append(f"All of them are in {run_folder.write_bad_records(Path(run.output), errors.bad)}.")
+        raise
+    longest = max(int(store.lengths.max()) for store in data.train)
+    if plan is not None and longest > plan.sequence_length:
+        raise UserError(
+            f"The plan packs sequences of {plan.sequence_length:,} tokens, but the longest example has {longest:,} "
+            "after being cut to sequence_length; raise sequence_length in the plan, or lower it in the settings."
+        )
+    return data
+
+
+def _kept_plan(run: Run, plan: Plan | None, ranks: int | None) -> Plan | None:
+    """The plan given, or that of the run's folder where it still fits."""
+    environment = read_rank_environment()
+    if plan is not None:
+        _check_agreement(run, plan)
+        check_rate(run, plan.learning_rate)
+        facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
+        if (why := refusal(run, plan, facts, probe())) is not None:
+            raise UserError(f"The plan cannot be carried out: {why}.")
+        return plan
+    if _begun(run) is None:
+        return None
+    planned = run_folder.read_plan(Path(run.output))
+    asked = None if environment.is_started else ranks
+    if planned is not None and _can_run(planned, run, environment, asked) and _suits_gpu(planned, run):
+        return planned
+    return None
+
+
+def _hardware(ranks: int | None) -> Hardware:
+    """What the ranks have; where they are started already, they are as many as there are."""
+    return shared(probe(), ranks) if ranks and not read_rank_environment().is_started else probe()
+
+
+def _begun(run: Run) -> run_folder.Identity | None:
+    """How the run's folder was begun, if that was with these settings."""
+    before = run_folder.read_identity(Path(run.output))
+    return before if before is not None and _is_of(run, before) else None
+
+
+def will_write(run: Run, plan: Plan) -> Written:
+    """How large the checkpoints and the result of a run will be. Reads the model's config, not its weights."""
+    return written(run, plan, read_facts(run.model, trust_remote_code=run.trust_remote_code), probe())
+
+
+def _is_of(run: Run, before: run_folder.Identity) -> bool:
+    """Whether a folder was begun with these settings and these weights."""
+    from tunesmith.model.load import model_fingerprint
+
+    begun = run_folder.as_begun(run, before)
+    return before.is_like(run_folder.identify(begun, data=before.data, model=model_fingerprint(run)))
+
+
+def _can_run(plan: Plan, run: Run, environment: RankEnvironment, ranks: int | None) -> bool:
+    """Whether a plan made earlier still fits: its devices are here, and no others are asked for now."""
+    if run.device not in ("auto", plan.device):
+        return False
+    if environment.is_started or ranks is not None:
+        return plan.mesh.ranks == (environment.ranks if environment.is_started else ranks)
+    if plan.device == "cpu":
+        return True
+    import torch
+
+    return torch.cuda.device_count() >= plan.mesh.ranks
+
+
+def _suits_gpu(plan: Plan, run: Run) -> bool:
+    """Whether the GPU that is here now can do what was planned for the one that was here then."""
+    if plan.device == "cpu":
+        return True
+    facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
+    return refusal(run, plan, facts, probe()) is None
+
+
+def _check_agreement(run: Run, plan: Plan) -> None:
+    """A plan made by hand decides what the settings leave open; what they say, it may not contradict."""
+    asked = "int8" if run.lora.bits == 8 else "nf4"
+    if run.method == "qlora" and plan.storage != asked:
+        raise UserError(
+            f"The plan's storage is {plan.storage}, but method: qlora with lora.bits {run.lora.bits} holds the base in "
+            f"{asked}; make the plan anew by `tunesmith plan`, or leave --plan out."
+        )
+    if run.optimizer_states not in (None, plan.optimizer_states):
+        raise UserError(
+            f"The plan's optimizer_states is {plan.optimizer_states}, but optimizer: {run.optimizer} makes it "
+            f"{run.optimizer_states}; change one of the two, or leave --plan out."
+        )
+    if plan.optimizer_in_backward and (run.max_grad_norm is not None or plan.accumulation_steps > 1):
+        raise UserError(
+            "The plan's optimizer_in_backward uses each gradient at once, but "
+            + (
+                f"max_grad_norm {run.max_grad_norm:g} needs them all; say max_grad_norm: null"
+                if run.max_grad_norm is not None
+                else f"a step has {plan.accumulation_steps} micro-batches to sum; raise its micro_batch"
+            )
+            + ", or optimizer_in_backward: false in the plan."
+        )
+    if run.sequence_length < plan.sequence_length and "sequence_length" in run.model_fields_set:
+        raise UserError(
+            f"The plan's sequence_length is {plan.sequence_length}, but the settings allow {run.sequence_length} at "
+            "most; change one of the two, or leave --plan out."
+        )
+    sequences = run.batch_tokens and max(1, round(run.batch_tokens / plan.sequence_length))
+    for setting, wanted, name in (
+        ("learning_rate", run.learning_rate, "learning_rate"),
+        ("batch_tokens", sequences, "sequences_per_step"),
+    ):
+        planned = getattr(plan, name)
+        if wanted is not None and wanted != planned:
+            raise UserError(
+                f"The plan's {name} is {planned}, but {setting} in the settings makes it {wanted}; change one of the "
+                "two, or leave --plan out."
+            )

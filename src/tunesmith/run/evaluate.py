@@ -1,0 +1,134 @@
+"""Held-out losses of a run: while it trains, and of its folder afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tunesmith.config.schema import Run
+from tunesmith.data.held_out import in_proportion
+from tunesmith.data.store import TokenStore
+from tunesmith.evaluate.loss import HeldOut, held_out_losses, overall
+from tunesmith.model import attention, load
+from tunesmith.model.content import Content
+from tunesmith.model.forward import confirm_forward_spec
+from tunesmith.model.probe import probe
+from tunesmith.parallel.context import Cut
+from tunesmith.parallel.pipeline import Pipelined
+from tunesmith.parallel.prepare import load_model, make_fast
+from tunesmith.parallel.ranks import Ranks
+from tunesmith.parallel.shard import Sharded
+from tunesmith.plan.plan import ForwardSpec, Plan
+from tunesmith.run import folder as run_folder
+from tunesmith.run.base import check_base
+from tunesmith.run.choose import Progress, plan_run, tokenize, with_findings
+from tunesmith.run.open import open_run, placement, tokenizer_of
+from tunesmith.run.shape import make_reproducible, micro_batch_shape
+from tunesmith.train.events import Evaluation
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates a model while it is trained; all ranks take part."""
+
+    called: nn.Module
+    spec: ForwardSpec
+    plan: Plan
+    stores: Sequence[TokenStore]
+    device: torch.device
+    ranks: Ranks
+    cut: Cut
+    losses: dict[int, float]
+    """By step; what is found is added."""
+
+    def __call__(self, step: int, progress: Callable[[int, int], None]) -> Evaluation:
+        began = time.monotonic()
+        results = held_out_losses(
+            self.called,
+            self.spec,
+            self.stores,
+            device=self.device,
+            sequence_length=self.plan.sequence_length,
+            micro_batch=self.plan.micro_batch,
+            shape=micro_batch_shape(self.plan),
+            progress=progress,
+            ranks=self.ranks,
+            share=(self.plan.mesh.data_rank(self.ranks.rank), self.plan.mesh.data_ranks),
+            cut=self.cut,
+        )
+        inner = self.called.model if isinstance(self.called, Pipelined) else self.called
+        if isinstance(inner, Sharded):
+            inner.free_full_weights()
+        self.losses[step] = overall(results)
+        return Evaluation(
+            step=step,
+            loss=self.losses[step],
+            losses={result.title: result.loss for result in results},
+            target_tokens=sum(result.target_tokens for result in results),
+            seconds=round(time.monotonic() - began, 3),
+        )
+
+
+def held_out_while_training(
+    run: Run, plan: Plan, evals: Sequence[TokenStore], total_steps: int
+) -> tuple[Sequence[TokenStore], str | None]:
+    """What of the held-out data is evaluated while the run trains, and a word about it where that is not all. Neither
+    clocks nor the machine have a say: the losses before, within and after a run are those of the same examples."""
+    if run.eval_every is not None or not evals:
+        return evals, None
+    chosen = in_proportion(evals, total_steps * plan.sequences_per_step * plan.sequence_length)
+    taken, there = (sum(len(store) for store in stores) for stores in (chosen, evals))
+    if taken == there:
+        return evals, None
+    return chosen, (
+        f"{taken:,} of the {there:,} held-out examples are evaluated, the same ones each time: all would take too long "
+        "beside so short a training. Set eval_every to evaluate all; `tunesmith eval` always does."
+    )
+
+
+def evaluate_run(
+    folder: Path, run: Run, *, with_base: bool = False, progress: Progress | None = None
+) -> tuple[list[HeldOut] | None, list[HeldOut], int | None]:
+    """Held-out losses of the run in `folder` on `run.eval` and what `run.held_out` takes of its data: before training
+    if asked for, after it, and the checkpoint's step where the run is not finished."""
+    plan = run_folder.read_plan(folder) or plan_run(run)
+    if plan.forward is None:  # planned by an earlier version, or not at all
+        plan = with_findings(plan, probe(run, device=placement(plan)[0]))
+    stores = _held_out_of(folder, run, plan, progress)
+    make_reproducible(plan)
+    attention.register()
+    device, precision = placement(plan)
+
+    def measure(model: nn.Module) -> list[HeldOut]:
+        spec, _ = confirm_forward_spec(model, vocabulary=load.vocabulary_size(model.config), known=plan.forward)
+        where = next(model.parameters()).device
+        # Fused as in training, since in half precision the same sums in another order are other losses.
+        make_fast(model, run, plan, where)
+        sizes = {"sequence_length": plan.sequence_length, "micro_batch": plan.micro_batch}
+        evaluating = partial(progress, "Evaluating") if progress else None
+        return held_out_losses(model, spec, stores, device=where, progress=evaluating, **sizes)
+
+    before = None
+    if with_base:
+        content = Content()
+        base = load_model(run, dtype=precision, device=device, storage=plan.storage, content=content)
+        before = measure(base)
+        del base
+        check_base(folder, run, content)
+    opened = open_run(folder)
+    return before, measure(opened.model), opened.step
+
+
+def _held_out_of(folder: Path, run: Run, plan: Plan, progress: Progress | None) -> Sequence[TokenStore]:
+    tokenizer = tokenizer_of(folder)
+    if run.held_out:
+        return tokenize(run.model_copy(update={"chat_template": None}), plan, progress, tokenizer).evals
+    only = {"data": run.eval, "eval": [], "held_out": 0, "sequence_length": plan.sequence_length}
+    only["chat_template"] = None  # the tokenizer has it
+    return tokenize(run.model_copy(update=only), None, progress, tokenizer).train

@@ -1,0 +1,298 @@
+"""The folder of a run: what it was started with, whether it may be continued, and what came of it.
+
+runs/NAME/  run.json       settings and fingerprints this run was started with
+            plan.json      how it is done
+            base.json      the config and a hash of each tensor of the model it starts from
+            events.jsonl   what happened
+            bad_records.jsonl   records that cannot be trained on, where there are any
+            side_files/    what will lie beside the weights: tokenizer, template, configs; `chat` and `merge` use them
+            checkpoints/   to continue from
+            adapter/       or model/: the trained weights
+            summary.json   written last: the run is finished
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tunesmith.checkpoint.files import write_atomic
+from tunesmith.config.schema import Run
+from tunesmith.disk import writing
+from tunesmith.errors import UserError
+from tunesmith.plan.plan import Plan, first_problem, upgraded
+
+FREE_SETTINGS = frozenset(
+    {
+        "bad_records",
+        "eval",
+        "eval_every",
+        "save_every",
+        "keep",
+        "max_minutes",
+        "output",
+        "device",
+        "deterministic",
+        "trust_remote_code",
+        "profile_steps",
+    }
+)
+"""Settings that may change between sittings of a run: none of them touches what the steps compute."""
+
+
+FORMAT = 2
+"""Of run.json and plan.json. Folders of format 1 (0.1, which did not write it down) are continued."""
+WRITTEN = ("adapter", "model", "checkpoints", "profile", "stacks")
+"""Folders that a run makes in its own."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """All that determines the course of a run."""
+
+    settings: dict[str, Any]
+    data: str
+    """Fingerprint of the tokenized training data."""
+    model: str
+    """Fingerprint of the weights it starts from."""
+    earlier: tuple[str, ...] = ()
+    """Lineages it was continued from when changes were accepted, newest first."""
+
+    @property
+    def lineage(self) -> str:
+        text = json.dumps([self.course, self.data, self.model], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def is_like(self, other: Identity) -> bool:
+        return (self.course, self.data, self.model) == (other.course, other.data, other.model)
+
+    @property
+    def course(self) -> dict[str, Any]:
+        """The settings that matter for the course. Data are known by their content, not by where they lie."""
+        kept = {key: value for key, value in self.settings.items() if key not in FREE_SETTINGS | {"data", "model"}}
+        if self.settings.get("method") == "full":
+            kept.pop("lora", None)
+        return kept
+
+
+def check_place(run: Run) -> None:
+    """Refuse an output that would be mixed up with the model it is made from, or overwrite it."""
+    model, output = Path(run.model).expanduser(), Path(run.output).expanduser()
+    if not model.exists():
+        return  # a name on the hub, or a mistake that is told later
+    model, output = (Path(os.path.realpath(path)) for path in (model, output))
+    folder = model if model.is_dir() else model.parent
+    if model == output or (model.is_dir() and output.is_relative_to(folder)):
+        where = "is the folder of the model itself" if model == output else "lies inside the folder of the model"
+    elif any(model.is_relative_to(output / name) for name in WRITTEN):
+        where = f"is a folder in which the run would overwrite its own model, {run.model}"
+    else:
+        return
+    raise UserError(f"output: {run.output} {where}; set output to another folder.")
+
+
+def changed_settings(before: Identity, run: Run) -> list[str]:
+    """What is set differently from when a run was started, one phrase each; where it is written does not matter."""
+    try:
+        old = Run.model_validate(before.settings)
+    except ValueError:  # settings of another version
+        return []
+    was, now = (_flat(one.model_dump(mode="json", exclude={"output"})) for one in (old, as_begun(run, before)))
+    return [
+        f"{key} was {_shown(was.get(key))} and is now {_shown(now.get(key))}"
+        for key in sorted(was.keys() | now.keys())
+        if was.get(key) != now.get(key)
+    ]
+
+
+DECIDED = ("batch_tokens", "epochs", "learning_rate", "held_out")
+"""Settings that a plan decides where they are left out. A run is known by what was decided, and keeps it."""
+
+
+def decided(run: Run, plan: Plan) -> Run:
+    """The settings with what the plan decided in the place of what they leave open."""
+    made = {
+        "batch_tokens": plan.sequences_per_step * plan.sequence_length,
+        "epochs": plan.epochs,
+        "learning_rate": plan.learning_rate,
+        "held_out": plan.held_out,
+    }
+    return run.model_copy(update={name: made[name] for name in DECIDED if getattr(run, name) is None})
+
+
+def as_begun(run: Run, before: Identity | None) -> Run:
+    """The settings with what was decided when a run was begun in the place of what they leave open."""
+    then = before.settings if before else {}
+    return run.model_copy(update={name: then.get(name) for name in DECIDED if getattr(run, name) is None})
+
+
+def identify(run: Run, *, data: str, model: str) -> Identity:
+    return Identity(run.model_dump(mode="json"), data, model)
+
+
+def differences(before: Identity, now: Identity) -> list[str]:
+    """What a continued run would do differently, one phrase each."""
+    old, new = _flat(before.course), _flat(now.course)
+    found = [
+        f"{key} was {_shown(old.get(key))} and is now {_shown(new.get(key))}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+    if before.data != now.data:
+        found.append("the training data are not the same")
+    if before.model != now.model:
+        found.append("the model's weights are not the same")
+    return found
+
+
+def read_identity(folder: Path) -> Identity | None:
+    content = read_json(folder / "run.json")
+    if content is None:
+        return None
+    try:
+        found = Identity(content["settings"], content["data"], content["model"], tuple(content.get("earlier", ())))
+        written = content.get("format", 1)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{folder / 'run.json'} is damaged: {error} is missing; choose another output folder."
+        ) from error
+    if written == FORMAT:
+        return found
+    if written != 1:
+        raise UserError(
+            f"{folder} is of format {written}, and this version of tunesmith reads formats 1 and {FORMAT}; continue it "
+            "with the version that wrote it, or choose another output."
+        )
+    return _from_format_1(found)
+
+
+def _from_format_1(identity: Identity) -> Identity:
+    """A run of 0.1, with the settings that there were not yet, as it did without them. Its checkpoints have the lineage
+    that it had."""
+    settings = {"held_out": 0.0, "special_tokens": [], "bad_records": "stop", **identity.settings}
+    if settings.get("too_long") == "truncate":  # the default, which is now to be left out
+        settings["too_long"] = None
+    return replace(identity, settings=settings, earlier=(identity.lineage, *identity.earlier))
+
+
+def write_identity(folder: Path, identity: Identity) -> None:
+    content = {"format": FORMAT, "settings": identity.settings, "data": identity.data, "model": identity.model}
+    write_json(folder / "run.json", content | ({"earlier": identity.earlier} if identity.earlier else {}))
+
+
+def has_checkpoints(folder: Path) -> bool:
+    """Whether there is anything to continue from, whole or damaged."""
+    return any((folder / "checkpoints").glob("step-*"))
+
+
+def read_run(folder: Path) -> Run:
+    """The settings of the run in `folder`, for what comes after training."""
+    identity = read_identity(folder)
+    if identity is None:
+        raise UserError(f"{folder} holds no run (there is no run.json); give the output folder of a run.")
+    return Run.model_validate(identity.settings)
+
+
+def read_plan(folder: Path) -> Plan | None:
+    content = read_json(folder / "plan.json")
+    if content is None:
+        return None
+    try:
+        return Plan.model_validate(upgraded(content))
+    except ValueError as error:
+        raise UserError(
+            f"{folder / 'plan.json'} is not a plan of this version: {first_problem(error)}. Mend it, or remove that "
+            "file to have a new one made."
+        ) from error
+
+
+def write_start(folder: Path, identity: Identity, plan: Plan) -> None:
+    """What the run is and how it is done. Killed in between, no plan is left that belongs to other settings."""
+    if plan != read_plan(folder):
+        with _writing(folder / "plan.json"):
+            (folder / "plan.json").unlink(missing_ok=True)
+    write_identity(folder, identity)
+    write_json(folder / "plan.json", plan.model_dump(mode="json"))
+
+
+def plan_differences(before: Plan, now: Plan) -> list[str]:
+    """What a plan would do differently to a continued run, one phrase each; on how many ranks, and where weights and
+    states live, it may choose anew."""
+    predicted = {"memory", "peak", "phases", "memory_limit", "host_memory", "disk", "time", "beyond", "reasons"}
+    elsewhere = {"offload_optimizer", "offload_parameters", "offload_activations"}
+    found = {"forward", "fuse_adapters", "adapted", "by_length"}
+    harmless = (
+        predicted | elsewhere | found | {"device", "mesh", "sharding", "schedule", "async_checkpoint", "cuda_graphs"}
+    )
+    old, new = (_flat(plan.model_dump(mode="json", exclude=harmless)) for plan in (before, now))
+    return [
+        f"the plan's {key} was {_shown(old.get(key))} and is now {_shown(new[key])}"
+        for key in new
+        if old.get(key) != new[key]
+    ]
+
+
+def write_bad_records(folder: Path, bad: Iterable[Any]) -> Path:
+    """Records that cannot be trained on (`data.types.RecordError`), one a line."""
+    path = folder / "bad_records.jsonl"
+    lines = (
+        {"file": one.origin.file, one.origin.unit: one.origin.line, "kind": one.kind, "reason": one.reason}
+        for one in bad
+    )
+    with _writing(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+    return path
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    summary = read_json(folder / "summary.json")
+    if summary is not None and not (isinstance(summary, dict) and {"steps", "result"} <= summary.keys()):
+        raise UserError(f"{folder / 'summary.json'} is damaged; remove it and run `tunesmith train` again.")
+    return summary
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    write_json(folder / "summary.json", summary)
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError as error:
+        raise UserError(f"{path.parent} is a file, and a run needs a folder; choose another output.") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}; repair it or choose another output folder.") from error
+
+
+def write_json(path: Path, content: Any) -> None:
+    with _writing(path):
+        write_atomic(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    with writing(path, "make room there or choose another output"):
+        yield
+
+
+def _flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value)

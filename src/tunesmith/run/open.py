@@ -1,0 +1,137 @@
+"""A run's trained model, from its folder: what comes after training reads files, never the trainer's memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tunesmith.checkpoint.store import CheckpointStore
+from tunesmith.config.schema import Run
+from tunesmith.data.chat import Encoder, read_template
+from tunesmith.errors import UserError
+from tunesmith.kernels.update import undo_preround_
+from tunesmith.model import load, lora, side_files
+from tunesmith.model.content import Content
+from tunesmith.optim.build import weight_of
+from tunesmith.parallel.prepare import load_model
+from tunesmith.plan.plan import Device, Plan, Precision, Storage
+from tunesmith.run.base import check_base
+from tunesmith.run.folder import read_identity, read_plan, read_run
+
+
+@dataclass(frozen=True)
+class Opened:
+    model: nn.Module
+    encoder: Encoder
+    """What asks it as in training."""
+    device: torch.device
+    step: int | None
+    """The checkpoint it was taken from; None for the finished result."""
+    reasons: bool = False
+    """The answers it was trained on begin with reasoning."""
+
+    @property
+    def tokenizer(self):
+        return self.encoder.tokenizer
+
+
+def open_model(folder: Path) -> Opened:
+    """What can be talked to in a folder: a run's model, or one that lies there by itself, such as a merged one."""
+    if read_identity(folder) is not None or not (folder / "config.json").exists():
+        return open_run(folder)
+    alone = Run(model=str(folder), data=str(folder))
+    place: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype: Precision = "bf16" if place == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    model = load_model(alone, dtype=dtype, device=place)
+    asked = side_files.read_asked(folder)
+    encoder = Encoder(
+        load.load_tokenizer(alone),
+        template=None,
+        train_on=asked.get("train_on", alone.train_on),
+        special_tokens=asked.get("special_tokens", ()),
+    )
+    return Opened(model.eval(), encoder, torch.device(place), None, bool(asked.get("reasons")))
+
+
+def open_run(
+    folder: Path,
+    *,
+    precision: Precision | None = None,
+    device: Device | None = None,
+    storage: Storage | None = None,
+) -> Opened:
+    """The trained model of a run, or of its newest checkpoint while it is not finished; adapters are attached.
+
+    The base is held as in training, in 4 or 8 bits where it was so there, unless `storage` says otherwise.
+    """
+    run = read_run(folder)
+    held = storage or trained_storage(folder)
+    place, dtype = placement(read_plan(folder), precision=precision, device=device)
+    step = None
+    if (folder / "model" / "config.json").exists():
+        trained = run.model_copy(update={"model": str(folder / "model")})
+        model = load_model(trained, dtype=dtype, device=place)
+    else:
+        content = Content()
+        model = load_model(run, dtype=dtype, device=place, storage=held, content=content)
+        check_base(folder, run, content)
+        if (folder / "adapter" / "adapter_config.json").exists():
+            lora.attach_saved(model, folder / "adapter")
+        else:
+            step = _from_checkpoint(model, run, folder)
+    encoder = Encoder(tokenizer_of(folder), template=None, train_on=run.train_on, special_tokens=run.special_tokens)
+    reasons = bool(side_files.read_asked(folder / side_files.FOLDER).get("reasons"))
+    return Opened(model.eval(), encoder, torch.device(place), step, reasons)
+
+
+def placement(
+    plan: Plan | None, *, precision: Precision | None = None, device: Device | None = None
+) -> tuple[Device, Precision]:
+    """Where and in which precision a run's model is opened: as it was trained, or in fp32 where its GPU is not here."""
+    wanted = device or (plan.device if plan else "cpu")
+    place: Device = "cuda" if wanted == "cuda" and torch.cuda.is_available() else "cpu"
+    return place, precision or (plan.precision if plan and place == plan.device else "fp32")
+
+
+def trained_storage(folder: Path) -> Storage:
+    """How the base was held while the run in `folder` was trained."""
+    plan = read_plan(folder)
+    run = read_run(folder)
+    asked = "int8" if run.lora.bits == 8 else "nf4"
+    return plan.storage if plan else asked if run.method == "qlora" else "plain"
+
+
+def tokenizer_of(folder: Path):
+    """The tokenizer of the run in `folder` with its chat template, as both were when training started."""
+    run, kept = read_run(folder), folder / side_files.FOLDER
+    if kept.is_dir():
+        return load.load_tokenizer(run.model_copy(update={"model": str(kept)}))
+    tokenizer = load.load_tokenizer(run)
+    if run.chat_template is not None:
+        tokenizer.chat_template = read_template(run.chat_template)
+    return tokenizer
+
+
+@torch.no_grad()
+def _from_checkpoint(model: nn.Module, run: Run, folder: Path) -> int:
+    identity = read_identity(folder)
+    assert identity is not None
+    store = CheckpointStore(folder / "checkpoints", identity.lineage)
+    found = store.latest() if (folder / "checkpoints").is_dir() else None
+    if found is None:
+        raise UserError(f"{folder} holds no trained weights yet; run `tunesmith train` first.")
+    tensors, _ = store.load(found)
+    if run.has_adapters:  # on the linears that were trained, which may be fewer than those asked for
+        names = [name.rpartition(".")[0] for name in map(weight_of, tensors) if name.endswith(".lora_a")]
+        model.requires_grad_(False)
+        lora.put_on(model, dict.fromkeys(names), run.lora, seed=run.seed)
+    parameters = dict(model.named_parameters())
+    for name, value in tensors.items():
+        if name.startswith("lifted/"):
+            undo_preround_(value)
+        if not name.startswith("optimizer/"):
+            parameters[weight_of(name)].copy_(value)
+    return found.step

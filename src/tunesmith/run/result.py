@@ -1,0 +1,136 @@
+"""What comes of a run: its adapter or its model, written by all ranks into one folder, with what lies beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tunesmith.checkpoint.result import stored_parts, stored_shapes, write_on_all_ranks
+from tunesmith.config.schema import Run
+from tunesmith.data.prepare import Prepared, answers_reason
+from tunesmith.infer.described import facts_of
+from tunesmith.model import load, lora, side_files
+from tunesmith.model.card import card
+from tunesmith.model.files import Held
+from tunesmith.model.lora import peft_name
+from tunesmith.model.save import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    MODEL_FILES,
+    adapter_config_text,
+    remove_leftovers,
+    saved_buffers,
+    write_adapter,
+    write_model,
+)
+from tunesmith.model.source import files_of
+from tunesmith.optim.build import Optimizer
+from tunesmith.parallel.pipeline import Pipelined
+from tunesmith.parallel.shard import Sharded, gathered
+from tunesmith.plan.plan import Plan
+from tunesmith.run.state import Share
+
+
+@dataclass(frozen=True)
+class ResultWriter:
+    """Writes the result of a run. What the end needs of the base and of the model's names is looked up when this is
+    made: by the end the base may be gone."""
+
+    run: Run
+    model: nn.Module
+    optimizer: Optimizer
+    share: Share
+    data: Prepared
+    steps: int
+    losses: dict[int, float]
+    """Held-out losses by step, for the model card."""
+    dtype: torch.dtype
+    adapter_config: str
+    """Empty where all weights are trained."""
+    empty: nn.Module | None
+    """The model without weights, where its weights lie over ranks and are all trained."""
+    files: dict[str, Held] | None
+    """How its files held it, if as the model has it."""
+
+    @classmethod
+    def of(
+        cls,
+        run: Run,
+        plan: Plan,
+        model: nn.Module,
+        optimizer: Optimizer,
+        share: Share,
+        data: Prepared,
+        *,
+        steps: int,
+        losses: dict[int, float],
+    ) -> ResultWriter:
+        empty, files = None, None
+        if isinstance(share.called, Sharded | Pipelined) and not run.has_adapters:
+            empty, folder = load.load_empty(run, dtype=plan.precision)
+            files = files_of(empty, folder)
+        config = _adapter_config(model, run, share) if run.has_adapters else ""
+        dtype = getattr(torch, load.DTYPES[plan.precision])
+        return cls(run, model, optimizer, share, data, steps, losses, dtype, config, empty, files)
+
+    def write(self, name: str | None = None) -> Path:
+        """Into a folder of this name; the usual one when left out. All ranks must take part."""
+        target = Path(self.run.output) / (name or ("adapter" if self.run.has_adapters else "model"))
+        if self.share.ranks.is_first:
+            remove_leftovers(target)
+        self.optimizer.finish_update()
+        describe = partial(self._describe, self.steps if name is None else None)
+        if not isinstance(self.share.called, Sharded | Pipelined):
+            if self.run.has_adapters:
+                return write_adapter(self.model, self.run, target, describe)
+            return write_model(self.model, target, describe)
+        if self.run.has_adapters:
+            self._write_adapter_together(target, describe)
+        elif self.files is None:
+            self._write_translated(target, describe)
+        else:
+            self._write_model_together(target, describe)
+        return target
+
+    def _write_adapter_together(self, target: Path, describe: Callable[[Path], None]) -> None:
+        tensors = self.share.own(self.optimizer.weights)
+        parts = ((peft_name(name), rows) for name, rows in self.share.parts(tensors))
+        shapes = {peft_name(name): (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        write_on_all_ranks(target, shapes, parts, self.share.ranks, pattern=ADAPTER_FILE, describe=describe)
+
+    def _write_translated(self, target: Path, describe: Callable[[Path], None]) -> None:
+        """In another layout, which transformers knows: it wants all weights."""
+        ranks, is_cut = self.share.ranks, isinstance(self.share.called, Pipelined)
+        tensors = {**self.optimizer.weights, **saved_buffers(self.model)}
+        weights = gathered(tensors, ranks, self.dtype, keeps=self.share.is_first_of_stage if is_cut else None)
+        if ranks.is_first:
+            write_model(self.empty, target, describe, weights)
+        ranks.wait()
+
+    def _write_model_together(self, target: Path, describe: Callable[[Path], None]) -> None:
+        trained = self.optimizer.weights
+        tensors = self.share.own({**trained, **saved_buffers(self.model)})
+        parts = (one for name, rows in self.share.parts(tensors) for one in stored_parts(name, rows, self.files))
+        kinds = {name: (one.shape, self.dtype if name in trained else one.dtype) for name, one in tensors.items()}
+        shapes = stored_shapes(kinds, self.files)
+        write_on_all_ranks(target, shapes, parts, self.share.ranks, pattern=MODEL_FILES, describe=describe)
+
+    def _describe(self, steps: int | None, target: Path) -> None:
+        facts = facts_of(self.run, self.data.encoder, reasons=answers_reason(self.data.encoder, self.data.train))
+        text = card(self.run, replace(facts, steps=steps, before=self.losses.get(0), after=self.losses.get(self.steps)))
+        dtype = None if self.run.has_adapters else self.dtype
+        side_files.put_beside(Path(self.run.output) / side_files.FOLDER, target, dtype=dtype, card=text)
+        if self.adapter_config:
+            (target / ADAPTER_CONFIG).write_text(self.adapter_config)
+
+
+def _adapter_config(model: nn.Module, run: Run, share: Share) -> str:
+    if isinstance(share.called, Pipelined):  # a stage does not have all names
+        model = load.load_skeleton(run)
+        lora.attach(model, run.lora, seed=run.seed)
+    return adapter_config_text(model, run)

@@ -1,0 +1,30 @@
+"""What a plan says of every process of a run: the shape of its micro-batches, and whether its numbers repeat."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from tunesmith.model.forward import Shape
+from tunesmith.parallel.context import multiple_of
+from tunesmith.plan.plan import Plan
+
+
+def micro_batch_shape(plan: Plan) -> Shape | None:
+    """The one shape of micro-batches that compiled layers and pipeline stages see; None where any will do."""
+    if not plan.is_compiled and plan.mesh.pipeline == 1:
+        return None
+    multiple = multiple_of(plan)
+    tokens = -(-plan.micro_batch * plan.sequence_length // multiple) * multiple
+    return Shape(tokens=tokens, longest=plan.sequence_length)
+
+
+def make_reproducible(plan: Plan) -> None:
+    """The same numbers every time: always on a CPU, on a GPU when the plan says so."""
+    if torch.get_num_threads() != plan.threads and plan.device == "cpu":
+        torch.set_num_threads(plan.threads)
+    if plan.deterministic and plan.device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False

@@ -1,0 +1,95 @@
+"""What a run saves to be continued, and how it is given back: weights, masters and optimizer states, by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tunesmith.checkpoint.codec import Rows
+from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Saving, copy_to_host
+from tunesmith.optim.build import Optimizer, weight_of
+from tunesmith.parallel.pipeline import Pipelined
+from tunesmith.parallel.ranks import Ranks
+from tunesmith.parallel.shard import from_rows, full_tensor, own_parts, rows_of
+from tunesmith.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Share:
+    """What of a run's tensors this rank writes."""
+
+    called: nn.Module
+    plan: Plan
+    ranks: Ranks
+
+    @property
+    def is_first_of_stage(self) -> bool:
+        return self.ranks.rank % (self.ranks.count // self.plan.mesh.pipeline) == 0
+
+    def own(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those that this rank has a part in writing: a weight that is tied is the first stage's."""
+        called = self.called
+        tied = called.tied if isinstance(called, Pipelined) and not called.parts[0].is_first else None
+        return {name: tensor for name, tensor in tensors.items() if tied is None or weight_of(name) != tied}
+
+    def parts(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, Rows]]:
+        """This rank's rows of each; all ranks must ask at once."""
+        tensor = (self.ranks.rank % self.plan.mesh.tensor, self.plan.mesh.tensor)
+        for name, part in own_parts(tensors, is_first=self.is_first_of_stage, tensor=tensor):
+            yield name, Rows(*part)
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Weights and optimizer of a run, saved into its checkpoints and restored from them."""
+
+    optimizer: Optimizer
+    share: Share
+    checkpoints: CheckpointStore
+    losses: dict[int, float] = field(default_factory=dict)
+    """Held-out losses by step, which go on with the run."""
+
+    def save(self, step: int, state: dict[str, Any], metric: float | None, *, beside: bool) -> Saving:
+        """Begins a checkpoint. All ranks must take part."""
+        tensors, copy = self.optimizer.tensors(), {"copy": copy_to_host} if beside else {}
+        ranks = self.share.ranks
+        if ranks.count == 1:
+            full = {name: full_tensor(tensor) for name, tensor in tensors.items()}
+            return self.checkpoints.begin(step, full, state, metric=metric, **copy)
+        tensors = self.share.own(tensors)
+        parts = dict(self.share.parts(tensors))
+        return self.checkpoints.begin_on_all_ranks(step, parts, tensors.keys(), state, ranks, metric=metric, **copy)
+
+    def restore(self, store: CheckpointStore, found: Checkpoint) -> dict[str, Any]:
+        """Gives weights and optimizer the values of a checkpoint, and returns the state that was saved with it."""
+        loaded, state = store.load_rows(found, self._wanted_rows, self.optimizer.room)
+        tensors = {}
+        for name, part in loaded.items():
+            if self._wanted_rows(name) == (0, 0):
+                continue  # another stage's
+            weight = self._spread_weight(name)
+            is_spread = weight is not None and part.total == weight.shape[0] and part.tensor.ndim > 0
+            tensors[name] = from_rows(part.tensor, weight) if is_spread else part.tensor
+        self.optimizer.restore(tensors)
+        if found.metric is not None:
+            self.losses[found.step] = found.metric
+        if state.get("first_loss") is not None:
+            self.losses[0] = state["first_loss"]
+        return state
+
+    def _spread_weight(self, name: str) -> DTensor | None:
+        """The weight that a tensor of the checkpoint belongs to, where it lies over ranks."""
+        weight = self.optimizer.weights.get(weight_of(name))
+        return weight if isinstance(weight, DTensor) else None
+
+    def _wanted_rows(self, name: str) -> tuple[int, int] | None:
+        """Of a tensor of the checkpoint; None: all of it."""
+        if isinstance(self.share.called, Pipelined) and weight_of(name) not in self.optimizer.weights:
+            return 0, 0
+        weight = self._spread_weight(name)
+        return None if weight is None else rows_of(weight)

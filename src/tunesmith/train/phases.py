@@ -1,0 +1,66 @@
+"""What a GPU's allocator holds at the memory phases of a step that can be told apart, to be held against the plan's."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tunesmith.optim.build import Optimizer
+from tunesmith.plan.plan import Plan
+
+
+class PhaseMemory:
+    """Bytes at the latest step's phases: at its start, before and after its last forward pass, before the update.
+
+    What lies between two of them is a category of the plan's memory. A CPU's allocator does not tell: there they are
+    all 0. `last` is the last step that is looked at: an allocator does not count what is free in captured passes.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *, last: int | None = None):
+        self.held: dict[str, int] = {}
+        """Allocated at the moment."""
+        self.peaks: dict[str, int] = {}
+        """The most that was allocated up to it, since the allocator's peak was last reset."""
+        self.steps = 0
+        self._optimizer = optimizer
+        self._last = last
+        self._is_within = False
+        self._is_told = next(model.parameters()).is_cuda
+        model.base_model.register_forward_pre_hook(lambda *_: self._before_forward() if model.training else None)
+        model.base_model.register_forward_hook(lambda *_: self._note("after forward") if model.training else None)
+        optimizer.parts[0].register_step_pre_hook(lambda *_: self._before_update())
+
+    def by_category(self, plan: Plan) -> dict[str, tuple[int, int]]:
+        """Bytes predicted and measured, by what they are for, as far as that can be told: after the second step, from
+        which on the optimizer has its states."""
+        predicted = {phase.name: phase.memory for phase in plan.phases}
+        if not predicted or not self._is_told or self.steps < 2:
+            return {}
+        forward, update = predicted["end of the forward pass"], predicted["optimizer step"]
+        held = self.held
+        return {
+            "weights and states": (
+                forward.weights + forward.adapter + forward.master + forward.optimizer,
+                held["start"],
+            ),
+            "activations": (forward.activations, held["after forward"] - held["before forward"]),
+            "gradients": (update.gradients, held["before update"] - held["start"]),
+        }
+
+    def _before_forward(self) -> None:
+        if not self._is_within:
+            self._is_within = True
+            self._note("start")
+        self._note("before forward")
+
+    def _before_update(self) -> None:
+        self._note("before update")
+        self._is_within = False
+        self.steps += 1
+
+    def _note(self, phase: str) -> None:
+        if self._last is not None and self.steps >= self._last:
+            return
+        held_over = self._optimizer.held_over()  # of the step before, and gone before the forward pass has ended
+        self.held[phase] = torch.cuda.memory_allocated() - held_over if self._is_told else 0
+        self.peaks[phase] = torch.cuda.max_memory_allocated() if self._is_told else 0

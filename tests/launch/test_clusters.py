@@ -1,0 +1,122 @@
+"""What clusters are given: scripts that a shell, Kubernetes and Python can read, with the ranks they need."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tunesmith.cli.main import main
+from tunesmith.errors import UserError
+from tunesmith.launch.clusters import Task, host_commands, kubernetes_manifest, ray_driver, slurm_script
+
+COMMAND = ["python", "-m", "tunesmith", "train", "my run.yaml", "learning_rate=1e-4"]
+
+
+def task(**changes) -> Task:
+    given = {"command": COMMAND, "name": "support", "folder": "/data/my work", "output": "runs/support"}
+    return Task(**given | {"nodes": 2, "ranks": 4} | changes)
+
+
+def test_a_slurm_script_is_one_that_bash_reads_and_asks_for_what_the_run_needs():
+    script = slurm_script(task(options=["partition=gpu", "--exclusive"]), hours=1.5)
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    asked = dict(
+        line.removeprefix("#SBATCH --").partition("=")[::2] for line in script.splitlines() if "#SBATCH" in line
+    )
+    assert asked["nodes"] == "2"
+    assert asked["ntasks-per-node"] == asked["gpus-per-node"] == "4"
+    assert asked["time"] == "1:30:00"
+    assert asked["partition"] == "gpu"
+    assert "exclusive" in asked
+    assert "requeue" in asked
+    assert shlex.join(COMMAND) in script
+    assert "gpus" not in slurm_script(task(has_gpus=False), hours=1)
+
+
+def test_the_warning_before_the_time_limit_leaves_time_to_train():
+    assert "--signal=TERM@30\n" in slurm_script(task(), hours=1 / 60)
+    assert "--signal=TERM@180\n" in slurm_script(task(), hours=24)
+
+
+def test_the_wrapper_around_a_rank_passes_codes_on_but_takes_a_stop_as_asked_for_no_failure():
+    script = slurm_script(task(), hours=1)
+    wrapper = script.partition("bash -c '")[2].partition("' rank")[0]
+    for code, expected in ((0, 0), (1, 1), (70, 70), (143, 0)):
+        done = subprocess.run(["bash", "-c", wrapper, "rank", sys.executable, "-c", f"raise SystemExit({code})"])
+        assert done.returncode == expected
+
+
+def test_the_wrapper_around_a_rank_waits_while_a_signalled_rank_saves():
+    wrapper = slurm_script(task(), hours=1).partition("bash -c '")[2].partition("' rank")[0]
+    saves = (
+        "import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(0.5), sys.exit(143))); "
+        "print(1, flush=True); time.sleep(30)"
+    )
+    process = subprocess.Popen(
+        ["bash", "-c", wrapper, "rank", sys.executable, "-c", saves], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout.readline()
+    subprocess.run(["pkill", "-TERM", "-g", str(process.pid)])
+    assert process.wait(20) == 0
+
+
+def test_a_kubernetes_manifest_has_a_pod_for_each_node_which_find_each_other():
+    service, job = yaml.safe_load_all(
+        kubernetes_manifest(task(), image="here/tunesmith:1", claim="data", mount="/data")
+    )
+    assert (service["kind"], job["kind"]) == ("Service", "Job")
+    assert service["spec"]["clusterIP"] == "None"
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["subdomain"] == service["metadata"]["name"] == "support"
+    assert container["image"] == "here/tunesmith:1"
+    assert "--rdzv-endpoint=support-0.support:29400" in container["command"]
+    assert container["command"][-4:] == ["tunesmith", "train", "my run.yaml", "learning_rate=1e-4"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
+    with pytest.raises(UserError, match="no name for Kubernetes"):
+        kubernetes_manifest(task(name="My_Run"), image="i", claim="c", mount="/m")
+
+
+def test_a_ray_driver_is_a_program_that_starts_each_node_once():
+    source = ray_driver(task(folder='/data/a "b"'))
+    compile(source, "driver.py", "exec")
+    assert "NODES = 2" in source
+    assert '"GPU": 4' in source
+
+
+def test_hosts_are_reached_as_said_and_the_first_one_leads():
+    first, second = host_commands(task(), ["me@a", "b"], "ssh -tt {host}")
+    assert first[:3] == ["ssh", "-tt", "me@a"]
+    assert "--rdzv-endpoint=a:29400 " in first[3]
+    assert "is_host=1" in first[3]
+    assert "is_host=0" in second[3]
+    assert first[3].startswith("cd '/data/my work' && exec ")
+    assert host_commands(task(), ["x"], "ip netns exec {host}")[0][:5] == ["ip", "netns", "exec", "x", "bash"]
+    with pytest.raises(UserError, match=r"\{host\}"):
+        host_commands(task(), ["a"], "ssh")
+
+
+def test_launch_reads_the_settings_first_and_writes_beside_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("model: m\ndata: d.jsonl\noutput: runs/My Run\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", "slurm", "run.yaml", "learning_rte=1"])
+    assert ended.value.code == 1
+    assert "learning_rate" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", "kubernetes", "run.yaml"])
+    assert ended.value.code == 0
+    assert "name: my-run\n" in (tmp_path / "run.kubernetes.yaml").read_text()
+    with pytest.raises(SystemExit):
+        main(["launch", "hosts", "run.yaml", "--hosts", "a", "--plan", "my plan.json", "--print"])
+    assert "my plan.json" in capsys.readouterr().out
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", "ray", "run.yaml", "--submit"])
+    assert ended.value.code == 1
+    assert "ray is not here" in capsys.readouterr().err
