@@ -111,10 +111,11 @@ def connected(environment: RankEnvironment) -> Iterator[Ranks]:
     if not environment.is_started:
         yield Ranks(environment)
         return
-    has_gpus = torch.cuda.is_available()
-    if has_gpus:
-        torch.cuda.set_device(environment.local_rank)
-    backend = "cpu:gloo,cuda:nccl" if has_gpus else "gloo"
+    gpus = torch.cuda.device_count()
+    if gpus:
+        torch.cuda.set_device(environment.local_rank % gpus)
+    # NCCL refuses two ranks on a device. Gloo takes their tensors through host memory: a test of kernels, not of speed.
+    backend = "cpu:gloo,cuda:nccl" if gpus >= environment.local_ranks else "gloo"
     dist.init_process_group(backend, rank=environment.rank, world_size=environment.ranks, timeout=TIMEOUT)
     try:
         yield Ranks(environment, dist.new_group(backend="gloo", timeout=PATIENCE))

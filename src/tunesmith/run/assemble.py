@@ -38,7 +38,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
     check_ranks(plan, ranks)
     device = torch.device(plan.device)
     if ranks.count > 1 and plan.device == "cuda":
-        device = torch.device("cuda", ranks.environment.local_rank)
+        device = torch.device("cuda", torch.cuda.current_device())
     make_reproducible(plan)
     attention.register(plan.attention)
     check_parallelism(run, plan, device)

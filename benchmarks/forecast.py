@@ -1,0 +1,414 @@
+"""A forecast over families that no constant of the planner was chosen by: predicted, and measured in training.
+
+    python benchmarks/forecast.py [--seed N] [--out FOLDER] [--deadline SECONDS] [--list] [--tiny]
+    python benchmarks/forecast.py --collect FOLDER/forecast.jsonl
+
+The first draws configurations by a seed that was not used before (the one in the result file is spent), makes their
+plans while nothing else uses the GPU, and trains by them: each with random weights at a published shape, read from
+files, on documents of many lengths. Several start and compile at once; each is timed alone, the others being stopped.
+Predictions are those that stand in the plans, and are kept beside what was measured: they are not made again when the
+planner changes. The second makes benchmarks/results/forecast.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from results import write_result
+
+from tunesmith.measure.results import document
+
+GIB = 2**30
+WHAT = "Predicted by the plan and measured in `tunesmith train`, configurations drawn by a new seed"
+WARM_STEPS, TIMED_STEPS = 6, 10
+MOST_STEPS = 200
+POLL_SECONDS = 0.02
+ALONE_SECONDS = 45.0
+"""The most that one may take to be timed."""
+USABLE_GIB = 128
+SHAPES: dict[str, dict[str, Any]] = {
+    "Llama-3.2-1B": {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True,
+    },
+    "Qwen2.5-1.5B": {
+        "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "Qwen3-1.7B": {
+        "model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "Phi-3-mini": {
+        "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32064, "sliding_window": 2047,
+        "pad_token_id": 0,
+    },
+    "Gemma-2-2B": {
+        "model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 256000,
+    },
+    "Gemma-3-1B": {
+        "model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144,
+        "sliding_window": 512,
+    },
+    "OLMo-2-1B": {
+        "model_type": "olmo2", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 100352,
+    },
+    "Granite-3-2B": {
+        "model_type": "granite", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 40,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 49155, "tie_word_embeddings": True,
+        "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
+        "residual_multiplier": 0.22,
+    },
+    "SmolLM3-3B": {
+        "model_type": "smollm3", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 128256, "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    "StarCoder2-3B": {
+        "model_type": "starcoder2", "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 30,
+        "num_attention_heads": 24, "num_key_value_heads": 2, "vocab_size": 49152,
+    },
+    "Pythia-1.4B": {
+        "model_type": "gpt_neox", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "vocab_size": 50304,
+    },
+    "Cohere2-2B": {
+        "model_type": "cohere2", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 128000,
+    },
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
+}  # fmt: skip
+"""What `--tiny` makes of a shape, to try all of this on a CPU."""
+
+
+@dataclass
+class Case:
+    name: str
+    shape: str
+    settings: dict[str, Any]
+    folder: str = ""
+    predicted: dict[str, Any] = field(default_factory=dict)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("forecast"))
+    parser.add_argument("--seed", type=int, default=20261117)
+    parser.add_argument("--deadline", type=float, default=540.0)
+    parser.add_argument("--workers", type=int, default=10)
+    parser.add_argument("--only", nargs="*", default=[], help="cases whose name contains one of these")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the benchmark itself")
+    parser.add_argument("--list", action="store_true", help="only say what would be measured")
+    parser.add_argument("--collect", type=Path, help="a file to make the result of")
+    options = parser.parse_args()
+    if options.collect:
+        print(f"wrote {collect(options.collect)}")
+        return
+    cases = [
+        case for case in draw(options.seed, tiny=options.tiny) if any(one in case.name for one in options.only or [""])
+    ]
+    if options.list:
+        print(*(case.name for case in cases), sep="\n")
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="tunesmith-forecast-") as folder:
+        Forecast(cases, Path(folder), options).run()
+
+
+def draw(seed: int, *, tiny: bool = False) -> list[Case]:
+    """Each shape with each method once; the rest by chance."""
+    chance = random.Random(seed)
+    cases = []
+    for shape in SHAPES:
+        for method in ("full", "lora", "qlora"):
+            length = chance.choice((1024, 2048, 4096, 8192))
+            settings: dict[str, Any] = {
+                "method": method,
+                "sequence_length": length,
+                "batch_tokens": max(length, chance.choice((8192, 16384))),
+                "precision": chance.choice(("auto", "fp8")),
+            }
+            if method == "full":
+                settings["optimizer"] = chance.choice(("adamw", "adamw_8bit", "lion"))
+            else:
+                settings["lora"] = {"rank": chance.choice((8, 16, 64))}
+            if tiny:
+                settings |= {"sequence_length": 64, "batch_tokens": 128, "precision": "auto"}
+            said = [f"{value['rank']}" if name == "lora" else str(value) for name, value in settings.items()]
+            cases.append(Case(", ".join([shape, *said]), shape, settings))
+    return cases
+
+
+class Forecast:
+    def __init__(self, cases: list[Case], folder: Path, options: argparse.Namespace):
+        self.cases, self.folder, self.options = cases, folder, options
+        self.began = time.monotonic()
+        self.running: dict[str, Training] = {}
+        self.rows = (options.out / "forecast.jsonl").open("a")
+        self.environment = os.environ | {
+            "HF_HUB_OFFLINE": "1",
+            "TUNESMITH_CACHE": str(folder / "cache"),
+            "TORCHINDUCTOR_COMPILE_THREADS": "2",
+        }
+
+    @property
+    def left(self) -> float:
+        return self.options.deadline - (time.monotonic() - self.began)
+
+    def run(self) -> None:
+        self.write({"document": document(WHAT, [])})
+        self.make_models()
+        with ThreadPoolExecutor(self.options.workers) as threads:
+            list(threads.map(self.plan, self.cases))
+        self.say(f"planned {sum(bool(case.predicted) for case in self.cases)} of {len(self.cases)}")
+        waiting = sorted((case for case in self.cases if case.predicted), key=lambda case: case.predicted["total"])
+        try:
+            while (waiting or self.running) and self.left > 0:
+                self.start(waiting)
+                ready = [one for one in self.running.values() if one.is_warm()]
+                for one in ready:
+                    self.measure(one)
+                for one in [one for one in self.running.values() if one.process.poll() is not None]:
+                    self.end(one, {"failed": one.last_words()})
+                time.sleep(POLL_SECONDS)
+        finally:
+            for case in waiting:
+                self.write({**asdict(case), "failed": "out of time"})
+            for one in list(self.running.values()):
+                self.end(one, {"failed": f"out of time at step {one.steps()}"})
+
+    def start(self, waiting: list[Case]) -> None:
+        """What there is memory for, the smallest first."""
+        used = sum(one.case.predicted["total"] for one in self.running.values())
+        while waiting and len(self.running) < self.options.workers:
+            if self.running and used + waiting[0].predicted["total"] > USABLE_GIB * GIB:
+                break
+            case = waiting.pop(0)
+            used += case.predicted["total"]
+            self.running[case.name] = Training(case, self.environment)
+
+    def measure(self, one: Training) -> None:
+        """Time the steps of one while the others are stopped."""
+        others = [other for other in self.running.values() if other is not one]
+        for other in others:
+            other.signal(signal.SIGSTOP)
+        time.sleep(0.3)  # what they had queued runs out
+        one.signal(signal.SIGCONT)
+        first, until = one.steps(), time.monotonic() + ALONE_SECONDS
+        while one.steps() < first + 2 + TIMED_STEPS and one.process.poll() is None and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+        steps = one.events("step")[first + 1 :]
+        for other in others:
+            if not other.is_waiting:
+                other.signal(signal.SIGCONT)
+        if len(steps) < 3:
+            self.end(one, {"failed": one.last_words() or "too slow to be timed"})
+            return
+        seconds = [after["time"] - before["time"] for before, after in itertools.pairwise(steps)]
+        speed = sum(step["tokens"] for step in steps[1:]) / sum(seconds)
+        found = {"peak_bytes": max(step["memory"] for step in steps), "tokens_per_second": round(speed, 1)}
+        self.end(one, found | {"steps": len(seconds), "median_seconds": round(statistics.median(seconds), 4)})
+
+    def end(self, one: Training, found: dict[str, Any]) -> None:
+        one.signal(signal.SIGKILL)
+        del self.running[one.case.name]
+        self.write({**asdict(one.case), **found})
+
+    def write(self, row: dict[str, Any]) -> None:
+        row.pop("folder", None)
+        self.rows.write(json.dumps(row) + "\n")
+        self.rows.flush()
+        if "name" in row:
+            self.say(f"{row['name']}: {words(row)}")
+
+    def say(self, text: str) -> None:
+        print(f"{time.monotonic() - self.began:4.0f} s {text}", flush=True)
+
+    def make_models(self) -> None:
+        shapes = list(dict.fromkeys(case.shape for case in self.cases))
+        command = [sys.executable, __file__, "--make", str(self.folder), "tiny" if self.options.tiny else "whole"]
+        groups = [shapes[start::4] for start in range(4)]
+        with (self.options.out / "make.log").open("w") as log:
+            for process in [subprocess.Popen([*command, *group], stderr=log, stdout=log) for group in groups if group]:
+                process.wait()
+        self.say("models made")
+
+    def plan(self, case: Case) -> None:
+        folder = self.folder / "runs" / str(self.cases.index(case))
+        folder.mkdir(parents=True)
+        case.folder = str(folder)
+        settings = {
+            "model": str(self.folder / case.shape),
+            "data": str(self.folder / "train.jsonl"),
+            "steps": MOST_STEPS,
+            "held_out": 0,
+            "output": str(folder / "run"),
+            **case.settings,
+        }
+        (folder / "run.yaml").write_text(json.dumps(settings))
+        done = subprocess.run(
+            [sys.executable, __file__, "--plan-one", str(folder)],
+            env=self.environment, capture_output=True, text=True,
+        )  # fmt: skip
+        if done.returncode:
+            self.write({**asdict(case), "failed": f"no plan: {done.stderr.strip()[-400:]}"})
+            return
+        case.predicted = json.loads(done.stdout.splitlines()[-1])
+
+
+class Training:
+    """One `tunesmith train`."""
+
+    def __init__(self, case: Case, environment: dict[str, str]):
+        self.case, self.is_waiting = case, False
+        folder = Path(case.folder)
+        self.log, self.file = folder / "log", folder / "run" / "events.jsonl"
+        command = [sys.executable, "-m", "tunesmith", "train", "run.yaml", "--plan", "plan.json"]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        try:
+            lines = self.file.read_text().splitlines()
+        except OSError:
+            return []
+        found = []
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return [one for one in found if one["event"] == kind]
+
+    def steps(self) -> int:
+        return len(self.events("step"))
+
+    def is_warm(self) -> bool:
+        """Whether it can be timed; if so it is stopped until it is its turn."""
+        if not self.is_waiting and self.steps() >= WARM_STEPS:
+            self.signal(signal.SIGSTOP)
+            self.is_waiting = True
+        return self.is_waiting and self.process.poll() is None
+
+    def last_words(self) -> str:
+        return self.log.read_text(errors="replace").strip()[-600:]
+
+
+def make(folder: Path, size: str, shapes: list[str]) -> None:
+    """Models of random weights, and data whose documents have many lengths."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tunesmith.measure.peers import tokenizer_of
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name in shapes:
+        shape = dict(SHAPES[name])
+        if size == "tiny":
+            shape = {key: SMALL.get(key, value) for key, value in shape.items()}
+            if "num_key_value_heads" in shape:
+                shape["num_key_value_heads"] = min(2, shape["num_key_value_heads"])
+        ends = {"bos_token_id": 1, "eos_token_id": 2}
+        config = AutoConfig.for_model(**shape, **ends, max_position_embeddings=16384)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(folder / name, max_shard_size="2GB")
+        tokenizer_of(shape["vocab_size"]).save_pretrained(folder / name)
+        del model
+    chance, texts = random.Random(0), []
+    words_known = 500 if size == "tiny" else 32000
+    for _ in range(40 if size == "tiny" else 4000):
+        length = min(6000, max(20, int(chance.lognormvariate(5.8, 0.9))))
+        texts.append(" ".join(f"t{chance.randint(4, words_known - 1)}" for _ in range(length)))
+    path = folder / f"train.{os.getpid()}"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path.replace(folder / "train.jsonl")
+
+
+def plan_one(folder: Path) -> None:
+    """The plan that `tunesmith train` would make, and what it predicts."""
+    import torch
+
+    from tunesmith.config.load import load
+    from tunesmith.model import attention
+    from tunesmith.model.probe import probe_run
+    from tunesmith.run.choose import make_plan
+
+    run = load(folder / "run.yaml").run
+    attention.register()
+    probed = probe_run(run, device="cuda" if torch.cuda.is_available() else "cpu")[1]
+    plan, _ = make_plan(run, probed=probed)
+    (folder / "plan.json").write_text(plan.model_dump_json())
+    kept = ("attention", "is_compiled", "cuda_graphs", "by_length", "micro_batch", "checkpointed_layers",
+            "matmul_dtype", "optimizer_states", "master_weights", "sequences_per_step")  # fmt: skip
+    said = {
+        "total": plan.memory.total,
+        "allocated": plan.memory.allocated if plan.device == "cuda" else plan.memory.total,
+        "tokens_per_second": round(plan.tokens_per_second, 1),
+        "memory": {name: size for name, size in plan.memory.model_dump().items() if size},
+        "time": {name: round(seconds, 5) for name, seconds in plan.time.model_dump().items() if seconds},
+        **{name: getattr(plan, name) for name in kept},
+    }
+    print(json.dumps(said))
+
+
+def words(row: dict[str, Any]) -> str:
+    if "failed" in row:
+        return f"failed: {row['failed']}"
+    said = row["predicted"]
+    memory, speed = errors(row)
+    return (
+        f"{said['allocated'] / GIB:.1f} GiB predicted, {row['peak_bytes'] / GIB:.1f} measured ({memory:+.1%}); "
+        f"{said['tokens_per_second']:,.0f} tokens/s predicted, {row['tokens_per_second']:,.0f} measured ({speed:+.1%})"
+    )
+
+
+def errors(row: dict[str, Any]) -> tuple[float, float]:
+    """By how much the predictions of memory and speed were above what was measured."""
+    said = row["predicted"]
+    return said["allocated"] / row["peak_bytes"] - 1, said["tokens_per_second"] / row["tokens_per_second"] - 1
+
+
+def collect(file: Path) -> Path:
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    about = next(line["document"] for line in lines if "document" in line)
+    rows = {line["name"]: line for line in lines if "name" in line}
+    for row in rows.values():
+        print(f"{row['name']}: {words(row)}")
+    return write_result("forecast", WHAT, list(rows.values()), about=about)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--make"]:
+        make(Path(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    elif sys.argv[1:2] == ["--plan-one"]:
+        plan_one(Path(sys.argv[2]))
+    else:
+        main()
