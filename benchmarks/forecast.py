@@ -46,9 +46,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True,
     },
-    "Qwen2.5-1.5B": {
-        "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-        "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+    "GLM-Edge-1.5B": {
+        "model_type": "glm", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 59264,
     },
     "Qwen3-1.7B": {
         "model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
@@ -58,7 +58,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Phi-3-mini": {
         "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32064, "sliding_window": 2047,
-        "pad_token_id": 0,
     },
     "Gemma-2-2B": {
         "model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -82,7 +81,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "SmolLM3-3B": {
         "model_type": "smollm3", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
         "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 128256, "tie_word_embeddings": True,
-        "pad_token_id": 0,
     },
     "StarCoder2-3B": {
         "model_type": "starcoder2", "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 30,
@@ -335,18 +333,18 @@ def make(folder: Path, size: str, shapes: list[str]) -> None:
             shape = {key: SMALL.get(key, value) for key, value in shape.items()}
             if "num_key_value_heads" in shape:
                 shape["num_key_value_heads"] = min(2, shape["num_key_value_heads"])
-        ends = {"bos_token_id": 1, "eos_token_id": 2}
-        config = AutoConfig.for_model(**shape, **ends, max_position_embeddings=16384)
+        shape |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
+        config = AutoConfig.for_model(**shape, max_position_embeddings=16384)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder / name, max_shard_size="2GB")
         tokenizer_of(shape["vocab_size"]).save_pretrained(folder / name)
         del model
     chance, texts = random.Random(0), []
-    words_known = 500 if size == "tiny" else 32000
-    for _ in range(40 if size == "tiny" else 4000):
+    known = range(40, 100) if size == "tiny" else range(4000, 10000)  # not those that begin as special tokens do
+    for _ in range(40 if size == "tiny" else 1500):
         length = min(6000, max(20, int(chance.lognormvariate(5.8, 0.9))))
-        texts.append(" ".join(f"t{chance.randint(4, words_known - 1)}" for _ in range(length)))
+        texts.append(" ".join(f"t{number}" for number in chance.choices(known, k=length)))
     path = folder / f"train.{os.getpid()}"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     path.replace(folder / "train.jsonl")

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,20 +116,26 @@ def launch(folder: Path, way: str) -> None:
 
 
 def be_a_rank(folder: Path, way: str) -> None:
+    import torch.distributed as dist
+
     from tunesmith.config.load import from_mapping
     from tunesmith.errors import UserError
     from tunesmith.launch.local import write_failure
     from tunesmith.launch.rank_environment import read_rank_environment
-    from tunesmith.parallel.ranks import connected
+    from tunesmith.parallel.ranks import Ranks
 
     _, _, settings = WAYS[way]
     given = json.loads((folder.parent / "settings.json").read_text())
     run = from_mapping(given | settings | {"output": str(folder / "run")})
     try:
-        with connected(read_rank_environment()) as ranks:
-            found = losses(run, way, ranks)
-            if ranks.is_first:
-                (folder / "found.json").write_text(json.dumps(found))
+        environment = read_rank_environment()
+        dist.init_process_group("gloo", rank=environment.rank, world_size=environment.ranks)  # NCCL would refuse it
+        for name in ("RANK", "WORLD_SIZE"):  # plans are made, and checked, for the one GPU there is
+            del os.environ[name]
+        ranks = Ranks(environment, dist.new_group(backend="gloo") if environment.ranks > 1 else None)
+        found = losses(run, way, ranks)
+        if ranks.is_first:
+            (folder / "found.json").write_text(json.dumps(found))
     except (UserError, RuntimeError) as error:
         import traceback
 
@@ -145,18 +153,17 @@ def losses(run: Any, way: str, ranks: Any) -> dict[str, Any]:
     from tunesmith.run.start import join_run, prepare_run
     from tunesmith.train.loop import loss_scale_of, rate_of, step_of
 
-    _, changes, _ = WAYS[way]
     if ranks.is_first:
         attention.register()
         Path(run.output).mkdir(parents=True)
-        plan, _ = make_plan(run, probed=probe_run(run, device=run.device)[1], ranks=1)
-        mesh = Mesh(**changes.get("mesh", {}))
-        plan = plan.changed(**{"micro_batch": 1, "cuda_graphs": False, "sharding": "none", **changes, "mesh": mesh})
-        setting = prepare_run(run, plan=plan, warn=print)
+        plan, _ = make_plan(run, probed=probe_run(run, device=run.device)[1])
+        setting = prepare_run(run, plan=plan.changed(micro_batch=1, cuda_graphs=False), warn=print)
     ranks.wait()
     if not ranks.is_first:
         setting = join_run(run)
-    job = assemble(setting, ranks)
+    _, changes, _ = WAYS[way]
+    plan = setting.plan.changed(**changes | {"mesh": Mesh(**changes.get("mesh", {}))})
+    job = assemble(replace(setting, plan=plan), ranks)
     step = step_of(job, loss_scale_of(job))
     job.model.train()
     found, norms = [], []
@@ -164,7 +171,6 @@ def losses(run: Any, way: str, ranks: Any) -> dict[str, Any]:
         result = step(job.loader.step(number), rate_of(job, number))
         found.append(result.loss)
         norms.append(result.grad_norm)
-    plan = setting.plan
     kept = {"attention": plan.attention, "is_compiled": plan.is_compiled, "precision": plan.precision}
     return {"losses": found, "norms": norms, **kept, "mesh": plan.mesh.model_dump(), "sharding": plan.sharding}
 

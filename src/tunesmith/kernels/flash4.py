@@ -104,7 +104,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     options = _options(queries, keys, longest_q, longest_k, scale, window, softcap)
     out, lse, *_ = functions()[0](q, k, v, return_lse=True, **options)
-    return out, lse
+    return out.contiguous(), lse.contiguous()
 
 
 @torch.library.register_fake(_forward)
@@ -128,7 +128,7 @@ def _backward(
     window: int,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    d_q, d_k, d_v, *_ = functions()[1](
+    gradients = functions()[1](
         q,
         k,
         v,
@@ -138,6 +138,8 @@ def _backward(
         deterministic=torch.are_deterministic_algorithms_enabled(),
         **_options(queries, keys, longest_q, longest_k, scale, window, softcap),
     )
+    # It lays them out as q, k and v are, which is each model's own affair; compiled layers expect what is declared.
+    d_q, d_k, d_v = (one.contiguous() for one in gradients[:3])
     return d_q, d_k, d_v
 
 
