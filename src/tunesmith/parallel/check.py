@@ -31,7 +31,8 @@ def check_parallelism(run: Run, plan: Plan, device: torch.device) -> None:
         return
     tensor, stages = plan.mesh.tensor, min(MOST_STAGES, plan.mesh.pipeline * PER_RANK[plan.schedule])
     width = BLOCK * tensor  # whole blocks of weights in nf4 for each rank
-    proxy = load.build_small_proxy(run, dtype=plan.precision, device=device, layers=max(2, stages), width=width)
+    # In fp32, whatever the run computes in: what differs is then the cut, and not what half precision rounds.
+    proxy = load.build_small_proxy(run, dtype="fp32", device=device, layers=max(2, stages), width=width)
     if plan.forward.layout != "packed":  # tokens can be shared out where they lie end to end
         raise UserError(
             f"{type(proxy).__name__} does not take packed documents, which {axes[0]} parallelism needs; use a plan "
