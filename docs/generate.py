@@ -70,6 +70,12 @@ def settings_page() -> str:
         parts["Lora"]["description"],
         "",
         *_table(parts["Lora"], "lora."),
+        "",
+        "## Preferences: `preference`",
+        "",
+        f"{parts['Preference']['description']} [Objectives](objectives.md) says what each is good for.",
+        "",
+        *_table(parts["Preference"], "preference."),
     ]
     return "\n".join(lines) + "\n"
 
@@ -524,7 +530,7 @@ def _default(spec: dict[str, Any]) -> str:
 
 def _kind(spec: dict[str, Any]) -> str:
     if "$ref" in spec:
-        return {"Dataset": "data set", "Lora": "see below"}[spec["$ref"].rsplit("/", 1)[-1]]
+        return {"Dataset": "data set"}.get(spec["$ref"].rsplit("/", 1)[-1], "see below")
     if "anyOf" in spec:
         kinds = [_kind(branch) for branch in spec["anyOf"] if branch.get("type") != "null"]
         if "list of data sets" in kinds:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tunesmith.cli.init import Answers, propose, write_settings
 from tunesmith.cli.main import app
 from tunesmith.config.load import from_mapping, load, to_mapping
-from tunesmith.config.schema import Dataset, Lora, Run
+from tunesmith.config.schema import Dataset, Lora, Preference, Run
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def test_what_is_left_open_is_proposed_from_data_and_model_and_pinned_nowhere(ti
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_every_setting_is_shown_and_the_commented_ones_are_the_defaults(method):
     text = write_settings(Answers("m", "a", method), "runs/a", {})
-    for model in (Run, Lora, Dataset):
+    for model in (Run, Lora, Preference, Dataset):
         for name, field in model.model_fields.items():
             if name != "hub":
                 assert f"{name}:" in text

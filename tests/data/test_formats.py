@@ -24,9 +24,9 @@ def record(fields, line=7) -> Record:
     return Record(fields, Origin("data.jsonl", line))
 
 
-def converted(fields, dataset=PLAIN):
+def converted(fields, dataset=PLAIN, records="texts"):
     one = record(fields)
-    return formats.convert(one, formats.recognise([one], dataset), dataset)
+    return formats.convert(one, formats.recognise([one], dataset, records), dataset)
 
 
 def turns(item) -> list[tuple[str, str]]:
@@ -328,11 +328,15 @@ NAMES = st.sampled_from(
 
 
 @settings(max_examples=200, deadline=None)
-@given(fields=st.dictionaries(NAMES, VALUES, max_size=4), insisted=st.sampled_from([None, *formats.WANTED]))
-def test_any_record_is_converted_or_refused_in_a_sentence(fields, insisted):
+@given(
+    fields=st.dictionaries(NAMES, VALUES, max_size=4),
+    insisted=st.sampled_from([None, *formats.WANTED]),
+    records=st.sampled_from([*formats.FORMATS]),
+)
+def test_any_record_is_converted_or_refused_in_a_sentence(fields, insisted, records):
     said = ""
     try:
-        converted(fields, Dataset(path="d", format=insisted))
+        converted(fields, Dataset(path="d", format=insisted), records)
     except UserError as error:
         said = str(error)
     assert not said or said.startswith("data.jsonl, line 7: ")
@@ -345,6 +349,8 @@ PUBLIC = {
     "lf_glaive_toolcall_en_demo.json": "sharegpt",
     "fastchat_dummy_conversation.json": "sharegpt",
     "lf_c4_demo.jsonl": "text",
+    "lf_dpo_en_demo.json": "preference",
+    "lf_kto_en_demo.json": "judged",
 }
 
 
@@ -354,6 +360,7 @@ def test_data_as_people_publish_it(name):
         pytest.skip("the shared data sets are not here")
     dataset = Dataset(path=str(SHARED / name))
     records = list(islice(source.read(dataset), 300))
-    assert formats.recognise(records, dataset) == PUBLIC[name]
+    kind = {"preference": "pairs", "judged": "judged"}.get(PUBLIC[name], "texts")
+    assert formats.recognise(records, dataset, kind) == PUBLIC[name]
     for one in records:
         formats.convert(one, PUBLIC[name], dataset)

@@ -78,6 +78,7 @@ def steps(ranks: Ranks, count: int, **job: Any) -> list[dict[str, Any]]:
                 "loss": result.loss,
                 "losses": {str(source): loss for source, loss in sorted(result.losses.items())},
                 "norm": result.grad_norm,
+                "figures": result.figures,
                 "data": [origin for one in batch.micro_batches if one.weights.any() for origin in one.origins],
             }
         )

@@ -94,7 +94,7 @@ def examine(run: Run, tokenizer: Any, *, examples: int = 3, dataset: str | None 
         "epochs": loader.epoch_of(loader.total_steps - 1),
         "datasets": [
             _described(store, use, weight, plan.sequence_length)
-            | {"shown": [seen(store, i, tokenizer).plain() for i in range(min(examples, len(store)))]}
+            | {"shown": [one.plain() for i in range(min(examples, len(store))) for one in seen(store, i, tokenizer)]}
             for store, use, weight in _chosen(prepared, dataset)
         ],
         "bad": [{"where": str(one.origin), "kind": one.kind, "reason": one.reason} for one in prepared.bad],
@@ -117,10 +117,11 @@ class Seen:
         return asdict(self)
 
 
-def seen(store: TokenStore, index: int, tokenizer: Any) -> Seen:
-    from tunesmith.data.loader import document, micro_batch_of
+def seen(store: TokenStore, index: int, tokenizer: Any) -> list[Seen]:
+    """The documents of an example: of a pair, the answer that is chosen and the one that is rejected."""
+    from tunesmith.data import loader
 
-    return documents_of(micro_batch_of([document(store, index, 0)]), tokenizer)[0]
+    return documents_of(loader.micro_batch_of(loader.documents_of(store, index, 0)), tokenizer)
 
 
 def documents_of(batch: MicroBatch, tokenizer: Any) -> list[Seen]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -118,6 +118,7 @@ class Display:
         speed = self._speed.now
         self._facts = [
             f"loss {event.loss:.4f}",
+            *_figures(event.figures),
             "warming up" if speed is None else f"{speed:,.0f} tokens/s",
             output.readable_bytes(event.memory),
             *(["overflow: step skipped"] if event.skipped else []),
@@ -137,8 +138,13 @@ class Display:
         parts = [f"held-out loss {event.loss:.4f}"]
         if self._last_evaluation is not None:
             parts.append(f"({event.loss - self._last_evaluation:+.4f})")
+        parts += _figures(event.figures)
         if len(event.losses) > 1:
-            parts.append(listed((f"{title} {loss:.4f}" for title, loss in event.losses.items()), "; "))
+            each = (
+                " ".join([f"{title} {loss:.4f}", *_figures(event.figures_of.get(title, {}))])
+                for title, loss in event.losses.items()
+            )
+            parts.append(listed(each, "; "))
         self._last_evaluation = event.loss
         if event.step > self._first_step:
             self._between_steps += event.seconds
@@ -226,6 +232,14 @@ class Display:
             yield Text(f"{self._done:,} of {self._total:,}")
         elif self._done:
             yield Text(f"{self._done:,}")
+
+
+SHOWN_FIGURES = {"accuracy": "accuracy {:.0%}", "margin": "margin {:.3f}"}
+"""Of what objectives report, those that say most; the others are in the event log."""
+
+
+def _figures(figures: Mapping[str, float]) -> list[str]:
+    return [form.format(figures[name]) for name, form in SHOWN_FIGURES.items() if name in figures]
 
 
 def _flow(pieces: list[Text], width: int) -> Iterator[Text]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -41,21 +41,30 @@ def command(
     rows = []
     for index, result in enumerate(after):
         first = before[index].loss if before else None
-        rows.append({"data": result.title, "before": first, "loss": result.loss, "target_tokens": result.target_tokens})
+        row = {"data": result.title, "before": first, "loss": result.loss, "target_tokens": result.target_tokens}
+        if result.figures:
+            row |= {"figures_before": dict(before[index].figures) if before else None, "figures": dict(result.figures)}
+        rows.append(row)
     if as_json:
         output.print_json({"run": str(folder), "checkpoint_step": step, "results": rows})
         return
     if step is not None:
         output.note(f"The run is not finished; this is its checkpoint of step {step}.")
+    figures = [name for name in rows[0].get("figures", ()) if name != "loss"]
+
+    def perplexity(row: dict[str, Any]) -> float:
+        return math.exp(min(row["loss"], 50))
+
     shown = [
         (
             row["data"],
             *([f"{row['before']:.4f}"] if base else []),
             f"{row['loss']:.4f}",
-            f"{math.exp(min(row['loss'], 50)):.3f}",
+            *([f"{row['figures'].get(name, math.nan):.4f}" for name in figures] or [f"{perplexity(row):.3f}"]),
             f"{row['target_tokens']:,.0f}",
         )
         for row in rows
     ]
-    columns = ("data", *(["before"] if base else []), "loss", "perplexity", "target tokens")
+    measures = [name.replace("_", " ") for name in figures] or ["perplexity"]
+    columns = ("data", *(["before"] if base else []), "loss", *measures, "target tokens")
     output.say(output.table(columns, shown, right=columns[1:]))

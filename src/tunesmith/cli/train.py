@@ -140,7 +140,7 @@ def command(
                 setting = join_run(run)
             others.wait()
         stack.enter_context(_memory_errors_in_words(setting.plan, folder))
-        job = assemble(setting, others)
+        job = assemble(setting, others, screen.progress)
         for message in job.warnings:
             warn(message)
         trained = sum(parameter.numel() for parameter in job.optimizer.parameters)

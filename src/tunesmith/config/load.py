@@ -17,7 +17,7 @@ from typing import Any, cast
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from tunesmith.config.schema import Dataset, Lora, Run, named_source
+from tunesmith.config.schema import Dataset, Lora, Preference, Run, named_source
 from tunesmith.errors import UserError, UserErrors
 
 DEFAULT = "default"
@@ -406,6 +406,8 @@ def _sentence(error: dict[str, Any], keys: Keys) -> str:
         near = get_close_matches(str(value).lower(), choices, n=1, cutoff=0.6)
         hint = f"; did you mean `{near[0]}`?" if near else ""
         return f"{name} is {_show(value)} but needs to be {_either([f'`{choice}`' for choice in choices])}{hint}"
+    if kind == "value_error" and not keys:
+        return str(context["error"])
     if kind == "value_error":
         return f"{name} is {_show(value)}: {context['error']}" if _is_plain(value) else f"{name} {context['error']}"
     if kind in _WANTED:
@@ -436,7 +438,7 @@ _BOUNDS = {
     "less_than": ("less than", "lt"),
     "less_than_equal": ("at most", "le"),
 }
-_PARTS: dict[str, type[BaseModel]] = {"lora": Lora, "data": Dataset, "eval": Dataset}
+_PARTS: dict[str, type[BaseModel]] = {"lora": Lora, "preference": Preference, "data": Dataset, "eval": Dataset}
 _OTHER_NAMES = {
     "base_model": "model", "model_name": "model", "model_name_or_path": "model", "model_id": "model",
     "adapter": "method", "finetuning_type": "method", "peft": "method",
@@ -476,7 +478,8 @@ def _unknown_key(keys: Keys) -> str:
         return f"{_key(keys)}: did you mean {_key((*around, near[0]))}?"
     word = _OTHER_NAMES.get(word, word).split(".")[-1]
     elsewhere: dict[str, Keys] = dict.fromkeys(Dataset.model_fields, ("data", 0))
-    elsewhere |= dict.fromkeys(Lora.model_fields, ("lora",)) | dict.fromkeys(Run.model_fields, ())
+    elsewhere |= dict.fromkeys(Preference.model_fields, ("preference",)) | dict.fromkeys(Lora.model_fields, ("lora",))
+    elsewhere |= dict.fromkeys(Run.model_fields, ())
     if near := get_close_matches(word, list(elsewhere), n=1, cutoff=0.8):
         inside = elsewhere[near[0]]
         hint = "" if inside else ", at the top level"

@@ -74,7 +74,10 @@ def _not_blank(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_not_blank)]
-FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "text", "tokens"]
+FormatName = Literal[
+    "messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "text", "tokens", "preference", "judged"
+]
+ObjectiveName = Literal["sft", "dpo", "kto", "orpo", "simpo", "cpo"]
 
 
 class Dataset(Settings):
@@ -160,6 +163,27 @@ class Lora(Settings):
     """Learn the length of each output's weights apart from their direction (DoRA); slower, helps small ranks most."""
 
 
+class Preference(Settings):
+    """Objectives that learn from preferences (`objective: dpo`, `kto`, `orpo`, `simpo` and `cpo`)."""
+
+    loss: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
+    """Loss of a pair by its margin, with `dpo` and `cpo`; `robust` (`dpo`) expects `label_smoothing` wrong labels."""
+    beta: Annotated[Number, Field(gt=0)] | None = None
+    """How much a difference in log-probability counts; 0.1 when left out, 2 with `simpo`."""
+    label_smoothing: Annotated[Number, Field(ge=0, lt=0.5)] = 0.0
+    """Share of pairs that are taken to be labelled the wrong way round (cDPO with the sigmoid loss)."""
+    length_normalised: bool = False
+    """With `dpo`: compare log-probabilities a token, so that longer answers have no advantage."""
+    sft_weight: Annotated[Number, Field(ge=0)] | None = None
+    """Weight of the chosen answers' SFT loss beside the pairs'; 0 when left out, 1 with `orpo` and `cpo`."""
+    margin: Annotated[Number, Field(ge=0)] = 1.0
+    """With `simpo`: how much the chosen answer's reward should be ahead (gamma)."""
+    desirable_weight: Annotated[Number, Field(gt=0)] = 1.0
+    """With `kto`: weight of answers that are wanted."""
+    undesirable_weight: Annotated[Number, Field(gt=0)] = 1.0
+    """With `kto`: weight of answers that are not."""
+
+
 def _as_list(value: object) -> object:
     """`data: file.jsonl`, `data: hub:NAME` and `data: {path: ...}` are what people write for one data set."""
     if isinstance(value, str | dict):
@@ -202,6 +226,10 @@ class Run(Settings):
     """What is trained: every weight (`full`), low-rank adapters (`lora`), or these over a base in 4 bits (`qlora`)."""
     lora: Lora = Lora()
     """Settings of the adapters; used with `method: lora` and `qlora`."""
+    objective: ObjectiveName = "sft"
+    """What is learned: the texts or answers themselves (`sft`), or preferences between answers."""
+    preference: Preference = Preference()
+    """Settings of objectives that learn from preferences."""
     data: Annotated[Datasets, Field(min_length=1)]
     """Data sets to train on."""
     eval: Datasets = []
@@ -263,6 +291,12 @@ class Run(Settings):
     output: Text = "runs/default"
     """Folder of the run: plan, events, checkpoints and the trained weights."""
 
+    @model_validator(mode="after")
+    def _suits_objective(self) -> Run:
+        if why := _unsuited(self):
+            raise ValueError(why)
+        return self
+
     @property
     def has_adapters(self) -> bool:
         return self.method != "full"
@@ -277,6 +311,41 @@ class Run(Settings):
         """How the optimizer's states are to be held, where that is asked for."""
         wanted = {"adamw_8bit": "int8", "adamw_4bit": "int4", "adamw_fp8": "fp8"}
         return wanted.get(self.optimizer)  # pyright: ignore[reportReturnType]
+
+
+_PREFERENCE_SETTINGS: dict[str, tuple[str, ...]] = {
+    "sft": (),
+    "dpo": ("loss", "beta", "label_smoothing", "length_normalised", "sft_weight"),
+    "kto": ("beta", "desirable_weight", "undesirable_weight"),
+    "orpo": ("beta", "sft_weight"),
+    "simpo": ("beta", "label_smoothing", "sft_weight", "margin"),
+    "cpo": ("loss", "beta", "label_smoothing", "sft_weight"),
+}
+
+
+def _unsuited(run: Run) -> str | None:
+    """What of the settings does not go with the objective, in a sentence."""
+    objective, preference = run.objective, run.preference
+    used = _PREFERENCE_SETTINGS[objective]
+    changed = {name for name, field in Preference.model_fields.items() if getattr(preference, name) != field.default}
+    if unused := sorted(changed - set(used)):
+        known = f"it has {', '.join(used)}" if used else "it learns from no preferences"
+        return f"`objective: {objective}` has no use for preference.{unused[0]}: {known}"
+    if objective == "sft":
+        return None
+    if preference.loss == "robust" and objective != "dpo":
+        return f"preference.loss robust is for `objective: dpo`, not for {objective}"
+    if preference.label_smoothing and preference.loss in ("hinge", "ipo"):
+        return f"preference.label_smoothing is for the sigmoid and robust losses, not for {preference.loss}"
+    if preference.length_normalised and preference.loss != "sigmoid":
+        return "preference.length_normalised is for the sigmoid loss (ipo normalises by length already)"
+    if run.train_on != "assistant":
+        return f"`objective: {objective}` compares answers as they stand in the data; leave train_on out"
+    if run.z_loss:
+        return f"z_loss is for `objective: sft`, not for {objective}"
+    if run.too_long == "split":
+        return f"`objective: {objective}` needs answers in one piece; too_long may be truncate or drop"
+    return None
 
 
 def json_schema() -> dict[str, Any]:

@@ -115,16 +115,30 @@ def _chunk(examples: list[Example], records: int) -> Chunk:
     for example, i, w in zip(examples, ids, weights, strict=True):
         assert len(i) == len(w), f"{example.origin}: {len(i)} tokens, {len(w)} weights"
         assert (np.isfinite(w) & (w >= 0)).all(), f"{example.origin}: weights below 0 or not finite"
+    predicted = [_predicted(example) for example in examples]
     return Chunk(
         records,
         np.concatenate(ids) if ids else np.empty(0, np.int32),
         np.concatenate(weights) if weights else np.empty(0, np.float32),
         [len(i) for i in ids],
-        [float(w[1:].sum(dtype=np.float64)) for w in weights],
-        [int(np.count_nonzero(w[1:])) for w in weights],
+        [float(w[counted].sum(dtype=np.float64)) for w, counted in zip(weights, predicted, strict=True)],
+        [int(np.count_nonzero(w[counted])) for w, counted in zip(weights, predicted, strict=True)],
         [example_hash(example) for example in examples],
         [example.origin for example in examples],
+        [max(1, len(example.sizes)) for example in examples],
+        [size for example in examples for size in example.sizes or (len(example.ids),)],
+        [value for example in examples for value in example.values or (1.0,) * max(1, len(example.sizes))],
     )
+
+
+def _predicted(example: Example) -> np.ndarray | slice:
+    """Which tokens something predicts: all but the first of each document."""
+    if not example.sizes:
+        return slice(1, None)
+    assert sum(example.sizes) == len(example.ids)
+    predicted = np.ones(len(example.ids), dtype=bool)
+    predicted[np.cumsum([0, *example.sizes[:-1]])] = False
+    return predicted
 
 
 def _encoded(records: Iterable[Record], encode: Encode, workers: int | None, title: str) -> Iterator[tuple[Chunk, Any]]:

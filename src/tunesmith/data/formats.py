@@ -1,4 +1,4 @@
-"""Records -> conversations, documents, completions or tokens, in the formats people have.
+"""Records -> conversations, documents, completions, tokens or preferences, in the formats people have.
 
 A format is recognised by the names of its fields, over many records; `format:` and `fields:` of the data set
 insist and rename. Converting is strict where leniency would train something else than meant: an answer that is
@@ -10,18 +10,31 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tunesmith.data.types import Completion, Conversation, Document, Message, Origin, Record, RecordError, Tokens
+from tunesmith.data.types import (
+    Completion,
+    Conversation,
+    Document,
+    Judged,
+    Message,
+    Origin,
+    Preference,
+    Record,
+    RecordError,
+    Tokens,
+)
 from tunesmith.errors import UserError, listed
 
 if TYPE_CHECKING:
     from tunesmith.config.schema import Dataset, FormatName
+    from tunesmith.objectives.base import Records
 
-Item = Conversation | Document | Completion | Tokens
+Item = Conversation | Document | Completion | Tokens | Preference | Judged
 
 # What a record must have, in the order in which formats are tried; alternatives in one tuple.
 WANTED: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -32,12 +45,25 @@ WANTED: dict[str, tuple[tuple[str, ...], ...]] = {
     "prompt_completion": (("prompt",), ("completion", "response")),
     "question_answer": (("question",), ("answer", "answers", "response")),
     "text": (("text",),),
+    "preference": (("chosen",), ("rejected",)),
+    "judged": (("label",), ("completion", "response", "messages", "conversations", "conversation")),
+}
+FORMATS: dict[Records, tuple[str, ...]] = {
+    "texts": ("tokens", "messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "text"),
+    "pairs": ("preference",),
+    "judged": ("judged", "preference"),
+}
+"""Of the records that objectives are trained on (`Objective.records`)."""
+NEEDED: dict[Records, str] = {
+    "texts": "texts or conversations",
+    "pairs": "pairs of answers (`chosen` and `rejected`, with or without a `prompt`)",
+    "judged": "answers with a `label` that is true or false, or pairs of answers (`chosen` and `rejected`)",
 }
 MOST = 0.8
 """Share of the records that must fit a format for it to be theirs."""
 OPTIONAL = {
     "labels", "attention_mask", "tools", "system", "system_prompt", "input", "history", "context", "choices",
-    "role", "content",
+    "role", "content", "prompt",
 }  # fmt: skip
 ROLES = {
     "user": "user", "human": "user", "prompter": "user",
@@ -50,12 +76,18 @@ ROLES = {
 }  # fmt: skip
 
 
-def recognise(sample: Sequence[Record], dataset: Dataset) -> FormatName:
-    """The format of these records: the first in `WANTED` that fits all of them, or most; the others are bad records."""
+def recognise(sample: Sequence[Record], dataset: Dataset, records: Records = "texts") -> FormatName:
+    """The format of these records: the first in `WANTED` that fits all of them, or most; the others are bad records.
+    Of the formats, those that an objective with such `records` is trained on."""
     assert sample
     rows = [(_renamed(record, dataset), record.origin) for record in sample]
     _check_mapping(sample, dataset)
     if dataset.format:
+        if dataset.format not in FORMATS[records]:
+            raise UserError(
+                f"{rows[0][1]}: `format: {dataset.format}` does not suit the objective, which is trained on "
+                f"{NEEDED[records]}; change `objective` or `format`."
+            )
         for fields, origin in rows:
             missing = _missing(fields, dataset.format)
             if missing:
@@ -64,10 +96,11 @@ def recognise(sample: Sequence[Record], dataset: Dataset) -> FormatName:
                     f"{_names(fields)}{_suggestion(rows)}."
                 )
         return dataset.format
-    _refuse_preferences(rows, dataset)
-    fits = Counter(name for fields, _ in rows for name in WANTED if not _missing(fields, name))
+    if records == "texts":
+        _refuse_preferences(rows, dataset)
+    fits = Counter(name for fields, _ in rows for name in FORMATS[records] if not _missing(fields, name))
     most = max(fits.values(), default=0)
-    for name in WANTED:
+    for name in FORMATS[records]:
         if fits[name] == most >= MOST * len(rows):
             return name  # type: ignore[return-value]
     if fits:
@@ -77,7 +110,13 @@ def recognise(sample: Sequence[Record], dataset: Dataset) -> FormatName:
             f"{origin}: {count} of the first {len(rows)} records are in the {name} format, but this one lacks "
             f"the field {_missing(fields, name)}: it has {_names(fields)}."
         )
-    known = "; ".join(f"{name}: {', '.join(' or '.join(names) for names in wanted)}" for name, wanted in WANTED.items())
+    if records != "texts":
+        raise UserError(
+            f"{rows[0][1]}: found {_names(rows[0][0])}, but the objective is trained on {NEEDED[records]}; say which "
+            "is which, e.g. `fields: {prompt: NAME, chosen: NAME, rejected: NAME}`, or change `objective`."
+        )
+    wanted_of = {name: WANTED[name] for name in FORMATS[records]}
+    known = "; ".join(f"{name}: {', '.join(' or '.join(some) for some in all)}" for name, all in wanted_of.items())
     raise UserError(
         f"{rows[0][1]}: found {_names(rows[0][0])}, which fits no known format ({known}){_suggestion(rows)}."
     )
@@ -207,6 +246,138 @@ def _convert_tokens(fields: dict[str, Any], origin: Origin, dataset: Dataset) ->
     return Tokens(tuple(ids), tuple(label != -100 for label in labels))
 
 
+def _convert_preference(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Preference:
+    values = [fields["chosen"], fields["rejected"]]
+    asked = _asked(fields, origin, dataset)
+    if all(isinstance(value, str) for value in values) and asked is None:
+        values, asked = [_dialogue(value, name, origin) for value, name in zip(values, ANSWERS, strict=True)], None
+        made = _with_common_prompt(*values, origin)
+    elif isinstance(asked, str) and all(isinstance(value, str | int | float) for value in values):
+        answers = [_answer(value, name, origin).content for value, name in zip(values, ANSWERS, strict=True)]
+        made = Preference(*(Completion(asked, answer) for answer in answers))
+    else:
+        turns = [_turns(value, name, origin, dataset) for value, name in zip(values, ANSWERS, strict=True)]
+        if asked is None or all(some[0].role != "assistant" for some in turns):
+            _check_prompt(asked, turns, origin)
+            made = _with_common_prompt(*turns, origin, _system(fields, turns[0], origin), _tools(fields, origin))
+        else:
+            before = [_user(asked)] if isinstance(asked, str) else asked
+            before = [replace(m, weight=0.0) if m.role == "assistant" else m for m in before]
+            before, tools = [*_system(fields, before, origin), *before], _tools(fields, origin)
+            made = Preference(*(_conversation([*before, *some], origin, tools) for some in turns))
+    if made.chosen == made.rejected:
+        raise RecordError("same answers", origin, "`chosen` and `rejected` are the same, which prefers nothing")
+    return made
+
+
+ANSWERS = ("chosen", "rejected")
+_PROMPTS = ("prompt", "conversations", "conversation", "messages", "question", "instruction", "query")
+
+
+def _asked(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> list[Message] | str | None:
+    """What both answers answer, where the record has it apart from them."""
+    value, name = _first(fields, *_PROMPTS)
+    if _given(value) is None:
+        return None
+    if isinstance(value, list | dict):
+        return _messages(value, name, origin, dataset)
+    more, other = _first(fields, "input", "context") if name == "instruction" else (None, "")
+    parts = [_text(value, name, origin), "" if _given(more) is None else _text(more, other, origin)]
+    question = "\n\n".join(part for part in parts if part.strip())
+    if not question:
+        raise RecordError("empty question", origin, f"`{name}` is empty")
+    return [*_system(fields, [], origin), _user(question)] if _system(fields, [], origin) else question
+
+
+def _check_prompt(asked: list[Message] | str | None, turns: Sequence[list[Message]], origin: Origin) -> None:
+    """Answers that are whole conversations must be answers to the prompt that is given beside them."""
+    for name, messages in zip(ANSWERS, turns, strict=True):
+        if isinstance(asked, str):
+            is_there = any(m.role == "user" and m.content.strip() == asked.strip() for m in messages)
+        else:
+            is_there = asked is None or messages[: len(asked)] == asked
+        if not is_there:
+            raise RecordError(
+                "no common prompt",
+                origin,
+                f"`{name}` is a whole conversation, but not one that begins with the prompt beside it; leave one out",
+            )
+
+
+def _turns(value: Any, name: str, origin: Origin, dataset: Dataset) -> list[Message]:
+    """An answer: a text, a message or several."""
+    if isinstance(value, list | dict):
+        return _messages(value, name, origin, dataset)
+    return [_answer(value, name, origin)]
+
+
+def _with_common_prompt(
+    chosen: list[Message],
+    rejected: list[Message],
+    origin: Origin,
+    system: Sequence[Message] = (),
+    tools: tuple[dict[str, Any], ...] = (),
+) -> Preference:
+    """Of two whole conversations, what they have in common is the prompt, and what differs are the answers."""
+    common = 0
+    while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
+        common += 1
+    if common == len(chosen) == len(rejected):
+        raise RecordError("same answers", origin, "`chosen` and `rejected` are the same, which prefers nothing")
+    both = []
+    for name, messages in zip(ANSWERS, (chosen, rejected), strict=True):
+        if common == len(messages) or messages[common].role != "assistant" or common == 0:
+            raise RecordError(
+                "no common prompt",
+                origin,
+                "`chosen` and `rejected` must be the same up to an assistant turn, or answer a `prompt` of their own; "
+                f"`{name}` does not",
+            )
+        before = [replace(m, weight=0.0) if m.role == "assistant" else m for m in messages[:common]]
+        both.append(_conversation([*system, *before, *messages[common:]], origin, tools))
+    return Preference(*both)
+
+
+_TURN = re.compile(r"\n\n(Human|Assistant): ?")
+
+
+def _dialogue(text: str, name: str, origin: Origin) -> list[Message]:
+    """A whole conversation as one text, in the form of Anthropic's: "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
+    found = _TURN.split(text if text.startswith("\n\n") else f"\n\n{text}")
+    if found[0].strip() or len(found) < 5:
+        raise RecordError(
+            "no prompt",
+            origin,
+            f"`{name}` is a text without a `prompt` before it; give the prompt, or whole conversations as messages",
+        )
+    turns = zip(found[1::2], found[2::2], strict=True)
+    messages = [Message("user" if who == "Human" else "assistant", said.strip()) for who, said in turns]
+    if not messages[-1].content:
+        raise RecordError("empty answer", origin, f"`{name}` is empty, which would teach the model to be silent")
+    return messages
+
+
+def _convert_judged(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Judged:
+    label = fields["label"]
+    if isinstance(label, str) and label.strip().lower() in ("true", "false"):
+        label = label.strip().lower() == "true"
+    if not isinstance(label, bool) and label not in (0, 1):
+        raise RecordError("wrong label", origin, f"`label` must be true or false, found {json.dumps(label)[:80]}")
+    if "completion" in fields or "response" in fields:
+        plain = {"prompt": "", **fields} if _asked(fields, origin, dataset) is None else fields
+        if "prompt" not in fields and (key := next((k for k in _PROMPTS if k in fields), None)):
+            plain = {**fields, "prompt": fields[key]}
+        return Judged(_convert_prompt_completion(plain, origin, dataset), bool(label))
+    conversation = _convert_messages(fields, origin, dataset)
+    last = max((n for n, m in enumerate(conversation.messages) if m.role != "assistant"), default=-1)
+    if last == len(conversation.messages) - 1:
+        raise RecordError("no answer", origin, "the conversation does not end with an answer, which `label` is about")
+    messages = (
+        replace(m, weight=0.0) if n < last and m.role == "assistant" else m for n, m in enumerate(conversation.messages)
+    )
+    return Judged(replace(conversation, messages=tuple(messages)), bool(label))
+
+
 _CONVERTERS: dict[str, Callable[[dict[str, Any], Origin, Any], Item]] = {
     "messages": _convert_messages,
     "sharegpt": _convert_messages,
@@ -215,6 +386,8 @@ _CONVERTERS: dict[str, Callable[[dict[str, Any], Origin, Any], Item]] = {
     "question_answer": _convert_question_answer,
     "text": _convert_text,
     "tokens": _convert_tokens,
+    "preference": _convert_preference,
+    "judged": _convert_judged,
 }
 
 
@@ -527,14 +700,14 @@ def _refuse_preferences(rows: list[tuple[dict[str, Any], Origin]], dataset: Data
         else:
             mapping = "{text: chosen}"
         raise UserError(
-            f"{origin}: `chosen` and `rejected` are preference data, which cannot be trained on yet; to train "
-            f"on the preferred answers alone say `fields: {mapping}`."
+            f"{origin}: `chosen` and `rejected` are preference data; say `objective: dpo` (or orpo, simpo, cpo, kto), "
+            f"or to train on the preferred answers alone `fields: {mapping}`."
         )
     is_chat = any(not _missing(fields, name) for name in ("messages", "sharegpt", "prompt_completion"))
     if is_chat and "labels" not in fields and isinstance(fields.get("label"), bool):
         raise UserError(
-            f"{origin}: `label` is true or false for good and bad answers: preference data, which cannot be "
-            "trained on yet; keep the good answers and remove `label`."
+            f"{origin}: `label` is true or false for good and bad answers: preference data; say `objective: kto`, or "
+            "keep the good answers and remove `label`."
         )
 
 

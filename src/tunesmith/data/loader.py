@@ -13,9 +13,10 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, pairwise
 from math import ceil, floor, fsum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,9 @@ from tunesmith.data.types import MicroBatch, StepBatch
 from tunesmith.errors import UserError
 from tunesmith.plan.documents import like_lengths
 
+if TYPE_CHECKING:
+    from tunesmith.objectives.base import Objective
+
 WINDOW = 256
 """Sequences packed together: enough to fill them well, few enough to keep the order random."""
 MOST_EPOCHS = 10_000_000
@@ -35,6 +39,8 @@ AHEAD = 2
 _SHUFFLED_SEQUENCES = 2  # stream of random numbers; mix.py has 0 and 1
 
 
+Sequenced = tuple[np.ndarray, np.ndarray]
+"""Of a packed sequence, the data set and the number in it of each example."""
 Lengths = tuple[bool, int | None]
 """Of documents: whether those of a micro-batch are of like length, and above how many tokens one is by itself."""
 
@@ -46,6 +52,12 @@ class PackedDocument(NamedTuple):
     weights: np.ndarray
     source: int
     origin: str
+    part: int = 0
+    """Its number within its example; -1 where it counts nothing."""
+    value: float = 1.0
+    """What the data say of it (`Example.values`)."""
+    reference: float = 0.0
+    """The log-probability that the reference gives its targets."""
 
 
 class Loader:
@@ -74,6 +86,7 @@ class Loader:
         rank: int = 0,
         ranks: int = 1,
         lengths: Lengths | None = None,
+        objective: Objective | None = None,
     ):
         """`steps`, when given, overrides `epochs`; `micro_batch` counts sequences; `lengths` is for models that must
         have documents by their lengths: what a step holds stays the same, its micro-batches are others."""
@@ -86,6 +99,10 @@ class Loader:
         self._capacity, self._per_step, self._micro_batch = sequence_length, sequences_per_step, micro_batch
         self._rank, self._ranks = rank, ranks
         self._by_length = lengths
+        self._counts_prompts = objective is not None and objective.counts_prompts
+        self._divides = objective is not None and objective.records != "texts"
+        self._mismatched: tuple[TokenStore, ...] = ()
+        """Prompts of the stores with other answers, example by example, where the objective has a baseline."""
         self._recent: OrderedDict[int, _Epoch] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -107,18 +124,14 @@ class Loader:
         sequences = self._sequences_of(s)
         sources = np.concatenate([sources for sources, _ in sequences])
         indices = np.concatenate([indices for _, indices in sequences])
-        if self._by_length is not None:
-            parts = self._parts_by_length(sequences, self._by_length)
-        else:
-            mine = sequences[self._rank :: self._ranks]
-            count = ceil(ceil(len(sequences) / self._ranks) / self._micro_batch)
-            parts = [mine[len(mine) * i // count : len(mine) * (i + 1) // count] for i in range(count)]
         return StepBatch(
             step=s,
             epoch=self.epoch_of(s),
-            micro_batches=tuple(
-                self._laid_out(part) if part else self._filler(int(sources[0]), int(indices[0])) for part in parts
-            ),
+            micro_batches=self._micro_batches(sequences, self._stores),
+            divisors=self._divisors(sources, indices) if self._divides else {},
+            mismatched=self._micro_batches(self._packed_anew(sources, indices), self._mismatched)
+            if self._mismatched
+            else (),
             target_weight=fsum(
                 weight
                 for source, store in enumerate(self._stores)
@@ -129,14 +142,56 @@ class Loader:
             ),
         )
 
+    def seen(self) -> list[np.ndarray]:
+        """bool [N] for each data set: the examples that the steps of this run have."""
+        if self.total_sequences >= int(self._ends[0]):
+            return [np.ones(len(store), dtype=bool) for store in self._stores]
+        found = [np.zeros(len(store), dtype=bool) for store in self._stores]
+        for sources, indices in (self._epoch(0).sequence(i) for i in range(self.total_sequences)):
+            for source in np.unique(sources).tolist():
+                found[source][indices[sources == source]] = True
+        return found
+
+    def refer(self, stores: Sequence[TokenStore], mismatched: Sequence[TokenStore]) -> None:
+        """From now on the same examples, with what a reference thinks of them, and with what they are compared."""
+        assert [len(store) for store in stores] == [len(store) for store in self._stores]
+        self._stores, self._mismatched = tuple(stores), tuple(mismatched)
+
+    def _micro_batches(self, sequences: list[Sequenced], stores: Sequence[TokenStore]) -> tuple[MicroBatch, ...]:
+        """What of the sequences of a step this rank computes."""
+        if self._by_length is not None:
+            parts = self._parts_by_length(sequences, self._by_length, stores)
+        else:
+            mine = sequences[self._rank :: self._ranks]
+            count = ceil(ceil(len(sequences) / self._ranks) / self._micro_batch)
+            parts = [mine[len(mine) * i // count : len(mine) * (i + 1) // count] for i in range(count)]
+        source, index = (int(some[0]) for some in sequences[0])
+        idle_one = partial(idle, documents_of(stores[source], index, source)[0])
+        return tuple(self._laid_out(part, stores) if part else micro_batch_of([idle_one()]) for part in parts)
+
+    def _divisors(self, sources: np.ndarray, indices: np.ndarray) -> dict[str, float]:
+        """What a step has in all: examples, and tokens of the answers that are wanted."""
+        tokens = (
+            weight
+            for source, index in zip(sources.tolist(), indices.tolist(), strict=True)
+            for weight in wanted_weights(self._stores[source], index, self._counts_prompts)
+        )
+        return {"examples": float(len(indices)), "tokens": fsum(tokens)}
+
+    def _packed_anew(self, sources: np.ndarray, indices: np.ndarray) -> list[Sequenced]:
+        """The mismatched examples of a step, which have other lengths than those they are made from."""
+        pairs = zip(sources.tolist(), indices.tolist(), strict=True)
+        lengths = np.array([self._mismatched[source].lengths[index] for source, index in pairs])
+        return [(sources[some], indices[some]) for some in pack(lengths, self._capacity)]
+
     def _parts_by_length(
-        self, sequences: list[tuple[np.ndarray, np.ndarray]], lengths: Lengths
-    ) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+        self, sequences: list[Sequenced], lengths: Lengths, stores: Sequence[TokenStore]
+    ) -> list[list[Sequenced]]:
         """The step's documents of this rank, a micro-batch at a time; as many on all ranks, some without any."""
         found = []
         for of_sources, of_indices in sequences:
             pairs = zip(of_sources.tolist(), of_indices.tolist(), strict=True)
-            found.append(np.array([self._stores[source].lengths[index] for source, index in pairs]))
+            found.append(np.array([stores[source].widths[index] for source, index in pairs]))
         groups = by_length(found, self._micro_batch, self._capacity, lengths)
         sources, indices = (np.concatenate([one[at] for one in sequences]) for at in (0, 1))
         dealt = [[(sources[group], indices[group])] for group in groups[self._rank :: self._ranks]]
@@ -162,20 +217,18 @@ class Loader:
         epoch = int(np.searchsorted(self._ends, done))
         return epoch + 1 - int(self._ends[epoch] - done) / int(self._counts[epoch])
 
-    def _laid_out(self, sequences: list[tuple[np.ndarray, np.ndarray]]) -> MicroBatch:
+    def _laid_out(self, sequences: list[Sequenced], stores: Sequence[TokenStore]) -> MicroBatch:
         documents = [
-            document(self._stores[source], index, source)
+            document
             for sources, indices in sequences
             for source, index in zip(sources.tolist(), indices.tolist(), strict=True)
+            for document in documents_of(stores[source], index, source)
         ]
-        return micro_batch_of(documents)
-
-    def _filler(self, source: int, index: int) -> MicroBatch:
-        return micro_batch_of([idle(document(self._stores[source], index, source))])
+        return micro_batch_of(documents, counts_prompts=self._counts_prompts)
 
     # Which sequences
 
-    def _sequences_of(self, s: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _sequences_of(self, s: int) -> list[Sequenced]:
         """Sources and indices of the documents in each sequence of step `s`, over all ranks."""
         if not 0 <= s < self.total_steps:
             raise IndexError(f"step {s} of {self.total_steps}")
@@ -240,27 +293,57 @@ class Loader:
         return _Epoch(sources[flat], indices[flat], bounds)
 
 
-def document(store: TokenStore, index: int, source: int) -> PackedDocument:
-    ids, weights, origin = store.example(index)
-    return PackedDocument(ids, weights, source, origin)
+def documents_of(store: TokenStore, index: int, source: int) -> list[PackedDocument]:
+    """The documents of an example."""
+    origin, references = store.origin(index), store.references
+    return [
+        PackedDocument(
+            *store.document(number),
+            source,
+            origin,
+            part,
+            store.value(number),
+            0.0 if references is None else float(references[number]),
+        )
+        for part, number in enumerate(store.documents(index))
+    ]
 
 
 def idle(taken: PackedDocument) -> PackedDocument:
     """Two tokens that do not count, for a rank that must take part all the same."""
-    return taken._replace(ids=taken.ids[:2], weights=np.zeros_like(taken.weights[:2]))
+    return taken._replace(ids=taken.ids[:2], weights=np.zeros_like(taken.weights[:2]), part=-1)
 
 
-def micro_batch_of(documents: Sequence[PackedDocument]) -> MicroBatch:
-    """Documents laid end to end, labels shifted by one within each. The only place where this is done."""
+def wanted_weights(store: TokenStore, index: int, counts_prompts: bool) -> list[float]:
+    """The target weight of each of an example's answers that is wanted; with its prompt's tokens, where these count."""
+    found = []
+    for number in store.documents(index):
+        if store.value(number) > 0:
+            weights = store.document(number)[1]
+            weights = _with_prompt(weights) if counts_prompts else weights
+            found.append(float(weights[1:].sum(dtype=np.float64)))
+    return found
+
+
+def _with_prompt(weights: np.ndarray) -> np.ndarray:
+    return np.where(weights > 0, weights, np.float32(1.0))
+
+
+def micro_batch_of(documents: Sequence[PackedDocument], *, counts_prompts: bool = False) -> MicroBatch:
+    """Documents laid end to end, labels shifted by one within each. The only place where this is done. Where prompts
+    count, those of answers that are wanted do."""
     import torch
 
     lengths = np.array([len(d.ids) for d in documents], dtype=np.int64)
     assert lengths.min() >= 1
     tokens = np.concatenate([d.ids for d in documents]).astype(np.int64)
-    weights = np.concatenate([d.weights for d in documents]).astype(np.float32)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
-    labels, weights = np.roll(tokens, -1), np.roll(weights, -1)
-    weights[bounds[1:] - 1] = 0  # the next token is another document's
+    weights = answers = _shifted([d.weights for d in documents], bounds)
+    if counts_prompts:
+        is_counted = [d.value > 0 and d.part >= 0 for d in documents]
+        pairs = zip(documents, is_counted, strict=True)
+        weights = _shifted([_with_prompt(d.weights) if counted else d.weights for d, counted in pairs], bounds)
+    labels = np.roll(tokens, -1)
     labels[weights == 0] = 0
     positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths)
     tensor = torch.from_numpy
@@ -273,7 +356,18 @@ def micro_batch_of(documents: Sequence[PackedDocument]) -> MicroBatch:
         longest=int(lengths.max()),
         sources=tensor(np.array([d.source for d in documents], dtype=np.int64)),
         origins=tuple(d.origin for d in documents),
+        parts=tensor(np.array([d.part for d in documents], dtype=np.int64)),
+        values=tensor(np.array([d.value for d in documents], dtype=np.float64)),
+        references=tensor(np.array([d.reference for d in documents], dtype=np.float64)),
+        answers=tensor(answers) if counts_prompts else None,
     )
+
+
+def _shifted(weights: Sequence[np.ndarray], bounds: np.ndarray) -> np.ndarray:
+    """How much each position's prediction counts."""
+    shifted = np.roll(np.concatenate(weights).astype(np.float32), -1)
+    shifted[bounds[1:] - 1] = 0  # the next token is another document's
+    return shifted
 
 
 def by_length(
@@ -303,28 +397,35 @@ def evaluation_batches(
     source: int = 0,
     rank: int = 0,
     ranks: int = 1,
+    counts_prompts: bool = False,
 ) -> Iterator[MicroBatch]:
     """Every example once, packed, in a fixed order, a micro-batch at a time.
 
     Ranks take micro-batches in turn, as many each: where nothing is left for one, it gets two tokens that count 0.
     """
+    sizes = {"sequence_length": sequence_length, "micro_batch": micro_batch, "lengths": lengths}
+    for indices in evaluation_indices(store, **sizes, rank=rank, ranks=ranks):
+        if indices is None:
+            yield micro_batch_of([idle(documents_of(store, 0, source)[0])])
+        else:
+            documents = [one for index in indices for one in documents_of(store, index, source)]
+            yield micro_batch_of(documents, counts_prompts=counts_prompts)
+
+
+def evaluation_indices(
+    store: TokenStore, *, sequence_length: int, micro_batch: int, lengths: Lengths | None, rank: int, ranks: int
+) -> Iterator[list[int] | None]:
+    """The examples of each micro-batch of `evaluation_batches`; None where there are none left for this rank."""
     sequences = pack_in_windows(store.lengths, sequence_length)
     while round_of_all := list(islice(sequences, micro_batch * ranks)):
         if lengths is not None:
-            groups = by_length([store.lengths[one] for one in round_of_all], micro_batch, sequence_length, lengths)
+            groups = by_length([store.widths[one] for one in round_of_all], micro_batch, sequence_length, lengths)
             indices = np.concatenate(round_of_all)
             for at in range(0, len(groups), ranks):
-                if at + rank < len(groups):
-                    chosen = indices[groups[at + rank]].tolist()
-                    yield micro_batch_of([document(store, index, source) for index in chosen])
-                else:
-                    yield micro_batch_of([idle(document(store, 0, source))])
+                yield indices[groups[at + rank]].tolist() if at + rank < len(groups) else None
             continue
-        if mine := round_of_all[rank * micro_batch : (rank + 1) * micro_batch]:
-            indices = np.concatenate(mine).tolist()
-            yield micro_batch_of([document(store, index, source) for index in indices])
-        else:
-            yield micro_batch_of([idle(document(store, 0, source))])
+        mine = round_of_all[rank * micro_batch : (rank + 1) * micro_batch]
+        yield np.concatenate(mine).tolist() if mine else None
 
 
 def pack_in_windows(lengths: np.ndarray, capacity: int) -> Iterator[np.ndarray]:

@@ -22,6 +22,7 @@ from tunesmith.data import (
     guard,
     marked,
     messages,
+    preferences,
     source,
     store,
     template,
@@ -35,6 +36,8 @@ from tunesmith.data.store import TokenStore, Whole, cut
 from tunesmith.data.token_cache import stored
 from tunesmith.data.types import Example, Record, RecordError
 from tunesmith.errors import UserError, UserErrors
+from tunesmith.objectives import objective_of
+from tunesmith.objectives.base import Records
 from tunesmith.plan.defaults import DataSize, held_out_records
 
 if TYPE_CHECKING:
@@ -133,7 +136,8 @@ def prepare(
     encoder = chat.Encoder(tokenizer, template=text, train_on=run.train_on, special_tokens=run.special_tokens)
     warnings = list(guard.check_encoder(encoder, tokenizer, vocab_size))
 
-    works = [_Work(dataset, encoder, vocab_size) for dataset in (*run.data, *run.eval)]
+    records_of = objective_of(run).records
+    works = [_Work(dataset, encoder, vocab_size, records_of) for dataset in (*run.data, *run.eval)]
     titles = [*unique([d.title for d in run.data]), *unique([d.title for d in run.eval])]
     _each(works, _Work.look)
     check_output(run)
@@ -221,8 +225,8 @@ def unique(titles: Sequence[str]) -> list[str]:
 class _Work:
     """One data set on its way into a store."""
 
-    def __init__(self, dataset: Dataset, encoder: chat.Encoder, vocab_size: int):
-        self._dataset, self._encoder, self._vocab_size = dataset, encoder, vocab_size
+    def __init__(self, dataset: Dataset, encoder: chat.Encoder, vocab_size: int, records: Records):
+        self._dataset, self._encoder, self._vocab_size, self._records = dataset, encoder, vocab_size, records
         self._stored: Whole | None = None
         self._format: FormatName | None = None
         self._key = ""
@@ -240,10 +244,15 @@ class _Work:
             dict(sorted(dataset.fields.items())),
             self._vocab_size,
             _code(),
+            *([] if self._records == "texts" else [self._records]),
         )
         self._stored = stored(self._key)
         if self._stored is None:
-            self._format = dataset.format or formats.recognise(_sample(dataset), dataset)
+            is_other = dataset.format not in (None, *formats.FORMATS[self._records])
+            if dataset.format and not is_other:
+                self._format = dataset.format
+            else:
+                self._format = formats.recognise(_sample(dataset), dataset, self._records)
 
     def whole(self, title: str, progress: Progress | None, workers: int | None) -> Whole:
         # Looked up again: a data set may be used twice in a run.
@@ -271,7 +280,7 @@ class _Work:
             self._key,
             title,
             source.read(self._dataset, unread.append),
-            _Encode(self._encoder, self._format, self._dataset, self._vocab_size),
+            _Encode(self._encoder, self._format, self._dataset, self._vocab_size, self._records),
             format=self._format,
             vocab_size=self._vocab_size,
             notice=notice,
@@ -290,6 +299,7 @@ class _Encode:
     format: FormatName
     dataset: Dataset
     vocab_size: int
+    records: Records
 
     def __call__(self, records: list[Record]) -> tuple[list[Example], guard.Watch]:
         watch = guard.Watch(self.encoder.end_ids, self.vocab_size)
@@ -297,9 +307,9 @@ class _Encode:
         for record in records:
             try:
                 item = formats.convert(record, self.format, self.dataset)
-                made = self.encoder.encode_all(item, record.origin)
-                for example in made:
-                    watch.see(record, item, example, self.encoder)
+                made, documents = preferences.encode(item, self.encoder, record.origin, self.records)
+                for part, document in documents:
+                    watch.see(record, part, document, self.encoder)
                 examples += made
             except RecordError as error:
                 error.is_read = True
@@ -324,17 +334,20 @@ def _sample(dataset: Dataset) -> list[Record]:
 def _losses(one: TokenStore) -> list[str]:
     """What cutting to length cost is said, not only counted."""
     report, lines = one.report, []
+    is_grouped = one.document_count > len(one)
+    both = " A sequence must hold both answers of a pair with their prompts: a longer sequence_length may help."
+    more = both if is_grouped else ""
     if one.bad:
         lines.append(f"{one.title}: left out {len(one.bad):,} of {report.records:,} records ({kinds(one.bad)}).")
     if report.dropped_targets_cut_off:
         count = report.dropped_targets_cut_off
         lines.append(
-            f"{one.title}: dropped for having no target left within sequence_length: {count} examples or pieces."
+            f"{one.title}: dropped for having no target left within sequence_length: {count} examples or pieces.{more}"
         )
     if report.dropped_too_long:
         count = report.dropped_too_long
         lines.append(
-            f"{one.title}: dropped for being longer than sequence_length: {count} (of {report.records} records)."
+            f"{one.title}: dropped for being longer than sequence_length: {count} (of {report.records} records).{more}"
         )
     if report.truncated:
         lines.append(
@@ -368,5 +381,5 @@ def _hash(*parts: Any) -> str:
 def _code() -> str:
     """Of the code that turns records into examples: what another version made is not taken for ours."""
     encoding = (template, traits, messages, marked, chat)
-    modules = (types, source, formats, *encoding, guard, build, token_files, store)
+    modules = (types, source, formats, *encoding, preferences, guard, build, token_files, store)
     return sha256(b"".join(Path(module.__file__ or "").read_bytes() for module in modules)).hexdigest()

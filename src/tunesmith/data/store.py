@@ -7,6 +7,7 @@ when a store is opened, on offsets alone: another sequence length costs no secon
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import sha256
 from typing import Literal
 
@@ -69,20 +70,60 @@ class TokenStore:
     warnings: tuple[str, ...]
     """What was noticed when the records were read."""
     _whole: Whole = field(repr=False)
-    _starts: np.ndarray = field(repr=False)
     _owners: np.ndarray = field(repr=False)
+    _firsts: np.ndarray = field(repr=False)
+    """int64 [N+1]: the first of each example's documents, among all"""
+    _starts: np.ndarray = field(repr=False)
+    """int64 [D]: where each document begins in the files"""
+    _sizes: np.ndarray = field(repr=False)
+    """int64 [D]: its tokens"""
+    _values: np.ndarray = field(repr=False)
+    """float32 [D]: what the data say of it"""
+    references: np.ndarray | None = field(default=None, repr=False)
+    """float64 [D]: the log-probability that a reference gives its targets, once that is known"""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def documents(self, i: int) -> range:
+        """The numbers of an example's documents."""
+        return range(int(self._firsts[i]), int(self._firsts[i + 1]))
+
+    @property
+    def document_count(self) -> int:
+        return len(self._sizes)
+
+    def document(self, d: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids (int32) and their weights (float32)."""
+        at = slice(int(self._starts[d]), int(self._starts[d] + self._sizes[d]))
+        return self._whole.tokens[at].astype(np.int32), self._whole.weight_table[self._whole.codes[at]]
+
+    def value(self, d: int) -> float:
+        return float(self._values[d])
+
+    def origin(self, i: int) -> str:
+        """Where an example came from."""
+        file, line = self._whole.origins[self._owners[i]].tolist()
+        name, unit = self._whole.files[file]
+        return f"{name}, {unit} {line}"
+
     def example(self, i: int) -> tuple[np.ndarray, np.ndarray, str]:
-        """Token ids (int32), their weights (float32) and where the example came from."""
-        whole, owner = self._whole, self._owners[i]
-        at = slice(int(self._starts[i]), int(self._starts[i] + self.lengths[i]))
-        file, line = whole.origins[owner].tolist()
-        name, unit = whole.files[file]
-        ids = whole.tokens[at].astype(np.int32)
-        return ids, whole.weight_table[whole.codes[at]], f"{name}, {unit} {line}"
+        """Token ids (int32), their weights (float32), of all its documents, and where the example came from."""
+        documents = [self.document(d) for d in self.documents(i)]
+        ids, weights = (np.concatenate(some) if len(some) > 1 else some[0] for some in zip(*documents, strict=True))
+        return ids, weights, self.origin(i)
+
+    @cached_property
+    def widths(self) -> np.ndarray:
+        """int64 [N]: tokens of an example whose documents are padded to the longest of them."""
+        if self.document_count == len(self):
+            return self.lengths
+        return np.maximum.reduceat(self._sizes, self._firsts[:-1]) * np.diff(self._firsts)
+
+    def referred(self, references: np.ndarray) -> TokenStore:
+        """The same with what a reference thinks of each document."""
+        assert references.shape == self._sizes.shape
+        return replace(self, references=references)
 
     @property
     def bad(self) -> tuple[RecordError, ...]:
@@ -107,6 +148,8 @@ class TokenStore:
     def part(self, chosen: np.ndarray, title: str) -> TokenStore:
         """Those of the examples that are `chosen` (bool [N]). Its report tells what was cut and dropped of them all."""
         lengths, owners = self.lengths[chosen], self._owners[chosen]
+        counts = np.diff(self._firsts)
+        documents = np.repeat(chosen, counts)
         made = TokenStore(
             title,
             f"{self.fingerprint}:{sha256(np.flatnonzero(chosen).tobytes()).hexdigest()[:16]}",
@@ -116,8 +159,12 @@ class TokenStore:
             self.target_counts[chosen],
             self.warnings,
             self._whole,
-            self._starts[chosen],
             owners,
+            _firsts_of(counts[chosen]),
+            self._starts[documents],
+            self._sizes[documents],
+            self._values[documents],
+            None if self.references is None else self.references[documents],
         )
         report = replace(
             self.report,
@@ -158,10 +205,18 @@ class Whole:
     """int32 [N, 2]: file and line"""
     hashes: np.ndarray
     """uint64 [N]"""
+    counts: np.ndarray
+    """int32 [N]: documents of each example"""
+    sizes: np.ndarray
+    """int64: tokens of each document"""
+    values: np.ndarray
+    """float32: what the data say of each document"""
 
 
 def cut(whole: Whole, title: str, *, sequence_length: int, too_long: TooLong) -> TokenStore:
     """The examples in lengths that fit; those with nothing to learn from are left out, and all are counted."""
+    if len(whole.sizes) > len(whole.counts):
+        return _cut_groups(whole, title, sequence_length=sequence_length, too_long=too_long)
     lengths = np.diff(whole.offsets)
     owners = np.arange(len(lengths))
     starts = whole.offsets[:-1].copy()
@@ -208,9 +263,74 @@ def cut(whole: Whole, title: str, *, sequence_length: int, too_long: TooLong) ->
         longest_uncut=longest_uncut,
     )
     matters = f":{too_long}:{sequence_length}" if len(long_examples) else ""
-    return TokenStore(
-        title, whole.content + matters, report, lengths, sums, targets, whole.warnings, whole, starts, owners
+    firsts, values = np.arange(len(lengths) + 1), np.asarray(whole.values)[owners]
+    said = (title, whole.content + matters, report, lengths, sums, targets, whole.warnings, whole)
+    return TokenStore(*said, owners, firsts, starts, lengths, values)
+
+
+def _cut_groups(whole: Whole, title: str, *, sequence_length: int, too_long: TooLong) -> TokenStore:
+    """The same for examples of several documents, such as pairs, which are never torn apart: where one is too long, the
+    ends of its longest documents go, as much of each as makes it fit."""
+    counts, sizes = np.asarray(whole.counts, dtype=np.int64), np.array(whole.sizes)
+    firsts = _firsts_of(counts)
+    starts = np.cumsum(sizes) - sizes
+    lengths = np.add.reduceat(sizes, firsts[:-1])
+    is_long = lengths > sequence_length
+    longest_uncut = int(lengths.max())
+    keep = whole.sums > 0
+    without_targets = int((~keep).sum())
+    dropped_too_long = int((is_long & keep).sum()) if too_long == "drop" else 0
+    sums, targets = whole.sums.copy(), whole.targets.copy()
+    cut_off = 0
+    if too_long == "drop":
+        keep &= ~is_long
+    for i in np.flatnonzero(is_long & keep):
+        of = slice(firsts[i], firsts[i + 1])
+        sizes[of] = shortened(sizes[of], sequence_length)
+        parts = [whole.weight_table[whole.codes[s + 1 : s + n]] for s, n in zip(starts[of], sizes[of], strict=True)]
+        sums[i], targets[i] = sum(w.sum(dtype=np.float64) for w in parts), sum(np.count_nonzero(w) for w in parts)
+        if not all(w.any() for w in parts):
+            keep[i] = False
+            cut_off += 1
+    if not keep.any():
+        raise UserError(
+            _nothing_left(title, whole, too_long, sequence_length, dropped_too_long, cut_off, longest_uncut)
+        )
+    documents, owners = np.repeat(keep, counts), np.flatnonzero(keep)
+    sizes, lengths = sizes[documents], np.add.reduceat(sizes, firsts[:-1])[keep]
+    report = Report(
+        format=whole.format,
+        records=whole.records,
+        bad=len(whole.bad),
+        examples=len(lengths),
+        truncated=int((is_long & keep).sum()),
+        split=0,
+        dropped_too_long=dropped_too_long,
+        dropped_targets_cut_off=cut_off,
+        dropped_without_targets=without_targets,
+        target_tokens=int(targets[keep].sum()),
+        **_lengths_of(lengths),
+        longest_uncut=longest_uncut,
     )
+    matters = f":{too_long}:{sequence_length}" if is_long.any() else ""
+    said = (title, whole.content + matters, report, lengths, sums[keep], targets[keep], whole.warnings, whole)
+    kept = (_firsts_of(counts[keep]), starts[documents], sizes, np.asarray(whole.values)[documents])
+    return TokenStore(*said, owners, *kept)
+
+
+def shortened(sizes: np.ndarray, room: int) -> np.ndarray:
+    """As much of each as fits into the room together: short ones whole, the long ones alike."""
+    made = np.array(sizes, dtype=np.int64)
+    left = room
+    order = np.argsort(made, kind="stable")
+    for place, index in enumerate(order):
+        made[index] = min(made[index], left // (len(order) - place))
+        left -= made[index]
+    return made
+
+
+def _firsts_of(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
 def _lengths_of(lengths: np.ndarray) -> dict[str, int]:

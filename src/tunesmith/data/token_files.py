@@ -22,7 +22,7 @@ from tunesmith.disk import sync_folder
 from tunesmith.errors import UserError
 from tunesmith.plan.hardware import usable_cores
 
-LAYOUT = 2
+LAYOUT = 3
 HASHED_BYTES = 1 << 26
 """Of a file that are hashed together, so that threads can check a large one."""
 
@@ -39,6 +39,12 @@ class Chunk:
     targets: list[int]
     hashes: list[int]
     origins: list[Origin]
+    counts: list[int]
+    """Documents of each example."""
+    sizes: list[int]
+    """Tokens of each document."""
+    values: list[float]
+    """Of each document."""
 
 
 class Damaged(Exception):
@@ -55,6 +61,9 @@ class Writer:
         self._files: dict[tuple[str, str], int] = {}
         self._weights: dict[float, int] = {}
         self._content = [sha256(), sha256(), sha256()]
+        self._grouped = sha256()
+        self._is_grouped = False
+        self._documents = 0
         self._digests = {name: _Digests() for name in ("tokens", *_COLUMNS)}
         self._columns = {name: _path(folder, name).open("wb") for name in ("tokens", *_COLUMNS)}
         self._write("offsets", [0])
@@ -80,6 +89,12 @@ class Writer:
         )
         for digest, values in zip(self._content, (chunk.ids, chunk.weights, chunk.lengths), strict=True):
             digest.update(np.asarray(values).tobytes())
+        self._write("counts", chunk.counts)
+        self._write("sizes", chunk.sizes)
+        self._write("values", chunk.values)
+        self._grouped.update(np.asarray([*chunk.counts, *chunk.sizes, *chunk.values], dtype=np.float64).tobytes())
+        self._is_grouped |= any(count != 1 for count in chunk.counts) or any(value != 1 for value in chunk.values)
+        self._documents += len(chunk.sizes)
         self._tokens += len(chunk.ids)
         self.records += chunk.records
         self.examples += len(chunk.lengths)
@@ -89,10 +104,13 @@ class Writer:
             file.flush()
             os.fsync(file.fileno())
             file.close()
+        # Plain documents are known by what they always were known by: runs that were begun with them go on.
+        content = [*self._content, *([self._grouped] if self._is_grouped else [])]
         meta = {
             **facts,
             "layout": LAYOUT,
-            "content": sha256(b"".join(digest.digest() for digest in self._content)).hexdigest(),
+            "content": sha256(b"".join(digest.digest() for digest in content)).hexdigest(),
+            "documents": self._documents,
             "records": self.records,
             "examples": self.examples,
             "tokens": self._tokens,
@@ -126,7 +144,8 @@ def read_folder(folder: Path, mapped: bool = True) -> Whole:
         if meta["seal"] != _seal(meta):
             raise Damaged("meta.json is not what was written")
         n, tokens, token_type = meta["examples"], meta["tokens"], np.dtype(meta["token_type"])
-        shapes = {"offsets": (n + 1,), "codes": (tokens,), "origins": (n, 2)}
+        documents = (meta["documents"],)
+        shapes = {"offsets": (n + 1,), "codes": (tokens,), "origins": (n, 2), "sizes": documents, "values": documents}
         columns = {"tokens": _column(folder, "tokens", token_type, (tokens,), mapped)}
         for name, dtype in _COLUMNS.items():
             columns[name] = _column(folder, name, dtype, shapes.get(name, (n,)), mapped)
@@ -145,6 +164,8 @@ def read_folder(folder: Path, mapped: bool = True) -> Whole:
         raise Damaged(f"{type(error).__name__}: {error}") from error
     if whole.offsets[0] != 0 or whole.offsets[-1] != tokens or (np.diff(whole.offsets) < 0).any():
         raise Damaged("offsets.bin is not what was written")
+    if whole.counts.sum() != len(whole.sizes) or whole.sizes.sum() != tokens:
+        raise Damaged("sizes.bin is not what was written")
     return whole
 
 
@@ -159,6 +180,9 @@ _COLUMNS = {
     "targets": np.dtype(np.int64),
     "origins": np.dtype(np.int32),
     "hashes": np.dtype(np.uint64),
+    "counts": np.dtype(np.int32),
+    "sizes": np.dtype(np.int64),
+    "values": np.dtype(np.float32),
 }
 
 

@@ -1,6 +1,6 @@
 """The shapes data has on its way from a file to the model; types only.
 
-    file --source--> Record --formats--> Conversation | Document | Tokens --chat--> Example
+    file --source--> Record --formats--> Conversation | Document | Tokens | Preference | Judged --chat--> Example
          --store--> TokenStore --loader--> MicroBatch
 
 Legend: T tokens of a micro-batch, D documents in it.
@@ -8,6 +8,7 @@ Legend: T tokens of a micro-batch, D documents in it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -96,10 +97,27 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Preference:
+    """Two answers to the same prompt, of which the first is the better one."""
+
+    chosen: Conversation | Completion
+    rejected: Conversation | Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """An answer that is wanted, or one that is not."""
+
+    answer: Conversation | Completion
+    is_desirable: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Example:
     """One tokenized example: `ids[i]` is a target with weight `weights[i]`, where that is above 0.
 
-    A weight says how much the prediction *of this token* counts; the shift by one happens in the loader.
+    A weight says how much the prediction *of this token* counts; the shift by one happens in the loader. An example is
+    one document, or several end to end that must be seen together, such as the two answers of a pair.
     """
 
     ids: np.ndarray
@@ -107,6 +125,11 @@ class Example:
     weights: np.ndarray
     """float32 [tokens]"""
     origin: Origin
+    sizes: tuple[int, ...] = ()
+    """Tokens of each of its documents, where it has several."""
+    values: tuple[float, ...] = ()
+    """What the record says of each of its documents: 1 for an answer that is wanted, 0 for one that is not. 1 where it
+    says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +167,14 @@ class MicroBatch:
     """[D]: where each document came from, for messages to people"""
     pieces: Pieces | None = None
     """Where this is one rank's part of a micro-batch that several compute (`parallel.context`)."""
+    parts: Any = None
+    """int64 [D]: the number of each document within its example; -1 where it counts nothing"""
+    values: Any = None
+    """float64 [D]: what the data say of each document (`Example.values`)"""
+    references: Any = None
+    """float64 [D]: the log-probability that the reference gives each document's targets, where there is a reference"""
+    answers: Any = None
+    """float32 [T]: the weights of the answers alone, where `weights` counts prompts too; None where both are one"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,3 +190,7 @@ class StepBatch:
     """Sum of the target weights of the whole step, over all micro-batches of all ranks: the loss's divisor."""
     tokens: int
     """Tokens of the whole step, over all ranks."""
+    divisors: Mapping[str, float] = field(default_factory=dict)
+    """What losses that are no sum over target tokens are divided by: all that the whole step has of each."""
+    mismatched: tuple[MicroBatch, ...] = ()
+    """Prompts with answers to other prompts, for objectives that compare with such (`Objective.has_baseline`)."""

@@ -1,16 +1,19 @@
-"""Held-out loss, by data set, in bounded memory: one micro-batch at a time, logits in chunks, no gradients."""
+"""Held-out loss and figures, by data set, in bounded memory: a micro-batch at a time, logits in chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from tunesmith.data.loader import evaluation_batches
 from tunesmith.data.store import TokenStore
+from tunesmith.data.types import MicroBatch
 from tunesmith.model.forward import Shape, to_device, token_losses
+from tunesmith.model.scoring import Scoring, figures_of, reported, risen
+from tunesmith.objectives.base import Objective
 from tunesmith.parallel.context import Cut
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import ForwardSpec
@@ -18,11 +21,33 @@ from tunesmith.plan.plan import ForwardSpec
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Loss of one data set: the weighted mean over its target tokens."""
+    """Loss of one data set: the weighted mean over its target tokens, or what its objective makes of it."""
 
     title: str
     loss: float
     target_tokens: float
+    examples: int = 0
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What the objective reports besides."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of a data set: numbers, and what each is to be divided by."""
+
+    names: Sequence[str]
+    is_loss: Sequence[bool]
+    totals: Sequence[float]
+    weights: Sequence[float]
+
+    @property
+    def loss(self) -> float:
+        parts = [t / w for t, w, is_loss in zip(self.totals, self.weights, self.is_loss, strict=True) if is_loss and w]
+        return sum(parts) if parts else float("nan")
+
+    @property
+    def figures(self) -> dict[str, float]:
+        return figures_of(self.names, self.is_loss, self.totals, self.weights)
 
 
 @torch.no_grad()
@@ -39,36 +64,65 @@ def held_out_losses(
     ranks: Ranks | None = None,
     share: tuple[int, int] = (0, 1),
     cut: Cut | None = None,
+    objective: Objective | None = None,
+    mismatched: Sequence[TokenStore] = (),
 ) -> list[HeldOut]:
     """The model must be in evaluation mode. `progress` is told the documents done, of how many. Several ranks
     share the work (`share`: which part of how many this rank does; `cut`: what of each micro-batch), and all know the
-    result."""
+    result. `mismatched`: as many stores, where the `objective` has a baseline."""
     assert not model.training
     results = []
     ranks, cut = ranks or Ranks(), cut or Cut()
-    done, documents = 0, -(-sum(len(store) for store in stores) // share[1])
-    for store in stores:
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        weight = 0.0
-        sizes = {
-            "sequence_length": sequence_length,
-            "micro_batch": micro_batch,
-            "lengths": spec.lengths(sequence_length),
-        }
-        for batch in map(cut, evaluation_batches(store, **sizes, rank=share[0], ranks=share[1])):
-            total += token_losses(model, to_device(batch, device, shape), spec)[0].double()
-            weight += batch.weights.double().sum().item()
+    if objective is not None and objective.is_token_sum:
+        objective = None
+    done, documents = 0, -(-sum(store.document_count for store in (*stores, *mismatched)) // share[1])
+
+    def batches(store: TokenStore) -> Iterator[MicroBatch]:
+        nonlocal done
+        sizes = {"sequence_length": sequence_length, "micro_batch": micro_batch}
+        sizes |= {"lengths": spec.lengths(sequence_length), "rank": share[0], "ranks": share[1]}
+        counts_prompts = objective is not None and objective.counts_prompts
+        for batch in evaluation_batches(store, **sizes, counts_prompts=counts_prompts):
+            yield cut(batch)
             done += len(batch.origins)
             if progress:
                 progress(min(done, documents), documents)
-        sums = ranks.sum(torch.stack([total, torch.full_like(total, weight)]))
+
+    names, is_loss = reported(objective) if objective else (("loss",), (True,))
+    for number, store in enumerate(stores):
+        sums = torch.zeros(2, len(names), dtype=torch.float64, device=device)
+        baseline = None
+        if mismatched:
+            above, count = ranks.sum(sum(risen(model, one, spec, device, shape) for one in batches(mismatched[number])))
+            baseline = (above / count).clamp(min=0)
+        for batch in batches(store):
+            scoring = objective and Scoring(objective, batch, device, sources=1, baseline=baseline)
+            total = token_losses(model, to_device(batch, device, shape), spec, weigh=scoring)[0]
+            if scoring is None:
+                sums[0] += total.double()
+                sums[1] += batch.weights.double().sum().item()
+            elif scoring.sums is not None and scoring.weights is not None:
+                sums[0] += scoring.sums[:, 0]
+                sums[1] += scoring.weights[:, 0].to(device)
         copies = ranks.count // (share[1] * cut.ranks)  # ranks that share a model all know its losses
-        total, weight = (sums / copies).tolist()
-        results.append(HeldOut(store.title, total / weight if weight else float("nan"), weight))
+        found = Sums(names, is_loss, *(ranks.sum(sums) / copies).tolist())
+        weight = found.weights[0] if objective is None else float(store.target_weights.sum())
+        results.append(HeldOut(store.title, found.loss, weight, len(store), found.figures))
     return results
 
 
 def overall(results: Sequence[HeldOut]) -> float:
-    """Loss over all target tokens of all data sets."""
-    weight = sum(result.target_tokens for result in results)
-    return sum(result.loss * result.target_tokens for result in results) / weight
+    """Loss over all data sets: over their target tokens, or, where an objective counts by examples, over these."""
+    return mean_of(results, [result.loss for result in results])
+
+
+def overall_figures(results: Sequence[HeldOut]) -> dict[str, float]:
+    """The same of what the objective reports."""
+    names = dict.fromkeys(name for result in results for name in result.figures)
+    having = {name: [result for result in results if name in result.figures] for name in names}
+    return {name: mean_of(some, [result.figures[name] for result in some]) for name, some in having.items()}
+
+
+def mean_of(results: Sequence[HeldOut], values: Sequence[float]) -> float:
+    weights = [result.examples if result.figures else result.target_tokens for result in results]
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

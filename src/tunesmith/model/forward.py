@@ -133,16 +133,20 @@ class Entrance(nn.Module):
         return function(self.model, *arguments)
 
 
+Weigh = Callable[[torch.Tensor], torch.Tensor]
+"""From the loss of each target token [N] to its weight in the sum whose gradient is wanted [N]."""
+
+
 def token_losses(
-    model: nn.Module, inputs: Inputs, spec: ForwardSpec, z_loss: float = 0.0
+    model: nn.Module, inputs: Inputs, spec: ForwardSpec, z_loss: float = 0.0, weigh: Weigh | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weighted sum of the target tokens' losses (with `z_loss`), to call backward on, and the loss of each target
-    [N] (without)."""
+    [N] (without). `weigh` decides about the weights when the losses are known."""
     if isinstance(model, Entrance):
-        return model(token_losses, inputs, spec, z_loss)
+        return model(token_losses, inputs, spec, z_loss, weigh)
     with record_function("forward"):
         hidden_th = hidden_states(model, inputs, spec)
-    return losses_of_hidden(model, hidden_th, inputs, spec, z_loss)
+    return losses_of_hidden(model, hidden_th, inputs, spec, z_loss, weigh=weigh)
 
 
 def losses_of_hidden(
@@ -152,23 +156,36 @@ def losses_of_hidden(
     spec: ForwardSpec,
     z_loss: float = 0.0,
     room: torch.Tensor | None = None,
+    weigh: Weigh | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`token_losses` from what the output head sees; its logits may use `room` (`loss_bytes`)."""
     head = model.get_output_embeddings()
+    weight_vh, bias = local(head.weight), getattr(head, "bias", None)
+    bias_v = None if bias is None else local(bias)
+    options = {"scale": spec.logit_scale, "softcap": spec.softcap, "part": getattr(head, "vocabulary", None)}
     with record_function("loss"):
+        weights_n = inputs.weights
+        if weigh is not None:
+            # Once without a gradient: what a token counts depends on the losses of all. The logits of a chunk are made
+            # again below, which is one matmul more of the head; keeping them would be most of the memory of a step.
+            frozen = (hidden_th.detach(), weight_vh.detach())
+            frozen_bias = None if bias_v is None else bias_v.detach()
+            given = (*frozen, inputs.labels, weights_n, inputs.rows)
+            total, losses_n = linear_cross_entropy(*given, bias_v=frozen_bias, room=room, **options)
+            weights_n = weigh(losses_n)
+            if not torch.is_grad_enabled():
+                return total, losses_n
         return linear_cross_entropy(
             hidden_th,
-            local(head.weight),
+            weight_vh,
             inputs.labels,
-            inputs.weights,
+            weights_n,
             inputs.rows,
-            bias_v=None if getattr(head, "bias", None) is None else local(head.bias),
-            scale=spec.logit_scale,
-            softcap=spec.softcap,
+            bias_v=bias_v,
             z_loss=z_loss,
-            part=getattr(head, "vocabulary", None),
             transposed=_transposed(head),
             room=room,
+            **options,
         )
 
 

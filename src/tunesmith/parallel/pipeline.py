@@ -189,9 +189,12 @@ class Pipelined(Entrance):
         losses, self._step = self._step.losses, None
         return losses[: len(inputs)]
 
-    def forward(self, function: Callable[..., Any], inputs: Inputs, spec: ForwardSpec, z_loss: float = 0.0) -> Any:
+    def forward(
+        self, function: Callable[..., Any], inputs: Inputs, spec: ForwardSpec, z_loss: float = 0.0, weigh: None = None
+    ) -> Any:
         """`token_losses` without a backward pass. The last stage's total counts for all stages, whose own is 0."""
         assert not torch.is_grad_enabled()
+        assert weigh is None, "the planner refuses objectives other than SFT in a pipeline"
         hidden = None
         for part in self.parts:
             if not part.is_first:

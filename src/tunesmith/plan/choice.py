@@ -5,11 +5,13 @@ Plain dataclasses, since a search makes hundreds of choices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from tunesmith.config.schema import Lora
+from tunesmith.config.schema import Lora, Preference
+from tunesmith.objectives.base import Objective
+from tunesmith.objectives.sft import Sft
 from tunesmith.plan.facts import ModelFacts
 from tunesmith.plan.hardware import Gpu, Hardware, Rates, guessed_rates
 from tunesmith.plan.plan import (
@@ -54,6 +56,7 @@ class Task:
     """Gradients are scaled by the norm of them all."""
     is_exact: bool = False
     """The same bits are asked for every time, however often the run is stopped and continued."""
+    objective: Objective = field(default_factory=lambda: Sft(Preference()))
 
     @property
     def gpu(self) -> Gpu:

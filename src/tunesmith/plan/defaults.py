@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
+from tunesmith.objectives import objective_of
 
 MIN_STEPS = 100
 """Optimizer steps below which a model has learned little of what its data could teach."""
@@ -186,10 +187,13 @@ def _steps(size: DataSize | None, batch: int, epochs: float) -> int | None:
 
 def _rate(run: Run, width: int, batch: int, decide: Decide) -> float:
     wider = min(MOST_WIDER, (WIDTH / width) ** WIDTH_POWER)
-    usual = float(f"{RATES[run.method] * wider * (LION if run.algorithm == 'lion' else 1):.0e}")
+    objective = objective_of(run)
+    factor = wider * objective.rate * (LION if run.algorithm == "lion" else 1)
+    usual = float(f"{RATES[run.method] * factor:.0e}")
     rate = usual if run.learning_rate is None else run.learning_rate
     if run.learning_rate is None:
         optimizer = "" if run.algorithm == "adamw" else f" with {run.algorithm}"
+        optimizer += "" if objective.rate == 1 else f" and objective: {objective.name}"
         decide("learning rate", f"{rate:g}", f"usual for method: {run.method}{optimizer} in a model {width:,} wide")
     elif not usual / 20 <= rate <= usual * 20:
         decide("learning rate", f"{rate:g}", f"unusual: {usual:g} is common for method: {run.method}")

@@ -32,6 +32,11 @@ Refusal = tuple[Callable[[Task, Choice], bool], str]
 
 REFUSALS: tuple[Refusal, ...] = (
     (
+        lambda task, choice: not task.objective.is_token_sum and max(choice.context, choice.pipeline) > 1,
+        "objectives other than sft compare whole answers, which context and pipeline parallelism cut up; use data or "
+        "tensor parallelism",
+    ),
+    (
         lambda task, _: not task.facts.is_causal,
         "encoder-decoder models cannot be trained here, decoders only",
     ),

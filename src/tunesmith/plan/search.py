@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from tunesmith.config.schema import Run
 from tunesmith.disk import gib
 from tunesmith.errors import UserError
+from tunesmith.objectives import objective_of
 from tunesmith.plan import memory, rules
 from tunesmith.plan.candidates import Candidate, Refused, candidates_of, tiers_of
 from tunesmith.plan.choice import Choice, Task
@@ -237,6 +238,7 @@ def _of_plan(run: Run, plan: Plan, facts: ModelFacts, hardware: Hardware) -> tup
         document_length=plan.sequence_length,
         clips=run.max_grad_norm is not None,
         is_exact=plan.deterministic,
+        objective=objective_of(run),
     )
     given = {**dict(plan), **dict(plan.mesh)}
     return task, Choice(**{field.name: given[field.name] for field in dataclasses.fields(Choice)})

@@ -117,6 +117,8 @@ def step_time(task: Task, choice: Choice) -> Time:
         checkpointed *= task.padding
     compute = forward.total + backward.total + checkpointed
     time = {part: rounds * (getattr(forward, part) + getattr(backward, part)) for part in Time.model_fields}
+    if task.objective.has_baseline:  # answers to other prompts, without a gradient
+        time = {part: seconds + rounds * getattr(forward, part) for part, seconds in time.items()}
     time["recomputation"] = rounds * checkpointed
     time["optimizer"], host_update = _optimizer(task, choice)
     if choice.offload_optimizer == "host" and choice.ranks == 1 and not choice.optimizer_in_backward:

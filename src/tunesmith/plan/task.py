@@ -7,6 +7,7 @@ from typing import cast
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
+from tunesmith.objectives import objective_of
 from tunesmith.plan import rules
 from tunesmith.plan.choice import Task
 from tunesmith.plan.defaults import Amount, DataSize, Decide, propose
@@ -36,6 +37,10 @@ def make_task(
     amount = propose(run, facts.hidden, limit, size, decide)
     check_rate(run, amount.learning_rate)
     sequence_length = amount.sequence_length
+    objective = objective_of(run)
+    if objective.why:
+        decide("objective", objective.name, objective.why)
+    lengths = [max(1, length // objective.documents) for length in lengths]
     task = Task(
         facts=facts,
         hardware=hardware,
@@ -49,6 +54,7 @@ def make_task(
         document_length=mean_length(lengths, sequence_length),
         clips=run.max_grad_norm is not None,
         is_exact=run.deterministic,
+        objective=objective,
         padding=1.0
         if facts.packs
         else padding(lengths, sequence_length, amount.sequences * sequence_length, sequence_length),

@@ -13,6 +13,8 @@ from tunesmith.kernels import flash4
 from tunesmith.model import attention
 from tunesmith.model.content import Content
 from tunesmith.model.structure import decoder_layers
+from tunesmith.objectives import objective_of
+from tunesmith.objectives.base import Objective
 from tunesmith.optim.build import build
 from tunesmith.parallel import compile
 from tunesmith.parallel.check import check_parallelism
@@ -25,6 +27,7 @@ from tunesmith.plan.plan import Plan
 from tunesmith.run import folder as run_folder
 from tunesmith.run.base import keep_base
 from tunesmith.run.evaluate import Evaluator, held_out_while_training
+from tunesmith.run.reference import Progress, Reference
 from tunesmith.run.result import ResultWriter
 from tunesmith.run.shape import make_reproducible, micro_batch_shape
 from tunesmith.run.start import Setting
@@ -32,7 +35,7 @@ from tunesmith.run.state import Share, TrainingState
 from tunesmith.train.job import Job
 
 
-def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
+def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | None = None) -> Job:
     """Prepare the model by the plan, and put the job together."""
     run, plan, ranks = setting.run, setting.plan, ranks or Ranks()
     check_ranks(plan, ranks)
@@ -49,13 +52,18 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
     optimizer = build(model, run, plan)
     if called is model:
         optimizer.overlap_update(model, decoder_layers(model))
-    loader = _loader(setting, ranks)
+    shape = micro_batch_shape(plan)
+    cut = cut_of(plan, ranks.rank, shape)
+    objective = objective_of(run)
+    about = {"weights": setting.identity.model, "ranks": ranks, "cut": cut, "progress": progress}
+    reference = Reference(called, plan.forward, plan, device, **about)
+    loader = _loader(setting, ranks, objective)
+    loader.refer(*reference.of(setting.data.train, objective, loader.seen))
     evals, note = held_out_while_training(run, plan, setting.data.evals, loader.total_steps)
+    evals, eval_mismatched = reference.of(evals, objective)
     notes = [one for one in (note, _few_steps(run, loader.total_steps)) if one]
     share = Share(called, plan, ranks)
     state = TrainingState(optimizer, share, setting.checkpoints)
-    shape = micro_batch_shape(plan)
-    cut = cut_of(plan, ranks.rank, shape)
     told = {"steps": loader.total_steps, "losses": state.losses}
     result = ResultWriter.of(run, plan, model, optimizer, share, setting.data, **told)
     return Job(
@@ -70,7 +78,11 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         optimizer=optimizer,
         checkpoints=setting.checkpoints,
         resume_from=setting.resume_from,
-        evaluate=Evaluator(called, plan.forward, plan, evals, device, ranks, cut, state.losses) if evals else None,
+        evaluate=Evaluator(
+            called, plan.forward, plan, evals, device, ranks, cut, state.losses, objective, eval_mismatched
+        )
+        if evals
+        else None,
         save=state.save,
         restore=state.restore,
         write_result=result.write,
@@ -79,6 +91,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None) -> Job:
         warnings=(*setting.data.warnings, *setting.warnings, *notes),
         ranks=ranks,
         cut=cut,
+        objective=objective,
     )
 
 
@@ -91,7 +104,7 @@ def _keep_base(setting: Setting, content: Content, plan: Plan, ranks: Ranks) -> 
         keep_base(Path(setting.run.output), setting.run, content, **ways)
 
 
-def _loader(setting: Setting, ranks: Ranks) -> Loader:
+def _loader(setting: Setting, ranks: Ranks, objective: Objective) -> Loader:
     run, plan = setting.run, setting.plan
     return Loader(
         setting.data.train,
@@ -105,6 +118,7 @@ def _loader(setting: Setting, ranks: Ranks) -> Loader:
         rank=plan.mesh.data_rank(ranks.rank),
         ranks=plan.mesh.data_ranks,
         lengths=plan.forward.lengths(plan.sequence_length),
+        objective=objective,
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.launch.rank_environment import RankEnvironment, read_rank_environment
+from tunesmith.objectives import objective_of
 from tunesmith.plan.documents import guess_held_out, measure, sample_lengths
 from tunesmith.plan.hardware import Hardware, probe, shared
 from tunesmith.plan.models import read_facts
@@ -76,6 +77,7 @@ def make_plan(
 ) -> tuple[Plan, Prepared]:
     """The plan that a run obeys, and its data: the plan given, that of the run's folder where it still fits, or a new
     one, made for the data as they are when they are tokenized. What the probe has found stands in it."""
+    _check_objective(run, probed)
     if (kept := _kept_plan(run, plan, ranks)) is not None:
         return with_findings(kept, probed), tokenize(run, kept, progress)
     run = run_folder.as_begun(run, _begun(run))
@@ -122,6 +124,17 @@ def tokenize(run: Run, plan: Plan | None, progress: Progress | None = None, toke
             "after being cut to sequence_length; raise sequence_length in the plan, or lower it in the settings."
         )
     return data
+
+
+def _check_objective(run: Run, probed: Probed) -> None:
+    lengths = probed.spec.lengths(run.sequence_length)
+    if objective_of(run).documents > 1 and lengths is not None and lengths[1] is not None:
+        raise UserError(
+            f"objective: {run.objective} compares two answers in one call, but this model must be called with "
+            f"documents of more than {lengths[1]} tokens one by one; "
+            + (f"lower sequence_length to {lengths[1]}, or " if lengths[1] >= 8 else "")
+            + "choose another model."
+        )
 
 
 def _kept_plan(run: Run, plan: Plan | None, ranks: int | None) -> Plan | None:

@@ -14,11 +14,13 @@ from torch import nn
 from tunesmith.config.schema import Run
 from tunesmith.data.held_out import in_proportion
 from tunesmith.data.store import TokenStore
-from tunesmith.evaluate.loss import HeldOut, held_out_losses, overall
+from tunesmith.evaluate.loss import HeldOut, held_out_losses, overall, overall_figures
 from tunesmith.model import attention, load
 from tunesmith.model.content import Content
 from tunesmith.model.forward import confirm_forward_spec
 from tunesmith.model.probe import probe
+from tunesmith.objectives import objective_of
+from tunesmith.objectives.base import Objective
 from tunesmith.parallel.context import Cut
 from tunesmith.parallel.pipeline import Pipelined
 from tunesmith.parallel.prepare import load_model, make_fast
@@ -29,6 +31,7 @@ from tunesmith.run import folder as run_folder
 from tunesmith.run.base import check_base
 from tunesmith.run.choose import Progress, plan_run, tokenize, with_findings
 from tunesmith.run.open import open_run, placement, tokenizer_of
+from tunesmith.run.reference import Reference
 from tunesmith.run.shape import make_reproducible, micro_batch_shape
 from tunesmith.train.events import Evaluation
 
@@ -46,6 +49,8 @@ class Evaluator:
     cut: Cut
     losses: dict[int, float]
     """By step; what is found is added."""
+    objective: Objective | None = None
+    mismatched: Sequence[TokenStore] = ()
 
     def __call__(self, step: int, progress: Callable[[int, int], None]) -> Evaluation:
         began = time.monotonic()
@@ -61,6 +66,8 @@ class Evaluator:
             ranks=self.ranks,
             share=(self.plan.mesh.data_rank(self.ranks.rank), self.plan.mesh.data_ranks),
             cut=self.cut,
+            objective=self.objective,
+            mismatched=self.mismatched,
         )
         inner = self.called.model if isinstance(self.called, Pipelined) else self.called
         if isinstance(inner, Sharded):
@@ -72,6 +79,8 @@ class Evaluator:
             losses={result.title: result.loss for result in results},
             target_tokens=sum(result.target_tokens for result in results),
             seconds=round(time.monotonic() - began, 3),
+            figures=overall_figures(results),
+            figures_of={result.title: dict(result.figures) for result in results if result.figures},
         )
 
 
@@ -104,25 +113,35 @@ def evaluate_run(
     make_reproducible(plan)
     attention.register()
     device, precision = placement(plan)
+    objective = objective_of(run)
+    mismatched: Sequence[TokenStore] = ()
 
-    def measure(model: nn.Module) -> list[HeldOut]:
+    def ready(model: nn.Module) -> tuple[ForwardSpec, torch.device]:
         spec, _ = confirm_forward_spec(model, vocabulary=load.vocabulary_size(model.config), known=plan.forward)
         where = next(model.parameters()).device
         # Fused as in training, since in half precision the same sums in another order are other losses.
         make_fast(model, run, plan, where)
+        return spec, where
+
+    def measure(model: nn.Module, spec: ForwardSpec, where: torch.device) -> list[HeldOut]:
         sizes = {"sequence_length": plan.sequence_length, "micro_batch": plan.micro_batch}
         evaluating = partial(progress, "Evaluating") if progress else None
+        sizes |= {"objective": objective, "mismatched": mismatched}
         return held_out_losses(model, spec, stores, device=where, progress=evaluating, **sizes)
 
     before = None
-    if with_base:
+    if with_base or objective.has_reference:
         content = Content()
-        base = load_model(run, dtype=precision, device=device, storage=plan.storage, content=content)
-        before = measure(base)
+        base = load_model(run, dtype=precision, device=device, storage=plan.storage, content=content).eval()
+        called = ready(base)
+        if objective.has_reference:
+            reference = Reference(base, called[0], plan, called[1], weights=load.model_fingerprint(run))
+            stores, mismatched = reference.of(stores, objective)
+        before = measure(base, *called) if with_base else None
         del base
         check_base(folder, run, content)
     opened = open_run(folder)
-    return before, measure(opened.model), opened.step
+    return before, measure(opened.model, *ready(opened.model)), opened.step
 
 
 def _held_out_of(folder: Path, run: Run, plan: Plan, progress: Progress | None) -> Sequence[TokenStore]:

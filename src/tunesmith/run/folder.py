@@ -78,6 +78,9 @@ class Identity:
         kept = {key: value for key, value in self.settings.items() if key not in FREE_SETTINGS | {"data", "model"}}
         if self.settings.get("method") == "full":
             kept.pop("lora", None)
+        if self.settings.get("objective", "sft") == "sft":  # as runs were known before there were others
+            kept.pop("objective", None)
+            kept.pop("preference", None)
         return kept
 
 

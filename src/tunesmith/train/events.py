@@ -60,6 +60,10 @@ class Step(Event):
     """Loss by data set."""
     skipped: bool = False
     """fp16 only: the gradients overflowed and the weights stayed as they were."""
+    figures: dict[str, float] = field(default_factory=dict, metadata={"is_optional": True})
+    """What the objective reports besides its loss: of preferences the accuracy, margin and rewards."""
+    figures_of: dict[str, dict[str, float]] = field(default_factory=dict, metadata={"is_optional": True})
+    """The same by data set."""
     is_warm_up: bool = field(default=False, metadata={"is_logged": False})
     """One of the first of a sitting, or layers were compiled in it: its time says nothing about the others. Not logged:
     the history of a run does not depend on its sittings."""
@@ -83,6 +87,8 @@ class Evaluation(Event):
     losses: dict[str, float]
     target_tokens: float
     seconds: float
+    figures: dict[str, float] = field(default_factory=dict, metadata={"is_optional": True})
+    figures_of: dict[str, dict[str, float]] = field(default_factory=dict, metadata={"is_optional": True})
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,8 @@ class EventLog:
     def write(self, event: Event) -> None:
         record = {"event": event.kind, "time": round(time.time(), 3), **dataclasses.asdict(event)}
         for one in dataclasses.fields(event):
-            if not one.metadata.get("is_logged", True):
+            is_left_out = one.metadata.get("is_optional", False) and not record[one.name]
+            if is_left_out or not one.metadata.get("is_logged", True):
                 del record[one.name]
         try:
             with self._lock:

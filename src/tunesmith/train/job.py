@@ -14,6 +14,7 @@ from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Saving
 from tunesmith.config.schema import Run
 from tunesmith.data.loader import Loader
 from tunesmith.model.forward import Shape
+from tunesmith.objectives.base import Objective
 from tunesmith.optim.build import Optimizer
 from tunesmith.parallel.context import Cut
 from tunesmith.parallel.ranks import Ranks
@@ -70,3 +71,5 @@ class Job:
     ranks: Ranks = field(default_factory=Ranks)
     cut: Cut = field(default_factory=Cut)
     """What of its micro-batches this rank computes."""
+    objective: Objective | None = None
+    """None: SFT."""

@@ -91,6 +91,7 @@ def step_of(job: Job, scale: LossScale | None) -> TrainStep:
         shape=job.shape,
         z_loss=job.run.z_loss,
         cut=job.cut,
+        objective=job.objective,
         capture=GraphCapture(job.model, job.spec, job.optimizer.parameters) if job.plan.cuda_graphs else None,
     )
 
@@ -331,6 +332,8 @@ class _Loop:
                 memory=peak_memory(self.job.device),
                 losses={self.job.titles[source]: loss for source, loss in result.losses.items()},
                 skipped=result.is_skipped,
+                figures=result.figures,
+                figures_of={self.job.titles[source]: found for source, found in result.figures_of.items()},
                 is_warm_up=is_warm_up,
             )
         )

@@ -1,19 +1,19 @@
 """One optimizer step: forward and backward over the micro-batches, clip, update. The same at every scale.
 
-The loss is the sum over target tokens divided by the number of target tokens in the whole step, so the gradient is
-the same however the step is cut into micro-batches. All randomness is drawn from (seed, step, micro-batch, rank), so
-a step is a pure function of the weights before it. Its parts are named regions (data, forward, loss, backward,
-optimizer, wait) for `measure.profile`; outside a profile they cost some microseconds.
+The loss is a sum, over target tokens or over the objective's examples, divided by their number in the whole step, so
+the gradient is the same however the step is cut into micro-batches. All randomness is drawn from (seed, step,
+micro-batch, rank), so a step is a pure function of the weights before it. Its parts are named regions (data, forward,
+loss, backward, optimizer, wait) for `measure.profile`; outside a profile they cost some microseconds.
 
-Legend: N target tokens of a micro-batch.
+Legend: N target tokens of a micro-batch, K numbers that an objective reports, S data sets.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -22,7 +22,9 @@ from torch.profiler import record_function
 
 from tunesmith.data.types import MicroBatch, StepBatch
 from tunesmith.errors import UserError, listed
-from tunesmith.model.forward import Inputs, Shape, losses_of_hidden, moved, to_device, token_losses
+from tunesmith.model.forward import Inputs, Shape, Weigh, losses_of_hidden, moved, to_device, token_losses
+from tunesmith.model.scoring import Scoring, figures_of, reported, risen
+from tunesmith.objectives.base import Objective
 from tunesmith.optim.build import Optimizer, by_mesh
 from tunesmith.parallel.context import Cut
 from tunesmith.parallel.pipeline import Pipelined
@@ -31,6 +33,9 @@ from tunesmith.parallel.shard import Sharded, full_tensor
 from tunesmith.plan.plan import ForwardSpec
 from tunesmith.train.graph import EAGER_STEPS, GraphCapture
 from tunesmith.train.vitals import EVERY, FIRST, Sample, Weights, weights_of
+
+Found = dict[int, list[float]]
+"""By data set."""
 
 
 class NotFinite(UserError):
@@ -51,6 +56,39 @@ class StepResult:
     """fp16: gradients overflowed at the present loss scale, and nothing was updated."""
     weights: Weights | None = None
     """As they were before the update, in steps in which they are measured."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """What the objective reports besides its loss."""
+    figures_of: dict[int, dict[str, float]] = field(default_factory=dict)
+    """The same by data set."""
+
+
+class Tally:
+    """Sums over a step by data set, and what each is to be divided by: of the loss, and of what objectives report."""
+
+    def __init__(self, names: Sequence[str] = ("loss",), is_loss: Sequence[bool] = (True,)) -> None:
+        self.names = names
+        self.is_loss = is_loss
+        self.sums: dict[int, torch.Tensor] = {}
+        """[K], on the device"""
+        self.weights: dict[int, list[float]] = {}
+
+    def add(self, source: int, sums_k: torch.Tensor, weights: list[float]) -> None:
+        self.sums[source] = self.sums[source] + sums_k if source in self.sums else sums_k
+        before = self.weights.get(source, [0.0] * len(weights))
+        self.weights[source] = [a + b for a, b in zip(before, weights, strict=True)]
+
+    def add_scored(self, scoring: Scoring) -> None:
+        if scoring.sums is None or scoring.weights is None:
+            return
+        for source in torch.nonzero(scoring.weights.any(0)).flatten().tolist():
+            self.add(source, scoring.sums[:, source], scoring.weights[:, source].tolist())
+
+    def loss(self, sums: Sequence[float], weights: Sequence[float]) -> float:
+        parts = zip(sums, weights, self.is_loss, strict=True)
+        return sum(total / weight for total, weight, is_loss in parts if is_loss and weight)
+
+    def figures(self, sums: Sequence[float], weights: Sequence[float]) -> dict[str, float]:
+        return figures_of(self.names, self.is_loss, sums, weights)
 
 
 class LossScale:
@@ -91,6 +129,7 @@ class TrainStep:
         cut: Cut | None = None,
         capture: GraphCapture | None = None,
         sample: Sample | None = None,
+        objective: Objective | None = None,
     ):
         self.model = model
         self.spec = spec
@@ -106,6 +145,8 @@ class TrainStep:
         self.cut = cut or Cut()
         self.capture = capture
         self.sample = sample
+        self.objective = None if objective is None or objective.is_token_sum else objective
+        """None: the mean over target tokens."""
         self.launched = 0
 
     def __call__(
@@ -123,28 +164,40 @@ class TrainStep:
         NotFinite, and nothing of this step or a later one may be saved.
         """
         scale = self.loss_scale.value if self.loss_scale else 1.0
-        sums: dict[int, torch.Tensor] = {}
-        weights: dict[int, float] = {}
+        tally = Tally() if self.objective is None else Tally(*reported(self.objective))
         self.optimizer.begin(learning_rate)
         self.launched += 1
         try:
-            for micro_batch, losses_n in self._passes(batch, scale / batch.target_weight, should_stop):
+            factor = scale if self.objective is not None else scale / batch.target_weight
+            for micro_batch, found in self._passes(batch, factor, should_stop):
                 with record_function("loss"):
-                    self._add_by_source(micro_batch, losses_n, sums, weights)
+                    if isinstance(found, Scoring):
+                        tally.add_scored(found)
+                    else:
+                        self._add_by_source(micro_batch, found, tally)
             if isinstance(self.model, Sharded):
                 self.model.end_backward()
             with record_function("optimizer"):
                 norm = self._clip(scale)
                 is_measured = self.sample is not None and (self.launched <= FIRST or batch.step % EVERY == 0)
-                read = self._reader(sums, weights, norm, self.measured() if is_measured else None)
+                read = self._reader(tally, norm, self.measured() if is_measured else None)
 
             def result() -> StepResult:
-                totals, whole_weights, grad_norm, measured = read()
+                totals, weights, grad_norm, measured = read()
                 overflowed = self._check(batch, totals, grad_norm)
-                by_source = {at: total / whole_weights[at] for at, total in totals.items() if whole_weights[at] > 0}
-                loss = sum(totals.values()) / batch.target_weight
-                found = weights_of(*measured) if measured else None
-                return StepResult(loss, grad_norm if not overflowed else 0.0, by_source, overflowed, found)
+                whole = [[sum(some) for some in zip(*one.values(), strict=True)] for one in (totals, weights)]
+                if self.objective is None:
+                    whole[1] = [batch.target_weight]
+                by_source = {at: tally.loss(totals[at], weights[at]) for at in totals if any(weights[at])}
+                return StepResult(
+                    tally.loss(*whole),
+                    grad_norm if not overflowed else 0.0,
+                    by_source,
+                    overflowed,
+                    weights_of(*measured) if measured else None,
+                    tally.figures(*whole),
+                    {at: tally.figures(totals[at], weights[at]) for at in totals} if len(tally.names) > 1 else {},
+                )
 
             known = result() if self.looks_first else None
             if known is None or not known.is_skipped:
@@ -171,46 +224,44 @@ class TrainStep:
         return weights_of(*reader(self.ranks.sum(self.measured()))())
 
     def _reader(
-        self,
-        sums: dict[int, torch.Tensor],
-        weights: dict[int, float],
-        norm: torch.Tensor,
-        measured: torch.Tensor | None = None,
-    ) -> Callable[[], tuple[dict[int, float], dict[int, float], float, list[float]]]:
-        """Sums of losses and of target weights by data set, both of the whole step, the norm, and what was measured of
-        the weights, once waited for."""
+        self, tally: Tally, norm: torch.Tensor, measured: torch.Tensor | None = None
+    ) -> Callable[[], tuple[Found, Found, float, list[float]]]:
+        """Sums and what they are to be divided by, by data set, both of the whole step, the norm, and what was measured
+        of the weights, once waited for."""
+        width = len(tally.names)
         if self.ranks.count == 1:
-            values = torch.stack([norm, *sums.values()])
+            values = torch.cat([norm.view(1), *tally.sums.values()])
             read = reader(values if measured is None else torch.cat([values.double(), measured]))
 
-            def alone() -> tuple[dict[int, float], dict[int, float], float, list[float]]:
+            def alone() -> tuple[Found, Found, float, list[float]]:
                 grad_norm, *found = read()
-                totals = dict(zip(sums, found[: len(sums)], strict=True))
-                return totals, weights, grad_norm, found[len(sums) :]
+                totals = {source: found[n * width : (n + 1) * width] for n, source in enumerate(tally.sums)}
+                return totals, tally.weights, grad_norm, found[len(tally.sums) * width :]
 
             return alone
-        here = torch.zeros(2, self.sources, dtype=torch.float64)
-        for source, weight in weights.items():
-            here[1, source] = weight
+        here = torch.zeros(2, self.sources, width, dtype=torch.float64)
+        for source, weights in tally.weights.items():
+            here[1, source] = torch.tensor(weights, dtype=torch.float64)
         values = here.to(self.device, non_blocking=True)
-        for source, total in sums.items():
+        for source, total in tally.sums.items():
             values[0, source] = total
         if self.cut.copies > 1:
             values /= self.cut.copies
         flat = values.view(-1) if measured is None else torch.cat([values.view(-1), measured])
         read_all = reader(torch.cat([norm.double().view(1), self.ranks.sum(flat)]))
 
-        def together() -> tuple[dict[int, float], dict[int, float], float, list[float]]:
+        def together() -> tuple[Found, Found, float, list[float]]:
             grad_norm, *found = read_all()
-            by_source, rest = found[self.sources : 2 * self.sources], found[2 * self.sources :]
-            whole_weights = {source: weight for source, weight in enumerate(by_source) if weight > 0}
-            return {source: found[source] for source in whole_weights}, whole_weights, grad_norm, rest
+            size = self.sources * width
+            each = [found[n * width : (n + 1) * width] for n in range(2 * self.sources)]
+            weights = {source: some for source, some in enumerate(each[self.sources :]) if any(some)}
+            return {source: each[source] for source in weights}, weights, grad_norm, found[2 * size :]
 
         return together
 
-    def _check(self, batch: StepBatch, totals: dict[int, float], grad_norm: float) -> bool:
+    def _check(self, batch: StepBatch, totals: Found, grad_norm: float) -> bool:
         """Whether fp16 gradients overflowed; NotFinite for everything else that is not finite."""
-        if not all(math.isfinite(total) for total in totals.values()):
+        if not all(math.isfinite(one) for total in totals.values() for one in total):
             raise NotFinite(self._blame(batch, totals, "loss"))
         overflowed = not math.isfinite(grad_norm)
         if self.loss_scale:
@@ -221,9 +272,10 @@ class TrainStep:
 
     def _passes(
         self, batch: StepBatch, factor: float, should_stop: Callable[[], bool]
-    ) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-        """Forward and backward of every micro-batch of the step, with the weighted losses of its targets. A pipeline
-        does them all together, and the losses are known where its last stage is."""
+    ) -> Iterator[tuple[MicroBatch, torch.Tensor | Scoring]]:
+        """Forward and backward of every micro-batch of the step, with the weighted losses of its targets, or what its
+        objective found. A pipeline does them all together, and the losses are known where its last stage is."""
+        baseline = self._baseline(batch) if batch.mismatched else None
         if isinstance(self.model, Pipelined):
             if should_stop():
                 raise Interrupted
@@ -242,34 +294,54 @@ class TrainStep:
                 self._draw_from(batch.step, index)
                 micro_batch = self.cut(micro_batch)
                 inputs = to_device(micro_batch, self.device, self.shape)
-            yield micro_batch, self._forward_backward(inputs, factor, is_only=len(batch.micro_batches) == 1)
+            scoring = self._scoring(batch, micro_batch, baseline)
+            is_only = len(batch.micro_batches) == 1
+            losses_n = self._forward_backward(inputs, factor, scoring, is_only=is_only)
+            yield micro_batch, losses_n if scoring is None else scoring
 
-    def _forward_backward(self, inputs: Inputs, factor: float, *, is_only: bool) -> torch.Tensor:
+    def _scoring(self, batch: StepBatch, micro_batch: MicroBatch, baseline: torch.Tensor | None) -> Scoring | None:
+        if self.objective is None:
+            return None
+        options = {"sources": self.sources, "divisors": batch.divisors, "baseline": baseline}
+        return Scoring(self.objective, micro_batch, self.device, **options)
+
+    @torch.no_grad()
+    def _baseline(self, batch: StepBatch) -> torch.Tensor:
+        """By how much the log-probability of answers to other prompts has grown since the reference, on average over
+        the whole step, or 0 where it has not; before any gradient is taken. Without dropout, as the reference is."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.model.eval()
+        for micro_batch in batch.mismatched:
+            sums += risen(self.model, self.cut(micro_batch), self.spec, self.device, self.shape)
+        self.model.train()
+        total, count = self.ranks.sum(sums)
+        return (total / count).clamp(min=0)
+
+    def _forward_backward(
+        self, inputs: Inputs, factor: float, weigh: Weigh | None = None, *, is_only: bool
+    ) -> torch.Tensor:
         if self.capture is not None and self.launched > EAGER_STEPS and self.capture.record(inputs):
-            return self._replay(self.capture, inputs, factor, is_only=is_only)
-        total, losses_n = token_losses(self.model, inputs, self.spec, z_loss=self.z_loss)
+            return self._replay(self.capture, inputs, factor, weigh, is_only=is_only)
+        total, losses_n = token_losses(self.model, inputs, self.spec, z_loss=self.z_loss, weigh=weigh)
         with record_function("backward"):
             (total * factor).backward()
         return losses_n * inputs.weights
 
-    def _replay(self, capture: GraphCapture, inputs: Inputs, factor: float, *, is_only: bool) -> torch.Tensor:
+    def _replay(
+        self, capture: GraphCapture, inputs: Inputs, factor: float, weigh: Weigh | None, *, is_only: bool
+    ) -> torch.Tensor:
         """The same with captured passes."""
         with record_function("forward"):
             hidden_th = capture.forward(inputs)
-        total, losses_n = losses_of_hidden(self.model, hidden_th, inputs, self.spec, self.z_loss, capture.room)
+        options = {"room": capture.room, "weigh": weigh}
+        total, losses_n = losses_of_hidden(self.model, hidden_th, inputs, self.spec, self.z_loss, **options)
         with record_function("backward"):
             (total * factor).backward()
             assert hidden_th.grad is not None
             capture.backward(hidden_th.grad, is_only=is_only)
         return losses_n * inputs.weights
 
-    def _add_by_source(
-        self,
-        micro_batch: MicroBatch,
-        weighted_n: torch.Tensor,
-        sums: dict[int, torch.Tensor],
-        weights: dict[int, float],
-    ) -> None:
+    def _add_by_source(self, micro_batch: MicroBatch, weighted_n: torch.Tensor, tally: Tally) -> None:
         """Sum losses and target weights by data set. Which token is whose is known on the host already."""
         is_target = micro_batch.weights > 0
         sources_n = micro_batch.sources.repeat_interleave(micro_batch.boundaries.diff().long())[is_target]
@@ -278,8 +350,7 @@ class TrainStep:
         for source in present:
             mine = sources_n == source
             part = weighted_n.sum() if len(present) == 1 else (weighted_n * moved(mine, self.device)).sum()
-            sums[source] = sums[source] + part if source in sums else part
-            weights[source] = weights.get(source, 0.0) + weights_n[mine].sum().item()
+            tally.add(source, part.view(1), [weights_n[mine].sum().item()])
 
     def _clip(self, scale: float) -> torch.Tensor:
         """Unscale and clip the gradients; returns their norm before, without waiting for it."""
@@ -304,9 +375,9 @@ class TrainStep:
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def _blame(self, batch: StepBatch, totals: dict[int, float], what: str) -> str:
+    def _blame(self, batch: StepBatch, totals: Found, what: str) -> str:
         """The step and the documents behind a value that is not finite: those of the data sets whose loss is not."""
-        bad = {source for source, total in totals.items() if not math.isfinite(total)} or set(totals)
+        bad = {source for source, total in totals.items() if not all(map(math.isfinite, total))} or set(totals)
         mine = [
             origin
             for micro_batch in batch.micro_batches

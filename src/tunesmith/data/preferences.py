@@ -1,0 +1,84 @@
+"""Items -> examples, by the records that an objective is trained on: texts, pairs of answers, or judged answers.
+
+A pair is one example of two documents, so that whatever deals out examples (packing, mixing, holding out, cutting to
+length) keeps its answers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tunesmith.data.build import store_of
+from tunesmith.data.chat import Encoder
+from tunesmith.data.store import TokenStore
+from tunesmith.data.types import Completion, Conversation, Example, Judged, Origin, Preference, RecordError
+
+if TYPE_CHECKING:
+    from tunesmith.objectives.base import Records
+
+CHOSEN, REJECTED = 1.0, 0.0
+"""What the data say of an answer (`Example.values`)."""
+
+
+def encode(
+    item: Any, encoder: Encoder, origin: Origin, records: Records
+) -> tuple[list[Example], list[tuple[Any, Example]]]:
+    """The examples of an item, and its documents one by one with what each is the tokens of."""
+    if records == "texts":
+        made = encoder.encode_all(item, origin)
+        return made, [(item, example) for example in made]
+    documents = [(answer, value, _document(answer, encoder, origin)) for answer, value in _answers(item)]
+    seen = [(answer, example) for answer, _, example in documents]
+    if records == "judged":
+        return [Example(one.ids, one.weights, origin, values=(value,)) for _, value, one in documents], seen
+    joined = Example(
+        np.concatenate([one.ids for _, _, one in documents]),
+        np.concatenate([one.weights for _, _, one in documents]),
+        origin,
+        tuple(len(one.ids) for _, _, one in documents),
+        tuple(value for _, value, _ in documents),
+    )
+    return [joined], seen
+
+
+def mismatched(store: TokenStore, sequence_length: int) -> TokenStore:
+    """Every prompt of the store with the answer to another: the same one always, and far from it in the store, where
+    neighbours may be answers to the same prompt."""
+    count = len(store)
+    shift = max(1, round(count * 0.618)) % count if count > 1 else 0
+    made = []
+    for index in range(count):
+        (first, *_), (other, *_) = store.documents(index), store.documents((index - shift) % count)
+        (ids, weights), (their_ids, their_weights) = store.document(first), store.document(other)
+        begins, others_begin = (int((w[1:] > 0).argmax()) + 1 for w in (weights, their_weights))
+        both = np.concatenate([ids[:begins], their_ids[others_begin:]])[:sequence_length]
+        counted = np.concatenate([np.zeros(begins, np.float32), their_weights[others_begin:]])[:sequence_length]
+        file, _, place = store.origin(index).rpartition(", ")
+        unit, line = place.split(" ")
+        made.append(Example(both, counted, Origin(file, int(line), unit)))
+    return store_of(made, store.title)
+
+
+def _answers(item: Preference | Judged) -> Iterator[tuple[Conversation | Completion, float]]:
+    if isinstance(item, Preference):
+        yield item.chosen, CHOSEN
+        yield item.rejected, REJECTED
+    else:
+        yield item.answer, CHOSEN if item.is_desirable else REJECTED
+
+
+def _document(answer: Conversation | Completion, encoder: Encoder, origin: Origin) -> Example:
+    made = encoder.encode_all(answer, origin)
+    if len(made) != 1:
+        raise RecordError(
+            "answer of several turns",
+            origin,
+            "the chat template writes the turns of this answer differently once they are not the last, so they cannot "
+            "be compared as one; give answers of one turn",
+        )
+    if not (made[0].weights[1:] > 0).any():
+        raise RecordError("no answer", origin, "an answer has no target token, so there is nothing to compare")
+    return made[0]

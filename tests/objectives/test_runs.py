@@ -1,0 +1,171 @@
+"""Whole runs with objectives: they learn, a killed one goes on to the same bytes, and ranks do not change them."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from tiny import SETTINGS, Die, Runs, assert_same, write_all
+from tunesmith.cli.main import main
+from tunesmith.train import events
+
+TRAIN = ("train", "run.yaml", "--plan", "plan.json")
+STEP = "tunesmith.train.step:TrainStep._forward_backward"
+COMPUTE = "tunesmith.run.reference:Reference._compute"
+WORDS = ["red", "blue", "seven", "ten", "cat", "tree", "sun"]
+
+
+def write_preferences(path: Path, count: int, *, seed: int = 0, judged: bool = False) -> Path:
+    """Answers that say yes are wanted."""
+    chance = random.Random(seed)
+    records = []
+    for n in range(count):
+        text = f"{n} " + " ".join(chance.choices(WORDS, k=chance.randint(1, 3)))
+        yes, no = (f"{word} {' '.join(chance.choices(WORDS, k=chance.randint(1, 2)))}" for word in ("yes", "no"))
+        if judged:
+            is_good = chance.random() < 0.5
+            records.append({"prompt": text, "completion": yes if is_good else no, "label": is_good})
+        else:
+            records.append({"prompt": text, "chosen": yes, "rejected": no})
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def write_run(folder: Path, model: Path, **changes) -> Path:
+    """As `tiny.write_all`, with preferences."""
+    changes = {"objective": "dpo", "sequence_length": 128, "batch_tokens": 512, "epochs": 2, **changes}
+    folder.mkdir(parents=True, exist_ok=True)
+    made = write_all(folder, model, **changes)
+    judged = changes["objective"] == "kto"
+    write_preferences(folder / "train.jsonl", 20, judged=judged)
+    write_preferences(folder / "held_out.jsonl", 6, seed=1, judged=judged)
+    return made
+
+
+def tunesmith(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert not ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("objective", "method"), [("dpo", "full"), pytest.param("kto", "lora", marks=pytest.mark.slow)]
+)
+def test_a_killed_run_goes_on_to_the_same_bytes(runs: Runs, tiny_model, tmp_path, objective, method):
+    """In the middle of a step, and while the reference is asked."""
+    settings = {"objective": objective, "method": method, "lora": {"rank": 4}, "output": "run"}
+    whole, killed = (write_run(tmp_path / name, tiny_model, **settings) for name in ("whole", "killed"))
+    assert runs(killed, *TRAIN, die=Die(COMPUTE, 2)).code == -signal.SIGKILL
+    assert runs(killed, *TRAIN, die=Die(STEP, 10)).code == -signal.SIGKILL
+    assert any((killed / "run" / "checkpoints").iterdir())
+    ended = runs(killed, *TRAIN)
+    assert ended.code == 0, ended.err
+    assert runs(whole, *TRAIN).code == 0
+    assert_same(killed / "run", whole / "run")
+
+
+def test_a_run_with_adapters_learns_what_is_preferred(tiny_model, tmp_path, monkeypatch, capsys):
+    """From a reference that is the model itself: no margin at first, and most held-out pairs right in the end."""
+    folder = write_run(tmp_path, tiny_model, epochs=3, lora={"rank": 8})
+    monkeypatch.chdir(folder)
+    tunesmith(["train", "run.yaml"])
+    found = events.read(folder / "run")
+    evaluations = [one for one in found if one["event"] == "evaluation"]
+    assert evaluations[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert evaluations[0]["figures"]["margin"] == pytest.approx(0, abs=1e-4)
+    assert evaluations[-1]["figures"]["accuracy"] > 0.8
+    assert evaluations[-1]["figures_of"].keys() == {"held_out"}
+    steps = [one for one in found if one["event"] == "step"]
+    assert steps[-1]["figures"]["margin"] > 0.1
+    assert steps[-1]["figures_of"]["train"]["reward_chosen"] > steps[-1]["figures_of"]["train"]["reward_rejected"]
+    assert "accuracy" in capsys.readouterr().out
+    tunesmith(["eval", "run", "--json"])
+    (row,) = json.loads(capsys.readouterr().out)["results"]
+    assert row["figures"]["accuracy"] == evaluations[-1]["figures"]["accuracy"]
+    assert row["loss"] == pytest.approx(evaluations[-1]["loss"], rel=1e-4)
+
+
+def test_the_reference_is_asked_once(tiny_model, tmp_path, monkeypatch):
+    """Another run over the same data, with another beta, reads what it said; a damaged answer is asked for again."""
+    from tunesmith.run.reference import Reference
+
+    asked = []
+    real = Reference._compute
+    monkeypatch.setattr(Reference, "_compute", lambda self, store: asked.append(store.title) or real(self, store))
+    monkeypatch.setenv("TUNESMITH_CACHE", str(tmp_path / "cache"))
+    folder = write_run(tmp_path, tiny_model, steps=1)
+    monkeypatch.chdir(folder)
+    tunesmith(["train", "run.yaml"])
+    assert asked == ["train", "held_out"]
+    tunesmith(["train", "run.yaml", "output=other", "preference.beta=0.5"])
+    assert asked == ["train", "held_out"]
+    for file in (tmp_path / "cache" / "references").iterdir():
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+    tunesmith(["train", "run.yaml", "output=third"])
+    assert asked == ["train", "held_out"] * 2
+
+
+def test_the_reference_is_asked_about_what_the_run_will_see(tiny_model, tmp_path, monkeypatch):
+    from tunesmith.run.reference import Reference
+
+    asked = {}
+    real = Reference._compute
+    monkeypatch.setattr(
+        Reference, "_compute", lambda self, store: asked.update({store.title: len(store)}) or real(self, store)
+    )
+    folder = write_run(tmp_path, tiny_model, steps=1, batch_tokens=128)
+    write_preferences(folder / "train.jsonl", 30, seed=5)
+    monkeypatch.chdir(folder)
+    tunesmith(["train", "run.yaml"])
+    assert 1 <= asked["train"] < 10
+    (step,) = [one for one in events.read(folder / "run") if one["event"] == "step"]
+    assert step["loss"] == pytest.approx(0.693147, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_model, tmp_path_factory) -> Path:
+    """Five sequences a step, which two ranks cannot share evenly."""
+    folder = tmp_path_factory.mktemp("settings")
+    for name, judged in (("pairs", False), ("judged", True)):
+        write_preferences(folder / f"{name}.jsonl", 40, judged=judged)
+    settings = {**SETTINGS, "model": str(tiny_model), "lora": {"rank": 4}, "eval": [], "held_out": 0}
+    settings |= {"sequence_length": 128, "batch_tokens": 5 * 128, "steps": 3}
+    (folder / "run.yaml").write_text(json.dumps(settings))
+    return folder
+
+
+CELLS = [("dpo", "full", "zero3"), ("kto", "lora", "ddp")]
+REST = [
+    *(("dpo", "lora", "ddp"), ("dpo", "qlora", "zero3"), ("orpo", "full", "zero3"), ("kto", "full", "zero3")),
+    *(("dpo", "full", "tensor"), ("kto", "lora", "tensor")),
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("objective", "method", "way"), [*CELLS, *(pytest.param(*one, marks=pytest.mark.slow) for one in REST)]
+)
+def test_two_ranks_give_the_losses_of_one(world, shared, tmp_path, objective, method, way):
+    data = [{"path": str(shared / ("judged.jsonl" if objective == "kto" else "pairs.jsonl"))}]
+    options = {"folder": str(shared), "method": method, "objective": objective, "data": data}
+    call = "parallel.on_ranks:steps"
+    alone = world(1)(call, count=3, mesh={}, sharding="none", output=str(tmp_path / "one"), **options)[0]
+    mesh = {"ddp": {"replicate": 2}, "zero3": {"shard": 2}, "tensor": {"tensor": 2}}[way]
+    sharding = "ddp" if way == "tensor" else way
+    both = world(2)(call, count=3, mesh=mesh, sharding=sharding, output=str(tmp_path / "two"), **options)
+    for number, expected in enumerate(alone):
+        found = [steps[number] for steps in both]
+        assert found[0]["loss"] == found[1]["loss"]
+        assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert found[0]["norm"] == pytest.approx(expected["norm"], rel=1e-4)
+        # Before the first update the answers of a pair are as likely as the reference has them, up to rounding.
+        figures = [
+            {k: v for k, v in one["figures"].items() if number or k != "accuracy"} for one in (found[0], expected)
+        ]
+        assert figures[0] == pytest.approx(figures[1], rel=1e-4, abs=1e-5)
+        data = found[0]["data"] if way == "tensor" else found[0]["data"] + found[1]["data"]
+        assert sorted(data) == sorted(expected["data"])

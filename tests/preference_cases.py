@@ -1,0 +1,78 @@
+"""Pairs, judged answers and two small models whose losses and gradients another library has computed: what
+`tests/trl_oracle.py` asks TRL about, and what the tests of objectives compare with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CASES: dict[str, dict[str, Any]] = {
+    "dpo": {"objective": "dpo"},
+    "dpo_hinge": {"objective": "dpo", "loss": "hinge", "beta": 0.3},
+    "dpo_ipo": {"objective": "dpo", "loss": "ipo"},
+    "dpo_robust": {"objective": "dpo", "loss": "robust", "label_smoothing": 0.1},
+    "dpo_length_normalised": {"objective": "dpo", "length_normalised": True, "beta": 2.0},
+    "dpo_sft": {"objective": "dpo", "sft_weight": 0.5},
+    "kto": {"objective": "kto", "desirable_weight": 1.5},
+    "orpo": {"objective": "orpo", "beta": 0.2},
+    "simpo": {"objective": "simpo", "margin": 0.6, "label_smoothing": 0.1},
+    "cpo": {"objective": "cpo", "label_smoothing": 0.2},
+    "cpo_hinge": {"objective": "cpo", "loss": "hinge", "sft_weight": 0.0},
+    "cpo_ipo": {"objective": "cpo", "loss": "ipo"},
+}
+PROMPTS, CHOSEN, REJECTED = (4, 7, 3, 5, 6), (5, 3, 9, 4, 6), (8, 3, 2, 6, 4)
+"""Tokens of each pair's prompt and answers."""
+LABELS = (True, False, False, True, True)
+"""Of the chosen answers, where they are judged one by one."""
+LARGEST = 259
+
+
+@dataclass(frozen=True)
+class Pair:
+    prompt: np.ndarray
+    chosen: np.ndarray
+    rejected: np.ndarray
+
+
+def pairs() -> list[Pair]:
+    random = np.random.Generator(np.random.PCG64(7))
+    draw = [random.integers(3, LARGEST, 30) for _ in PROMPTS]
+    sizes = zip(draw, PROMPTS, CHOSEN, REJECTED, strict=True)
+    return [Pair(ids[:p], ids[p : p + c], ids[p + c : p + c + r]) for ids, p, c, r in sizes]
+
+
+def other_answer(index: int) -> np.ndarray:
+    """To another prompt, as the baseline of KTO takes them."""
+    count = len(PROMPTS)
+    return pairs()[(index - round(count * 0.618)) % count].chosen
+
+
+def make_models(folder: Path) -> tuple[Path, Path]:
+    """The model that is trained, and its reference, whose weights are others. Numbers that do not depend on torch's."""
+    from transformers import AutoModelForCausalLM
+
+    from tiny_model import make_tiny_model
+
+    made = []
+    for name, seed in (("model", 1), ("reference", 2)):
+        path = make_tiny_model(folder / name)
+        model = AutoModelForCausalLM.from_pretrained(path)
+        random = np.random.Generator(np.random.PCG64(3)), np.random.Generator(np.random.PCG64(seed))
+        for weight in model.parameters():
+            both = [one.standard_normal(tuple(weight.shape)).astype(np.float32) for one in random]
+            if weight.ndim > 1:
+                weight.data.copy_(weight.new_tensor(0.25 * both[0] + 0.03 * both[1]))
+        model.save_pretrained(path)
+        made.append(path)
+    return made[0], made[1]
+
+
+def fingerprint(name: str, gradient: Any) -> list[float]:
+    """A gradient in a few numbers: its length, and its products with directions that its name stands for."""
+    values = gradient.detach().double().numpy().ravel()
+    random = np.random.Generator(np.random.PCG64(sum(name.encode())))
+    directions = [random.standard_normal(values.size) / np.sqrt(values.size) for _ in range(3)]
+    return [float(np.linalg.norm(values)), *(float(values @ one) for one in directions)]
