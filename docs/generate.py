@@ -248,6 +248,8 @@ def benchmarks_page() -> str:
             lines.append("The tables are on the [planner's page](planner.md).")
         elif path.stem == "gpu_strategies":
             lines.append("The table is on the page about [several GPUs](distributed.md).")
+        elif path.stem == "adapters":
+            lines.append("The table is on the page about [adapters](adapters.md).")
         elif path.stem == "families":
             lines.append("The table is on the page about [models](models.md).")
         elif path.stem == "gpu":
@@ -453,6 +455,38 @@ def distributed_page() -> str:
     return text
 
 
+def adapters_page() -> str:
+    """Written by hand, but for the table of what was tried."""
+    page, results = DOCS / "adapters.md", RESULTS / "adapters.json"
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
+    before, start, rest = text.partition("<!-- made from benchmarks/results/adapters.json -->\n")
+    _, end, after = rest.partition("<!-- end -->\n")
+    if not (start and end and results.exists()):
+        return text
+    content = json.loads(results.read_text(encoding="utf-8"))
+    cells = ("trained", "read_by_peft", "continued", "resumed", "chatted", "merged", "half", "ddp", "zero3")
+    heads = ("learns", "in peft", "from peft", "resumed", "chat", "merged", "bf16", "ddp", "zero3")
+    lines = [f"| adapter | {' | '.join(heads)} |", f"| --- |{' --- |' * len(heads)}"]
+    remarks: list[str] = []
+    for row in content["numbers"]:
+        shown = [_adapter_cell(row.get(cell), row["adapter"], cell, remarks) for cell in cells]
+        lines.append(f"| {row['adapter']} | {' | '.join(shown)} |")
+    versions = ", ".join(f"{name} {content['versions'][name]}" for name in ("peft", "transformers", "torch"))
+    lines += ["", f"{versions}; {content['date']}, commit {content['commit']}.", "", *remarks]
+    return before + start + "\n".join(lines) + "\n" + end + after
+
+
+def _adapter_cell(found: object, adapter: str, cell: str, remarks: list[str]) -> str:
+    """yes, no, nothing to try, or a refusal, whose sentence is said below the table."""
+    if found is None:
+        return "-"
+    if isinstance(found, bool):
+        return "yes" if found else "**no**"
+    said = str(found).partition(": ")[2].removeprefix("error: ") or str(found)
+    remarks.append(f"{len(remarks) + 1}. {adapter}, {cell.replace('_', ' ')}: {said}")
+    return f"no ({len(remarks)})"
+
+
 def _two_hosts(content: dict[str, Any]) -> list[str]:
     rows = content["numbers"]
     ways = [name.removesuffix("_seconds") for name in rows[0] if name.endswith("_seconds")]
@@ -503,6 +537,7 @@ def _moved(row: dict[str, Any]) -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "adapters.md": adapters_page,
     "distributed.md": distributed_page,
     "models.md": models_page,
     "settings.md": settings_page,

@@ -7,6 +7,7 @@ outside or by a `Die` that strikes at the Nth call of a function.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -216,6 +217,8 @@ def serve() -> None:
     from tunesmith.cli.main import app, main
     from tunesmith.model.probe import has_other_names
 
+    with contextlib.suppress(ImportError):
+        import peft  # noqa: F401
     has_other_names(transformers.models.llama.modeling_llama.LlamaConfig())  # it takes long the first time
     build_commands_once()
     typer.main.get_command(app)

@@ -102,8 +102,11 @@ REQUIRED = "model: m\ndata: a\n"
         ("lora: {epochs: 8}", "`lora.epochs`: did you mean `epochs`, at the top level?"),
         ("eval: [{pth: a}]", "`eval.0.pth`: did you mean `eval.0.path`?"),
         ("colour: red", "`colour` is not a setting; docs/settings.md and `tunesmith schema` list them all"),
-        ("method: loraa", "`method` is 'loraa' but needs to be `full`, `lora` or `qlora`; did you mean `lora`?"),
-        ("method: 3", "`method` is 3 but needs to be `full`, `lora` or `qlora`"),
+        (
+            "method: loraa",
+            "`method` is 'loraa' but needs to be `full`, `lora`, `qlora` or `peft`; did you mean `lora`?",
+        ),
+        ("method: 3", "`method` is 3 but needs to be `full`, `lora`, `qlora` or `peft`"),
         ("model_: 3", "`model_`: did you mean `model`?"),
         ("epochs: [1]", "`epochs` is a list but needs a number"),
         ("epochs: 0", "`epochs` is 0 but needs to be more than 0"),

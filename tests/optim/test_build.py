@@ -33,7 +33,7 @@ def advance(model, optimizer, steps: range) -> None:
         optimizer.zero_grad()
 
 
-ALL = ["adamw", "adamw_8bit", "adamw_4bit", "adamw_fp8", "lion", "muon", "adafactor", "sgd"]
+ALL = ["adamw", "adamw_8bit", "adamw_4bit", "adamw_fp8", "lion", "muon", "adafactor", "sgd", "galore", "apollo"]
 HALF = {"dtype": torch.bfloat16}
 WITHOUT_MASTERS = {"dtype": torch.bfloat16, "masters": False}
 
@@ -288,3 +288,15 @@ def test_one_micro_batch_a_step_keeps_the_gradients_in_bf16():
 def test_half_precision_without_masters_is_refused_where_nothing_rounds_at_random(kind, dtype):
     with pytest.raises(UserError, match="loses small updates"):
         make(kind, dtype=dtype, masters=False)
+
+
+def test_lora_plus_gives_the_second_factor_its_own_rate():
+    named = {f"x.{leaf}": torch.nn.Parameter(torch.ones(4, 4)) for leaf in ("lora_a", "lora_b")}
+    run = Run(model="m", data="d", optimizer="sgd", lora={"b_rate": 16})
+    optimizer = Optimizer(named.items(), run, master_weights=False)
+    for weight in named.values():
+        weight.grad = torch.ones(4, 4)
+    optimizer.begin(1e-3)
+    optimizer.step(1e-3)
+    torch.testing.assert_close(named["x.lora_a"].detach(), torch.full((4, 4), 1 - 1e-3))
+    torch.testing.assert_close(named["x.lora_b"].detach(), torch.full((4, 4), 1 - 16e-3))

@@ -44,6 +44,10 @@ def command(
     from tunesmith.plan.models import check_there
 
     run = load(config, overrides or []).run
+    if run.new_tokens:
+        from tunesmith.model.grown import grown
+
+        run = grown(run)
     check_there(run.model)
     stage(f"Reading the tokenizer of {run.model}")
     from tunesmith.model.load import load_tokenizer

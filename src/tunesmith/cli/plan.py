@@ -66,15 +66,15 @@ def command(
     from tunesmith.plan import documents, explain
     from tunesmith.plan.documents import guess_held_out, missing, sample_lengths, total_tokens
     from tunesmith.plan.hardware import named, probe
-    from tunesmith.plan.models import read_facts
     from tunesmith.plan.search import search
+    from tunesmith.run.choose import facts_of
 
     if calibrate:
         from tunesmith.plan.calibrate import calibrate as measure
 
         output.note(measure())
     run = load(config, overrides or ()).run
-    facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
+    facts = facts_of(run)
     where = named(hardware) if hardware else probe()
     for path in missing(run):
         output.warn(f"{path}: no such file or folder; documents are taken to be as long as sequences.")
@@ -96,7 +96,7 @@ def command(
     if what_if:
         settings, pins, other = explain.apart(_pairs(what_if))
         changed = load(config, [*(overrides or ()), *settings]).run if settings else run
-        changed_facts = facts if changed.model == run.model else read_facts(changed.model)
+        changed_facts = facts_of(changed)
         after = searched(changed, changed_facts, named(other) if other else where, pins).plan
         rows = explain.differences(plan, after)
         if as_json:

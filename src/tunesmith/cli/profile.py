@@ -35,6 +35,10 @@ def command(
     from tunesmith.run.folder import check_place
 
     run = load(config, overrides or ()).run
+    if run.new_tokens:
+        from tunesmith.model.grown import grown
+
+        run = grown(run)
     check_place(run)
     plan = display.read_plan_file(plan_file) if plan_file else None
     from tunesmith.plan.models import check_there

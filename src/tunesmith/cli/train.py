@@ -48,6 +48,10 @@ def command(
     from tunesmith.launch.rank_environment import read_rank_environment
 
     run = load(config, overrides or ()).run
+    if run.new_tokens:
+        from tunesmith.model.grown import grown
+
+        run = grown(run)
     check_output(run)  # before a file of the run lies there
     # Before torch starts: its allocator then grows pieces instead of keeping ones that fit nothing any more.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -17,6 +17,7 @@ from typing import Any, cast
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from tunesmith.config.adapter import with_adapter
 from tunesmith.config.schema import Dataset, Lora, Preference, Run, named_source
 from tunesmith.errors import UserError, UserErrors
 
@@ -389,7 +390,7 @@ def _validate(settings: _Settings, source: str) -> Run:
         found += [sentence for _, sentence in sorted(sentences, key=lambda pair: pair[0])]
     else:
         if not found:
-            return run
+            return with_adapter(run)
     found = list(dict.fromkeys(found))
     raise UserErrors(found)
 

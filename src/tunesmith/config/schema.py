@@ -7,6 +7,7 @@ Cross-field rules that need the machine, the model or the data live where those 
 
 from __future__ import annotations
 
+import math
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -161,6 +162,27 @@ class Lora(Settings):
     """Bits of a base weight with `method: qlora`: 4 (nf4), or 8 (int8), which is closer to the base."""
     dora: bool = False
     """Learn the length of each output's weights apart from their direction (DoRA); slower, helps small ranks most."""
+    b_rate: Annotated[Number, Field(gt=0, le=1000)] = 1.0
+    """LoRA+: the second factor (B) learns so many times as fast as the first; 16 is usual."""
+    init: Literal["default", "pissa", "olora", "eva", "lora-ga", "loftq"] = "default"
+    """Where the factors begin: without effect, from weights (`pissa`, `olora`), data (`eva`), gradients or rounding."""
+
+    @property
+    def takes_out(self) -> bool:
+        """The first factors' product is taken out of the base's weights, so that the model begins as it was."""
+        return self.init in ("pissa", "olora", "lora-ga")
+
+    @property
+    def has_ends(self) -> bool:
+        """Adapters may be on the embedding or the output head, as models usually call them."""
+        words = ("embed", "head", "wte", "output")
+        return self.targets != "all-linear" and any(word in name for name in self.targets for word in words)
+
+    @property
+    def scale(self) -> float:
+        """What the factors' product is multiplied by."""
+        alpha = self.alpha if self.alpha is not None else 2.0 * self.rank
+        return alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
 
 
 class Preference(Settings):
@@ -222,14 +244,18 @@ class Run(Settings):
 
     model: Text
     """A folder, a .gguf file, or a name on the Hugging Face hub."""
-    method: Literal["full", "lora", "qlora"] = "lora"
-    """What is trained: every weight (`full`), low-rank adapters (`lora`), or these over a base in 4 bits (`qlora`)."""
+    method: Literal["full", "lora", "qlora", "peft"] = "lora"
+    """What is trained: every weight, low-rank adapters, these over a base in 4 bits, or any adapter of `peft`."""
     lora: Lora = Lora()
     """Settings of the adapters; used with `method: lora` and `qlora`."""
     objective: ObjectiveName = "sft"
     """What is learned: the texts or answers themselves (`sft`), or preferences between answers."""
     preference: Preference = Preference()
     """Settings of objectives that learn from preferences."""
+    peft: dict[Text, Any] = {}
+    """With `method: peft`: its `peft_type`, such as `IA3`, and the fields of that type's config in the peft library."""
+    adapter: Text | None = None
+    """Folder of an adapter over the same model, ours or peft's, to train on; its settings come with it."""
     data: Annotated[Datasets, Field(min_length=1)]
     """Data sets to train on."""
     eval: Datasets = []
@@ -242,6 +268,8 @@ class Run(Settings):
     """Which tokens are targets: all assistant turns, the last one only, or everything."""
     special_tokens: list[Text] = []
     """Special tokens that the data write out and mean, such as `<|tool_call|>`; all others in texts are plain text."""
+    new_tokens: list[Text] = []
+    """Tokens to add to the vocabulary, which grows to a multiple of 64; their rows are trained."""
     sequence_length: Annotated[Count, Field(ge=8)] = 2048
     """Longest sequence, in tokens (never more than the model was made for); examples are packed into such sequences."""
     too_long: Literal["truncate", "split", "drop"] | None = None
@@ -260,8 +288,10 @@ class Run(Settings):
     """Shape of the learning rate after warm-up (wsd: warm-up, stable, decay)."""
     warmup: Annotated[Number, Field(ge=0)] = 0.03
     """Warm-up: a share of all steps when below 1, else a number of steps."""
-    optimizer: Literal["adamw", "adamw_8bit", "adamw_4bit", "adamw_fp8", "lion", "muon", "adafactor", "sgd"] = "adamw"
-    """Optimizer; `adamw_8bit`, `_fp8`, `_4bit` hold AdamW's states in fewer bits; `lion` and `muon` have one state."""
+    optimizer: Literal[
+        "adamw", "adamw_8bit", "adamw_4bit", "adamw_fp8", "lion", "muon", "adafactor", "sgd", "galore", "apollo"
+    ] = "adamw"
+    """Optimizer; `adamw_8bit`, `_fp8`, `_4bit` hold AdamW's states in fewer bits, `galore` and `apollo` in low rank."""
     weight_decay: Annotated[Number, Field(ge=0, le=10)] = 0.0
     """Weight decay, on matrices only."""
     max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0
@@ -297,9 +327,40 @@ class Run(Settings):
             raise ValueError(why)
         return self
 
+    @model_validator(mode="after")
+    def _methods_agree(self) -> Run:
+        has_type = "peft_type" in self.peft
+        if self.method == "peft" and not has_type and self.adapter is None:
+            raise ValueError("peft: `method: peft` needs `peft_type`, such as `peft: {peft_type: IA3}`")
+        if self.method != "peft" and self.peft:
+            raise ValueError(f"peft: it is for `method: peft`, and method is {self.method}")
+        if self.method == "full" and self.adapter is not None:
+            raise ValueError("adapter: an adapter is trained on with method lora, qlora or peft, and not with `full`")
+        if self.method == "peft" and self.new_tokens:
+            raise ValueError("new_tokens: they are for `method: full`, `lora` and `qlora`")
+        if self.method not in ("lora", "qlora"):
+            return self
+        if self.new_tokens and self.lora.has_ends:
+            raise ValueError("lora.targets: with `new_tokens` embedding and head train their new rows, and no adapter")
+        if self.adapter is not None and self.lora.init != "default":
+            raise ValueError(f"lora.init: it is {self.lora.init}, but the factors begin as those of `adapter`")
+        if self.lora.init == "loftq" and self.method != "qlora":
+            raise ValueError("lora.init: `loftq` makes good what 4 or 8 bits lose, so it is for `method: qlora`")
+        if self.lora.takes_out and self.method == "qlora":
+            raise ValueError(
+                f"lora.init: `{self.lora.init}` takes its factors out of the base's weights, which `qlora` holds "
+                "in few bits; use `loftq`, `eva`, or `method: lora`"
+            )
+        return self
+
     @property
     def has_adapters(self) -> bool:
         return self.method != "full"
+
+    @property
+    def has_lora(self) -> bool:
+        """Low-rank adapters of our own, which are fused."""
+        return self.method in ("lora", "qlora")
 
     @property
     def algorithm(self) -> str:

@@ -76,7 +76,7 @@ def linear_cross_entropy(
     """
     assert transposed is None or part is None
     if chunk is None:
-        chunk = _chunk_rows(hidden_th.device, part.height if part else weight_vh.shape[0], is_shared=part is not None)
+        chunk = chunk_rows(hidden_th.device, part.height if part else weight_vh.shape[0], is_shared=part is not None)
     return _LinearCrossEntropy.apply(
         hidden_th, weight_vh, bias_v, labels_n, weights_n, rows_n, scale, softcap, z_loss, chunk, part, transposed, room
     )
@@ -84,11 +84,11 @@ def linear_cross_entropy(
 
 def chunk_bytes(tokens: int, weight_vh: torch.Tensor, transposed: Transposed | None = None) -> int:
     """Of the logits that exist at a time, and of their gradient in fp8, where so many tokens may be targets."""
-    rows = min(tokens, _chunk_rows(weight_vh.device, weight_vh.shape[0]))
+    rows = min(tokens, chunk_rows(weight_vh.device, weight_vh.shape[0]))
     return _logits_bytes(rows, weight_vh) + (0 if transposed is None else rows * transposed.values8_hw.shape[1])
 
 
-def _chunk_rows(device: torch.device, height: int, *, is_shared: bool = False) -> int:
+def chunk_rows(device: torch.device, height: int, *, is_shared: bool = False) -> int:
     """Ranks that share a vocabulary must have the same chunks, so it is the largest part's `height` that counts."""
     budget = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"]) // (PLAIN_SHARE if is_shared else 1)
     return max(1, budget // height // ROWS_MULTIPLE) * ROWS_MULTIPLE

@@ -43,8 +43,10 @@ def card(run: Run, facts: Facts) -> str:
     kind = {"lora": "a LoRA adapter", "qlora": "a LoRA adapter, trained over a quantized base"}.get(
         run.method, "a model"
     )
+    if run.method == "peft":
+        kind = f"an adapter of the peft library ({run.peft.get('peft_type')})"
     if facts.is_merged:
-        kind = "a model, a LoRA adapter merged into its base"
+        kind = f"a model, {'a LoRA' if run.has_lora else 'an'} adapter merged into its base"
     front = {
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-generation",

@@ -21,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.profiler import record_function
+from torch.utils.checkpoint import checkpoint
 
 from tunesmith.errors import UserError, listed
-from tunesmith.kernels.linear_cross_entropy import Transposed, chunk_bytes, linear_cross_entropy
+from tunesmith.kernels.linear_cross_entropy import Transposed, chunk_bytes, chunk_rows, linear_cross_entropy
 from tunesmith.model.attention import NAME as PACKED_ATTENTION
 from tunesmith.model.local import local
 from tunesmith.plan.plan import ForwardSpec
@@ -160,38 +161,88 @@ def losses_of_hidden(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`token_losses` from what the output head sees; its logits may use `room` (`loss_bytes`)."""
     head = model.get_output_embeddings()
-    weight_vh, bias = local(head.weight), getattr(head, "bias", None)
-    bias_v = None if bias is None else local(bias)
-    options = {"scale": spec.logit_scale, "softcap": spec.softcap, "part": getattr(head, "vocabulary", None)}
     with record_function("loss"):
         weights_n = inputs.weights
         if weigh is not None:
             # Once without a gradient: what a token counts depends on the losses of all. The logits of a chunk are made
             # again below, which is one matmul more of the head; keeping them would be most of the memory of a step.
-            frozen = (hidden_th.detach(), weight_vh.detach())
-            frozen_bias = None if bias_v is None else bias_v.detach()
-            given = (*frozen, inputs.labels, weights_n, inputs.rows)
-            total, losses_n = linear_cross_entropy(*given, bias_v=frozen_bias, room=room, **options)
+            with torch.no_grad():
+                total, losses_n = _losses_of_head(head, hidden_th.detach(), inputs, weights_n, spec, 0.0, room)
             weights_n = weigh(losses_n)
             if not torch.is_grad_enabled():
                 return total, losses_n
-        return linear_cross_entropy(
-            hidden_th,
-            weight_vh,
-            inputs.labels,
-            weights_n,
-            inputs.rows,
-            bias_v=bias_v,
-            z_loss=z_loss,
-            transposed=_transposed(head),
-            room=room,
-            **options,
-        )
+        return _losses_of_head(head, hidden_th, inputs, weights_n, spec, z_loss, room)
+
+
+def _losses_of_head(
+    head: nn.Module,
+    hidden_th: torch.Tensor,
+    inputs: Inputs,
+    weights_n: torch.Tensor,
+    spec: ForwardSpec,
+    z_loss: float,
+    room: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if is_adapted(head):
+        return _losses_by_module(head, hidden_th, inputs, weights_n, spec, z_loss)
+    weight_vh, bias = local(head.weight), getattr(head, "bias", None)
+    bias_v = None if bias is None else local(bias)
+    if not torch.is_grad_enabled():  # the kernel would make gradients of what could have one
+        weight_vh, bias_v = weight_vh.detach(), None if bias_v is None else bias_v.detach()
+    return linear_cross_entropy(
+        hidden_th,
+        weight_vh,
+        inputs.labels,
+        weights_n,
+        inputs.rows,
+        bias_v=bias_v,
+        scale=spec.logit_scale,
+        softcap=spec.softcap,
+        z_loss=z_loss,
+        part=getattr(head, "vocabulary", None),
+        transposed=_transposed(head),
+        room=room,
+    )
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether it is more than its weight: an adapter of ours or of peft's is on it, or a copy of it is trained."""
+    return any(hasattr(module, name) for name in ("lora_a", "token_rows", "base_layer", "original_module"))
+
+
+def _losses_by_module(
+    head: nn.Module,
+    hidden_th: torch.Tensor,
+    inputs: Inputs,
+    weights_n: torch.Tensor,
+    spec: ForwardSpec,
+    z_loss: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses of a head that must be called, a few rows at a time, whose logits backward makes again."""
+
+    def of(rows_ch: torch.Tensor, labels_c: torch.Tensor, weights_c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits_cv = head(rows_ch).float() * spec.logit_scale
+        if spec.softcap is not None:
+            logits_cv = torch.tanh(logits_cv / spec.softcap) * spec.softcap
+        totals_c = logits_cv.logsumexp(-1)
+        losses_c = totals_c - logits_cv.gather(1, labels_c[:, None]).squeeze(1)
+        return ((losses_c + z_loss * totals_c.square()) * weights_c).sum(), losses_c.detach()
+
+    total, losses = hidden_th.new_zeros((), dtype=torch.float32), []
+    chunk = chunk_rows(hidden_th.device, getattr(head, "base", head).weight.shape[0], is_shared=True)
+    for start in range(0, inputs.rows.shape[0], chunk):
+        some = slice(start, start + chunk)
+        given = (hidden_th.index_select(0, inputs.rows[some]), inputs.labels[some], weights_n[some])
+        part, losses_c = checkpoint(of, *given, use_reentrant=False)
+        total = total + part
+        losses.append(losses_c)
+    return total, torch.cat(losses) if losses else hidden_th.new_zeros(0, dtype=torch.float32)
 
 
 def loss_bytes(model: nn.Module, tokens: int) -> int:
     """What logits take at a time, of a micro-batch of so many tokens on one rank."""
     head = model.get_output_embeddings()
+    head = getattr(head, "base", head)
     return chunk_bytes(tokens, head.weight, _transposed(head))
 
 

@@ -168,7 +168,7 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 
 
 def _can_fuse(module: nn.Module) -> bool:
-    if not isinstance(module, LoraLinear) or module.dropout != 0 or module.lora_m is not None:
+    if not isinstance(module, LoraLinear) or module.is_head or module.dropout != 0 or module.lora_m is not None:
         return False
     base = module.base
     return type(base) is nn.Linear or (isinstance(base, Nf4Linear) and not base.is_transposed)

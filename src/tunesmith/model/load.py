@@ -202,6 +202,23 @@ def build_small_proxy(run: Run, *, dtype: str, device: torch.device, layers: int
     return model
 
 
+def load_shallow(run: Run, *, layers: int) -> PreTrainedModel:
+    """The model as wide as it is, with so few layers and tokens, and random weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(run)
+    text = config.get_text_config()
+    depth = text.num_hidden_layers
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == depth:
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = min(layers, depth)
+    text.vocab_size, text.pad_token_id = min(text.vocab_size, PROXY_TOKENS), None
+    with reading(run, "config"), quiet():
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=run.trust_remote_code)
+
+
 def _draw_weights(model: PreTrainedModel) -> None:
     """So that each layer changes what passes through it by about as much as it is."""
     import torch
@@ -232,10 +249,12 @@ def model_fingerprint(run: Run) -> str:
     import hashlib
 
     source = locate(run.model)
-    if not source.is_local:
-        return f"hub:{source.location}:{getattr(load_config(run), '_commit_hash', None)}"
     parts: list[Any] = []
-    for file in sorted(Path(source.location).glob("*")):
+    files = sorted(Path(run.adapter).expanduser().glob("adapter_model*")) if run.adapter is not None else []
+    if not source.is_local:
+        found = f"hub:{source.location}:{getattr(load_config(run), '_commit_hash', None)}"
+        return found + "".join(f":{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}" for file in files)
+    for file in [*sorted(Path(source.location).glob("*")), *files]:
         if file.suffix == ".safetensors":
             with file.open("rb") as stream:  # the header names every tensor; both ends differ between models
                 head = stream.read(1 << 20)

@@ -19,13 +19,14 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tunesmith.config.schema import Lora
+from tunesmith.config.schema import Lora, Run
 from tunesmith.errors import UserError, listed
 from tunesmith.model.local import local
 from tunesmith.model.quantized import QuantizedLinear
@@ -34,7 +35,14 @@ from tunesmith.plan.facts import choose_layers, matches
 
 PREFIX = "base_model.model."
 """What PEFT puts before module names in adapter files."""
-PEFT_NAMES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_m": "lora_magnitude_vector"}
+PEFT_NAMES = {
+    "lora_a": "lora_A.weight",
+    "lora_b": "lora_B.weight",
+    "lora_m": "lora_magnitude_vector",
+    "lora_embedding_a": "lora_embedding_A",
+    "lora_embedding_b": "lora_embedding_B",
+    "token_rows": "token_adapter.trainable_tokens_delta",
+}
 
 
 class LoraLinear(nn.Module):
@@ -51,6 +59,8 @@ class LoraLinear(nn.Module):
         self.base = base.requires_grad_(False)
         self.joint: nn.Module | None = None
         self.index = 0
+        self.is_head = False
+        """The model's output head, which the loss calls a few rows at a time."""
         self.scale = scale
         self.dropout = dropout
         self.lora_a = nn.Parameter(torch.zeros(rank, inputs, device=device, dtype=torch.float32))
@@ -102,6 +112,14 @@ class LoraLinear(nn.Module):
         own = ((b_or @ (self.lora_a @ self.lora_a.t())) * b_or).sum(1)
         return (self.squares_o + 2 * crossed + own).clamp(min=1e-20).sqrt()
 
+    @torch.no_grad()
+    def take_out(self) -> None:
+        """Take what the factors add out of the base's weight; DoRA's lengths stay those of the base as it was."""
+        weight = self.base.weight
+        self.base.weight = nn.Parameter((weight.float() - self.delta()).to(weight.dtype), requires_grad=False)
+        if self.squares_o is not None:
+            self.squares_o.copy_(_row_squares(self.base))
+
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
         """The base's weight with the adapter in it, in fp32, in the base's own layout."""
         total = weight.float() + self.delta()
@@ -117,6 +135,151 @@ class LoraLinear(nn.Module):
         return update.t() if _is_transposed(self.base) else update
 
 
+class LoraEmbedding(nn.Module):
+    """`base(tokens) + scale * A[:, tokens].T @ B.T`, with the base frozen."""
+
+    dropout, lora_m = 0.0, None
+
+    def __init__(self, base: nn.Embedding, rank: int, scale: float):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.scale = scale
+        device = base.weight.device
+        self.lora_embedding_a = nn.Parameter(torch.zeros(rank, base.num_embeddings, device=device))
+        self.lora_embedding_b = nn.Parameter(torch.zeros(base.embedding_dim, rank, device=device))
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The base's, for those who ask an embedding for its size or precision."""
+        return self.base.weight
+
+    def reset(self, generator: torch.Generator) -> None:
+        """As PEFT draws it: A zero, B normal."""
+        drawn = torch.randn(self.lora_embedding_b.shape, generator=generator)
+        with torch.no_grad():
+            self.lora_embedding_a.zero_()
+            self.lora_embedding_b.copy_(drawn)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        y = self.base(tokens)
+        low = F.embedding(tokens, local(self.lora_embedding_a).t())
+        update = F.linear(low, local(self.lora_embedding_b) * self.scale * getattr(self.base, "embed_scale", 1.0))
+        return y + update.to(y.dtype)
+
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        """The base's weight with the adapter in it, in fp32."""
+        return weight.float() + (self.lora_embedding_b @ self.lora_embedding_a).t() * self.scale
+
+
+class TokenRows(nn.Module):
+    """An embedding or output head of which the rows of some tokens are trained, and the others are frozen."""
+
+    def __init__(self, base: nn.Module, ids: list[int], token_rows: nn.Parameter | None = None):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.is_used = True
+        at = torch.tensor(sorted(ids), device=base.weight.device)
+        self.register_buffer("ids", at, persistent=False)
+        self.token_rows = nn.Parameter(base.weight.detach()[at].float()) if token_rows is None else token_rows
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The base's, for those who ask for its size or precision."""
+        return self.base.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, rows = self.base(x), local(self.token_rows)
+        if not self.is_used:
+            return y
+        if isinstance(self.base, nn.Embedding):
+            at = torch.searchsorted(self.ids, x).clamp(max=len(self.ids) - 1)
+            own = F.embedding(at, rows) * getattr(self.base, "embed_scale", 1.0)
+            return torch.where((self.ids[at] == x)[..., None], own.to(y.dtype), y)
+        bias = None if self.base.bias is None else self.base.bias[self.ids]
+        return y.index_copy(-1, self.ids, F.linear(x, rows.to(x.dtype), bias).to(y.dtype))
+
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.float().index_copy(0, self.ids, self.token_rows.float())
+
+
+def put_token_rows(model: nn.Module, ids: list[int]) -> None:
+    """Train the rows of these tokens in the embedding and the head, together where the two are one weight."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = head is not None and head.weight is embedding.weight
+    first = TokenRows(embedding, ids)
+    for name, module in list(model.named_modules()):
+        if module is embedding:
+            replace_module(model, name, first)
+        elif module is head:
+            replace_module(model, name, TokenRows(head, ids, first.token_rows if is_tied else None))
+
+
+def token_row_modules(model: nn.Module) -> dict[str, TokenRows]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, TokenRows)}
+
+
+def ends_of(model: nn.Module) -> list[str]:
+    """Names of the embedding and the output head."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return [name for name, module in model.named_modules() if any(module is end for end in ends)]
+
+
+START = "start"
+"""In the run's folder: the adapter that a run begins with, where it is not drawn."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The factors that adapters begin with, from a folder in PEFT's layout."""
+
+    folder: Path
+    takes_out: bool
+    """Their product is taken out of the base's weights, so that the model begins as it was."""
+
+    @classmethod
+    def of(cls, run: Run, folder: Path | None = None) -> Start | None:
+        """Those of a run whose output is `folder`; None where its adapters are drawn."""
+        if not run.has_lora or (run.adapter is None and run.lora.init == "default"):
+            return None
+        return cls((folder or Path(run.output)) / START, run.adapter is None and run.lora.takes_out)
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return read_adapter(self.folder).tensors
+
+    def factor(self, name: str) -> torch.Tensor:
+        """By its name in the model, `MODULE.lora_a`."""
+        found = self.tensors.get(peft_name(name))
+        if found is None:
+            raise UserError(f"adapter: {self.folder} holds no factors for '{name.rpartition('.')[0]}' of this model.")
+        return found
+
+    @torch.no_grad()
+    def put(self, name: str, adapter: LoraLinear | LoraEmbedding) -> None:
+        """Give the adapter of the linear of this name its first values."""
+        for leaf, weight in adapter.named_parameters(recurse=False):
+            found = self.factor(f"{name}.{leaf}")
+            if found.shape != weight.shape:
+                raise UserError(
+                    f"adapter: {self.folder} does not fit this model: '{name}' has {list(found.shape)} there, and "
+                    f"needs {list(weight.shape)}."
+                )
+            weight.copy_(found)
+        if self.takes_out:
+            assert isinstance(adapter, LoraLinear)
+            adapter.take_out()
+
+    def joined(self, name: str, value: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
+        """A trained factor, or these rows of B, as a factor over the unchanged base: what was taken out of it is a
+        second half, which adds it again and with the other sign."""
+        if not self.takes_out or name.endswith(".lora_m"):
+            return value
+        first = self.factor(name).to(value)
+        if name.endswith(".lora_a"):
+            return torch.cat([value, first])
+        return torch.cat([value, -first[rows]], dim=1)
+
+
 def attach(model: nn.Module, settings: Lora, *, seed: int) -> list[str]:
     """Freeze the model and put adapters on the linears that `settings` names; returns their names."""
     targets = find_targets(model, settings)
@@ -125,13 +288,20 @@ def attach(model: nn.Module, settings: Lora, *, seed: int) -> list[str]:
     return targets
 
 
-def put_on(model: nn.Module, targets: Iterable[str], settings: Lora, *, seed: int) -> None:
-    """Put adapters on these linears, which are there already."""
-    alpha = settings.alpha if settings.alpha is not None else 2.0 * settings.rank
-    scale = alpha / (math.sqrt(settings.rank) if settings.rank_stabilised else settings.rank)
+def put_on(model: nn.Module, targets: Iterable[str], settings: Lora, *, seed: int, start: Start | None = None) -> None:
+    """Put adapters on these linears, which are there already; drawn, where they have no `start`."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for name in targets:
-        adapter = LoraLinear(model.get_submodule(name), settings.rank, scale, settings.dropout, dora=settings.dora)
-        adapter.reset(_generator(seed, name))
+        base = model.get_submodule(name)
+        if isinstance(base, nn.Embedding):
+            adapter = LoraEmbedding(base, settings.rank, settings.scale)
+        else:
+            adapter = LoraLinear(base, settings.rank, settings.scale, settings.dropout, dora=settings.dora)
+            adapter.is_head = base is head
+        if start is None:
+            adapter.reset(_generator(seed, name))
+        else:
+            start.put(name, adapter)
         replace_module(model, name, adapter)
 
 
@@ -143,27 +313,44 @@ def find_targets(model: nn.Module, settings: Lora) -> list[str]:
     if settings.targets == "all-linear":
         chosen = candidates
     else:
+        embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+        ends = {name: module for name, module in model.named_modules() if module in (embedding, head)}
+        ends = {name: module for name, module in ends.items() if isinstance(module, nn.Embedding | nn.Linear)}
         chosen = []
         for pattern in settings.targets:
-            matching = [name for name in linears if matches(name, pattern)]
+            matching = [name for name in {**linears, **ends} if matches(name, pattern)]
             if not matching:
-                known = listed(sorted({name.rsplit(".", 1)[-1] for name in candidates})) or "none"
+                known = listed(sorted({name.rsplit(".", 1)[-1] for name in [*candidates, *ends]})) or "none"
                 raise UserError(f"lora.targets: '{pattern}' matches no linear of this model; it has {known}.")
-            if any(linears[name] is head for name in matching):
-                raise UserError(
-                    f"lora.targets: '{pattern}' matches the output head, which cannot carry an adapter here."
-                )
+            if any(name in ends for name in matching):
+                _check_end(pattern, settings)
             chosen += [name for name in matching if name not in chosen]
     if settings.layers is not None:
         layers = choose_layers(settings.layers, _layer_count(candidates))
-        chosen = [name for name in chosen if _layer_of(name) in layers]
+        chosen = [name for name in chosen if _layer_of(name) in layers or _layer_of(name) is None]
     if not chosen:
         raise UserError("lora: no linear of this model is left to adapt; look at lora.targets and lora.layers.")
     return chosen
 
 
-def adapters(model: nn.Module) -> dict[str, LoraLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+def _check_end(pattern: str, settings: Lora) -> None:
+    if settings.dora or settings.init != "default":
+        what = "lora.dora" if settings.dora else f"lora.init: {settings.init}"
+        raise UserError(f"lora.targets: '{pattern}' matches the embedding or the output head, which go without {what}.")
+
+
+def adapters(model: nn.Module) -> dict[str, LoraLinear | LoraEmbedding]:
+    kinds = (LoraLinear, LoraEmbedding)
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def shared_end(model: nn.Module) -> str | None:
+    """The embedding or head with an adapter whose weight is the other's, too: it cannot be merged. None: no such."""
+    weights = [weight for _, weight in model.named_parameters(remove_duplicate=False)]
+    for name, one in adapters(model).items():
+        if sum(weight is one.base.weight for weight in weights) > 1:
+            return name
+    return None
 
 
 def merge(model: nn.Module) -> int:
@@ -174,6 +361,10 @@ def merge(model: nn.Module) -> int:
         with torch.no_grad():
             weight.copy_(adapter.merged(weight).to(weight.dtype))
         replace_module(model, name, adapter.base)
+    for name, rows in token_row_modules(model).items():
+        with torch.no_grad():
+            rows.base.weight.copy_(rows.merged(rows.base.weight).to(rows.base.weight.dtype))
+        replace_module(model, name, rows.base)
     return len(found)
 
 
@@ -183,9 +374,14 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     kept = [(adapter, adapter.scale, adapter.lora_m) for adapter in adapters(model).values()]
     for adapter, _, _ in kept:
         adapter.scale, adapter.lora_m = 0.0, None
+    rows = token_row_modules(model).values()
+    for one in rows:
+        one.is_used = False
     try:
         yield
     finally:
+        for one in rows:
+            one.is_used = True
         for adapter, scale, lora_m in kept:
             adapter.scale, adapter.lora_m = scale, lora_m
 
@@ -193,15 +389,22 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 # PEFT's files
 
 
-def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """By PEFT's names."""
+def adapter_tensors(model: nn.Module, start: Start | None = None) -> dict[str, torch.Tensor]:
+    """By PEFT's names, as factors over the unchanged base."""
     trained = [
         f"{name}.{leaf}"
         for name, one in adapters(model).items()
         for leaf in PEFT_NAMES
         if getattr(one, leaf, None) is not None
     ]
-    return {peft_name(name): model.get_parameter(name).detach().cpu().contiguous() for name in trained}
+    shared: set[nn.Parameter] = set()
+    for name, rows in token_row_modules(model).items():
+        trained += [f"{name}.token_rows"] if rows.token_rows not in shared else []
+        shared.add(rows.token_rows)
+    values = {name: model.get_parameter(name).detach().cpu() for name in trained}
+    if start is not None:
+        values = {name: start.joined(name, value) for name, value in values.items()}
+    return {peft_name(name): value.contiguous() for name, value in values.items()}
 
 
 def peft_name(name: str) -> str:
@@ -213,22 +416,34 @@ def peft_name(name: str) -> str:
 def adapter_config(model: nn.Module, settings: Lora, base: str) -> dict[str, object]:
     """The fields of PEFT's adapter_config.json that describe these adapters."""
     found = adapters(model)
-    alpha = settings.alpha if settings.alpha is not None else 2.0 * settings.rank
+    rank, alpha = settings.rank, settings.alpha if settings.alpha is not None else 2.0 * settings.rank
+    if settings.takes_out:  # see Start.joined
+        rank, alpha = 2 * rank, alpha * (math.sqrt(2) if settings.rank_stabilised else 2)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": settings.rank,
+        "r": rank,
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "lora_dropout": settings.dropout,
         "use_rslora": settings.rank_stabilised,
         "use_dora": settings.dora,
         "target_modules": _shortest_names(model, found),
+        **_token_indices(model),
         "bias": "none",
         "fan_in_fan_out": any(_is_transposed(adapter.base) for adapter in found.values()),
         "inference_mode": True,
         "init_lora_weights": True,
     }
+
+
+def _token_indices(model: nn.Module) -> dict[str, object]:
+    """peft trains rows of the head with those of the embedding where the two are one weight."""
+    found = token_row_modules(model)
+    own = {one.token_rows: name for name, one in reversed(found.items())}
+    if not found:
+        return {}
+    return {"trainable_token_indices": {name.rpartition(".")[2]: found[name].ids.tolist() for name in own.values()}}
 
 
 def lost_in_peft(skeleton: nn.Module, settings: Lora, names: Iterable[str]) -> list[str]:
@@ -241,7 +456,7 @@ def lost_in_peft(skeleton: nn.Module, settings: Lora, names: Iterable[str]) -> l
     names = list(names)
     with torch.device("meta"):
         put_on(skeleton, names, settings, seed=0)
-    described = adapter_config(skeleton, settings, "")
+    described = adapter_config(skeleton, settings.model_copy(update={"init": "default"}), "")
     keys = {PREFIX + f"{name}.{PEFT_NAMES[leaf]}": (name, leaf) for name in names for leaf in ("lora_a", "lora_b")}
     found = adapters(skeleton)
     tensors = {key: getattr(found[name], leaf).detach() for key, (name, leaf) in keys.items()}
@@ -287,7 +502,7 @@ def attach_saved(model: nn.Module, folder: Path) -> list[str]:
     config = files.config
     if config.get("peft_type") != "LORA":
         raise UserError(f"The adapter in {folder} is of type {config.get('peft_type')}; only LORA can be loaded.")
-    refused = [name for name in ("modules_to_save", "trainable_token_indices") if config.get(name)]
+    refused = [name for name in ("modules_to_save",) if config.get(name)]
     if config.get("bias", "none") != "none":
         refused.append("bias")
     if refused:
@@ -299,8 +514,14 @@ def attach_saved(model: nn.Module, folder: Path) -> list[str]:
             f"The adapter in {folder} holds {strange[0]} (one of {len(strange)} such tensors), "
             "which is no factor of a LoRA and would be left out; only LoRA and DoRA without biases can be loaded."
         )
-    names = sorted({key.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for key in files.tensors})
+    _attach_token_rows(model, files, folder)
+    factors = [key for key in files.tensors if not key.endswith(PEFT_NAMES["token_rows"])]
+    names = sorted({key.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for key in factors})
     modules = dict(model.named_modules())
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    for name in [name for name in names if isinstance(modules.get(name), nn.Embedding)]:
+        _attach_embedding(model, name, files, folder)
+        names.remove(name)
     for name in names:
         if name not in modules or not _is_linear(modules[name]):
             raise UserError(f"The adapter in {folder} is for a linear '{name}', which this model does not have.")
@@ -321,8 +542,46 @@ def attach_saved(model: nn.Module, folder: Path) -> list[str]:
             adapter.lora_b.copy_(b)
             if m is not None:
                 adapter.lora_m.copy_(m)
+        adapter.is_head = modules[name] is head
         replace_module(model, name, adapter)
     return names
+
+
+def _attach_token_rows(model: nn.Module, files: AdapterFiles, folder: Path) -> None:
+    suffix = f".{PEFT_NAMES['token_rows']}"
+    rows = {key.removeprefix(PREFIX).removesuffix(suffix): key for key in files.tensors if key.endswith(suffix)}
+    indices = files.config.get("trainable_token_indices")
+    if not rows:
+        return
+    if isinstance(indices, dict):
+        indices = next(iter(indices.values()), None)
+    if not isinstance(indices, list) or len(set(indices)) != len(indices) or indices != sorted(indices):
+        raise UserError(f"The adapter in {folder} trains tokens in a way that is not supported; use method: peft.")
+    if max(indices) >= model.get_input_embeddings().weight.shape[0]:
+        raise UserError(
+            f"The adapter in {folder} is for a base with more tokens; its base_model_name_or_path names the one it "
+            "belongs to."
+        )
+    put_token_rows(model, indices)
+    with torch.no_grad():
+        for name, one in token_row_modules(model).items():
+            if name in rows:
+                one.token_rows.copy_(files.tensors[rows[name]])
+
+
+def _attach_embedding(model: nn.Module, name: str, files: AdapterFiles, folder: Path) -> None:
+    base = model.get_submodule(name)
+    a, b = (files.tensors.get(f"{PREFIX}{name}.lora_embedding_{side}") for side in "AB")
+    fits = a is not None and b is not None and (a.shape[1], b.shape[0]) == tuple(base.weight.shape)
+    if a is None or b is None or not fits:
+        raise UserError(f"The adapter in {folder} does not fit this model: '{name}' has other sizes.")
+    alpha = _by_pattern(files.config.get("alpha_pattern"), name, files.config.get("lora_alpha", a.shape[0]))
+    scale = alpha / (math.sqrt(a.shape[0]) if files.config.get("use_rslora") else a.shape[0])
+    adapter = LoraEmbedding(base, a.shape[0], scale)
+    with torch.no_grad():
+        adapter.lora_embedding_a.copy_(a)
+        adapter.lora_embedding_b.copy_(b)
+    replace_module(model, name, adapter)
 
 
 # helpers

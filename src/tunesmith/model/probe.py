@@ -24,7 +24,7 @@ from tunesmith import __version__
 from tunesmith.cache import folder_to_fill
 from tunesmith.config.schema import Lora, Run
 from tunesmith.errors import UserError
-from tunesmith.model import load, lora
+from tunesmith.model import adapters, load, lora
 from tunesmith.model.forward import confirm_forward_spec, find_forward_spec
 from tunesmith.model.fuse import fuse
 from tunesmith.model.structure import replace_module
@@ -109,21 +109,71 @@ def probe_run(run: Run, *, device: torch.device | str = "cpu") -> tuple[Run, Pro
     """The run with the adapters that its model can carry, what the probe found, and what is to be said about both."""
     found = probe(run, device=device)
     notes = [found.note] if found.note else []
-    if run.has_adapters and (found.left_out or has_other_names(load.load_config(run))):
+    if run.method == "peft":
+        return run, _tried_with_peft(run, found), notes
+    if run.has_lora and (found.left_out or has_other_names(load.load_config(run))):
         skeleton = load.load_skeleton(run)
         settings, note = found.settings(run.lora, lora.find_targets(skeleton, run.lora))
         if note:
             notes.append(note)
             found = replace(found, adapted=tuple(settings.targets))
+        if has_other_names(skeleton.config):
+            settings, note = _readable(run, settings)
+            if note:
+                notes.append(note)
+                found = replace(found, adapted=tuple(settings.targets))
         run = run.model_copy(update={"lora": settings})
-        names = lora.find_targets(skeleton, settings)
-        if has_other_names(skeleton.config) and (lost := lora.lost_in_peft(skeleton, settings, names)):
-            kinds = ", ".join(list(dict.fromkeys(kind_of(name).replace("#", "*") for name in lost))[:4])
-            notes.append(
-                f"peft, as it is installed here, does not read {len(lost)} of the {len(names)} adapters of this model "
-                f"({kinds}): it has other names for them; `tunesmith merge` writes a model that loads everywhere."
-            )
     return run, found, notes
+
+
+def _readable(run: Run, settings: Lora) -> tuple[Lora, str | None]:
+    """The adapters' settings without the linears whose adapters peft would not read from files: in families whose
+    experts it knows from before transformers 5, it takes some names for those of the experts. UserError where such a
+    linear was asked for by name."""
+    names = lora.find_targets(load.load_skeleton(run), settings)
+    if not lora.lost_in_peft(load.load_skeleton(run), settings, names):
+        return settings, None
+    ends: dict[str, list[str]] = {}
+    for name in names:
+        ends.setdefault(name.rpartition(".")[2], []).append(name)
+    lost = [name for some in ends.values() for name in lora.lost_in_peft(load.load_skeleton(run), settings, some)]
+    said = ", ".join(list(dict.fromkeys(kind_of(name).replace("#", "*") for name in lost))[:4])
+    why = f"peft, as it is installed here, takes the names of {said} for those of the model's experts"
+    advice = "use method: peft with target_parameters for adapters on experts, or other lora.targets"
+    kept = [kind for kind in dict.fromkeys(map(kind_of, names)) if kind not in set(map(kind_of, lost))]
+    if run.lora.targets != "all-linear" or not kept:
+        raise UserError(f"lora.targets: {why}, and would not read their adapters; {advice}.")
+    changed = settings.model_copy(update={"targets": [kind.replace("#", "*") for kind in kept]})
+    return changed, f"Left without an adapter: {said} ({why.partition(' the names')[0]} their names for the experts')."
+
+
+def _tried_with_peft(run: Run, found: Probed) -> Probed:
+    """How the model is called with its adapter of peft's on it, tried on a small model of the same code with an adapter
+    that has an effect."""
+    config = adapters.make_config(run)
+    if found.spec is None:
+        return found
+    if config.is_prompt_learning:
+        found = replace(found, spec=replace(found.spec, layout="padded"))
+    small = load.build_small_proxy(run, dtype="fp32", device=torch.device("cpu"), layers=2, width=WIDTH)
+    try:
+        tuned = adapters.put_on(small, run)
+    except UserError:  # it may be for layers or tokens that a small model does not have
+        return found
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in tuned.model.parameters():
+            if weight.requires_grad:
+                weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
+    vocabulary = load.vocabulary_size(small.config)
+    try:
+        spec, note = confirm_forward_spec(tuned.model, vocabulary=vocabulary, known=found.spec)
+    except UserError:
+        try:
+            spec, note = find_forward_spec(tuned.model, vocabulary=vocabulary)  # one by one, perhaps
+        except UserError as error:
+            raise UserError(f"peft: with {config.peft_type.value} as it is set here, {error}") from error
+    return replace(found, spec=spec, note=found.note or note)
 
 
 def _in_half_precision(run: Run, found: Probed, device: torch.device) -> Probed:

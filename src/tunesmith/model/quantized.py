@@ -207,6 +207,23 @@ def _quantized(
     return Nf4Linear(nf4.quantize(weight_nk), tuple(weight_nk.shape), bias_n, is_transposed=transposed)
 
 
+def rounded(weight_nk: torch.Tensor, storage: Storage) -> torch.Tensor:
+    """A linear's weight as it is while it is held in few bits, in fp32."""
+    if storage == "int8":
+        return int8.dequantize(*int8.quantize(weight_nk), torch.float32)
+    return nf4.dequantize(nf4.quantize(weight_nk), [weight_nk.shape[0]], weight_nk.shape[1], torch.float32)
+
+
+@torch.no_grad()
+def round_linears(model: nn.Module, storage: Storage) -> None:
+    """Give the linears that would be held in few bits the values that they would have so."""
+    for linear in linears_of_layers(model).values():
+        weight = linear.weight
+        weight_nk = weight.t().contiguous() if is_transposed(linear) else weight
+        value = rounded(weight_nk, storage).to(weight.dtype)
+        weight.copy_(value.t() if is_transposed(linear) else value)
+
+
 def _taken_over(linear: nn.Module, held: Codes, bias_n: torch.Tensor | None) -> QuantizedLinear:
     """A linear that was quantized before, by the same codes."""
     transposed = is_transposed(linear)

@@ -20,7 +20,7 @@ from torch import nn
 
 from tunesmith.config.schema import Run
 from tunesmith.model.load import locate, quiet
-from tunesmith.model.lora import adapter_config, adapter_tensors
+from tunesmith.model.lora import Start, adapter_config, adapter_tensors
 
 LARGEST_FILE = 5 * 10**9
 """Bytes of a model's file; one tensor alone may be larger."""
@@ -32,7 +32,9 @@ def write_adapter(model: nn.Module, run: Run, folder: Path, describe: Callable[[
     """The adapters of `model`, for Tunesmith and the peft library alike; `describe` adds what lies beside them: their
     config alone when it is left out."""
     with whole_folder(folder) as partial:
-        save_file(adapter_tensors(model), partial / ADAPTER_FILE.format(suffix=""), metadata={"format": "pt"})
+        save_file(
+            adapter_tensors(model, Start.of(run)), partial / ADAPTER_FILE.format(suffix=""), metadata={"format": "pt"}
+        )
         if describe is not None:
             describe(partial)
         else:

@@ -20,6 +20,7 @@ from tunesmith.errors import UserError
 from tunesmith.kernels.update import copy_half_, preround_, undo_preround_
 from tunesmith.kernels.update_states import Algorithm
 from tunesmith.optim.fused import Fused, home_bytes, local, spread, start_of
+from tunesmith.optim.lowrank import Apollo, GaLore, LowRank
 from tunesmith.optim.muon import GroupedMuon, SpreadMuon
 from tunesmith.optim.offload import pin
 from tunesmith.optim.scratch import Scratch
@@ -103,6 +104,11 @@ class Optimizer:
         if self.is_prerounded:
             for weight in self.weights.values():
                 preround_(local(weight.detach()), start=start_of(weight))
+        is_plus = run.has_lora and run.lora.b_rate != 1
+        self.faster = {
+            master for name, master in self.masters.items() if is_plus and name.endswith(("lora_b", "lora_embedding_b"))
+        }
+        """LoRA+: weights with a rate of their own."""
         self.parameters = list((self.weights if is_fused else self.masters).values())
         """What carries the gradients that are clipped and applied."""
         self.parts = [self._fused(run, states, offload, scratch)] if is_fused else self._build(run, ends)
@@ -146,7 +152,7 @@ class Optimizer:
         """Before the backward pass of a step: its rate."""
         for part in self.parts:
             for group in part.param_groups:
-                group["lr"] = learning_rate
+                group["lr"] = learning_rate * group["times"]
         self._norms.clear()
 
     def gradient(self, name: str) -> torch.Tensor | None:
@@ -179,7 +185,7 @@ class Optimizer:
         """Update every weight that has a gradient."""
         for part in self.parts:
             for group in part.param_groups:
-                group["lr"] = learning_rate
+                group["lr"] = learning_rate * group["times"]
             part.step()
             if self.has_masters and not isinstance(part, Fused):
                 self._copy_masters(part)
@@ -272,7 +278,10 @@ class Optimizer:
         part = self.owner[weight]
         if not values:
             return True
-        return part.fits(weight, values) if isinstance(part, Fused) else values.keys() <= _STATE[type(part)]
+        if isinstance(part, Fused):
+            return part.fits(weight, values)
+        is_like = not isinstance(part, LowRank) or part.fits(weight, values)
+        return is_like and values.keys() <= _STATE[type(part)]
 
     @torch.no_grad()
     def _copy_masters(self, part: torch.optim.Optimizer) -> None:
@@ -301,7 +310,7 @@ class Optimizer:
 
     def _fused(self, run: Run, states: OptimizerStates, offload: OffloadTo, scratch: Scratch | None) -> Fused:
         return Fused(
-            _groups(list(self.masters.values()), run),
+            self._groups(self.masters.values(), run),
             algorithm=_algorithm(run),
             states=states,
             betas=LION_BETAS if run.algorithm == "lion" else BETAS,
@@ -317,19 +326,40 @@ class Optimizer:
         # The rate is set before each step; what is given here is never used.
         trained = list(self.masters.values())
         if run.algorithm == "adamw":
-            return [_adamw(_groups(trained, run))]
+            return [_adamw(self._groups(trained, run))]
+        if run.algorithm in ("galore", "apollo"):
+            matrices = [
+                self.masters[name] for name, weight in self.weights.items() if weight.ndim == 2 and weight not in ends
+            ]
+            rest = [master for master in trained if not any(master is one for one in matrices)]
+            kind = GaLore if run.algorithm == "galore" else Apollo
+            made = kind(self._groups(matrices, run), betas=BETAS, epsilon=EPSILON, seed=run.seed) if matrices else None
+            parts = [made, _adamw(self._groups(rest, run)) if rest else None]
+            return [part for part in parts if part is not None]
         if run.algorithm == "muon":
             outer = {name for name, weight in self.weights.items() if weight in ends or weight.ndim != 2}
             inner = [master for name, master in self.masters.items() if name not in outer]
             rest = [master for name, master in self.masters.items() if name in outer]
             muon = SpreadMuon if any(isinstance(master, DTensor) for master in inner) else GroupedMuon
             # Its steps are scaled to the size of AdamW's, so that one rate suits both.
-            made = [muon(_groups(inner, run), lr=0.0, adjust_lr_fn="match_rms_adamw")] if inner else []
-            return [*made, *([_adamw(_groups(rest, run))] if rest else [])]
+            made = [muon(self._groups(inner, run), lr=0.0, adjust_lr_fn="match_rms_adamw")] if inner else []
+            return [*made, *([_adamw(self._groups(rest, run))] if rest else [])]
         if run.algorithm == "adafactor":
             # One after the other: all at once would need as much as the fp32 gradients once more.
-            return [torch.optim.Adafactor(_groups(trained, run), lr=0.0, foreach=False)]
-        return [torch.optim.SGD(_groups(trained, run), lr=0.0, momentum=MOMENTUM)]
+            return [torch.optim.Adafactor(self._groups(trained, run), lr=0.0, foreach=False)]
+        return [torch.optim.SGD(self._groups(trained, run), lr=0.0, momentum=MOMENTUM)]
+
+    def _groups(self, weights: Iterable[nn.Parameter], run: Run) -> list[dict]:
+        """Weights with the same decay, the same rate (`times` that of the step) and on the same ranks."""
+        found: dict[tuple[bool, float], list[nn.Parameter]] = {}
+        for weight in weights:
+            times = run.lora.b_rate if weight in self.faster else 1.0
+            found.setdefault((weight.ndim < 2, times), []).append(weight)
+        return [
+            {"params": some, "weight_decay": 0.0 if is_vector else run.weight_decay, "times": times}
+            for is_vector, times in sorted(found)
+            for some in by_mesh(found[is_vector, times])
+        ]
 
 
 def weight_of(name: str) -> str:
@@ -369,16 +399,6 @@ def _master_of(weight: nn.Parameter, offload: OffloadTo, scratch: Scratch | None
     return nn.Parameter(weight.detach().float().clone())
 
 
-def _groups(weights: list[nn.Parameter], run: Run) -> list[dict]:
-    matrices = [weight for weight in weights if weight.ndim >= 2]
-    vectors = [weight for weight in weights if weight.ndim < 2]
-    return [
-        {"params": some, "weight_decay": decay}
-        for parameters, decay in ((matrices, run.weight_decay), (vectors, 0.0))
-        for some in by_mesh(parameters)
-    ]
-
-
 def _adamw(groups: list[dict]) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=0.0, betas=BETAS, eps=EPSILON, fused=True)
 
@@ -386,6 +406,8 @@ def _adamw(groups: list[dict]) -> torch.optim.AdamW:
 _STATE = {
     torch.optim.AdamW: {"step", "exp_avg", "exp_avg_sq"},
     torch.optim.Adafactor: {"step", "row_var", "col_var", "variance"},
+    GaLore: {"step", "exp_avg", "exp_avg_sq", "projection"},
+    Apollo: {"step", "exp_avg", "exp_avg_sq", "norm"},
     GroupedMuon: {"momentum_buffer"},
     SpreadMuon: {"momentum_buffer"},
     torch.optim.SGD: {"momentum_buffer"},

@@ -17,6 +17,7 @@ import ctypes
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -25,12 +26,14 @@ from torch.distributed.tensor import DTensor
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
-from tunesmith.model import attention, load, lora
+from tunesmith.model import adapters, attention, load, lora
 from tunesmith.model.content import Content
 from tunesmith.model.files import Read, own_copy
+from tunesmith.model.forward import is_adapted
 from tunesmith.model.fp8 import use_fp8_head_gradient, use_fp8_linears
 from tunesmith.model.fuse import fuse
 from tunesmith.model.gated import use_memory_efficient_swiglu
+from tunesmith.model.grown import new_ids
 from tunesmith.model.prefetch import beside
 from tunesmith.model.quantized import Reading, put_weights
 from tunesmith.model.rotary import fuse_rope
@@ -94,6 +97,8 @@ class Preparation:
     """That are spread over ranks, by name."""
     targets: Sequence[str] = ()
     """Linears that get adapters."""
+    start: lora.Start | None = None
+    """What they begin with, where that is not drawn."""
     sharding: Sharding | None = None
     reading: Reading = field(default_factory=Reading)
     later: set[str] = field(default_factory=set)
@@ -110,8 +115,10 @@ class Preparation:
         dtype = getattr(torch, load.DTYPES[plan.precision])
         work = cls(model, run, device, dtype, plan.storage, plan, source, is_trained=True)
         sizes = plan.mesh
-        if run.has_adapters:
-            work.targets = lora.find_targets(model, run.lora)
+        if run.method == "peft":
+            pass  # the adapter is there, and the rest is frozen
+        elif run.has_adapters:
+            work.targets, work.start = lora.find_targets(model, run.lora), lora.Start.of(run)
             model.requires_grad_(False)
             for name in work.targets:  # what will be trained; by this, stages without any are found
                 model.get_submodule(name).requires_grad_(True)
@@ -131,7 +138,8 @@ class Preparation:
         work.targets = [name for name in work.targets if name in here]  # others are in stages elsewhere
         if source is not None and work.world is not None:
             work.reading = SharedReading.of(model, plan, work.world, work.split, work.experts)
-            work.later = shared_as_they_are(model, plan, work.targets, work.reading)
+            changed = [*work.targets, *(lora.ends_of(model) if run.has_lora and run.new_tokens else ())]
+            work.later = shared_as_they_are(model, plan, changed, work.reading)
         if plan.sharding != "none":
             work.sharding = Sharding(model, plan, data_mesh(work.world), has_adapters=run.has_adapters)
         return work
@@ -249,11 +257,14 @@ def read(work: Preparation, unit: Unit) -> None:
 
 def adapt(work: Preparation, unit: Unit) -> None:
     """LoRA or DoRA on the linears of the unit that were chosen; all other weights are frozen."""
-    if not work.run.has_adapters:
+    if not work.run.has_lora:
         return
     for _, weight in unit.weights():
         weight.requires_grad_(False)
-    lora.put_on(work.model, filter(unit.owns, work.targets), work.run.lora, seed=work.run.seed)
+    targets = list(filter(unit.owns, work.targets))
+    lora.put_on(work.model, targets, work.run.lora, seed=work.run.seed, start=work.start)
+    if work.run.new_tokens and not unit.name:
+        lora.put_token_rows(work.model, new_ids(work.run))
 
 
 def split(work: Preparation, unit: Unit) -> None:
@@ -289,7 +300,8 @@ def swap_kernels(work: Preparation, unit: Unit) -> None:
             fuse_rope(layer, work.dtype, work.device)
     has_fp8_adapters = plan.matmul_dtype == "fp8" and work.run.has_adapters and plan.fuse_adapters
     has_room = not (is_cut(plan) or plan.checkpointed_layers)  # for a copy of the head
-    if work.is_trained and not unit.name and has_fp8_adapters and has_room:
+    has_plain_head = not is_adapted(work.model.get_output_embeddings())
+    if work.is_trained and not unit.name and has_fp8_adapters and has_room and has_plain_head:
         use_fp8_head_gradient(work.model)
 
 
@@ -369,6 +381,8 @@ class Prepared:
     model: nn.Module
     called: nn.Module
     """What is to be called: the model, or what stands before its shards or stages."""
+    tuned: adapters.Tuned | None = None
+    """With `method: peft`: the model and peft's own view of it."""
 
 
 def prepare(
@@ -378,9 +392,10 @@ def prepare(
     *,
     content: Content | None = None,
     meanwhile: Callable[[], None] = lambda: None,
+    steps: int = adapters.STEPS,
 ) -> Prepared:
     """The run's model by its plan, ready to train. What this rank reads is hashed into `content`; `meanwhile` is done
-    in a thread while files are read."""
+    in a thread while files are read; `steps` is how many the run has."""
     model, folder = load.load_empty(run, dtype=plan.precision)
     model.config.use_cache = False
     if plan.forward is None or plan.forward.layout == "packed":
@@ -388,9 +403,21 @@ def prepare(
     dtype = getattr(torch, load.DTYPES[plan.precision])
     with load.reading(run, "weights"), load.quiet(), beside(meanwhile):
         source = find_source(model, folder, dtype=dtype, storage=plan.storage, content=content)
+        if run.method == "peft":
+            return _prepare_with_peft(Preparation(model, run, device, dtype, source=source), plan, steps)
         work = Preparation.for_training(model, run, plan, device, source)
         work.apply(TRANSFORMS)
     return Prepared(model, work.called())
+
+
+def _prepare_with_peft(work: Preparation, plan: Plan, steps: int) -> Prepared:
+    """Adapters of peft's are put on a model that is whole; all else is done to it then as to any other."""
+    work.apply([read])
+    start = Path(work.run.output) / lora.START if work.run.adapter is not None else None
+    tuned = adapters.put_on(work.model, work.run, steps=steps, start=start)
+    ready = Preparation.for_training(tuned.model, work.run, plan, work.device, None)
+    ready.apply(TRANSFORMS)
+    return Prepared(tuned.model, ready.called(), tuned)
 
 
 def make_trainable(model: nn.Module, run: Run, plan: Plan) -> nn.Module:

@@ -53,7 +53,7 @@ def tiers_of(task: Task) -> list[dict[str, Any]]:
     if task.has_adapters:
         # What was asked for stays; else 8 bits, which are closer to the base, before 4.
         small: dict[str, Any] = {"storage": "nf4"}
-        order = [plain] if task.method == "qlora" else [plain, {"storage": "int8"}, small]
+        order = [plain] if task.method in ("qlora", "peft") else [plain, {"storage": "int8"}, small]
         order += [{**order[-1], "offload_parameters": True}]
     else:
         is_fused, sent = task.optimizer in memory.ALONE, {"offload_activations": True}
@@ -79,7 +79,8 @@ def candidates_of(
 ) -> Iterator[Candidate]:
     base = Choice(
         attention=rules.attention_for(task),
-        is_compiled=task.device == "cuda" and task.facts.packs,  # padded rows change their shape with every step
+        # Padded rows change their shape with every step; modules of other libraries are run as they are.
+        is_compiled=task.device == "cuda" and task.facts.packs and task.method != "peft",
         **{name: value for name, value in tier.items() if name != "axes"},
     )
     fixed = {name: value for name, value in pins.items() if name != "checkpointed_layers"}
@@ -120,6 +121,9 @@ def _checkpointing(
     task: Task, choice: Choice, layers: int | None, ways: list[dict[str, Any]], limit: int
 ) -> Iterator[Candidate]:
     """The choice with as much recomputation as it needs, in each of the ways: none when it fits without."""
+    if not rules.may_checkpoint(task):
+        yield make_candidate(task, choice, 0)
+        return
     if layers is not None:
         yield make_candidate(task, choice, min(layers, task.facts.layers))
         return
@@ -151,7 +155,7 @@ def _slices(task: Task, choice: Choice) -> tuple[int, ...]:
     """Tokens an MLP may take at a time: all (0), unless they are too many for one tensor, or a slice."""
     tokens, widest = choice.tokens(task), max(kind.intermediate for kind in task.facts.kinds)
     has_experts = any(linear.count > 1 for kind in task.facts.kinds for linear in kind.linears)
-    if task.device == "cpu" or has_experts or tokens <= MLP_SLICE:
+    if task.device == "cpu" or has_experts or tokens <= MLP_SLICE or task.method == "peft":
         return (0,)
     return (MLP_SLICE,) if tokens * 2 * widest >= MOST_VALUES else (0, MLP_SLICE)
 

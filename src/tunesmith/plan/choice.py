@@ -27,7 +27,9 @@ from tunesmith.plan.plan import (
     TrafficDtype,
 )
 
-Method = Literal["full", "lora", "qlora"]
+Method = Literal["full", "lora", "qlora", "peft"]
+OF_PEFT = Lora(rank=8, dropout=0.01)
+"""What an adapter of peft's is taken for in all but its parameters: each linear keeps its input for itself."""
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a value."""
 
@@ -54,6 +56,10 @@ class Task:
     """Of which the attention of a padded micro-batch keeps its scores; None: that of the usual one."""
     clips: bool = True
     """Gradients are scaled by the norm of them all."""
+    has_new_tokens: bool = False
+    """Of which the rows are trained, beside adapters."""
+    peft_type: str = ""
+    """With `method: peft`: which."""
     is_exact: bool = False
     """The same bits are asked for every time, however often the run is stopped and continued."""
     objective: Objective = field(default_factory=lambda: Sft(Preference()))
@@ -86,6 +92,10 @@ class Task:
         return self.method != "full"
 
     @property
+    def has_lora(self) -> bool:
+        return self.method in ("lora", "qlora")
+
+    @property
     def has_masters(self) -> bool:
         """Trained weights in half precision have fp32 masters, unless the choice goes without."""
         return not self.has_adapters and self.precision != "fp32"
@@ -93,7 +103,10 @@ class Task:
     @cached_property
     def adapted(self) -> tuple[int, int]:
         """Parameters of the adapters, and inputs and outputs of the adapted linears."""
-        return self.facts.adapted(self.lora) if self.has_adapters else (0, 0)
+        if not self.has_adapters:
+            return 0, 0
+        parameters, widths = self.facts.adapted(self.lora)
+        return parameters if self.facts.adapter is None else self.facts.adapter, widths
 
     @cached_property
     def trained(self) -> int:

@@ -27,8 +27,14 @@ MAX_EPOCHS = 10.0
 """Passes beyond which a set is learned by heart: a tiny one has fewer than `MIN_STEPS` steps instead. One pass is
 proposed wherever it makes enough steps: 886 instructions seen three times were learned by heart, and more than all that
 one pass had gained was lost again (docs/lab.md)."""
-RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
+RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4, "peft": 2e-4}
 """Usual peak learning rates of AdamW for a model `WIDTH` wide."""
+PEFT_RATES = {
+    **dict.fromkeys(("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"), 1e-2),
+    **dict.fromkeys(("IA3", "VERA", "PVERA", "VBLORA", "FOURIERFT", "WAVEFT", "RANDLORA", "ROAD", "C3A"), 2e-3),
+    **dict.fromkeys(("LN_TUNING", "TRAINABLE_TOKENS", "ADALORA", "BEFT", "TINYLORA", "UNILORA"), 1e-3),
+}
+"""Of methods of peft that train few parameters, or start from none, and need a higher one."""
 WIDTH, WIDTH_POWER, MOST_WIDER = 4096, 0.75, 5.0
 """A narrower model wants a higher rate: by the ratio of the widths to this power, and at most so many times."""
 LION = 0.2
@@ -189,7 +195,8 @@ def _rate(run: Run, width: int, batch: int, decide: Decide) -> float:
     wider = min(MOST_WIDER, (WIDTH / width) ** WIDTH_POWER)
     objective = objective_of(run)
     factor = wider * objective.rate * (LION if run.algorithm == "lion" else 1)
-    usual = float(f"{RATES[run.method] * factor:.0e}")
+    common = PEFT_RATES.get(str(run.peft.get("peft_type", "")).upper(), RATES[run.method])
+    usual = float(f"{common * factor:.0e}")
     rate = usual if run.learning_rate is None else run.learning_rate
     if run.learning_rate is None:
         optimizer = "" if run.algorithm == "adamw" else f" with {run.algorithm}"

@@ -121,6 +121,8 @@ class ModelFacts(Part):
     """A decoder alone; encoder-decoder models are known but cannot be trained."""
     note: str | None = None
     """What is not certain about these facts; plans then keep a larger margin."""
+    adapter: int | None = None
+    """Parameters that are trained with `method: peft`, counted on the model's modules."""
 
     @property
     def layers(self) -> int:
@@ -206,6 +208,8 @@ class ModelFacts(Part):
                 and (settings.targets == "all-linear" or any(matches(name, pattern) for pattern in settings.targets))
             ]
             inputs, outputs = sum(linear.inputs for linear in chosen), sum(linear.outputs for linear in chosen)
+            ends = [pattern for pattern in settings.targets if _is_end(pattern)] if layers is None else []
+            inputs, outputs = inputs + len(ends) * self.hidden, outputs + len(ends) * self.vocabulary
         lengths = outputs if settings.dora else 0
         return settings.rank * (inputs + outputs) + lengths, inputs + outputs
 
@@ -249,6 +253,12 @@ def choose_layers(text: str, count: int) -> frozenset[int]:
         named = outside[0] if outside else text
         raise UserError(f"lora.layers: there is no layer {named}; the model's layers are 0 to {count - 1}.")
     return frozenset(wanted)
+
+
+def _is_end(pattern: str) -> bool:
+    """Whether it names an embedding or an output head, as models usually call them."""
+    last = pattern.rpartition(".")[2]
+    return last in {"embed_tokens", "wte", "word_embeddings", "embed_in", "lm_head", "embed_out", "output"}
 
 
 def _is_attention(name: str) -> bool:

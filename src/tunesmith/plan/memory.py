@@ -22,10 +22,12 @@ MIB = 2**20
 QUANTIZED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0 + 4 / 2048}
 """Bytes of a quantized weight: nf4 with 8-bit scales of 64 values, and fp32 scales of 256 of those; int8 with an fp32
 scale for each row, which is 2,048 values or more where it matters."""
-STATES = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 1, "adafactor": 0}
+STATES = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 1, "adafactor": 0, "galore": 1, "apollo": 1}
 """Values of optimizer state for each trained parameter."""
 STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256, "fp8": 1.0 + 4 / 256, "int4": 0.5 + 4 / 128}
 """Of one value, with its share of a block's scale (`kernels.update`)."""
+PROJECTED = frozenset({"galore", "apollo"})
+"""Optimizers with the states of projected gradients."""
 ALONE = frozenset({"adamw", "lion"})
 """Optimizers that update each weight for itself, from its gradient as backward made it (`optim.fused`)."""
 PIECE, BUFFERS = {"host": 1 << 24, "disk": 1 << 20}, 4
@@ -387,12 +389,37 @@ def _visiting(task: Task, choice: Choice) -> float:
     return BUFFERS * min(PIECE[choice.offload_optimizer] / trained, 1) * offloaded_bytes(task, choice)
 
 
+def projected_rank(optimizer: str, short: int) -> int:
+    """Of the projected gradients of a matrix with this shorter side."""
+    quarter = max(1, short // 4)
+    return quarter if optimizer == "galore" else min(256, quarter)
+
+
+def _projected_states(task: Task) -> float:
+    """Values of state of all weights: two moments of each projected matrix, GaLore's projections, and AdamW's of the
+    rest."""
+
+    def of(kind: Layer) -> float:
+        values = 2.0 * kind.parameters
+        for one in kind.linears:
+            short, long = sorted((one.inputs, one.outputs))
+            rank = projected_rank(task.optimizer, short)
+            held = 2 * rank * long + (short * rank if task.optimizer == "galore" else 0)
+            values += (held - 2 * short * long) if one.count == 1 else 0  # stacks of experts are AdamW's
+        return values
+
+    facts = task.facts
+    return facts.total(of) + 2.0 * (facts.embedding + facts.head + facts.extra)
+
+
 def _states(task: Task, choice: Choice) -> float:
     """Bytes of optimizer state for each trained parameter."""
     if task.optimizer == "adafactor":  # a row and a column of each matrix
         facts = task.facts
         widths = task.adapted[1] if task.has_adapters else facts.total(lambda kind: kind.widths) + facts.vocabulary
         return min(4.0, 4 * widths / max(1, task.trained))
+    if task.optimizer in PROJECTED:
+        return 4 * _projected_states(task) / max(1, task.trained)
     values = float(STATES[task.optimizer])
     if task.optimizer == "muon" and not task.has_adapters:  # embedding and head are AdamW's
         values += (task.facts.embedding + task.facts.head) / task.facts.parameters
@@ -664,6 +691,8 @@ def _optimizer_workspace(task: Task, choice: Choice) -> float:
     largest = (matrix if task.has_adapters else max(facts.embedding, matrix)) / choice.tensor
     if task.optimizer == "adafactor":
         return 3 * 4 * largest
+    if task.optimizer in PROJECTED:  # one matrix's gradient, its update, and what finds its directions
+        return 4 * 4 * matrix
     if task.optimizer == "muon":  # matrices and their matmuls, in fp32 and bf16; embedding and head are AdamW's
         return 4 * 4 * max(matrix, min(TOGETHER, task.trained)) / choice.tensor
     if choice.offload_optimizer != "none":

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import Linear
-from tunesmith.plan.memory import ALONE
+from tunesmith.plan.memory import ALONE, PROJECTED
 from tunesmith.plan.plan import Attention
 from tunesmith.plan.stages import PER_RANK
 
@@ -18,6 +18,8 @@ SHARDED_OPTIMIZERS = ("adamw", "lion", "muon", "sgd")
 """Those with states in rows as the weights' are: any rows can be another rank's. Muon gathers each matrix to update it;
 the others update each value by itself."""
 
+ALONE_ONLY = frozenset({"ADALORA", "OSF"})
+"""Methods of peft that are not for weights that lie over ranks."""
 FLASH_ATTENTION = (8, 0)
 BF16 = (8, 0)
 FP8 = (8, 9)
@@ -71,6 +73,45 @@ REFUSALS: tuple[Refusal, ...] = (
     (
         lambda task, choice: task.method == "qlora" and choice.storage == "plain",
         "method: qlora holds the base in 4 bits, or in 8 with lora.bits: 8",
+    ),
+    (
+        lambda task, choice: (choice.storage != "plain" or choice.tensor > 1) and task.has_lora and task.lora.takes_out,
+        "lora.init: pissa, olora and lora-ga take their factors out of the base's weights, which must be whole and in "
+        "full precision for that",
+    ),
+    (
+        lambda task, choice: max(choice.tensor, choice.pipeline) > 1 and _trains_ends(task),
+        "adapters or new tokens in the embedding or the output head do not go with tensor or pipeline parallelism",
+    ),
+    (
+        lambda task, choice: (
+            task.method == "peft"
+            and (choice.storage != "plain" or choice.matmul_dtype != "plain" or choice.offload_parameters)
+        ),
+        "adapters of the peft library are on a base in full precision on the device: not in 4 or 8 bits or fp8",
+    ),
+    (
+        lambda task, choice: (
+            task.method == "peft" and max(choice.tensor, choice.context, choice.pipeline, choice.expert) > 1
+        ),
+        "adapters of the peft library go with data parallelism alone, not with tensor, context, pipeline or expert "
+        "parallelism",
+    ),
+    (
+        lambda task, choice: choice.sharding != "none" and task.peft_type in ALONE_ONLY,
+        f"{' and '.join(sorted(ALONE_ONLY))} compare or share weights of all layers, which must be whole on one device",
+    ),
+    (
+        lambda task, choice: choice.checkpointed_layers > 0 and not may_checkpoint(task),
+        "PREFIX_TUNING hands keys and values from call to call, which activation checkpointing would hand on twice",
+    ),
+    (
+        lambda task, choice: task.method == "peft" and (choice.is_compiled or choice.mlp_slice > 0),
+        "modules of the peft library are run as they are, neither compiled nor in slices",
+    ),
+    (
+        lambda task, _: task.optimizer in PROJECTED and task.has_adapters,
+        "optimizer: galore and apollo are for method: full; adapters are of low rank already",
     ),
     (
         lambda task, choice: choice.optimizer_states != "fp32" and task.optimizer not in ALONE,
@@ -232,6 +273,10 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
     return tuple(missing)
 
 
+def may_checkpoint(task: Task) -> bool:
+    return task.peft_type != "PREFIX_TUNING"
+
+
 def may_release(task: Task, choice: Choice) -> bool:
     """Whether each weight can be updated as soon as its gradient is there: no other gradient has a say in it."""
     return (
@@ -276,6 +321,10 @@ def may_capture(task: Task, choice: Choice) -> bool:
         and (not task.lora.dropout if task.has_adapters else choice.accumulation_steps(task) == 1)
         and not task.is_exact
     )
+
+
+def _trains_ends(task: Task) -> bool:
+    return task.has_lora and (task.lora.has_ends or task.has_new_tokens)
 
 
 def experts(task: Task) -> set[int]:

@@ -18,7 +18,7 @@ from tunesmith.errors import UserError
 from tunesmith.objectives import objective_of
 from tunesmith.plan import memory, rules
 from tunesmith.plan.candidates import Candidate, Refused, candidates_of, tiers_of
-from tunesmith.plan.choice import Choice, Task
+from tunesmith.plan.choice import OF_PEFT, Choice, Task
 from tunesmith.plan.defaults import Amount, DataSize, Decide
 from tunesmith.plan.facts import ModelFacts
 from tunesmith.plan.hardware import Hardware
@@ -231,7 +231,9 @@ def _of_plan(run: Run, plan: Plan, facts: ModelFacts, hardware: Hardware) -> tup
         device=plan.device,
         precision=plan.precision,
         method=run.method,
-        lora=run.lora,
+        lora=run.lora if run.has_lora else OF_PEFT,
+        has_new_tokens=bool(run.new_tokens) and run.has_lora,
+        peft_type=str(run.peft.get("peft_type", "")).upper(),
         optimizer=run.algorithm,
         sequence_length=plan.sequence_length,
         sequences=plan.sequences_per_step,

@@ -9,7 +9,7 @@ from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.objectives import objective_of
 from tunesmith.plan import rules
-from tunesmith.plan.choice import Task
+from tunesmith.plan.choice import OF_PEFT, Task
 from tunesmith.plan.defaults import Amount, DataSize, Decide, propose
 from tunesmith.plan.documents import mean_length, padding
 from tunesmith.plan.facts import ModelFacts
@@ -47,7 +47,9 @@ def make_task(
         device=device,
         precision=precision,
         method=run.method,
-        lora=run.lora,
+        lora=run.lora if run.has_lora else OF_PEFT,
+        has_new_tokens=bool(run.new_tokens) and run.has_lora,
+        peft_type=str(run.peft.get("peft_type", "")).upper(),
         optimizer=run.algorithm,
         sequence_length=sequence_length,
         sequences=amount.sequences,

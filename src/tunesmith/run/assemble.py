@@ -11,6 +11,7 @@ from tunesmith.config.schema import Run
 from tunesmith.data.loader import Loader
 from tunesmith.kernels import flash4
 from tunesmith.model import attention
+from tunesmith.model.adapters import RankSchedule
 from tunesmith.model.content import Content
 from tunesmith.model.structure import decoder_layers
 from tunesmith.objectives import objective_of
@@ -46,7 +47,10 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
     attention.register(plan.attention)
     check_parallelism(run, plan, device)
     content = Content()
-    prepared = prepare(run, plan, device, content=content, meanwhile=_imports_for(plan))
+    objective = objective_of(run)
+    loader = _loader(setting, ranks, objective)
+    ways = {"content": content, "meanwhile": _imports_for(plan), "steps": loader.total_steps}
+    prepared = prepare(run, plan, device, **ways)
     model, called = prepared.model, prepared.called
     _keep_base(setting, content, plan, ranks)
     optimizer = build(model, run, plan)
@@ -54,18 +58,17 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
         optimizer.overlap_update(model, decoder_layers(model))
     shape = micro_batch_shape(plan)
     cut = cut_of(plan, ranks.rank, shape)
-    objective = objective_of(run)
     about = {"weights": setting.identity.model, "ranks": ranks, "cut": cut, "progress": progress}
     reference = Reference(called, plan.forward, plan, device, **about)
-    loader = _loader(setting, ranks, objective)
     loader.refer(*reference.of(setting.data.train, objective, loader.seen))
     evals, note = held_out_while_training(run, plan, setting.data.evals, loader.total_steps)
     evals, eval_mismatched = reference.of(evals, objective)
     notes = [one for one in (note, _few_steps(run, loader.total_steps)) if one]
     share = Share(called, plan, ranks)
-    state = TrainingState(optimizer, share, setting.checkpoints)
+    schedule = RankSchedule.of(prepared.tuned)
+    state = TrainingState(optimizer, share, setting.checkpoints, schedule)
     told = {"steps": loader.total_steps, "losses": state.losses}
-    result = ResultWriter.of(run, plan, model, optimizer, share, setting.data, **told)
+    result = ResultWriter.of(run, plan, model, optimizer, share, setting.data, **told, tuned=prepared.tuned)
     return Job(
         run=run,
         plan=plan,
@@ -92,6 +95,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
         ranks=ranks,
         cut=cut,
         objective=objective,
+        schedule=schedule,
     )
 
 

@@ -25,10 +25,21 @@ from tunesmith.run import folder as run_folder
 if TYPE_CHECKING:
     from tunesmith.data.prepare import Prepared
     from tunesmith.model.probe import Probed
+    from tunesmith.plan.facts import ModelFacts
 
 
 Progress = Callable[[str, int, int | None], None]
 """Told what is being done, how far it is, and out of how much (None: not known)."""
+
+
+def facts_of(run: Run) -> ModelFacts:
+    """The model's sizes, and how many parameters an adapter of peft's trains."""
+    facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
+    if run.method != "peft":
+        return facts
+    from tunesmith.model.adapters import is_prompt, trained_parameters
+
+    return facts.changed(adapter=trained_parameters(run), packs=facts.packs and not is_prompt(run))
 
 
 def plan_run(
@@ -37,7 +48,7 @@ def plan_run(
     """The plan for a run on this machine (or the hardware given). Reads the model's config, not its weights, and a
     little of the data: roughly what its files tell, unless it is tokenized already. Without what the probe has found,
     the model is taken for what its family usually is."""
-    facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
+    facts = facts_of(run)
     if probed is not None:
         facts = facts.changed(packs=probed.spec.lengths(run.sequence_length) is None)
     size = data.size if data else measure(run)
@@ -143,7 +154,7 @@ def _kept_plan(run: Run, plan: Plan | None, ranks: int | None) -> Plan | None:
     if plan is not None:
         _check_agreement(run, plan)
         check_rate(run, plan.learning_rate)
-        facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
+        facts = facts_of(run)
         if (why := refusal(run, plan, facts, probe())) is not None:
             raise UserError(f"The plan cannot be carried out: {why}.")
         return plan
@@ -169,7 +180,7 @@ def _begun(run: Run) -> run_folder.Identity | None:
 
 def will_write(run: Run, plan: Plan) -> Written:
     """How large the checkpoints and the result of a run will be. Reads the model's config, not its weights."""
-    return written(run, plan, read_facts(run.model, trust_remote_code=run.trust_remote_code), probe())
+    return written(run, plan, facts_of(run), probe())
 
 
 def _is_of(run: Run, before: run_folder.Identity) -> bool:
@@ -197,7 +208,7 @@ def _suits_gpu(plan: Plan, run: Run) -> bool:
     """Whether the GPU that is here now can do what was planned for the one that was here then."""
     if plan.device == "cpu":
         return True
-    facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
+    facts = facts_of(run)
     return refusal(run, plan, facts, probe()) is None
 
 

@@ -6,6 +6,8 @@ runs/NAME/  run.json       settings and fingerprints this run was started with
             events.jsonl   what happened
             bad_records.jsonl   records that cannot be trained on, where there are any
             side_files/    what will lie beside the weights: tokenizer, template, configs; `chat` and `merge` use them
+            grown_base/    the model with new tokens, where there are any
+            start/         the adapter that it begins with, where that is not drawn
             checkpoints/   to continue from
             adapter/       or model/: the trained weights
             summary.json   written last: the run is finished
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.checkpoint.files import write_atomic
-from tunesmith.config.schema import Run
+from tunesmith.config.schema import Lora, Run
 from tunesmith.disk import writing
 from tunesmith.errors import UserError
 from tunesmith.plan.plan import Plan, first_problem, upgraded
@@ -48,7 +50,9 @@ FREE_SETTINGS = frozenset(
 
 FORMAT = 2
 """Of run.json and plan.json. Folders of format 1 (0.1, which did not write it down) are continued."""
-WRITTEN = ("adapter", "model", "checkpoints", "profile", "stacks")
+ADDED = ("peft", "adapter", "new_tokens")
+"""Settings that there were not from the beginning."""
+WRITTEN = ("adapter", "model", "checkpoints", "profile", "stacks", "start")
 """Folders that a run makes in its own."""
 
 
@@ -166,7 +170,7 @@ def read_identity(folder: Path) -> Identity | None:
             f"{folder / 'run.json'} is damaged: {error} is missing; choose another output folder."
         ) from error
     if written == FORMAT:
-        return found
+        return _completed(found)
     if written != 1:
         raise UserError(
             f"{folder} is of format {written}, and this version of tunesmith reads formats 1 and {FORMAT}; continue it "
@@ -181,7 +185,20 @@ def _from_format_1(identity: Identity) -> Identity:
     settings = {"held_out": 0.0, "special_tokens": [], "bad_records": "stop", **identity.settings}
     if settings.get("too_long") == "truncate":  # the default, which is now to be left out
         settings["too_long"] = None
-    return replace(identity, settings=settings, earlier=(identity.lineage, *identity.earlier))
+    return _completed(replace(identity, settings=settings, earlier=(identity.lineage, *identity.earlier)))
+
+
+def _completed(identity: Identity) -> Identity:
+    """A run that was begun before there were some settings, with what they are when left out. Its checkpoints have the
+    lineage that it had."""
+    given = identity.settings
+    usual = Run(model="model", data="data").model_dump(mode="json", include=set(ADDED))
+    lora = {**Lora().model_dump(mode="json"), **given["lora"]} if isinstance(given.get("lora"), dict) else None
+    full = {**usual, **given, **({} if lora is None else {"lora": lora})}
+    if full == given or "model" not in given:
+        return identity
+    earlier = tuple(dict.fromkeys((identity.lineage, *identity.earlier)))
+    return replace(identity, settings=full, earlier=earlier)
 
 
 def write_identity(folder: Path, identity: Identity) -> None:

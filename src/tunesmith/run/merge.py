@@ -24,7 +24,7 @@ from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.infer.described import beside, facts_of
 from tunesmith.kernels.update import halved
-from tunesmith.model import load, lora, side_files
+from tunesmith.model import adapters, load, lora, side_files
 from tunesmith.model.card import card
 from tunesmith.model.save import write_model
 from tunesmith.parallel.prepare import load_model
@@ -68,9 +68,17 @@ def merge_run(folder: Path, to: Path, *, precision: str | None = None) -> Merged
     dtype = precision or _stored_precision(run)
     tokens = _trial(opened.model, opened.device)
     expected = _logits(opened.model, tokens)
-    base = _logits_without_adapters(opened.model, tokens)
-    names = list(lora.adapters(opened.model))
-    lora.merge(opened.model)
+    base = _logits_without_adapters(opened, tokens)
+    if opened.tuned is not None:
+        names = adapters.merge(opened.tuned)
+    else:
+        names = [*lora.adapters(opened.model), *lora.token_row_modules(opened.model)]
+        if (shared := lora.shared_end(opened.model)) is not None:
+            raise UserError(
+                f"The adapter on '{shared}' cannot be merged: the model's embedding and output head are one weight, "
+                "and it changes one of the two; keep the adapter apart."
+            )
+        lora.merge(opened.model)
     half = getattr(torch, load.DTYPES[dtype])
     for name in names:
         weight = opened.model.get_submodule(name).weight
@@ -130,9 +138,9 @@ def _logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return model(input_ids=tokens, use_cache=False).logits.float()
 
 
-def _logits_without_adapters(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    with lora.without_adapters(model):
-        return _logits(model, tokens)
+def _logits_without_adapters(opened: Opened, tokens: torch.Tensor) -> torch.Tensor:
+    with adapters.without(opened.tuned) if opened.tuned is not None else lora.without_adapters(opened.model):
+        return _logits(opened.model, tokens)
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -13,8 +13,9 @@ from tunesmith.config.schema import Run
 from tunesmith.data.chat import Encoder, read_template
 from tunesmith.errors import UserError
 from tunesmith.kernels.update import undo_preround_
-from tunesmith.model import load, lora, side_files
+from tunesmith.model import adapters, load, lora, quantized, side_files
 from tunesmith.model.content import Content
+from tunesmith.model.grown import new_ids
 from tunesmith.optim.build import weight_of
 from tunesmith.parallel.prepare import load_model
 from tunesmith.plan.plan import Device, Plan, Precision, Storage
@@ -32,6 +33,8 @@ class Opened:
     """The checkpoint it was taken from; None for the finished result."""
     reasons: bool = False
     """The answers it was trained on begin with reasoning."""
+    tuned: adapters.Tuned | None = None
+    """With `method: peft`: the model and peft's own view of it."""
 
     @property
     def tokenizer(self):
@@ -70,7 +73,7 @@ def open_run(
     run = read_run(folder)
     held = storage or trained_storage(folder)
     place, dtype = placement(read_plan(folder), precision=precision, device=device)
-    step = None
+    step, tuned = None, None
     if (folder / "model" / "config.json").exists():
         trained = run.model_copy(update={"model": str(folder / "model")})
         model = load_model(trained, dtype=dtype, device=place)
@@ -78,13 +81,26 @@ def open_run(
         content = Content()
         model = load_model(run, dtype=dtype, device=place, storage=held, content=content)
         check_base(folder, run, content)
-        if (folder / "adapter" / "adapter_config.json").exists():
+        if run.has_lora and run.lora.init == "loftq" and held == "plain":  # it makes good what the rounded base lacks
+            quantized.round_linears(model, trained_storage(folder))
+        if run.method == "peft":
+            tuned, step = _open_with_peft(model, run, folder)
+            model = tuned.model
+        elif (folder / "adapter" / "adapter_config.json").exists():
             lora.attach_saved(model, folder / "adapter")
         else:
             step = _from_checkpoint(model, run, folder)
     encoder = Encoder(tokenizer_of(folder), template=None, train_on=run.train_on, special_tokens=run.special_tokens)
     reasons = bool(side_files.read_asked(folder / side_files.FOLDER).get("reasons"))
-    return Opened(model.eval(), encoder, torch.device(place), step, reasons)
+    return Opened(model.eval(), encoder, torch.device(place), step, reasons, tuned)
+
+
+def _open_with_peft(model: nn.Module, run: Run, folder: Path) -> tuple[adapters.Tuned, int | None]:
+    if (folder / "adapter" / "adapter_config.json").exists():
+        return adapters.open_saved(model, folder / "adapter"), None
+    start = folder / lora.START if run.adapter is not None else None
+    tuned = adapters.put_on(model, run, start=start)
+    return tuned, _from_checkpoint(tuned.model, run, folder)
 
 
 def placement(
@@ -124,14 +140,20 @@ def _from_checkpoint(model: nn.Module, run: Run, folder: Path) -> int:
     if found is None:
         raise UserError(f"{folder} holds no trained weights yet; run `tunesmith train` first.")
     tensors, _ = store.load(found)
-    if run.has_adapters:  # on the linears that were trained, which may be fewer than those asked for
-        names = [name.rpartition(".")[0] for name in map(weight_of, tensors) if name.endswith(".lora_a")]
+    if run.has_lora:  # on the linears that were trained, which may be fewer than those asked for
+        names = [
+            name.rpartition(".")[0]
+            for name in map(weight_of, tensors)
+            if name.endswith((".lora_a", ".lora_embedding_a"))
+        ]
         model.requires_grad_(False)
-        lora.put_on(model, dict.fromkeys(names), run.lora, seed=run.seed)
+        lora.put_on(model, dict.fromkeys(names), run.lora, seed=run.seed, start=lora.Start.of(run, folder))
+        if run.new_tokens:
+            lora.put_token_rows(model, new_ids(run))
     parameters = dict(model.named_parameters())
     for name, value in tensors.items():
         if name.startswith("lifted/"):
             undo_preround_(value)
-        if not name.startswith("optimizer/"):
+        if not name.startswith(("optimizer/", "schedule/")):
             parameters[weight_of(name)].copy_(value)
     return found.step

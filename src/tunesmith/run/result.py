@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from tunesmith.checkpoint.result import stored_parts, stored_shapes, write_on_all_ranks
+from tunesmith.checkpoint.codec import Rows
+from tunesmith.checkpoint.result import Shapes, stored_parts, stored_shapes, write_on_all_ranks
 from tunesmith.config.schema import Run
 from tunesmith.data.prepare import Prepared, answers_reason
 from tunesmith.infer.described import facts_of
-from tunesmith.model import load, lora, side_files
+from tunesmith.model import adapters, load, lora, side_files
 from tunesmith.model.card import card
 from tunesmith.model.files import Held
 from tunesmith.model.lora import peft_name
@@ -25,6 +27,7 @@ from tunesmith.model.save import (
     adapter_config_text,
     remove_leftovers,
     saved_buffers,
+    whole_folder,
     write_adapter,
     write_model,
 )
@@ -56,6 +59,8 @@ class ResultWriter:
     """The model without weights, where its weights lie over ranks and are all trained."""
     files: dict[str, Held] | None
     """How its files held it, if as the model has it."""
+    tuned: adapters.Tuned | None = None
+    """With `method: peft`: the model and peft's own view of it."""
 
     @classmethod
     def of(
@@ -69,14 +74,15 @@ class ResultWriter:
         *,
         steps: int,
         losses: dict[int, float],
+        tuned: adapters.Tuned | None = None,
     ) -> ResultWriter:
         empty, files = None, None
         if isinstance(share.called, Sharded | Pipelined) and not run.has_adapters:
             empty, folder = load.load_empty(run, dtype=plan.precision)
             files = files_of(empty, folder)
-        config = _adapter_config(model, run, share) if run.has_adapters else ""
+        config = _adapter_config(model, run, share) if run.has_lora else ""
         dtype = getattr(torch, load.DTYPES[plan.precision])
-        return cls(run, model, optimizer, share, data, steps, losses, dtype, config, empty, files)
+        return cls(run, model, optimizer, share, data, steps, losses, dtype, config, empty, files, tuned)
 
     def write(self, name: str | None = None) -> Path:
         """Into a folder of this name; the usual one when left out. All ranks must take part."""
@@ -85,6 +91,8 @@ class ResultWriter:
             remove_leftovers(target)
         self.optimizer.finish_update()
         describe = partial(self._describe, self.steps if name is None else None)
+        if self.tuned is not None:
+            return self._write_with_peft(self.tuned, target, describe)
         if not isinstance(self.share.called, Sharded | Pipelined):
             if self.run.has_adapters:
                 return write_adapter(self.model, self.run, target, describe)
@@ -99,9 +107,51 @@ class ResultWriter:
 
     def _write_adapter_together(self, target: Path, describe: Callable[[Path], None]) -> None:
         tensors = self.share.own(self.optimizer.weights)
-        parts = ((peft_name(name), rows) for name, rows in self.share.parts(tensors))
-        shapes = {peft_name(name): (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        parts, shapes = self._adapter_parts(tensors)
         write_on_all_ranks(target, shapes, parts, self.share.ranks, pattern=ADAPTER_FILE, describe=describe)
+
+    def _write_with_peft(self, tuned: adapters.Tuned, target: Path, describe: Callable[[Path], None]) -> Path:
+        """As the peft library names it: small, so that the first rank writes it all."""
+        ranks, called = self.share.ranks, self.share.called
+        is_whole = tuned.is_prompt and isinstance(called, Sharded)  # what is saved of a prompt is computed
+        if is_whole:
+            called.unshard()
+        tensors = gathered(adapters.state(tuned), ranks)
+        if is_whole:
+            called.reshard()
+        if ranks.is_first:
+            with whole_folder(target) as partial:
+                values = {name: value.clone() for name, value in tensors.items()}
+                save_file(values, partial / ADAPTER_FILE.format(suffix=""), metadata={"format": "pt"})
+                (partial / ADAPTER_CONFIG).write_text(adapters.config_text(tuned, self.run))
+                describe(partial)
+        ranks.wait()
+        return target
+
+    def _adapter_parts(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Iterator[tuple[str, Rows]], Shapes]:
+        """What this rank writes, by PEFT's names and as factors over the unchanged base; and what all are like."""
+        start = lora.Start.of(self.run)
+        shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        if start is not None and start.takes_out:
+            sides = {"lora_a": (2, 1), "lora_b": (1, 2)}
+            for name, (shape, dtype) in shapes.items():
+                factors = sides.get(name.rpartition(".")[2], (1,) * len(shape))
+                shapes[name] = (tuple(size * factor for size, factor in zip(shape, factors, strict=True)), dtype)
+
+        def parts() -> Iterator[tuple[str, Rows]]:
+            for name, rows in self.share.parts(tensors):
+                if start is None or not start.takes_out or name.endswith(".lora_m"):
+                    yield peft_name(name), rows
+                    continue
+                value, stop = rows.tensor.cpu(), rows.start + rows.tensor.shape[0]
+                if name.endswith(".lora_b"):
+                    value = start.joined(name, value, slice(rows.start, stop))
+                elif rows.start == 0:  # whoever has the first rows writes the second half, too
+                    ranks = tensors[name].shape[0]
+                    yield peft_name(name), Rows(start.factor(name).to(value), ranks, 2 * ranks)
+                yield peft_name(name), Rows(value, rows.start, shapes[name][0][0])
+
+        return parts(), {peft_name(name): shape for name, shape in shapes.items()}
 
     def _write_translated(self, target: Path, describe: Callable[[Path], None]) -> None:
         """In another layout, which transformers knows: it wants all weights."""

@@ -20,6 +20,7 @@ from tunesmith.model.save import remove_leftovers
 from tunesmith.plan.plan import Plan
 from tunesmith.run import folder as run_folder
 from tunesmith.run.choose import Progress, make_plan, tokenize, will_write
+from tunesmith.run.initial import make_start
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def prepare_run(
     attention.register()
     here = run.device if run.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     adapted, probed, notes = probe_run(run, device=here)  # what cannot be trained is refused before data are read
-    if run.has_adapters and (run.lora.targets != "all-linear" or run.lora.layers is not None):
+    if run.has_lora and (run.lora.targets != "all-linear" or run.lora.layers is not None):
         lora.find_targets(load.load_skeleton(run), run.lora)
     chosen, data = make_plan(run, probed=probed, plan=plan, ranks=ranks, progress=progress)
     if data.bad:
@@ -88,6 +89,7 @@ def prepare_run(
         reasons = answers_reason(data.encoder, data.train)
         said = side_files.make(run, folder / side_files.FOLDER, **beside(run, data.encoder, reasons=reasons))
     is_continued = before is not None and run_folder.has_checkpoints(folder)
+    make_start(adapted, chosen, data.train, is_continued=is_continued)
     more = {"warnings": (*said, *dict.fromkeys(notes)), "is_continued": is_continued, "accept_changes": accept_changes}
     return Setting(adapted, chosen, data, identity, checkpoints, resume_from, **more)
 

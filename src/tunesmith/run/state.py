@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tunesmith.checkpoint.codec import Rows
 from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Saving, copy_to_host
+from tunesmith.model.adapters import RankSchedule
 from tunesmith.optim.build import Optimizer, weight_of
 from tunesmith.parallel.pipeline import Pipelined
 from tunesmith.parallel.ranks import Ranks
@@ -51,6 +52,8 @@ class TrainingState:
     optimizer: Optimizer
     share: Share
     checkpoints: CheckpointStore
+    schedule: RankSchedule | None = None
+    """AdaLoRA's, which remembers more than weights."""
     losses: dict[int, float] = field(default_factory=dict)
     """Held-out losses by step, which go on with the run."""
 
@@ -58,6 +61,8 @@ class TrainingState:
         """Begins a checkpoint. All ranks must take part."""
         tensors, copy = self.optimizer.tensors(), {"copy": copy_to_host} if beside else {}
         ranks = self.share.ranks
+        if self.schedule is not None:
+            tensors |= {f"schedule/{name}": value for name, value in self.schedule.tensors().items()}
         if ranks.count == 1:
             full = {name: full_tensor(tensor) for name, tensor in tensors.items()}
             return self.checkpoints.begin(step, full, state, metric=metric, **copy)
@@ -75,6 +80,9 @@ class TrainingState:
             weight = self._spread_weight(name)
             is_spread = weight is not None and part.total == weight.shape[0] and part.tensor.ndim > 0
             tensors[name] = from_rows(part.tensor, weight) if is_spread else part.tensor
+        own = {name: tensors.pop(name) for name in list(tensors) if name.startswith("schedule/")}
+        if self.schedule is not None:
+            self.schedule.restore({name.removeprefix("schedule/"): value for name, value in own.items()})
         self.optimizer.restore(tensors)
         if found.metric is not None:
             self.losses[found.step] = found.metric

@@ -13,6 +13,7 @@ from torch import nn
 from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Saving
 from tunesmith.config.schema import Run
 from tunesmith.data.loader import Loader
+from tunesmith.model.adapters import RankSchedule
 from tunesmith.model.forward import Shape
 from tunesmith.objectives.base import Objective
 from tunesmith.optim.build import Optimizer
@@ -73,3 +74,5 @@ class Job:
     """What of its micro-batches this rank computes."""
     objective: Objective | None = None
     """None: SFT."""
+    schedule: RankSchedule | None = None
+    """AdaLoRA's share in each step."""

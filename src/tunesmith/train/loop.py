@@ -93,6 +93,7 @@ def step_of(job: Job, scale: LossScale | None) -> TrainStep:
         cut=job.cut,
         objective=job.objective,
         capture=GraphCapture(job.model, job.spec, job.optimizer.parameters) if job.plan.cuda_graphs else None,
+        schedule=job.schedule,
     )
 
 

@@ -22,6 +22,7 @@ from torch.profiler import record_function
 
 from tunesmith.data.types import MicroBatch, StepBatch
 from tunesmith.errors import UserError, listed
+from tunesmith.model.adapters import RankSchedule
 from tunesmith.model.forward import Inputs, Shape, Weigh, losses_of_hidden, moved, to_device, token_losses
 from tunesmith.model.scoring import Scoring, figures_of, reported, risen
 from tunesmith.objectives.base import Objective
@@ -130,6 +131,7 @@ class TrainStep:
         capture: GraphCapture | None = None,
         sample: Sample | None = None,
         objective: Objective | None = None,
+        schedule: RankSchedule | None = None,
     ):
         self.model = model
         self.spec = spec
@@ -147,6 +149,7 @@ class TrainStep:
         self.sample = sample
         self.objective = None if objective is None or objective.is_token_sum else objective
         """None: the mean over target tokens."""
+        self.schedule = schedule
         self.launched = 0
 
     def __call__(
@@ -175,6 +178,8 @@ class TrainStep:
                         tally.add_scored(found)
                     else:
                         self._add_by_source(micro_batch, found, tally)
+            if self.schedule is not None:
+                (self.schedule.penalty() * scale).backward()
             if isinstance(self.model, Sharded):
                 self.model.end_backward()
             with record_function("optimizer"):
@@ -203,6 +208,8 @@ class TrainStep:
             if known is None or not known.is_skipped:
                 with record_function("optimizer"):
                     self.optimizer.step(learning_rate)
+                    if self.schedule is not None:
+                        self.schedule.after_update(batch.step)
             return result if known is None else lambda: known
         finally:
             with record_function("optimizer"):

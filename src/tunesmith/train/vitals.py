@@ -117,7 +117,8 @@ class Vitals:
         updates, self.updates = self.updates, 0
         if self.first is None:
             self.first = found
-        if before is not None and not found.size <= JUMP * max(before.size, 1e-30):
+        # Some adapters begin at exactly 0, and any size is infinitely larger.
+        if before is not None and not found.size <= (JUMP * before.size if before.size else math.inf):
             raise Failing(
                 f"The trained weights have exploded: after step {after} they are about {found.size:.2g} in size, and "
                 f"were {before.size:.2g} before, so training stopped and they were not saved. {self._advice}"
