@@ -19,6 +19,7 @@ VERBS = {
     "eval": ["run"],
     "chat": ["run"],
     "merge": ["run", "--to", "merged"],
+    "export": ["run", "--to", "gguf"],
     "profile": [],
     "bench": ["tiny"],
     "network": [],

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tiny import write_all
+from tiny_model import make_tiny_model
 from tunesmith.model import lora
+from tunesmith.model.structure import decoder_layers
 from tunesmith.run.merge import merge_run
 from tunesmith.run.open import open_run
+from tunesmith.run.streamed import StreamedModel, find_weights, merged_weights
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +56,65 @@ def test_it_is_the_same_each_time(folder, tmp_path):
         merge_run(folder / "run", tmp_path / name)
     once, again = (tmp_path / name / "model.safetensors" for name in ("once", "again"))
     assert once.read_bytes() == again.read_bytes()
+
+
+def test_no_more_than_a_layer_is_in_memory_while_it_is_merged(folder):
+    weights = find_weights(folder / "run")
+    sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in decoder_layers(weights.model)]
+    rest = sum(weight.numel() for weight in weights.model.parameters()) - sum(sizes)
+    seen = []
+    for name, tensor in merged_weights(weights):
+        assert not tensor.is_meta
+        held = sum(weight.numel() for weight in weights.model.parameters() if not weight.is_meta)
+        assert held <= 1.05 * max(max(sizes), rest)  # norms are there from the beginning, as ones
+        seen.append(name)
+    assert seen == weights.names
+    assert all(weight.is_meta for weight in weights.model.parameters())
+
+
+def test_a_streamed_model_has_the_logits_of_one_in_memory_and_holds_a_layer_at_a_time(folder):
+    opened = open_run(folder / "run", precision="fp32", storage="plain")
+    tokens = torch.arange(24).view(2, 12)
+    streamed = StreamedModel(find_weights(folder / "run"))
+    held = []
+    for layer in decoder_layers(streamed.model):
+        layer.register_forward_hook(
+            lambda *_: held.append(sum(w.numel() for w in streamed.model.parameters() if not w.is_meta))
+        )
+    with torch.no_grad():
+        expected = opened.model(input_ids=tokens, use_cache=False).logits
+    assert torch.allclose(streamed.logits(tokens), expected, atol=1e-5)
+    assert max(held) < 0.7 * sum(weight.numel() for weight in streamed.model.parameters())
+
+
+PEAK = """
+import sys, threading, time
+from pathlib import Path
+import tunesmith.run.merge, transformers.models.llama.modeling_llama
+def anonymous():
+    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) // 1024
+before, peak, done = anonymous(), [0], threading.Event()
+def watch():
+    while not done.wait(0.005):
+        peak[0] = max(peak[0], anonymous())
+watching = threading.Thread(target=watch)
+watching.start()
+tunesmith.run.merge.merge_run(Path(sys.argv[1]), Path(sys.argv[2]))
+done.set()
+watching.join()
+print(peak[0] - before)
+"""
+"""Megabytes of its own, no pages of files, that a process takes to merge."""
+
+
+@pytest.mark.slow
+def test_merging_takes_a_fraction_of_the_memory_of_the_model(runs, tmp_path):
+    """378 MB of weights in 24 layers, merged and proved."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24, "initializer_range": 0.02}
+    model = make_tiny_model(tmp_path / "model", **sizes)
+    folder = write_all(tmp_path / "here", model, lora={"rank": 2, "targets": ["q_proj"]}, steps=1, eval=[])
+    assert runs(folder, "train", "run.yaml").code == 0
+    assert (model / "model.safetensors").stat().st_size > 370e6
+    command = [sys.executable, "-c", PEAK, str(folder / "run"), str(tmp_path / "merged")]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert int(ended.stdout.split()[-1]) < 180

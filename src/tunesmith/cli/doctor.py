@@ -17,6 +17,9 @@ import typer
 OPTIONAL = {
     "peft": ("comparing adapters with the peft library", "pip install 'tunesmith[peft]'"),
     "gguf": ("models in GGUF files", "pip install 'tunesmith[gguf]'"),
+    "xllamacpp": ("proving GGUF exports by llama.cpp", "pip install 'tunesmith[export]'"),
+    "compressed-tensors": ("exports in int8, int4 and fp8", "pip install 'tunesmith[export]'"),
+    "onnxruntime": ("proving ONNX exports", "pip install 'tunesmith[onnx]'"),
     "accelerate": ("models in GGUF files", "pip install 'tunesmith[gguf]'"),
     "triton": ("fast kernels on a GPU; comes with the CUDA builds of torch", "pip install triton"),
     "flash-attn-4": ("faster attention on a GPU", "pip install --pre flash-attn-4"),

@@ -14,9 +14,12 @@ def command(
         list[str] | None, typer.Option("--data", help="Evaluate on these files instead of the run's own `eval`.")
     ] = None,
     base: Annotated[bool, typer.Option("--base", help="Also measure the model as it was before training.")] = False,
+    certificate: Annotated[
+        bool, typer.Option("--certificate", help="Check what training did instead, and write RUN/certificate.json.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure the held-out loss of a run's model, for each data set."""
+    """Measure the held-out loss of a run's model, for each data set; or certify the run."""
     import math
 
     from tunesmith.cli import output
@@ -27,6 +30,9 @@ def command(
     from tunesmith.run.folder import read_run
 
     run = read_run(folder)
+    if certificate:
+        _certify(folder, as_json)
+        return
     if data:
         run = run.model_copy(update={"eval": [Dataset(path=path) for path in data], "held_out": 0})
     if not run.eval and not run.held_out:
@@ -68,3 +74,18 @@ def command(
     measures = [name.replace("_", " ") for name in figures] or ["perplexity"]
     columns = ("data", *(["before"] if base else []), "loss", *measures, "target tokens")
     output.say(output.table(columns, shown, right=columns[1:]))
+
+
+def _certify(folder: Path, as_json: bool) -> None:
+    from tunesmith.cli import output
+    from tunesmith.run.certificate import certify
+
+    made = certify(folder, progress=output.progress)
+    checks = made["checks"].items()
+    if as_json:
+        output.print_json(made)
+    else:
+        rows = [(name.replace("_", " "), one["verdict"], one["found"]) for name, one in checks]
+        output.say(output.table(("check", "verdict", "found"), rows))
+    if any(one["verdict"] == "failed" for _, one in checks):
+        raise typer.Exit(1)

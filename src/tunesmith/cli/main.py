@@ -31,6 +31,7 @@ from tunesmith.cli import (
     check,
     doctor,
     evaluate,
+    export,
     init,
     launch,
     merge,
@@ -125,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 for _panel, _verbs in {
     "Prepare": {"init": init, "check": check, "plan": plan},
     "Train": {"train": train, "eval": evaluate},
-    "Use the result": {"chat": chat, "merge": merge},
+    "Use the result": {"chat": chat, "merge": merge, "export": export},
     "Measure": {"profile": profile, "bench": bench, "network": network},
     "Look around": {"doctor": doctor, "schema": schema},
 }.items():

@@ -26,7 +26,7 @@ def command(
     from tunesmith.run.merge import merge_run
 
     with writing(to, "make room there, or give --to another folder"):
-        merged = merge_run(folder, to, precision=precision)
+        merged = merge_run(folder, to, precision=precision, progress=output.progress)
     if merged.step is not None:
         output.note(f"The run is not finished; this is its checkpoint of step {merged.step}.")
     output.say(f"Merged {merged.adapters} adapters into {merged.folder} ({merged.precision}).")

@@ -35,6 +35,10 @@ class Facts:
     is_merged: bool = False
     notes: Sequence[str] = field(default=())
     """How it must be asked to answer as it was trained to."""
+    usage: Sequence[str] | None = None
+    """How it is run, where that is not by transformers or peft."""
+    licence: str | None = None
+    """Of the base, as its card calls it."""
 
 
 def card(run: Run, facts: Facts) -> str:
@@ -52,6 +56,8 @@ def card(run: Run, facts: Facts) -> str:
         "pipeline_tag": "text-generation",
         "tags": ["tunesmith", run.method],
     }
+    if facts.licence:
+        front["license"] = facts.licence
     if not Path(run.model).exists():
         front["base_model"] = run.model
     lines = ["---", *(f"{name}: {json.dumps(value)}" for name, value in front.items()), "---", ""]
@@ -64,7 +70,8 @@ def card(run: Run, facts: Facts) -> str:
         rows.append(("held-out loss after training", f"{facts.after:.4f}"))
     rows += [("versions", ", ".join(f"{name} {version}" for name, version in facts.versions.items()))]
     lines += ["| | |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in rows), ""]
-    lines += ["## How to use it", "", "```python", *(_ADAPTER if is_adapter else _MODEL), "```", ""]
+    usage = ["```python", *(_ADAPTER if is_adapter else _MODEL), "```"] if facts.usage is None else facts.usage
+    lines += ["## How to use it", "", *usage, ""]
     ends = ", ".join(f"`{token}`" for token in facts.ends)
     notes = [*([f"Its answers end with {ends}."] if ends else []), *facts.notes]
     lines += [*(f"- {note}" for note in notes), ""]

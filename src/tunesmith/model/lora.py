@@ -16,11 +16,12 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,10 +76,8 @@ class LoraLinear(nn.Module):
 
     def reset(self, generator: torch.Generator) -> None:
         """A as PEFT draws it (uniform within sqrt(1 / I)), B zero: the model starts as the base."""
-        bound = 1 / math.sqrt(self.lora_a.shape[1])
-        drawn = torch.rand(self.lora_a.shape, generator=generator, dtype=torch.float32)
         with torch.no_grad():
-            self.lora_a.copy_(drawn * (2 * bound) - bound)
+            self.lora_a.copy_(_drawn(tuple(self.lora_a.shape), generator))
             self.lora_b.zero_()
 
     def join(self, product: nn.Module, index: int) -> None:
@@ -305,6 +304,11 @@ def put_on(model: nn.Module, targets: Iterable[str], settings: Lora, *, seed: in
         replace_module(model, name, adapter)
 
 
+def initial_a(shape: tuple[int, int], seed: int, name: str) -> torch.Tensor:
+    """The first factor of the linear `name` as training begins with it."""
+    return _drawn(shape, _generator(seed, name))
+
+
 def find_targets(model: nn.Module, settings: Lora) -> list[str]:
     """Names of the linears that get adapters; UserError when a pattern or the layer choice matches nothing."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -497,54 +501,72 @@ def read_adapter(folder: Path) -> AdapterFiles:
 
 
 def attach_saved(model: nn.Module, folder: Path) -> list[str]:
-    """Put the adapter stored in `folder` (ours or PEFT's) on the model; returns the adapted names."""
+    """Put the adapter stored in `folder` (ours or PEFT's) on the model; returns the names of its linears."""
     files = read_adapter(folder)
+    names = adapted_names(files, str(folder))
+    model.requires_grad_(False)
+    _attach_token_rows(model, files, folder)
+    modules = dict(model.named_modules())
+    linears = []
+    for name in names:
+        if isinstance(modules.get(name), nn.Embedding):
+            _attach_embedding(model, name, files, folder)
+        else:
+            attach_one(model, name, files, str(folder))
+            linears.append(name)
+    return linears
+
+
+def adapted_names(files: AdapterFiles, where: str) -> list[str]:
+    """The linears and embeddings that an adapter is for. UserError where it holds more than LoRA and DoRA have."""
     config = files.config
     if config.get("peft_type") != "LORA":
-        raise UserError(f"The adapter in {folder} is of type {config.get('peft_type')}; only LORA can be loaded.")
+        raise UserError(f"The adapter in {where} is of type {config.get('peft_type')}; only LORA can be loaded.")
     refused = [name for name in ("modules_to_save",) if config.get(name)]
     if config.get("bias", "none") != "none":
         refused.append("bias")
     if refused:
-        raise UserError(f"The adapter in {folder} uses {listed(refused)}, which is not supported.")
-    model.requires_grad_(False)
+        raise UserError(f"The adapter in {where} uses {listed(refused)}, which is not supported.")
     leaves = tuple(f".{leaf}" for leaf in PEFT_NAMES.values())
     if strange := [key for key in files.tensors if not key.endswith(leaves)]:
         raise UserError(
-            f"The adapter in {folder} holds {strange[0]} (one of {len(strange)} such tensors), "
+            f"The adapter in {where} holds {strange[0]} (one of {len(strange)} such tensors), "
             "which is no factor of a LoRA and would be left out; only LoRA and DoRA without biases can be loaded."
         )
-    _attach_token_rows(model, files, folder)
     factors = [key for key in files.tensors if not key.endswith(PEFT_NAMES["token_rows"])]
-    names = sorted({key.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for key in factors})
-    modules = dict(model.named_modules())
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    for name in [name for name in names if isinstance(modules.get(name), nn.Embedding)]:
-        _attach_embedding(model, name, files, folder)
-        names.remove(name)
-    for name in names:
-        if name not in modules or not _is_linear(modules[name]):
-            raise UserError(f"The adapter in {folder} is for a linear '{name}', which this model does not have.")
-        a = files.tensors.get(f"{PREFIX}{name}.lora_A.weight")
-        b = files.tensors.get(f"{PREFIX}{name}.lora_B.weight")
-        if a is None or b is None:
-            raise UserError(f"The adapter in {folder} is not a plain LoRA: '{name}' lacks one of its two factors.")
-        rank = a.shape[0]
-        alpha = _by_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", rank))
-        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        m = files.tensors.get(f"{PREFIX}{name}.lora_magnitude_vector")
-        adapter = LoraLinear(modules[name], rank, scale, config.get("lora_dropout") or 0.0, dora=m is not None)
-        wanted = (adapter.lora_a.shape, adapter.lora_b.shape, *((b.shape[:1],) if m is not None else ()))
-        if wanted != (a.shape, b.shape, *((m.shape,) if m is not None else ())):
-            raise UserError(f"The adapter in {folder} does not fit this model: '{name}' has other sizes.")
-        with torch.no_grad():
-            adapter.lora_a.copy_(a)
-            adapter.lora_b.copy_(b)
-            if m is not None:
-                adapter.lora_m.copy_(m)
-        adapter.is_head = modules[name] is head
-        replace_module(model, name, adapter)
-    return names
+    return sorted({key.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for key in factors})
+
+
+def attach_one(model: nn.Module, name: str, files: AdapterFiles, where: str) -> LoraLinear:
+    """Put what `files` have for the linear `name` on it, whose weight must be there."""
+    config = files.config
+    module = dict(model.named_modules()).get(name)
+    if module is None or not _is_linear(module):
+        raise UserError(f"The adapter in {where} is for a linear '{name}', which this model does not have.")
+    a = files.tensors.get(f"{PREFIX}{name}.lora_A.weight")
+    b = files.tensors.get(f"{PREFIX}{name}.lora_B.weight")
+    if a is None or b is None:
+        raise UserError(f"The adapter in {where} is not a plain LoRA: '{name}' lacks one of its two factors.")
+    m = files.tensors.get(f"{PREFIX}{name}.lora_magnitude_vector")
+    scale = scale_of(config, name, a.shape[0])
+    adapter = LoraLinear(module, a.shape[0], scale, config.get("lora_dropout") or 0.0, dora=m is not None)
+    wanted = (adapter.lora_a.shape, adapter.lora_b.shape, *((b.shape[:1],) if m is not None else ()))
+    if wanted != (a.shape, b.shape, *((m.shape,) if m is not None else ())):
+        raise UserError(f"The adapter in {where} does not fit this model: '{name}' has other sizes.")
+    with torch.no_grad():
+        adapter.lora_a.copy_(a)
+        adapter.lora_b.copy_(b)
+        if m is not None:
+            adapter.lora_m.copy_(m)
+    adapter.is_head = hasattr(model, "get_output_embeddings") and module is model.get_output_embeddings()
+    replace_module(model, name, adapter)
+    return adapter
+
+
+def scale_of(config: Mapping[str, Any], name: str, rank: int) -> float:
+    """What the factors of the linear `name` are multiplied by, as PEFT's config says."""
+    alpha = _by_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", rank))
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _attach_token_rows(model: nn.Module, files: AdapterFiles, folder: Path) -> None:
@@ -575,9 +597,7 @@ def _attach_embedding(model: nn.Module, name: str, files: AdapterFiles, folder: 
     fits = a is not None and b is not None and (a.shape[1], b.shape[0]) == tuple(base.weight.shape)
     if a is None or b is None or not fits:
         raise UserError(f"The adapter in {folder} does not fit this model: '{name}' has other sizes.")
-    alpha = _by_pattern(files.config.get("alpha_pattern"), name, files.config.get("lora_alpha", a.shape[0]))
-    scale = alpha / (math.sqrt(a.shape[0]) if files.config.get("use_rslora") else a.shape[0])
-    adapter = LoraEmbedding(base, a.shape[0], scale)
+    adapter = LoraEmbedding(base, a.shape[0], scale_of(files.config, name, a.shape[0]))
     with torch.no_grad():
         adapter.lora_embedding_a.copy_(a)
         adapter.lora_embedding_b.copy_(b)
@@ -616,6 +636,11 @@ def _layer_of(name: str) -> int | None:
 
 def _layer_count(names: Iterable[str]) -> int:
     return 1 + max((layer for name in names if (layer := _layer_of(name)) is not None), default=-1)
+
+
+def _drawn(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    bound = 1 / math.sqrt(shape[1])
+    return torch.rand(shape, generator=generator, dtype=torch.float32) * (2 * bound) - bound
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 
@@ -27,6 +28,16 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put `module` in the place of the one that has this name."""
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module.train(model.training))
+
+
+def put_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Give the model this tensor as its parameter or buffer of this name, frozen."""
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if any(leaf == one for one, _ in module.named_parameters(recurse=False)):
+        module.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
+    else:
+        module.register_buffer(leaf, tensor)
 
 
 def is_transposed(module: nn.Module) -> bool:

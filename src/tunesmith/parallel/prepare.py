@@ -188,10 +188,16 @@ class Preparation:
 
     def apply(self, transforms: Sequence[Transform]) -> None:
         """Every unit goes through all transforms before the next one begins."""
+        for _ in self.each(transforms):
+            pass
+
+    def each(self, transforms: Sequence[Transform]) -> Iterator[Unit]:
+        """The same for those who take a unit when it is ready, and may free it before the next one is read."""
         with self._reading_ahead():
             for unit in self.units:
                 for transform in transforms:
                     transform(self, unit)
+                yield unit
                 _close_gaps(self.device)
 
     def called(self) -> nn.Module:

@@ -58,7 +58,8 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
         optimizer.overlap_update(model, decoder_layers(model))
     shape = micro_batch_shape(plan)
     cut = cut_of(plan, ranks.rank, shape)
-    about = {"weights": setting.identity.model, "ranks": ranks, "cut": cut, "progress": progress}
+    began = f"{setting.identity.model}:{run.peft}:{run.seed}" if run.method == "peft" else setting.identity.model
+    about = {"weights": began, "ranks": ranks, "cut": cut, "progress": progress}
     reference = Reference(called, plan.forward, plan, device, **about)
     loader.refer(*reference.of(setting.data.train, objective, loader.seen))
     evals, note = held_out_while_training(run, plan, setting.data.evals, loader.total_steps)

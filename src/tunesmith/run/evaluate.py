@@ -109,7 +109,7 @@ def evaluate_run(
     plan = run_folder.read_plan(folder) or plan_run(run)
     if plan.forward is None:  # planned by an earlier version, or not at all
         plan = with_findings(plan, probe(run, device=placement(plan)[0]))
-    stores = _held_out_of(folder, run, plan, progress)
+    stores = held_out_of(folder, run, plan, progress)
     make_reproducible(plan)
     attention.register()
     device, precision = placement(plan)
@@ -144,10 +144,13 @@ def evaluate_run(
     return before, measure(opened.model, *ready(opened.model)), opened.step
 
 
-def _held_out_of(folder: Path, run: Run, plan: Plan, progress: Progress | None) -> Sequence[TokenStore]:
+def held_out_of(folder: Path, run: Run, plan: Plan | None, progress: Progress | None = None) -> Sequence[TokenStore]:
+    """What the run in `folder` was not trained on; of a run without held-out data, what it was trained on."""
     tokenizer = tokenizer_of(folder)
-    if run.held_out:
-        return tokenize(run.model_copy(update={"chat_template": None}), plan, progress, tokenizer).evals
-    only = {"data": run.eval, "eval": [], "held_out": 0, "sequence_length": plan.sequence_length}
-    only["chat_template"] = None  # the tokenizer has it
+    run = run.model_copy(update={"chat_template": None})  # the tokenizer has it
+    if run.held_out or not run.eval:
+        found = tokenize(run, plan, progress, tokenizer)
+        return found.evals or found.train
+    only = {"data": run.eval, "eval": [], "held_out": 0}
+    only |= {"sequence_length": plan.sequence_length} if plan is not None else {}
     return tokenize(run.model_copy(update=only), None, progress, tokenizer).train

@@ -14,22 +14,39 @@ from __future__ import annotations
 import functools
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from tunesmith.checkpoint.codec import Rows
+from tunesmith.checkpoint.result import stored_parts, stored_shapes, write_on_all_ranks
 from tunesmith.config.schema import Run
+from tunesmith.data.chat import Encoder
 from tunesmith.errors import UserError
 from tunesmith.infer.described import beside, facts_of
 from tunesmith.kernels.update import halved
 from tunesmith.model import adapters, load, lora, side_files
 from tunesmith.model.card import card
-from tunesmith.model.save import write_model
+from tunesmith.model.save import MODEL_FILES, saved_buffers, write_model
+from tunesmith.model.structure import put_tensor
 from tunesmith.parallel.prepare import load_model
+from tunesmith.parallel.ranks import Ranks
 from tunesmith.run.folder import read_run, read_summary
-from tunesmith.run.open import Opened, open_run, trained_storage
+from tunesmith.run.open import Opened, open_run, tokenizer_of, trained_storage
+from tunesmith.run.streamed import (
+    NotStreamed,
+    Progress,
+    StreamedModel,
+    Weights,
+    find_weights,
+    merged_weights,
+    rounded,
+    stored_precision,
+    written_weights,
+)
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 4e-3}
 """Largest relative difference of logits that rounding the weights once explains."""
@@ -54,50 +71,25 @@ class Merged:
     """Of the base that the adapter was trained over, where it was quantized; it is merged into that of the files."""
 
 
-def merge_run(folder: Path, to: Path, *, precision: str | None = None) -> Merged:
+def merge_run(folder: Path, to: Path, *, precision: str | None = None, progress: Progress | None = None) -> Merged:
     """Write base + adapter of the run in `folder` as one model folder, and prove it. Fails without leaving a model.
 
-    The merged weights have the base's precision unless told otherwise.
+    The merged weights have the base's precision unless told otherwise. No more than a unit of the model (a layer, or
+    what surrounds the layers) is in host memory at a time, unless only transformers can translate its files, or the
+    adapter is more than low-rank factors on linears.
     """
     run = read_run(folder)
     if not run.has_adapters:
         raise UserError(f"{folder} was trained with method: {run.method}; its model folder needs no merging.")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to} exists and is not empty; give a new folder.")
-    opened = open_run(folder, precision="fp32", storage="plain")
-    dtype = precision or _stored_precision(run)
-    tokens = _trial(opened.model, opened.device)
-    expected = _logits(opened.model, tokens)
-    base = _logits_without_adapters(opened, tokens)
-    if opened.tuned is not None:
-        names = adapters.merge(opened.tuned)
-    else:
-        names = [*lora.adapters(opened.model), *lora.token_row_modules(opened.model)]
-        if (shared := lora.shared_end(opened.model)) is not None:
-            raise UserError(
-                f"The adapter on '{shared}' cannot be merged: the model's embedding and output head are one weight, "
-                "and it changes one of the two; keep the adapter apart."
-            )
-        lora.merge(opened.model)
-    half = getattr(torch, load.DTYPES[dtype])
-    for name in names:
-        weight = opened.model.get_submodule(name).weight
-        weight.data = halved(weight.detach(), half)
-    opened.model.to(half)
+    writer = _writer(folder)
+    dtype = precision or writer.stored
     to.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
     try:
-        side = folder / side_files.FOLDER
-        if not side.is_dir():  # a run of an earlier version
-            side_files.make(run, side := partial / "side", **beside(run, opened.encoder, reasons=False))
-        write_model(
-            opened.model,
-            partial / "model",
-            functools.partial(side_files.put_beside, side, dtype=half, card=_card(run, folder, opened)),
-        )
-        written = run.model_copy(update={"model": str(partial / "model")})
-        found = _logits(load_model(written, dtype="fp32", device=opened.device.type), tokens)
-        difference, effect = _distance(found, expected), _distance(base, expected)
+        writer.write(partial / "model", precision=dtype, card=_card(run, folder, writer.step), progress=progress)
+        difference, effect = writer.prove(partial / "model")
         if not difference <= TOLERANCE[dtype] or (effect > TOLERANCE[dtype] and difference > EFFECT_SHARE * effect):
             raise UserError(
                 f"The merged model does not do what base and adapter do: its logits differ by {difference:.2g}, more "
@@ -109,28 +101,63 @@ def merge_run(folder: Path, to: Path, *, precision: str | None = None) -> Merged
         (partial / "model").rename(to)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Merged(to, len(names), dtype, difference, effect, opened.step, BITS.get(trained_storage(folder)))
+    bits = BITS.get(trained_storage(folder))
+    return Merged(to, writer.count, dtype, difference, effect, writer.step, bits)
 
 
-def _card(run: Run, folder: Path, opened: Opened) -> str:
-    summary = read_summary(folder) or {}
-    facts = facts_of(run, opened.encoder, reasons=opened.reasons)
-    before, after = summary.get("held_out_before"), summary.get("held_out_after")
-    steps = summary.get("steps", opened.step)
-    return card(run, replace(facts, steps=steps, before=before, after=after, is_merged=True))
+def _writer(folder: Path) -> _Streamed | _Whole:
+    try:
+        return _Streamed(find_weights(folder))
+    except NotStreamed:
+        return _Whole(folder)
 
 
-def _stored_precision(run) -> str:
-    """What the base's files are in; fp32 where they do not say."""
-    dtype = getattr(load.load_config(run), "dtype", None)
-    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
+class _Streamed:
+    """Low-rank factors on linears, merged unit by unit."""
+
+    def __init__(self, weights: Weights):
+        self.weights, self.stored, self.step, self.count = weights, weights.stored, weights.step, len(weights.adapted)
+
+    def write(self, to: Path, *, precision: str, card: str, progress: Progress | None) -> None:
+        write_merged(self.weights, to, precision=precision, card=card, progress=progress)
+
+    def prove(self, merged: Path) -> tuple[float, float]:
+        return _proved(self.weights, merged)
 
 
-def _trial(model: nn.Module, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = load.vocabulary_size(model.config)
-    length = min(TRIAL_TOKENS, load.max_positions(model.config) or TRIAL_TOKENS)
-    return torch.randint(vocabulary, (2, length), generator=generator).to(device)
+class _Whole:
+    """Every other adapter, merged in a model that is in memory."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.run = folder, read_run(folder)
+        self.opened = open_run(folder, precision="fp32", storage="plain")
+        self.stored, self.step, self.count = stored_precision(self.run), self.opened.step, 0
+        self.tokens = _trial(self.opened.model).to(self.opened.device)
+        self.expected, self.base = _logits(self.opened.model, self.tokens), _logits_of_base(self.opened, self.tokens)
+
+    def write(self, to: Path, *, precision: str, card: str, progress: Progress | None) -> None:
+        model, half = self.opened.model, getattr(torch, load.DTYPES[precision])
+        if self.opened.tuned is not None:
+            names = adapters.merge(self.opened.tuned)
+        else:
+            names = [*lora.adapters(model), *lora.token_row_modules(model)]
+            if (shared := lora.shared_end(model)) is not None:
+                raise UserError(
+                    f"The adapter on '{shared}' cannot be merged: the model's embedding and output head are one "
+                    "weight, and it changes one of the two; keep the adapter apart."
+                )
+            lora.merge(model)
+        for name in names:
+            weight = model.get_submodule(name).weight
+            weight.data = halved(weight.detach(), half)
+        model.to(half)
+        self.count = len(names)
+        write_model(model, to, functools.partial(put_side_files, self.folder, dtype=half, card=card))
+
+    def prove(self, merged: Path) -> tuple[float, float]:
+        written = self.run.model_copy(update={"model": str(merged)})
+        found = _logits(load_model(written, dtype="fp32", device=self.opened.device.type), self.tokens)
+        return _distance(found, self.expected), _distance(self.base, self.expected)
 
 
 @torch.no_grad()
@@ -138,9 +165,88 @@ def _logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return model(input_ids=tokens, use_cache=False).logits.float()
 
 
-def _logits_without_adapters(opened: Opened, tokens: torch.Tensor) -> torch.Tensor:
+def _logits_of_base(opened: Opened, tokens: torch.Tensor) -> torch.Tensor:
     with adapters.without(opened.tuned) if opened.tuned is not None else lora.without_adapters(opened.model):
         return _logits(opened.model, tokens)
+
+
+def write_merged(
+    weights: Weights, to: Path, *, precision: str, card: str | None = None, progress: Progress | None = None
+) -> None:
+    """The trained model as safetensors in the layout of its base's files, in files of 5 GB at most, with all that lies
+    beside them; whole or not at all."""
+    half = getattr(torch, load.DTYPES[precision])
+    describe = functools.partial(put_side_files, weights.folder, dtype=half, card=card)
+    tensors = merged_weights(weights, progress)
+    if weights.files is None:
+        _write_translated(weights, tensors, to, half, describe)
+        return
+    shapes = {name: (shape, half) for name, shape in weights.shapes().items()}
+    for name, buffer in saved_buffers(weights.model).items():
+        shapes[name] = (tuple(buffer.shape), half if buffer.is_floating_point() else buffer.dtype)
+    parts = (
+        part
+        for name, tensor in tensors
+        for part in stored_parts(name, _rows(rounded(weights, name, tensor, half)), weights.files)
+    )
+    shapes = stored_shapes(shapes, weights.files)
+    write_on_all_ranks(to, shapes, parts, Ranks(), pattern=MODEL_FILES, describe=describe)
+
+
+def _rows(tensor: torch.Tensor) -> Rows:
+    return Rows(tensor, 0, tensor.shape[0] if tensor.ndim else 1)
+
+
+def _write_translated(
+    weights: Weights, tensors: Iterator[tuple[str, torch.Tensor]], to: Path, half: torch.dtype, describe
+) -> None:
+    """Where only transformers knows the layout of the files: it wants all weights."""
+    found = {name: rounded(weights, name, tensor, half) for name, tensor in tensors}
+    model, _ = load.load_empty(weights.run, dtype="fp32")
+    for name, tensor in found.items():
+        put_tensor(model, name, tensor)
+    model.tie_weights()
+    write_model(model, to, describe)
+
+
+def put_side_files(folder: Path, to: Path, *, dtype: torch.dtype | None, card: str | None) -> None:
+    """Beside weights in `to`: what lies beside those of the run in `folder`."""
+    side = folder / side_files.FOLDER
+    if side.is_dir():
+        side_files.put_beside(side, to, dtype=dtype, card=card)
+        return
+    run = read_run(folder)  # of an earlier version
+    encoder = Encoder(tokenizer_of(folder), template=None, train_on=run.train_on, special_tokens=run.special_tokens)
+    with tempfile.TemporaryDirectory(dir=to.parent) as made:
+        side_files.make(run, Path(made) / "side", **beside(run, encoder, reasons=False))
+        side_files.put_beside(Path(made) / "side", to, dtype=dtype, card=card)
+
+
+def _proved(weights: Weights, merged: Path) -> tuple[float, float]:
+    """How far the logits of the merged model, read back, are from those of base and adapter; and how far the adapter
+    moves them."""
+    reference = StreamedModel(weights)
+    tokens = _trial(reference.model)
+    expected = reference.logits(tokens)
+    base = StreamedModel(weights, with_adapter=False).logits(tokens)
+    found = StreamedModel(written_weights(merged, weights.run)).logits(tokens)
+    return _distance(found, expected), _distance(base, expected)
+
+
+def _card(run: Run, folder: Path, step: int | None) -> str:
+    summary = read_summary(folder) or {}
+    encoder = Encoder(tokenizer_of(folder), template=None, train_on=run.train_on, special_tokens=run.special_tokens)
+    facts = facts_of(run, encoder, reasons=bool(side_files.read_asked(folder / side_files.FOLDER).get("reasons")))
+    before, after = summary.get("held_out_before"), summary.get("held_out_after")
+    steps = summary.get("steps", step)
+    return card(run, replace(facts, steps=steps, before=before, after=after, is_merged=True))
+
+
+def _trial(model: nn.Module) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = load.vocabulary_size(model.config)
+    length = min(TRIAL_TOKENS, load.max_positions(model.config) or TRIAL_TOKENS)
+    return torch.randint(vocabulary, (2, length), generator=generator)
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -131,8 +131,40 @@ def tokenizer_of(folder: Path):
     return tokenizer
 
 
+def trained_adapter(folder: Path) -> tuple[lora.AdapterFiles, int | None]:
+    """The adapter of the run in `folder`, or of its newest checkpoint while it is not finished, and then its step."""
+    if (folder / "adapter" / "adapter_config.json").exists():
+        return lora.read_adapter(folder / "adapter"), None
+    tensors, step = _newest_tensors(folder)
+    settings = read_run(folder).lora
+    config = {
+        "peft_type": "LORA",
+        "lora_alpha": settings.alpha if settings.alpha is not None else 2.0 * settings.rank,
+        "lora_dropout": settings.dropout,
+        "use_rslora": settings.rank_stabilised,
+        "use_dora": settings.dora,
+        "r": settings.rank,
+    }
+    return lora.AdapterFiles(config, {lora.peft_name(name): tensor for name, tensor in tensors.items()}), step
+
+
 @torch.no_grad()
 def _from_checkpoint(model: nn.Module, run: Run, folder: Path) -> int:
+    tensors, step = _newest_tensors(folder)
+    if run.has_lora:  # on the linears that were trained, which may be fewer than those asked for
+        names = [name.rpartition(".")[0] for name in tensors if name.endswith((".lora_a", ".lora_embedding_a"))]
+        model.requires_grad_(False)
+        lora.put_on(model, dict.fromkeys(names), run.lora, seed=run.seed, start=lora.Start.of(run, folder))
+        if run.new_tokens:
+            lora.put_token_rows(model, new_ids(run))
+    parameters = dict(model.named_parameters())
+    for name, value in tensors.items():
+        parameters[name].copy_(value)
+    return step
+
+
+def _newest_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], int]:
+    """The trained weights of the newest checkpoint, by their names in the model, and its step."""
     identity = read_identity(folder)
     assert identity is not None
     store = CheckpointStore(folder / "checkpoints", identity.lineage)
@@ -140,20 +172,10 @@ def _from_checkpoint(model: nn.Module, run: Run, folder: Path) -> int:
     if found is None:
         raise UserError(f"{folder} holds no trained weights yet; run `tunesmith train` first.")
     tensors, _ = store.load(found)
-    if run.has_lora:  # on the linears that were trained, which may be fewer than those asked for
-        names = [
-            name.rpartition(".")[0]
-            for name in map(weight_of, tensors)
-            if name.endswith((".lora_a", ".lora_embedding_a"))
-        ]
-        model.requires_grad_(False)
-        lora.put_on(model, dict.fromkeys(names), run.lora, seed=run.seed, start=lora.Start.of(run, folder))
-        if run.new_tokens:
-            lora.put_token_rows(model, new_ids(run))
-    parameters = dict(model.named_parameters())
+    weights = {}
     for name, value in tensors.items():
         if name.startswith("lifted/"):
             undo_preround_(value)
         if not name.startswith(("optimizer/", "schedule/")):
-            parameters[weight_of(name)].copy_(value)
-    return found.step
+            weights[weight_of(name)] = value
+    return weights, found.step

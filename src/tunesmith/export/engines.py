@@ -1,0 +1,316 @@
+"""The engines that exports are loaded back by: each asked the same few things, in its own process memory.
+
+They stand in for the server that will run the export: transformers, peft, llama.cpp (through xllamacpp) and
+onnxruntime. All of them read the exported files and nothing else of the run.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from tunesmith.config.schema import Run
+from tunesmith.errors import UserError, first_line
+from tunesmith.model.load import quiet
+from tunesmith.run.streamed import StreamedModel, written_weights
+
+Messages = Sequence[dict[str, str]]
+FEW = 3
+LIKELIEST = 512
+"""Tokens whose probabilities llama.cpp is asked for at each place."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of the next token at each place of a sequence.
+
+    Legend: T places, K of the tokens, the likeliest first."""
+
+    ids_tk: torch.Tensor
+    logprobs_tk: torch.Tensor
+
+    @classmethod
+    def of(cls, logits_tv: torch.Tensor) -> Scores:
+        logprobs, ids = logits_tv.float().log_softmax(-1).sort(descending=True, stable=True)
+        return cls(ids, logprobs)
+
+
+class Engine(Protocol):
+    name: str
+
+    def scores(self, ids: Sequence[int]) -> Scores: ...
+    def greedy(self, ids: Sequence[int], count: int) -> list[int]: ...
+    def tokenize(self, text: str) -> list[int]:
+        """Of text in which special tokens stand for themselves; nothing is put around it."""
+        ...
+
+    def prompt(self, messages: Messages, mode: dict[str, bool]) -> list[int] | None:
+        """By its own chat template; None where it has no place for the template's variables."""
+        ...
+
+    def stops_at(self, token: int) -> bool: ...
+    def close(self) -> None: ...
+
+
+class Transformers:
+    """A model folder. In fp32, so that what is seen is the files' rounding alone."""
+
+    def __init__(self, folder: Path):
+        from transformers import AutoTokenizer, GenerationConfig
+
+        self.name = f"transformers {importlib.metadata.version('transformers')}"
+        with quiet():
+            self.model = self._load(folder).eval()
+            self.tokenizer = AutoTokenizer.from_pretrained(folder)
+            self.generation = GenerationConfig.from_pretrained(folder)
+
+    def _load(self, folder: Path) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if report[kind]:
+                raise UserError(f"transformers reports {kind.replace('_', ' ')}: {sorted(map(str, report[kind]))[0]}.")
+        return model
+
+    @torch.no_grad()
+    def scores(self, ids: Sequence[int]) -> Scores:
+        return Scores.of(self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0])
+
+    @torch.no_grad()
+    def greedy(self, ids: Sequence[int], count: int) -> list[int]:
+        tokens = torch.tensor([list(ids)])
+        options = {"temperature": None, "top_p": None, "top_k": None, "do_sample": False, "max_new_tokens": count}
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
+        with quiet():
+            made = self.model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                pad_token_id=pad,
+                generation_config=self.generation,
+                **options,
+            )
+        return made[0, len(ids) :].tolist()
+
+    def tokenize(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def prompt(self, messages: Messages, mode: dict[str, bool]) -> list[int] | None:
+        text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **mode)
+        return self.tokenize(text)
+
+    def stops_at(self, token: int) -> bool:
+        named = self.generation.eos_token_id
+        return token in (named if isinstance(named, list) else [named])
+
+    def close(self) -> None:
+        del self.model
+
+
+class Streamed(Transformers):
+    """A model folder that does not fit into memory, by transformers' own modules with a layer of weights at a time."""
+
+    def __init__(self, folder: Path, run: Run):
+        self.run = run
+        super().__init__(folder)
+        self.name += ", one layer at a time"
+
+    def _load(self, folder: Path) -> Any:
+        self.streamed = StreamedModel(written_weights(folder, self.run))
+        return self.streamed.model
+
+    def scores(self, ids: Sequence[int]) -> Scores:
+        return Scores.of(self.streamed.logits(torch.tensor([list(ids)]))[0])
+
+    def greedy(self, ids: Sequence[int], count: int) -> list[int]:
+        """A few tokens only: all weights are read for each."""
+        made: list[int] = []
+        while len(made) < min(count, FEW):
+            made.append(int(self.streamed.logits(torch.tensor([[*ids, *made]]))[0, -1].argmax()))
+        return made
+
+
+class Peft(Transformers):
+    """A base with an adapter folder."""
+
+    def __init__(self, folder: Path, base: Path):
+        self.base = base
+        super().__init__(folder)
+        self.name = f"peft {importlib.metadata.version('peft')}"
+
+    def _load(self, folder: Path) -> Any:
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        base = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
+        return PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False).to(torch.float32)
+
+    def without_influence(self, ids: Sequence[int]) -> list[str]:
+        """Tensors of the adapter that change nothing of what the model says of these tokens."""
+        factors = {name: one for name, one in self.model.named_parameters() if "lora_" in name}
+        for one in factors.values():
+            one.requires_grad_(True)
+        generator = torch.Generator().manual_seed(0)
+        logits = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits
+        (logits * torch.randn(logits.shape, generator=generator)).sum().backward()
+        found = [name for name, one in factors.items() if one.grad is None or not one.grad.any()]
+        self.model.zero_grad(set_to_none=True)
+        return found
+
+
+SERVER = """
+import json, sys, xllamacpp
+asked = json.loads(sys.argv[1])
+parameters = xllamacpp.CommonParams()
+parameters.model.path = asked["file"]
+parameters.n_ctx, parameters.n_parallel, parameters.n_gpu_layers, parameters.warmup = asked["context"], 1, 0, False
+parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = asked["threads"]
+parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+# Its flash attention rounds to fp16.
+parameters.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+parameters.use_jinja = True
+if asked["adapter"]:
+    parameters.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(asked["adapter"], 1.0)]
+server = xllamacpp.Server(parameters)
+print("listening", server.listening_address, flush=True)
+sys.stdin.read()
+"""
+"""llama.cpp's own server, until nobody listens any more."""
+
+
+class LlamaCpp:
+    """A GGUF file, by llama.cpp's own server, spoken to over the loopback interface. It has a process of its own: a
+    file that it does not like may end it."""
+
+    def __init__(self, file: Path, *, vocabulary: int, context: int, adapter: Path | None = None):
+        self.name = f"llama.cpp (xllamacpp {importlib.metadata.version('xllamacpp')})"
+        self.likeliest = min(vocabulary, LIKELIEST)
+        threads = torch.get_num_threads()
+        asked = {"file": str(file), "context": context, "threads": threads, "adapter": str(adapter) if adapter else ""}
+        self._said = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed by close)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SERVER, json.dumps(asked)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("listening "):
+                self._address = line.split()[1]
+                return
+        why = self._last_words()
+        self.close()
+        raise UserError(f"llama.cpp does not load {file.name}: {why}.")
+
+    def _last_words(self) -> str:
+        self._said.seek(0)
+        lines = [line.strip() for line in self._said if line.strip()]
+        telling = [line for line in lines if "error" in line.lower() or "GGML_ASSERT" in line] or lines
+        return telling[-1].rstrip(".") if telling else "it said nothing"
+
+    def scores(self, ids: Sequence[int]) -> Scores:
+        rows = []
+        plain = self.tokenize("a")[0]  # taken by force: at an end token, probabilities would not be told
+        for end in range(1, len(ids) + 1):
+            found = self._complete(ids[:end], n_predict=1, n_probs=self.likeliest, logit_bias=[[plain, 1e4]])
+            rows.append([(one["id"], one["logprob"]) for one in found["completion_probabilities"][0]["top_logprobs"]])
+        return Scores(
+            torch.tensor([[token for token, _ in row] for row in rows]),
+            torch.tensor([[logprob for _, logprob in row] for row in rows]),
+        )
+
+    def greedy(self, ids: Sequence[int], count: int) -> list[int]:
+        found = self._complete(ids, n_predict=count, n_probs=1, return_tokens=True)
+        return [one["id"] for one in found.get("completion_probabilities", ())]
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._ask("/tokenize", {"content": text, "add_special": False, "parse_special": True})["tokens"]
+
+    def prompt(self, messages: Messages, mode: dict[str, bool]) -> list[int] | None:
+        body = {"messages": list(messages), **({"chat_template_kwargs": mode} if mode else {})}
+        text = self._ask("/apply-template", body)["prompt"]
+        return self._ask("/tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"]
+
+    def stops_at(self, token: int) -> bool:
+        found = self._complete([token], n_predict=2, logit_bias=[[token, 1000.0]])
+        return found["stop_type"] == "eos"
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.kill()  # asked to end, it waits some seconds for connections
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._said.close()
+
+    def _complete(self, ids: Sequence[int], **options: Any) -> dict[str, Any]:
+        asked = {"prompt": list(ids), "temperature": 0.0, "cache_prompt": True, "top_k": 1, "samplers": ["top_k"]}
+        return self._ask("/completion", asked | options)
+
+    def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(self._address + path, data=data, headers={"Content-Type": "application/json"})
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy stands before this machine
+        try:
+            with opener.open(request, timeout=600) as answer:
+                return json.load(answer)
+        except OSError as error:
+            raise UserError(f"llama.cpp gave no answer: {first_line(error)} ({self._last_words()}).") from error
+
+
+class OnnxRuntime(Transformers):
+    """An ONNX graph with its cache."""
+
+    def __init__(self, folder: Path):
+        import onnxruntime
+
+        super().__init__(folder)
+        self.name = f"onnxruntime {importlib.metadata.version('onnxruntime')}"
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.log_severity_level = 3
+        file = str(folder / "model.onnx")
+        self.session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        self.sizes = json.loads((folder / "onnx.json").read_text(encoding="utf-8"))
+
+    def _load(self, folder: Path) -> Any:
+        return torch.nn.Identity()  # the graph is all there is
+
+    def scores(self, ids: Sequence[int]) -> Scores:
+        return Scores.of(self._run(list(ids), None)[0])
+
+    def greedy(self, ids: Sequence[int], count: int) -> list[int]:
+        """Token by token, through the cache."""
+        made: list[int] = []
+        logits, cache = self._run(list(ids), None)
+        while len(made) < count:
+            made.append(int(logits[-1].argmax()))
+            if self.stops_at(made[-1]):
+                break
+            logits, cache = self._run([made[-1]], cache)
+        return made
+
+    def _run(self, ids: list[int], cache: list[Any] | None) -> tuple[torch.Tensor, list[Any]]:
+        import numpy as np
+
+        shape = (1, self.sizes["kv_heads"], 0, self.sizes["head_dim"])
+        past = cache if cache is not None else [np.zeros(shape, np.float32)] * (2 * self.sizes["layers"])
+        mask = np.ones((1, past[0].shape[2] + len(ids)), np.int64)
+        names = [one.name for one in self.session.get_inputs()]
+        given = {"input_ids": np.array([ids], np.int64), "attention_mask": mask}
+        given |= dict(zip([name for name in names if name.startswith("past")], past, strict=True))
+        logits, *present = self.session.run(None, {name: given[name] for name in names})
+        return torch.from_numpy(logits)[0], present

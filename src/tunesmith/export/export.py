@@ -1,0 +1,275 @@
+"""A run out of the door: check, write, prove, describe, and only then give the folder its name.
+
+One entry for each format: what it can hold, what writes it, and which engine it is proved by. Everything is written
+into a partial folder beside the target, which is renamed when the proof has been given; a kill or a failure leaves
+nothing that looks like an export.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from tunesmith import disk, hub
+from tunesmith.checkpoint.room import with_slack
+from tunesmith.config.schema import Dataset
+from tunesmith.errors import UserError, first_line, listed
+from tunesmith.export import adapter, gguf, onnx, quantized, safetensors
+from tunesmith.export.describe import copy_licence, write_card
+from tunesmith.export.engines import Engine, LlamaCpp, OnnxRuntime, Peft, Streamed, Transformers
+from tunesmith.export.proof import GREEDY, LONGEST, Proof, prove, samples_of
+from tunesmith.export.source import Progress, Source, has
+from tunesmith.model import load
+from tunesmith.model.save import remove_leftovers
+from tunesmith.run.certificate import certify
+from tunesmith.run.evaluate import held_out_of
+from tunesmith.run.folder import read_plan
+from tunesmith.run.merge import BITS, put_side_files
+from tunesmith.run.open import trained_storage
+
+
+@dataclass(frozen=True)
+class Format:
+    types: tuple[str, ...]
+    """The first is the usual one; `""` stands for that of the base."""
+    check: Callable[[Source, str], None]
+    size: Callable[[Source, str], int]
+    write: Callable[[Source, Path, str, Progress], None]
+    engine: Callable[[Source, Path, str], Engine]
+    packages: tuple[str, ...] = ()
+    """That the engine needs."""
+    is_bounded: bool = False
+    """The engine runs models that do not fit into memory."""
+
+
+def _gguf_engine(source: Source, folder: Path, kind: str) -> Engine:
+    return LlamaCpp(folder / gguf.file_name(kind), vocabulary=source.vocabulary, context=LONGEST + 2 * GREEDY)
+
+
+def _gguf_adapter_engine(source: Source, folder: Path, kind: str) -> Engine:
+    """Over the base alone, written for this."""
+    bare = replace(source, weights=replace(source.weights, adapter=None, adapted=()))
+    base = folder / ".base.gguf"
+    gguf.write_plain(bare, base, "f32", lambda *_: None)
+    sizes = {"vocabulary": source.vocabulary, "context": LONGEST + 2 * GREEDY}
+    try:
+        return LlamaCpp(base, **sizes, adapter=folder / f"adapter-{kind}.gguf")
+    finally:
+        base.unlink()  # the server has mapped it
+
+
+def _peft_engine(source: Source, folder: Path, kind: str) -> Engine:
+    return Peft(folder, source.weights.base)
+
+
+def _safetensors_engine(source: Source, folder: Path, kind: str) -> Engine:
+    return Transformers(folder) if _fits(source) else Streamed(folder, source.run)
+
+
+def _fits(source: Source) -> bool:
+    """Whether the model fits into host memory in fp32, twice: engines read files into more than they keep."""
+    return 8 * source.weights.count <= psutil.virtual_memory().available
+
+
+FORMATS = {
+    "safetensors": Format(
+        safetensors.TYPES, safetensors.check, safetensors.size, safetensors.write, _safetensors_engine, is_bounded=True
+    ),
+    "adapter": Format(adapter.TYPES, adapter.check, adapter.size, adapter.write, _peft_engine, ("peft",)),
+    "gguf": Format(gguf.TYPES, gguf.check, gguf.size, gguf.write, _gguf_engine, ("xllamacpp",), True),
+    "gguf-adapter": Format(
+        ("f32", "f16"), gguf.check_adapter, gguf.size_adapter, gguf.write_adapter, _gguf_adapter_engine, ("xllamacpp",)
+    ),
+    "onnx": Format(onnx.TYPES, onnx.check, onnx.size, onnx.write, lambda s, f, k: OnnxRuntime(f), ("onnxruntime",)),
+    "compressed-tensors": Format(
+        quantized.COMPRESSED,
+        quantized.check_compressed,
+        quantized.size,
+        quantized.write_compressed,
+        lambda s, f, k: Transformers(f),
+        ("compressed_tensors",),
+    ),
+    "bitsandbytes": Format(
+        quantized.BITSANDBYTES,
+        quantized.check_bitsandbytes,
+        quantized.size,
+        quantized.write_bitsandbytes,
+        lambda s, f, k: Transformers(f),
+        ("bitsandbytes", "accelerate"),
+    ),
+}
+PRECISIONS = {
+    "f32": "fp32", "f16": "fp16", "q8_0": "8 bits", "int8": "8 bits", "q6_k": "8 bits",
+    **dict.fromkeys(("q4_0", "int4", "nf4", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m"), "4 bits"),
+    **dict.fromkeys(("q2_k", "q3_k_s", "q3_k_m", "q3_k_l"), "2 bits"),
+}  # fmt: skip
+"""By which bound a type is judged, where it is not its own name."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    folder: Path
+    kind: str
+    proof: Proof | None
+    missing: str
+    """What to install to have it proved, where it was not."""
+    notes: tuple[str, ...]
+    step: int | None
+
+
+def export_run(
+    folder: Path,
+    form: str,
+    *,
+    kind: str | None = None,
+    out: Path | None = None,
+    push: str | None = None,
+    data: Sequence[str] = (),
+    progress: Progress = lambda *_: None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Exported:
+    """Export the run in `folder`; `say` is told what should be known before anything is written. It is compared on the
+    run's held-out data, or on the files in `data`."""
+    chosen = FORMATS.get(form)
+    if chosen is None:
+        raise UserError(f"--to is {form}; it can be {listed(FORMATS, most=10)}.")
+    if kind is not None and kind not in chosen.types:
+        raise UserError(f"--type is {kind}; for --to {form} it can be {listed(chosen.types, most=20)}.")
+    if push is not None and not hub.is_reachable():
+        raise UserError(f"--push {push}: {hub.unreachable()}; export without --push and upload the folder later.")
+    source = Source.of(folder)
+    kind = kind or _usual(form, chosen, source)
+    chosen.check(source, kind)
+    notes = (*_storage_note(folder), *(adapter.notes(source) if form == "adapter" else ()))
+    for note in notes:
+        say(note)
+    to = out or folder / "export" / f"{form}-{kind}"
+    _check_place(to, folder, chosen.size(source, kind))
+    compared = {"eval": [Dataset(path=path) for path in data], "held_out": 0} if data else {}
+    stores = held_out_of(folder, source.run.model_copy(update=compared), read_plan(folder), progress)
+    context = load.max_positions(source.weights.model.config) or LONGEST
+    samples = samples_of(stores, context=context)
+    certificate = certify(folder, progress=progress)
+    for name, one in certificate["checks"].items():
+        if one["verdict"] == "failed":
+            say(f"The certificate of the run says of {name.replace('_', ' ')}: {one['found']}.")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(to)
+    partial = Path(tempfile.mkdtemp(prefix=f".{to.name}.partial-", dir=to.parent))
+    try:
+        chosen.write(source, partial, kind, progress)
+        if form in ("gguf", "gguf-adapter"):
+            put_side_files(folder, partial, dtype=torch.float32 if form == "gguf" else None, card=None)
+        if form == "gguf":
+            (partial / "Modelfile").write_text(gguf.modelfile(source, gguf.file_name(kind)), encoding="utf-8")
+        proof, missing = None, _missing(chosen, source)
+        if not missing:
+            progress("Loading it back", 0, None)
+            proof = _prove(source, chosen, partial, kind, samples, progress)
+        licence = copy_licence(source, partial)
+        told = {"proof": proof, "missing": missing, "notes": notes, "certificate": certificate, "licence": licence}
+        write_card(source, partial, form=form, kind=kind, usage=_usage(form, kind), **told)
+        _finish(partial, to)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    if push is not None:
+        push_folder(to, push, progress)
+    return Exported(to, kind, proof, missing, notes, source.weights.step)
+
+
+def push_folder(folder: Path, name: str, progress: Progress) -> None:
+    """Send an export to the hub, into a private repository that is made where there is none."""
+    from huggingface_hub import HfApi
+
+    progress(f"Sending it to {name}", 0, None)
+    api = HfApi()
+    try:
+        api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=str(folder), commit_message="Exported by Tunesmith")
+    except Exception as error:  # of its HTTP library, with many classes
+        raise UserError(
+            f"--push {name}: the hub refused it: {first_line(error)}; the export is whole in {folder}."
+        ) from error
+
+
+def _prove(source: Source, chosen: Format, folder: Path, kind: str, samples, progress: Progress) -> Proof:
+    try:
+        engine = chosen.engine(source, folder, kind)
+    except UserError as error:
+        raise UserError(f"The export cannot be loaded back, and nothing was written: {error}") from error
+    except (ValueError, RuntimeError, OSError, KeyError, TypeError, ImportError) as error:
+        raise UserError(
+            f"The export cannot be loaded back by its own engine, and nothing was written: {first_line(error)}."
+        ) from error
+    try:
+        return prove(source, engine, PRECISIONS.get(kind, kind), samples, progress)
+    finally:
+        engine.close()
+
+
+def _storage_note(folder: Path) -> list[str]:
+    bits = BITS.get(trained_storage(folder))
+    if bits is None:
+        return []
+    return [f"The run trained over a base rounded to {bits} bits; it is exported over the base as its files have it."]
+
+
+def _missing(chosen: Format, source: Source) -> str:
+    if not chosen.is_bounded and not _fits(source):
+        return "the model does not fit into this machine's memory; prove it on a larger one."
+    lacking = [package.replace("_", "-") for package in chosen.packages if not has(package)]
+    return f"install {listed(lacking)} to have it proved." if lacking else ""
+
+
+def _usual(form: str, chosen: Format, source: Source) -> str:
+    if form == "safetensors":
+        return source.weights.stored
+    if form == "gguf":
+        return "f16" if source.weights.stored != "bf16" else "bf16"
+    return chosen.types[0]
+
+
+def _check_place(to: Path, run: Path, size: int) -> None:
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"{to} exists and is not empty; give --out another folder.")
+    needed, free = with_slack(size), disk.free(to)
+    if free is not None and free < needed:
+        raise UserError(
+            f"The export needs {disk.size(needed)}, and the disk of {to} has {disk.size(free)} free; make room there, "
+            "or give --out a folder on another disk."
+        )
+
+
+def _finish(partial: Path, to: Path) -> None:
+    for file in partial.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+    partial.chmod(0o755)
+    if to.exists():
+        to.rmdir()
+    partial.rename(to)
+    disk.sync_folder(to.parent)
+
+
+def _usage(form: str, kind: str) -> list[str] | None:
+    """How it is run, where that is not by transformers or peft."""
+    if form == "gguf":
+        file = gguf.file_name(kind)
+        return ["```", f"llama-server -m {file} --jinja      # or:", "ollama create NAME -f Modelfile", "```"]
+    if form == "gguf-adapter":
+        return ["```", f"llama-server -m BASE.gguf --lora adapter-{kind}.gguf --jinja", "```"]
+    if form == "onnx":
+        return [
+            "`model.onnx` takes `input_ids`, `attention_mask` over cache and new tokens, and `past_key_values.N.key`",
+            "and `.value` (with 0 tokens at first); it gives `logits` and `present.N.key` and `.value`. `onnx.json`",
+            "has the sizes.",
+        ]
+    return None

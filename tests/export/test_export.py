@@ -1,0 +1,410 @@
+"""Every export does what base and adapter do, as its own engine runs it; one that does not is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from export.models import FAMILIES, make_model, make_run, write_chats
+from tunesmith.cli.main import app
+from tunesmith.errors import UserError
+from tunesmith.export import gguf, gguf_architectures, gguf_tokenizer, onnx, quantized
+from tunesmith.export.adapter import vllm_notes
+from tunesmith.export.export import FORMATS, export_run, push_folder
+from tunesmith.export.gguf_tokenizer import pre_tokenizer_name
+
+slow = pytest.mark.slow
+ENGINES = {"adapter": "peft", "gguf": "xllamacpp", "gguf-adapter": "xllamacpp", "onnx": "onnxruntime"}
+
+
+def engine_is_here(form: str) -> None:
+    package = ENGINES.get(form, "transformers")
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        ("safetensors", "fp32"),
+        ("adapter", "fp32"),
+        ("gguf", "f16"),
+        ("gguf", "q8_0"),
+        ("compressed-tensors", "int8"),
+        *(
+            pytest.param(*one, marks=slow)
+            for one in [
+                ("gguf-adapter", "f32"),
+                ("safetensors", "bf16"),
+                ("safetensors", "fp16"),
+                ("gguf", "f32"),
+                ("gguf", "bf16"),
+                ("gguf", "q4_0"),
+                ("onnx", "fp32"),
+                ("compressed-tensors", "int4"),
+                ("compressed-tensors", "fp8"),
+                ("bitsandbytes", "nf4"),
+            ]
+        ),
+    ],
+)
+def test_an_export_is_what_was_trained_as_its_engine_runs_it(trained, tmp_path, form, kind):
+    engine_is_here(form)
+    made = export_run(trained, form, kind=kind, out=tmp_path / "out")
+    proof = made.proof
+    assert proof is not None
+    assert proof.places > 200
+    assert proof.stops == ["<|im_end|>"]
+    if kind in ("fp32", "f32", "f16"):
+        assert proof.agreement == 1.0
+        assert proof.largest < (5e-3 if kind != "f16" else 0.05)
+        assert proof.same_text == proof.text_tokens > 0
+    elif kind in ("int8", "q8_0"):
+        assert proof.agreement >= 0.95  # the proof itself wants 98% where there is no tie, such as between digits here
+    assert proof.adapter_share == pytest.approx(1, abs=0.1 if kind not in ("q4_0", "int4", "nf4") else 0.35)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert 'license: "apache-2.0"' in card
+    assert f"| {proof.agreement:.2%}" in card
+    assert "| end of turn | passed |" in card
+    said = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert said["proof"]["places"] == proof.places
+    assert said["files"].keys() >= {"LICENSE", "tokenizer.json", "generation_config.json"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    if form == "gguf":
+        modelfile = (tmp_path / "out" / "Modelfile").read_text()
+        assert modelfile.startswith(f'FROM ./model-{kind}.gguf\nPARAMETER stop "<|im_end|>"\n')
+        assert '{{ if eq .Role "user" }}' in modelfile.replace("else if", "if")
+
+
+def changed(monkeypatch, form, change):
+    """The exporter of a format, with what it wrote changed afterwards."""
+    own = FORMATS[form]
+
+    def write(source, folder, kind, progress):
+        own.write(source, folder, kind, progress)
+        change(folder)
+
+    monkeypatch.setitem(FORMATS, form, replace(own, write=write))
+
+
+def edit_json(name, **values):
+    def change(folder):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**content, **values}))
+
+    return change
+
+
+def other_template(folder):
+    file = folder / "chat_template.jinja"
+    file.write_text(file.read_text().replace("assistant\n", "model\n"))
+
+
+def lose_a_token(folder):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"] = [one for one in content["added_tokens"] if one["content"] != "<|im_start|>"]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+def untie(folder):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].roll(1, 0).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    edit_json("config.json", tie_word_embeddings=False)(folder)
+
+
+def misname_a_tensor(folder):
+    file = folder / "adapter_model.safetensors"
+    tensors = {
+        name.replace("layers.1.self_attn.v_proj", "layers.1.self_attn.w_proj"): t for name, t in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+WRITTEN_FAULTS = {
+    "a wrong template": ("safetensors", "fp32", other_template, "chat template does not make the tokens of training"),
+    "a lost special token": ("safetensors", "fp32", lose_a_token, "becomes other tokens"),
+    "a lost stop token": (
+        "safetensors",
+        "fp32",
+        edit_json("generation_config.json", eos_token_id=2),
+        "does not stop at",
+    ),
+    "an untied head": ("safetensors", "fp32", untie, "likeliest token"),
+    "an unscaled adapter": ("adapter", "fp32", edit_json("adapter_config.json", lora_alpha=4), "of what the adapter"),
+    "an ignored tensor": ("adapter", "fp32", misname_a_tensor, "log-probabilities differ"),
+}
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Enough to find a fault."""
+    monkeypatch.setattr("tunesmith.export.proof.SEQUENCES", 2)
+
+
+@pytest.mark.parametrize("fault", WRITTEN_FAULTS)
+def test_a_fault_in_what_was_written_is_found(trained, tmp_path, monkeypatch, few, fault):
+    form, kind, change, said = WRITTEN_FAULTS[fault]
+    engine_is_here(form)
+    changed(monkeypatch, form, change)
+    with pytest.raises(UserError, match=said):
+        export_run(trained, form, kind=kind, out=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dropped_adapter_is_found_under_the_noise_of_four_bits(trained, tmp_path, monkeypatch, few):
+    monkeypatch.setattr("tunesmith.run.streamed._merge", lambda *_: None)
+    with pytest.raises(UserError) as caught:
+        export_run(trained, "compressed-tensors", kind="int4", out=tmp_path / "out")
+    found = re.search(r"(-?\d+)% of what the adapter learned are in it", str(caught.value))
+    assert found, caught.value
+    assert abs(int(found[1])) < 20
+
+
+def no_permutation(monkeypatch):
+    monkeypatch.setattr(gguf_architectures, "arranged", lambda name, tensor, *_: tensor)
+
+
+def plain_token(monkeypatch):
+    own = gguf_tokenizer._tokens
+
+    def tokens(found, tokenizer, vocabulary):
+        names, kinds = own(found, tokenizer, vocabulary)
+        names[names.index("<|im_start|>")] = "[LOST]"
+        return names, kinds
+
+    monkeypatch.setattr(gguf_tokenizer, "_tokens", tokens)
+
+
+def other_head(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+
+    def head(model):
+        return {"output.weight": torch.randn(model.config.vocab_size, model.config.hidden_size, generator=generator)}
+
+    monkeypatch.setattr(gguf, "rope_tensors", head)
+
+
+def other_way_of_splitting(monkeypatch):
+    monkeypatch.setattr(gguf_tokenizer, "pre_tokenizer_name", lambda found: "gpt-2")
+
+
+def unscaled_factors(monkeypatch):
+    own = gguf._factors
+    monkeypatch.setattr(gguf, "_factors", lambda source: ((name, a, b / 2) for name, a, b in own(source)))
+
+
+GGUF_FAULTS = {
+    "swapped permutation": ("gguf", no_permutation, "likeliest token"),
+    "lost special token": ("gguf", plain_token, "becomes other tokens"),
+    "untied head": ("gguf", other_head, "likeliest token"),
+    "other pre-tokenizer": ("gguf", other_way_of_splitting, "the tokens of training|becomes other"),
+    "unscaled adapter": ("gguf-adapter", unscaled_factors, "of what the adapter learned"),
+}
+
+
+@pytest.mark.parametrize("fault", GGUF_FAULTS)
+def test_a_fault_in_a_gguf_file_is_found_by_llama_cpp(trained, tmp_path, monkeypatch, few, fault):
+    engine_is_here("gguf")
+    form, plant, said = GGUF_FAULTS[fault]
+    plant(monkeypatch)
+    with pytest.raises(UserError, match=said):
+        export_run(trained, form, kind="f32", out=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def other_scales(monkeypatch):
+    own = quantized._compressed
+
+    def compressed(*arguments):
+        made = own(*arguments)
+        return {**made, "weight_scale": made["weight_scale"].roll(1, 0)}
+
+    monkeypatch.setattr(quantized, "_compressed", compressed)
+
+
+def half_of_the_codes(monkeypatch):
+    own = quantized._nf4
+    monkeypatch.setattr(quantized, "_nf4", lambda weight: own(weight * (torch.arange(weight.shape[1]) % 2)))
+
+
+def forgotten_cache(monkeypatch):
+    own = onnx.Decoder.forward
+
+    def forward(self, input_ids, attention_mask, past):
+        return own(self, input_ids, attention_mask, [tensor * 0 for tensor in past])
+
+    monkeypatch.setattr(onnx.Decoder, "forward", forward)
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "plant", "said"),
+    [
+        ("compressed-tensors", "int8", other_scales, "likeliest token"),
+        pytest.param("bitsandbytes", "nf4", half_of_the_codes, "likeliest token", marks=slow),
+        pytest.param("onnx", "fp32", forgotten_cache, "the greedy text goes on with", marks=slow),
+    ],
+)
+def test_a_fault_of_other_writers_is_found(trained, tmp_path, monkeypatch, few, form, kind, plant, said):
+    engine_is_here(form)
+    plant(monkeypatch)
+    with pytest.raises(UserError, match=said):
+        export_run(trained, form, kind=kind, out=tmp_path / "out")
+
+
+@slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_survive_the_trip(tmp_path, family):
+    """Each has its traps: permuted queries, rope factors, norm offsets, tied heads, experts, pre-tokenizers."""
+    engine_is_here("gguf")
+    run = make_run(tmp_path / "run", make_model(tmp_path / "model", family))
+    for form, kind in [("gguf", "f32"), ("gguf", "q8_0"), ("safetensors", "fp32"), ("adapter", "fp32")]:
+        proof = export_run(run, form, kind=kind, out=tmp_path / form / kind).proof
+        assert proof is not None
+        assert proof.agreement >= (0.97 if kind == "q8_0" else 1.0)
+
+
+# What is refused, or said
+
+
+def test_an_engine_that_is_not_here_is_named_in_the_card(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr("tunesmith.export.export.has", lambda package: False)
+    made = export_run(trained, "adapter", out=tmp_path / "out")
+    assert made.proof is None
+    assert "Not proved: install peft to have it proved." in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_what_cannot_be_exported_is_refused_before_anything_is_written(trained, llama, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="--to is onxx; it can be safetensors, adapter, gguf"):
+        export_run(trained, "onxx", out=tmp_path / "out")
+    with pytest.raises(UserError, match="--type is q9; for --to gguf it can be f32, f16"):
+        export_run(trained, "gguf", kind="q9", out=tmp_path / "out")
+    with pytest.raises(UserError, match=r"made by llama.cpp's llama-quantize, which is not installed"):
+        export_run(trained, "gguf", kind="q4_k_m", out=tmp_path / "out")
+    with pytest.raises(UserError, match="exists and is not empty"):
+        export_run(trained, "adapter", out=llama)
+    monkeypatch.setattr("tunesmith.disk.free", lambda folder: 1000)
+    with pytest.raises(UserError, match=r"The export needs .* and the disk of .* has 1000 bytes free"):
+        export_run(trained, "adapter", out=tmp_path / "out")
+    monkeypatch.setitem(
+        gguf_architectures.ARCHITECTURES, "Other", gguf_architectures.ARCHITECTURES.pop("LlamaForCausalLM")
+    )
+    with pytest.raises(UserError, match="LlamaForCausalLM cannot be exported to GGUF here, only"):
+        export_run(trained, "gguf", out=tmp_path / "out")
+    gguf_architectures.ARCHITECTURES["LlamaForCausalLM"] = gguf_architectures.ARCHITECTURES["Other"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_way_of_splitting_texts_without_a_name_is_refused():
+    split = {"type": "Split", "pattern": {"Regex": r"\w+"}, "behavior": "Isolated"}
+    last = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    with pytest.raises(UserError, match=r"splits texts in a way for which no llama.cpp name is known"):
+        pre_tokenizer_name({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, last]}})
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"use_dora": True}, "rejects DoRA"),
+        ({"bias": "all"}, "rejects adapters with trained biases"),
+        ({"modules_to_save": ["lm_head"]}, "rejects fully trained modules"),
+        ({"rank_pattern": {"q_proj": 4}}, "ranks differ"),
+        ({"alpha_pattern": {"q_proj": 4}}, "ignores alpha_pattern"),
+        ({"r": 100}, "--max-lora-rank 128"),
+        ({"r": 8}, None),
+    ],
+)
+def test_what_vllm_would_ignore_or_reject_is_said(config, said):
+    notes = vllm_notes({"r": 8, **config}, [])
+    assert (said in notes[0] and len(notes) == 1) if said else notes == []
+
+
+def test_a_quantizer_of_llama_cpp_is_used_where_there_is_one(trained, tmp_path, monkeypatch, few):
+    """A stand-in that copies: its proof is that of the file it was given."""
+    engine_is_here("gguf")
+    tool = tmp_path / "bin" / "llama-quantize"
+    tool.parent.mkdir()
+    tool.write_text('#!/bin/sh\ntest "$3" = Q4_K_M && cp "$1" "$2"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
+    made = export_run(trained, "gguf", kind="q4_k_m", out=tmp_path / "out")
+    assert made.proof is not None
+    assert [file.name for file in (tmp_path / "out").glob("*.gguf")] == ["model-q4_k_m.gguf"]
+
+
+def test_push_sends_the_folder_into_a_private_repository(tmp_path, monkeypatch):
+    calls = []
+
+    class Api:
+        def create_repo(self, name, **options):
+            calls.append(("create", name, options))
+
+        def upload_folder(self, **options):
+            calls.append(("upload", options["repo_id"], options["folder_path"]))
+            if len(calls) > 2:
+                raise RuntimeError("403 Forbidden: no right to write")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    push_folder(tmp_path, "me/model", lambda *_: None)
+    assert calls == [("create", "me/model", {"private": True, "exist_ok": True}), ("upload", "me/model", str(tmp_path))]
+    with pytest.raises(UserError, match="the hub refused it: 403 Forbidden"):
+        push_folder(tmp_path, "me/model", lambda *_: None)
+
+
+def test_push_without_a_hub_is_refused_first(trained, tmp_path):
+    with pytest.raises(UserError, match="--push me/model: the hub cannot be reached"):
+        export_run(trained, "adapter", out=tmp_path / "out", push="me/model")
+
+
+def test_the_command_says_what_was_proved_and_on_which_data(trained, tmp_path):
+    engine_is_here("adapter")
+    held_out = write_chats(tmp_path / "other.jsonl", 2, start=50)
+    command = ["export", str(trained), "--to", "adapter", "--out", str(tmp_path / "out"), "--data", str(held_out)]
+    ended = CliRunner().invoke(app, command)
+    assert ended.exit_code == 0, ended.output
+    assert "Proved by peft" in ended.output
+    assert "the same likeliest token at 100.00%" in " ".join(ended.output.split())
+
+
+def test_a_model_that_does_not_fit_into_memory_is_proved_a_layer_at_a_time_or_said_not_to_be(
+    trained, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("tunesmith.export.export._fits", lambda source: False)
+    proof = export_run(trained, "safetensors", kind="fp32", out=tmp_path / "merged").proof
+    assert proof is not None
+    assert proof.engine.endswith("one layer at a time")
+    assert proof.agreement == 1.0
+    made = export_run(trained, "adapter", out=tmp_path / "out")
+    assert made.missing == "the model does not fit into this machine's memory; prove it on a larger one."
+
+
+@slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_full_runs_and_files_in_parts_are_exported(llama, tmp_path, monkeypatch, method):
+    engine_is_here("gguf")
+    monkeypatch.setattr("tunesmith.checkpoint.result.LARGEST_FILE", 200_000)
+    run = make_run(tmp_path / "run", llama, method=method, learning_rate=1e-3)
+    for form, kind in [("safetensors", "fp32"), ("gguf", "f16"), ("compressed-tensors", "int8")]:
+        made = export_run(run, form, kind=kind, out=tmp_path / form)
+        assert made.proof is not None
+    assert len(list((tmp_path / "safetensors").glob("model-*.safetensors"))) > 1
+    AutoModelForCausalLM.from_pretrained(tmp_path / "safetensors")
+
+
+def test_an_export_of_a_checkpoint_says_so(trained, tmp_path, few):
+    shutil.copytree(trained, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "adapter")
+    (tmp_path / "run" / "summary.json").unlink()
+    made = export_run(tmp_path / "run", "adapter", out=tmp_path / "out")
+    assert made.step == 12
+    assert made.proof is None or made.proof.agreement == 1.0
