@@ -419,7 +419,7 @@ def measure_all(
             if found.get("failed") == "out of memory" and limit is None and order.size < budget:
                 pool.add(_order(one, None, min(budget, 2 * order.size), hardware, device))
             row |= {"name": one.name, "configuration": order.payload["configuration"], "limit_bytes": limit}
-            row |= {"way": dataclasses.asdict(memory.WAY), **found}
+            row |= found
             is_mistake = found.get("failed") not in (None, "out of memory", OUT_OF_TIME)
             mistakes = mistakes + 1 if is_mistake else 0
             rows.write(json.dumps(row) + "\n")

@@ -17,11 +17,6 @@ from tunesmith.plan import memory, speed
 from tunesmith.plan.plan import Phase
 from tunesmith.plan.task import MARGIN
 
-EARLIER = {"chunks": 2, "can_be_fp8": False, "keeps_joint": True, "in_pieces": True}
-"""The way of rows that do not say theirs."""
-UNSAID = {"keeps_activation": True}
-"""Of rows whose way was written before it could be told."""
-
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """Of a result, or of what the benchmark wrote while it measured; there each with when and by which code."""
@@ -143,15 +138,11 @@ class Compared:
 
 
 def compare(rows: list[dict[str, Any]], device: str = "cuda") -> list[Compared]:
-    """All rows but those marked `stale`, with the reason: measured before something changed that they depend on."""
     hardware = machine(device)
     found = []
     for row in rows:
-        if "stale" in row:
-            continue
         task, choice = settle(Configuration(**row["configuration"]), hardware, device, row.get("document_length"))
-        way = memory.Way(**UNSAID | row.get("way", EARLIER))
-        phases = memory.timeline(task, choice, way)
+        phases = memory.timeline(task, choice)
         phase = memory.peak(phases)
         tokens = row.get("tokens", task.step_tokens)
         seconds = row.get("step_seconds") if "time_left_out" not in row else None

@@ -151,21 +151,17 @@ def test_the_loss_holds_as_many_logits_as_its_kernel_says():
         ("lora", Choice(matmul_dtype="fp8", pipeline=2), False),
     ],
 )
-def test_a_frozen_head_in_fp8_costs_a_byte_a_weight_and_one_a_logit(method, choice, is_there):
+def test_a_frozen_head_in_fp8_costs_a_byte_a_weight_and_one_a_logit(monkeypatch, method, choice, is_there):
     given = task("Llama-3.1-8B", "8 x H200", method, 4096, 4)
-    found, without = (
-        next(one.memory for one in memory.timeline(given, choice, way) if one.name == "loss")
-        for way in (memory.Way(), memory.Way(can_be_fp8=False))
-    )
+    found = loss_phase(given, choice)
+    monkeypatch.setattr(memory, "has_fp8_head", lambda *_: False)
+    without = loss_phase(given, choice)
     assert found.weights - without.weights == is_there * given.facts.embedding
     assert found.loss - without.loss == is_there * memory.LOGITS["cuda"]
 
 
-def test_a_second_chunk_of_logits_is_as_large_as_the_first():
-    given = task("Llama-3.1-8B", "H200", "lora", 4096, 4)
-    choice = Choice(micro_batch=4)
-    one, two = (memory.timeline(given, choice, memory.Way(chunks=count))[2].memory.loss for count in (1, 2))
-    assert two - one == 2 * memory.LOGITS["cuda"]
+def loss_phase(given, choice):
+    return next(one.memory for one in memory.timeline(given, choice) if one.name == "loss")
 
 
 GELU = from_config(
@@ -186,10 +182,9 @@ GELU = from_config(
 )
 def test_an_activation_that_is_made_again_is_not_kept(name, device, choice, spared):
     given = task(name, device, "full", 1024, 16)
-    without, kept = (
-        next(one.memory for one in memory.timeline(given, choice, way) if one.name == "loss").activations
-        for way in (memory.Way(), memory.Way(keeps_activation=True))
-    )
+    kinds = tuple(kind.changed(is_swiglu=False) for kind in given.facts.kinds)
+    otherwise = replace(given, facts=given.facts.changed(kinds=kinds))
+    without, kept = (loss_phase(one, choice).activations for one in (given, otherwise))
     wide = 2 * choice.tokens(given) * given.facts.kinds[0].intermediate * given.facts.layers
     assert kept - without == spared * wide
 

@@ -72,35 +72,16 @@ HOST_PROCESS = 3 * 2**30
 """Host memory of one rank without weights: Python, torch, CUDA's libraries."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """How things are computed. What was measured when that was another way is described by that one."""
-
-    chunks: int = 1
-    """Of logits, at a time."""
-    can_be_fp8: bool = True
-    """The gradient of what enters a frozen head, where matmuls are in fp8."""
-    keeps_joint: bool = False
-    """The joint product of queries, keys and values is alive as long as the values are."""
-    in_pieces: bool = False
-    """A layer is compiled in two, before and after its attention, and neither knows what the other keeps."""
-    keeps_activation: bool = False
-    """Of a gated MLP whose weights are trained in half precision, what enters its last product."""
-
-
-WAY = Way()
-
-
-def timeline(task: Task, choice: Choice, way: Way = WAY) -> list[Phase]:
+def timeline(task: Task, choice: Choice) -> list[Phase]:
     """The memory of one rank at each moment of a step that may be its peak."""
     facts, width = task.facts, task.width
     trained = "adapters" if task.has_adapters else "full"
     is_full = not task.has_adapters
     static = _static(task, choice)
-    is_head_fp8 = way.can_be_fp8 and has_fp8_head(task, choice)
+    is_head_fp8 = has_fp8_head(task, choice)
     static["weights"] += facts.embedding if is_head_fp8 else 0
     tokens = choice.tokens(task)
-    saved, one_layer = _activations(task, choice, tokens, way)
+    saved, one_layer = _activations(task, choice, tokens)
     gradients = _gradients(task, choice)
     kept_gradients = _kept_gradients(task, choice)
     gathered, gathered_head, unit = _gathered(task, choice)
@@ -114,7 +95,7 @@ def timeline(task: Task, choice: Choice, way: Way = WAY) -> list[Phase]:
     else:
         backward = 3 * wide + 4 * hidden
     backward += 2 * wide if choice.mlp_slice else 0.0  # a slice is computed again first
-    is_more = way.in_pieces or (task.has_adapters and choice.matmul_dtype != "fp8")
+    is_more = task.has_adapters and choice.matmul_dtype != "fp8"
     again = WIDE_AGAIN[trained] * wide if choice.is_compiled and is_more else 0.0
     again += hidden if choice.offload_activations else 0.0  # the next input is on its way
     is_all_again = choice.checkpointed_layers == facts.layers
@@ -160,7 +141,7 @@ def timeline(task: Task, choice: Choice, way: Way = WAY) -> list[Phase]:
             activations=saved,
             gradients=kept_gradients,
             gathered=gathered_head,
-            loss=_loss(task, tokens, spread, head, way.chunks, in_fp8=is_head_fp8) + hidden,
+            loss=_loss(task, tokens, spread, head, in_fp8=is_head_fp8) + hidden,
         ),
         phase(
             "first layer of the backward pass",
@@ -488,16 +469,15 @@ def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, 
     return {"optimizer": 0.0, "weights": whole, "workspace": joint * task.width if task.has_adapters else 0.0}
 
 
-def _loss(task: Task, tokens: float, spread: int, head: float, chunks: int, *, in_fp8: bool) -> float:
-    """Chunks of logits and the gradient of the head (`kernels.linear_cross_entropy`): in fp32, and one chunk's part."""
-    several, one = (_logits(task, tokens, many, in_fp8=in_fp8) / spread for many in (chunks, 1))
-    return max(several + 4 * head, one + (4 + task.width) * head)
+def _loss(task: Task, tokens: float, spread: int, head: float, *, in_fp8: bool) -> float:
+    """A chunk of logits and the gradient of the head (`kernels.linear_cross_entropy`): in fp32, and its part of it."""
+    return _logits(task, tokens, in_fp8=in_fp8) / spread + (4 + task.width) * head
 
 
-def _logits(task: Task, tokens: float, chunks: int = 1, *, in_fp8: bool) -> float:
-    """So many chunks of them, with their gradient where it is not in their place."""
+def _logits(task: Task, tokens: float, *, in_fp8: bool) -> float:
+    """A chunk of them, with their gradient where it is not in their place."""
     width = max(LOGIT_BYTES[task.device], task.width) + (1 if in_fp8 else 0)
-    return min(chunks * LOGITS[task.device], tokens * task.facts.vocabulary) * width
+    return min(LOGITS[task.device], tokens * task.facts.vocabulary) * width
 
 
 def _last_gradient(task: Task, choice: Choice) -> float:
@@ -550,9 +530,6 @@ def layer_bytes(
     storage: str = "plain",
     tensor: int = 1,
     is_sliced: bool = False,
-    keeps_joint: bool = False,
-    in_pieces: bool = False,
-    keeps_activation: bool = False,
     crowded: float = 1.0,
 ) -> float:
     """What a layer keeps for backward, for each token. Eager: as autograd's own hooks count it. Compiled: norms and
@@ -562,14 +539,14 @@ def layer_bytes(
     experts = any(linear.count > 1 for linear in kind.linears)
     # Of trained weights on a GPU (`model.gated`).
     is_whole = is_full and task.device == "cuda" and matmul_dtype != "fp8" and tensor == 1
-    is_made_again = is_whole and kind.is_swiglu and not keeps_activation
+    is_made_again = is_whole and kind.is_swiglu
     if is_compiled:
         into_matmuls = 1 if matmul_dtype == "fp8" and is_full else width
         norms = kind.norms * hidden * (width + into_matmuls) + kind.post_norms * hidden * width + qk_norms * width
         attention = 2 * (kind.query + kind.key) * width
         values = 2
         if matmul_dtype == "fp8" and is_full:  # what enters the MLP's last product, in fp8
-            attention += kind.intermediate + (kind.query if in_pieces else 0)
+            attention += kind.intermediate
         # Adapters fused with the MLP compute the activation again, too; others and trained weights keep it.
         is_apart = _is_apart(task, storage)
         is_kept = (
@@ -578,7 +555,7 @@ def layer_bytes(
         if is_kept:
             values = 3 if kind.mlp_values == 4 else 2
         # A joint product that the model itself takes apart and rotates (`model.rotary`): the values keep all of it.
-        is_taken_apart = keeps_joint or tensor > 1 or kind.has_qk_norm
+        is_taken_apart = tensor > 1 or kind.has_qk_norm
         if task.has_adapters and not is_apart and is_taken_apart:
             attention += (kind.query + kind.key) * width
     else:
@@ -612,7 +589,7 @@ def layer_bytes(
     return (norms + attention + mlp + adapter) / tensor
 
 
-def _activations(task: Task, choice: Choice, tokens: float, way: Way) -> tuple[float, float]:
+def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, float]:
     """What all layers of this rank keep, and one layer alone, checkpointed or not."""
     facts = task.facts
 
@@ -626,9 +603,6 @@ def _activations(task: Task, choice: Choice, tokens: float, way: Way) -> tuple[f
             storage=choice.storage,
             tensor=choice.tensor,
             is_sliced=choice.mlp_slice > 0,
-            keeps_joint=way.keeps_joint,
-            in_pieces=way.in_pieces,
-            keeps_activation=way.keeps_activation,
             crowded=CROWDED if choice.expert > 1 and kind_experts(kind) else 1.0,
         )
 

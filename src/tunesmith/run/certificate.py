@@ -26,7 +26,7 @@ from torch import nn
 from tunesmith.checkpoint.files import digest_file
 from tunesmith.checkpoint.store import CheckpointStore
 from tunesmith.config.schema import Run
-from tunesmith.data.loader import document, micro_batch_of
+from tunesmith.data.loader import documents_of, micro_batch_of
 from tunesmith.data.prepare import Prepared
 from tunesmith.data.store import TokenStore
 from tunesmith.errors import UserError, listed
@@ -35,6 +35,7 @@ from tunesmith.model import attention, load, lora
 from tunesmith.model.files import read_ahead
 from tunesmith.model.forward import to_device, token_losses
 from tunesmith.model.source import files_of
+from tunesmith.objectives import objective_of
 from tunesmith.optim.build import weight_of
 from tunesmith.parallel.prepare import make_fast
 from tunesmith.plan.plan import ForwardSpec, Plan
@@ -196,7 +197,7 @@ def _documents_apart(opened: Opened, spec: ForwardSpec, stores: Sequence[TokenSt
         return _unknown("there is one example only")
     worst, scale = 0.0, 1e-6
     for index in range(count):
-        first, second = document(store, index, 0), document(store, index + 1, 0)
+        first, second = documents_of(store, index, 0)[0], documents_of(store, index + 1, 0)[0]
         other = first._replace(ids=(first.ids[::-1] + 1) % min(int(first.ids.max()) + 2, _vocabulary(opened.model)))
         losses = [_losses_of_last(opened, spec, [one, second]) for one in (first, other)]
         worst = max(worst, (losses[0] - losses[1]).abs().max().item())
@@ -223,6 +224,8 @@ def _evaluated(folder: Path, run: Run, plan: Plan, data: Prepared, opened: Opene
     summary = read_summary(folder)
     if summary is None:
         return _unknown("the run is not finished")
+    if not objective_of(run).is_token_sum:
+        return _unknown(f"the loss of objective {run.objective} is checked by `tunesmith eval`")
     told = summary.get("held_out_after")
     if told is None or not data.evals:
         return _unknown("nothing was held out, so training reported no held-out loss")
