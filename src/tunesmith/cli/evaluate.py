@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from tunesmith.cli.ranks import RanksOption, ranks_to_start, start_ranks
+
+if TYPE_CHECKING:
+    from tunesmith.evaluate.loss import HeldOut
 
 
 def command(
@@ -17,11 +22,10 @@ def command(
     certificate: Annotated[
         bool, typer.Option("--certificate", help="Check what training did instead, and write RUN/certificate.json.")
     ] = False,
+    ranks: RanksOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure the held-out loss of a run's model, for each data set; or certify the run."""
-    import math
-
     from tunesmith.cli import output
 
     output.stage(f"Reading {folder}")
@@ -40,10 +44,30 @@ def command(
     from tunesmith.plan.models import check_there
 
     check_there(run.model)
+    if (count := ranks_to_start(ranks, run.device)) > 1:
+        flags = [*(["--base"] if base else []), *(["--json"] if as_json else [])]
+        start_ranks(["eval", str(folder), *(f"--data={path}" for path in data or ()), *flags], count)
+        return
+    from tunesmith.launch.rank_environment import read_rank_environment
+
+    environment = read_rank_environment()
+    progress = output.progress if environment.rank == 0 else None
     output.stage("Loading the model")
+    from tunesmith.parallel.ranks import connected
     from tunesmith.run.evaluate import evaluate_run
 
-    before, after, step = evaluate_run(folder, run, with_base=base, progress=output.progress)
+    with connected(environment) as others:
+        before, after, step = evaluate_run(folder, run, with_base=base, progress=progress, ranks=others)
+    if environment.rank == 0:
+        _show(folder, before, after, step, as_json)
+
+
+def _show(folder: Path, before: list[HeldOut] | None, after: list[HeldOut], step: int | None, as_json: bool) -> None:
+    import math
+
+    from tunesmith.cli import output
+
+    base = before is not None
     rows = []
     for index, result in enumerate(after):
         first = before[index].loss if before else None

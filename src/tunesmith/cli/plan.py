@@ -43,6 +43,9 @@ def command(
     hardware: Annotated[
         str | None, typer.Option(help='Plan for this instead: "2 nodes of 4 x A100-80G, 50 Gbit/s", or a YAML file.')
     ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="Plan for so many ranks on this machine, as `train` has them.")
+    ] = None,
     what_if: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Compare with this setting, part of the plan or hardware."),
@@ -63,9 +66,10 @@ def command(
     from tunesmith.checkpoint.files import write_atomic
     from tunesmith.config.load import load
     from tunesmith.disk import writing
+    from tunesmith.errors import UserError
     from tunesmith.plan import documents, explain
     from tunesmith.plan.documents import guess_held_out, missing, sample_lengths, total_tokens
-    from tunesmith.plan.hardware import named, probe
+    from tunesmith.plan.hardware import named, probe, shared
     from tunesmith.plan.search import search
     from tunesmith.run.choose import facts_of
 
@@ -75,7 +79,9 @@ def command(
         output.note(measure())
     run = load(config, overrides or ()).run
     facts = facts_of(run)
-    where = named(hardware) if hardware else probe()
+    if ranks and hardware:
+        raise UserError("--ranks counts those of this machine, and --hardware names another; leave one of the two out.")
+    where = named(hardware) if hardware else shared(probe(), ranks) if ranks else probe()
     for path in missing(run):
         output.warn(f"{path}: no such file or folder; documents are taken to be as long as sequences.")
 

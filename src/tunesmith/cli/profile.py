@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tunesmith.cli.ranks import RanksOption, planned_ranks, start_ranks
+
 if TYPE_CHECKING:
     from tunesmith.measure.profile import Report
 
@@ -18,6 +20,7 @@ def command(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, max=20, help="Steps to profile, after warm-up.")] = 2,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="Obey this plan instead of making one.")] = None,
+    ranks: RanksOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run a few steps and show where their time and memory go. The run itself is not touched."""
@@ -41,27 +44,36 @@ def command(
         run = grown(run)
     check_place(run)
     plan = display.read_plan_file(plan_file) if plan_file else None
-    from tunesmith.plan.models import check_there
+    from tunesmith.launch.rank_environment import read_rank_environment
 
-    check_there(run.model)
+    environment = read_rank_environment()
+    if not environment.is_started and (count := planned_ranks(run, plan, ranks)) > 1:
+        flags = [f"--steps={steps}", *([f"--plan={plan_file}"] if plan_file else []), *(["--json"] if as_json else [])]
+        start_ranks(["profile", str(config), *(overrides or ()), *flags], count)
+        return
     output.stage("Loading torch and transformers")
     from tunesmith.measure.profile import profile_job
+    from tunesmith.parallel.ranks import connected
     from tunesmith.run.assemble import assemble
-    from tunesmith.run.start import prepare_run
+    from tunesmith.run.start import start_run
 
     folder = Path(run.output) / "profile"
     advice = "make room there, or set output to another folder"
     with writing(folder, advice):
         folder.mkdir(parents=True, exist_ok=True)
     check_writable(folder / "report.json", advice)
-    with tempfile.TemporaryDirectory(prefix="tunesmith-profile-") as elsewhere:
-        there = run.model_copy(update={"output": elsewhere})
-        setting = prepare_run(there, plan=plan, ranks=1, saves=False, warn=output.warn, progress=output.progress)
+    with tempfile.TemporaryDirectory(prefix="tunesmith-profile-") as own, connected(environment) as others:
+        there = run.model_copy(update={"output": others.tell(own)})
+        how = {"plan": plan, "ranks": None if environment.is_started else 1, "saves": False}
+        setting = start_run(there, others, **how, warn=output.warn, progress=output.progress)
         output.stage("Loading the model")
-        job = assemble(setting)
+        job = assemble(setting, others)
         output.stage(f"Profiling {steps} step{'s' if steps > 1 else ''}, after warm-up")
         with writing(folder, advice):
             report = profile_job(job, folder, steps=steps)
+        others.wait()  # before the folder is gone
+    if report is None:
+        return
     if as_json:
         output.print_json(report.as_json() | {"folder": str(folder)})
     else:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tunesmith.cli.ranks import RanksOption, planned_ranks, start_ranks
+
 if TYPE_CHECKING:
+    from tunesmith.cli.display import Display
+    from tunesmith.config.schema import Run
+    from tunesmith.launch.rank_environment import RankEnvironment
     from tunesmith.measure.profile import StepProfiler
     from tunesmith.plan.plan import Plan
     from tunesmith.train.job import Job
@@ -22,10 +27,7 @@ def command(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's.")
     ] = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="Obey this plan instead of making one.")] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(min=1, help="Ranks to start on this machine: all its GPUs, or 1 on a CPU, when left out."),
-    ] = None,
+    ranks: RanksOption = None,
     restarts: Annotated[
         int, typer.Option(help="When a rank dies, start all again from the last checkpoint, so many times.")
     ] = 0,
@@ -34,7 +36,6 @@ def command(
     ] = False,
 ) -> None:
     """Fine-tune. On a folder that holds an unfinished run: continue it."""
-    import os
     import time
 
     started = time.monotonic()
@@ -42,84 +43,95 @@ def command(
 
     output.stage(f"Reading {config}")
     from tunesmith.cli import display
-    from tunesmith.config.load import load
-    from tunesmith.data.prepare import check_output
-    from tunesmith.errors import UserError
     from tunesmith.launch.rank_environment import read_rank_environment
 
-    run = load(config, overrides or ()).run
-    if run.new_tokens:
-        from tunesmith.model.grown import grown
-
-        run = grown(run)
-    check_output(run)  # before a file of the run lies there
-    # Before torch starts: its allocator then grows pieces instead of keeping ones that fit nothing any more.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    if run.profile_steps:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks help nobody
-    folder, environment = Path(run.output), read_rank_environment()
-    from tunesmith.run import folder as run_folder
-
-    run_folder.check_place(run)
-    summary = run_folder.read_summary(folder)
-    if summary is not None and not (folder / summary["result"]).is_dir():
-        if environment.rank == 0:
-            output.warn(f"The run in {folder} was finished, but its result is gone; it is made again.")
-        summary = None
-    if summary is not None and not accept_changes:
-        before = run_folder.read_identity(folder)
-        if environment.rank == 0 and before is not None and (changes := run_folder.changed_settings(before, run)):
-            output.warn(f"Settings have changed since, which has no effect on a finished run: {'; '.join(changes)}.")
-        if environment.rank == 0:
-            output.say(
-                f"The run in {folder} is finished ({summary['steps']} steps); its result is "
-                f"{folder / summary['result']}. To train again, choose another output; to train on with other "
-                "settings, add --accept-changes."
-            )
-        raise typer.Exit(0)
-    screen = display.Display() if environment.rank == 0 else display.Silent()
+    run, environment = _read(config, overrides or ()), read_rank_environment()
+    folder, is_first = Path(run.output), environment.rank == 0
+    _leave_finished(run, folder, accept_changes=accept_changes, speaks=is_first)
+    screen = display.Display() if is_first else display.Silent()
     plan = display.read_plan_file(plan_file) if plan_file else None
     if not environment.is_started:
         if not screen.is_live:
             screen.stage("Starting")
-        output.stage("Making the plan")
-        from tunesmith.model.prefetch import read_files
-        from tunesmith.plan.models import check_there
-
-        check_there(run.model)
-        read_files(run.model)
-        from tunesmith.run.choose import choose_plan
-
-        chosen = choose_plan(run, plan=plan, ranks=ranks)
-        count = chosen.mesh.ranks
-        if ranks not in (None, count) and plan:
-            raise UserError(f"--ranks is {ranks}, and the plan given is for {count}; leave one of the two out.")
-        if ranks not in (None, count):
-            batch = f"{chosen.sequences_per_step} sequences of {chosen.sequence_length:,} tokens"
-            raise UserError(
-                f"--ranks is {ranks}, but a step has {batch}, which so many cannot share; give --ranks {count}, or "
-                "another batch_tokens."
-            )
+        count = planned_ranks(run, plan, ranks)
         if count > 1:
-            options = ["--plan", str(plan_file)] if plan_file else []
-            again = ["train", str(config), *(overrides or ()), *options]
-            output.clear_bottom()
-            _start_ranks(again, count, restarts=restarts, accept_changes=accept_changes, folder=folder)
+            again = ["train", str(config), *(overrides or ()), *(["--plan", str(plan_file)] if plan_file else [])]
+            once = ["--accept-changes"] if accept_changes else []
+            start_ranks(again, count, restarts=restarts, once=once, folder=folder)
             return
         output.stage("Loading torch and transformers")
+    how = {"plan": plan, "ranks": ranks, "accept_changes": accept_changes}
+    outcome, profiler = _train(run, environment, screen, started, how)
+    if is_first:
+        _say_outcome(outcome, folder, profiler)
+    if not outcome.is_finished:
+        raise typer.Exit(130 if "Ctrl-C" in outcome.reason else 143 if "SIGTERM" in outcome.reason else 0)
+
+
+def _read(config: Path, overrides: Sequence[str]) -> Run:
+    """The settings, after what must be known of them before torch starts and before a file of the run is there."""
+    import os
+
+    from tunesmith.config.load import load
+    from tunesmith.data.prepare import check_output
+    from tunesmith.run.folder import check_place
+
+    run = load(config, overrides).run
+    if run.new_tokens:
+        from tunesmith.model.grown import grown
+
+        run = grown(run)
+    check_output(run)
+    # torch's allocator then grows pieces instead of keeping ones that fit nothing any more.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if run.profile_steps:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks help nobody
+    check_place(run)
+    return run
+
+
+def _leave_finished(run: Run, folder: Path, *, accept_changes: bool, speaks: bool) -> None:
+    """End here where the run is finished and its result is there."""
+    from tunesmith.cli import output
+    from tunesmith.run import folder as run_folder
+
+    summary = run_folder.read_summary(folder)
+    if summary is not None and not (folder / summary["result"]).is_dir():
+        if speaks:
+            output.warn(f"The run in {folder} was finished, but its result is gone; it is made again.")
+        return
+    if summary is None or accept_changes:
+        return
+    before = run_folder.read_identity(folder)
+    if speaks and before is not None and (changes := run_folder.changed_settings(before, run)):
+        output.warn(f"Settings have changed since, which has no effect on a finished run: {'; '.join(changes)}.")
+    if speaks:
+        output.say(
+            f"The run in {folder} is finished ({summary['steps']} steps); its result is {folder / summary['result']}. "
+            "To train again, choose another output; to train on with other settings, add --accept-changes."
+        )
+    raise typer.Exit(0)
+
+
+def _train(
+    run: Run, environment: RankEnvironment, screen: Display, started: float, how: dict[str, Any]
+) -> tuple[Outcome, StepProfiler | None]:
+    """One rank's part of the run, or all of it. `how`: what is passed on to `prepare_run`."""
     from tunesmith.checkpoint.lock import RunLock
+    from tunesmith.cli import output
     from tunesmith.infer.described import versions
     from tunesmith.parallel.ranks import connected
     from tunesmith.run.assemble import assemble
-    from tunesmith.run.start import join_run, prepare_run
+    from tunesmith.run.start import start_run
     from tunesmith.train import events
     from tunesmith.train.loop import train
 
+    folder, is_first = Path(run.output), environment.rank == 0
     with ExitStack() as stack:
-        if environment.rank == 0:
+        if is_first:
             stack.enter_context(RunLock(folder, warn=output.warn))
         stack.enter_context(screen)
-        log = events.EventLog(folder) if environment.rank == 0 else None
+        log = events.EventLog(folder) if is_first else None
 
         def observe(event: events.Event) -> None:
             if log:
@@ -130,35 +142,24 @@ def command(
             observe(events.Warned(message))
 
         others = stack.enter_context(connected(environment))
-        if environment.rank == 0:
-            setting = prepare_run(
-                run, plan=plan, ranks=ranks, accept_changes=accept_changes, warn=warn, progress=screen.progress
-            )
+        setting = start_run(run, others, **how, warn=warn, progress=screen.progress)
+        if is_first:
             (folder / "summary.json").unlink(missing_ok=True)
             screen.show_plan(setting.plan)
             screen.stage("Loading the model")
-        others.wait()
-        is_local_first = environment.local_rank == 0  # it may have to tokenize for its node
-        for is_turn in (is_local_first, not is_local_first):
-            if environment.rank != 0 and is_turn:
-                setting = join_run(run)
-            others.wait()
         stack.enter_context(_memory_errors_in_words(setting.plan, folder))
         job = assemble(setting, others, screen.progress)
         for message in job.warnings:
             warn(message)
         trained = sum(parameter.numel() for parameter in job.optimizer.parameters)
         observe(events.Started(job.loader.total_steps, trained, versions()))
-        profiler = _profiler(job, warn) if environment.rank == 0 else None
+        profiler = _profiler(job, warn) if is_first else None
         outcome = train(job, observe, started=started, watch=profiler, progress=screen.progress)
         if profiler:
             profiler.close()  # where the run ended before the last of its steps
         if log:
             log.close()
-    if environment.rank == 0:
-        _say_outcome(outcome, folder, profiler)
-    if not outcome.is_finished:
-        raise typer.Exit(130 if "Ctrl-C" in outcome.reason else 143 if "SIGTERM" in outcome.reason else 0)
+    return outcome, profiler
 
 
 @contextmanager
@@ -181,22 +182,6 @@ def _memory_errors_in_words(plan: Plan, folder: Path) -> Iterator[None]:
             f"that use it, or lower micro_batch or raise checkpointed_layers in {folder / 'plan.json'}, or choose a "
             "shorter sequence_length in a new output; `tunesmith train` then goes on from the last checkpoint."
         ) from error
-
-
-def _start_ranks(arguments: list[str], count: int, *, restarts: int, accept_changes: bool, folder: Path) -> None:
-    """Run this command again as `count` ranks; ends as the first of them that failed."""
-    from tunesmith.cli import output
-    from tunesmith.launch.local import run_tunesmith
-
-    once = ["--accept-changes"] if accept_changes else []
-    failure = run_tunesmith(arguments, count, restarts=restarts, warn=output.warn, once=once)
-    if failure is None:
-        return
-    from tunesmith.train.hang import stacks
-
-    for line in failure.report(count, stacks(folder)):
-        typer.echo(line, err=True)
-    raise typer.Exit(failure.exit_code)
 
 
 def _say_outcome(outcome: Outcome, folder: Path, profiler: StepProfiler | None) -> None:

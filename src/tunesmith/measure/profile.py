@@ -10,7 +10,7 @@ import gzip
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,13 +182,16 @@ class StepProfiler:
             self.warn(f"The profile could not be written to {self.folder}: {why}; training goes on without it.")
 
 
-def profile_job(job: Job, folder: Path, *, steps: int = 2) -> Report:
-    """Warm up, profile `steps` steps, write the profile into `folder`. The job's weights change; nothing is saved.
+def profile_job(job: Job, folder: Path, *, steps: int = 2) -> Report | None:
+    """Warm up, profile `steps` steps, write the profile into `folder`. The job's weights change; nothing is saved. Of
+    several ranks the first is profiled.
 
     Passes are not replayed, even where the plan has them captured: a replay shows no allocation."""
     on_gpu = job.device.type == "cuda"
     warmup = 3 if on_gpu else 1  # compiled layers are done after two, and the GPU's clock has settled
-    watch = StepProfiler(job, range(warmup + 1, warmup + steps + 1), folder, replays=False)
+    watch = None
+    if job.ranks.is_first:
+        watch = StepProfiler(job, range(warmup + 1, warmup + steps + 1), folder, replays=False)
     train_step = step_of(job, loss_scale_of(job))
     train_step.capture = None
     job.model.train()
@@ -198,7 +201,7 @@ def profile_job(job: Job, folder: Path, *, steps: int = 2) -> Report:
         for step in range(1, warmup + steps + 1 + on_gpu):
             if on_gpu and step == warmup + 1:
                 torch.cuda.reset_peak_memory_stats(job.device)
-            with watch(step):
+            with watch(step) if watch else nullcontext():
                 with record_function("data"):
                     batch = next(batches)
                 before, underway = underway, train_step.launch(batch, rate_of(job, batch.step))
@@ -207,7 +210,10 @@ def profile_job(job: Job, folder: Path, *, steps: int = 2) -> Report:
         if underway:
             underway()
     finally:
-        watch.close()
+        if watch:
+            watch.close()
+    if watch is None:
+        return None
     assert watch.report
     if watch.snapshot:
         watch.report.files.append(watch.snapshot.name)

@@ -102,14 +102,24 @@ def held_out_while_training(
 
 
 def evaluate_run(
-    folder: Path, run: Run, *, with_base: bool = False, progress: Progress | None = None
+    folder: Path,
+    run: Run,
+    *,
+    with_base: bool = False,
+    progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[list[HeldOut] | None, list[HeldOut], int | None]:
     """Held-out losses of the run in `folder` on `run.eval` and what `run.held_out` takes of its data: before training
-    if asked for, after it, and the checkpoint's step where the run is not finished."""
+    if asked for, after it, and the checkpoint's step where the run is not finished. Several ranks share the documents;
+    each has the whole model."""
+    ranks = ranks or Ranks()
     plan = run_folder.read_plan(folder) or plan_run(run)
     if plan.forward is None:  # planned by an earlier version, or not at all
         plan = with_findings(plan, probe(run, device=placement(plan)[0]))
-    stores = held_out_of(folder, run, plan, progress)
+    for is_turn in (ranks.is_first, not ranks.is_first):  # what the first has tokenized, the others find
+        if is_turn:
+            stores = held_out_of(folder, run, plan, progress)
+        ranks.wait()
     make_reproducible(plan)
     attention.register()
     device, precision = placement(plan)
@@ -126,7 +136,7 @@ def evaluate_run(
     def measure(model: nn.Module, spec: ForwardSpec, where: torch.device) -> list[HeldOut]:
         sizes = {"sequence_length": plan.sequence_length, "micro_batch": plan.micro_batch}
         evaluating = partial(progress, "Evaluating") if progress else None
-        sizes |= {"objective": objective, "mismatched": mismatched}
+        sizes |= {"objective": objective, "mismatched": mismatched, "ranks": ranks, "share": (ranks.rank, ranks.count)}
         return held_out_losses(model, spec, stores, device=where, progress=evaluating, **sizes)
 
     before = None
@@ -135,7 +145,8 @@ def evaluate_run(
         base = load_model(run, dtype=precision, device=device, storage=plan.storage, content=content).eval()
         called = ready(base)
         if objective.has_reference:
-            reference = Reference(base, called[0], plan, called[1], weights=load.model_fingerprint(run))
+            shared = {"ranks": ranks, "share": (ranks.rank, ranks.count)}
+            reference = Reference(base, called[0], plan, called[1], weights=load.model_fingerprint(run), **shared)
             stores, mismatched = reference.of(stores, objective)
         before = measure(base, *called) if with_base else None
         del base

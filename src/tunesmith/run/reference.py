@@ -49,12 +49,15 @@ class Reference:
         weights: str,
         ranks: Ranks | None = None,
         cut: Cut | None = None,
+        share: tuple[int, int] | None = None,
         progress: Progress | None = None,
     ):
-        """`weights`: the fingerprint of the weights that the model has now."""
+        """`weights`: the fingerprint of the weights that the model has now. `share`: which part of how many this rank
+        does, where that is not by the plan's mesh."""
         self.called, self.spec, self.plan, self.device = called, spec, plan, device
         self.weights, self.ranks, self.cut = weights, ranks or Ranks(), cut or Cut()
-        self.share = (plan.mesh.data_rank(self.ranks.rank), plan.mesh.data_ranks) if ranks else (0, 1)
+        by_mesh = (plan.mesh.data_rank(self.ranks.rank), plan.mesh.data_ranks) if ranks else (0, 1)
+        self.share = share or by_mesh
         self.progress = progress
 
     def of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from tunesmith.infer.described import beside
 from tunesmith.model import attention, load, lora, side_files
 from tunesmith.model.probe import probe_run
 from tunesmith.model.save import remove_leftovers
+from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import Plan
 from tunesmith.run import folder as run_folder
 from tunesmith.run.choose import Progress, make_plan, tokenize, will_write
@@ -135,6 +137,20 @@ def _stores(
         return checkpoints, checkpoints
     stores = [checkpoints, *map(store, identity.earlier)]
     return checkpoints, max(stores, key=lambda one: found.step if (found := one.latest()) else -1)
+
+
+def start_run(run: Run, others: Ranks, **how: Any) -> Setting:
+    """`prepare_run` on the first rank, as `how` says, then `join_run` on the others: on each node the first of them,
+    which may have to tokenize for it, before the rest."""
+    setting = prepare_run(run, **how) if others.is_first else None
+    others.wait()
+    is_local_first = others.environment.local_rank == 0
+    for is_turn in (is_local_first, not is_local_first):
+        if setting is None and is_turn:
+            setting = join_run(run)
+        others.wait()
+    assert setting is not None
+    return setting
 
 
 def join_run(run: Run) -> Setting:
