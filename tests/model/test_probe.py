@@ -145,3 +145,11 @@ def test_a_proxy_is_small_and_has_every_kind_of_layer():
 
 def test_kinds_of_modules_go_without_the_numbers_of_their_layers():
     assert kind_of("model.layers.12.mlp.experts.3.up_proj") == "model.layers.#.mlp.experts.#.up_proj"
+
+
+def test_weights_that_a_forward_pass_uses_twice_are_not_updated_within_the_backward_pass(tmp_path):
+    """hrm_text calls its layers several times; the first gradient of a weight is not the last use of it."""
+    import parity
+
+    row = parity.compare("hrm_text", "full", tmp_path / "run")
+    assert row.outcome == "right", row

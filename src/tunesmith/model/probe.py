@@ -8,6 +8,7 @@ The results are compared with the model's own plain call, one document at a time
 
 from __future__ import annotations
 
+import collections
 import copy
 import hashlib
 import json
@@ -31,7 +32,7 @@ from tunesmith.model.structure import replace_module
 from tunesmith.plan.models import check_kind, read_config
 from tunesmith.plan.plan import ForwardSpec
 
-VERSION = 1
+VERSION = 2
 """Of what is tried; results of another are not read."""
 TOKENS = 500
 """The proxy's vocabulary."""
@@ -59,6 +60,9 @@ class Probed:
     can_fuse: bool = True
     adapted: tuple[str, ...] | None = None
     """The linears that get adapters in this run, where some of those that were chosen cannot carry one."""
+    reuses_weights: bool = False
+    """A forward pass calls some of its linears more than once, so no weight may change before the whole backward pass
+    is done."""
 
     def settings(self, settings: Lora, names: Iterable[str]) -> tuple[Lora, str | None]:
         """The adapters' settings without those linears, and a sentence about it; UserError where nothing is left.
@@ -212,7 +216,20 @@ def probe_config(config: Any, *, device: torch.device, trust_remote_code: bool =
             "that are called with them; longer ones are called by themselves."
         )
     left_out, can_fuse = try_adapters(model, proxy.vocabulary)
-    return Probed(spec, note, tuple(left_out.items()), can_fuse)
+    return Probed(spec, note, tuple(left_out.items()), can_fuse, reuses_weights=_reuses_weights(model))
+
+
+@torch.no_grad()
+def _reuses_weights(model: nn.Module) -> bool:
+    calls: collections.Counter[nn.Module] = collections.Counter()
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    hooks = [module.register_forward_hook(lambda one, *_: calls.update([one])) for module in linears]
+    try:
+        model(input_ids=torch.arange(8, device=model.device)[None], use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return any(count > 1 for count in calls.values())
 
 
 # The proxy
@@ -557,4 +574,5 @@ def _from_json(values: dict[str, Any]) -> Probed:
         note=values["note"],
         left_out=tuple((kind, why) for kind, why in values["left_out"]),
         can_fuse=values["can_fuse"],
+        reuses_weights=values["reuses_weights"],
     )

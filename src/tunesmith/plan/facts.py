@@ -117,6 +117,8 @@ class ModelFacts(Part):
     """Kernels do its attention; soft-capped scores are computed in full."""
     packs: bool = True
     """Documents can lie end to end; else they are padded, one a row."""
+    reuses_weights: bool = False
+    """A forward pass uses some weights more than once, as the probe has found."""
     is_causal: bool = True
     """A decoder alone; encoder-decoder models are known but cannot be trained."""
     note: str | None = None

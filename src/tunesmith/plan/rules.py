@@ -283,6 +283,7 @@ def may_release(task: Task, choice: Choice) -> bool:
         not task.has_adapters
         and not task.clips
         and task.facts.packs  # padded documents make more micro-batches
+        and not task.facts.reuses_weights  # the gradient is there, and an earlier use may still want the weight
         and task.optimizer in ALONE
         and task.precision != "fp16"
         and choice.accumulation_steps(task) == 1

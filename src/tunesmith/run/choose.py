@@ -50,7 +50,8 @@ def plan_run(
     the model is taken for what its family usually is."""
     facts = facts_of(run)
     if probed is not None:
-        facts = facts.changed(packs=probed.spec.lengths(run.sequence_length) is None)
+        packs = probed.spec.lengths(run.sequence_length) is None
+        facts = facts.changed(packs=packs, reuses_weights=probed.reuses_weights)
     size = data.size if data else measure(run)
     return search(
         run,
