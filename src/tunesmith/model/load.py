@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tunesmith import hub
 from tunesmith.cache import cache_folder
 from tunesmith.config.schema import Run
-from tunesmith.errors import UserError, listed
+from tunesmith.errors import UserError, first_line, listed
 from tunesmith.model.gguf import converted_folder
 from tunesmith.plan.models import check_quantization, find, read_config_file
 
@@ -196,9 +196,12 @@ def build_small_proxy(run: Run, *, dtype: str, device: torch.device, layers: int
                 model = model.to(device).eval()
                 model(input_ids=torch.arange(4, device=device)[None], use_cache=False)
                 break
-            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            except Exception as error:  # the model's own code: whatever it raises, its config is at fault
                 if config is not small:
-                    raise
+                    raise UserError(
+                        f"model: {run.model} cannot be built from its config.json ({first_line(error)}); compare that "
+                        "file with the original's."
+                    ) from error
     return model
 
 
