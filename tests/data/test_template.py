@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import threading
 import time
 
 import pytest
 
-from tunesmith.data import template as module
-from tunesmith.data.template import TemplateRefusal, TemplateRunaway, render
+from tunesmith.data import allowance
+from tunesmith.data.allowance import TemplateRunaway
+from tunesmith.data.template import TemplateRefusal, render
 from tunesmith.errors import UserError
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -61,8 +63,8 @@ RUNAWAY = {
 
 @pytest.mark.parametrize("name", RUNAWAY)
 def test_a_template_that_would_run_for_ever_or_take_all_memory_is_stopped(name, monkeypatch):
-    monkeypatch.setattr(module, "SECONDS", 0.3)
-    monkeypatch.setattr(module, "ALLOWANCE", 1_000_000)
+    monkeypatch.setattr(allowance, "SECONDS", 0.3)
+    monkeypatch.setattr(allowance, "ALLOWANCE", 1_000_000)
     began, before = time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(TemplateRunaway, match="loops or grows without end"):
         render(RUNAWAY[name], MESSAGES, None, False, {})
@@ -71,8 +73,8 @@ def test_a_template_that_would_run_for_ever_or_take_all_memory_is_stopped(name, 
 
 
 def test_the_time_is_bounded_in_any_thread(monkeypatch):
-    monkeypatch.setattr(module, "SECONDS", 0.2)
-    monkeypatch.setattr(module, "ALLOWANCE", 10**12)
+    monkeypatch.setattr(allowance, "SECONDS", 0.2)
+    monkeypatch.setattr(allowance, "ALLOWANCE", 10**12)
     caught = []
 
     def work():
@@ -137,7 +139,7 @@ def test_counting_changes_nothing_that_templates_write():
     plain = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    plain.filters["tojson"] = lambda value: module.json.dumps(value, ensure_ascii=False)
+    plain.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     wanted = plain.from_string(text).render(messages=MESSAGES)
     assert render(text, MESSAGES, None, False, {})[0] == wanted
 

@@ -12,6 +12,7 @@ not a count of tensors in our own code, it says so.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import Layer, Linear
@@ -88,16 +89,7 @@ def timeline(task: Task, choice: Choice) -> list[Phase]:
     spread = choice.tensor
     hidden = tokens * facts.hidden * width
     head = facts.embedding / spread if is_full and facts.has_head else 0.0
-    wide = max(kind.intermediate for kind in facts.kinds) * width * choice.mlp_tokens(task) / spread
-    forward = (1 if choice.is_compiled else 2) * wide + hidden
-    if choice.is_compiled:
-        backward = WIDE[trained, choice.matmul_dtype] * wide
-    else:
-        backward = 3 * wide + 4 * hidden
-    backward += 2 * wide if choice.mlp_slice else 0.0  # a slice is computed again first
-    is_more = task.has_adapters and choice.matmul_dtype != "fp8"
-    again = WIDE_AGAIN[trained] * wide if choice.is_compiled and is_more else 0.0
-    again += hidden if choice.offload_activations else 0.0  # the next input is on its way
+    forward, backward, again = _workspaces(task, choice, hidden)
     is_all_again = choice.checkpointed_layers == facts.layers
     is_some_again = 0 < choice.checkpointed_layers < facts.layers
     inputs = _recomputed(task, choice, tokens)
@@ -112,20 +104,7 @@ def timeline(task: Task, choice: Choice) -> list[Phase]:
     # Captured passes have a place for the gradient they are given, and make theirs beside the sum of several.
     placed = {"workspace": hidden, "gradients": gradients if kept_gradients else 0.0} if choice.cuda_graphs else {}
 
-    def phase(name: str, **parts: float) -> Phase:
-        sizes = {**static, **parts}
-        for part, size in {"gathered": received, **placed}.items():
-            sizes[part] = sizes.get(part, 0.0) + (size if name != "loading" else 0.0)
-        if task.device == "cuda":
-            sizes["context"] = CONTEXT["cuda"] + (COLLECTIVES if choice.ranks > 1 else 0)
-        else:
-            sizes["context"] = CONTEXT["cpu"]
-        sizes["workspace"] = sizes.get("workspace", 0.0) + LIBRARIES[task.device]
-        sizes["fragmentation"] = FRAGMENTATION[task.device] * sum(
-            sizes.get(part, 0.0) for part in ("activations", "gradients", "loss", "gathered", "workspace")
-        )
-        return Phase(name=name, memory=Memory(**{part: max(0, round(size)) for part, size in sizes.items()}))
-
+    phase = functools.partial(_phase, task, choice, static, {"gathered": received, **placed})
     phases = [
         phase("loading", **_loading(task, choice, static)),
         phase(
@@ -180,6 +159,40 @@ def timeline(task: Task, choice: Choice) -> list[Phase]:
     logits = _logits(task, tokens, in_fp8=is_head_fp8)
     more = POOLS[0]["plain" if choice.matmul_dtype == choice.storage == "plain" else "rounded"]
     return _with_pool(phases, summed=round(kept_gradients + head * width), logits=round(logits), more=more)
+
+
+def _phase(
+    task: Task, choice: Choice, static: dict[str, float], throughout: dict[str, float], name: str, **parts: float
+) -> Phase:
+    """`static`: what is always there. `throughout`: what is there in all of a step, and not while the model loads."""
+    sizes = {**static, **parts}
+    for part, size in throughout.items():
+        sizes[part] = sizes.get(part, 0.0) + (size if name != "loading" else 0.0)
+    if task.device == "cuda":
+        sizes["context"] = CONTEXT["cuda"] + (COLLECTIVES if choice.ranks > 1 else 0)
+    else:
+        sizes["context"] = CONTEXT["cpu"]
+    sizes["workspace"] = sizes.get("workspace", 0.0) + LIBRARIES[task.device]
+    sizes["fragmentation"] = FRAGMENTATION[task.device] * sum(
+        sizes.get(part, 0.0) for part in ("activations", "gradients", "loss", "gathered", "workspace")
+    )
+    return Phase(name=name, memory=Memory(**{part: max(0, round(size)) for part, size in sizes.items()}))
+
+
+def _workspaces(task: Task, choice: Choice, hidden: float) -> tuple[float, float, float]:
+    """Short-lived tensors of a layer's forward and backward pass, and what it takes more to compute it again."""
+    trained = "adapters" if task.has_adapters else "full"
+    wide = max(kind.intermediate for kind in task.facts.kinds) * task.width * choice.mlp_tokens(task) / choice.tensor
+    forward = (1 if choice.is_compiled else 2) * wide + hidden
+    if choice.is_compiled:
+        backward = WIDE[trained, choice.matmul_dtype] * wide
+    else:
+        backward = 3 * wide + 4 * hidden
+    backward += 2 * wide if choice.mlp_slice else 0.0  # a slice is computed again first
+    is_more = task.has_adapters and choice.matmul_dtype != "fp8"
+    again = WIDE_AGAIN[trained] * wide if choice.is_compiled and is_more else 0.0
+    again += hidden if choice.offload_activations else 0.0  # the next input is on its way
+    return forward, backward, again
 
 
 def peak(phases: list[Phase]) -> Phase:
