@@ -39,7 +39,7 @@ def test_8b_on_a_24_gb_card_recomputes_and_is_not_quantized():
     assert chosen.fits
     assert (chosen.precision, chosen.storage) == ("bf16", "plain")
     assert chosen.checkpointed_layers > 0
-    assert "keeping all activations would need" in why(chosen, "recomputation")
+    assert "keeping all activations would need" in why(chosen, "checkpointing")
     assert not any(reason.topic == "offload" for reason in chosen.reasons)
 
 
@@ -256,7 +256,7 @@ def test_8b_lora_on_an_h200_saves_nothing():
     assert chosen.fits
     assert chosen.checkpointed_layers == 0
     assert (chosen.storage, chosen.matmul_dtype, chosen.sharding) == ("plain", "plain", "none")
-    assert "everything fits" in why(chosen, "recomputation")
+    assert "everything fits" in why(chosen, "checkpointing")
 
 
 def test_small_models_on_many_gpus_are_replicated():
@@ -346,7 +346,7 @@ def test_attention_is_kept_where_there_is_room_for_it():
     chosen = plan("Llama-3.1-8B", "H200", sequence_length=131072, batch_tokens=131072, precision="fp8")
     assert chosen.fits
     assert chosen.save_attention
-    assert "what attention gave is kept" in why(chosen, "recomputation")
+    assert "what attention gave is kept" in why(chosen, "checkpointing")
     tighter = search(
         run(sequence_length=131072, batch_tokens=131072, precision="fp8"),
         MODEL["Llama-3.1-8B"],

@@ -85,12 +85,12 @@ def test_recomputation_only_when_memory_is_short():
     tight = make_plan(run(), LLAMA_8B, machine(gpu=gpu(24)))
     assert roomy.checkpointed_layers == 0
     assert 0 < tight.checkpointed_layers <= 32
-    assert "would need" in why(tight, "recomputation")
+    assert "would need" in why(tight, "checkpointing")
 
 
 def test_what_cannot_fit_is_said_before_it_runs_out_of_memory():
     plan = make_plan(run(method="full"), LLAMA_8B, machine(gpu=gpu(16)))
-    assert "may run out of memory" in why(plan, "recomputation")
+    assert "may run out of memory" in why(plan, "checkpointing")
 
 
 def test_a_sequence_longer_than_the_model_is_refused_when_asked_for_and_shortened_when_not():

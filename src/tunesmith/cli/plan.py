@@ -202,7 +202,8 @@ def _duration(plan: Plan, length: tuple[int, str], price: float | None) -> str:
     tokens, how = length
     cost = speed.cost(tokens / plan.tokens_per_second, plan.mesh.ranks, price)
     if cost.hours < 1:
-        time = f"{60 * cost.hours:.0f} minutes" if cost.hours > 1 / 60 else "less than a minute"
+        minutes = round(60 * cost.hours)
+        time = f"{minutes} minute{'s' if minutes > 1 else ''}" if minutes else "less than a minute"
     else:
         time = f"{cost.hours:.1f} hours"
     words = f"The run: about {tokens:,} tokens ({how}), {time}"

@@ -139,13 +139,13 @@ def _explain_recomputation(
     layers = task.facts.layers
     if not fits:
         decide(
-            "recomputation",
+            "checkpointing",
             "all layers" if choice.checkpointed_layers else "none",
             f"even so, about {gib(found.bytes)} are needed of {has}: it may run out of memory; a shorter "
             "sequence_length or method: lora needs less",
         )
     elif choice.checkpointed_layers == 0:
-        decide("recomputation", "none", f"everything fits into {has}")
+        decide("checkpointing", "none", f"everything fits into {has}")
     else:
         same = [one.bytes for one in every if _but_recompute(one.choice) == _but_recompute(choice)]
         needed = gib(max(same))
@@ -153,7 +153,7 @@ def _explain_recomputation(
             "all layers" if choice.checkpointed_layers == layers else f"{choice.checkpointed_layers} of {layers} layers"
         )
         kept = "; what attention gave is kept" if choice.save_attention else ""
-        decide("recomputation", count, f"keeping all activations would need about {needed} of {has}{kept}")
+        decide("checkpointing", count, f"keeping all activations would need about {needed} of {has}{kept}")
 
 
 def _why_offloaded(task: Task, found: Candidate, every: list[Candidate], has: str) -> tuple[str, str]:
