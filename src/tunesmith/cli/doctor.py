@@ -20,6 +20,7 @@ OPTIONAL = {
     "xllamacpp": ("proving GGUF exports by llama.cpp", "pip install 'tunesmith[export]'"),
     "compressed-tensors": ("exports in int8, int4 and fp8", "pip install 'tunesmith[export]'"),
     "onnxruntime": ("proving ONNX exports", "pip install 'tunesmith[onnx]'"),
+    "uvicorn": ("`tunesmith serve`", "pip install 'tunesmith[serve]'"),
     "accelerate": ("models in GGUF files", "pip install 'tunesmith[gguf]'"),
     "triton": ("fast kernels on a GPU; comes with the CUDA builds of torch", "pip install triton"),
     "flash-attn-4": ("faster attention on a GPU", "pip install --pre flash-attn-4"),

@@ -39,6 +39,7 @@ from tunesmith.cli import (
     plan,
     profile,
     schema,
+    serve,
     train,
 )
 from tunesmith.errors import UserError, UserErrors
@@ -126,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 for _panel, _verbs in {
     "Prepare": {"init": init, "check": check, "plan": plan},
     "Train": {"train": train, "eval": evaluate},
-    "Use the result": {"chat": chat, "merge": merge, "export": export},
+    "Use the result": {"chat": chat, "merge": merge, "export": export, "serve": serve},
     "Measure": {"profile": profile, "bench": bench, "network": network},
     "Look around": {"doctor": doctor, "schema": schema},
 }.items():

@@ -144,9 +144,7 @@ class Encoder:
         """What the model is given to answer these messages, token for token as training puts it before an answer:
         before one that begins with reasoning, where the data had such (`prepare.answers_reason`)."""
         if not self.has_template:
-            bos = [] if self.bos_id is None else [self.bos_id]
-            text = "\n".join(message.content for message in messages)
-            return bos + self._text.start(marked(text, self.controls))[0]
+            return self.text_prompt("\n".join(message.content for message in messages))
         problem: UserError | None = None
         for is_thought in (reasons, not reasons):  # the other kind, where the template knows only that
             answer = Message("assistant", "qxzja", extra={"reasoning_content": "vwkyc"} if is_thought else {})
@@ -158,6 +156,11 @@ class Encoder:
                     problem = problem or error
         assert problem
         raise problem
+
+    def text_prompt(self, text: str) -> list[int]:
+        """What the model is given to go on with a text, as training lays out the beginning of one."""
+        bos = [] if self.bos_id is None else [self.bos_id]
+        return bos + (self._text.start(marked(text, self.controls))[0] if text else [])
 
     def _before(self, item: Conversation) -> list[int]:
         """The tokens of a conversation up to where its last answer begins."""

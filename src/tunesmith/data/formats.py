@@ -135,6 +135,17 @@ def convert(record: Record, format: FormatName, dataset: Dataset) -> Item:
     return _CONVERTERS[format](fields, record.origin, dataset)
 
 
+def conversation_of(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, origin: Origin
+) -> tuple[list[Message], tuple[dict[str, Any], ...]]:
+    """Messages and tools as training reads them from records of the format `messages`; nothing in them is a target."""
+    from tunesmith.config.schema import Dataset
+
+    listed = [{**item, "weight": 0} if item.get("role") == "assistant" else item for item in messages]
+    made = _messages(listed, "messages", origin, Dataset(path=origin.file))
+    return [replace(message, weight=None) for message in made], _tools({"tools": tools}, origin)
+
+
 # One function a format
 
 

@@ -1,0 +1,594 @@
+"""The HTTP side: OpenAI's endpoints over an engine. Nothing that a client wrote, and nothing that a model answered, is
+logged."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tunesmith.data.formats import conversation_of
+from tunesmith.data.types import Origin, RecordError
+from tunesmith.errors import UserError
+from tunesmith.serve.answer import CALL, Answer, Piece, tool_calls
+from tunesmith.serve.engine import Busy, Engine, Job, Reason
+from tunesmith.serve.metrics import Metrics
+from tunesmith.serve.models import Models, Served
+from tunesmith.serve.openapi import description
+from tunesmith.serve.protocol import ApiError, ChatRequest, Common, CompletionRequest, parse
+from tunesmith.serve.sampling import Token
+
+BODY_BYTES = 8 << 20
+BODY_SECONDS = 30.0
+"""For a client to send its request."""
+READ_SECONDS = 30.0
+"""For a client to take a piece of its answer; then it counts as gone."""
+COMPLETION_TOKENS = 16
+"""What an answer of `/v1/completions` may have where nothing is said, as with OpenAI."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+OPEN = ("/health",)
+"""What is answered without a key."""
+GONE = object()
+log = logging.getLogger("tunesmith.serve")
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who is answered."""
+
+    api_key: str | None
+    checks_host: bool
+    """On a loopback address: a page in a browser may have its name point there (DNS rebinding)."""
+
+
+def make_app(models: Models, engine: Engine, access: Access, *, timeout: float) -> Guard:
+    server = Server(models, engine, timeout)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        engine.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(engine.close)
+            server.renderer.shutdown(wait=False, cancel_futures=True)
+
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", server.chat, methods=["POST"]),
+            Route("/v1/completions", server.complete, methods=["POST"]),
+            Route("/v1/models", server.list_models, methods=["GET"]),
+            Route("/v1/models/{name:path}", server.show_model, methods=["GET"]),
+            Route("/health", server.health, methods=["GET"]),
+            Route("/metrics", server.show_metrics, methods=["GET"]),
+            Route("/openapi.json", server.describe, methods=["GET"]),
+        ],
+        exception_handlers={ApiError: _told, HTTPException: _refused, ClientDisconnect: _left, Exception: _failed},
+        lifespan=lifespan,
+    )
+    return Guard(app, access, server)
+
+
+class Guard:
+    """Before every request: the Host header and the key. After it: a line in the log, without what was asked."""
+
+    def __init__(self, app: ASGIApp, access: Access, server: Server):
+        self._app, self._access, self._server = app, access, server
+        self._key = _digest(access.api_key) if access.api_key else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.monotonic(), 0
+
+        async def noting(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            refused = self._problem(Request(scope))
+            if refused:
+                await _answer(refused)(scope, receive, noting)
+            else:
+                await self._app(scope, receive, noting)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            log.error("a request failed: %s", type(error).__name__)  # without its message, which may quote the prompt
+            if status:
+                return  # it cannot be taken back: the connection is closed
+            await _answer(ApiError(500, "Something unexpected happened."))(scope, receive, noting)
+        finally:
+            path = scope["path"] if scope["path"] in KNOWN else "another path"
+            self._server.metrics.count_request(path, status)
+            client = (scope.get("client") or ("?",))[0]
+            log.info("%s %s %s %s %.3f s", client, scope["method"][:10], path, status, time.monotonic() - began)
+
+    def drain(self) -> None:
+        """From now on new requests are refused."""
+        self._server.is_draining = True
+
+    def _problem(self, request: Request) -> ApiError | None:
+        if self._access.checks_host and _host(request.headers.get("host", "")) not in LOOPBACK:
+            message = "The Host header must name this machine: localhost or 127.0.0.1."
+            return ApiError(403, message, code="foreign_host")
+        if self._key is None or request.url.path in OPEN:
+            return None
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not given.strip():
+            return ApiError(401, "Give the API key as `Authorization: Bearer KEY`.", code="missing_api_key")
+        if not hmac.compare_digest(_digest(given.strip()), self._key):
+            return ApiError(401, "This API key is not the one of this server.", code="invalid_api_key")
+        return None
+
+
+class Server:
+    def __init__(self, models: Models, engine: Engine, timeout: float):
+        self.models, self.engine, self.timeout = models, engine, timeout
+        self.metrics = Metrics(engine)
+        self.is_draining = False
+        self.renderer = ThreadPoolExecutor(1, "render")  # one: tokenizers are not made for several threads
+        encoders = [one.encoder for one in models.served.values()]
+        self._longest = max(len(token) for encoder in encoders for token in encoder.tokenizer.get_vocab())
+
+    # Endpoints
+
+    async def chat(self, request: Request) -> Response:
+        asked = parse(ChatRequest, await _body(request))
+        served = self._served(asked.model)
+        if asked.top_logprobs is not None and not asked.logprobs:
+            raise ApiError(400, "top_logprobs: say `logprobs: true` with it.", param="top_logprobs")
+        prompt = await self._rendered(lambda: self._chat_prompt(served, asked))
+        told = (asked.top_logprobs or 0) if asked.logprobs else None
+        most = asked.max_completion_tokens or asked.max_tokens
+        shape = ChatShape(served, bool(asked.tools) and asked.tool_choice != "none", bool(asked.logprobs))
+        answer = Answer(served.encoder.tokenizer, asked.stops)
+        return Reply(self, asked, shape, self._job(served, asked, prompt, most, told), answer)
+
+    async def complete(self, request: Request) -> Response:
+        asked = parse(CompletionRequest, await _body(request))
+        served = self._served(asked.model)
+        prompt = await self._rendered(lambda: self._text_prompt(served, asked))
+        shape = CompletionShape(served, asked.logprobs is not None)
+        answer = Answer(served.encoder.tokenizer, asked.stops, prompt)
+        job = self._job(served, asked, prompt, asked.max_tokens or COMPLETION_TOKENS, asked.logprobs)
+        return Reply(self, asked, shape, job, answer)
+
+    async def list_models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self.models.served]})
+
+    async def show_model(self, request: Request) -> Response:
+        return JSONResponse(self._model(self._served(request.path_params["name"]).name))
+
+    async def health(self, _: Request) -> Response:
+        is_well = self.engine.is_alive and not self.is_draining
+        return JSONResponse({"status": "ok" if is_well else "unavailable"}, 200 if is_well else 503)
+
+    async def describe(self, _: Request) -> Response:
+        return JSONResponse(description(list(self.models.served)))
+
+    async def show_metrics(self, _: Request) -> Response:
+        return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    # From a request to a job
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self.models.created, "owned_by": "tunesmith"}
+
+    def _served(self, name: str) -> Served:
+        served = self.models.served.get(name)
+        if served is None:
+            known = ", ".join(self.models.served)
+            raise ApiError(
+                404, f"model: there is no such model; there are {known}.", param="model", code="model_not_found"
+            )
+        return served
+
+    async def _rendered(self, work: Callable[[], list[int]]) -> list[int]:
+        if self.is_draining:
+            raise _going_away()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.renderer, work)
+        except RecordError as error:
+            raise ApiError(400, f"{error.reason}.", param="messages") from None
+        except UserError as error:
+            raise ApiError(400, str(error), param="messages") from None
+
+    def _chat_prompt(self, served: Served, asked: ChatRequest) -> list[int]:
+        self._check_size(sum(len(str(message.content or "")) for message in asked.messages))
+        tools = None if asked.tool_choice == "none" else asked.tools
+        messages, described = conversation_of(
+            [message.model_dump(exclude_none=True) for message in asked.messages], tools, Origin("this request", 1)
+        )
+        return served.encoder.prompt(messages, described, reasons=served.reasons)
+
+    def _text_prompt(self, served: Served, asked: CompletionRequest) -> list[int]:
+        if isinstance(asked.prompt, str):
+            self._check_size(len(asked.prompt))
+            return served.encoder.text_prompt(asked.prompt)
+        size = self.models.model.get_input_embeddings().weight.shape[0]
+        if max(asked.prompt) >= size:
+            raise ApiError(400, f"prompt: a token is not below {size}, the size of the vocabulary.", param="prompt")
+        return list(asked.prompt)
+
+    def _check_size(self, characters: int) -> None:
+        """Before anything is tokenized: so many characters have more tokens than there is room for."""
+        if characters > self.engine.limits.length * self._longest:
+            raise _too_long(f"the prompt has {characters:,} characters", self.engine.limits.length)
+
+    def _job(self, served: Served, asked: Common, prompt: list[int], most: int | None, told: int | None) -> Job:
+        limit = min(self.engine.limits.length, self.engine.limits.cache_tokens)
+        if not prompt:
+            raise ApiError(400, "The prompt is empty.", param="prompt")
+        room = limit - len(prompt)
+        if room < (most or 1):
+            wanted = f" and {most:,} are asked for" if most else ""
+            raise _too_long(f"the prompt has {len(prompt):,} tokens{wanted}", limit)
+        return Job(
+            model=served.name,
+            prompt=prompt,
+            max_tokens=most or room,
+            stop_ids=served.stop_ids,
+            take=lambda _: False,
+            end=lambda _: None,
+            temperature=1.0 if asked.temperature is None else asked.temperature,
+            top_p=1.0 if asked.top_p is None else asked.top_p,
+            seed=asked.seed,
+            top_logprobs=told,
+            deadline=time.monotonic() + self.timeout,
+        )
+
+
+class Reply(Response):
+    """The answer to one request, whole or streamed. However it ends, its job has left the engine then."""
+
+    def __init__(self, server: Server, asked: Common, shape: Shape, job: Job, answer: Answer):
+        self.server, self.asked, self.shape, self.job, self.answer = server, asked, shape, job, answer
+        self.background = None
+        self._began = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events = self._submitted()
+        watch = asyncio.create_task(_until_gone(receive, events))
+        try:
+            if self.asked.stream:
+                await self._stream(events, scope, receive, send)
+            else:
+                response = await self._whole(events)
+                if response is not None:
+                    await asyncio.wait_for(response(scope, receive, send), READ_SECONDS)
+        finally:
+            watch.cancel()
+            self.server.engine.cancel(self.job)
+
+    def _submitted(self) -> asyncio.Queue:
+        loop, events = asyncio.get_running_loop(), asyncio.Queue()
+
+        def tell(event: Any) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and with it everyone who waits
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        def take(token: Token) -> bool:
+            piece = self.answer.push(token)
+            if piece is not None:
+                tell(piece)
+            return self.answer.is_stopped
+
+        def end(reason: Reason) -> None:
+            try:
+                piece = self.answer.rest() if reason in ("stop", "length") else None
+            except Exception as error:  # of the tokenizer's decoder; in the engine's thread, which must go on
+                log.error("an answer failed: %s", type(error).__name__)
+                piece, reason = None, "failed"
+            if piece is not None:
+                tell(piece)
+            tell(reason)
+
+        self.job.take, self.job.end = take, end
+        try:
+            self.server.engine.submit(self.job)
+        except Busy:
+            if self.server.is_draining or not self.server.engine.is_alive:
+                raise _going_away() from None
+            raise ApiError(
+                429, "Too many requests are waiting; try again soon.", code="queue_full", kind="rate_limit_error"
+            ) from None
+        return events
+
+    async def _pieces(self, events: asyncio.Queue) -> AsyncIterator[Piece | Reason]:
+        """The pieces, and last how it ended; nothing more once the client has gone."""
+        first = True
+        while True:
+            event = await events.get()
+            if event is GONE:
+                return
+            if first:
+                self.server.metrics.first_token(time.monotonic() - self._began)
+                first = False
+            yield event
+            if not isinstance(event, Piece):
+                return
+
+    async def _whole(self, events: asyncio.Queue) -> Response | None:
+        pieces: list[Piece] = []
+        async for event in self._pieces(events):
+            if isinstance(event, Piece):
+                pieces.append(event)
+            elif event in ("stop", "length"):
+                return JSONResponse(self.shape.whole(pieces, event, self._usage()))
+            else:
+                return _answer(_ended(event))
+        return None
+
+    async def _stream(self, events: asyncio.Queue, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        begun = False
+
+        async def say(data: str) -> None:
+            nonlocal begun
+            if not begun:
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                begun = True
+            message = {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True}
+            await asyncio.wait_for(send(message), READ_SECONDS)
+
+        with_usage = bool(self.asked.stream_options and self.asked.stream_options.include_usage)
+        try:
+            async for event in self._pieces(events):
+                if not isinstance(event, Piece) and event not in ("stop", "length"):
+                    if not begun:
+                        await _answer(_ended(event))(scope, receive, send)
+                        return
+                    await say(json.dumps(_ended(event).body()))
+                    continue
+                for chunk in self.shape.chunks(event):
+                    await say(json.dumps(chunk | ({"usage": None} if with_usage else {})))
+                if not isinstance(event, Piece):
+                    if with_usage:
+                        await say(json.dumps(self.shape.last(self._usage())))
+                    await say("[DONE]")
+            if begun:
+                await asyncio.wait_for(send({"type": "http.response.body", "body": b""}), READ_SECONDS)
+        except TimeoutError:
+            log.info("a client that does not read its answer is left")  # returning closes the connection
+
+    def _usage(self) -> dict[str, int]:
+        asked, made = len(self.job.prompt), self.job.generated
+        return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+
+
+class Shape:
+    """How an endpoint writes answers."""
+
+    prefix = ""
+    object, chunk_object = "", ""
+
+    def __init__(self, served: Served):
+        self.served = served
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+
+    def whole(self, pieces: list[Piece], reason: str, usage: dict[str, int]) -> dict[str, Any]:
+        made = self._around(self.object, [self._choice(pieces, reason)])
+        return made | {"usage": usage}
+
+    def chunks(self, event: Piece | str) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def last(self, usage: dict[str, int]) -> dict[str, Any]:
+        return self._around(self.chunk_object, []) | {"usage": usage}
+
+    def _choice(self, pieces: list[Piece], reason: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _around(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.served.name, "choices": choices}
+
+    def _said(self, token: int) -> str:
+        return self.served.encoder.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+
+
+class ChatShape(Shape):
+    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, served: Served, has_tools: bool, tells_logprobs: bool):
+        super().__init__(served)
+        self.has_tools, self.tells_logprobs = has_tools, tells_logprobs
+        self._is_begun = False
+        self._held: str = ""
+
+    def _choice(self, pieces: list[Piece], reason: str) -> dict[str, Any]:
+        text = "".join(piece.text for piece in pieces)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self.has_tools:
+            said, calls = tool_calls(text)
+            if calls:
+                message |= {"content": said or None, "tool_calls": calls}
+                reason = "tool_calls"
+        logprobs = self._logprobs(pieces)
+        return {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def chunks(self, event: Piece | str) -> list[dict[str, Any]]:
+        """With tools, text from the beginning of a call on is kept until the end, when it is known to be one."""
+        made = [] if self._is_begun else [self._chunk({"role": "assistant", "content": ""}, None, None)]
+        self._is_begun = True
+        if isinstance(event, Piece):
+            text = self._not_held(event.text) if self.has_tools else event.text
+            logprobs = self._logprobs([event])
+            return [*made, self._chunk({"content": text}, logprobs, None)] if text or logprobs else made
+        said, calls = tool_calls(self._held)
+        if said:
+            made.append(self._chunk({"content": said}, None, None))
+        if calls:
+            listed = [{"index": number, **call} for number, call in enumerate(calls)]
+            made.append(self._chunk({"tool_calls": listed}, None, None))
+            event = "tool_calls"
+        return [*made, self._chunk({}, None, event)]
+
+    def _not_held(self, text: str) -> str:
+        text, self._held = self._held + text, ""
+        begun = text.find(CALL)
+        if begun < 0:
+            sizes = range(min(len(CALL) - 1, len(text)), 0, -1)
+            begun = next((len(text) - size for size in sizes if CALL.startswith(text[-size:])), len(text))
+        self._held = text[begun:]
+        return text[:begun]
+
+    def _chunk(self, delta: dict[str, Any], logprobs: Any, reason: str | None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return self._around(self.chunk_object, [choice])
+
+    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any] | None:
+        if not self.tells_logprobs:
+            return None
+        entries = []
+        for token in (token for piece in pieces for token in piece.tokens):
+            top = [self._entry(*pair) for pair in token.top]
+            entries.append({**self._entry(token.id, token.logprob), "top_logprobs": top})
+        return {"content": entries, "refusal": None}
+
+    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
+        said = self._said(token)
+        whole = "\ufffd" not in said  # else it is a part of a character, and which bytes is not told
+        return {"token": said, "logprob": _finite(logprob), "bytes": list(said.encode()) if whole else None}
+
+
+class CompletionShape(Shape):
+    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, served: Served, tells_logprobs: bool):
+        super().__init__(served)
+        self.tells_logprobs = tells_logprobs
+        self._offset = 0
+
+    def _choice(self, pieces: list[Piece], reason: str | None) -> dict[str, Any]:
+        text = "".join(piece.text for piece in pieces)
+        logprobs = self._logprobs(pieces) if self.tells_logprobs else None
+        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def chunks(self, event: Piece | str) -> list[dict[str, Any]]:
+        choice = self._choice([event], None) if isinstance(event, Piece) else self._choice([], event)
+        return [self._around(self.chunk_object, [choice])]
+
+    def _logprobs(self, pieces: list[Piece]) -> dict[str, Any]:
+        tokens = [token for piece in pieces for token in piece.tokens]
+        said, offsets = [self._said(token.id) for token in tokens], []
+        for one in said:
+            offsets.append(self._offset)
+            self._offset += len(one)
+        return {
+            "tokens": said,
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": [{self._said(i): _finite(value) for i, value in token.top} for token in tokens],
+            "text_offset": offsets,
+        }
+
+
+KNOWN = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics", "/openapi.json")
+
+
+async def _body(request: Request) -> bytes:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a page in a browser may send other types without asking first
+        raise ApiError(415, "Send the request as JSON, with `Content-Type: application/json`.")
+    too_large = ApiError(413, f"The body is larger than {BODY_BYTES >> 20} MiB.", code="body_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > BODY_BYTES:
+        raise too_large
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size > BODY_BYTES:
+                    raise too_large
+                parts.append(part)
+    except TimeoutError:
+        raise ApiError(408, f"The body did not come within {BODY_SECONDS:.0f} seconds.") from None
+    return b"".join(parts)
+
+
+async def _until_gone(receive: Receive, events: asyncio.Queue) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    events.put_nowait(GONE)
+
+
+def _answer(error: ApiError) -> JSONResponse:
+    headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}, 503: {"retry-after": "5"}}
+    own = dict(headers.get(error.status, {}))
+    if error.status in (408, 413):
+        own["connection"] = "close"  # what is left of the body is not read
+    return JSONResponse(error.body(), error.status, own)
+
+
+def _ended(reason: str) -> ApiError:
+    if reason == "timeout":
+        return ApiError(504, "The answer took longer than this server allows.", code="timeout")
+    if reason == "cancelled":
+        return _going_away()
+    return ApiError(500, "The model failed on this request.")
+
+
+def _going_away() -> ApiError:
+    return ApiError(503, "The server is going away.", code="going_away")
+
+
+def _too_long(what: str, limit: int) -> ApiError:
+    message = f"This server holds {limit:,} tokens of a prompt and its answer together; {what}."
+    return ApiError(400, message, param="messages", code="context_length_exceeded")
+
+
+def _told(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _answer(error)
+
+
+def _refused(_: Request, error: Exception) -> Response:
+    """Starlette's own: no such path, another method."""
+    assert isinstance(error, HTTPException)
+    message = {404: "There is no such path.", 405: "This path is not for that method."}.get(error.status_code)
+    made = ApiError(error.status_code, message or str(error.detail))
+    return JSONResponse(made.body(), error.status_code, headers=error.headers)
+
+
+def _failed(_: Request, error: Exception) -> Response:
+    return _answer(ApiError(500, "Something unexpected happened."))
+
+
+def _left(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _host(header: str) -> str:
+    """Without the port."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0].lower()
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is None or value > -9999.0 else -9999.0

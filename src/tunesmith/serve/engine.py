@@ -1,0 +1,426 @@
+"""Continuous batching: one thread decodes all requests, a token each at every step; they join and leave between steps.
+
+Requests for the same adapter are one batch. A prompt is read alone, without padding, and its row then joins the batch
+of its adapter. What a request may take of the cache in the end is reserved when it joins, so that memory stays within
+`Limits.cache_tokens` whatever comes; until there is room it waits, first come, first served.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from tunesmith.errors import UserError, first_line
+from tunesmith.serve.cache import Row, bytes_of, is_shareable, new_cache, regroup
+from tunesmith.serve.sampling import Choice, Token, choose
+
+PROMPT_TOKENS_A_STEP = 2048
+"""Prompts are read until they have so many tokens together; then those that wait for their next token have it."""
+Reason = Literal["stop", "length", "cancelled", "timeout", "failed"]
+log = logging.getLogger("tunesmith.serve")
+
+
+@dataclass(frozen=True)
+class Limits:
+    batch: int
+    """Requests that are decoded at once."""
+    queue: int
+    """Requests that wait."""
+    length: int
+    """Tokens of a prompt and its answer."""
+    cache_tokens: int
+    """Tokens that the cache may hold, padding included."""
+
+
+class Busy(Exception):
+    """The queue is full, or the server is going away."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One request, from its prompt's tokens to the tokens of its answer."""
+
+    model: str
+    prompt: list[int]
+    max_tokens: int
+    stop_ids: frozenset[int]
+    take: Callable[[Token], bool]
+    """Given each token but a stop token; True ends the answer (a stop string). Called in the engine's thread."""
+    end: Callable[[Reason], None]
+    """Called once, whatever happens."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    top_logprobs: int | None = None
+    deadline: float = float("inf")
+    """By `time.monotonic`."""
+    generated: int = 0
+    is_cancelled: bool = False
+    is_broken: bool = False
+    is_ended: bool = False
+    chance: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.seed)  # None: seeded by the system
+
+    @property
+    def needs(self) -> int:
+        """Tokens of the cache, in the end."""
+        return len(self.prompt) + self.max_tokens
+
+    def finish(self, reason: Reason) -> None:
+        if not self.is_ended:
+            self.is_ended = True
+            self.end(reason)
+
+    def choice(self) -> Choice:
+        return Choice(self.temperature, self.top_p, self.chance.random(), self.top_logprobs)
+
+
+@dataclass
+class Stats:
+    """What the engine counts; read from other threads."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    steps: int = 0
+
+
+@dataclass(eq=False)
+class Group:
+    """Rows that are decoded together. `lengths` are their tokens in the cache, `last` the token each goes on with."""
+
+    model: str
+    cache: Any
+    jobs: list[Job]
+    lengths: list[int]
+    last: list[int]
+
+    def reserved(self, joining: int = 0) -> int:
+        """Tokens that the cache of this group may come to hold, with one more that needs `joining`."""
+        needs = [job.needs for job in self.jobs] + ([joining] if joining else [])
+        return len(needs) * max(needs, default=0)
+
+
+class Engine:
+    """`select(name)` puts the adapter of this name on the model. `model` is called by the engine's thread alone."""
+
+    def __init__(self, model: nn.Module, select: Callable[[str], None], limits: Limits, *, is_shared: bool):
+        self.model, self.limits, self.stats = model, limits, Stats()
+        self._select, self._is_shared = select, is_shared
+        self._call = Call(model, is_shared=is_shared)
+        self._groups: list[Group] = []
+        self._waiting: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Raises Busy. The job must fit within `limits`."""
+        assert job.prompt
+        assert job.needs <= min(self.limits.length, self.limits.cache_tokens)
+        with self._changed:
+            if self._is_closed or len(self._waiting) >= self.limits.queue:
+                raise Busy
+            self._waiting.append(job)
+            self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """It leaves the queue at once, or the batch before its next step."""
+        with self._changed:
+            job.is_cancelled = True
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Ends all that is under way."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return sum(len(group.jobs) for group in list(self._groups))
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens in the cache now, padding included."""
+        return sum(len(group.lengths) * max(group.lengths, default=0) for group in list(self._groups))
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    # The thread
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while True:
+                with self._changed:
+                    while not (self._waiting or self._groups or self._is_closed):
+                        self._changed.wait()
+                    if self._is_closed:
+                        break
+                self._drop_ended()
+                self._admit()
+                for group in list(self._groups):
+                    self._guarded(list(group.jobs), lambda group=group: self._step(group), group)
+        for job in [*self._waiting, *(job for group in self._groups for job in group.jobs)]:
+            job.finish("cancelled")
+        self._waiting.clear()
+        self._groups.clear()
+
+    def _guarded(self, jobs: list[Job], work: Callable[[], None], group: Group | None = None) -> None:
+        """What fails, fails for these jobs alone; others go on."""
+        try:
+            work()
+        except Exception as error:  # the message may quote a prompt
+            log.error("a step failed: %s at %s", type(error).__name__, _place_of(error))
+            if group in self._groups:
+                self._groups.remove(group)
+            for job in jobs:
+                self.stats.failed += not job.is_ended
+                job.finish("failed")
+
+    def _drop_ended(self) -> None:
+        now = time.monotonic()
+
+        def reason(job: Job) -> Reason | None:
+            return "cancelled" if job.is_cancelled else "timeout" if now > job.deadline else None
+
+        with self._changed:
+            ended = [(job, why) for job in self._waiting if (why := reason(job))]
+            for job, _ in ended:
+                self._waiting.remove(job)
+        for group in list(self._groups):
+            leaving = [(job, why) for job in group.jobs if (why := reason(job))]
+            if leaving:
+                gone = {job for job, _ in leaving}
+                kept = [place for place, job in enumerate(group.jobs) if job not in gone]
+                staying = [group.jobs[place] for place in kept]
+                self._guarded(staying, lambda group=group, kept=kept: self._keep(group, kept), group)
+                ended += leaving
+        for job, why in ended:
+            self.stats.cancelled += 1
+            job.finish(why)
+
+    def _admit(self) -> None:
+        read = 0
+        while read < PROMPT_TOKENS_A_STEP:
+            with self._changed:
+                if not self._waiting or not self._has_room(self._waiting[0]):
+                    return
+                job = self._waiting.popleft()
+            read += len(job.prompt)
+            self._guarded([job], lambda job=job: self._begin(job))
+
+    def _has_room(self, job: Job) -> bool:
+        own = self._group_of(job.model)
+        others = sum(group.reserved() for group in self._groups if group is not own)
+        mine = own.reserved(job.needs) if own else job.needs
+        return self.running < self.limits.batch and others + mine <= self.limits.cache_tokens
+
+    def _group_of(self, model: str) -> Group | None:
+        return next((group for group in self._groups if group.model == model), None) if self._is_shared else None
+
+    def _begin(self, job: Job) -> None:
+        """Read the prompt; its row joins the batch unless the first token ends the answer."""
+        self._select(job.model)
+        logits, cache = self._call.read(job.prompt)
+        self.stats.prompt_tokens += len(job.prompt)
+        token = choose(logits, [job.choice()])[0]
+        why = self._given(job, token)
+        if why:
+            job.finish(why)
+            return
+        assert token is not None
+        new = Group(job.model, cache, [job], [len(job.prompt)], [token.id])
+        group = self._group_of(job.model)
+        if group is None:
+            self._groups.append(new)
+            return
+        rows = [Row(group.cache, place, length) for place, length in enumerate(group.lengths)]
+        group.cache = regroup([*rows, Row(cache, 0, len(job.prompt))])
+        group.jobs.append(job)
+        group.lengths.append(len(job.prompt))
+        group.last.append(token.id)
+
+    def _step(self, group: Group) -> None:
+        self._select(group.model)
+        logits = self._call.go_on(group.cache, group.last, group.lengths)
+        self.stats.steps += 1
+        group.lengths = [length + 1 for length in group.lengths]
+        tokens = choose(logits, [job.choice() for job in group.jobs])
+        kept, ended = [], []
+        for place, (job, token) in enumerate(zip(group.jobs, tokens, strict=True)):
+            if why := self._given(job, token):
+                ended.append((job, why))
+            else:
+                assert token is not None
+                group.last[place] = token.id
+                kept.append(place)
+        if ended:  # their cache is free before anyone hears of it
+            staying = [group.jobs[place] for place in kept]
+            self._guarded(staying, lambda: self._keep(group, kept), group)
+        for job, why in ended:
+            job.finish(why)
+
+    def _given(self, job: Job, token: Token | None) -> Reason | None:
+        """Give the job its token; how it has ended with it, if it has."""
+        if token is None:
+            log.error("the model %s gave no numbers", job.model)
+            self.stats.failed += 1
+            return "failed"
+        job.generated += 1
+        self.stats.generated_tokens += 1
+        if token.id in job.stop_ids or self._takes_no_more(job, token):
+            return "failed" if job.is_broken else "stop"
+        return "length" if job.generated >= job.max_tokens else None
+
+    def _takes_no_more(self, job: Job, token: Token) -> bool:
+        try:
+            return job.take(token)
+        except Exception as error:  # of this request's text; those beside it go on
+            log.error("an answer failed: %s at %s", type(error).__name__, _place_of(error))
+            self.stats.failed += 1
+            job.is_broken = True
+            return True
+
+    def _keep(self, group: Group, places: list[int]) -> None:
+        if not places:
+            self._groups.remove(group)
+            return
+        group.cache = regroup([Row(group.cache, place, group.lengths[place]) for place in places])
+        group.jobs = [group.jobs[place] for place in places]
+        group.lengths = [group.lengths[place] for place in places]
+        group.last = [group.last[place] for place in places]
+
+
+class Call:
+    """How the model is called: a prompt read, or one more token for each row of a cache."""
+
+    def __init__(self, model: nn.Module, *, is_shared: bool):
+        takes = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in takes
+        self._last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self.model, self.is_shared = model, is_shared
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def read(self, prompt: list[int]) -> tuple[torch.Tensor, Any]:
+        """The logits after the prompt [1, V], and its cache."""
+        cache = new_cache(self.model.config, is_shared=self.is_shared)
+        tokens = torch.tensor([prompt], device=self.device)
+        return self._logits(tokens, torch.ones_like(tokens), 0, cache), cache
+
+    def go_on(self, cache: Any, last: list[int], lengths: list[int]) -> torch.Tensor:
+        """The logits after one more token for each row [B, V]; the cache has it then."""
+        tokens = torch.tensor(last, device=self.device)[:, None]
+        lengths_b1 = torch.tensor(lengths, device=self.device)[:, None]
+        longest = max(lengths)
+        mask = (torch.arange(longest + 1, device=self.device)[None] >= longest - lengths_b1).long()
+        return self._logits(tokens, mask, lengths_b1, cache)
+
+    def _logits(self, tokens: torch.Tensor, mask: torch.Tensor, start: Any, cache: Any) -> torch.Tensor:
+        options = dict(self._last)
+        if self._takes_positions:
+            options["position_ids"] = start + torch.arange(tokens.shape[1], device=tokens.device)[None]
+        out = self.model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
+        return out.logits[:, -1]
+
+
+@dataclass(frozen=True)
+class Tried:
+    is_shared: bool
+    """Requests may be decoded together."""
+    why_not: str
+    bytes_per_token: int
+
+
+@torch.inference_mode()
+def try_out(model: nn.Module) -> Tried:
+    """Whether the model, decoded from a cache, alone and with others of other lengths, does what it does without one.
+    UserError where it does not even alone."""
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise UserError(f"{type(model).__name__} is not called with a key-value cache, so it cannot be served here.")
+    size = min(model.config.get_text_config().vocab_size, 500)
+    prompts = [[(7 * place + 3 * number) % size for place in range(length)] for number, length in enumerate((5, 11))]
+    expected = [_without_cache(model, prompt) for prompt in prompts]
+    shareable = is_shareable(model.config)
+    problem = "its layers keep states of other kinds than keys and values"
+    for is_shared in (True, False) if shareable else (False,):
+        try:
+            found, amount = _with_cache(model, prompts, is_shared=is_shared)
+            worst = max(_difference(a, b) for a, b in zip(found, expected, strict=True))
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
+            worst, amount, why = float("inf"), 0, first_line(error)
+        else:
+            why = f"its logits differ by {worst:.2g} then"
+        if worst <= _bound(model):
+            return Tried(is_shared, "" if is_shared else problem, amount)
+        problem = why
+    raise UserError(f"{type(model).__name__} does not give with a key-value cache what it gives without ({problem}).")
+
+
+def _without_cache(model: nn.Module, prompt: list[int]) -> torch.Tensor:
+    tokens = torch.tensor([prompt], device=next(model.parameters()).device)
+    return model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits[0, -1].float()
+
+
+def _with_cache(
+    model: nn.Module, prompts: list[list[int]], *, is_shared: bool
+) -> tuple[list[torch.Tensor], int]:  # fmt: skip
+    """The same logits, the last two tokens of each prompt by the cache; and the cache's bytes for each token."""
+    call = Call(model, is_shared=is_shared)
+    begun = [(prompt, call.read(prompt[:-2])[1]) for prompt in prompts]
+    lengths = [len(prompt) - 2 for prompt in prompts]
+    amount = sum(bytes_of(cache) for _, cache in begun) // sum(lengths) if is_shared else 0
+    if not is_shared:
+        found = []
+        for prompt, cache in begun:
+            call.go_on(cache, [prompt[-2]], [len(prompt) - 2])
+            found.append(call.go_on(cache, [prompt[-1]], [len(prompt) - 1])[0].float())
+        return found, 0
+    cache = regroup([Row(cache, 0, length) for (_, cache), length in zip(begun, lengths, strict=True)])
+    call.go_on(cache, [prompt[-2] for prompt in prompts], lengths)
+    logits = call.go_on(cache, [prompt[-1] for prompt in prompts], [length + 1 for length in lengths])
+    return [row.float() for row in logits], amount
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative to how far logits lie apart."""
+    worst = (found - expected).abs().max() / expected.std().clamp(min=1e-6)
+    return float(worst) if torch.isfinite(worst) else float("inf")
+
+
+def _bound(model: nn.Module) -> float:
+    return 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.3
+
+
+def _place_of(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "an unknown place"

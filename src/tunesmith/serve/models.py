@@ -1,0 +1,166 @@
+"""What is served: one base with several adapters, each by its name, or one model alone.
+
+An adapter is a set of modules that stand in the place of the base's; choosing one exchanges them, which copies nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tunesmith.data.chat import Encoder
+from tunesmith.errors import UserError
+from tunesmith.infer.generate import stop_tokens
+from tunesmith.model import lora, side_files
+from tunesmith.model.structure import replace_module
+from tunesmith.run.base import FILE as BASE_FILE
+from tunesmith.run.folder import read_identity, read_json, read_run
+from tunesmith.run.open import Opened, open_model, tokenizer_of, trained_storage
+
+BASE = "base"
+WRAPPERS = (lora.LoraLinear, lora.LoraEmbedding, lora.TokenRows)
+
+
+@dataclass(frozen=True)
+class Served:
+    """One name that requests may ask for."""
+
+    name: str
+    encoder: Encoder
+    reasons: bool
+    stop_ids: frozenset[int]
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
+    """What stands in the place of the base's modules."""
+    step: int | None = None
+    """Of the checkpoint it was taken from; None for a finished result."""
+
+
+class Models:
+    def __init__(self, model: nn.Module, served: Sequence[Served], bases: Mapping[str, nn.Module]):
+        self.model, self._bases = model, dict(bases)
+        self.served = {one.name: one for one in served}
+        self.created = int(time.time())
+        self._chosen: str | None = None
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.context: int | None = context if isinstance(context, int) and context > 0 else None
+
+    def select(self, name: str) -> None:
+        """Put the adapter of this name on the model."""
+        if name == self._chosen:
+            return
+        modules = self.served[name].modules
+        for place, base in self._bases.items():
+            replace_module(self.model, place, modules.get(place, base))
+        self._chosen = name
+
+
+def open_models(folder: Path, more: Mapping[str, Path]) -> Models:
+    """The run or model in `folder`, by the name of the folder, `base` where that is a base with an adapter, and more
+    adapters by their names."""
+    name = folder.resolve().name
+    _check_names(name, more)
+    for other in more.values():
+        _check_same_base(folder, other)
+    opened = open_model(folder)
+    if opened.tuned is not None and opened.tuned.is_prompt:
+        raise UserError(f"{folder} trained a prompt, not weights; it can be talked to with `tunesmith chat` alone.")
+    modules = _wrappers(opened.model)
+    own = _served(name, opened.model, opened.encoder, opened.reasons, modules, opened.step)
+    if not modules:
+        return Models(opened.model, [own], {})
+    served, bases = [own], {place: _unwrapped(module) for place, module in modules.items()}
+    for other, where in more.items():
+        _put(opened.model, bases)
+        lora.attach_saved(opened.model, where / "adapter")
+        found = {place: module.eval() for place, module in _wrappers(opened.model).items()}
+        bases |= {place: _unwrapped(module) for place, module in found.items()}
+        encoder, reasons = _asked_as(where)
+        served.append(_served(other, opened.model, encoder, reasons, found, None))
+    _put(opened.model, bases)
+    if not _has_changed_base(folder, opened):
+        served.append(_served(BASE, opened.model, opened.encoder, opened.reasons, {}, None))
+    return Models(opened.model, served, bases)
+
+
+def _served(
+    name: str, model: nn.Module, encoder: Encoder, reasons: bool, modules: dict[str, nn.Module], step: int | None
+) -> Served:
+    return Served(name, encoder, reasons, frozenset(stop_tokens(model, encoder)), modules, step)
+
+
+def _check_names(name: str, more: Mapping[str, Path]) -> None:
+    for other in more:
+        if other in (name, BASE):
+            raise UserError(f"--adapter: the name {other} is taken; give this adapter another one.")
+
+
+def _check_same_base(folder: Path, other: Path) -> None:
+    """Of what training kept of both bases: each tensor's hash."""
+    for one in (folder, other):
+        if read_identity(one) is None:
+            raise UserError(f"--adapter: {one} is no run, so whether both have the same base is not known.")
+        if not (one / "adapter" / "adapter_config.json").exists() or read_run(one).method == "peft":
+            raise UserError(f"--adapter: {one} holds no finished LoRA adapter; only such can share a base.")
+    mine, theirs = _base_of(folder), _base_of(other)
+    if mine != theirs:
+        raise UserError(
+            f"--adapter: {other} was trained over another base than {folder}; serve it by a server of its own."
+        )
+    if trained_storage(folder) != trained_storage(other):
+        raise UserError(
+            f"--adapter: the base of {other} was held in {trained_storage(other)} and that of {folder} in "
+            f"{trained_storage(folder)}; serve it by a server of its own."
+        )
+
+
+def _base_of(folder: Path) -> dict[str, Any]:
+    kept = read_json(folder / BASE_FILE)
+    if not isinstance(kept, dict) or not isinstance(kept.get("tensors"), dict):
+        raise UserError(f"--adapter: {folder} does not say which base it was trained over ({BASE_FILE} is missing).")
+    config = {
+        key: value
+        for key, value in kept.get("config", {}).items()
+        if key not in ("_name_or_path", "transformers_version")
+    }
+    return {"tensors": kept["tensors"], "config": json.dumps(config, sort_keys=True)}
+
+
+def _asked_as(folder: Path) -> tuple[Encoder, bool]:
+    """How the run in `folder` asks, as `open_run` finds it."""
+    run = read_run(folder)
+    encoder = Encoder(tokenizer_of(folder), template=None, train_on=run.train_on, special_tokens=run.special_tokens)
+    return encoder, bool(side_files.read_asked(folder / side_files.FOLDER).get("reasons"))
+
+
+def _has_changed_base(folder: Path, opened: Opened) -> bool:
+    """An unfinished run whose first factors were taken out of the base's weights."""
+    if opened.step is None:
+        return False
+    start = lora.Start.of(read_run(folder), folder)
+    return start is not None and start.takes_out
+
+
+def _wrappers(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost modules that adapt others, by name."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, WRAPPERS) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return found
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    while isinstance(module, WRAPPERS):
+        module = module.base
+    return module
+
+
+def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    for place, module in modules.items():
+        replace_module(model, place, module)

@@ -1,0 +1,114 @@
+"""What clients may ask, in OpenAI's words, and how errors are told. Closed: a field that is not here is refused, and so
+is a value that this server would have to ignore."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Request = TypeVar("Request", bound=BaseModel)
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class ApiError(Exception):
+    """An answer in the shape that clients know errors in."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, kind: str | None = None
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text"]
+
+
+class Common(BaseModel):
+    """What both endpoints take. The last ones have one value each that asks for nothing; clients send them."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str = Field(max_length=200)
+    temperature: float | None = Field(1.0, ge=0, le=5, allow_inf_nan=False)
+    top_p: float | None = Field(1.0, gt=0, le=1, allow_inf_nan=False)
+    max_tokens: int | None = Field(None, ge=1)
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, max_length=1000)
+    n: Literal[1] | None = 1
+    frequency_penalty: Literal[0] | None = 0
+    presence_penalty: Literal[0] | None = 0
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+
+class ChatMessage(BaseModel):
+    """What answers have besides (refusal, annotations) comes back from clients, and says nothing."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatRequest(Common):
+    messages: list[ChatMessage] = Field(min_length=1, max_length=10_000)
+    tools: Annotated[list[dict[str, Any]], Field(max_length=1000)] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+class CompletionRequest(Common):
+    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    logprobs: int | None = Field(None, ge=0, le=5)
+    echo: Literal[False] | None = False
+    best_of: Literal[1] | None = 1
+    suffix: None = None
+
+
+def parse(kind: type[Request], body: bytes) -> Request:
+    """The request, or an ApiError that says of the first fault what and where."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        if first["type"] == "json_invalid":
+            raise ApiError(400, "The body is no JSON that can be read.", code="invalid_json") from None
+        fields = {*kind.model_fields, *ChatMessage.model_fields, *StreamOptions.model_fields}
+        names = [str(part) for part in first["loc"] if isinstance(part, int) or part in fields]
+        param = ".".join(names) or None
+        where = ".".join(str(part) for part in first["loc"][:1]) or "the body"
+        if first["type"] == "extra_forbidden":
+            message = f"{where[:100]}: this server does not know that field."
+        else:
+            message = f"{param or where}: {first['msg']}."
+        raise ApiError(400, message, param=param or where[:100]) from None
+    except RecursionError:
+        raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from None

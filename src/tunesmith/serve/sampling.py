@@ -1,0 +1,82 @@
+"""The next token of each row of a batch, and the log-probabilities that were asked for.
+
+A request draws one number of its own for each token and takes the token at which the likeliest ones together have
+reached it. So what is drawn depends on the request's seed alone, never on what else is in the batch.
+
+Legend: B rows, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    id: int
+    logprob: float | None = None
+    """Of the model itself: before temperature and top_p."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens and their log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How one row chooses."""
+
+    temperature: float
+    top_p: float
+    drawn: float
+    """Uniform in [0, 1)."""
+    top: int | None
+    """So many of the likeliest tokens are told, with log-probabilities; None tells none."""
+
+
+def choose(logits_bv: torch.Tensor, choices: Sequence[Choice]) -> list[Token | None]:
+    """A token for each row; None where the logits are no numbers."""
+    logits_bv = logits_bv.float()
+    chosen_b = logits_bv.argmax(-1)
+    drawing = [place for place, choice in enumerate(choices) if choice.temperature > 0]
+    if drawing:
+        at = torch.tensor(drawing, device=logits_bv.device)
+        chosen_b[at] = _drawn(logits_bv[at], [choices[place] for place in drawing])
+    broken = logits_bv.isnan().any(-1).tolist()
+    ids = chosen_b.tolist()
+    told = _told(logits_bv, chosen_b, choices) if any(choice.top is not None for choice in choices) else {}
+    return [
+        None if broken[place] else told.get(place, Token(ids[place])) for place in range(len(choices))
+    ]  # fmt: skip
+
+
+def _drawn(logits_bv: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, device=logits_bv.device)[:, None]
+
+    temperatures = column([max(choice.temperature, 1e-4) for choice in choices])
+    probabilities_bv, order_bv = torch.softmax(logits_bv / temperatures, -1).sort(dim=-1, descending=True, stable=True)
+    before_bv = probabilities_bv.cumsum(-1) - probabilities_bv
+    kept_bv = probabilities_bv * (before_bv < column([choice.top_p for choice in choices]))
+    kept_bv[:, 0] = probabilities_bv[:, 0]  # the likeliest one may always be taken
+    reached_bv = kept_bv.cumsum(-1)
+    wanted_b1 = column([choice.drawn for choice in choices]) * reached_bv[:, -1:]
+    last_b1 = (kept_bv > 0).sum(-1, keepdim=True) - 1  # rounding must not lead beyond the tokens that are kept
+    at_b1 = torch.searchsorted(reached_bv, wanted_b1, right=True).minimum(last_b1)
+    return order_bv.gather(-1, at_b1)[:, 0]
+
+
+def _told(logits_bv: torch.Tensor, chosen_b: torch.Tensor, choices: Sequence[Choice]) -> dict[int, Token]:
+    rows = [place for place, choice in enumerate(choices) if choice.top is not None]
+    at = torch.tensor(rows, device=logits_bv.device)
+    logprobs = torch.log_softmax(logits_bv[at], -1)
+    own = logprobs.gather(-1, chosen_b[at, None])[:, 0].tolist()
+    most = min(max(choices[place].top or 0 for place in rows), logits_bv.shape[-1])
+    values, ids = logprobs.topk(max(most, 1), -1)
+    made = {}
+    for number, place in enumerate(rows):
+        count = choices[place].top or 0
+        top = tuple(zip(ids[number, :count].tolist(), values[number, :count].tolist(), strict=True))
+        made[place] = Token(int(chosen_b[place]), own[number], top)
+    return made

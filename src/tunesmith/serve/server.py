@@ -1,0 +1,166 @@
+"""From a run's folder to a server that listens, and its orderly end."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tunesmith.errors import UserError
+from tunesmith.serve.app import Access, Guard, make_app
+from tunesmith.serve.engine import Engine, Limits, Tried, try_out
+from tunesmith.serve.models import Models, open_models
+
+DRAIN_SECONDS = 30
+"""For answers that are under way when the server is told to end."""
+HEADER_SECONDS = 15.0
+"""For a new connection to send its first request."""
+SHARE = {"cuda": 0.6, "cpu": 0.25}
+"""Of the memory that is free once the model is loaded, for the cache."""
+LONGEST = 8192
+"""Tokens of a prompt and its answer, where the model's files name no limit."""
+log = logging.getLogger("tunesmith.serve")
+
+
+@dataclass(frozen=True)
+class Options:
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    batch: int = 64
+    queue: int = 256
+    length: int | None = None
+    cache_tokens: int | None = None
+    timeout: float = 600.0
+
+
+@dataclass(frozen=True)
+class Ready:
+    app: Any
+    models: Models
+    engine: Engine
+    tried: Tried
+
+
+def check_options(options: Options) -> None:
+    """Before anything is loaded."""
+    if options.api_key is not None and (not options.api_key.isascii() or len(options.api_key.strip()) < 8):
+        raise UserError("--api-key: a key has 8 characters or more, all of them ASCII.")
+    if options.api_key is None and not is_loopback(options.host):
+        raise UserError(
+            f"--host {options.host} can be reached by others: give a key in TUNESMITH_API_KEY (or --api-key), which "
+            "clients then send."
+        )
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def prepare(folder: Path, adapters: Mapping[str, Path], options: Options) -> Ready:
+    """The model loaded and tried, behind an app that is not listening yet."""
+    check_options(options)
+    models = open_models(folder, adapters)
+    for name in models.served:  # adapters must not change how the model is called
+        models.select(name)
+        tried = try_out(models.model)
+        if not tried.is_shared:
+            break
+    limits = limits_of(models, tried, options)
+    engine = Engine(models.model, models.select, limits, is_shared=tried.is_shared)
+    access = Access(options.api_key, is_loopback(options.host))
+    return Ready(make_app(models, engine, access, timeout=options.timeout), models, engine, tried)
+
+
+def limits_of(models: Models, tried: Tried, options: Options) -> Limits:
+    length = min(options.length or models.context or LONGEST, models.context or 1 << 30)
+    room = length * options.batch
+    if options.cache_tokens is not None:
+        room = options.cache_tokens
+    elif tried.bytes_per_token:
+        device = next(models.model.parameters()).device
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+        room = min(room, int(free * SHARE[device.type]) // tried.bytes_per_token)
+    if room < 16:
+        raise UserError("There is no memory left for a key-value cache beside the model; serve it on a larger device.")
+    return Limits(options.batch, options.queue, min(length, room), room)
+
+
+def listen(ready: Ready, options: Options) -> None:
+    """Answer until SIGTERM or Ctrl-C; then finish what is under way, `DRAIN_SECONDS` at most."""
+    make_server(ready, options).run()
+
+
+def make_server(ready: Ready, options: Options) -> Server:
+    config = uvicorn.Config(
+        ready.app,
+        host=options.host,
+        port=options.port,
+        http=Protocol,
+        ws="none",
+        loop="asyncio",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=DRAIN_SECONDS,
+        limit_concurrency=options.batch + options.queue + 64,
+        h11_max_incomplete_event_size=64 << 10,
+    )
+    return Server(config, ready.app)
+
+
+class Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, app: Guard):
+        super().__init__(config)
+        self._guard = app
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but the signal is not raised again afterwards: having drained is a good end."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        if not self.should_exit:
+            log.info("ending: answers under way are finished, within %d s; once more ends at once", DRAIN_SECONDS)
+        self._guard.drain()
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+
+class Protocol(H11Protocol):
+    """A connection that sends no request is closed."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(HEADER_SECONDS, self._close_if_silent)
+
+    def _close_if_silent(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()

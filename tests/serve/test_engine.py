@@ -1,0 +1,178 @@
+"""What is decoded together, with others joining and leaving, is what transformers generates alone."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from families import VOCABULARY, tiny_model
+from tunesmith.errors import UserError
+from tunesmith.serve.engine import Engine, Job, Limits, Reason, try_out
+
+LIMITS = Limits(batch=8, queue=100, length=128, cache_tokens=512)
+
+
+class Asked:
+    """A job, and what came of it."""
+
+    def __init__(self, prompt: list[int], most: int, stops: frozenset[int] = frozenset(), **options: Any):
+        self.tokens: list[int] = []
+        self.reason: Reason | None = None
+        self.is_done = threading.Event()
+        self.job = Job("one", prompt, most, stops, self.take, self.end, **{"temperature": 0.0, **options})
+
+    def take(self, token) -> bool:
+        self.tokens.append(token.id)
+        return False
+
+    def end(self, reason: Reason) -> None:
+        assert self.reason is None, "it ended twice"
+        self.reason = reason
+        self.is_done.set()
+
+
+def run_all(engine: Engine, asked: list[Asked]) -> None:
+    for one in asked:
+        engine.submit(one.job)
+    for one in asked:
+        assert one.is_done.wait(60)
+
+
+def generated(model, prompt: list[int], most: int, stop: int | None) -> list[int]:
+    ids = torch.tensor([prompt])
+    options = {"max_new_tokens": most, "do_sample": False, "eos_token_id": stop, "pad_token_id": 0}
+    with torch.inference_mode():
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+    return made[:-1] if stop is not None and made[-1:] == [stop] else made
+
+
+def check_family(family: str) -> bool:
+    """Twelve prompts of varied lengths, more than fit at once; returns whether they were decoded together."""
+    model = tiny_model(family)
+    tried = try_out(model)
+    engine = Engine(model, lambda _: None, LIMITS, is_shared=tried.is_shared)
+    chance = random.Random(0)
+    asked, expected = [], []
+    for _ in range(12):
+        prompt = [chance.randrange(3, VOCABULARY) for _ in range(chance.randint(1, 20))]
+        most, stop = chance.randint(1, 24), chance.choice([None, 7])
+        asked.append(Asked(prompt, most, frozenset([stop] if stop is not None else [])))
+        expected.append(generated(model, prompt, most, stop))
+    engine.start()
+    try:
+        run_all(engine, asked)
+        assert [one.tokens for one in asked] == expected
+        assert {one.reason for one in asked} <= {"stop", "length"}
+        assert (engine.running, engine.waiting, engine.cached_tokens) == (0, 0, 0)
+    finally:
+        engine.close()
+    return tried.is_shared
+
+
+@pytest.mark.parametrize(
+    ("family", "is_shared"), [("llama", True), ("gemma3_text", True), ("gpt2", True), ("lfm2_moe", False)]
+)
+def test_greedy_tokens_are_those_of_generate_whoever_joins_and_leaves(family, is_shared):
+    assert check_family(family) == is_shared
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def engine(llama):
+    made = Engine(llama, lambda _: None, LIMITS, is_shared=True)
+    made.start()
+    yield made
+    made.close()
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_among_others(engine):
+    options = {"temperature": 1.0, "top_p": 0.9}
+    alone = Asked([5, 6, 7], 30, seed=11, **options)
+    run_all(engine, [alone])
+    again = Asked([5, 6, 7], 30, seed=11, **options)
+    others = [Asked([9] * size, 12, seed=size, **options) for size in range(1, 7)]
+    run_all(engine, [*others[:3], again, *others[3:]])
+    assert again.tokens == alone.tokens
+    other = Asked([5, 6, 7], 30, seed=12, **options)
+    run_all(engine, [other])
+    assert other.tokens != alone.tokens
+
+
+def test_a_cancelled_request_frees_its_cache_and_the_others_go_on(engine, llama):
+    kept, gone = Asked([5, 6, 7], 40), Asked([8] * 60, 60)
+    gone.take = lambda token: engine.cancel(gone.job)  # as soon as it has its first token
+    gone.job.take = gone.take
+    run_all(engine, [gone, kept])
+    assert gone.reason == "cancelled"
+    assert gone.job.generated <= 2
+    assert kept.tokens == generated(llama, [5, 6, 7], 40, None)
+    assert engine.cached_tokens == 0
+
+
+def test_the_cache_never_holds_more_than_its_limit(engine, llama):
+    most = 0
+    asked = [Asked([4] * size, 40) for size in (1, 80, 3, 50, 2, 88, 7, 1)]
+
+    def looking(one: Asked):
+        def take(token) -> bool:
+            nonlocal most
+            most = max(most, engine.cached_tokens)
+            return one.take(token)
+
+        return take
+
+    for one in asked:
+        one.job.take = looking(one)
+    run_all(engine, asked)
+    assert 0 < most <= LIMITS.cache_tokens
+    assert all(len(one.tokens) == 40 for one in asked)
+
+
+def test_an_answer_that_fails_takes_no_other_with_it(engine, llama):
+    good, bad = Asked([5, 6, 7], 20), Asked([8, 9], 20)
+
+    def fail(token) -> bool:
+        raise KeyError("secret")
+
+    bad.job.take = fail
+    run_all(engine, [bad, good])
+    assert bad.reason == "failed"
+    assert good.tokens == generated(llama, [5, 6, 7], 20, None)
+
+
+def test_a_request_that_takes_too_long_is_ended(engine):
+    asked = Asked([5, 6, 7], 100, deadline=0.0)
+    run_all(engine, [asked])
+    assert asked.reason == "timeout"
+
+
+@pytest.mark.xfail(reason="bart and other families differ from generate; why is not known yet (docs/lab.md)")
+@pytest.mark.slow
+def test_every_family_is_decoded_as_generate_does_or_refused():
+    """All causal families that transformers has; those that do not run here at all say nothing of the engine."""
+    from families import causal_families
+
+    wrong, shared, alone, refused = {}, [], [], []
+    for family in causal_families():
+        try:
+            model = tiny_model(family)
+            generated(model, [5, 6, 7], 4, None)
+        except Exception:
+            continue
+        try:
+            (shared if check_family(family) else alone).append(family)
+        except UserError:
+            refused.append(family)
+        except AssertionError as error:
+            wrong[family] = str(error)[:200]
+    print(f"{len(shared)} together, {len(alone)} alone {alone}, {len(refused)} refused {refused}")
+    assert not wrong
+    assert len(shared) > 50
