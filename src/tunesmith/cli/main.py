@@ -38,9 +38,11 @@ from tunesmith.cli import (
     network,
     plan,
     profile,
+    report,
     schema,
     serve,
     train,
+    ui,
 )
 from tunesmith.errors import UserError, UserErrors
 from tunesmith.launch.local import write_failure
@@ -128,6 +130,7 @@ for _panel, _verbs in {
     "Prepare": {"init": init, "check": check, "plan": plan},
     "Train": {"train": train, "eval": evaluate},
     "Use the result": {"chat": chat, "merge": merge, "export": export, "serve": serve},
+    "See": {"ui": ui, "report": report},
     "Measure": {"profile": profile, "bench": bench, "network": network},
     "Look around": {"doctor": doctor, "schema": schema},
 }.items():

@@ -167,24 +167,46 @@ class EventLog:
             self._stream.close()
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
-    """The run's events as one history: what a resumed run did again replaces what it did before.
+class History:
+    """Events as one history: what a resumed run did again replaces what it did before.
 
     A sitting that was killed before its first checkpoint is begun anew, which no `resumed` record says.
     """
-    history: list[dict[str, Any]] = []
-    has_just_started = False
-    for record in _records(folder / FILE):
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self._has_just_started = False
+
+    def add(self, record: dict[str, Any]) -> None:
         if record["event"] == "started":
-            has_just_started = True
+            self._has_just_started = True
         elif "step" in record:
             if record["event"] == "resumed":
-                history = [old for old in history if not _is_after(old, record["step"])]
-            elif has_just_started:
-                history = [old for old in history if not _is_after(old, -1)]
-            has_just_started = False
-        history.append(record)
-    return history
+                self._forget_after(record["step"])
+            elif self._has_just_started:
+                self._forget_after(-1)
+            self._has_just_started = False
+        self.records.append(record)
+
+    def _forget_after(self, step: int) -> None:
+        self.records = [old for old in self.records if not _is_after(old, step)]
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The run's events as one history."""
+    history = History()
+    for record in _records(folder / FILE):
+        history.add(record)
+    return history.records
+
+
+def parse(line: str | bytes) -> dict[str, Any] | None:
+    """The record of a line; None of one that was cut short by a kill, or that another version wrote."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and record.get("event") in KINDS else None
 
 
 def _is_after(record: dict[str, Any], step: int) -> bool:
@@ -196,11 +218,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open(encoding="utf-8") as stream:
         for line in stream:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue  # cut short by a kill
-            if isinstance(record, dict) and record.get("event") in KINDS:
+            if (record := parse(line)) is not None:
                 yield record
 
 

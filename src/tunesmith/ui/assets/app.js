@@ -1,0 +1,208 @@
+"use strict";
+// The live pages: #/ the list, #/run/ID one run, #/compare/ID,ID several. A stream says when there is something new, and
+// the page fetches it.
+(() => {
+  const T = Tunesmith, { h } = T;
+  const main = document.getElementById("page"), link = document.getElementById("link"), where = document.getElementById("where");
+  const chosen = new Set();
+  let search = "", page = null;
+
+  async function ask(path, given) {
+    const answer = await fetch(path, { credentials: "same-origin", ...given });
+    const isJson = (answer.headers.get("Content-Type") || "").startsWith("application/json");
+    const content = isJson ? await answer.json() : { problem: await answer.text() };
+    if (!answer.ok) throw new Error(content.problem || answer.statusText);
+    return content;
+  }
+
+  // At most one fetch a second, and none while one is under way
+  function follower(path, fetchAndShow) {
+    let isBusy = false, isDue = false, isOver = false;
+    const run = async () => {
+      if (isOver) return;
+      if (isBusy) { isDue = true; return; }
+      isBusy = true; isDue = false;
+      try { await fetchAndShow(() => !isOver); } catch (problem) { if (!isOver) link.textContent = problem.message; }
+      setTimeout(() => { isBusy = false; if (isDue) run(); }, 600);
+    };
+    const source = new EventSource(path);
+    source.addEventListener("changed", run);
+    source.addEventListener("open", () => { link.textContent = ""; run(); });
+    source.addEventListener("error", () => { link.textContent = "Not connected: `tunesmith ui` does not answer."; });
+    return { run, close: () => { isOver = true; source.close(); } };
+  }
+
+  // The list
+
+  function listPage() {
+    document.title = "Runs - Tunesmith";
+    const rows = new Map();
+    const body = h("tbody");
+    const compare = h("button", { type: "button", disabled: true, onclick: () => { location.hash = `#/compare/${[...chosen].join(",")}`; } }, "Compare");
+    const count = h("span", { class: "soft small", role: "status" });
+    const tell = () => { compare.disabled = chosen.size < 2; compare.textContent = chosen.size < 2 ? "Compare" : `Compare ${chosen.size} runs`; };
+    const heads = [["", ""], ["Run", ""], ["State", ""], ["Model", ""], ["Method", ""], ["Data", ""], ["Step", "n"], ["Best held-out", "n"], ["Last loss", "n"], ["Tokens/s", "n"], ["Memory", "n"], ["Left", "n"], ["Loss", ""]];
+    const field = h("input", { type: "search", value: search, "aria-label": "Search runs", placeholder: "Search: name, model, data, state", oninput: (e) => { search = e.target.value; filter(); } });
+    main.replaceChildren(h("h1", {}, "Runs"), h("div", { class: "controls" }, field, compare, count),
+      h("div", { class: "scroll" }, h("table", { class: "runs" }, h("caption", { class: "skip" }, "All runs of the folder"),
+        h("thead", {}, h("tr", {}, heads.map(([name, kind]) => h("th", { scope: "col", class: kind || null }, name || h("span", { class: "skip" }, "Compare"))))), body)));
+    let runs = [];
+    const clip = (name) => h("span", { class: "clip", title: name }, name.split("/").pop() || name);
+    const row = (run) => {
+      const cell = (name, value, kind) => h("td", { class: kind, "data-name": name }, value);
+      const method = run.objective === "sft" ? run.method : `${run.method}, ${run.objective.toUpperCase()}`;
+      return h("tr", {},
+        h("td", {}, h("input", { type: "checkbox", checked: chosen.has(run.id), "data-at": `box${run.id}`, "aria-label": `Compare ${run.name}`, onchange: (e) => { e.target.checked ? chosen.add(run.id) : chosen.delete(run.id); tell(); } })),
+        h("th", { scope: "row" }, h("a", { href: `#/run/${run.id}`, "data-at": `link${run.id}` }, run.name)),
+        h("td", {}, T.state(run)), cell("model", clip(run.model)), cell("method", method), cell("data", run.data.slice(0, 3).map(clip)),
+        cell("step", run.total_steps ? `${T.number(run.step, 9)} / ${T.number(run.total_steps, 9)}` : T.number(run.step, 9), "n"),
+        cell("best held-out", run.is_exact ? T.loss(run.best) : "…", "n"), cell("last loss", T.loss(run.loss), "n"), cell("tokens/s", T.number(run.tokens_per_second), "n"),
+        cell("memory", T.bytes(run.memory), "n"), cell("left", run.left === null ? "–" : T.clock(run.left), "n"), h("td", { class: "spark" }, T.sparkline(run.sparks)));
+    };
+    const filter = () => {
+      const words = search.toLowerCase().split(/\s+/).filter(Boolean);
+      let visible = 0;
+      for (const run of runs) {
+        const text = [run.name, run.model, run.method, run.objective, run.state, ...run.data].join(" ").toLowerCase();
+        const isShown = words.every((word) => text.includes(word));
+        rows.get(run.id).element.hidden = !isShown;
+        visible += isShown ? 1 : 0;
+      }
+      count.textContent = `${visible === runs.length ? "" : `${visible} of `}${runs.length} runs`;
+    };
+    tell();
+    return follower("/api/stream", async (isOpen) => {
+      const found = await ask("/api/runs");
+      if (!isOpen()) return;
+      runs = found.runs;
+      where.textContent = found.folder;
+      const focused = document.activeElement && document.activeElement.dataset ? document.activeElement.dataset.at : null;
+      const order = runs.map((run) => {
+        const text = JSON.stringify(run), known = rows.get(run.id);
+        if (!known || known.text !== text) rows.set(run.id, { text, element: row(run) });
+        return rows.get(run.id).element;
+      });
+      if (order.length !== body.children.length || order.some((one, n) => one !== body.children[n])) body.replaceChildren(...order);
+      if (focused && document.activeElement === document.body) { const again = body.querySelector(`[data-at="${focused}"]`); if (again) again.focus(); }
+      filter();
+    });
+  }
+
+  // One run
+
+  function runPage(id, viewText) {
+    const view = T.view(viewText), top = h("div"), below = h("div"), settings = h("div"), against = h("div", { "aria-live": "polite" });
+    let last = null, steps = null;
+    const panels = new T.Panels(view, () => { history.replaceState(null, "", `#/run/${id}?${T.viewText(view)}`); zoomed(); });
+    const said = h("span", { class: "soft small", role: "status" });
+    const stop = h("button", { type: "button", class: "stop", onclick: async () => {
+      if (!confirm("Stop this run? What has been trained is saved first.")) return;
+      stop.disabled = true;
+      try { said.textContent = (await ask(`/api/runs/${id}/stop`, { method: "POST" })).said; } catch (problem) { said.textContent = problem.message; stop.disabled = false; }
+    } }, "Stop (saves first)");
+    const other = h("select", { onchange: async () => {
+      against.replaceChildren();
+      if (!other.value) return;
+      const found = await ask(`/api/compare?runs=${id},${other.value}`);
+      against.replaceChildren(settingsTable(found));
+    } }, h("option", { value: "" }, "none"));
+    const panel = T.section("Curves", panels.controls(), panels.root);
+    main.replaceChildren(top, h("div", { class: "controls" }, stop, h("a", { href: `/api/runs/${id}/report`, download: "report.html" }, "Save as one file"), said), panel, below,
+      T.section("Settings that differ", h("div", { class: "controls" }, h("label", {}, "from those of", other)), against), settings);
+    ask("/api/runs").then((found) => { for (const run of found.runs) if (run.id !== id) other.append(h("option", { value: run.id }, run.name)); where.textContent = found.folder; }).catch(() => {});
+
+    // Zoomed into a long run, the steps in between are fetched
+    function zoomed() {
+      const range = panels.range;
+      const before = steps;
+      if (range === null || last === null) steps = null;
+      else {
+        const xs = last.curves[view.axis], at = last.curves.step;
+        const inside = at.filter((step, n) => xs[n] !== null && xs[n] >= range[0] && xs[n] <= range[1]);
+        const low = inside.length ? at.indexOf(inside[0]) : 0, high = inside.length ? at.indexOf(inside[inside.length - 1]) : at.length - 1;
+        if (steps === null && !last.curves.is_thinned) return;
+        steps = [low > 0 ? at[low - 1] : at[0], high < at.length - 1 ? at[high + 1] : at[high]];
+        if (view.axis === "step") steps = [Math.floor(range[0]) - 1, Math.ceil(range[1]) + 1];
+      }
+      if (JSON.stringify(before) !== JSON.stringify(steps)) page.run();
+    }
+    const open = (root) => new Set([...root.querySelectorAll("details[open] > summary")].map((one) => one.textContent));
+    function replace(root, ...content) {
+      if (root.contains(document.activeElement)) return;  // somebody reads there
+      const wasOpen = open(root);
+      root.replaceChildren(...content);
+      for (const one of root.querySelectorAll("summary")) if (wasOpen.has(one.textContent)) one.parentElement.open = true;
+    }
+    let shownBelow = "", shownSettings = "";
+    return follower(`/api/stream?run=${id}`, async (isOpen) => {
+      const run = await ask(`/api/runs/${id}${steps ? `?from=${steps[0]}&to=${steps[1]}` : ""}`);
+      if (!isOpen()) return;
+      last = run;
+      document.title = `${run.name} - Tunesmith`;
+      top.replaceChildren(h("h1", {}, run.name), ...T.title(run).flat(), T.cards(run));
+      stop.hidden = !(run.state === "running");
+      panels.bounds = run.curves.whole;
+      panels.show(T.panelsOf(run));
+      const { curves, settings: given, sparks, ...rest } = run;
+      const text = JSON.stringify(rest);
+      if (text !== shownBelow) { shownBelow = text; replace(below, ...T.tables(run)); }
+      if (JSON.stringify(given) !== shownSettings) { shownSettings = JSON.stringify(given); replace(settings, T.settings(run)); }
+    });
+  }
+
+  // Several
+
+  function settingsTable(found) {
+    if (!found.differences.length) return h("p", { class: "soft" }, "Their settings are the same.");
+    return T.table("Settings that differ", ["setting", ...found.runs.map((run) => run.name)],
+      found.differences.map((row) => [row.name, ...found.runs.map((run) => T.shown(row.values[run.id]))]));
+  }
+  function comparePage(ids, viewText) {
+    const view = T.view(viewText), tables = h("div");
+    document.title = "Compare - Tunesmith";
+    const panels = new T.Panels(view, () => history.replaceState(null, "", `#/compare/${ids.join(",")}?${T.viewText(view)}`));
+    main.replaceChildren(h("h1", {}, "Compare"), T.section("Curves", panels.controls(false), panels.root), tables);
+    const overlay = (title, runs, of, more) => ({ title, ...more, series: runs.flatMap((run, n) => {
+      const one = of(run);
+      return one ? [{ label: run.name, color: T.COLORS[n % T.COLORS.length], dashed: n >= T.COLORS.length, ...one }] : [];
+    }) });
+    const column = (name) => (run) => ({ x: { step: run.curves.step, tokens: run.curves.tokens, seconds: run.curves.seconds }, y: run.curves[name] });
+    const heldOut = (run) => {
+      const pairs = run.curves.held_out.all || Object.values(run.curves.held_out)[0];
+      if (!pairs) return null;
+      const at = (name) => pairs.map(([place]) => run.curves[name][place]);
+      return { x: { step: at("step"), tokens: at("tokens"), seconds: at("seconds") }, y: pairs.map(([, y]) => y), points: true };
+    };
+    return follower("/api/stream", async (isOpen) => {
+      const found = await ask(`/api/compare?runs=${ids.join(",")}`);
+      if (!isOpen()) return;
+      const runs = found.runs;
+      panels.show([
+        overlay("Training loss, smoothed", runs, column("smoothed"), { isLog: true, exact: T.loss }),
+        overlay("Held-out loss", runs, heldOut, { isLog: true, exact: T.loss }),
+        overlay("Learning rate", runs, column("learning_rate"), { isLog: true, fromZero: true }),
+        overlay("Gradient norm", runs, column("grad_norm"), { isLog: true, fromZero: true }),
+        overlay("Tokens per second", runs, column("tokens_per_second"), { fromZero: true }),
+        overlay("Peak memory", runs, column("memory"), { unit: T.bytes, fromZero: true }),
+      ]);
+      const rows = [["state", (run) => run.state], ["step", (run) => T.number(run.step, 9)], ["best held-out loss", (run) => T.loss(run.best)], ["last held-out loss", (run) => T.loss(run.held_out)],
+        ["last training loss", (run) => T.loss(run.loss)], ["tokens/s", (run) => T.number(run.measured ? run.measured.tokens_per_second : run.tokens_per_second)], ["peak memory", (run) => T.bytes(run.memory)]];
+      tables.replaceChildren(
+        T.section("Figures", T.table("Figures of each run", ["", ...runs.map((run) => h("a", { href: `#/run/${run.id}` }, run.name))], rows.map(([name, of]) => [name, ...runs.map(of)]))),
+        T.section("Settings", settingsTable(found)));
+    });
+  }
+
+  function route() {
+    const [path, viewText] = location.hash.slice(1).split("?");
+    if (path === "page") return;  // the link that skips to the page
+    if (page) page.close();
+    link.textContent = "";
+    const run = /^\/run\/([0-9a-f]{16})$/.exec(path), several = /^\/compare\/([0-9a-f]{16}(?:,[0-9a-f]{16})*)$/.exec(path);
+    page = run ? runPage(run[1], viewText) : several ? comparePage(several[1].split(","), viewText) : listPage();
+    scrollTo(0, 0);
+  }
+  document.getElementById("skip").addEventListener("click", (event) => { event.preventDefault(); main.focus(); });
+  addEventListener("hashchange", route);
+  route();
+})();

@@ -1,0 +1,366 @@
+"use strict";
+// What a run's page is made of, for `tunesmith report` and `tunesmith ui` alike. All that comes out of a run is put in as
+// text nodes and by CSSOM, never as HTML.
+
+const Tunesmith = (() => {
+  const COLORS = ["--a", "--b", "--c", "--d", "--e", "--f"];
+  const BINARY = Array.from({ length: 46 }, (_, n) => 2 ** n);
+  const AXES = { step: "step", tokens: "tokens", seconds: "time" };
+
+  function h(tag, given, ...children) {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(given || {})) {
+      if (value === null || value === undefined || value === false) continue;
+      if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+      else if (name === "checked" || name === "value" || name === "disabled") made[name] = value;
+      else made.setAttribute(name, value === true ? "" : value);
+    }
+    for (const child of children.flat(3)) if (child !== null && child !== undefined && child !== false) made.append(child);
+    return made;
+  }
+
+  // Figures as people read them
+
+  function number(value, digits = 4) {
+    if (value === null || value === undefined) return "–";
+    const size = Math.abs(value);
+    if (size !== 0 && (size < 1e-3 || size >= 1e9)) return value.toExponential(2);
+    if (size >= 1000) return Math.round(value).toLocaleString("en");
+    return String(Number(value.toPrecision(digits)));
+  }
+  function bytes(value) {
+    if (value === null || value === undefined) return "–";
+    const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let place = 0;
+    while (Math.abs(value) >= 1024 && place < 4) { value /= 1024; place += 1; }
+    return `${value >= 100 || place === 0 ? Math.round(value) : value.toFixed(1)} ${units[place]}`;
+  }
+  function clock(seconds) {
+    if (seconds === null || seconds === undefined) return "–";
+    if (seconds < 10) return `${Number(seconds.toPrecision(2))} s`;
+    const all = Math.round(seconds), hours = Math.floor(all / 3600), minutes = Math.floor(all / 60) % 60;
+    const two = (n) => String(n).padStart(2, "0");
+    return hours ? `${hours}:${two(minutes)}:${two(all % 60)} h` : minutes ? `${minutes}:${two(all % 60)} min` : `${all} s`;
+  }
+  function day(seconds) {
+    return seconds ? new Date(seconds * 1000).toISOString().slice(0, 16).replace("T", " ") + " UTC" : "–";
+  }
+  const share = (measured, predicted) => (measured && predicted ? `${measured >= predicted ? "+" : "−"}${Math.abs((measured / predicted - 1) * 100).toFixed(0)}%` : "–");
+  const shown = (value) => (value === null || value === undefined ? "not set" : typeof value === "string" ? value : JSON.stringify(value));
+  const loss = (value) => (value === null || value === undefined ? "–" : Math.abs(value) < 1000 ? value.toFixed(4) : number(value));
+
+  function table(caption, heads, rows, kinds = []) {
+    return h("div", { class: "scroll" }, h("table", {}, h("caption", {}, caption),
+      h("thead", {}, h("tr", {}, heads.map((head, place) => h("th", { scope: "col", class: kinds[place] }, head)))),
+      h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, place) =>
+        place === 0 ? h("th", { scope: "row", class: kinds[0] }, cell) : h("td", { class: kinds[place] }, cell)))))));
+  }
+  const section = (title, ...content) => {
+    const id = "s-" + title.toLowerCase().replace(/[^a-z]+/g, "-");
+    return h("section", { "aria-labelledby": id }, h("h2", { id }, title), ...content);
+  };
+  const state = (run) => h("span", { class: `state ${run.state}` }, run.state);
+
+  function sparkline(values) {
+    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    svg.setAttribute("viewBox", "0 0 88 28");
+    svg.setAttribute("aria-hidden", "true");
+    if (values.length > 1) {
+      const low = Math.min(...values), span = Math.max(...values) - low || 1;
+      const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+      path.setAttribute("d", values.map((v, n) => `${n ? "L" : "M"}${(n / (values.length - 1) * 86 + 1).toFixed(1)} ${(26 - (v - low) / span * 24).toFixed(1)}`).join(""));
+      svg.append(path);
+    }
+    return svg;
+  }
+
+  // Charts: several panels over one x, with one cursor and one zoom
+
+  class Panels {
+    constructor(view, changed) {
+      this.view = view;      // {axis, log, raw}: what the URL keeps
+      this.changed = changed;
+      this.range = null;     // of x, when zoomed
+      this.bounds = null;    // of x by axis, where the panels hold a part of it
+      this.panels = [];
+      this.root = h("div", { class: "charts" });
+      this.dark = matchMedia("(prefers-color-scheme: dark)");
+      this.dark.addEventListener("change", () => this.draw());
+      this.sizes = new ResizeObserver(() => { for (const one of this.panels) if (one.plot) one.plot.setSize(this.size(one)); });
+      this.sizes.observe(this.root);
+    }
+    controls(hasRaw = true) {
+      const set = (name, value) => { this.view[name] = value; if (name === "axis") this.range = null; this.draw(); this.changed(); };
+      return h("div", { class: "controls", role: "group", "aria-label": "How the curves are drawn" },
+        h("label", {}, "over", h("select", { onchange: (e) => set("axis", e.target.value) },
+          Object.entries(AXES).map(([axis, name]) => h("option", { value: axis, selected: axis === this.view.axis }, name)))),
+        h("label", {}, h("input", { type: "checkbox", checked: this.view.log, onchange: (e) => set("log", e.target.checked) }), "log scale"),
+        hasRaw && h("label", {}, h("input", { type: "checkbox", checked: this.view.raw, onchange: (e) => set("raw", e.target.checked) }), "each step"),
+        h("button", { type: "button", onclick: () => this.zoom(0.5) }, "Zoom in"),
+        h("button", { type: "button", onclick: () => this.zoom(2) }, "Zoom out"),
+        h("button", { type: "button", onclick: () => this.setRange(null) }, "All"),
+        h("span", { class: "soft small" }, "Drag over a chart to zoom; arrow keys move the cursor."));
+    }
+    // panels: [{title, unit, series: [{label, x: {step,tokens,seconds}, y, color, dashed, points, faint}], isLog}]
+    show(panels) {
+      const same = panels.length === this.panels.length && panels.every((one, n) => one.title === this.panels[n].title);
+      if (!same) {
+        for (const one of this.panels) if (one.plot) one.plot.destroy();
+        this.root.replaceChildren();
+        this.panels = panels.map((one) => this.frame(one));
+      } else {
+        panels.forEach((one, n) => Object.assign(this.panels[n], one));
+      }
+      this.draw();
+    }
+    frame(panel) {
+      panel.read = h("div", { class: "read" });
+      panel.place = h("div", { class: "plot", tabindex: "0", role: "img", onkeydown: (e) => this.key(panel, e) });
+      panel.figures = h("div", { class: "tall", tabindex: "0", role: "region", "aria-label": `${panel.title}: figures` });
+      const details = h("details", { ontoggle: () => details.open && this.fill(panel) }, h("summary", {}, "Figures"), panel.figures);
+      panel.details = details;
+      this.root.append(h("div", { class: "chart" }, h("h3", {}, panel.title), panel.read, panel.place, details));
+      return panel;
+    }
+    size(panel) { return { width: Math.max(200, panel.place.clientWidth || 320), height: 230 }; }
+    color(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
+    visible(panel) { return panel.series.filter((one) => this.view.raw || !one.faint || panel.series.length === 1); }
+    aligned(series) {
+      const axis = this.view.axis;
+      const xs = [...new Set(series.flatMap((one) => one.x[axis]))].filter((x) => x !== null).sort((a, b) => a - b);
+      const place = new Map(xs.map((x, n) => [x, n]));
+      return [xs, ...series.map((one) => {
+        const column = new Array(xs.length).fill(null);
+        one.x[axis].forEach((x, n) => { if (x !== null && one.y[n] !== null) column[place.get(x)] = one.y[n]; });
+        return column;
+      })];
+    }
+    draw() { for (const panel of this.panels) this.drawOne(panel); }
+    drawOne(panel) {
+      const series = this.visible(panel);
+      const data = this.aligned(series);
+      const isLog = this.view.log && panel.isLog && data.slice(1).every((column) => column.every((y) => y === null || y > 0));
+      const look = JSON.stringify([isLog, this.view.axis, this.dark.matches, series.map((one) => one.label)]);
+      panel.place.setAttribute("aria-label", this.describe(panel, series));
+      if (panel.details.open) this.fill(panel);
+      if (panel.plot && panel.look === look) {
+        panel.data = data;
+        panel.plot.setData(data, this.range === null);
+        if (this.range) panel.plot.setScale("x", { min: this.range[0], max: this.range[1] });  // draws, too
+        this.say(panel, panel.plot.cursor.idx);
+        return;
+      }
+      if (panel.plot) panel.plot.destroy();
+      panel.look = look;
+      panel.data = data;
+      const ink = this.color("--soft"), line = this.color("--line");
+      const unit = panel.unit || number;
+      const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 }, font: "12px system-ui, sans-serif" };
+      panel.plot = new uPlot({
+        ...this.size(panel),
+        legend: { show: false },
+        cursor: { sync: { key: "runs" }, drag: { x: true, y: false }, points: { size: 7 } },
+        scales: { x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
+                  y: { distr: isLog ? 3 : 1, range: isLog ? undefined : (u, low, high) => {
+                    if (low === null) return [0, 1];
+                    const room = (high - low || Math.abs(high) || 1) * 0.06;
+                    return [panel.fromZero && low >= 0 ? 0 : low - room, high + room];
+                  } } },
+        axes: [{ ...axis, space: 70, size: 34, values: (u, ticks) => ticks.map((v) => this.xText(v)) },
+               { ...axis, size: 66, incrs: panel.unit === bytes ? BINARY : undefined, values: (u, ticks) => ticks.map((v) => (v === null ? "" : unit(v))) }],
+        series: [{}, ...series.map((one) => ({
+          label: one.label, stroke: this.color(one.color), width: one.faint ? 1 : 2, dash: one.dashed ? [6, 4] : undefined,
+          spanGaps: true, points: { show: Boolean(one.points), size: 6, fill: this.color(one.color) },
+        }))],
+        hooks: {
+          setCursor: [(u) => this.say(panel, u.cursor.idx)],
+          setSelect: [(u) => {
+            if (u.select.width > 4) this.setRange([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]);
+            u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+          }],
+        },
+      }, data, panel.place);
+      panel.plot.over.addEventListener("dblclick", () => this.setRange(null));
+      if (this.range) panel.plot.setScale("x", { min: this.range[0], max: this.range[1] });
+      this.say(panel, null);
+    }
+    xText(value) {
+      if (value === null || value === undefined) return "";
+      if (this.view.axis === "seconds") return clock(value);
+      if (value >= 1e9) return `${Number((value / 1e9).toPrecision(3))}G`;
+      if (value >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
+      if (value >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
+      return String(Number(value.toPrecision(4)));
+    }
+    // One cursor over all panels: each says its own values at that x, or the last ones
+    say(panel, place) {
+      if (place >= panel.data[0].length) place = null;
+      const series = this.visible(panel), unit = panel.exact || panel.unit || number;
+      const parts = series.map((one, n) => {
+        const column = panel.data[n + 1];
+        let at = place === null || place === undefined ? column.length - 1 : place;
+        while (at >= 0 && column[at] === null) at -= 1;
+        const key = h("span", { class: `key${one.dashed ? " dashed" : ""}` }, `${one.label} ${at >= 0 ? unit(column[at]) : "–"}`);
+        key.style.setProperty("--color", `var(${one.color})`);
+        return key;
+      });
+      const at = place === null || place === undefined ? null : panel.data[0][place];
+      panel.read.replaceChildren(...(at === null ? [] : [h("span", { class: "soft" }, `${AXES[this.view.axis]} ${this.view.axis === "seconds" ? clock(at) : number(at, 7)}`)]), ...parts);
+    }
+    describe(panel, series) {
+      const unit = panel.exact || panel.unit || number;
+      const parts = series.filter((one) => !one.faint || series.length === 1).map((one) => {
+        const values = one.y.filter((y) => y !== null);
+        if (!values.length) return `${one.label}: no values`;
+        if (one.level) return `${one.label}: ${unit(values[0])}`;
+        let low = values[0], high = values[0];
+        for (const y of values) { if (y < low) low = y; if (y > high) high = y; }
+        return `${one.label}: from ${unit(values[0])} to ${unit(values[values.length - 1])}, lowest ${unit(low)}, highest ${unit(high)}`;
+      });
+      return `Chart of ${panel.title}. ${parts.join(". ")}. The figures follow below.`;
+    }
+    fill(panel) {
+      const series = this.visible(panel).filter((one) => !one.level), data = this.aligned(series), unit = panel.exact || panel.unit || number;
+      const stride = Math.max(1, Math.ceil(data[0].length / 100));
+      const keep = data[0].map((x, n) => n).filter((n) => n % stride === 0 || n === data[0].length - 1 || series.some((one, s) => one.points && data[s + 1][n] !== null));
+      const places = keep.length > 400 ? keep.filter((n, at) => at % Math.ceil(keep.length / 400) === 0) : keep;
+      panel.figures.replaceChildren(table(`${panel.title} by ${AXES[this.view.axis]}${places.length < data[0].length ? `, ${places.length} of ${data[0].length} points` : ""}`,
+        [AXES[this.view.axis], ...series.map((one) => one.label)],
+        places.map((n) => [this.view.axis === "seconds" ? clock(data[0][n]) : number(data[0][n], 7), ...series.map((one, s) => (data[s + 1][n] === null ? "" : unit(data[s + 1][n])))]),
+        ["n", ...series.map(() => "n")]));
+    }
+    extent() {
+      if (this.bounds) return this.bounds[this.view.axis];
+      let low = Infinity, high = -Infinity;
+      for (const panel of this.panels) if (panel.data && panel.data[0].length) { low = Math.min(low, panel.data[0][0]); high = Math.max(high, panel.data[0][panel.data[0].length - 1]); }
+      return [low, high];
+    }
+    zoom(factor) {
+      const [low, high] = this.extent();
+      if (!(high > low)) return;
+      const [from, to] = this.range || [low, high];
+      const plot = this.panels[0].plot, idx = plot && plot.cursor.idx;
+      const cursor = idx === null || idx === undefined ? null : this.panels[0].data[0][idx];
+      const centre = cursor !== null && cursor >= from && cursor <= to ? cursor : (from + to) / 2, half = (to - from) / 2 * factor;
+      const range = [Math.max(low, centre - half), Math.min(high, centre + half)];
+      this.setRange(range[0] <= low && range[1] >= high ? null : range);
+    }
+    setRange(range) {
+      this.range = range;
+      const [low, high] = range || this.extent();
+      for (const panel of this.panels) if (panel.plot && panel.data[0].length) panel.plot.setScale("x", { min: low, max: high });
+      this.changed();
+    }
+    key(panel, event) {
+      const plot = panel.plot, last = panel.data ? panel.data[0].length - 1 : -1;
+      if (!plot || last < 0) return;
+      const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -Math.ceil(last / 20), PageDown: Math.ceil(last / 20) };
+      if (event.key in moves || event.key === "Home" || event.key === "End") {
+        const now = plot.cursor.idx === null || plot.cursor.idx === undefined ? last : plot.cursor.idx;
+        const next = event.key === "Home" ? 0 : event.key === "End" ? last : Math.min(last, Math.max(0, now + moves[event.key]));
+        plot.setCursor({ left: plot.valToPos(panel.data[0][next], "x"), top: plot.over.clientHeight / 2 }, true, true);
+      } else if (event.key === "+" || event.key === "=") this.zoom(0.5);
+      else if (event.key === "-") this.zoom(2);
+      else if (event.key === "0" || event.key === "Escape") this.setRange(null);
+      else return;
+      event.preventDefault();
+    }
+  }
+
+  // One run
+
+  function points(curves, pairs) {
+    const at = (name) => pairs.map(([place]) => curves[name][place]);
+    return { x: { step: at("step"), tokens: at("tokens"), seconds: at("seconds") }, y: pairs.map(([, y]) => y) };
+  }
+  function level(curves, value) {  // a straight line
+    const ends = (name) => (curves.step.length ? [curves[name][0], curves[name][curves.step.length - 1]] : []);
+    const x = { step: ends("step"), tokens: ends("tokens"), seconds: ends("seconds") };
+    return { x, y: x.step.map(() => value), level: true, dashed: true };
+  }
+  function panelsOf(run) {
+    const c = run.curves, x = { step: c.step, tokens: c.tokens, seconds: c.seconds };
+    const color = (n) => COLORS[n % COLORS.length];
+    const heldOut = Object.entries(c.held_out);
+    const panels = [{
+      title: "Loss", isLog: true, exact: loss, series: [
+        { label: "each step", x, y: c.loss, color: "--faint", faint: true },
+        { label: "training", x, y: c.smoothed, color: "--a" },
+        ...heldOut.map(([name, pairs], n) => ({ label: heldOut.length === 1 ? "held-out" : `held-out ${name}`, ...points(c, pairs), color: color(n + 1), points: true })),
+      ],
+    }];
+    const byData = Object.entries(c.data);
+    if (byData.length) panels.push({ title: "Training loss by data set, smoothed", isLog: true, exact: loss, series: byData.map(([name, y], n) => ({ label: name, x, y, color: color(n) })) });
+    for (const name of new Set([...Object.keys(c.figures), ...Object.keys(c.held_out_figures)])) {
+      const series = [];
+      if (c.figures[name]) series.push({ label: "training", x, y: c.figures[name], color: "--a" });
+      if (c.held_out_figures[name]) series.push({ label: "held-out", ...points(c, c.held_out_figures[name]), color: "--b", points: true });
+      panels.push({ title: `Objective: ${name.replaceAll("_", " ")}`, series });
+    }
+    panels.push({ title: "Learning rate", isLog: true, fromZero: true, series: [{ label: "learning rate", x, y: c.learning_rate, color: "--c" }] });
+    panels.push({ title: "Gradient norm", isLog: true, fromZero: true, series: [
+      { label: "gradient norm", x, y: c.grad_norm, color: "--d" },
+      ...(run.clip ? [{ label: "clipped at", ...level(c, run.clip), color: "--f" }] : [])] });
+    panels.push({ title: "Tokens per second", fromZero: true, series: [
+      { label: "tokens/s", x, y: c.tokens_per_second, color: "--c" },
+      ...(run.predicted.tokens_per_second ? [{ label: "predicted", ...level(c, run.predicted.tokens_per_second), color: "--e" }] : [])] });
+    const most = run.predicted.memory_limit, peak = Math.max(0, ...c.memory.slice(-1).map((y) => y || 0), run.predicted.memory || 0);
+    panels.push({ title: "Peak memory", unit: bytes, fromZero: true, series: [
+      { label: "peak so far", x, y: c.memory, color: "--a" },
+      ...(run.predicted.memory ? [{ label: "predicted", ...level(c, run.predicted.memory), color: "--e" }] : []),
+      ...(most && most < 20 * peak ? [{ label: "limit", ...level(c, most), color: "--f" }] : [])] });
+    return panels;
+  }
+  function cards(run) {
+    const done = run.total_steps ? `${number(run.step, 9)} of ${number(run.total_steps, 9)}` : number(run.step, 9);
+    const p = run.predicted, m = run.measured;
+    const rows = [
+      ["Step", done, run.left !== null ? `${clock(run.left)} left` : m ? `took ${clock(m.seconds)}` : null],
+      ["Training loss", loss(run.loss), "the last step's"],
+      ["Held-out loss", loss(run.held_out), run.best !== null ? `best ${loss(run.best)}` : "none measured"],
+      ["Tokens per second", number(m ? m.tokens_per_second : run.tokens_per_second), p.tokens_per_second ? `predicted ${number(p.tokens_per_second)}` : null],
+      ["Peak memory", bytes(run.memory), p.memory ? `predicted ${bytes(p.memory)}${p.memory_limit ? `, limit ${bytes(p.memory_limit)}` : ""}` : null],
+      ["Trained parameters", number(run.trained_parameters), run.result ? `in ${run.result}/` : null],
+    ];
+    return h("dl", { class: "cards" }, rows.map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, more ? h("span", { class: "small soft" }, more) : null))));
+  }
+  function title(run) {
+    const parts = [run.method, run.objective === "sft" ? "SFT" : run.objective.toUpperCase(), run.data.join(", ")].filter(Boolean);
+    return [h("p", {}, state(run), run.why ? h("span", { class: "soft" }, ` ${run.why}`) : null),
+      h("p", { class: "any" }, run.model || "model unknown", h("span", { class: "soft" }, ` · ${parts.join(" · ")}`)),
+      h("p", { class: "soft small" }, `Began ${day(run.began)}, last event ${day(run.last)}`),
+      run.problems.map((one) => h("p", { class: "notice" }, one))];
+  }
+  function tables(run) {
+    const p = run.predicted, m = run.measured, made = [];
+    const rows = [];
+    if (m) {
+      rows.push(["tokens per second", number(m.predicted_tokens_per_second), number(m.tokens_per_second), share(m.tokens_per_second, m.predicted_tokens_per_second)]);
+      rows.push(["peak memory", bytes(m.predicted_memory), bytes(m.measured_memory), share(m.measured_memory, m.predicted_memory)]);
+      for (const [name, [was, is]] of Object.entries(m.memory)) rows.push([`memory: ${name}`, bytes(was), bytes(is), share(is, was)]);
+    } else {
+      rows.push(["tokens per second", number(p.tokens_per_second), number(run.tokens_per_second), share(run.tokens_per_second, p.tokens_per_second)]);
+      rows.push(["peak memory", bytes(p.memory), bytes(run.memory), share(run.memory, p.memory)]);
+    }
+    made.push(section("Predicted and measured",
+      table(m ? "What the plan said, and what the run measured" : "What the plan said, and what has been measured so far", ["", "predicted", "measured", "difference"], rows, [null, "n", "n", "n"]),
+      Object.keys(p.memory_by).length ? h("details", {}, h("summary", {}, "Predicted memory by category, at the peak of a step"), table("Predicted memory", ["category", "memory"], Object.entries(p.memory_by).map(([name, value]) => [name, bytes(value)]), [null, "n"])) : null,
+      Object.keys(p.seconds_by).length ? h("details", {}, h("summary", {}, "Predicted time of a step, by what it is spent on"), table("Predicted time", ["", "seconds"], Object.entries(p.seconds_by).map(([name, value]) => [name, number(value, 3)]), [null, "n"])) : null));
+    if (m && Object.keys(m.spent).length) made.push(section("Where the time went", table("All the time of the last sitting", ["", "time"], Object.entries(m.spent).map(([name, value]) => [name, clock(value)]), [null, "n"])));
+    made.push(section("Warnings", run.warnings.length ? h("ul", { class: "warnings" }, run.warnings.map((one) => h("li", {}, h("span", { class: "soft small" }, `${day(one.time)} `), one.message))) : h("p", { class: "soft" }, "None.")));
+    made.push(section("Plan", run.plan.length ? table("What was decided, and why", ["", "choice", "why"], run.plan.map((one) => [one.topic, one.choice, one.why]), [null, null, "why"]) : h("p", { class: "soft" }, "There is no plan."),
+      Object.keys(run.plan_facts).length ? h("details", {}, h("summary", {}, "All of the plan"), table("plan.json", ["field", "value"], Object.entries(run.plan_facts).map(([name, value]) => [name, shown(value)]))) : null));
+    made.push(section("Checkpoints", run.checkpoints.length ? table("Written, the newest first", ["step", "when", "took", ""], [...run.checkpoints].reverse().map((one) => [number(one.step, 9), day(one.time), clock(one.seconds), one.is_there ? "kept" : "removed since"]), ["n"]) : h("p", { class: "soft" }, "None yet.")));
+    return made;
+  }
+  function settings(run) {
+    const rows = Object.entries(run.settings).map(([name, value]) => [name, shown(value)]);
+    const versions = Object.entries(run.versions).map(([name, value]) => `${name} ${value}`).join(", ");
+    return section("Settings", table(versions ? `As the run was started, with ${versions}` : "As the run was started", ["setting", "value"], rows));
+  }
+
+  const view = (text) => { const given = new URLSearchParams(text); return { axis: given.get("axis") in AXES ? given.get("axis") : "step", log: given.get("log") === "1", raw: given.get("raw") !== "0" }; };
+  const viewText = (one) => `axis=${one.axis}&log=${one.log ? 1 : 0}&raw=${one.raw ? 1 : 0}`;
+
+  return { h, table, section, state, sparkline, number, bytes, clock, day, loss, shown, COLORS, Panels, panelsOf, cards, title, tables, settings, view, viewText };
+})();
