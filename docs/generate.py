@@ -76,6 +76,12 @@ def settings_page() -> str:
         f"{parts['Preference']['description']} [Objectives](objectives.md) says what each is good for.",
         "",
         *_table(parts["Preference"], "preference."),
+        "",
+        "## Distillation: `distillation`",
+        "",
+        f"{parts['Distillation']['description']} See [objectives](objectives.md#distill).",
+        "",
+        *_table(parts["Distillation"], "distillation."),
     ]
     return "\n".join(lines) + "\n"
 

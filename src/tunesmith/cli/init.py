@@ -151,7 +151,7 @@ def _source(answers: Answers) -> tuple[str, str]:
 def write_settings(answers: Answers, output: str, proposed: Mapping[str, Any]) -> str:
     """The text of run.yaml: the usual settings, then all others commented out with their defaults, or with what is
     proposed at the time."""
-    from tunesmith.config.schema import Dataset, Lora, Preference, Run
+    from tunesmith.config.schema import Dataset, Distillation, Lora, Preference, Run
     from tunesmith.run.folder import DECIDED
 
     key, source = _source(answers)
@@ -180,12 +180,14 @@ def write_settings(answers: Answers, output: str, proposed: Mapping[str, Any]) -
         *_defaults(Lora, set(lora), "  # " if lora else "#   "),
         _headed("# preference:", Run, "preference"),
         *_defaults(Preference, set(), "#   "),
+        _headed("# distillation:", Run, "distillation"),
+        *_defaults(Distillation, set(), "#   "),
         "",
         "# Decided by the plan from the data, the model and the method; a value given here wins.",
         *(_line(Run, name, value, "# ") for name, value in open_settings.items()),
         "",
         "# The rest, with the defaults; take away the `# ` to change one.",
-        *_defaults(Run, {*active, *open_settings, "data", "eval", "lora", "preference"}, "# "),
+        *_defaults(Run, {*active, *open_settings, "data", "eval", "lora", "preference", "distillation"}, "# "),
     ]
     return "\n".join(lines) + "\n"
 

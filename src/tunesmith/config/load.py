@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from tunesmith.config.adapter import with_adapter
-from tunesmith.config.schema import Dataset, Lora, Preference, Run, named_source
+from tunesmith.config.schema import Dataset, Distillation, Lora, Preference, Run, named_source
 from tunesmith.errors import UserError, UserErrors
 
 DEFAULT = "default"
@@ -439,7 +439,13 @@ _BOUNDS = {
     "less_than": ("less than", "lt"),
     "less_than_equal": ("at most", "le"),
 }
-_PARTS: dict[str, type[BaseModel]] = {"lora": Lora, "preference": Preference, "data": Dataset, "eval": Dataset}
+_PARTS: dict[str, type[BaseModel]] = {
+    "lora": Lora,
+    "preference": Preference,
+    "distillation": Distillation,
+    "data": Dataset,
+    "eval": Dataset,
+}
 _OTHER_NAMES = {
     "base_model": "model", "model_name": "model", "model_name_or_path": "model", "model_id": "model",
     "adapter": "method", "finetuning_type": "method", "peft": "method",
@@ -478,7 +484,8 @@ def _unknown_key(keys: Keys) -> str:
     if near := get_close_matches(word, list(here.model_fields), n=1, cutoff=0.75):
         return f"{_key(keys)}: did you mean {_key((*around, near[0]))}?"
     word = _OTHER_NAMES.get(word, word).split(".")[-1]
-    elsewhere: dict[str, Keys] = dict.fromkeys(Dataset.model_fields, ("data", 0))
+    elsewhere: dict[str, Keys] = dict.fromkeys(Distillation.model_fields, ("distillation",))
+    elsewhere |= dict.fromkeys(Dataset.model_fields, ("data", 0))
     elsewhere |= dict.fromkeys(Preference.model_fields, ("preference",)) | dict.fromkeys(Lora.model_fields, ("lora",))
     elsewhere |= dict.fromkeys(Run.model_fields, ())
     if near := get_close_matches(word, list(elsewhere), n=1, cutoff=0.8):

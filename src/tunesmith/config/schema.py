@@ -76,9 +76,19 @@ def _not_blank(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_not_blank)]
 FormatName = Literal[
-    "messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "text", "tokens", "preference", "judged"
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "prompt_completion",
+    "question_answer",
+    "text",
+    "tokens",
+    "preference",
+    "judged",
+    "scored",
+    "labelled",
 ]
-ObjectiveName = Literal["sft", "dpo", "kto", "orpo", "simpo", "cpo"]
+ObjectiveName = Literal["sft", "dpo", "kto", "orpo", "simpo", "cpo", "distill", "reward", "classify"]
 
 
 class Dataset(Settings):
@@ -206,6 +216,21 @@ class Preference(Settings):
     """With `kto`: weight of answers that are not."""
 
 
+class Distillation(Settings):
+    """Learning from another model's probabilities (`objective: distill`)."""
+
+    teacher: Text | None = None
+    """The model to learn from, with the same vocabulary: a folder, a .gguf file, or a name on the hub."""
+    loss: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """Divergence: KL from the teacher (learn all it says), KL to it (what it says most), or Jensen-Shannon."""
+    temperature: Annotated[Number, Field(gt=0, le=100)] = 1.0
+    """Both models' logits are divided by it; the loss is multiplied by its square, which keeps gradients as large."""
+    weight: Annotated[Number, Field(gt=0, le=1)] = 0.5
+    """Share of the teacher's part in the loss; the rest is the loss of the data's own tokens."""
+    top_k: Count | None = None
+    """Ask the teacher once, before training, and keep its so many likeliest tokens; when left out, in each step."""
+
+
 def _as_list(value: object) -> object:
     """`data: file.jsonl`, `data: hub:NAME` and `data: {path: ...}` are what people write for one data set."""
     if isinstance(value, str | dict):
@@ -249,9 +274,13 @@ class Run(Settings):
     lora: Lora = Lora()
     """Settings of the adapters; used with `method: lora` and `qlora`."""
     objective: ObjectiveName = "sft"
-    """What is learned: the texts or answers themselves (`sft`), or preferences between answers."""
+    """What is learned: texts or answers (`sft`), preferences, what a teacher says, or to score or classify texts."""
     preference: Preference = Preference()
     """Settings of objectives that learn from preferences."""
+    distillation: Distillation = Distillation()
+    """Settings of `objective: distill`."""
+    labels: list[Text] = []
+    """With `objective: classify`: the names of the classes, which records give by name or by number from 0."""
     peft: dict[Text, Any] = {}
     """With `method: peft`: its `peft_type`, such as `IA3`, and the fields of that type's config in the peft library."""
     adapter: Text | None = None
@@ -381,6 +410,9 @@ _PREFERENCE_SETTINGS: dict[str, tuple[str, ...]] = {
     "orpo": ("beta", "sft_weight"),
     "simpo": ("beta", "label_smoothing", "sft_weight", "margin"),
     "cpo": ("loss", "beta", "label_smoothing", "sft_weight"),
+    "distill": (),
+    "reward": (),
+    "classify": (),
 }
 
 
@@ -392,7 +424,9 @@ def _unsuited(run: Run) -> str | None:
     if unused := sorted(changed - set(used)):
         known = f"it has {', '.join(used)}" if used else "it learns from no preferences"
         return f"`objective: {objective}` has no use for preference.{unused[0]}: {known}"
-    if objective == "sft":
+    if why := _unsuited_teacher(run) or _unsuited_head(run):
+        return why
+    if objective in ("sft", "distill"):
         return None
     if preference.loss == "robust" and objective != "dpo":
         return f"preference.loss robust is for `objective: dpo`, not for {objective}"
@@ -406,6 +440,35 @@ def _unsuited(run: Run) -> str | None:
         return f"z_loss is for `objective: sft`, not for {objective}"
     if run.too_long == "split":
         return f"`objective: {objective}` needs answers in one piece; too_long may be truncate or drop"
+    return None
+
+
+def _unsuited_teacher(run: Run) -> str | None:
+    if run.objective != "distill":
+        is_given = run.distillation != Distillation()
+        return f"distillation is for `objective: distill`, and objective is {run.objective}" if is_given else None
+    if run.distillation.teacher is None:
+        return "distillation: `objective: distill` needs a `teacher`, such as `distillation: {teacher: FOLDER}`"
+    if run.new_tokens:
+        return "new_tokens: the teacher of `objective: distill` does not know them"
+    if run.z_loss:
+        return "z_loss is for `objective: sft`, not for distill"
+    return None
+
+
+def _unsuited_head(run: Run) -> str | None:
+    if run.objective != "classify" and run.labels:
+        return f"labels are for `objective: classify`, and objective is {run.objective}"
+    if run.objective == "classify" and (len(run.labels) < 2 or len(set(run.labels)) < len(run.labels)):
+        return "labels: `objective: classify` needs two names or more, all different, such as `labels: [bad, good]`"
+    if run.objective not in ("reward", "classify"):
+        return None
+    if run.method == "peft" or run.adapter is not None:
+        return f"`objective: {run.objective}` trains a new head; method may be full, lora or qlora, without `adapter`"
+    if run.has_lora and (run.lora.has_ends or run.lora.init != "default"):
+        return f"lora: with `objective: {run.objective}` adapters are on the layers, and begin without effect"
+    if run.new_tokens:
+        return f"new_tokens: they are not for `objective: {run.objective}`"
     return None
 
 

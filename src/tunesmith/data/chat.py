@@ -60,6 +60,8 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: Any, *, template: str | None, train_on: str, special_tokens: Sequence[str] = ()):
+        self.labels: tuple[str, ...] = ()
+        """Names of classes, for records with a label."""
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise UserError(
                 f"the tokenizer ({type(tokenizer).__name__}) is not a fast one, so the places of its tokens in the "
@@ -137,6 +139,15 @@ class Encoder:
         if isinstance(item, Document) and not item.text.strip():
             return []
         return self._encode(item, origin)
+
+    def whole(self, item: Conversation, origin: Origin) -> list[int]:
+        """A conversation as the template writes it, with or without answers; nothing in it is a target."""
+        if not self.has_template:
+            raise RecordError(
+                "no chat template", origin, "it is a conversation, and the model has no chat template; give `text`"
+            )
+        messages, tools = self._as_written(item, origin)
+        return self._text.start(self.render([self._as_dict(m) for m in messages], tools, mode=self.mode))[0]
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, reasons: bool = False

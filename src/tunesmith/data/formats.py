@@ -21,6 +21,7 @@ from tunesmith.data.types import (
     Conversation,
     Document,
     Judged,
+    Labelled,
     Message,
     Origin,
     Preference,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from tunesmith.config.schema import Dataset, FormatName
     from tunesmith.objectives.base import Records
 
-Item = Conversation | Document | Completion | Tokens | Preference | Judged
+Item = Conversation | Document | Completion | Tokens | Preference | Judged | Labelled
 
 # What a record must have, in the order in which formats are tried; alternatives in one tuple.
 WANTED: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -47,17 +48,23 @@ WANTED: dict[str, tuple[tuple[str, ...], ...]] = {
     "text": (("text",),),
     "preference": (("chosen",), ("rejected",)),
     "judged": (("label",), ("completion", "response", "messages", "conversations", "conversation")),
+    "scored": (("score",), ("text", "completion", "response", "messages", "conversations", "conversation")),
+    "labelled": (("label",), ("text", "completion", "response", "messages", "conversations", "conversation")),
 }
 FORMATS: dict[Records, tuple[str, ...]] = {
     "texts": ("tokens", "messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "text"),
     "pairs": ("preference",),
     "judged": ("judged", "preference"),
+    "ranked": ("preference", "scored"),
+    "labelled": ("labelled",),
 }
 """Of the records that objectives are trained on (`Objective.records`)."""
 NEEDED: dict[Records, str] = {
     "texts": "texts or conversations",
     "pairs": "pairs of answers (`chosen` and `rejected`, with or without a `prompt`)",
     "judged": "answers with a `label` that is true or false, or pairs of answers (`chosen` and `rejected`)",
+    "ranked": "pairs of answers (`chosen` and `rejected`), or answers with a `score`",
+    "labelled": "texts or conversations (`text` or `messages`) with a `label`",
 }
 MOST = 0.8
 """Share of the records that must fit a format for it to be theirs."""
@@ -113,13 +120,17 @@ def recognise(sample: Sequence[Record], dataset: Dataset, records: Records = "te
     if records != "texts":
         raise UserError(
             f"{rows[0][1]}: found {_names(rows[0][0])}, but the objective is trained on {NEEDED[records]}; say which "
-            "is which, e.g. `fields: {prompt: NAME, chosen: NAME, rejected: NAME}`, or change `objective`."
+            f"is which, e.g. `fields: {_fields_for(records)}`, or change `objective`."
         )
     wanted_of = {name: WANTED[name] for name in FORMATS[records]}
     known = "; ".join(f"{name}: {', '.join(' or '.join(some) for some in all)}" for name, all in wanted_of.items())
     raise UserError(
         f"{rows[0][1]}: found {_names(rows[0][0])}, which fits no known format ({known}){_suggestion(rows)}."
     )
+
+
+def _fields_for(records: Records) -> str:
+    return "{text: NAME, label: NAME}" if records == "labelled" else "{prompt: NAME, chosen: NAME, rejected: NAME}"
 
 
 def convert(record: Record, format: FormatName, dataset: Dataset) -> Item:
@@ -278,7 +289,8 @@ def _convert_preference(fields: dict[str, Any], origin: Origin, dataset: Dataset
             made = Preference(*(_conversation([*before, *some], origin, tools) for some in turns))
     if made.chosen == made.rejected:
         raise RecordError("same answers", origin, "`chosen` and `rejected` are the same, which prefers nothing")
-    return made
+    margin = _given(fields.get("margin"))
+    return made if margin is None else replace(made, margin=_numeric(margin, "margin", origin))
 
 
 ANSWERS = ("chosen", "rejected")
@@ -389,6 +401,37 @@ def _convert_judged(fields: dict[str, Any], origin: Origin, dataset: Dataset) ->
     return Judged(replace(conversation, messages=tuple(messages)), bool(label))
 
 
+def _convert_labelled(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Labelled:
+    name = "score" if "score" in fields and "label" not in fields else "label"
+    label = fields[name]
+    if name == "score":
+        label = _numeric(label, name, origin)
+    elif isinstance(label, bool):
+        label = int(label)
+    elif not isinstance(label, str | int | float) or (isinstance(label, float) and not label.is_integer()):
+        raise RecordError("wrong label", origin, f"`label` must be a name or a number, found {json.dumps(label)[:80]}")
+    if "completion" in fields or "response" in fields:
+        return Labelled(_convert_prompt_completion({"prompt": "", **fields}, origin, dataset), label)
+    if "text" in fields:
+        text = _text(fields["text"], "text", origin)
+        if not text.strip():
+            raise RecordError("empty text", origin, "`text` is empty, so there is nothing to label")
+        return Labelled(Document(text), label)
+    key = next(k for k in ("messages", "conversations", "conversation") if k in fields)
+    messages = _messages(fields[key], key, origin, dataset)
+    return Labelled(Conversation((*_system(fields, messages, origin), *messages), _tools(fields, origin)), label)
+
+
+def _numeric(value: Any, name: str, origin: Origin) -> float:
+    try:
+        found = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise RecordError("wrong number", origin, f"`{name}` must be a finite number, found {json.dumps(value)[:80]}")
+    return found
+
+
 _CONVERTERS: dict[str, Callable[[dict[str, Any], Origin, Any], Item]] = {
     "messages": _convert_messages,
     "sharegpt": _convert_messages,
@@ -399,6 +442,8 @@ _CONVERTERS: dict[str, Callable[[dict[str, Any], Origin, Any], Item]] = {
     "tokens": _convert_tokens,
     "preference": _convert_preference,
     "judged": _convert_judged,
+    "scored": _convert_labelled,
+    "labelled": _convert_labelled,
 }
 
 

@@ -58,6 +58,8 @@ class PackedDocument(NamedTuple):
     """What the data say of it (`Example.values`)."""
     reference: float = 0.0
     """The log-probability that the reference gives its targets."""
+    number: int = 0
+    """Within its data set."""
 
 
 class Loader:
@@ -100,6 +102,7 @@ class Loader:
         self._rank, self._ranks = rank, ranks
         self._by_length = lengths
         self._counts_prompts = objective is not None and objective.counts_prompts
+        self._at_ends = objective is not None and objective.has_head
         self._divides = objective is not None and objective.records != "texts"
         self._mismatched: tuple[TokenStore, ...] = ()
         """Prompts of the stores with other answers, example by example, where the objective has a baseline."""
@@ -224,7 +227,7 @@ class Loader:
             for source, index in zip(sources.tolist(), indices.tolist(), strict=True)
             for document in documents_of(stores[source], index, source)
         ]
-        return micro_batch_of(documents, counts_prompts=self._counts_prompts)
+        return micro_batch_of(documents, counts_prompts=self._counts_prompts, at_ends=self._at_ends)
 
     # Which sequences
 
@@ -304,6 +307,7 @@ def documents_of(store: TokenStore, index: int, source: int) -> list[PackedDocum
             part,
             store.value(number),
             0.0 if references is None else float(references[number]),
+            number,
         )
         for part, number in enumerate(store.documents(index))
     ]
@@ -329,9 +333,11 @@ def _with_prompt(weights: np.ndarray) -> np.ndarray:
     return np.where(weights > 0, weights, np.float32(1.0))
 
 
-def micro_batch_of(documents: Sequence[PackedDocument], *, counts_prompts: bool = False) -> MicroBatch:
+def micro_batch_of(
+    documents: Sequence[PackedDocument], *, counts_prompts: bool = False, at_ends: bool = False
+) -> MicroBatch:
     """Documents laid end to end, labels shifted by one within each. The only place where this is done. Where prompts
-    count, those of answers that are wanted do."""
+    count, those of answers that are wanted do; or nothing but the last token of each document, `at_ends`."""
     import torch
 
     lengths = np.array([len(d.ids) for d in documents], dtype=np.int64)
@@ -343,6 +349,9 @@ def micro_batch_of(documents: Sequence[PackedDocument], *, counts_prompts: bool 
         is_counted = [d.value > 0 and d.part >= 0 for d in documents]
         pairs = zip(documents, is_counted, strict=True)
         weights = _shifted([_with_prompt(d.weights) if counted else d.weights for d, counted in pairs], bounds)
+    if at_ends:
+        weights = answers = np.zeros(len(tokens), dtype=np.float32)
+        weights[bounds[1:] - 1] = [float(d.part >= 0) for d in documents]
     labels = np.roll(tokens, -1)
     labels[weights == 0] = 0
     positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths)
@@ -359,6 +368,7 @@ def micro_batch_of(documents: Sequence[PackedDocument], *, counts_prompts: bool 
         parts=tensor(np.array([d.part for d in documents], dtype=np.int64)),
         values=tensor(np.array([d.value for d in documents], dtype=np.float64)),
         references=tensor(np.array([d.reference for d in documents], dtype=np.float64)),
+        numbers=tensor(np.array([d.number for d in documents], dtype=np.int64)),
         answers=tensor(answers) if counts_prompts else None,
     )
 
@@ -398,6 +408,7 @@ def evaluation_batches(
     rank: int = 0,
     ranks: int = 1,
     counts_prompts: bool = False,
+    at_ends: bool = False,
 ) -> Iterator[MicroBatch]:
     """Every example once, packed, in a fixed order, a micro-batch at a time.
 
@@ -409,7 +420,7 @@ def evaluation_batches(
             yield micro_batch_of([idle(documents_of(store, 0, source)[0])])
         else:
             documents = [one for index in indices for one in documents_of(store, index, source)]
-            yield micro_batch_of(documents, counts_prompts=counts_prompts)
+            yield micro_batch_of(documents, counts_prompts=counts_prompts, at_ends=at_ends)
 
 
 def evaluation_indices(

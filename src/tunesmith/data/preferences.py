@@ -14,7 +14,20 @@ import numpy as np
 from tunesmith.data.build import store_of
 from tunesmith.data.chat import Encoder
 from tunesmith.data.store import TokenStore
-from tunesmith.data.types import Completion, Conversation, Example, Judged, Origin, Preference, RecordError
+from tunesmith.data.types import (
+    Completion,
+    Conversation,
+    Document,
+    Example,
+    Judged,
+    Labelled,
+    Message,
+    Origin,
+    Preference,
+    RecordError,
+    Tokens,
+)
+from tunesmith.objectives.head import padding_id
 
 if TYPE_CHECKING:
     from tunesmith.objectives.base import Records
@@ -27,6 +40,8 @@ def encode(
     item: Any, encoder: Encoder, origin: Origin, records: Records
 ) -> tuple[list[Example], list[tuple[Any, Example]]]:
     """The examples of an item, and its documents one by one with what each is the tokens of."""
+    if records in ("ranked", "labelled"):
+        return _to_be_scored(item, encoder, origin)
     if records == "texts":
         made = encoder.encode_all(item, origin)
         return made, [(item, example) for example in made]
@@ -42,6 +57,62 @@ def encode(
         tuple(value for _, value, _ in documents),
     )
     return [joined], seen
+
+
+def _to_be_scored(
+    item: Preference | Labelled, encoder: Encoder, origin: Origin
+) -> tuple[list[Example], list[tuple[Any, Example]]]:
+    """Documents whose last token is scored: of a pair both answers, with the margin as the first one's value."""
+    if isinstance(item, Preference):
+        ids = [_without_padding(_ids_of(one, encoder, origin), encoder) for one in (item.chosen, item.rejected)]
+        values = (item.margin, 0.0)
+    else:
+        ids = [_without_padding(_ids_of(item.text, encoder, origin), encoder)]
+        values = (_value_of(item.label, encoder, origin),)
+    if not all(map(len, ids)):
+        raise RecordError("empty text", origin, "there is no token in it")
+    weights = [np.ones(len(one), dtype=np.float32) for one in ids]
+    sizes = tuple(map(len, ids)) if len(ids) > 1 else ()
+    joined = Example(np.concatenate(ids), np.concatenate(weights), origin, sizes, values)
+    seen = [
+        (Tokens(tuple(one.tolist()), (True,) * len(one)), Example(one, some, origin))
+        for one, some in zip(ids, weights, strict=True)
+    ]
+    return [joined], seen
+
+
+def _ids_of(text: Conversation | Document | Completion, encoder: Encoder, origin: Origin) -> np.ndarray:
+    """As whoever asks the model later gets them: from the tokenizer's chat template, or from the tokenizer alone."""
+    if isinstance(text, Completion) and encoder.has_template:
+        text = Conversation((Message("user", text.prompt), Message("assistant", text.completion)))
+    if isinstance(text, Conversation):
+        return np.array(encoder.whole(text, origin), dtype=np.int32)
+    made = encoder.encode(text, origin).ids
+    end = len(made)
+    while isinstance(text, Document) and end and int(made[end - 1]) in encoder.end_ids:
+        end -= 1
+    return made[:end]
+
+
+def _without_padding(ids: np.ndarray, encoder: Encoder) -> np.ndarray:
+    """transformers scores the last token that is not the padding token, so no document may end with that."""
+    end, padding = len(ids), padding_id(encoder.tokenizer)
+    while end and int(ids[end - 1]) == padding:
+        end -= 1
+    return np.asarray(ids[:end], dtype=np.int32)
+
+
+def _value_of(label: str | float, encoder: Encoder, origin: Origin) -> float:
+    names = encoder.labels
+    if not names:  # a score
+        return float(label)
+    if isinstance(label, str) and label in names:
+        return float(names.index(label))
+    if not isinstance(label, str) and 0 <= label < len(names):
+        return float(label)
+    raise RecordError(
+        "unknown label", origin, f"`label` is {label!r}, which is not among `labels` ({', '.join(names)})"
+    )
 
 
 def mismatched(store: TokenStore, sequence_length: int) -> TokenStore:

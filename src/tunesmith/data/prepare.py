@@ -134,6 +134,7 @@ def prepare(
         )
     text = chat.read_template(run.chat_template) if run.chat_template else None
     encoder = chat.Encoder(tokenizer, template=text, train_on=run.train_on, special_tokens=run.special_tokens)
+    encoder.labels = tuple(run.labels)
     warnings = list(guard.check_encoder(encoder, tokenizer, vocab_size))
 
     records_of = objective_of(run).records
@@ -245,6 +246,7 @@ class _Work:
             self._vocab_size,
             _code(),
             *([] if self._records == "texts" else [self._records]),
+            *self._encoder.labels,
         )
         self._stored = stored(self._key)
         if self._stored is None:

@@ -102,6 +102,8 @@ class Preference:
 
     chosen: Conversation | Completion
     rejected: Conversation | Completion
+    margin: float = 0.0
+    """By how much it is better, where the data say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,14 @@ class Judged:
 
     answer: Conversation | Completion
     is_desirable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """A text or conversation with what is to be said of it: a label's name or number, or a score."""
+
+    text: Conversation | Document | Completion
+    label: str | float
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +138,8 @@ class Example:
     sizes: tuple[int, ...] = ()
     """Tokens of each of its documents, where it has several."""
     values: tuple[float, ...] = ()
-    """What the record says of each of its documents: 1 for an answer that is wanted, 0 for one that is not. 1 where it
-    says nothing."""
+    """What the record says of each of its documents: 1 for an answer that is wanted, 0 for one that is not, or the
+    number of its label, its score, or the margin of a pair. 1 where it says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +183,8 @@ class MicroBatch:
     """float64 [D]: what the data say of each document (`Example.values`)"""
     references: Any = None
     """float64 [D]: the log-probability that the reference gives each document's targets, where there is a reference"""
+    numbers: Any = None
+    """int64 [D]: the number of each document within its data set"""
     answers: Any = None
     """float32 [T]: the weights of the answers alone, where `weights` counts prompts too; None where both are one"""
 

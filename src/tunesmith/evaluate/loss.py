@@ -12,7 +12,7 @@ from tunesmith.data.loader import evaluation_batches
 from tunesmith.data.store import TokenStore
 from tunesmith.data.types import MicroBatch
 from tunesmith.model.forward import Shape, to_device, token_losses
-from tunesmith.model.scoring import Scoring, figures_of, reported, risen
+from tunesmith.model.scoring import figures_of, reported, risen, scoring_of
 from tunesmith.objectives.base import Objective
 from tunesmith.parallel.context import Cut
 from tunesmith.parallel.ranks import Ranks
@@ -82,7 +82,8 @@ def held_out_losses(
         sizes = {"sequence_length": sequence_length, "micro_batch": micro_batch}
         sizes |= {"lengths": spec.lengths(sequence_length), "rank": share[0], "ranks": share[1]}
         counts_prompts = objective is not None and objective.counts_prompts
-        for batch in evaluation_batches(store, **sizes, counts_prompts=counts_prompts):
+        at_ends = objective is not None and objective.has_head
+        for batch in evaluation_batches(store, **sizes, counts_prompts=counts_prompts, at_ends=at_ends):
             yield cut(batch)
             done += len(batch.origins)
             if progress:
@@ -96,7 +97,7 @@ def held_out_losses(
             above, count = ranks.sum(sum(risen(model, one, spec, device, shape) for one in batches(mismatched[number])))
             baseline = (above / count).clamp(min=0)
         for batch in batches(store):
-            scoring = objective and Scoring(objective, batch, device, sources=1, baseline=baseline)
+            scoring = objective and scoring_of(objective, batch, device, sources=1, baseline=baseline)
             total = token_losses(model, to_device(batch, device, shape), spec, weigh=scoring)[0]
             if scoring is None:
                 sums[0] += total.double()

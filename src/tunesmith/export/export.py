@@ -32,7 +32,7 @@ from tunesmith.run.certificate import certify
 from tunesmith.run.evaluate import held_out_of
 from tunesmith.run.folder import read_plan
 from tunesmith.run.merge import BITS, put_side_files
-from tunesmith.run.open import trained_storage
+from tunesmith.run.open import refuse_head, trained_storage
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,7 @@ def export_run(
         raise UserError(f"--type is {kind}; for --to {form} it can be {listed(chosen.types, most=20)}.")
     if push is not None and not hub.is_reachable():
         raise UserError(f"--push {push}: {hub.unreachable()}; export without --push and upload the folder later.")
+    refuse_head(folder, "be exported here")
     source = Source.of(folder)
     kind = kind or _usual(form, chosen, source)
     chosen.check(source, kind)

@@ -53,7 +53,7 @@ def card(run: Run, facts: Facts) -> str:
         kind = f"a model, {'a LoRA' if run.has_lora else 'an'} adapter merged into its base"
     front = {
         "library_name": "peft" if is_adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "text-classification" if run.objective in ("reward", "classify") else "text-generation",
         "tags": ["tunesmith", run.method],
     }
     if facts.licence:
@@ -70,9 +70,11 @@ def card(run: Run, facts: Facts) -> str:
         rows.append(("held-out loss after training", f"{facts.after:.4f}"))
     rows += [("versions", ", ".join(f"{name} {version}" for name, version in facts.versions.items()))]
     lines += ["| | |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in rows), ""]
-    usage = ["```python", *(_ADAPTER if is_adapter else _MODEL), "```"] if facts.usage is None else facts.usage
+    has_head = run.objective in ("reward", "classify")
+    code = _scoring(run, is_adapter) if has_head else _ADAPTER if is_adapter else _MODEL
+    usage = ["```python", *code, "```"] if facts.usage is None else facts.usage
     lines += ["## How to use it", "", *usage, ""]
-    ends = ", ".join(f"`{token}`" for token in facts.ends)
+    ends = "" if has_head else ", ".join(f"`{token}`" for token in facts.ends)
     notes = [*([f"Its answers end with {ends}."] if ends else []), *facts.notes]
     lines += [*(f"- {note}" for note in notes), ""]
     settings = run.model_dump(mode="json", exclude_defaults=True, exclude=set(LEFT_OUT))
@@ -105,6 +107,28 @@ _ADAPTER = (
     "model = AutoPeftModelForCausalLM.from_pretrained(folder)",
     *_COMMON,
 )
+
+
+def _scoring(run: Run, is_adapter: bool) -> tuple[str, ...]:
+    """How a model with a head of its own is asked."""
+    loaded = ("model = AutoModelForSequenceClassification.from_pretrained(folder)",)
+    if is_adapter:
+        base, labels = json.dumps(run.model), max(1, len(run.labels))
+        loaded = (
+            f"base = AutoModelForSequenceClassification.from_pretrained({base}, num_labels={labels})",
+            "padding = tokenizer.pad_token_id",
+            "base.config.pad_token_id = tokenizer.eos_token_id if padding is None else padding",
+            "model = PeftModel.from_pretrained(base, folder)",
+        )
+    return (
+        *(("from peft import PeftModel",) if is_adapter else ()),
+        "from transformers import AutoModelForSequenceClassification, AutoTokenizer",
+        "",
+        'folder = "."  # this one',
+        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        *loaded,
+        'print(model(**tokenizer("...", return_tensors="pt")).logits)',
+    )
 
 
 def _cell(value: Any) -> str:

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tunesmith.errors import UserError, listed
 from tunesmith.kernels.linear_cross_entropy import Transposed, chunk_bytes, chunk_rows, linear_cross_entropy
+from tunesmith.kernels.linear_distillation import Lesson, distillation_by_module, linear_distillation
 from tunesmith.model.attention import NAME as PACKED_ATTENTION
 from tunesmith.model.local import local
 from tunesmith.plan.plan import ForwardSpec
@@ -139,14 +140,23 @@ Weigh = Callable[[torch.Tensor], torch.Tensor]
 
 
 def token_losses(
-    model: nn.Module, inputs: Inputs, spec: ForwardSpec, z_loss: float = 0.0, weigh: Weigh | None = None
+    model: nn.Module,
+    inputs: Inputs,
+    spec: ForwardSpec,
+    z_loss: float = 0.0,
+    weigh: Weigh | None = None,
+    lesson: Lesson | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weighted sum of the target tokens' losses (with `z_loss`), to call backward on, and the loss of each target
-    [N] (without). `weigh` decides about the weights when the losses are known."""
+    [N] (without). `weigh` decides about the weights when the losses are known. With a `lesson` they are those of
+    distillation, in two parts [N, 2]."""
     if isinstance(model, Entrance):
-        return model(token_losses, inputs, spec, z_loss, weigh)
+        return model(token_losses, inputs, spec, z_loss, weigh, lesson)
     with record_function("forward"):
         hidden_th = hidden_states(model, inputs, spec)
+    if lesson is not None:
+        with record_function("loss"):
+            return _distillation_of_head(model.get_output_embeddings(), hidden_th, inputs, spec, lesson)
     return losses_of_hidden(model, hidden_th, inputs, spec, z_loss, weigh=weigh)
 
 
@@ -162,6 +172,9 @@ def losses_of_hidden(
     """`token_losses` from what the output head sees; its logits may use `room` (`loss_bytes`)."""
     head = model.get_output_embeddings()
     with record_function("loss"):
+        if (total_of := getattr(weigh, "total", None)) is not None:  # a head of its own, over a row of each document
+            scores_dl = head(hidden_th.index_select(0, inputs.rows).to(head.weight.dtype))
+            return total_of(scores_dl), inputs.weights.detach()
         weights_n = inputs.weights
         if weigh is not None:
             # Once without a gradient: what a token counts depends on the losses of all. The logits of a chunk are made
@@ -203,6 +216,27 @@ def _losses_of_head(
         transposed=_transposed(head),
         room=room,
     )
+
+
+def _distillation_of_head(
+    head: nn.Module, hidden_th: torch.Tensor, inputs: Inputs, spec: ForwardSpec, lesson: Lesson
+) -> tuple[torch.Tensor, torch.Tensor]:
+    given = (hidden_th, inputs.labels, inputs.weights, inputs.rows, lesson)
+    form = {"scale": spec.logit_scale, "softcap": spec.softcap}
+    if is_adapted(head):
+        chunk = chunk_rows(hidden_th.device, getattr(head, "base", head).weight.shape[0], is_shared=True)
+        return distillation_by_module(head, *given, **form, chunk=chunk)
+    bias = getattr(head, "bias", None)
+    bias_v = None if bias is None else local(bias)
+    return linear_distillation(hidden_th, local(head.weight), *given[1:], bias_v=bias_v, **form)
+
+
+def logits_of(model: nn.Module, rows_ch: torch.Tensor, spec: ForwardSpec) -> torch.Tensor:
+    """The model's logits of a few hidden states, in fp32: [C, V]."""
+    logits_cv = model.get_output_embeddings()(rows_ch).float()
+    if spec.logit_scale != 1.0:
+        logits_cv *= spec.logit_scale
+    return logits_cv if spec.softcap is None else torch.tanh(logits_cv.div_(spec.softcap)).mul_(spec.softcap)
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -301,6 +335,9 @@ def confirm_forward_spec(
     """
     if known is None:
         return find_forward_spec(model, vocabulary=vocabulary, longest=longest)
+    if hasattr(model, "head_files"):  # it has no logits of tokens to compare; its layers are those that were tried
+        model.set_attn_implementation(PACKED_ATTENTION if known.layout == "packed" else _own_attention(model))
+        return known, None
     inputs = trial_inputs(vocabulary, next(model.parameters()).device)
     was_training = model.training
     model.eval()

@@ -18,7 +18,9 @@ from tunesmith import hub
 from tunesmith.cache import cache_folder
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError, first_line, listed
+from tunesmith.model import head
 from tunesmith.model.gguf import converted_folder
+from tunesmith.objectives.head import padding_id
 from tunesmith.plan.models import check_quantization, find, read_config_file
 
 if TYPE_CHECKING:
@@ -63,6 +65,8 @@ def load_config(run: Run) -> PreTrainedConfig:
             source.location, trust_remote_code=run.trust_remote_code, local_files_only=source.offline
         )
         check_quantization(config.to_dict())
+    if head.has_head(run):
+        head.set_labels(config, run, padding_id(load_tokenizer(run)))
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config  # weights are made whole while they are read: an ordinary model from here on
@@ -96,7 +100,7 @@ def load_tokenizer(run: Run) -> PreTrainedTokenizerBase:
 def load_empty(run: Run, *, dtype: str) -> tuple[PreTrainedModel, Path]:
     """The model to be filled from its files, without weights but for those it computes itself; and their folder."""
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     from tunesmith.model import quantized
 
@@ -105,7 +109,7 @@ def load_empty(run: Run, *, dtype: str) -> tuple[PreTrainedModel, Path]:
     with reading(run, "weights"), quiet():
         folder = weights_folder(locate(run.model))
         model = quantized.build_empty(
-            lambda: AutoModelForCausalLM.from_config(config, dtype=getattr(torch, DTYPES[dtype]), **options)
+            lambda: head.build(run, config, dtype=getattr(torch, DTYPES[dtype]), **options)
         ).eval()
         model.generation_config = GenerationConfig.from_dict(generation_settings(folder, model)[0])
     return model, folder
@@ -162,11 +166,10 @@ def weights_folder(source: Source) -> Path:
 def load_skeleton(run: Run) -> PreTrainedModel:
     """The model's modules without weights, on the meta device: what it is made of, in a moment."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     config = load_config(run)
     with reading(run, "config"), quiet(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=run.trust_remote_code)
+        return head.build(run, config, trust_remote_code=run.trust_remote_code)
 
 
 def build_small_proxy(run: Run, *, dtype: str, device: torch.device, layers: int, width: int) -> PreTrainedModel:
@@ -247,8 +250,19 @@ def vocabulary_size(config: PreTrainedConfig) -> int:
     return int(config.get_text_config().vocab_size)
 
 
+def teacher_run(run: Run) -> Run:
+    """A run of the teacher as if it were trained: by this, everything that reads a model reads it."""
+    assert run.distillation.teacher is not None
+    shared = {name: getattr(run, name) for name in ("data", "sequence_length", "trust_remote_code", "output")}
+    return type(run)(model=run.distillation.teacher, method="full", **shared)
+
+
 def model_fingerprint(run: Run) -> str:
-    """Identifies the weights a run starts from: file names and sizes of a folder, the commit of a hub model."""
+    """Identifies the weights a run starts from, and those it learns from: file names and sizes of a folder, the commit
+    of a hub model."""
+    if run.objective == "distill":
+        plain = run.model_copy(update={"objective": "sft"})
+        return f"{model_fingerprint(plain)}+{model_fingerprint(teacher_run(run))}"
     import hashlib
 
     source = locate(run.model)

@@ -29,6 +29,7 @@ from torch import nn
 
 from tunesmith.config.schema import Lora, Run
 from tunesmith.errors import UserError, listed
+from tunesmith.model.head import head_name, is_headed
 from tunesmith.model.local import local
 from tunesmith.model.quantized import QuantizedLinear
 from tunesmith.model.structure import is_transposed, replace_module
@@ -405,6 +406,9 @@ def adapter_tensors(model: nn.Module, start: Start | None = None) -> dict[str, t
     for name, rows in token_row_modules(model).items():
         trained += [f"{name}.token_rows"] if rows.token_rows not in shared else []
         shared.add(rows.token_rows)
+    if is_headed(model):
+        name = head_name(model)
+        trained += [f"{name}.{leaf}" for leaf, _ in model.get_submodule(name).named_parameters()]
     values = {name: model.get_parameter(name).detach().cpu() for name in trained}
     if start is not None:
         values = {name: start.joined(name, value) for name, value in values.items()}
@@ -414,7 +418,7 @@ def adapter_tensors(model: nn.Module, start: Start | None = None) -> dict[str, t
 def peft_name(name: str) -> str:
     """In PEFT's files, of an adapter's weight that has this name in the model."""
     module, _, leaf = name.rpartition(".")
-    return f"{PREFIX}{module}.{PEFT_NAMES[leaf]}"
+    return f"{PREFIX}{module}.{PEFT_NAMES.get(leaf, leaf)}"  # of a head that is trained whole, its own
 
 
 def adapter_config(model: nn.Module, settings: Lora, base: str) -> dict[str, object]:
@@ -425,7 +429,8 @@ def adapter_config(model: nn.Module, settings: Lora, base: str) -> dict[str, obj
         rank, alpha = 2 * rank, alpha * (math.sqrt(2) if settings.rank_stabilised else 2)
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if is_headed(model) else "CAUSAL_LM",
+        **({"modules_to_save": [head_name(model)]} if is_headed(model) else {}),
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
@@ -503,6 +508,7 @@ def read_adapter(folder: Path) -> AdapterFiles:
 def attach_saved(model: nn.Module, folder: Path) -> list[str]:
     """Put the adapter stored in `folder` (ours or PEFT's) on the model; returns the names of its linears."""
     files = read_adapter(folder)
+    files = _with_head(model, files)
     names = adapted_names(files, str(folder))
     model.requires_grad_(False)
     _attach_token_rows(model, files, folder)
@@ -515,6 +521,18 @@ def attach_saved(model: nn.Module, folder: Path) -> list[str]:
             attach_one(model, name, files, str(folder))
             linears.append(name)
     return linears
+
+
+@torch.no_grad()
+def _with_head(model: nn.Module, files: AdapterFiles) -> AdapterFiles:
+    """Give the model's own head, where it has one, what the adapter has for it; the rest of the adapter."""
+    if not is_headed(model):
+        return files
+    name = head_name(model)
+    rest = dict(files.tensors)
+    for leaf, weight in model.get_submodule(name).named_parameters():
+        weight.copy_(rest.pop(f"{PREFIX}{name}.{leaf}"))
+    return AdapterFiles({**files.config, "modules_to_save": None}, rest)
 
 
 def adapted_names(files: AdapterFiles, where: str) -> list[str]:

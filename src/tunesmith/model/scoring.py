@@ -11,13 +11,14 @@ Legend: N target tokens, D documents that count, E examples, S data sets, K colu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from tunesmith.model.forward import Documents, Shape, moved, to_device, token_losses
-from tunesmith.objectives.base import Answers, Column, Objective
+from tunesmith.objectives.base import Answers, Column, Objective, Scores
 from tunesmith.plan.plan import ForwardSpec
 
 
@@ -110,11 +111,45 @@ class Scoring:
         return {"examples": ones_e, "tokens": tokens_e, "wanted": values_e, "unwanted": 1 - values_e}
 
 
+class HeadScoring(Scoring):
+    """Of an objective with a head of its own: from what that gives the last token of each document to the loss."""
+
+    def total(self, scores_dl: torch.Tensor) -> torch.Tensor:
+        """To call backward on; 0 where no document counts or no gradient is wanted."""
+        if not self.is_counted.any():
+            return scores_dl.float().sum() * 0.0
+        columns = self.objective.columns_of_scores(self._scores(scores_dl.float()))
+        self._keep(columns)
+        if self.divisors is None:
+            return scores_dl.new_zeros((), dtype=torch.float32)
+        parts = [one.each_e.sum() / self.divisors[one.divisor] for one in columns.values() if one.is_loss]
+        return torch.stack(parts).sum().float()
+
+    def _scores(self, scores_dl: torch.Tensor) -> Scores:
+        batch, count = self.batch, int(self.is_counted.sum())
+        parts_d = batch.parts[:count]
+        firsts_e = torch.nonzero(parts_d == 0).squeeze(1)
+        sizes_e = torch.cat([firsts_e, torch.tensor([count])]).diff()
+        move = partial(moved, device=self.device)
+        return Scores(scores_dl, move(batch.values[:count]), move(firsts_e), move(sizes_e > 1))
+
+    def _divisors(self, firsts_d: torch.Tensor) -> dict[str, torch.Tensor]:
+        count = int(self.is_counted.sum())
+        firsts_e = torch.nonzero(firsts_d[:count]).squeeze(1)
+        is_pair_e = (torch.cat([firsts_e, torch.tensor([count])]).diff() > 1).double()
+        return {"examples": torch.ones_like(is_pair_e), "pairs": is_pair_e, "scored": 1 - is_pair_e}
+
+
+def scoring_of(objective: Objective, *arguments: Any, **options: Any) -> Scoring:
+    return (HeadScoring if objective.has_head else Scoring)(objective, *arguments, **options)
+
+
 def reported(objective: Objective) -> tuple[tuple[str, ...], tuple[bool, ...]]:
     """The names of what an objective reports, and which of it are its loss."""
     none = torch.zeros(0, dtype=torch.float64)
     nothing = Answers(none, none, none, none.long(), none, none, torch.zeros((), dtype=torch.float64))
-    columns = objective.columns(nothing)
+    unscored = Scores(torch.zeros(0, 2), none, none.long(), none.bool())
+    columns = objective.columns_of_scores(unscored) if objective.has_head else objective.columns(nothing)
     return tuple(columns), tuple(one.is_loss for one in columns.values())
 
 

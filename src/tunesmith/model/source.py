@@ -18,15 +18,17 @@ from torch import nn
 
 from tunesmith.model.content import Content
 from tunesmith.model.experts import STACKS, experts_of_layers
-from tunesmith.model.files import Block, Held, Read, check_rounding, find, lazily, read_ahead, read_tensors
+from tunesmith.model.files import Block, Held, Read, Tensor, check_rounding, find, lazily, read_ahead, read_tensors
 from tunesmith.model.finite import check_finite
-from tunesmith.model.headers import shortened
+from tunesmith.model.headers import read_headers, shortened
 from tunesmith.model.structure import is_transposed, linears_of_layers
 from tunesmith.plan.plan import Storage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+TOKENS_HEAD = re.compile(r"(lm_head|embed_out|output|head)\.(weight|bias)")
+"""What files call the output head for tokens."""
 Part = Callable[[str, tuple[int, ...]], Block]
 """What of a tensor is read, given its name and shape."""
 
@@ -104,8 +106,8 @@ def files_of(empty: nn.Module, folder: Path) -> dict[str, Held] | None:
     is the embedding's, whichever of its names they have it under.
     """
     transposed = {f"{name}.weight" for name, module in empty.named_modules() if is_transposed(module)}
-    tensors = read_tensors(folder)
     wanted = empty.state_dict()
+    tensors = _with_head(empty, read_tensors(folder), wanted)
     found = None if _has_fp32_parts(empty) else find(tensors, wanted, transposed)
     if found is None:
         return None
@@ -113,6 +115,16 @@ def files_of(empty: nn.Module, folder: Path) -> dict[str, Held] | None:
     found = {tied[name] if name in tied and tied[name] not in found else name: held for name, held in found.items()}
     missing = [name for name in wanted if name not in found and tied.get(name) not in found]
     return None if missing else found
+
+
+def _with_head(empty: nn.Module, tensors: dict[str, Any], wanted: Collection[str]) -> dict[str, Any]:
+    """Where the model has a head of its own (`model.head`): without the base's for tokens, and with that one."""
+    file = getattr(empty, "head_files", None)
+    if file is None:
+        return tensors
+    kept = {name: held for name, held in tensors.items() if name in wanted or not TOKENS_HEAD.fullmatch(name)}
+    missing = {name: Tensor(entry) for name, entry in read_headers(file.parent).items() if name not in kept}
+    return kept | missing
 
 
 def _has_fp32_parts(model: nn.Module) -> bool:
@@ -126,7 +138,7 @@ def _translated(
 ) -> dict[str, torch.Tensor]:
     """The weights of files that hold them in other ways than the model has them, by transformers' own code. What that
     would pass over in silence (tensors that are missing, too many or of another size) is refused."""
-    tensors = read_tensors(folder)
+    tensors = _with_head(empty, read_tensors(folder), empty.state_dict())
     if not is_plain:  # to be quantized from what the files have
         check_rounding(tensors, "fewer bits", as_codes=False)
         kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -10,7 +10,9 @@ from __future__ import annotations
 from tunesmith.config.schema import Run
 from tunesmith.objectives.base import Objective
 from tunesmith.objectives.cpo import Cpo, Simpo
+from tunesmith.objectives.distill import Distill
 from tunesmith.objectives.dpo import Dpo
+from tunesmith.objectives.head import Classify, Reward
 from tunesmith.objectives.kto import Kto
 from tunesmith.objectives.orpo import Orpo
 from tunesmith.objectives.sft import Sft
@@ -22,6 +24,9 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "orpo": Orpo,
     "simpo": Simpo,
     "cpo": Cpo,
+    "distill": Distill,
+    "reward": Reward,
+    "classify": Classify,
 }
 
 

@@ -25,10 +25,11 @@ from tunesmith.config.schema import Preference
 if TYPE_CHECKING:
     from torch import Tensor
 
-Records = Literal["texts", "pairs", "judged"]
-"""Texts and conversations; two answers to a prompt, one of them better; answers that are wanted or not."""
-Divisor = Literal["examples", "tokens", "wanted", "unwanted"]
-"""What a sum is divided by: examples, target tokens of wanted answers, or answers of one kind."""
+Records = Literal["texts", "pairs", "judged", "ranked", "labelled"]
+"""Texts and conversations; two answers to a prompt, one of them better; answers that are wanted or not; pairs or
+answers with a score; texts with a label."""
+Divisor = Literal["examples", "tokens", "wanted", "unwanted", "pairs", "scored"]
+"""What a sum is divided by: examples, target tokens of wanted answers, answers of one kind, or examples of one kind."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,20 @@ class Answers:
         return each_d[0::2], each_d[1::2]
 
 
+@dataclass(frozen=True)
+class Scores:
+    """What a head gives the documents of a micro-batch, in fp32. Legend: L outputs of the head."""
+
+    scores_dl: Tensor
+    """At the last token of each document; what the gradient is taken by"""
+    values_d: Tensor
+    """float64: the number of its label, its score, or of a pair's first answer the margin"""
+    firsts_e: Tensor
+    """int64: the first document of each example"""
+    is_pair_e: Tensor
+    """Whether it has another one"""
+
+
 class Column(NamedTuple):
     """A sum over examples [E], and what it is to be divided by."""
 
@@ -101,6 +116,10 @@ class Objective(ABC):
     records: ClassVar[Records] = "texts"
     has_reference: ClassVar[bool] = False
     """It compares with the model as it is before training: each document's log-probability is computed once."""
+    has_teacher: ClassVar[bool] = False
+    """It learns from the probabilities of another model (`kernels.linear_distillation`)."""
+    has_head: ClassVar[bool] = False
+    """It trains a new head over the last token of each document, in place of the one for tokens."""
     has_baseline: ClassVar[bool] = False
     """It compares with answers to other prompts: before each step these are computed, without a gradient."""
     counts_prompts: ClassVar[bool] = False
@@ -117,6 +136,10 @@ class Objective(ABC):
 
     def columns(self, answers: Answers) -> Mapping[str, Column]:
         """The loss, in one part or several, and figures: each a sum over examples."""
+        raise NotImplementedError
+
+    def columns_of_scores(self, scores: Scores) -> Mapping[str, Column]:
+        """The same of an objective with a head of its own."""
         raise NotImplementedError
 
 

@@ -34,6 +34,7 @@ from tunesmith.model.fp8 import use_fp8_head_gradient, use_fp8_linears
 from tunesmith.model.fuse import fuse
 from tunesmith.model.gated import use_memory_efficient_swiglu
 from tunesmith.model.grown import new_ids
+from tunesmith.model.head import head_name, is_headed
 from tunesmith.model.prefetch import beside
 from tunesmith.model.quantized import Reading, put_weights
 from tunesmith.model.rotary import fuse_rope
@@ -139,6 +140,7 @@ class Preparation:
         if source is not None and work.world is not None:
             work.reading = SharedReading.of(model, plan, work.world, work.split, work.experts)
             changed = [*work.targets, *(lora.ends_of(model) if run.has_lora and run.new_tokens else ())]
+            changed += [head_name(model)] if is_headed(model) else []
             work.later = shared_as_they_are(model, plan, changed, work.reading)
         if plan.sharding != "none":
             work.sharding = Sharding(model, plan, data_mesh(work.world), has_adapters=run.has_adapters)
@@ -271,6 +273,8 @@ def adapt(work: Preparation, unit: Unit) -> None:
     lora.put_on(work.model, targets, work.run.lora, seed=work.run.seed, start=work.start)
     if work.run.new_tokens and not unit.name:
         lora.put_token_rows(work.model, new_ids(work.run))
+    if is_headed(work.model) and not unit.name:
+        work.model.get_output_embeddings().float().requires_grad_(True)  # in fp32, as adapters are
 
 
 def split(work: Preparation, unit: Unit) -> None:
@@ -306,7 +310,7 @@ def swap_kernels(work: Preparation, unit: Unit) -> None:
             fuse_rope(layer, work.dtype, work.device)
     has_fp8_adapters = plan.matmul_dtype == "fp8" and work.run.has_adapters and plan.fuse_adapters
     has_room = not (is_cut(plan) or plan.checkpointed_layers)  # for a copy of the head
-    has_plain_head = not is_adapted(work.model.get_output_embeddings())
+    has_plain_head = not (is_adapted(work.model.get_output_embeddings()) or is_headed(work.model))
     if work.is_trained and not unit.name and has_fp8_adapters and has_room and has_plain_head:
         use_fp8_head_gradient(work.model)
 

@@ -16,6 +16,7 @@ Weights that every rank holds whole (ddp, zero1, zero2) are read by each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -149,7 +150,7 @@ def _own(span: slice, mesh: DeviceMesh) -> slice:
 def _joined(part: torch.Tensor, rows: int, mesh: DeviceMesh) -> torch.Tensor:
     """The rows of all ranks of the mesh, of which each has those that `_own` says."""
     each = -(-rows // mesh.size())
-    flat = part.reshape(part.shape[0], -1).contiguous().view(torch.uint8)
+    flat = part.reshape(part.shape[0], math.prod(part.shape[1:])).contiguous().view(torch.uint8)
     if part.shape[0] < each:
         flat = F.pad(flat, (0, 0, 0, each - part.shape[0]))
     flat = gather_rows(flat, group_of(mesh))

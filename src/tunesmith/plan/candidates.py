@@ -65,6 +65,8 @@ def tiers_of(task: Task) -> list[dict[str, Any]]:
         moved += [{**one, "offload_optimizer": "disk"} for one in more if is_fused]
         moved += [{**sent, "offload_parameters": True, "offload_optimizer": "disk"}] if is_fused else []
         order = [plain, small, {**small, **sent}, *rounded, *moved]
+    if task.facts.teacher is not None:  # frozen, and nothing is trained over it: the first to be in 4 bits
+        order = [order[0], *({**one, "teacher_storage": "nf4"} for one in order)]
     tiers = [tier for one in order for tier in (one, {**one, "axes": True})]
     return [tier for index, tier in enumerate(tiers) if tier not in tiers[:index]]
 

@@ -63,6 +63,8 @@ class Task:
     is_exact: bool = False
     """The same bits are asked for every time, however often the run is stopped and continued."""
     objective: Objective = field(default_factory=lambda: Sft(Preference()))
+    teacher_in_steps: bool = False
+    """The teacher is asked in each step, and stays on the device; else once, before the model is there."""
 
     @property
     def gpu(self) -> Gpu:
@@ -132,6 +134,7 @@ class Choice:
     checkpointed_layers: int = 0
     matmul_dtype: MatmulDtype = "plain"
     storage: Storage = "plain"
+    teacher_storage: Storage = "plain"
     attention: Attention = "sdpa"
     is_compiled: bool = False
     cuda_graphs: bool = False

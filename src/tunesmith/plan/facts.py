@@ -125,6 +125,8 @@ class ModelFacts(Part):
     """What is not certain about these facts; plans then keep a larger margin."""
     adapter: int | None = None
     """Parameters that are trained with `method: peft`, counted on the model's modules."""
+    teacher: ModelFacts | None = None
+    """Of the model that this one learns from, with `objective: distill`."""
 
     @property
     def layers(self) -> int:

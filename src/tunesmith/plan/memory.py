@@ -39,6 +39,8 @@ PINNED = 1.25
 """Host memory of pinned tensors: their sizes are rounded up to powers of two."""
 LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits the loss holds at a time; the same as `kernels.linear_cross_entropy.CHUNK_ELEMENTS`."""
+DISTILLED = 8
+"""Tensors in fp32, as large as a chunk of logits, while two models are compared; of a quarter of the usual chunk."""
 FP8_MULTIPLE = 16
 """Sizes of fp8 matmuls are multiples of this; the same as in `kernels.fp8`."""
 LOGIT_BYTES = {"cpu": 8, "cuda": 2}
@@ -81,10 +83,12 @@ def timeline(task: Task, choice: Choice) -> list[Phase]:
     static = _static(task, choice)
     is_head_fp8 = has_fp8_head(task, choice)
     static["weights"] += facts.embedding if is_head_fp8 else 0
+    static["weights"] += teacher_bytes(task, choice) if task.teacher_in_steps else 0.0
     tokens = choice.tokens(task)
     saved, one_layer = _activations(task, choice, tokens)
     gradients = _gradients(task, choice)
     kept_gradients = _kept_gradients(task, choice)
+    saved += _taught(task, tokens)
     gathered, gathered_head, unit = _gathered(task, choice)
     spread = choice.tensor
     hidden = tokens * facts.hidden * width
@@ -120,7 +124,7 @@ def timeline(task: Task, choice: Choice) -> list[Phase]:
             activations=saved,
             gradients=kept_gradients,
             gathered=gathered_head,
-            loss=_loss(task, tokens, spread, head, in_fp8=is_head_fp8) + hidden,
+            loss=_loss(task, tokens, spread, head, in_fp8=is_head_fp8) + hidden + _teacher_logits(task, tokens),
         ),
         phase(
             "first layer of the backward pass",
@@ -154,6 +158,8 @@ def timeline(task: Task, choice: Choice) -> list[Phase]:
         ),
         phase("optimizer step", gradients=gradients, workspace=_optimizer_workspace(task, choice)),
     ]
+    if facts.teacher is not None:
+        phases.append(phase("the teacher's forward pass", **_asking(task, choice, static, tokens)))
     if not choice.cuda_graphs:
         return phases
     logits = _logits(task, tokens, in_fp8=is_head_fp8)
@@ -491,6 +497,45 @@ def _logits(task: Task, tokens: float, *, in_fp8: bool) -> float:
     """A chunk of them, with their gradient where it is not in their place."""
     width = max(LOGIT_BYTES[task.device], task.width) + (1 if in_fp8 else 0)
     return min(LOGITS[task.device], tokens * task.facts.vocabulary) * width
+
+
+def teacher_bytes(task: Task, choice: Choice) -> float:
+    """The weights of the teacher, whole on each rank."""
+    teacher = task.facts.teacher
+    if teacher is None:
+        return 0.0
+    saved = 0.0 if choice.teacher_storage == "plain" else task.width - QUANTIZED[choice.teacher_storage]
+    return teacher.parameters * task.width - teacher.matrices * saved
+
+
+def _taught(task: Task, tokens: float) -> float:
+    """The teacher's hidden states, which wait for the student's."""
+    teacher = task.facts.teacher
+    return tokens * teacher.hidden * task.width if teacher is not None and task.teacher_in_steps else 0.0
+
+
+def _teacher_logits(task: Task, tokens: float) -> float:
+    """What stands beside the student's logits: both models' probabilities in fp32 (`kernels.linear_distillation`)."""
+    if task.facts.teacher is None:
+        return 0.0
+    return DISTILLED * 4 * min(LOGITS[task.device] / 4, tokens * task.facts.vocabulary)
+
+
+def _asking(task: Task, choice: Choice, static: dict[str, float], tokens: float) -> dict[str, float]:
+    """While the teacher computes: before the student does, or before it is there at all."""
+    teacher = task.facts.teacher
+    assert teacher is not None
+    wide = max(kind.intermediate for kind in teacher.kinds)
+    workspace = tokens * (3 * wide + 6 * teacher.hidden) * task.width
+    if choice.teacher_storage != "plain":
+        workspace += task.width * max(one.inputs * one.outputs for kind in teacher.kinds for one in kind.linears)
+    if task.teacher_in_steps:
+        return {"gradients": _kept_gradients(task, choice), "workspace": workspace}
+    logits = _teacher_logits(task, tokens)
+    return {"weights": teacher_bytes(task, choice), **dict.fromkeys(static.keys() - {"weights"}, 0.0)} | {
+        "workspace": workspace,
+        "loss": logits,
+    }
 
 
 def _last_gradient(task: Task, choice: Choice) -> float:

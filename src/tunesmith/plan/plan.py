@@ -185,6 +185,8 @@ class Plan(Part):
     """Arithmetic of the large matmuls: that of `precision`, or fp8 (compute capability 8.9 and above)."""
     storage: Storage = "plain"
     """How frozen base weights are held: in `precision`, or quantized."""
+    teacher_storage: Storage = "plain"
+    """With `objective: distill`: the same of the teacher's weights, all of which are on every rank."""
     attention: Attention
     is_compiled: bool
     """Each decoder layer is compiled."""

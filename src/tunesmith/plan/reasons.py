@@ -25,6 +25,7 @@ def explain(
     has = f"the {gib(limit)} that may be used"
     _explain_ranks(task, found, every, limit, decide)
     _explain_weights(run, task, found, every, has, decide)
+    _explain_teacher(task, found, decide)
     _explain_gradients(task, found, decide)
     _explain_offload(task, found, every, limit, has, decide)
     _explain_computing(task, found, decide)
@@ -36,6 +37,18 @@ def explain(
             gib(host),
             f"only {gib(task.hardware.available)} are free: loading the model may be killed by the system",
         )
+
+
+def _explain_teacher(task: Task, found: Candidate, decide: Decide) -> None:
+    if task.facts.teacher is None:
+        return
+    storage = found.choice.teacher_storage
+    size = gib(round(memory.teacher_bytes(task, found.choice)))
+    held = f"{size} in {task.precision if storage == 'plain' else storage}"
+    if task.teacher_in_steps:
+        decide("teacher", held, "frozen and whole on each rank; it sees every micro-batch before the student does")
+    else:
+        decide("teacher", held, "asked once, before the student is loaded; its likeliest tokens are kept in the cache")
 
 
 def _explain_ranks(task: Task, found: Candidate, every: list[Candidate], limit: int, decide: Decide) -> None:

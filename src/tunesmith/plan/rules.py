@@ -39,6 +39,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "tensor parallelism",
     ),
     (
+        lambda task, choice: task.objective.has_teacher and max(choice.tensor, choice.context, choice.pipeline) > 1,
+        "objective: distill compares whole vocabularies on each rank; use data parallelism, not tensor, context or "
+        "pipeline parallelism",
+    ),
+    (
+        lambda task, choice: task.objective.has_head and choice.tensor > 1,
+        "objective: reward and classify have a head of their own, which tensor parallelism does not cut; use data "
+        "parallelism",
+    ),
+    (
         lambda task, _: not task.facts.is_causal,
         "encoder-decoder models cannot be trained here, decoders only",
     ),
@@ -67,7 +77,10 @@ REFUSALS: tuple[Refusal, ...] = (
         "weights that are trained cannot be held in 4 or 8 bits",
     ),
     (
-        lambda task, choice: choice.storage != "plain" and task.device == "cpu" and task.method != "qlora",
+        lambda task, choice: (
+            task.device == "cpu"
+            and ((choice.storage != "plain" and task.method != "qlora") or choice.teacher_storage != "plain")
+        ),
         "quantized weights make a CPU slower",
     ),
     (
@@ -321,6 +334,7 @@ def may_capture(task: Task, choice: Choice) -> bool:
         and not experts(task)
         and (not task.lora.dropout if task.has_adapters else choice.accumulation_steps(task) == 1)
         and not task.is_exact
+        and not task.objective.has_teacher  # its logits have no place in the captured passes' memory
     )
 
 

@@ -148,6 +148,7 @@ def _plan_of(
         precision=task.precision,
         matmul_dtype=choice.matmul_dtype,
         storage=choice.storage,
+        teacher_storage=choice.teacher_storage,
         attention=choice.attention,
         is_compiled=choice.is_compiled,
         cuda_graphs=choice.cuda_graphs,
@@ -241,6 +242,7 @@ def _of_plan(run: Run, plan: Plan, facts: ModelFacts, hardware: Hardware) -> tup
         clips=run.max_grad_norm is not None,
         is_exact=plan.deterministic,
         objective=objective_of(run),
+        teacher_in_steps=run.objective == "distill" and run.distillation.top_k is None,
     )
     given = {**dict(plan), **dict(plan.mesh)}
     return task, Choice(**{field.name: given[field.name] for field in dataclasses.fields(Choice)})

@@ -8,7 +8,7 @@ Pure arithmetic; nothing here knows what fits.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tunesmith.plan import memory, stages
 from tunesmith.plan.choice import Choice, Task
@@ -119,6 +119,9 @@ def step_time(task: Task, choice: Choice) -> Time:
     time = {part: rounds * (getattr(forward, part) + getattr(backward, part)) for part in Time.model_fields}
     if task.objective.has_baseline:  # answers to other prompts, without a gradient
         time = {part: seconds + rounds * getattr(forward, part) for part, seconds in time.items()}
+    if task.teacher_in_steps:
+        taught = _teacher(task, choice)
+        time = {part: seconds + rounds * getattr(taught, part) for part, seconds in time.items()}
     time["recomputation"] = rounds * checkpointed
     time["optimizer"], host_update = _optimizer(task, choice)
     if choice.offload_optimizer == "host" and choice.ranks == 1 and not choice.optimizer_in_backward:
@@ -200,6 +203,22 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     # An MLP in slices is computed again in any case; a compiled layer leaves it out when it is itself checkpointed.
     sliced = (1 - checkpointed if choice.is_compiled else 1) if choice.mlp_slice else 0
     return forward, backward, share * (again * checkpointed + sliced * matmuls * _mlp_share(task))
+
+
+def _teacher(task: Task, choice: Choice) -> Time:
+    """The forward pass of one micro-batch through the teacher, whose layers are not compiled, and its logits."""
+    assert task.facts.teacher is not None
+    asked = replace(task, facts=task.facts.teacher, method="full", padding=1.0)
+    way = Choice(
+        micro_batch=choice.micro_batch,
+        storage=choice.teacher_storage,
+        attention=choice.attention,
+        sharding=choice.sharding,
+        replicate=choice.replicate,
+        shard=choice.shard,
+    )
+    forward, _, _ = _passes(asked, way)
+    return Time(**{**dict(forward), "loss": forward.loss / 2})
 
 
 def _part_of_rank(task: Task, choice: Choice) -> float:

@@ -57,6 +57,7 @@ def make_task(
         clips=run.max_grad_norm is not None,
         is_exact=run.deterministic,
         objective=objective,
+        teacher_in_steps=objective.has_teacher and run.distillation.top_k is None,
         padding=1.0
         if facts.packs
         else padding(lengths, sequence_length, amount.sequences * sequence_length, sequence_length),

@@ -33,6 +33,7 @@ from tunesmith.run.result import ResultWriter
 from tunesmith.run.shape import make_reproducible, micro_batch_shape
 from tunesmith.run.start import Setting
 from tunesmith.run.state import Share, TrainingState
+from tunesmith.run.teacher import teach_of
 from tunesmith.train.job import Job
 
 
@@ -49,6 +50,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
     content = Content()
     objective = objective_of(run)
     loader = _loader(setting, ranks, objective)
+    teach = teach_of(run, plan, setting.data.train, loader.seen, device, ranks, progress)
     ways = {"content": content, "meanwhile": _imports_for(plan), "steps": loader.total_steps}
     prepared = prepare(run, plan, device, **ways)
     model, called = prepared.model, prepared.called
@@ -97,6 +99,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
         cut=cut,
         objective=objective,
         schedule=schedule,
+        teach=teach,
     )
 
 

@@ -33,8 +33,13 @@ Progress = Callable[[str, int, int | None], None]
 
 
 def facts_of(run: Run) -> ModelFacts:
-    """The model's sizes, and how many parameters an adapter of peft's trains."""
+    """The model's sizes, those of its teacher, and how many parameters an adapter of peft's trains."""
     facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
+    if run.distillation.teacher is not None:
+        teacher = read_facts(run.distillation.teacher, trust_remote_code=run.trust_remote_code)
+        facts = facts.changed(teacher=teacher)
+    if objective_of(run).has_head:  # in place of the one for tokens, and small
+        facts = facts.changed(tied=True, has_head=False)
     if run.method != "peft":
         return facts
     from tunesmith.model.adapters import is_prompt, trained_parameters

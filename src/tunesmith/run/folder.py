@@ -85,6 +85,10 @@ class Identity:
         if self.settings.get("objective", "sft") == "sft":  # as runs were known before there were others
             kept.pop("objective", None)
             kept.pop("preference", None)
+        if self.settings.get("objective") != "distill":
+            kept.pop("distillation", None)
+        if self.settings.get("objective") != "classify":
+            kept.pop("labels", None)
         return kept
 
 

@@ -35,7 +35,7 @@ from tunesmith.model.structure import put_tensor
 from tunesmith.parallel.prepare import load_model
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.run.folder import read_run, read_summary
-from tunesmith.run.open import Opened, open_run, tokenizer_of, trained_storage
+from tunesmith.run.open import Opened, open_run, refuse_head, tokenizer_of, trained_storage
 from tunesmith.run.streamed import (
     NotStreamed,
     Progress,
@@ -79,6 +79,7 @@ def merge_run(folder: Path, to: Path, *, precision: str | None = None, progress:
     adapter is more than low-rank factors on linears.
     """
     run = read_run(folder)
+    refuse_head(folder, "be merged here")
     if not run.has_adapters:
         raise UserError(f"{folder} was trained with method: {run.method}; its model folder needs no merging.")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):

@@ -16,6 +16,7 @@ from tunesmith.kernels.update import undo_preround_
 from tunesmith.model import adapters, load, lora, quantized, side_files
 from tunesmith.model.content import Content
 from tunesmith.model.grown import new_ids
+from tunesmith.model.head import has_head
 from tunesmith.optim.build import weight_of
 from tunesmith.parallel.prepare import load_model
 from tunesmith.plan.plan import Device, Plan, Precision, Storage
@@ -44,6 +45,7 @@ class Opened:
 def open_model(folder: Path) -> Opened:
     """What can be talked to in a folder: a run's model, or one that lies there by itself, such as a merged one."""
     if read_identity(folder) is not None or not (folder / "config.json").exists():
+        refuse_head(folder, "talk")
         return open_run(folder)
     alone = Run(model=str(folder), data=str(folder))
     place: Device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,6 +61,18 @@ def open_model(folder: Path) -> Opened:
     return Opened(model.eval(), encoder, torch.device(place), None, bool(asked.get("reasons")))
 
 
+def refuse_head(folder: Path, what: str) -> None:
+    """UserError where the model of the run in `folder` scores texts, and cannot do what else models do."""
+    run = read_run(folder)
+    if not has_head(run):
+        return
+    where = "adapter, over its base by peft" if run.has_adapters else "model"
+    raise UserError(
+        f"{folder} was trained with objective: {run.objective} and scores texts; it cannot {what}. Load it with "
+        f"transformers' AutoModelForSequenceClassification, from {folder}/{where}."
+    )
+
+
 def open_run(
     folder: Path,
     *,
@@ -71,6 +85,8 @@ def open_run(
     The base is held as in training, in 4 or 8 bits where it was so there, unless `storage` says otherwise.
     """
     run = read_run(folder)
+    if has_head(run):
+        run = run.model_copy(update={"output": str(folder)})
     held = storage or trained_storage(folder)
     place, dtype = placement(read_plan(folder), precision=precision, device=device)
     step, tuned = None, None

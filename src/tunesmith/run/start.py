@@ -16,6 +16,7 @@ from tunesmith.data.prepare import Prepared, answers_reason
 from tunesmith.errors import UserError, listed
 from tunesmith.infer.described import beside
 from tunesmith.model import attention, load, lora, side_files
+from tunesmith.model.head import has_head, make_head
 from tunesmith.model.probe import probe_run
 from tunesmith.model.save import remove_leftovers
 from tunesmith.parallel.ranks import Ranks
@@ -23,6 +24,7 @@ from tunesmith.plan.plan import Plan
 from tunesmith.run import folder as run_folder
 from tunesmith.run.choose import Progress, make_plan, tokenize, will_write
 from tunesmith.run.initial import make_start
+from tunesmith.run.teacher import check_teacher
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,9 @@ def prepare_run(
     folder = Path(run.output)
     before = run_folder.read_identity(folder)
     planned = run_folder.read_plan(folder) if before else None
+    check_teacher(run)
+    if has_head(run):
+        make_head(run, load.load_skeleton(run))
     model = load.model_fingerprint(run)
     attention.register()
     here = run.device if run.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

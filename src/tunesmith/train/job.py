@@ -21,6 +21,7 @@ from tunesmith.parallel.context import Cut
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import ForwardSpec, Plan
 from tunesmith.train.events import Evaluation
+from tunesmith.train.step import Teach
 
 Progress = Callable[[int, int | None], None]
 """Told how far something is, and out of how much (None: not known)."""
@@ -76,3 +77,5 @@ class Job:
     """None: SFT."""
     schedule: RankSchedule | None = None
     """AdaLoRA's share in each step."""
+    teach: Teach | None = None
+    """With `objective: distill`."""

@@ -94,6 +94,7 @@ def step_of(job: Job, scale: LossScale | None) -> TrainStep:
         objective=job.objective,
         capture=GraphCapture(job.model, job.spec, job.optimizer.parameters) if job.plan.cuda_graphs else None,
         schedule=job.schedule,
+        teach=job.teach,
     )
 
 

@@ -22,10 +22,12 @@ from torch.profiler import record_function
 
 from tunesmith.data.types import MicroBatch, StepBatch
 from tunesmith.errors import UserError, listed
+from tunesmith.kernels.linear_distillation import Lesson
 from tunesmith.model.adapters import RankSchedule
 from tunesmith.model.forward import Inputs, Shape, Weigh, losses_of_hidden, moved, to_device, token_losses
-from tunesmith.model.scoring import Scoring, figures_of, reported, risen
+from tunesmith.model.scoring import Scoring, figures_of, reported, risen, scoring_of
 from tunesmith.objectives.base import Objective
+from tunesmith.objectives.distill import PARTS
 from tunesmith.optim.build import Optimizer, by_mesh
 from tunesmith.parallel.context import Cut
 from tunesmith.parallel.pipeline import Pipelined
@@ -37,6 +39,10 @@ from tunesmith.train.vitals import EVERY, FIRST, Sample, Weights, weights_of
 
 Found = dict[int, list[float]]
 """By data set."""
+
+
+Teach = Callable[[MicroBatch, Inputs], Lesson]
+"""What a teacher says of a micro-batch, which is on the device already."""
 
 
 class NotFinite(UserError):
@@ -132,6 +138,7 @@ class TrainStep:
         sample: Sample | None = None,
         objective: Objective | None = None,
         schedule: RankSchedule | None = None,
+        teach: Teach | None = None,
     ):
         self.model = model
         self.spec = spec
@@ -150,6 +157,7 @@ class TrainStep:
         self.objective = None if objective is None or objective.is_token_sum else objective
         """None: the mean over target tokens."""
         self.schedule = schedule
+        self.teach = teach
         self.launched = 0
 
     def __call__(
@@ -167,7 +175,7 @@ class TrainStep:
         NotFinite, and nothing of this step or a later one may be saved.
         """
         scale = self.loss_scale.value if self.loss_scale else 1.0
-        tally = Tally() if self.objective is None else Tally(*reported(self.objective))
+        tally = self._tally()
         self.optimizer.begin(learning_rate)
         self.launched += 1
         try:
@@ -192,7 +200,7 @@ class TrainStep:
                 overflowed = self._check(batch, totals, grad_norm)
                 whole = [[sum(some) for some in zip(*one.values(), strict=True)] for one in (totals, weights)]
                 if self.objective is None:
-                    whole[1] = [batch.target_weight]
+                    whole[1] = [batch.target_weight] * len(tally.names)
                 by_source = {at: tally.loss(totals[at], weights[at]) for at in totals if any(weights[at])}
                 return StepResult(
                     tally.loss(*whole),
@@ -214,6 +222,11 @@ class TrainStep:
         finally:
             with record_function("optimizer"):
                 self.optimizer.zero_grad()
+
+    def _tally(self) -> Tally:
+        if self.teach is not None:
+            return Tally(PARTS, (True,) * len(PARTS))
+        return Tally() if self.objective is None else Tally(*reported(self.objective))
 
     @property
     def looks_first(self) -> bool:
@@ -302,15 +315,16 @@ class TrainStep:
                 micro_batch = self.cut(micro_batch)
                 inputs = to_device(micro_batch, self.device, self.shape)
             scoring = self._scoring(batch, micro_batch, baseline)
+            lesson = None if self.teach is None else self.teach(micro_batch, inputs)
             is_only = len(batch.micro_batches) == 1
-            losses_n = self._forward_backward(inputs, factor, scoring, is_only=is_only)
+            losses_n = self._forward_backward(inputs, factor, scoring, lesson, is_only=is_only)
             yield micro_batch, losses_n if scoring is None else scoring
 
     def _scoring(self, batch: StepBatch, micro_batch: MicroBatch, baseline: torch.Tensor | None) -> Scoring | None:
         if self.objective is None:
             return None
         options = {"sources": self.sources, "divisors": batch.divisors, "baseline": baseline}
-        return Scoring(self.objective, micro_batch, self.device, **options)
+        return scoring_of(self.objective, micro_batch, self.device, **options)
 
     @torch.no_grad()
     def _baseline(self, batch: StepBatch) -> torch.Tensor:
@@ -325,14 +339,16 @@ class TrainStep:
         return (total / count).clamp(min=0)
 
     def _forward_backward(
-        self, inputs: Inputs, factor: float, weigh: Weigh | None = None, *, is_only: bool
+        self, inputs: Inputs, factor: float, weigh: Weigh | None = None, lesson: Lesson | None = None, *, is_only: bool
     ) -> torch.Tensor:
+        """The weighted losses of the targets [N], or their parts [N, 2]."""
         if self.capture is not None and self.launched > EAGER_STEPS and self.capture.record(inputs):
             return self._replay(self.capture, inputs, factor, weigh, is_only=is_only)
-        total, losses_n = token_losses(self.model, inputs, self.spec, z_loss=self.z_loss, weigh=weigh)
+        options = {"z_loss": self.z_loss, "weigh": weigh, "lesson": lesson}
+        total, losses_n = token_losses(self.model, inputs, self.spec, **options)
         with record_function("backward"):
             (total * factor).backward()
-        return losses_n * inputs.weights
+        return losses_n * (inputs.weights if lesson is None else inputs.weights[:, None])
 
     def _replay(
         self, capture: GraphCapture, inputs: Inputs, factor: float, weigh: Weigh | None, *, is_only: bool
@@ -356,8 +372,12 @@ class TrainStep:
         present = micro_batch.sources.unique().tolist()
         for source in present:
             mine = sources_n == source
-            part = weighted_n.sum() if len(present) == 1 else (weighted_n * moved(mine, self.device)).sum()
-            tally.add(source, part.view(1), [weights_n[mine].sum().item()])
+            if len(present) > 1:
+                is_mine = moved(mine, self.device)
+                part = (weighted_n * (is_mine if weighted_n.ndim == 1 else is_mine[:, None])).sum(0)
+            else:
+                part = weighted_n.sum(0)
+            tally.add(source, part.view(-1), [weights_n[mine].sum().item()] * len(tally.names))
 
     def _clip(self, scale: float) -> torch.Tensor:
         """Unscale and clip the gradients; returns their norm before, without waiting for it."""

@@ -1,0 +1,63 @@
+"""Objectives with a head of their own over the last token of each document: reward models and classifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tunesmith.objectives.base import Column, Objective, Scores, share_above_0
+
+
+def padding_id(tokenizer: Any) -> int | None:
+    """The token with which documents of a batch are filled up, as the saved model knows it."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+class Reward(Objective):
+    """Of pairs, the chosen answer should score higher, by Bradley and Terry's model (with a margin where the data give
+    one); of answers with a score, the head should give it."""
+
+    name = "reward"
+    why = "a head with one output is trained over the last token; a step costs less than SFT's, which has logits"
+    records = "ranked"
+    documents = 2
+    has_head = True
+    rate = 0.1
+
+    def columns_of_scores(self, scores: Scores) -> Mapping[str, Column]:
+        import torch
+        from torch.nn.functional import logsigmoid
+
+        each_d = scores.scores_dl[:, 0].double()
+        count = each_d.shape[0]
+        is_pair_e = scores.is_pair_e.double()
+        first_e, values_e = each_d[scores.firsts_e], scores.values_d[scores.firsts_e]
+        # Of an example that is no pair the second is the first itself, which counts nothing.
+        seconds_e = (scores.firsts_e + scores.is_pair_e.long()).clamp(max=max(0, count - 1))
+        ahead_e = first_e - each_d[seconds_e]
+        losses_e = torch.where(scores.is_pair_e, -logsigmoid(ahead_e - values_e), (first_e - values_e).square())
+        found_e, ahead_e = first_e.detach(), ahead_e.detach()
+        return {
+            "loss": Column(losses_e, "examples", is_loss=True),
+            "accuracy": Column(share_above_0(ahead_e) * is_pair_e, "pairs"),
+            "margin": Column(ahead_e * is_pair_e, "pairs"),
+            "error": Column((found_e - values_e).abs() * (1 - is_pair_e), "scored"),
+        }
+
+
+class Classify(Objective):
+    """The cross-entropy of each text's label."""
+
+    name = "classify"
+    why = "a head with an output a label is trained over the last token; a step costs less than SFT's, which has logits"
+    records = "labelled"
+    has_head = True
+    rate = 0.3
+
+    def columns_of_scores(self, scores: Scores) -> Mapping[str, Column]:
+        from torch.nn.functional import cross_entropy
+
+        labels_e = scores.values_d.long()
+        losses_e = cross_entropy(scores.scores_dl, labels_e, reduction="none").double()
+        is_right_e = (scores.scores_dl.detach().argmax(-1) == labels_e).double()
+        return {"loss": Column(losses_e, "examples", is_loss=True), "accuracy": Column(is_right_e, "examples")}

@@ -1,0 +1,357 @@
+"""Distillation against plain torch with whole logits: each divergence, packed, padded and cut into micro-batches, from
+a teacher that is asked in each step and from one that was asked before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from tiny import Die, Runs, assert_same, write_all
+from tiny_model import make_tiny_model
+from tunesmith.cli.main import main
+from tunesmith.config.load import from_mapping
+from tunesmith.config.schema import Run
+from tunesmith.data.build import store_of
+from tunesmith.data.loader import Loader
+from tunesmith.data.store import TokenStore
+from tunesmith.data.types import Example, Origin
+from tunesmith.kernels.linear_distillation import Lesson, Taught, distillation_by_module, linear_distillation
+from tunesmith.model import attention
+from tunesmith.objectives import objective_of
+from tunesmith.optim.build import Optimizer
+from tunesmith.parallel.ranks import Ranks
+from tunesmith.plan.plan import ForwardSpec
+from tunesmith.run import teacher as teaching
+from tunesmith.run.choose import plan_run
+from tunesmith.train import events
+from tunesmith.train.step import TrainStep
+
+CPU = torch.device("cpu")
+WORDS = 259
+"""Tokens of the student; the teacher's head has some rows more, as heads are padded."""
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+TRAIN = ("train", "run.yaml", "--plan", "plan.json")
+STEP = "tunesmith.train.step:TrainStep._forward_backward"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    student = make_tiny_model(folder / "student", num_hidden_layers=1)
+    return student, make_tiny_model(folder / "teacher", vocab_size=WORDS + 5, hidden_size=48, num_attention_heads=4)
+
+
+@pytest.fixture(scope="module")
+def store() -> TokenStore:
+    random = np.random.Generator(np.random.PCG64(5))
+    examples = []
+    for number, length in enumerate((9, 14, 5, 11, 7)):
+        weights = np.where(np.arange(length) < 3, 0.0, random.choice([0.5, 1.0], length))
+        examples.append(Example(random.integers(3, WORDS, length), weights, Origin("d", number + 1)))
+    return store_of(examples, vocab_size=WORDS)
+
+
+def load(folder: Path, layout: str) -> torch.nn.Module:
+    attention.register()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.set_attn_implementation(attention.NAME if layout == "packed" else "sdpa")
+    return model
+
+
+def settings_of(models: tuple[Path, Path], **distillation) -> Run:
+    return from_mapping(
+        {
+            "model": str(models[0]),
+            "objective": "distill",
+            "data": "d",
+            "distillation": {"teacher": str(models[1]), **distillation},
+            "device": "cpu",
+            "precision": "fp32",
+            "sequence_length": 48,
+        }
+    )
+
+
+def plain_divergence(student: torch.Tensor, teacher: torch.Tensor, kind: str) -> torch.Tensor:
+    """By the definitions, of probabilities [N, classes]; gradients by autograd."""
+
+    def kl(a, b):
+        return (a * (a / b).log()).sum(-1)
+
+    if kind == "jsd":
+        mean = (student + teacher) / 2
+        return (kl(teacher, mean) + kl(student, mean)) / 2
+    return kl(teacher, student) if kind == "forward_kl" else kl(student, teacher)
+
+
+def lumped(probabilities: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    kept = probabilities.gather(1, ids)
+    return torch.cat([kept, 1 - kept.sum(-1, keepdim=True)], 1)
+
+
+def plain(models, store: TokenStore, run: Run) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients in float64, document by document with all logits."""
+    settings = run.distillation
+    student, teacher = (load(folder, "padded").double() for folder in models)
+    total, weight = 0.0, 0.0
+    for index in range(len(store)):
+        ids, weights, _ = store.example(index)
+        tokens = torch.from_numpy(ids).long()[None]
+        logits = student(input_ids=tokens).logits[0, :-1]
+        heat = settings.temperature
+        q = (logits / heat).softmax(-1)
+        p = (teacher(input_ids=tokens).logits[0, :-1, :WORDS] / heat).softmax(-1).detach()
+        if settings.top_k is not None and settings.top_k < WORDS:
+            likeliest = p.topk(settings.top_k).indices
+            q, p = lumped(q, likeliest), lumped(p, likeliest)
+        own = F.cross_entropy(logits, tokens[0, 1:], reduction="none")
+        losses = (1 - settings.weight) * own + settings.weight * heat**2 * plain_divergence(q, p, settings.loss)
+        counts = torch.from_numpy(weights[1:]).double()
+        total, weight = total + (losses * counts).sum(), weight + counts.sum()
+    (total / weight).backward()
+    return (total / weight).item(), {name: one.grad for name, one in student.named_parameters()}
+
+
+def step_of(models, store: TokenStore, run: Run, cut: str):
+    """Loss, parts and gradients of one step; the optimizer is stopped from applying them."""
+    layout, length = ("padded" if cut == "padded" else "packed"), {"accumulated": 16}.get(cut, 64)
+    model = load(models[0], layout).train()
+    optimizer = Optimizer(model.named_parameters(), Run(model="x", data="x"), master_weights=False)
+    found = {}
+    optimizer.step = lambda _: found.update({n: w.grad.clone() for n, w in optimizer.masters.items()})
+    objective = objective_of(run)
+    lengths = (True, None) if layout == "padded" else None
+    sizes = {"sequence_length": length, "sequences_per_step": 100, "micro_batch": 1}
+    loader = Loader([store], [1.0], seed=0, **sizes, lengths=lengths, objective=objective)
+    teach = teaching.teach_of(run, plan_run(run), [store], loader.seen, CPU, Ranks())
+    options = {"device": CPU, "max_grad_norm": None, "seed": 0, "objective": objective, "teach": teach}
+    batch = loader.step(0)
+    assert cut != "accumulated" or len(batch.micro_batches) > 2
+    return TrainStep(model, ForwardSpec(layout), optimizer, **options)(batch, 1.0), found
+
+
+CELLS = [
+    *((kind, "packed", None) for kind in DIVERGENCES),
+    *((kind, "accumulated", WORDS) for kind in DIVERGENCES),
+    *((kind, "padded", 7) for kind in DIVERGENCES),
+    ("jsd", "padded", None),
+]
+
+
+@pytest.mark.parametrize(("kind", "cut", "top_k"), CELLS)
+def test_loss_and_gradient_are_those_of_whole_softmaxes(models, store, kind, cut, top_k):
+    run = settings_of(models, loss=kind, temperature=1.7, weight=0.7, top_k=top_k)
+    loss, expected = plain(models, store, run)
+    result, gradients = step_of(models, store, run, cut)
+    assert result.loss == pytest.approx(loss, rel=1e-5)
+    assert sum(result.figures.values()) == pytest.approx(loss, rel=1e-5)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        wanted = expected[name].float()
+        torch.testing.assert_close(gradient, wanted, atol=1e-5 * wanted.abs().max().item(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("by_module", [False, True])
+@pytest.mark.parametrize("top_k", [None, 4])
+def test_a_head_with_bias_scale_and_soft_cap(by_module, top_k):
+    """Rows that are no targets have no gradient; chunks change nothing."""
+    torch.manual_seed(0)
+    hidden, weight, bias = (torch.randn(*size, requires_grad=True) for size in ((9, 6), (20, 6), (20,)))
+    rows, labels, weights = torch.tensor([0, 2, 3, 5, 8]), torch.tensor([1, 0, 17, 5, 4]), torch.rand(5)
+    taught = torch.randn(5, 18).mul(2).log_softmax(-1)
+    ids = None if top_k is None else taught.topk(top_k).indices
+
+    def of(start: int, stop: int) -> Taught:
+        if ids is None:
+            return Taught(taught[start:stop])
+        likely = taught.gather(1, ids)
+        both = torch.cat([likely, (1 - likely.exp().sum(-1, keepdim=True)).log()], 1)
+        return Taught(both[start:stop], ids[start:stop])
+
+    lesson = Lesson(of, "reverse_kl", 2.0, 0.4, 18)
+    form = {"scale": 0.8, "softcap": 3.0, "chunk": 2}
+    given = (labels, weights, rows, lesson)
+    if by_module:
+        total, _ = distillation_by_module(lambda x: F.linear(x, weight, bias), hidden, *given, **form)
+    else:
+        total, _ = linear_distillation(hidden, weight, *given, bias_v=bias, **form)
+    found = torch.autograd.grad(total * 3, (hidden, weight, bias))
+    logits = torch.tanh(F.linear(hidden[rows], weight, bias) * 0.8 / 3) * 3
+    q, p = (logits[:, :18] / 2).softmax(-1), taught.exp()
+    if ids is not None:
+        q, p = lumped(q, ids), lumped(p, ids)
+    own = F.cross_entropy(logits, labels, reduction="none")
+    plain_total = ((0.6 * own + 0.4 * 4 * plain_divergence(q, p, "reverse_kl")) * weights).sum()
+    assert total.item() == pytest.approx(plain_total.item(), rel=1e-5)
+    for one, other in zip(found, torch.autograd.grad(plain_total * 3, (hidden, weight, bias)), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_a_teacher_that_was_interrupted_is_asked_for_the_rest(models, store, monkeypatch, tmp_path):
+    """Blocks that are there are read, those that are missing or damaged are asked for again; the same numbers."""
+    monkeypatch.setattr(teaching, "BLOCK", 12)
+    monkeypatch.setenv("TUNESMITH_CACHE", str(tmp_path))
+    run = settings_of(models, top_k=6)
+    asked = []
+    real = teaching.Answers.ask
+    monkeypatch.setattr(teaching.Answers, "ask", lambda self, *one: asked.append(one[1]) or real(self, *one))
+    first, _ = step_of(models, store, run, "packed")
+    count = len(asked)
+    assert count > 3
+    step_of(models, store, settings_of(models, top_k=6, loss="jsd", weight=0.1), "packed")
+    assert len(asked) == count
+    files = sorted((tmp_path / "distillation").glob("*/*"))
+    assert len(files) == count
+    files[0].unlink()
+    files[1].write_bytes(files[1].read_bytes()[:-1] + b"x")
+    again, _ = step_of(models, store, run, "packed")
+    assert len(asked) == count + 2
+    assert again.loss == first.loss
+
+
+def write_run(folder: Path, models: tuple[Path, Path], **changes) -> Path:
+    given = {"teacher": str(models[1]), "temperature": 2.0, **changes.pop("distillation", {})}
+    return write_all(folder, models[0], objective="distill", distillation=given, **changes)
+
+
+@pytest.mark.parametrize("top_k", [None, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_killed_run_goes_on_to_the_same_bytes(runs: Runs, models, tmp_path, top_k):
+    options = {"method": "full" if top_k is None else "lora", "distillation": {"top_k": top_k}, "epochs": 2}
+    whole, killed = (write_run(tmp_path / name, models, **options) for name in ("whole", "killed"))
+    assert runs(killed, *TRAIN, die=Die(STEP, 10)).code < 0
+    assert any((killed / "run" / "checkpoints").iterdir())
+    ended = runs(killed, *TRAIN)
+    assert ended.code == 0, ended.err
+    assert runs(whole, *TRAIN).code == 0
+    assert_same(killed / "run", whole / "run")
+
+
+def tunesmith(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert not ended.value.code
+
+
+def sampled(model: torch.nn.Module, count: int, seed: int) -> list[list[int]]:
+    """Texts that a model has drawn itself."""
+    torch.manual_seed(seed)
+    start = torch.ones(count, 1, dtype=torch.long)
+    made = model.generate(start, do_sample=True, max_new_tokens=24, min_new_tokens=24, top_k=0, pad_token_id=0)
+    return made.tolist()
+
+
+def test_a_distilled_student_learns_more_from_the_same_tokens(models, tmp_path, monkeypatch):
+    """Of texts that the teacher has drawn; measured by the tokens of texts that neither has seen."""
+    teacher = AutoModelForCausalLM.from_pretrained(models[1], dtype=torch.float32).eval()
+    bad = torch.arange(WORDS, WORDS + 5)
+    teacher.generation_config.suppress_tokens = bad.tolist()
+    changes = {"method": "full", "learning_rate": 1e-2, "epochs": 6, "sequence_length": 32, "batch_tokens": 128}
+    changes |= {"save_every": 1000, "eval_every": 1000}
+    folder = write_run(tmp_path, models, **changes, distillation={"weight": 0.9, "temperature": 1.0})
+    for name, count, seed in (("train", 48, 1), ("held_out", 24, 2)):
+        lines = [json.dumps({"input_ids": ids}) + "\n" for ids in sampled(teacher, count, seed)]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    monkeypatch.chdir(folder)
+    tunesmith("train", "run.yaml")
+    settings = json.loads((folder / "run.yaml").read_text())
+    del settings["objective"], settings["distillation"]
+    (folder / "plain.yaml").write_text(json.dumps(settings | {"output": "plain"}))
+    tunesmith("train", "plain.yaml")
+    distilled, alone = (
+        [one["loss"] for one in events.read(folder / name) if one["event"] == "evaluation"] for name in ("run", "plain")
+    )
+    assert distilled[0] == alone[0]
+    assert distilled[-1] < alone[-1] - 0.05
+    steps = [one for one in events.read(folder / "run") if one["event"] == "step"]
+    assert steps[-1]["figures"].keys() == {"sft_loss", "distillation_loss"}
+    assert steps[-1]["figures"]["distillation_loss"] < 0.7 * steps[0]["figures"]["distillation_loss"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("method", "way", "top_k"), [("full", "zero3", None), ("lora", "ddp", 8)])
+def test_two_ranks_give_the_losses_of_one(world, models, tmp_path, method, way, top_k):
+    """Five sequences a step, which two ranks cannot share evenly."""
+    folder = write_run(tmp_path, models, lora={"rank": 4}, eval=[], held_out=0, batch_tokens=5 * 64)
+    settings = json.loads((folder / "run.yaml").read_text())
+    options = {"folder": str(folder), "method": method, "data": [{"path": str(folder / "train.jsonl")}]}
+    options["distillation"] = {**settings["distillation"], "top_k": top_k}
+    call = "parallel.on_ranks:steps"
+    alone = world(1)(call, count=3, mesh={}, sharding="none", output=str(tmp_path / "one"), **options)[0]
+    mesh = {"ddp": {"replicate": 2}, "zero3": {"shard": 2}}[way]
+    both = world(2)(call, count=3, mesh=mesh, sharding=way, output=str(tmp_path / "two"), **options)
+    for number, expected in enumerate(alone):
+        found = [steps[number] for steps in both]
+        assert found[0]["loss"] == found[1]["loss"]
+        assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert found[0]["norm"] == pytest.approx(expected["norm"], rel=1e-4)
+        assert found[0]["figures"] == pytest.approx(expected["figures"], rel=1e-5)
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(models, tmp_path, monkeypatch, capsys):
+    other = make_tiny_model(tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    monkeypatch.chdir(write_run(tmp_path / "run", (models[0], other)))
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "run.yaml"])
+    said = capsys.readouterr().err
+    assert ended.value.code
+    assert "has another vocabulary" in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "run" / "run" / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"objective": "distill"}, "needs a `teacher`"),
+        ({"objective": "dpo", "distillation": {"teacher": "t"}}, "distillation is for `objective: distill`"),
+        ({"objective": "distill", "distillation": {"teacher": "t"}, "z_loss": 1e-4}, "z_loss is for"),
+        ({"objective": "distill", "distillation": {"teacher": "t", "weight": 0}}, "distillation.weight"),
+        ({"objective": "distill", "distillation": {"teacher": "t"}, "preference": {"beta": 1}}, "preference.beta"),
+    ],
+)
+def test_settings_that_do_not_go_together(changes, said):
+    from tunesmith.errors import UserError
+
+    with pytest.raises(UserError, match=said.replace("`", ".")):
+        from_mapping({"model": "m", "data": "d", **changes})
+
+
+def test_the_plan_counts_the_teacher():
+    """Its weights, whole on each rank, in 4 bits where they are too many; its forward pass; and no axis that cuts
+    vocabularies or sequences."""
+    from plan.shapes import GIB, MODEL, run
+    from tunesmith.plan import rules
+    from tunesmith.plan.choice import Choice
+    from tunesmith.plan.hardware import named
+    from tunesmith.plan.search import search
+
+    student = MODEL["SmolLM2-135M"].changed(positions=8192)
+    asked = {"objective": "distill", "distillation": {"teacher": "t"}}
+    large = student.changed(teacher=MODEL["Llama-3.1-8B"])
+    hardware = named("1xH100")
+    alone = search(run(), student, hardware).plan
+    both = search(run(**asked), large, hardware)
+    assert both.plan.teacher_storage == "plain"
+    assert both.plan.memory.weights - alone.memory.weights == pytest.approx(16e9, rel=0.01)
+    per_token = [plan.time.total / (plan.sequences_per_step * 2048) for plan in (both.plan, alone)]
+    assert per_token[0] > 5 * per_token[1]
+    assert any(reason.topic == "teacher" for reason in both.plan.reasons)
+    assert not both.plan.cuda_graphs
+    small = search(run(**asked), student.changed(teacher=MODEL["Llama-3.1-70B"]), hardware).plan
+    assert small.teacher_storage == "nf4"
+    assert small.fits
+    cached = search(run(objective="distill", distillation={"teacher": "t", "top_k": 64}), large, hardware)
+    assert cached.plan.time.total < both.plan.time.total / 2
+    assert 14.9 * GIB < max(phase.memory.weights for phase in cached.plan.phases) < 15.1 * GIB
+    choice = Choice(tensor=2, sharding="ddp")
+    assert "whole vocabularies" in rules.refused(both.task, choice)

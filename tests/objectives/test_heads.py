@@ -1,0 +1,233 @@
+"""Reward models and classifiers: loss and gradients are those of transformers' own classes, what is saved loads there
+with the same scores, and a killed run goes on to the same bytes."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tiny import Die, Runs, assert_same, write_all
+from tunesmith.cli.main import main
+from tunesmith.config.load import from_mapping
+from tunesmith.data.loader import documents_of
+from tunesmith.errors import UserError
+from tunesmith.model import load
+from tunesmith.run.assemble import assemble
+from tunesmith.run.choose import plan_run
+from tunesmith.run.start import prepare_run
+from tunesmith.train import events
+from tunesmith.train.loop import step_of
+
+TRAIN = ("train", "run.yaml", "--plan", "plan.json")
+STEP = "tunesmith.train.step:TrainStep._forward_backward"
+WORDS = ["red", "blue", "seven", "ten", "cat", "tree", "sun"]
+KINDS = {"pairs": "reward", "scores": "reward", "texts": "classify", "messages": "classify"}
+
+
+def records(kind: str, count: int, seed: int = 0) -> list[dict]:
+    """Texts that say yes score high."""
+    chance, made = random.Random(seed), []
+
+    def text(most: int) -> str:
+        return " ".join(chance.choices(WORDS, k=chance.randint(1, most)))
+
+    for n in range(count):
+        is_good = chance.random() < 0.5
+        said = f"{text(2)} {'yes' if is_good else 'no'}"
+        if kind == "pairs":
+            margin = {"margin": chance.choice([0.0, 0.5, 1.0])} if n % 3 else {}
+            made.append({"prompt": f"{n} {text(3)}", "chosen": f"{text(2)} yes", "rejected": f"{text(2)} no"} | margin)
+        elif kind == "scores":
+            made.append({"prompt": text(3), "completion": said, "score": 1.5 if is_good else -0.5})
+        elif kind == "texts":
+            made.append({"text": said, "label": "good" if is_good else "bad"})
+        else:
+            made.append({"messages": [{"role": "user", "content": said}], "label": int(is_good)})
+    return made
+
+
+def write_run(folder: Path, model: Path, kind: str, **changes) -> Path:
+    changes = {"objective": KINDS[kind], "epochs": 2, "sequence_length": 128, "batch_tokens": 512, **changes}
+    if changes["objective"] == "classify":
+        changes["labels"] = ["bad", "good"]
+    made = write_all(folder, model, **changes)
+    for name, count, seed in (("train", 24, 0), ("held_out", 8, 1)):
+        lines = [json.dumps(one) + "\n" for one in records(kind, count, seed)]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    return made
+
+
+def tunesmith(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert not ended.value.code
+
+
+def plain_loss(model: torch.nn.Module, kind: str, examples: list[list]) -> torch.Tensor:
+    """By transformers' own forward pass, padded as its tokenizer pads, and TRL's formula for pairs."""
+
+    def scores(documents) -> torch.Tensor:
+        longest = max(len(one.ids) for one in documents)
+        ids = torch.full((len(documents), longest), model.config.pad_token_id)
+        mask = torch.zeros_like(ids)
+        for row, one in enumerate(documents):
+            ids[row, : len(one.ids)], mask[row, : len(one.ids)] = torch.from_numpy(one.ids).long(), 1
+        return model(input_ids=ids, attention_mask=mask).logits
+
+    first = scores([example[0] for example in examples])
+    values = torch.tensor([example[0].value for example in examples])
+    if kind == "pairs":
+        second = scores([example[1] for example in examples])
+        return -F.logsigmoid(first - second - values[:, None]).mean()
+    return F.mse_loss(first[:, 0], values) if kind == "scores" else F.cross_entropy(first, values.long())
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_transformers_own(tiny_model, tmp_path, monkeypatch, kind, method):
+    changes = {"method": method, "lora": {"rank": 4}, "batch_tokens": 4096, "eval": [], "held_out": 0}
+    changes |= {"epochs": 1, "max_grad_norm": 1e9}
+    folder = write_run(tmp_path, tiny_model, kind, **changes)
+    monkeypatch.chdir(folder)
+    run = from_mapping(json.loads((folder / "run.yaml").read_text()))
+    setting = prepare_run(run, plan=plan_run(run).changed(threads=1, micro_batch=1), warn=print)
+    job = assemble(setting)
+    found = {}
+    job.optimizer.step = lambda _: found.update({n: w.grad.clone() for n, w in job.optimizer.masters.items()})
+    step = step_of(job, None)
+    job.model.train()
+    batch = job.loader.step(0)
+    assert len(batch.micro_batches) > 1
+    result = step(batch, 1.0)
+    (store,) = setting.data.train
+    examples = [documents_of(store, index, 0) for index in range(len(store))]
+    plain = load.head.model_class(run).from_pretrained(tiny_model, num_labels=len(run.labels) or 1, dtype=torch.float32)
+    plain.config.pad_token_id = 0
+    weight = job.model.get_output_embeddings().weight
+    plain.score.weight.data.copy_(weight)
+    expected = plain_loss(plain, kind, examples)
+    assert result.loss == pytest.approx(expected.item(), rel=1e-5)
+    expected.backward()
+    own = {name: one.grad for name, one in plain.named_parameters()}
+    names = found.keys() & own.keys()
+    assert names == ({"score.weight"} if method == "lora" else own.keys())
+    for name in names:
+        torch.testing.assert_close(found[name], own[name], atol=1e-5 * own[name].abs().max().item(), rtol=1e-4)
+
+
+def as_asked(tokenizer, prompt: str, answer: str):
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    return tokenizer(tokenizer.apply_chat_template(messages, tokenize=False), return_tensors="pt")
+
+
+@pytest.mark.parametrize(("kind", "method"), [("pairs", "lora"), ("texts", "full")])
+def test_what_is_saved_loads_in_transformers_with_the_same_scores(
+    tiny_model, tmp_path, monkeypatch, kind, method, capsys
+):
+    """It has learned, `eval` finds the same, and what such a model cannot do is said."""
+    options = {"method": method, "lora": {"rank": 8}, "epochs": 6, "learning_rate": 1e-2 if method == "lora" else 3e-3}
+    folder = write_run(tmp_path, tiny_model, kind, **options, save_every=100, eval_every=100)
+    monkeypatch.chdir(folder)
+    tunesmith("train", "run.yaml")
+    (*_, last) = [one for one in events.read(folder / "run") if one["event"] == "evaluation"]
+    assert last["figures"]["accuracy"] > 0.8
+    assert last["figures_of"]["held_out"]["accuracy"] == last["figures"]["accuracy"]
+    if method == "full":
+        tokenizer = AutoTokenizer.from_pretrained("run/model")
+        model = AutoModelForSequenceClassification.from_pretrained("run/model", dtype=torch.float32)
+        assert model.config.architectures == ["LlamaForSequenceClassification"]
+        assert model.config.id2label == {0: "bad", 1: "good"}
+    else:
+        peft = pytest.importorskip("peft")
+        tokenizer = AutoTokenizer.from_pretrained("run/adapter")
+        base = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1, dtype=torch.float32)
+        base.config.pad_token_id = tokenizer.pad_token_id
+        model = peft.PeftModel.from_pretrained(base, "run/adapter")
+    asked = [json.loads(line) for line in Path("held_out.jsonl").read_text().splitlines()]
+    with torch.no_grad():
+        if kind == "texts":
+            given = tokenizer([one["text"] for one in asked], return_tensors="pt", padding=True)
+            labels = torch.tensor([model.config.label2id[one["label"]] for one in asked])
+            found = F.cross_entropy(model.eval()(**given).logits, labels)
+        else:
+            losses = []
+            for one in asked:
+                both = [as_asked(tokenizer, one["prompt"], one[name]) for name in ("chosen", "rejected")]
+                chosen, rejected = (model.eval()(**given).logits[0, 0] for given in both)
+                losses.append(-F.logsigmoid(chosen - rejected - one.get("margin", 0.0)))
+            found = torch.stack(losses).mean()
+    assert found.item() == pytest.approx(last["loss"], rel=1e-4)
+    capsys.readouterr()
+    tunesmith("eval", "run", "--json")
+    (row,) = json.loads(capsys.readouterr().out)["results"]
+    assert row["loss"] == pytest.approx(last["loss"], rel=1e-5)
+    for command in (
+        ["chat", "run", "--prompt", "Hi"],
+        ["merge", "run", "--to", "m"],
+        ["export", "run", "--to", "gguf"],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        assert ended.value.code
+        assert "scores texts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "method"), [("pairs", "lora"), pytest.param("texts", "full", marks=pytest.mark.slow)])
+def test_a_killed_run_goes_on_to_the_same_bytes(runs: Runs, tiny_model, tmp_path, kind, method):
+    options = {"method": method, "output": "run", "save_every": 2, "eval_every": 100}
+    whole, killed = (write_run(tmp_path / name, tiny_model, kind, **options) for name in ("whole", "killed"))
+    assert runs(killed, *TRAIN, die=Die(STEP, 10)).code < 0
+    assert any((killed / "run" / "checkpoints").iterdir())
+    ended = runs(killed, *TRAIN)
+    assert ended.code == 0, ended.err
+    assert runs(whole, *TRAIN).code == 0
+    assert_same(killed / "run", whole / "run")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("kind", "method", "way"), [("pairs", "lora", "zero3"), ("texts", "full", "zero3")])
+def test_two_ranks_give_the_losses_of_one(world, tiny_model, tmp_path, kind, method, way):
+    """Five sequences a step, which two ranks cannot share evenly."""
+    changes = {"method": method, "lora": {"rank": 4}, "eval": [], "held_out": 0, "batch_tokens": 5 * 128, "epochs": 8}
+    folder = write_run(tmp_path, tiny_model, kind, **changes)
+    options = {"folder": str(folder), "data": [{"path": str(folder / "train.jsonl")}]}
+    call = "parallel.on_ranks:steps"
+    alone = world(1)(call, count=2, mesh={}, sharding="none", output=str(tmp_path / "one"), **options)[0]
+    mesh = {"replicate": 2} if way == "ddp" else {"shard": 2}
+    both = world(2)(call, count=2, mesh=mesh, sharding=way, output=str(tmp_path / "two"), **options)
+    for number, expected in enumerate(alone):
+        found = [steps[number] for steps in both]
+        assert found[0]["loss"] == found[1]["loss"]
+        assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert found[0]["norm"] == pytest.approx(expected["norm"], rel=1e-4)
+        assert found[0]["figures"] == pytest.approx(expected["figures"], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"objective": "classify"}, "needs two names or more"),
+        ({"objective": "sft", "labels": ["a", "b"]}, "labels are for"),
+        ({"objective": "reward", "method": "peft", "peft": {"peft_type": "IA3"}}, "trains a new head"),
+        ({"objective": "reward", "too_long": "split"}, "in one piece"),
+    ],
+)
+def test_settings_that_do_not_go_together(changes, said):
+    with pytest.raises(UserError, match=said):
+        from_mapping({"model": "m", "data": "d", **changes})
+
+
+def test_an_unknown_label_is_a_bad_record(tiny_model, tmp_path, monkeypatch, capsys):
+    folder = write_run(tmp_path, tiny_model, "texts")
+    (folder / "train.jsonl").write_text('{"text": "red", "label": "fair"}\n')
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "run.yaml"])
+    assert ended.value.code
+    assert "not among `labels` (bad, good)" in capsys.readouterr().err
