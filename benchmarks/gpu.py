@@ -2,12 +2,15 @@
 
     python benchmarks/gpu.py [--out FOLDER] [--deadline SECONDS] [--only TEXT ...]
     python benchmarks/gpu.py --collect FOLDER/gpu.jsonl ...
+    python benchmarks/gpu.py --compare FOLDER/gpu.jsonl
 
 Each case runs in a process of its own. Several compile at once, on models of two layers; each then builds its whole
 model when there is memory for it, and is timed alone (`pool.py`). What comes out is written to FOLDER/gpu.jsonl; the
 second form takes such files, oldest first, into benchmarks/results/gpu.json, with our speed over that of the fastest
-other system on the same workload. `fast` cases may take what memory they need; `tight` ones compute every layer again
-and save what else the workload says. Two take minutes, and are measured only when `--only` names them: `long`, `70b`.
+other system on the same workload; the third holds ours against those there, after a change that should alter nothing,
+in gpu_again.json: the speeds against others stay those of one call. `fast` cases may take what memory they need;
+`tight` ones compute every layer again and save what else the workload says. Two take minutes, and are measured only
+when `--only` names them: `long`, `70b`.
 """
 
 from __future__ import annotations
@@ -114,9 +117,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=16, help="processes at once")
     parser.add_argument("--only", nargs="*", default=[], help="cases whose name contains one of these")
     parser.add_argument("--collect", nargs="+", type=Path, help="files to take into the result, instead of measuring")
+    parser.add_argument("--compare", type=Path, help="a file to hold against the result, instead of measuring")
     options = parser.parse_args()
     if options.collect:
         print(f"wrote {collect(options.collect)}")
+        return
+    if options.compare:
+        print(f"wrote {again(options.compare)}")
         return
     options.out.mkdir(parents=True, exist_ok=True)
     measure(choose(options.only), options.out, workers=options.workers, deadline=options.deadline)
@@ -207,6 +214,28 @@ def collect(files: list[Path]) -> Path:
     order = {case.name: index for index, case in enumerate(CASES)}
     rows = sorted(kept.values(), key=lambda row: order.get(name_of(row), len(order)))
     return write_result("gpu", WHAT, compare(rows), about=about)
+
+
+def again(file: Path) -> Path:
+    """Speed and memory of our cases in `file` over those in the result."""
+    before = {name_of(row): row for row in read_rows("gpu")}
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    about = next(line["document"] for line in lines if "document" in line)
+    rows = []
+    for row in (line for line in lines if "tokens_per_second" in line):
+        known = before[name_of(row)]
+        rows.append(
+            {
+                "case": name_of(row),
+                "tokens_per_second_before": round(known["tokens_per_second"]),
+                "tokens_per_second": round(row["tokens_per_second"]),
+                "speed_ratio": round(row["tokens_per_second"] / known["tokens_per_second"], 4),
+                "memory_ratio": round(row["peak_bytes"] / known["peak_bytes"], 4),
+                "commit_before": known["commit"],
+            }
+        )
+    what = "The same training steps on one GPU after layers were prepared by one pipeline, over those before"
+    return write_result("gpu_again", what, rows, about=about | {"what": what})
 
 
 def settle(row: dict[str, Any]) -> dict[str, Any]:
