@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from loads_elsewhere import check_results
 from parallel.on_ranks import METHODS, STEPS, made
 from parallel.test_resume import assert_close
 from tiny import SETTINGS, write_data
@@ -105,6 +106,7 @@ def test_what_ranks_save_together_is_what_one_would_save(world, settings, tmp_pa
     assert ended["evaluations"][-1] == pytest.approx(expected["evaluations"][-1], rel=1e-5)
     result = "model/model.safetensors" if method == "full" else "adapter/adapter_model.safetensors"
     assert_close(tmp_path / "run" / result, tmp_path / "whole" / result)
+    check_results(tmp_path / "run")
 
 
 @pytest.mark.parametrize("method", ["full", "qlora"])

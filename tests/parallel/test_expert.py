@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from loads_elsewhere import check_results
 from parallel.on_ranks import STEPS, made
 from parallel.test_resume import assert_close
 from tiny import SETTINGS, write_data
@@ -135,3 +136,4 @@ def test_a_run_with_experts_on_two_ranks_goes_on_on_one_and_on_two_again(world, 
     parts = train(2, 2, "run") + train(3, 1, "run") + train(4, 2, "run")
     assert parts == pytest.approx(whole, rel=1e-5)
     assert_close(tmp_path / "run/model/model.safetensors", tmp_path / "whole/model/model.safetensors")
+    check_results(tmp_path / "run")

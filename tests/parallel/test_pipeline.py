@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, MixtralConfig, Qwen3Config
 
+from loads_elsewhere import check_results
 from parallel.on_ranks import METHODS, STEPS, made
 from parallel.test_resume import assert_close
 from tiny import SETTINGS, write_data
@@ -108,6 +109,7 @@ def test_a_run_in_stages_goes_on_on_one_rank_and_on_others(world, settings, tmp_
     assert found == pytest.approx(whole["evaluations"], rel=1e-5)
     result = "model/model.safetensors" if method == "full" else "adapter/adapter_model.safetensors"
     assert_close(tmp_path / "run" / result, tmp_path / "whole" / result)
+    check_results(tmp_path / "run")
 
 
 @pytest.mark.parametrize("way", REFUSED)

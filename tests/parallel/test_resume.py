@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from loads_elsewhere import check_results
 from tiny import SETTINGS, write_data
 from tunesmith.checkpoint.codec import uncovered
 from tunesmith.checkpoint.store import CheckpointStore
@@ -90,6 +91,7 @@ def test_a_run_saved_on_four_ranks_goes_on_on_others(train, wholes, tmp_path, me
     assert begun["evaluations"] + ended["evaluations"] == pytest.approx(whole["evaluations"], rel=1e-5)
     result = "model/model.safetensors" if method == "full" else "adapter/adapter_model.safetensors"
     assert_close(tmp_path / "run" / result, folder / result)
+    check_results(tmp_path / "run")
 
 
 def test_ranks_that_replicate_save_everything_after_every_resume(train, wholes, tmp_path):
