@@ -17,6 +17,7 @@ import typer
 
 from tiny import write_data
 from tunesmith.cli.main import main
+from tunesmith.config.schema import Run
 from tunesmith.model import load
 from tunesmith.run import assemble
 
@@ -183,14 +184,15 @@ def here(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> P
     # Reading the same tokenizer 500 times is all that would take time.
     for name in ("load_tokenizer", "load_config"):
         real = getattr(load, name)
-        known = functools.cache(lambda model, trusted, real=real: real(_FakeRun(model, trusted)))
-        monkeypatch.setattr(load, name, lambda run, known=known: known(run.model, run.trust_remote_code))
+        known = functools.cache(
+            lambda model, trusted, real=real: real(Run(model=model, data="train.jsonl", trust_remote_code=trusted))
+        )
+
+        def read(run: Run, real=real, known=known):
+            return real(run) if run.objective != "sft" else known(run.model, run.trust_remote_code)
+
+        monkeypatch.setattr(load, name, read)
     return tmp_path
-
-
-class _FakeRun:
-    def __init__(self, model: str, trust_remote_code: bool):
-        self.model, self.trust_remote_code = model, trust_remote_code
 
 
 def tunesmith(*arguments: str) -> tuple[int, str, str]:

@@ -100,5 +100,5 @@ def test_where_one_cannot_write_all_fail_and_nothing_is_left(tmp_path, monkeypat
     (tmp_path / "model").mkdir()
     (tmp_path / "model/old").touch()
     found = write(tmp_path / "model", full if fails == "describing" else lambda _: None)
-    assert found == ["No space left on device"] * RANKS
+    assert found == ["[Errno 28] No space left on device"] * RANKS
     assert [file.name for file in tmp_path.rglob("*")] == ["model", "old"]

@@ -69,11 +69,11 @@ def write_on_all_ranks(
             except OSError as error:
                 problem = _words(error)
             if problem := next(filter(None, together.gather(problem)), ""):
-                raise OSError(problem)
+                raise _error(problem)
     except OSError as error:
         problem = _words(error)
     if problem := next(filter(None, together.gather(problem)), ""):
-        raise OSError(problem)
+        raise _error(problem)
 
 
 def stored_parts(name: str, rows: Rows, held: Mapping[str, Held]) -> list[tuple[str, Rows]]:
@@ -125,7 +125,13 @@ def _make_files(
 
 
 def _words(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
+    """What is told to other ranks: the error's number, where it has one, and its words."""
+    return f"{getattr(error, 'errno', None) or 0} {getattr(error, 'strerror', None) or error}"
+
+
+def _error(problem: str) -> OSError:
+    number, _, words = problem.partition(" ")
+    return OSError(int(number), words) if int(number) else OSError(words)
 
 
 def _write_rows(folder: Path | None, parts: Iterable[tuple[str, Rows]], places: Mapping[str, Place]) -> None:

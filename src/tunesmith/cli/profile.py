@@ -44,6 +44,11 @@ def command(
         run = grown(run)
     check_place(run)
     plan = display.read_plan_file(plan_file) if plan_file else None
+    folder = Path(run.output) / "profile"
+    advice = "make room there, or set output to another folder"
+    with writing(folder, advice):
+        folder.mkdir(parents=True, exist_ok=True)
+    check_writable(folder / "report.json", advice)
     from tunesmith.launch.rank_environment import read_rank_environment
 
     environment = read_rank_environment()
@@ -57,11 +62,6 @@ def command(
     from tunesmith.run.assemble import assemble
     from tunesmith.run.start import start_run
 
-    folder = Path(run.output) / "profile"
-    advice = "make room there, or set output to another folder"
-    with writing(folder, advice):
-        folder.mkdir(parents=True, exist_ok=True)
-    check_writable(folder / "report.json", advice)
     with tempfile.TemporaryDirectory(prefix="tunesmith-profile-") as own, connected(environment) as others:
         there = run.model_copy(update={"output": others.tell(own)})
         how = {"plan": plan, "ranks": None if environment.is_started else 1, "saves": False}

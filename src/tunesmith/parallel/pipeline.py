@@ -190,11 +190,17 @@ class Pipelined(Entrance):
         return losses[: len(inputs)]
 
     def forward(
-        self, function: Callable[..., Any], inputs: Inputs, spec: ForwardSpec, z_loss: float = 0.0, weigh: None = None
+        self,
+        function: Callable[..., Any],
+        inputs: Inputs,
+        spec: ForwardSpec,
+        z_loss: float = 0.0,
+        weigh: None = None,
+        lesson: None = None,
     ) -> Any:
         """`token_losses` without a backward pass. The last stage's total counts for all stages, whose own is 0."""
         assert not torch.is_grad_enabled()
-        assert weigh is None, "the planner refuses objectives other than SFT in a pipeline"
+        assert (weigh, lesson) == (None, None), "the planner refuses objectives other than SFT in a pipeline"
         hidden = None
         for part in self.parts:
             if not part.is_first:
