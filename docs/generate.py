@@ -448,7 +448,8 @@ peft's adapters, torch's AdamW, one document at a time). *Right* is a loss that 
 
 Of the {all} families {families} were measured so far. {tried} of these could be tried; {right} are right with LoRA and
 with all weights, {packed} of them with documents packed into one sequence. Most others are refused before
-anything is loaded, in the sentence that stands here; rows that say *different* or *traceback* are faults.
+anything is loaded, in the sentence that stands here; rows that say *different* or *traceback* are faults. *Random*: the
+model itself draws numbers while it trains, and a plain loop is not equal to itself.
 
 Measured with {versions}; {date}, commit {commit}.
 `python benchmarks/families.py` measures again; `make test-slow` tries every row.
