@@ -47,7 +47,7 @@ class Row:
 
     @property
     def is_acceptable(self) -> bool:
-        return self.outcome in ("right", "refused", "random", "not built")
+        return self.outcome in ("right", "refused", "random", "not built") and self.in_peft in (None, "equal")
 
     def fields(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value not in (None, ())}

@@ -476,11 +476,13 @@ def lost_in_peft(skeleton: nn.Module, settings: Lora, names: Iterable[str]) -> l
         warnings.simplefilter("ignore")
         try:
             read = get_peft_model(skeleton, LoraConfig(**{key: described[key] for key in wanted}))
-            set_peft_model_state_dict(read, tensors)
+            missing = set(set_peft_model_state_dict(read, tensors).missing_keys)
         except (ValueError, RuntimeError, KeyError, AttributeError, TypeError, NotImplementedError):
             return names
     have = {
-        name.removeprefix(PREFIX) for name, module in read.named_modules() if "default" in getattr(module, "lora_A", {})
+        name.removeprefix(PREFIX)
+        for name, module in read.named_modules()
+        if "default" in getattr(module, "lora_A", {}) and f"{name}.lora_A.default.weight" not in missing
     }
     return [name for name in names if name not in have]
 

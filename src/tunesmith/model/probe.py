@@ -32,7 +32,7 @@ from tunesmith.model.structure import replace_module
 from tunesmith.plan.models import check_kind, read_config
 from tunesmith.plan.plan import ForwardSpec
 
-VERSION = 2
+VERSION = 3
 """Of what is tried; results of another are not read."""
 TOKENS = 500
 """The proxy's vocabulary."""
@@ -131,9 +131,9 @@ def probe_run(run: Run, *, device: torch.device | str = "cpu") -> tuple[Run, Pro
 
 
 def _readable(run: Run, settings: Lora) -> tuple[Lora, str | None]:
-    """The adapters' settings without the linears whose adapters peft would not read from files: in families whose
-    experts it knows from before transformers 5, it takes some names for those of the experts. UserError where such a
-    linear was asked for by name."""
+    """The adapters' settings without the linears whose adapters peft would not read from files: in families that it
+    knows from before transformers 5, it takes some names for those of other weights. UserError where such a linear was
+    asked for by name."""
     names = lora.find_targets(load.load_skeleton(run), settings)
     if not lora.lost_in_peft(load.load_skeleton(run), settings, names):
         return settings, None
@@ -472,8 +472,11 @@ def _try(model: nn.Module, members: list[str], tokens: torch.Tensor, plain: torc
                 found = _logits(model, tokens)
                 if found.requires_grad:
                     found.square().mean().backward()
+            _logits(model.eval(), tokens)  # some read their weights only when they do not train
         except Exception as error:  # the model's own code, given a module it does not expect
             return _why_failed(error)
+        finally:
+            model.train()
         has_gradient = any(one.lora_b.grad is not None and one.lora_b.grad.any() for one in made.values())
     with torch.no_grad():
         kept = {name: base.weight.detach().clone() for name, base in bases.items()}
