@@ -217,25 +217,26 @@ def collect(files: list[Path]) -> Path:
 
 
 def again(file: Path) -> Path:
-    """Speed and memory of our cases in `file` over those in the result."""
+    """Speed and memory of our cases in `file` over those in the result; those of other cases stay."""
     before = {name_of(row): row for row in read_rows("gpu")}
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     about = next(line["document"] for line in lines if "document" in line)
-    rows = []
+    rows = {row["case"]: row for row in read_rows("gpu_again")}
     for row in (line for line in lines if "tokens_per_second" in line):
         known = before[name_of(row)]
-        rows.append(
-            {
+        rows |= {
+            name_of(row): {
                 "case": name_of(row),
+                "commit": about["commit"],
                 "tokens_per_second_before": round(known["tokens_per_second"]),
                 "tokens_per_second": round(row["tokens_per_second"]),
                 "speed_ratio": round(row["tokens_per_second"] / known["tokens_per_second"], 4),
                 "memory_ratio": round(row["peak_bytes"] / known["peak_bytes"], 4),
                 "commit_before": known["commit"],
             }
-        )
+        }
     what = "The same training steps on one GPU after layers were prepared by one pipeline, over those before"
-    return write_result("gpu_again", what, rows, about=about | {"what": what})
+    return write_result("gpu_again", what, list(rows.values()), about=about | {"what": what})
 
 
 def settle(row: dict[str, Any]) -> dict[str, Any]:
