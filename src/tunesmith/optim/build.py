@@ -101,9 +101,7 @@ class Optimizer:
             name: _master_of(weight, offload, scratch) if master_weights else weight
             for name, weight in self.weights.items()
         }
-        if self.is_prerounded:
-            for weight in self.weights.values():
-                preround_(local(weight.detach()), start=start_of(weight))
+        self.encode()
         is_plus = run.has_lora and run.lora.b_rate != 1
         self.faster = {
             master for name, master in self.masters.items() if is_plus and name.endswith(("lora_b", "lora_embedding_b"))
@@ -203,13 +201,23 @@ class Optimizer:
         for part in self.parts:
             if isinstance(part, Fused):
                 part.wait()
-        kind = "lifted" if self.is_prerounded else "weights"
-        found = {f"{kind}/{name}": weight.detach() for name, weight in self.masters.items()}
+        found = {f"weights/{name}": weight.detach() for name, weight in self.masters.items()}
         for name, weight in self.masters.items():
             for key, value in self.owner[weight].state.get(weight, {}).items():
                 if isinstance(value, torch.Tensor):
                     found[f"optimizer/{key}/{name}"] = value
         return found
+
+    def encode(self) -> None:
+        """Hold weights so that FSDP's cast rounds them stochastically, where it is one (`kernels.update`)."""
+        for weight in self.weights.values() if self.is_prerounded else ():
+            preround_(local(weight.detach()), start=start_of(weight))
+
+    def decode(self) -> None:
+        """Hold them as they are, for whoever reads them."""
+        self.finish_update()
+        for weight in self.weights.values() if self.is_prerounded else ():
+            undo_preround_(local(weight.detach()), start=start_of(weight))
 
     def room(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """What a saved tensor is to be read into: its own place, where there is one that the host can write, so that it
@@ -229,7 +237,7 @@ class Optimizer:
         """The inverse of `tensors`, bit for bit. What is given may be changed on the way."""
         self.finish_update()
         saved = {weight_of(name): value for name, value in tensors.items() if not name.startswith("optimizer/")}
-        was_prerounded = any(name.startswith("lifted/") for name in tensors)
+        was_encoded = any(name.startswith("lifted/") for name in tensors)  # by version 0.1
         if different := sorted(self.masters.keys() ^ saved.keys()):
             raise UserError(
                 f"The checkpoint was made for other trained weights: '{different[0]}' is in one of the two only."
@@ -240,12 +248,11 @@ class Optimizer:
                     f"The checkpoint's '{name}' has the shape {tuple(there)}, and that of these settings is "
                     f"{tuple(weight.shape)}; put lora.rank or the model back, or choose another output."
                 )
-            if was_prerounded and not self.is_prerounded:
+            if was_encoded:
                 undo_preround_(local(saved[name]), start=start_of(saved[name]))
             if local(weight).data_ptr() != local(saved[name]).data_ptr():
                 weight.copy_(_placed(saved[name], weight))
-            if self.is_prerounded and not was_prerounded:
-                preround_(local(weight.detach()), start=start_of(weight))
+        self.encode()
         states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.masters}
         for full_name, value in tensors.items():
             kind, _, rest = full_name.partition("/")
@@ -363,7 +370,7 @@ class Optimizer:
 
 
 def weight_of(name: str) -> str:
-    """The weight that a tensor of a checkpoint belongs to: `weights/NAME`, `lifted/NAME` or `optimizer/KEY/NAME`."""
+    """The weight that a tensor of a checkpoint belongs to: `weights/NAME` or `optimizer/KEY/NAME`."""
     return name.split("/", 2 if name.startswith("optimizer/") else 1)[-1]
 
 

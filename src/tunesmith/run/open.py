@@ -190,7 +190,7 @@ def _newest_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], int]:
     tensors, _ = store.load(found)
     weights = {}
     for name, value in tensors.items():
-        if name.startswith("lifted/"):
+        if name.startswith("lifted/"):  # as version 0.1 held them
             undo_preround_(value)
         if not name.startswith(("optimizer/", "schedule/")):
             weights[weight_of(name)] = value

@@ -58,9 +58,18 @@ class TrainingState:
     """Held-out losses by step, which go on with the run."""
 
     def save(self, step: int, state: dict[str, Any], metric: float | None, *, beside: bool) -> Saving:
-        """Begins a checkpoint. All ranks must take part."""
-        tensors, copy = self.optimizer.tensors(), {"copy": copy_to_host} if beside else {}
-        ranks = self.share.ranks
+        """Begins a checkpoint. All ranks must take part. Weights are decoded until they are copied or written."""
+        self.optimizer.decode()
+        saving = None
+        try:
+            saving = self._begin(step, state, metric, {"copy": copy_to_host} if beside else {})
+        finally:
+            if beside or saving is None:
+                self.optimizer.encode()
+        return saving if beside else Saving(lambda: self._write(saving), saving.finish)
+
+    def _begin(self, step: int, state: dict[str, Any], metric: float | None, copy: dict[str, Any]) -> Saving:
+        tensors, ranks = self.optimizer.tensors(), self.share.ranks
         if self.schedule is not None:
             tensors |= {f"schedule/{name}": value for name, value in self.schedule.tensors().items()}
         if ranks.count == 1:
@@ -69,6 +78,12 @@ class TrainingState:
         tensors = self.share.own(tensors)
         parts = dict(self.share.parts(tensors))
         return self.checkpoints.begin_on_all_ranks(step, parts, tensors.keys(), state, ranks, metric=metric, **copy)
+
+    def _write(self, saving: Saving) -> None:
+        try:
+            saving.write()
+        finally:
+            self.optimizer.encode()
 
     def restore(self, store: CheckpointStore, found: Checkpoint) -> dict[str, Any]:
         """Gives weights and optimizer the values of a checkpoint, and returns the state that was saved with it."""
