@@ -6,6 +6,10 @@ import subprocess
 import sys
 
 from tiny import write_all
+from tunesmith.config.load import load
+from tunesmith.launch.rank_environment import PLAN
+from tunesmith.model.probe import probe_run
+from tunesmith.run.choose import make_plan, plan_run, with_findings
 
 CODE = """
 import sys
@@ -20,3 +24,18 @@ def test_ranks_do_not_wait_for_libraries_that_their_launcher_has_no_use_for(tiny
     folder = write_all(tmp_path, tiny_model)
     done = subprocess.run([sys.executable, "-c", CODE], cwd=folder, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
+
+
+def test_ranks_obey_the_plan_that_was_made_to_start_them(tiny_model, tmp_path, monkeypatch):
+    folder = write_all(tmp_path, tiny_model)
+    monkeypatch.chdir(folder)
+    run = load("run.yaml").run
+    probed = probe_run(run)[1]
+    made = plan_run(run).changed(mesh={"shard": 2}, threads=7)
+    monkeypatch.setenv(PLAN, made.model_dump_json())
+    assert make_plan(run, probed=probed)[0].threads != 7  # nobody started this process as a rank
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found, data = make_plan(run, probed=probed)
+    assert found == with_findings(made, probed)
+    assert data.train

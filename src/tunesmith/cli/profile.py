@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunesmith.cli.ranks import RanksOption, planned_ranks, start_ranks
+from tunesmith.cli.ranks import RanksOption, plan_for_ranks, start_ranks
 
 if TYPE_CHECKING:
     from tunesmith.measure.profile import Report
@@ -52,9 +52,9 @@ def command(
     from tunesmith.launch.rank_environment import read_rank_environment
 
     environment = read_rank_environment()
-    if not environment.is_started and (count := planned_ranks(run, plan, ranks)) > 1:
+    if not environment.is_started and (chosen := plan_for_ranks(run, plan, ranks)).mesh.ranks > 1:
         flags = [f"--steps={steps}", *([f"--plan={plan_file}"] if plan_file else []), *(["--json"] if as_json else [])]
-        start_ranks(["profile", str(config), *(overrides or ()), *flags], count)
+        start_ranks(["profile", str(config), *(overrides or ()), *flags], chosen.mesh.ranks, plan=chosen)
         return
     output.stage("Loading torch and transformers")
     from tunesmith.measure.profile import profile_job

@@ -18,8 +18,8 @@ RanksOption = Annotated[
 ]
 
 
-def planned_ranks(run: Run, plan: Plan | None, asked: int | None) -> int:
-    """How many ranks train by the plan given, or by one that is made now."""
+def plan_for_ranks(run: Run, plan: Plan | None, asked: int | None) -> Plan:
+    """The plan given, or one that is made now, by which ranks are started."""
     from tunesmith.cli import output
     from tunesmith.errors import UserError
     from tunesmith.model.prefetch import read_files
@@ -40,7 +40,7 @@ def planned_ranks(run: Run, plan: Plan | None, asked: int | None) -> int:
             f"--ranks is {asked}, but a step has {batch}, which so many cannot share; give --ranks {count}, or another "
             "batch_tokens."
         )
-    return count
+    return chosen
 
 
 def ranks_to_start(asked: int | None, device: str = "auto") -> int:
@@ -54,12 +54,24 @@ def ranks_to_start(asked: int | None, device: str = "auto") -> int:
 
 
 def start_ranks(
-    arguments: Sequence[str], count: int, *, restarts: int = 0, once: Sequence[str] = (), folder: Path | None = None
+    arguments: Sequence[str],
+    count: int,
+    *,
+    plan: Plan | None = None,
+    restarts: int = 0,
+    once: Sequence[str] = (),
+    folder: Path | None = None,
 ) -> None:
-    """Run `tunesmith` with these arguments as `count` ranks; ends as the first of them that failed. `folder`: of the
-    run, where ranks that hang leave word."""
+    """Run `tunesmith` with these arguments as `count` ranks; ends as the first of them that failed. `plan`: the one
+    they are started for, which they then obey. `folder`: of the run, where ranks that hang leave word."""
+    import os
+
     from tunesmith.cli import output
     from tunesmith.launch.local import run_tunesmith
+    from tunesmith.launch.rank_environment import PLAN
+
+    if plan is not None and plan.forward is not None:  # made for the data and the model as they are
+        os.environ[PLAN] = plan.model_dump_json()
 
     output.clear_bottom()
     failure = run_tunesmith(arguments, count, restarts=restarts, warn=output.warn, once=once)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tunesmith.cli.ranks import RanksOption, planned_ranks, start_ranks
+from tunesmith.cli.ranks import RanksOption, plan_for_ranks, start_ranks
 
 if TYPE_CHECKING:
     from tunesmith.cli.display import Display
@@ -53,11 +53,11 @@ def command(
     if not environment.is_started:
         if not screen.is_live:
             screen.stage("Starting")
-        count = planned_ranks(run, plan, ranks)
-        if count > 1:
+        chosen = plan_for_ranks(run, plan, ranks)
+        if (count := chosen.mesh.ranks) > 1:
             again = ["train", str(config), *(overrides or ()), *(["--plan", str(plan_file)] if plan_file else [])]
             once = ["--accept-changes"] if accept_changes else []
-            start_ranks(again, count, restarts=restarts, once=once, folder=folder)
+            start_ranks(again, count, plan=chosen, restarts=restarts, once=once, folder=folder)
             return
         output.stage("Loading torch and transformers")
     how = {"plan": plan, "ranks": ranks, "accept_changes": accept_changes}

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from tunesmith.errors import UserError
 
+PLAN = "TUNESMITH_PLAN"
+"""The variable in which ranks are given the plan that they were started for, where it was made for that."""
+
 
 @dataclass(frozen=True)
 class RankEnvironment:

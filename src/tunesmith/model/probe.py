@@ -25,7 +25,7 @@ from tunesmith import __version__
 from tunesmith.cache import folder_to_fill
 from tunesmith.config.schema import Lora, Run
 from tunesmith.errors import UserError
-from tunesmith.model import adapters, load, lora
+from tunesmith.model import adapters, attention, load, lora
 from tunesmith.model.forward import confirm_forward_spec, find_forward_spec
 from tunesmith.model.fuse import fuse
 from tunesmith.model.structure import replace_module
@@ -111,6 +111,7 @@ def probe(run: Run, *, device: torch.device | str = "cpu") -> Probed:
 
 def probe_run(run: Run, *, device: torch.device | str = "cpu") -> tuple[Run, Probed, list[str]]:
     """The run with the adapters that its model can carry, what the probe found, and what is to be said about both."""
+    attention.register()
     found = probe(run, device=device)
     notes = [found.note] if found.note else []
     if run.method == "peft":

@@ -5,6 +5,7 @@ Without torch where nothing was begun yet: whoever starts ranks has no other use
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
-from tunesmith.launch.rank_environment import RankEnvironment, read_rank_environment
+from tunesmith.launch.rank_environment import PLAN, RankEnvironment, read_rank_environment
 from tunesmith.objectives import objective_of
 from tunesmith.plan.documents import guess_held_out, measure, sample_lengths
 from tunesmith.plan.hardware import Hardware, probe, shared
@@ -92,11 +93,14 @@ def make_plan(
     ranks: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Plan, Prepared]:
-    """The plan that a run obeys, and its data: the plan given, that of the run's folder where it still fits, or a new
-    one, made for the data as they are when they are tokenized. What the probe has found stands in it."""
+    """The plan that a run obeys, and its data: the plan given, that of the run's folder where it still fits, the one
+    that its ranks were started for, or a new one, made for the data as they are when they are tokenized. What the probe
+    has found stands in it."""
     _check_objective(run, probed)
     if (kept := _kept_plan(run, plan, ranks)) is not None:
         return with_findings(kept, probed), tokenize(run, kept, progress)
+    if (made := _made_for_ranks()) is not None:
+        return with_findings(made, probed), tokenize(run, made, progress)
     run = run_folder.as_begun(run, _begun(run))
     hardware = _hardware(ranks)
     plan_run(run, hardware)  # what is wrong with the settings is said before an hour of tokenizing
@@ -171,6 +175,12 @@ def _kept_plan(run: Run, plan: Plan | None, ranks: int | None) -> Plan | None:
     if planned is not None and _can_run(planned, run, environment, asked) and _suits_gpu(planned, run):
         return planned
     return None
+
+
+def _made_for_ranks() -> Plan | None:
+    """The plan that whoever started these ranks has made for them."""
+    text = os.environ.get(PLAN) if read_rank_environment().is_started else None
+    return Plan.model_validate_json(text) if text else None
 
 
 def _hardware(ranks: int | None) -> Hardware:

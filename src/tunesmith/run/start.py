@@ -15,7 +15,7 @@ from tunesmith.config.schema import Run
 from tunesmith.data.prepare import Prepared, answers_reason
 from tunesmith.errors import UserError, listed
 from tunesmith.infer.described import beside
-from tunesmith.model import attention, load, lora, side_files
+from tunesmith.model import load, lora, side_files
 from tunesmith.model.head import has_head, make_head
 from tunesmith.model.probe import probe_run
 from tunesmith.model.save import remove_leftovers
@@ -67,7 +67,6 @@ def prepare_run(
     if has_head(run):
         make_head(run, load.load_skeleton(run))
     model = load.model_fingerprint(run)
-    attention.register()
     here = run.device if run.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     adapted, probed, notes = probe_run(run, device=here)  # what cannot be trained is refused before data are read
     if run.has_lora and (run.lora.targets != "all-linear" or run.lora.layers is not None):
