@@ -141,7 +141,7 @@ WRITERS = {
 def test_what_a_verb_cannot_write_is_one_sentence(verb, fault, finished, tunesmith, tmp_path, monkeypatch):
     if verb == "launch slurm" and fault is full:
         pytest.skip("it makes a folder, which takes no byte")
-    monkeypatch.setattr("tunesmith.measure.bench.carry_out", lambda _: pytest.fail("it was measured in vain"))
+    monkeypatch.setattr("tunesmith.measure.compare.carry_out", lambda _: pytest.fail("it was measured in vain"))
     shutil.copy(finished / "run.yaml", "run.yaml")
     shutil.copy(finished / "train.jsonl", "train.jsonl")
     shutil.copytree(finished / "run", "run")

@@ -29,27 +29,27 @@ def command(
     from tunesmith.checkpoint.files import write_atomic
     from tunesmith.disk import check_writable, writing
     from tunesmith.errors import UserError
-    from tunesmith.measure import bench
+    from tunesmith.measure import bench, compare
     from tunesmith.measure.results import document
     from tunesmith.plan.hardware import probe
 
-    names = workloads or bench.default_workloads()
+    names = workloads or compare.default_workloads()
     unknown = [name for name in names if name not in bench.WORKLOADS]
     if unknown:
         raise UserError(f"There is no workload '{unknown[0]}'; there are {', '.join(bench.WORKLOADS)}.")
     if not to.absolute().parent.is_dir():
         raise UserError(f"The result cannot be written to {to}: there is no folder {to.absolute().parent}.")
     check_writable(to, "give --to another file")
-    orders = [order for name in names for order in bench.orders(name, with_peers=peers, is_quick=quick)]
+    orders = [order for name in names for order in compare.orders(name, with_peers=peers, is_quick=quick)]
     rows: list[dict[str, Any]] = []
     machine = probe()
     for order in orders:
         output.note(f"{order.workload}: {order.system}, {order.variant}")
         output.stage("Measuring")
-        rows.append(bench.carry_out(order, machine))
+        rows.append(compare.carry_out(order, machine))
         if "failed" in rows[-1]:
             output.warn(f"{order.workload}: {order.system}, {order.variant}: {rows[-1]['failed']}")
-    rows = bench.compare(rows)
+    rows = compare.compare(rows)
     result = document("Training steps on standard workloads: Tunesmith against its peers", {"rows": rows})
     if as_json:
         output.print_json(result)

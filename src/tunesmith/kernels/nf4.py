@@ -63,15 +63,6 @@ def from_plain_scales(packed: torch.Tensor, count: int, scales: torch.Tensor) ->
     return _with_plain_scales(packed.reshape(-1), scales, count)
 
 
-def draw(count: int, device: torch.device) -> torch.Tensor:
-    """Random weights, made as they are held: about what a new model starts with, for measurements without files."""
-    found = torch.randint(256, (size(count),), dtype=torch.uint8, device=device)
-    parts = split(found, count)
-    parts.nested.fill_(0.01)
-    parts.offset.fill_(0.03)
-    return found
-
-
 @operator("nf4_dequantize")
 def dequantize(
     weight4: torch.Tensor,

@@ -7,17 +7,11 @@ the document lengths of chat data. A measurement is the median of several steps 
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import re
-import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,23 +23,23 @@ from tunesmith.data.pack import pack
 from tunesmith.data.types import StepBatch
 from tunesmith.kernels import flash4
 from tunesmith.model import attention
-from tunesmith.model.quantized import build_empty, fill_randomly
+from tunesmith.model.quantized import build_empty
+from tunesmith.model.source import RandomWeights
 from tunesmith.model.structure import decoder_layers
 from tunesmith.optim.build import Optimizer
 from tunesmith.optim.build import build as build_optimizer
-from tunesmith.parallel.prepare import make_trainable
+from tunesmith.parallel.prepare import TRANSFORMS, Preparation
+from tunesmith.plan.facts import ModelFacts
 from tunesmith.plan.families import from_config
 from tunesmith.plan.hardware import Hardware
 from tunesmith.plan.plan import ForwardSpec, Memory, Plan
-from tunesmith.plan.search import predicted_memory
+from tunesmith.plan.search import search
 from tunesmith.run.shape import micro_batch_shape
 from tunesmith.train.graph import GraphCapture
 from tunesmith.train.loop import peak_memory
 from tunesmith.train.step import StepResult, TrainStep
 
 LEARNING_RATE = 1e-5
-RESULT = "RESULT "
-"""Begins the line in which a measuring process says what it found."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama3-8b": {
@@ -140,7 +134,21 @@ class Measurement:
     loss: float
 
 
+def facts_of(workload: Workload) -> ModelFacts:
+    facts = from_config({"model_type": "llama", **SHAPES[workload.shape]})
+    return facts.changed(positions=max(facts.positions, workload.length))
+
+
+def planned(workload: Workload, hardware: Hardware) -> Plan:
+    """What the planner makes of a workload, on one device."""
+    hardware = hardware.model_copy(update={"gpus": hardware.gpus[:1]})
+    tokens = workload.sequences * workload.length * workload.accumulation_steps
+    run = run_of(workload).model_copy(update={"batch_tokens": tokens, "sequence_length": workload.length})
+    return search(run, facts_of(workload), hardware).plan
+
+
 def plan_for(workload: Workload, *, device: str, matmul_dtype: str, checkpointed_layers: int, compiled: bool) -> Plan:
+    """One that is made by hand, to see what each choice gives."""
     return Plan(
         device=device,
         threads=torch.get_num_threads(),
@@ -162,33 +170,29 @@ def plan_for(workload: Workload, *, device: str, matmul_dtype: str, checkpointed
     )
 
 
+def cut_by(plan: Plan, workload: Workload) -> Workload:
+    """The same workload in the micro-batches that the plan makes of a step."""
+    return replace(workload, sequences=plan.micro_batch, accumulation_steps=plan.accumulation_steps)
+
+
 def run_of(workload: Workload, *, rank: int = 16, optimizer: str = "adamw") -> Run:
     settings = {"method": workload.method, "optimizer": optimizer, "lora": Lora(rank=rank, alpha=16)}
     return Run(model="random", data="random", **settings)
 
 
 def build(workload: Workload, plan: Plan, *, rank: int = 16, optimizer: str = "adamw") -> TrainStep:
-    """The training step of a workload, with random weights made on the device."""
+    """The training step of a workload: prepared as a run's model is, from random weights made on the device."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     run = run_of(workload, rank=rank, optimizer=optimizer)
     dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
     config = LlamaConfig(**SHAPES[workload.shape], use_cache=False)
     device = torch.device(plan.device)
-
     packed = attention.register(plan.attention)
-
-    def empty() -> torch.nn.Module:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=packed)
-
-    torch.manual_seed(0)
-    if plan.storage == "nf4":
-        model = build_empty(empty)
-        fill_randomly(model, dtype=dtype, device=device)
-    else:
-        with device:
-            model = empty()
-    called = make_trainable(model, run, plan)
+    model = build_empty(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=packed))
+    work = Preparation.for_training(model, run, plan, device, RandomWeights(model, dtype, device))
+    work.apply(TRANSFORMS)
+    called = work.called()
     if plan.device == "cuda":
         torch.cuda.empty_cache()
     if "optimizer_states" in plan.model_fields_set:
@@ -345,143 +349,3 @@ def summary(times: list[float], tokens: list[int], loss: float, peak_bytes: int,
         spread=round((max(rates) - min(rates)) / statistics.median(rates), 3),
         loss=round(loss, 4),
     )
-
-
-# comparisons, each measurement in a process of its own
-
-
-@dataclass(frozen=True)
-class Order:
-    """One measurement to be made."""
-
-    workload: str
-    system: str
-    variant: str
-    """`bf16`, `fp32`, `fp8`, or one of them with `checkpoint`."""
-    device: str
-    warmup: int
-    steps: int
-
-    @property
-    def checkpoints_layers(self) -> bool:
-        return "checkpoint" in self.variant
-
-
-def orders(name: str, *, with_peers: bool, is_quick: bool) -> list[Order]:
-    """What to measure of a workload on this machine: ours in its variants, then the peers that are installed."""
-    from tunesmith.measure.peers import available
-
-    on_gpu = torch.cuda.is_available()
-    plain = "bf16" if on_gpu else "fp32"
-    ours = [plain]
-    if on_gpu and torch.cuda.get_device_capability() >= (8, 9):
-        ours.append("fp8")
-    theirs = [plain]
-    if on_gpu and not is_quick:
-        ours.append(f"{ours[-1]} checkpoint")
-        theirs.append(f"{plain} checkpoint")
-    workload = WORKLOADS[name]
-    if workload.is_low_memory:
-        ours, with_peers = [f"{ours[-1].split()[0]} checkpoint"], False
-    peers = available(workload, on_gpu=on_gpu) if with_peers else []
-    pairs = [("tunesmith", variant) for variant in ours] + [(peer, variant) for peer in peers for variant in theirs]
-    counts = {"warmup": 1, "steps": 3} if is_quick or workload.is_low_memory else {"warmup": 3, "steps": 6}
-    device = "cuda" if on_gpu else "cpu"
-    return [Order(name, system, variant, device, **counts) for system, variant in pairs]
-
-
-def plan_of(order: Order) -> Plan:
-    workload = WORKLOADS[order.workload]
-    layers = SHAPES[workload.shape]["num_hidden_layers"]
-    plan = plan_for(
-        workload,
-        device=order.device,
-        matmul_dtype="fp8" if "fp8" in order.variant else "plain",
-        checkpointed_layers=layers if order.checkpoints_layers else 0,
-        compiled=order.device == "cuda",
-    )
-    if order.checkpoints_layers:
-        plan = plan.changed(**workload.saving)
-    return plan if order.device == "cuda" else plan.changed(cuda_graphs=False)
-
-
-def shortage(order: Order, hardware: Hardware) -> str | None:
-    """Why a measurement would run out of memory, found without loading anything; None where it fits. Of a peer, what
-    the same would take here: it is not known to take less."""
-    workload = WORKLOADS[order.workload]
-    facts = from_config({"model_type": "llama", **SHAPES[workload.shape]})
-    # As `build` makes them where a plan says nothing of them: in the precision of what is trained.
-    states = "bf16" if workload.method == "full" and order.device == "cuda" else "fp32"
-    plan = plan_of(order).changed(optimizer_states=states)
-    need = predicted_memory(run_of(workload), plan, facts, hardware)
-    if order.device == "cuda":
-        free, owner = hardware.gpus[0].free, hardware.gpus[0].name
-    else:
-        free, owner = hardware.available, "this machine"
-    if need <= free:
-        return None
-    return f"needs about {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on {owner}"
-
-
-def carry_out(order: Order, hardware: Hardware | None = None) -> dict[str, Any]:
-    """Make a measurement in a process of its own; a row of the result, with `failed` where it did not work, or cannot
-    on this hardware."""
-    row: dict[str, Any] = {"workload": order.workload, "system": order.system, "variant": order.variant}
-    if hardware is not None and (why := shortage(order, hardware)) is not None:
-        return row | {"failed": why}
-    first = "import unsloth; " if order.system == "unsloth" else ""  # it must come before torch
-    code = f"{first}import sys; from tunesmith.measure.bench import work; work(sys.argv[1])"
-    settings = {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(asdict(order))],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ, **settings},
-    )
-    found = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
-    if found:
-        return row | json.loads(found[-1].removeprefix(RESULT))
-    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    errors = [line for line in said if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    is_killed = done.returncode == -signal.SIGKILL  # as the system does when it has no more memory
-    reason = (errors or said or [f"exit code {done.returncode}"])[-1][:300]
-    return row | {"failed": "out of memory" if is_killed or "OutOfMemory" in done.stderr else reason}
-
-
-def work(order_json: str) -> None:
-    """The other process: one measurement, printed as a line of JSON."""
-    order = Order(**json.loads(order_json))
-    workload = WORKLOADS[order.workload]
-    counts = {"warmup": order.warmup, "steps": order.steps}
-    if order.system == "tunesmith":
-        found = measure(build(workload, plan_of(order)), workload, **counts)
-    else:
-        from tunesmith.measure.peers import measure_peer
-
-        found = measure_peer(
-            order.system, workload, device=order.device, checkpointing=order.checkpoints_layers, **counts
-        )
-    print(RESULT + json.dumps(asdict(found)), flush=True)
-
-
-def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each row with its speed relative to the fastest peer on the same workload."""
-    best: dict[str, float] = {}
-    for row in rows:
-        if row["system"] != "tunesmith" and "failed" not in row:
-            best[row["workload"]] = max(best.get(row["workload"], 0.0), row["tokens_per_second"])
-    return [
-        row | {"to_best_peer": round(row["tokens_per_second"] / best[row["workload"]], 3)}
-        if "failed" not in row and row["workload"] in best
-        else row
-        for row in rows
-    ]
-
-
-def default_workloads() -> list[str]:
-    """What is worth measuring here: without a GPU the large models would take days, and some do in any case unless
-    asked for."""
-    if not torch.cuda.is_available():
-        return ["tiny"]
-    return [name for name, workload in WORKLOADS.items() if name != "tiny" and not workload.is_low_memory]

@@ -167,24 +167,6 @@ def quantize_linears(model: nn.Module, *, dtype: torch.dtype, device: torch.devi
     model.to(device)
 
 
-@torch.no_grad()
-def fill_randomly(model: nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Give a model built by `build_empty` random weights, those of linears made in nf4: a 70B model in seconds."""
-    for name, linear in linears_of_layers(model).items():
-        outputs, inputs = reversed(linear.weight.shape) if is_transposed(linear) else linear.weight.shape
-        bias = None if linear.bias is None else torch.zeros(outputs, dtype=dtype, device=device)
-        weight4 = nf4.draw(outputs * inputs, device)
-        replace_module(model, name, Nf4Linear(weight4, (outputs, inputs), bias, is_transposed=is_transposed(linear)))
-    for module in model.modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                fill = torch.ones if parameter.ndim == 1 else torch.randn
-                value = fill(parameter.shape, dtype=dtype, device=device)
-                module._parameters[leaf] = nn.Parameter(value if parameter.ndim == 1 else value.mul_(0.02))
-    model.tie_weights()
-    model.to(device)
-
-
 class _EmptyOnMeta(TorchFunctionMode):
     """`torch.empty`, by which modules make room for their weights, makes none. What is computed while building, such
     as rotary frequencies that no file holds, stays real: on the meta device it would be lost."""

@@ -8,6 +8,7 @@ needs. Files are read ahead by threads; a state dict is in host memory whole.
 from __future__ import annotations
 
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -80,6 +81,28 @@ class StateDict:
         for name in names:
             tensor = self.tensors[name]
             yield name, tensor[part(name, tuple(tensor.shape))], tuple(tensor.shape)
+
+
+class RandomWeights:
+    """Weights that nobody has trained, for measurements: drawn on the device as they are asked for."""
+
+    is_mapped = False
+    knows_dtypes = True
+
+    def __init__(self, empty: nn.Module, dtype: torch.dtype, device: torch.device):
+        self.dtype, self.device = dtype, device
+        self.shapes = {name: tuple(weight.shape) for name, weight in empty.named_parameters()}
+        self.names = self.shapes.keys()
+        self.files: Mapping[str, str] = {}
+
+    def read(self, names: Collection[str], *, part: Part, pin: bool, codes: Mapping[str, str]) -> Iterator[Read]:
+        for name in names:
+            shape = self.shapes[name]
+            generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
+            tensor = torch.empty(shape, dtype=self.dtype, device=self.device).normal_(0, 0.02, generator=generator)
+            if len(shape) == 1:
+                tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+            yield name, tensor[part(name, shape)], shape
 
 
 def find_source(
