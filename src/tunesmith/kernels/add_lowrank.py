@@ -5,6 +5,10 @@ The library's matmuls are made for large inner sizes; at 16 to 64 they reach abo
 Legend: T rows, N columns, R inner size.
 """
 
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false
+# Of Triton: launches take more than the kernel names, and constants are numbers.
+
 from __future__ import annotations
 
 import torch

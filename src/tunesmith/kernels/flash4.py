@@ -59,7 +59,7 @@ def keep_compiled() -> None:
 def functions() -> tuple[Callable, Callable]:
     """Its forward and backward pass; importing them takes seconds."""
     keep_compiled()
-    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd  # pyright: ignore[reportMissingImports]
 
     warnings.filterwarnings("ignore", message=".*aux_data.*")  # when it compiles a kernel; harmless
     return _flash_attn_fwd, _flash_attn_bwd

@@ -47,9 +47,9 @@ class _Fp8Linear(torch.autograd.Function):
                 g8_tn, scale_t, largest_n = quantize_with_maxima(g_tn)
             else:
                 g8_tn, scale_t = quantize_apart(g_tn, None)
-            d_x = matmul_fp8(g8_tn, scale_t, *quantize_transposed(weight_nk, g_tn), g_tn.dtype)
+            d_x = matmul_fp8(g8_tn, scale_t, *quantize_transposed(weight_nk, g_tn), dtype=g_tn.dtype)
         if needs_weight:
-            d_weight = matmul_fp8(*quantize_transposed(g_tn, None, largest_n), *transposed, g_tn.dtype)
+            d_weight = matmul_fp8(*quantize_transposed(g_tn, None, largest_n), *transposed, dtype=g_tn.dtype)
         return d_x, d_weight
 
 

@@ -138,7 +138,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 total += z_loss * (log_totals_c.square() * weights_n[some]).sum()
             if d_logits is None:
                 continue
-            if transposed is not None:
+            if isinstance(d_logits, _Rounded):
+                assert d_hidden is not None
                 d_hidden.index_copy_(0, rows_n[some], _d_rows(d_logits, transposed, weight_vh, labels_n[some]))
             else:
                 d_logits = d_logits.to(rows_ch.dtype)
@@ -178,7 +179,7 @@ class _Rounded(NamedTuple):
 def _d_rows(d_logits, transposed, weight_vh, labels_c):
     """The gradient of the hidden states of a few rows."""
     rounded = (d_logits.values8_cw, d_logits.scale_c1, *transposed)
-    d_rows_ch = matmul_fp8(*rounded, weight_vh.dtype, fast=False)
+    d_rows_ch = matmul_fp8(*rounded, dtype=weight_vh.dtype, fast=False)
     return d_rows_ch.addcmul_(weight_vh.index_select(0, labels_c), d_logits.own_c1)
 
 

@@ -149,9 +149,8 @@ def turned_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The transposed weight for a gradient that has the rows' scales in it already, and ones in place of scales. Made
     anew each time where it is not kept: 6 ms a step for an 8B model, against 7 GB."""
-    if transposed8_kn is None:
-        transposed8_kn = turn(whole(held, rows, columns, like, scale_n))
-    return transposed8_kn, torch.ones(columns, device=like.device, dtype=torch.float32)
+    made = transposed8_kn if transposed8_kn is not None else turn(whole(held, rows, columns, like, scale_n))
+    return made, torch.ones(columns, device=like.device, dtype=torch.float32)
 
 
 def matmul_fp8(

@@ -82,7 +82,7 @@ def _up(x, gate_up, gate_up_scale, a_gate_up, b_gate, b_up, a_down, quantize=qua
     is_fp8 = gate_up_scale is not None
     low = x @ a_gate_up.t()
     weight = whole(gate_up, _rows(b_gate, b_up), x.shape[1], x, gate_up_scale)
-    y = matmul_fp8(*quantize(x), weight, gate_up_scale, x.dtype) if is_fp8 else x @ weight.t()
+    y = matmul_fp8(*quantize(x), weight8_nk=weight, scale_n=gate_up_scale, dtype=x.dtype) if is_fp8 else x @ weight.t()
     act, act8, act_scale = swiglu(y, low, b_gate, b_up, is_fp8)
     return y, low, act @ a_down.t(), (act, act8, act_scale)
 
@@ -119,7 +119,8 @@ def _gradients(
     g_down = g @ b_down
     if is_fp8:
         transposed = turned_fp8(down, down_transposed, _rows(b_down), a_down.shape[1], g, down_scale)
-        d_act = matmul_fp8(*quantize_apart(g, down_scale), *transposed, g.dtype)
+        g8, g_scale = quantize_apart(g, down_scale)
+        d_act = matmul_fp8(g8, g_scale, *transposed, g.dtype)
     else:
         d_act = g @ whole(down, _rows(b_down), a_down.shape[1], g)
     scale_in = gate_up_scale if is_fp8 else y.new_empty(0, dtype=torch.float32)
@@ -203,7 +204,7 @@ def _sliced_backward(
         d_part, *d_factors = _gradients(
             g[part], x[part], y, low, low_down, *frozen, *factors, *transposed, needs_x=needs_x
         )
-        if needs_x:
+        if d_part is not None:
             d_x[part] = d_part
         for total, gradient in zip(sums, d_factors, strict=True):
             total += gradient

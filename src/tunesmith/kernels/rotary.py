@@ -31,12 +31,16 @@ class _RotatePair(torch.autograd.Function):
         return *rotated(d_q, d_k, *ctx.saved_tensors, True), None, None
 
 
+def _room_for(one: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(one, memory_format=torch.contiguous_format)
+
+
 @operator("rotated")
 def rotated(
     q_thd: torch.Tensor, k_tgd: torch.Tensor, cos_td: torch.Tensor, sin_td: torch.Tensor, back: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both rotated, forward or `back`: the gradient's way."""
-    found = tuple(torch.empty_like(one, memory_format=torch.contiguous_format) for one in (q_thd, k_tgd))
+    found = _room_for(q_thd), _room_for(k_tgd)
     if not q_thd.is_cuda:
         for one, target in zip((q_thd, k_tgd), found, strict=True):
             target.copy_(_plain(one, cos_td, sin_td, back))
@@ -58,7 +62,8 @@ def rotated_apart(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of a joint product: queries and keys, rotated, and values. None of them keeps the product alive."""
     parts = _apart(y_tn, cos_td, key_heads)
-    found = tuple(torch.empty_like(one, memory_format=torch.contiguous_format) for one in parts)
+    q, k, v = parts
+    found = _room_for(q), _room_for(k), _room_for(v)
     if not y_tn.is_cuda:
         for one, target in zip(parts[:2], found, strict=False):
             target.copy_(_plain(one, cos_td, sin_td, False))

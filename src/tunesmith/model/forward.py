@@ -34,12 +34,18 @@ from tunesmith.plan.plan import ForwardSpec
 class Documents(Protocol):
     """What is needed of a micro-batch; `data.types.MicroBatch` is one."""
 
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    weights: torch.Tensor
-    positions: torch.Tensor
-    boundaries: torch.Tensor
-    longest: int
+    @property
+    def tokens(self) -> torch.Tensor: ...
+    @property
+    def labels(self) -> torch.Tensor: ...
+    @property
+    def weights(self) -> torch.Tensor: ...
+    @property
+    def positions(self) -> torch.Tensor: ...
+    @property
+    def boundaries(self) -> torch.Tensor: ...
+    @property
+    def longest(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

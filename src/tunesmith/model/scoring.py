@@ -25,11 +25,16 @@ from tunesmith.plan.plan import ForwardSpec
 class Answered(Documents, Protocol):
     """What is needed of a micro-batch; `data.types.MicroBatch` is one."""
 
-    sources: torch.Tensor
-    parts: torch.Tensor
-    values: torch.Tensor
-    references: torch.Tensor
-    answers: torch.Tensor | None
+    @property
+    def sources(self) -> torch.Tensor: ...
+    @property
+    def parts(self) -> torch.Tensor: ...
+    @property
+    def values(self) -> torch.Tensor: ...
+    @property
+    def references(self) -> torch.Tensor: ...
+    @property
+    def answers(self) -> torch.Tensor | None: ...
 
 
 class Scoring:

@@ -26,8 +26,10 @@ class PhaseMemory:
         self._last = last
         self._is_within = False
         self._is_told = next(model.parameters()).is_cuda
-        model.base_model.register_forward_pre_hook(lambda *_: self._before_forward() if model.training else None)
-        model.base_model.register_forward_hook(lambda *_: self._note("after forward") if model.training else None)
+        decoder = model.base_model
+        assert isinstance(decoder, nn.Module)
+        decoder.register_forward_pre_hook(lambda *_: self._before_forward() if model.training else None)
+        decoder.register_forward_hook(lambda *_: self._note("after forward") if model.training else None)
         optimizer.parts[0].register_step_pre_hook(lambda *_: self._before_update())
 
     def by_category(self, plan: Plan) -> dict[str, tuple[int, int]]:

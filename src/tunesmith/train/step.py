@@ -198,7 +198,9 @@ class TrainStep:
             def result() -> StepResult:
                 totals, weights, grad_norm, measured = read()
                 overflowed = self._check(batch, totals, grad_norm)
-                whole = [[sum(some) for some in zip(*one.values(), strict=True)] for one in (totals, weights)]
+                whole: list[list[float]] = [
+                    [sum(some) for some in zip(*one.values(), strict=True)] for one in (totals, weights)
+                ]
                 if self.objective is None:
                     whole[1] = [batch.target_weight] * len(tally.names)
                 by_source = {at: tally.loss(totals[at], weights[at]) for at in totals if any(weights[at])}
@@ -385,7 +387,7 @@ class TrainStep:
             self.model.finish_gradients(self.optimizer)
         if scale != 1.0:
             for some in by_mesh(one for one in self.optimizer.parameters if one.grad is not None):
-                torch._foreach_div_([one.grad for one in some], scale)
+                torch._foreach_div_([one.grad for one in some if one.grad is not None], scale)
         norm = full_tensor(self.optimizer.gradient_norm())
         if isinstance(self.model, Sharded):
             norm = self.model.agreed(norm)
