@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tunesmith.checkpoint import result
-from tunesmith.checkpoint.codec import Rows
+from tunesmith.checkpoint.codec import ShardSlice
 
 TENSORS = {
     "a.weight": torch.randn(10, 6).bfloat16(),
@@ -45,9 +45,9 @@ def rows_of(rank: int):
             each = -(-len(tensor) // RANKS)
             mine = tensor.float()[rank * each : (rank + 1) * each]  # ranks hold them in fp32
             if len(mine):
-                yield name, Rows(mine, rank * each, len(tensor))
+                yield name, ShardSlice(mine, rank * each, len(tensor))
         elif rank == 0:
-            yield name, Rows(tensor, 0, len(tensor) if tensor.ndim else None)
+            yield name, ShardSlice(tensor, 0, len(tensor) if tensor.ndim else None)
 
 
 def write(target, describe=lambda _: None) -> list[str]:

@@ -12,7 +12,7 @@ from tunesmith.data.loader import PackedDocument, micro_batch_of
 from tunesmith.data.types import MicroBatch
 from tunesmith.model.attention import packed_attention
 from tunesmith.model.forward import Shape, to_device
-from tunesmith.parallel.context import Cut
+from tunesmith.parallel.context import ContextShard
 
 LENGTHS = (9, 1, 2, 30, 5, 1, 1, 12)
 
@@ -29,8 +29,8 @@ def batch_of(lengths: tuple[int, ...]) -> MicroBatch:
     )
 
 
-def cuts(ranks: int, shape: Shape | None = None) -> list[Cut]:
-    return [Cut(rank, ranks, multiple=2 * ranks, shape=shape) for rank in range(ranks)]
+def cuts(ranks: int, shape: Shape | None = None) -> list[ContextShard]:
+    return [ContextShard(rank, ranks, multiple=2 * ranks, shape=shape) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
@@ -84,7 +84,7 @@ def outputs(ranks: int, **options) -> tuple[list[torch.Tensor], list[torch.Tenso
     def attend(query: torch.Tensor, **bounds) -> torch.Tensor:
         return packed_attention(nn.Module(), query, k, v, None, max_length_k=30, **bounds, **options)[0][0]
 
-    filled = Cut(multiple=2 * ranks)(batch)
+    filled = ContextShard(multiple=2 * ranks)(batch)
     plain = attend(q, cu_seq_lens_q=filled.boundaries, max_length_q=filled.longest)
     together = torch.zeros_like(plain)
     chunk = tokens // (2 * ranks)

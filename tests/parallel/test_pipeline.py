@@ -20,7 +20,7 @@ from tunesmith.errors import UserError
 from tunesmith.measure.bench import Workload, plan_for
 from tunesmith.model import attention, lora
 from tunesmith.model.forward import confirm_forward_spec
-from tunesmith.parallel.pipeline import Cut, Pipelined, check_stages, cut
+from tunesmith.parallel.pipeline import Pipelined, Stages, check_stages, cut
 from tunesmith.plan.plan import Mesh, Plan
 from tunesmith.run.start import prepare_run
 
@@ -177,4 +177,4 @@ def test_zero_bubble_with_adapters_is_refused_where_torch_cannot(monkeypatch):
         Workload("tiny", "lora", 1, 64), device="cpu", matmul_dtype="plain", checkpointed_layers=0, compiled=False
     )
     with pytest.raises(UserError, match=r"needs torch 2\.13, and this is 2\.11"):
-        Pipelined(model, Cut([], None), plan.changed(schedule="zero-bubble"), None)
+        Pipelined(model, Stages([], None), plan.changed(schedule="zero-bubble"), None)

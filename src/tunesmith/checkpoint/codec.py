@@ -40,7 +40,7 @@ ROWS = "rows"
 
 
 @dataclass(frozen=True)
-class Rows:
+class ShardSlice:
     """Rows of a tensor: those from `start` on, of `total`, along its first dimension; all of a number (total None)."""
 
     tensor: torch.Tensor
@@ -236,7 +236,7 @@ def take_rows(
     file: CheckedFile,
     wanted: Callable[[str], tuple[int, int] | None],
     room: Room,
-    found: dict[str, Rows],
+    found: dict[str, ShardSlice],
     missing: dict[str, int],
 ) -> None:
     """Read what is wanted out of a file; `missing` counts the rows that are still to come."""
@@ -255,13 +255,13 @@ def take_rows(
             raise file.damage
         at = end
         if not shape:
-            found[name] = Rows(room(name, shape, dtype))
+            found[name] = ShardSlice(room(name, shape, dtype))
             file.read_into(_bytes_of(found[name].tensor))
             continue
         first, last, start, (since, until) = _overlap(places.get(name), shape[0], wanted(name))
         if name not in found:
             total = (places.get(name) or (0, shape[0]))[1]
-            found[name] = Rows(room(name, (until - since, *shape[1:]), dtype), since, total)
+            found[name] = ShardSlice(room(name, (until - since, *shape[1:]), dtype), since, total)
             missing[name] = until - since
         row = (end - begin) // max(1, shape[0])
         taken = max(0, last - first)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tunesmith import disk
-from tunesmith.checkpoint.codec import DTYPES, Rows
+from tunesmith.checkpoint.codec import DTYPES, ShardSlice
 from tunesmith.checkpoint.store import Together
 from tunesmith.model.files import Held, Stack
 from tunesmith.model.save import LARGEST_FILE, whole_folder
@@ -40,7 +40,7 @@ class Place:
 def write_on_all_ranks(
     target: Path,
     shapes: Shapes,
-    parts: Iterable[tuple[str, Rows]],
+    parts: Iterable[tuple[str, ShardSlice]],
     together: Together,
     *,
     pattern: str,
@@ -76,7 +76,7 @@ def write_on_all_ranks(
         raise _error(problem)
 
 
-def stored_parts(name: str, rows: Rows, held: Mapping[str, Held]) -> list[tuple[str, Rows]]:
+def stored_parts(name: str, rows: ShardSlice, held: Mapping[str, Held]) -> list[tuple[str, ShardSlice]]:
     """What a rank has of a tensor, as the model's own files hold it: under their name, and experts one by one."""
     stack = held.get(name)
     if not isinstance(stack, Stack):
@@ -85,7 +85,7 @@ def stored_parts(name: str, rows: Rows, held: Mapping[str, Held]) -> list[tuple[
     for expert, whole in enumerate(rows.tensor, rows.start):
         matrices = stack.experts[expert]
         for matrix, part in zip(matrices, whole.chunk(len(matrices)), strict=True):
-            found.append((matrix.name, Rows(part, 0, part.shape[0])))
+            found.append((matrix.name, ShardSlice(part, 0, part.shape[0])))
     return found
 
 
@@ -134,7 +134,7 @@ def _error(problem: str) -> OSError:
     return OSError(int(number), words) if int(number) else OSError(words)
 
 
-def _write_rows(folder: Path | None, parts: Iterable[tuple[str, Rows]], places: Mapping[str, Place]) -> None:
+def _write_rows(folder: Path | None, parts: Iterable[tuple[str, ShardSlice]], places: Mapping[str, Place]) -> None:
     opened: dict[str, int] = {}
     problem: OSError | None = None
     try:

@@ -33,7 +33,7 @@ from tunesmith.checkpoint.codec import (
     CheckedFile,
     Damaged,
     Room,
-    Rows,
+    ShardSlice,
     encode_manifest,
     encode_state,
     holds_any,
@@ -186,7 +186,7 @@ class CheckpointStore:
     def begin_on_all_ranks(
         self,
         step: int,
-        parts: Mapping[str, Rows],
+        parts: Mapping[str, ShardSlice],
         names: Collection[str],
         state: Mapping[str, JSON],
         together: Together,
@@ -292,14 +292,14 @@ class CheckpointStore:
         checkpoint: Checkpoint,
         wanted: Callable[[str], tuple[int, int] | None],
         room: Room = lambda _, shape, dtype: torch.empty(shape, dtype=dtype),
-    ) -> tuple[dict[str, Rows], dict[str, Any]]:
+    ) -> tuple[dict[str, ShardSlice], dict[str, Any]]:
         """Like `load`, but of each tensor the rows from one number to another that are `wanted`, or all (None), read
         into the tensor that `room` gives for its name, shape and dtype.
 
         Files that hold none of them are not read; of the others, nothing but these rows is in memory. Where this fails,
         rooms may hold what is damaged.
         """
-        found: dict[str, Rows] = {}
+        found: dict[str, ShardSlice] = {}
         missing: dict[str, int] = {}
         state: dict[str, Any] = {}
         try:

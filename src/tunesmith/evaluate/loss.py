@@ -14,7 +14,7 @@ from tunesmith.data.types import MicroBatch
 from tunesmith.model.forward import Shape, to_device, token_losses
 from tunesmith.model.scoring import figures_of, reported, risen, scoring_of
 from tunesmith.objectives.base import Objective
-from tunesmith.parallel.context import Cut
+from tunesmith.parallel.context import ContextShard
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import ForwardSpec
 
@@ -63,7 +63,7 @@ def held_out_losses(
     progress: Callable[[int, int], None] | None = None,
     ranks: Ranks | None = None,
     share: tuple[int, int] = (0, 1),
-    cut: Cut | None = None,
+    cut: ContextShard | None = None,
     objective: Objective | None = None,
     mismatched: Sequence[TokenStore] = (),
 ) -> list[HeldOut]:
@@ -72,7 +72,7 @@ def held_out_losses(
     result. `mismatched`: as many stores, where the `objective` has a baseline."""
     assert not model.training
     results = []
-    ranks, cut = ranks or Ranks(), cut or Cut()
+    ranks, cut = ranks or Ranks(), cut or ContextShard()
     if objective is not None and objective.is_token_sum:
         objective = None
     done, documents = 0, -(-sum(store.document_count for store in (*stores, *mismatched)) // share[1])

@@ -32,7 +32,7 @@ NAME = "tunesmith_context"
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ContextShard:
     """What of a micro-batch this rank computes."""
 
     rank: int = 0
@@ -54,8 +54,10 @@ class Cut:
         return cut(found, self.rank, self.ranks) if self.ranks > 1 else found
 
 
-def cut_of(plan: Plan, rank: int, shape: Shape | None) -> Cut:
-    return Cut(plan.mesh.context_rank(rank), plan.mesh.context, multiple_of(plan), shape, copies=plan.mesh.tensor)
+def cut_of(plan: Plan, rank: int, shape: Shape | None) -> ContextShard:
+    return ContextShard(
+        plan.mesh.context_rank(rank), plan.mesh.context, multiple_of(plan), shape, copies=plan.mesh.tensor
+    )
 
 
 def multiple_of(plan: Plan) -> int:

@@ -53,7 +53,7 @@ SCHEDULES = {
 }
 
 
-class Part:
+class Stage:
     """One stage: a run of a model's layers. While it is `active`, calling the model computes these and no others."""
 
     def __init__(self, model: nn.Module, own: range, number: int, count: int):
@@ -80,10 +80,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Stages:
     """What a rank has of a model."""
 
-    parts: list[Part]
+    parts: list[Stage]
     tied: str | None
     """The weight that is the embedding of the first stage and the head of the last."""
 
@@ -92,7 +92,7 @@ class Cut:
         return [layer for part in self.parts for layer in part.layers]
 
 
-def cut(model: nn.Module, plan: Plan, stage: int) -> Cut:
+def cut(model: nn.Module, plan: Plan, stage: int) -> Stages:
     """Leave of the model what this rank computes; its weights need not be there yet."""
     _, _, layers = _find_layers(model)
     count = plan.mesh.pipeline * stages.PER_RANK[plan.schedule]
@@ -103,13 +103,13 @@ def cut(model: nn.Module, plan: Plan, stage: int) -> Cut:
         )
     head = model.get_output_embeddings()
     runs = stages.cut([_size(layer) for layer in layers], count, last=_size(head))
-    parts = [Part(model, own, number, count) for number, own in enumerate(runs)]
+    parts = [Stage(model, own, number, count) for number, own in enumerate(runs)]
     if not all(any(weight.requires_grad for layer in part.layers for weight in layer.parameters()) for part in parts):
         raise UserError(
             "A stage of the pipeline would have nothing to train, since lora.layers leaves its layers out; adapt more "
             "layers, or use a plan without a pipeline."
         )
-    made = Cut([part for part in parts if part.number % plan.mesh.pipeline == stage], _tied_name(model))
+    made = Stages([part for part in parts if part.number % plan.mesh.pipeline == stage], _tied_name(model))
     _leave(model, made)
     return made
 
@@ -118,7 +118,7 @@ def cut(model: nn.Module, plan: Plan, stage: int) -> Cut:
 def check_stages(model: nn.Module, count: int) -> None:
     """UserError where so many stages, one after the other, do not give what the whole model gives."""
     _, _, layers = _find_layers(model)
-    parts = [Part(model, own, number, count) for number, own in enumerate(stages.cut([1.0] * len(layers), count))]
+    parts = [Stage(model, own, number, count) for number, own in enumerate(stages.cut([1.0] * len(layers), count))]
     inputs = trial_inputs(vocabulary_size(model.config), model.get_input_embeddings().weight.device)
     was_training = model.training
     model.eval()
@@ -142,7 +142,7 @@ def check_stages(model: nn.Module, count: int) -> None:
 class Pipelined(Entrance):
     """A rank's stages, standing for the whole model: called as that is, they compute it together with the others'."""
 
-    def __init__(self, called: nn.Module, mine: Cut, plan: Plan, group: dist.ProcessGroup):
+    def __init__(self, called: nn.Module, mine: Stages, plan: Plan, group: dist.ProcessGroup):
         """`called` is what remains of the model here, or what stands before its shards."""
         super().__init__(called)
         has_adapters = any(not weight.requires_grad for weight in called.parameters())
@@ -242,7 +242,7 @@ class Pipelined(Entrance):
         gradient = optimizer.gradient(self.tied)
         return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
-    def _call(self, function: Callable[..., Any], part: Part, *arguments: Any) -> Any:
+    def _call(self, function: Callable[..., Any], part: Stage, *arguments: Any) -> Any:
         if isinstance(self.model, Entrance):
             return self.model(function, part, *arguments)
         return function(self.model, part, *arguments)
@@ -289,7 +289,7 @@ class _Step:
 class _Stage(nn.Module):
     """What a schedule calls, micro-batch after micro-batch: hidden states in, hidden states or the loss out."""
 
-    def __init__(self, pipeline: Pipelined, part: Part):
+    def __init__(self, pipeline: Pipelined, part: Stage):
         super().__init__()
         self.model = pipeline.model  # whose weights the schedule wants to see
         self.part = part
@@ -328,20 +328,20 @@ class _Stage(nn.Module):
 # What stages compute, as functions of the model
 
 
-def _hidden_of(model: nn.Module, part: Part, inputs: Inputs, hidden: torch.Tensor | None) -> torch.Tensor:
+def _hidden_of(model: nn.Module, part: Stage, inputs: Inputs, hidden: torch.Tensor | None) -> torch.Tensor:
     with part.active():
         return packed_hidden_states(model, inputs, hidden)
 
 
 def _loss_of(
-    model: nn.Module, part: Part, inputs: Inputs, spec: ForwardSpec, z_loss: float, hidden: torch.Tensor | None
+    model: nn.Module, part: Stage, inputs: Inputs, spec: ForwardSpec, z_loss: float, hidden: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return losses_of_hidden(model, _hidden_of(model, part, inputs, hidden)[0], inputs, spec, z_loss)
 
 
 def _scaled_loss_of(
     model: nn.Module,
-    part: Part,
+    part: Stage,
     inputs: Inputs,
     spec: ForwardSpec,
     z_loss: float,
@@ -354,7 +354,7 @@ def _scaled_loss_of(
 
 def _split_loss_of(
     model: nn.Module,
-    part: Part,
+    part: Stage,
     inputs: Inputs,
     spec: ForwardSpec,
     z_loss: float,
@@ -406,7 +406,7 @@ def _behind_layers(holder: nn.Module, layers: nn.ModuleList) -> list[str]:
     return [name for name in behind if next(getattr(holder, name).parameters(), None) is not None]
 
 
-def _leave(model: nn.Module, mine: Cut) -> None:
+def _leave(model: nn.Module, mine: Stages) -> None:
     """Take everything out of the model that other ranks have."""
     has_first, has_last = mine.parts[0].is_first, mine.parts[-1].is_last
     holder, name, layers = _find_layers(model)

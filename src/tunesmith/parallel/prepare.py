@@ -45,7 +45,7 @@ from tunesmith.parallel.compile import compiled
 from tunesmith.parallel.context import attend_over
 from tunesmith.parallel.expert import find_experts, spread_experts
 from tunesmith.parallel.mesh import context_mesh, data_mesh, world_mesh
-from tunesmith.parallel.pipeline import Cut, Pipelined, cut
+from tunesmith.parallel.pipeline import Pipelined, Stages, cut
 from tunesmith.parallel.shard import Sharding, is_sharded
 from tunesmith.parallel.sharded_load import SharedReading, put_rows, read_rows, shared_as_they_are
 from tunesmith.parallel.tensor import TensorParallelPlan
@@ -92,7 +92,7 @@ class Preparation:
     """None where the weights are there already."""
     is_trained: bool = False
     world: DeviceMesh | None = None
-    stages: Cut | None = None
+    stages: Stages | None = None
     split: TensorParallelPlan | None = None
     experts: dict[str, nn.Module] = field(default_factory=dict)
     """That are spread over ranks, by name."""

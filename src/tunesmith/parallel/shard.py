@@ -203,7 +203,7 @@ def gathered(
     return found if keeps is None else ranks.collect(found)
 
 
-class Part(NamedTuple):
+class ShardSlice(NamedTuple):
     """What one rank holds of a tensor: rows from `start` on, of `total`; all of a number (total None)."""
 
     tensor: torch.Tensor
@@ -213,7 +213,7 @@ class Part(NamedTuple):
 
 def own_parts(
     tensors: Mapping[str, torch.Tensor], *, is_first: bool, tensor: tuple[int, int] = (0, 1)
-) -> Iterator[tuple[str, Part]]:
+) -> Iterator[tuple[str, ShardSlice]]:
     """This rank's share of the work of writing `tensors`: its rows of each, taken in turn where ranks replicate; the
     first of those that have these tensors writes what is not spread. All ranks must ask at once, since columns that lie
     apart are put together. `tensor`: which of how many tensor ranks this is."""
@@ -228,9 +228,9 @@ def own_parts(
                 replicas = value.device_mesh["replicate"]
                 mine, copies = mine * replicas.size() + replicas.get_local_rank(), copies * replicas.size()
             if index % copies == mine and start < stop:
-                yield name, Part(value.to_local(), start, value.shape[0])
+                yield name, ShardSlice(value.to_local(), start, value.shape[0])
         elif is_first:
-            yield name, Part(value, 0, value.shape[0] if value.ndim else None)
+            yield name, ShardSlice(value, 0, value.shape[0] if value.ndim else None)
 
 
 def rows_of(tensor: DTensor) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from tunesmith.model.forward import confirm_forward_spec
 from tunesmith.model.probe import probe
 from tunesmith.objectives import objective_of
 from tunesmith.objectives.base import Objective
-from tunesmith.parallel.context import Cut
+from tunesmith.parallel.context import ContextShard
 from tunesmith.parallel.pipeline import Pipelined
 from tunesmith.parallel.prepare import load_model, make_fast
 from tunesmith.parallel.ranks import Ranks
@@ -46,7 +46,7 @@ class Evaluator:
     stores: Sequence[TokenStore]
     device: torch.device
     ranks: Ranks
-    cut: Cut
+    cut: ContextShard
     losses: dict[int, float]
     """By step; what is found is added."""
     objective: Objective | None = None

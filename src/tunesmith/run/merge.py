@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tunesmith.checkpoint.codec import Rows
+from tunesmith.checkpoint.codec import ShardSlice
 from tunesmith.checkpoint.result import stored_parts, stored_shapes, write_on_all_ranks
 from tunesmith.config.schema import Run
 from tunesmith.data.chat import Encoder
@@ -194,8 +194,8 @@ def write_merged(
     write_on_all_ranks(to, shapes, parts, Ranks(), pattern=MODEL_FILES, describe=describe)
 
 
-def _rows(tensor: torch.Tensor) -> Rows:
-    return Rows(tensor, 0, tensor.shape[0] if tensor.ndim else 1)
+def _rows(tensor: torch.Tensor) -> ShardSlice:
+    return ShardSlice(tensor, 0, tensor.shape[0] if tensor.ndim else 1)
 
 
 def _write_translated(

@@ -24,7 +24,7 @@ from tunesmith.data.store import TokenStore
 from tunesmith.model.forward import to_device, token_losses
 from tunesmith.model.scoring import document_logps
 from tunesmith.objectives.base import Objective
-from tunesmith.parallel.context import Cut
+from tunesmith.parallel.context import ContextShard
 from tunesmith.parallel.pipeline import Pipelined
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.parallel.shard import Sharded
@@ -48,14 +48,14 @@ class Reference:
         *,
         weights: str,
         ranks: Ranks | None = None,
-        cut: Cut | None = None,
+        cut: ContextShard | None = None,
         share: tuple[int, int] | None = None,
         progress: Progress | None = None,
     ):
         """`weights`: the fingerprint of the weights that the model has now. `share`: which part of how many this rank
         does, where that is not by the plan's mesh."""
         self.called, self.spec, self.plan, self.device = called, spec, plan, device
-        self.weights, self.ranks, self.cut = weights, ranks or Ranks(), cut or Cut()
+        self.weights, self.ranks, self.cut = weights, ranks or Ranks(), cut or ContextShard()
         by_mesh = (plan.mesh.data_rank(self.ranks.rank), plan.mesh.data_ranks) if ranks else (0, 1)
         self.share = share or by_mesh
         self.progress = progress

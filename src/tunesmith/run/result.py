@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tunesmith.checkpoint.codec import Rows
+from tunesmith.checkpoint.codec import ShardSlice
 from tunesmith.checkpoint.result import Shapes, stored_parts, stored_shapes, write_on_all_ranks
 from tunesmith.config.schema import Run
 from tunesmith.data.prepare import Prepared, answers_reason
@@ -128,7 +128,7 @@ class ResultWriter:
         ranks.wait()
         return target
 
-    def _adapter_parts(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Iterator[tuple[str, Rows]], Shapes]:
+    def _adapter_parts(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Iterator[tuple[str, ShardSlice]], Shapes]:
         """What this rank writes, by PEFT's names and as factors over the unchanged base; and what all are like."""
         start = lora.Start.of(self.run)
         shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
@@ -138,7 +138,7 @@ class ResultWriter:
                 factors = sides.get(name.rpartition(".")[2], (1,) * len(shape))
                 shapes[name] = (tuple(size * factor for size, factor in zip(shape, factors, strict=True)), dtype)
 
-        def parts() -> Iterator[tuple[str, Rows]]:
+        def parts() -> Iterator[tuple[str, ShardSlice]]:
             for name, rows in self.share.parts(tensors):
                 if start is None or not start.takes_out or name.endswith(".lora_m"):
                     yield peft_name(name), rows
@@ -148,8 +148,8 @@ class ResultWriter:
                     value = start.joined(name, value, slice(rows.start, stop))
                 elif rows.start == 0:  # whoever has the first rows writes the second half, too
                     ranks = tensors[name].shape[0]
-                    yield peft_name(name), Rows(start.factor(name).to(value), ranks, 2 * ranks)
-                yield peft_name(name), Rows(value, rows.start, shapes[name][0][0])
+                    yield peft_name(name), ShardSlice(start.factor(name).to(value), ranks, 2 * ranks)
+                yield peft_name(name), ShardSlice(value, rows.start, shapes[name][0][0])
 
         return parts(), {peft_name(name): shape for name, shape in shapes.items()}
 

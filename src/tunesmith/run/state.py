@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tunesmith.checkpoint.codec import Rows
+from tunesmith.checkpoint.codec import ShardSlice
 from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Saving, copy_to_host
 from tunesmith.model.adapters import RankSchedule
 from tunesmith.optim.build import Optimizer, weight_of
@@ -38,11 +38,11 @@ class Share:
         tied = called.tied if isinstance(called, Pipelined) and not called.parts[0].is_first else None
         return {name: tensor for name, tensor in tensors.items() if tied is None or weight_of(name) != tied}
 
-    def parts(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, Rows]]:
+    def parts(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, ShardSlice]]:
         """This rank's rows of each; all ranks must ask at once."""
         tensor = (self.ranks.rank % self.plan.mesh.tensor, self.plan.mesh.tensor)
         for name, part in own_parts(tensors, is_first=self.is_first_of_stage, tensor=tensor):
-            yield name, Rows(*part)
+            yield name, ShardSlice(*part)
 
 
 @dataclass(frozen=True)

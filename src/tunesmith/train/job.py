@@ -17,7 +17,7 @@ from tunesmith.model.adapters import RankSchedule
 from tunesmith.model.forward import Shape
 from tunesmith.objectives.base import Objective
 from tunesmith.optim.build import Optimizer
-from tunesmith.parallel.context import Cut
+from tunesmith.parallel.context import ContextShard
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import ForwardSpec, Plan
 from tunesmith.train.events import Evaluation
@@ -71,7 +71,7 @@ class Job:
     shape: Shape | None = None
     """The one shape of micro-batches that compiled layers see."""
     ranks: Ranks = field(default_factory=Ranks)
-    cut: Cut = field(default_factory=Cut)
+    cut: ContextShard = field(default_factory=ContextShard)
     """What of its micro-batches this rank computes."""
     objective: Objective | None = None
     """None: SFT."""

@@ -29,7 +29,7 @@ from tunesmith.model.scoring import Scoring, figures_of, reported, risen, scorin
 from tunesmith.objectives.base import Objective
 from tunesmith.objectives.distill import PARTS
 from tunesmith.optim.build import Optimizer, by_mesh
-from tunesmith.parallel.context import Cut
+from tunesmith.parallel.context import ContextShard
 from tunesmith.parallel.pipeline import Pipelined
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.parallel.shard import Sharded, full_tensor
@@ -133,7 +133,7 @@ class TrainStep:
         loss_scale: LossScale | None = None,
         shape: Shape | None = None,
         z_loss: float = 0.0,
-        cut: Cut | None = None,
+        cut: ContextShard | None = None,
         capture: GraphCapture | None = None,
         sample: Sample | None = None,
         objective: Objective | None = None,
@@ -151,7 +151,7 @@ class TrainStep:
         self.loss_scale = loss_scale
         self.shape = shape
         self.z_loss = z_loss
-        self.cut = cut or Cut()
+        self.cut = cut or ContextShard()
         self.capture = capture
         self.sample = sample
         self.objective = None if objective is None or objective.is_token_sum else objective
