@@ -1,0 +1,244 @@
+"""Objectives on one GPU: what the plan predicts of each and what is measured, and preferences against TRL's trainer.
+
+    python benchmarks/objectives.py FOLDER [--out FOLDER] [--deadline SECONDS] [--only TEXT ...] [--tiny]
+    python benchmarks/objectives.py --collect FOLDER/forecast.jsonl
+
+FOLDER holds `tokenizer/` and `lf_dpo_en_demo.json` (preferences as LLaMA-Factory has them). Weights are random at
+published shapes. Each objective trains through `tunesmith train`, adapters and all weights; the 8B model with adapters
+trains by DPO here and in TRL, as its own trainer does it when nothing is said (gradient checkpointing, padded pairs),
+one after the other, on the same pairs. Tokens are those of documents: padding does not count, and a prompt counts with
+each of its answers. The second form makes benchmarks/results/objectives.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import forecast
+from forecast import GIB, Case, Forecast, words
+from results import write_result
+
+from tunesmith.measure.bench import SHAPES as BENCH_SHAPES
+
+WHAT = "Objectives: predicted by the plan and measured in `tunesmith train`; DPO of an 8B Llama beside TRL"
+SMALL, LARGE = "Llama-3.2-1B", "Llama-3-8B"
+PAIRS = 8
+"""A step of TRL's; ours takes as many tokens as these have on average."""
+TIMED, WARM = 6, 3
+forecast.SHAPES[LARGE] = {"model_type": "llama", **BENCH_SHAPES["llama3-8b"]}
+forecast.SHAPES[LARGE].pop("max_position_embeddings")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("given", type=Path, nargs="?")
+    parser.add_argument("--out", type=Path, default=Path("objectives"))
+    parser.add_argument("--deadline", type=float, default=540.0)
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--collect", type=Path)
+    options = parser.parse_args()
+    if options.collect:
+        print(f"wrote {collect(options.collect)}")
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="tunesmith-objectives-") as folder:
+        Objectives(Path(folder), options).run()
+
+
+def draw(folder: Path, *, tiny: bool) -> list[Case]:
+    """Each objective with adapters, and with all weights where that is another kind of step."""
+    kinds: dict[str, dict[str, Any]] = {
+        "dpo": {"data": "pairs.jsonl"},
+        "kto": {"data": "judged.jsonl"},
+        "orpo": {"data": "pairs.jsonl"},
+        "simpo": {"data": "pairs.jsonl"},
+        "reward": {"data": "pairs.jsonl"},
+        "classify": {"data": "labelled.jsonl", "labels": ["a", "b", "c"]},
+        "distill": {"data": "texts.jsonl", "distillation": {"teacher": str(folder / SMALL)}},
+    }
+    chance, cases = random.Random(20261118), []
+    for objective, settings in kinds.items():
+        for method in ("lora", "full"):
+            length = chance.choice((2048, 4096))
+            sizes = {"sequence_length": length, "batch_tokens": chance.choice((8192, 16384))}
+            if tiny:
+                sizes = {"sequence_length": 512, "batch_tokens": 1024}
+            more = {"data": str(folder / settings["data"])}
+            name = ", ".join([SMALL, objective, method, *map(str, sizes.values())])
+            cases.append(Case(name, SMALL, {"objective": objective, "method": method, **settings, **more, **sizes}))
+    pairs = {"objective": "dpo", "method": "lora", "data": str(folder / "demo.json"), "lora": {"rank": 16}}
+    sizes = {"sequence_length": 512, "batch_tokens": 1024} if tiny else {"sequence_length": 4096}
+    cases.append(Case(f"{LARGE}, dpo, lora, against TRL", LARGE, pairs | sizes | {"batch_tokens": PAIRS * 1600}))
+    return cases
+
+
+class Objectives(Forecast):
+    def __init__(self, folder: Path, options: argparse.Namespace):
+        cases = [one for one in draw(folder, tiny=options.tiny) if any(t in one.name for t in options.only or [""])]
+        super().__init__(cases, folder, options)
+
+    def run(self) -> None:
+        super().run()
+        if any(case.shape == LARGE for case in self.cases) and self.left > 0:
+            self.measure_trl()
+
+    def make_models(self) -> None:
+        size = "tiny" if self.options.tiny else "whole"
+        for shape in sorted({case.shape for case in self.cases}):
+            given = [str(self.folder / shape), shape, str(self.options.given / "tokenizer"), size]
+            subprocess.run([sys.executable, __file__, "--make", *given], check=True)
+        self.say("models made")
+        demo = json.loads((self.options.given / "lf_dpo_en_demo.json").read_text(encoding="utf-8"))
+        (self.folder / "demo.json").write_text(json.dumps(demo[:40] if self.options.tiny else demo))
+        self.write_data(demo[:40] if self.options.tiny else demo)
+
+    def write_data(self, demo: list[dict[str, Any]]) -> None:
+        """The same texts as each objective takes them."""
+
+        def write(name: str, rows: list[dict[str, Any]]) -> None:
+            (self.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+        pairs = [
+            {
+                "prompt": one["conversations"][-1]["value"],
+                "chosen": one["chosen"]["value"],
+                "rejected": one["rejected"]["value"],
+            }
+            for one in demo
+        ]
+        write("pairs.jsonl", pairs * 6)
+        judged = [(one, kind) for one in pairs for kind in ("chosen", "rejected")]
+        write(
+            "judged.jsonl",
+            [{"prompt": p["prompt"], "completion": p[k], "label": k == "chosen"} for p, k in judged] * 6,
+        )
+        write("labelled.jsonl", [{"text": p[k], "label": "abc"[n % 3]} for n, (p, k) in enumerate(judged)] * 6)
+        write("texts.jsonl", [{"text": p[k]} for p, k in judged] * 6)
+
+    def measure_trl(self) -> None:
+        command = [sys.executable, __file__, "--trl", str(self.folder / LARGE), str(self.folder / "demo.json")]
+        log = self.options.out / "trl.log"
+        with log.open("w") as file:
+            done = subprocess.run(
+                [*command, "tiny" if self.options.tiny else "whole"],
+                env=self.environment, stdout=subprocess.PIPE, stderr=file, text=True, timeout=max(30.0, self.left),
+            )  # fmt: skip
+        found = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        row = json.loads(found[-1]) if found else {"failed": log.read_text()[-400:]}
+        self.write({"name": f"{LARGE}, dpo, lora, TRL", "system": "trl", **row})
+
+    def write(self, row: dict[str, Any]) -> None:
+        if row.get("system") != "trl":
+            super().write(row)
+            return
+        self.rows.write(json.dumps(row) + "\n")
+        self.rows.flush()
+        self.say(f"{row['name']}: {row}")
+
+
+def make(folder: str, name: str, tokenizer: str, size: str) -> None:
+    """A model of random weights with this tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    shape = dict(forecast.SHAPES[name])
+    if size == "tiny":
+        shape = {key: forecast.SMALL.get(key, value) for key, value in shape.items()} | {"vocab_size": 49152}
+    config = AutoConfig.for_model(**shape, max_position_embeddings=16384, bos_token_id=1, eos_token_id=2)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="2GB")
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+
+
+def train_by_trl(model: str, data: str, size: str) -> None:
+    """A few steps of TRL's DPO trainer; prints one line of JSON."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import DPOConfig, DPOTrainer
+
+    on_gpu = torch.cuda.is_available()
+    roles = {"human": "user", "gpt": "assistant", "system": "system"}
+
+    def message(one: dict[str, str]) -> dict[str, str]:
+        return {"role": roles[one["from"]], "content": one["value"]}
+
+    rows = [
+        {
+            "prompt": [message(m) for m in one["conversations"]],
+            "chosen": [message(one["chosen"])],
+            "rejected": [message(one["rejected"])],
+        }
+        for one in json.loads(Path(data).read_text(encoding="utf-8"))
+    ]
+    times: list[float] = []
+    tokens: list[int] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if on_gpu:
+                torch.cuda.synchronize()
+            times.append(time.monotonic())
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = DPOConfig(
+            output_dir=folder, per_device_train_batch_size=2 if size == "tiny" else PAIRS, max_steps=WARM + TIMED,
+            learning_rate=1e-5, report_to=[], save_strategy="no", bf16=on_gpu, use_cpu=not on_gpu,
+            max_length=512 if size == "tiny" else 2048, logging_strategy="no",
+        )  # fmt: skip
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16 if on_gpu else torch.float32)
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        adapter = LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
+        trainer = DPOTrainer(
+            loaded, args=settings, train_dataset=Dataset.from_list(rows), peft_config=adapter, callbacks=[Clock()],
+            processing_class=AutoTokenizer.from_pretrained(model),
+        )  # fmt: skip
+        collate = trainer.data_collator
+
+        def counted(examples: list[Any]) -> Any:
+            batch = collate(examples)
+            masks = [value for key, value in batch.items() if key.endswith("attention_mask")]
+            tokens.append(int(sum(int(mask.sum()) for mask in masks)))
+            return batch
+
+        trainer.data_collator = counted
+        trainer.train()
+    steps = list(zip(tokens[WARM : WARM + TIMED], times[WARM - 1 :], times[WARM:], strict=False))
+    seconds = sum(after - before for _, before, after in steps)
+    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+    rate = sum(count for count, _, _ in steps) / seconds
+    print(json.dumps({"tokens_per_second": round(rate, 1), "peak_bytes": peak, "steps": len(steps)}), flush=True)
+
+
+def collect(file: Path) -> Path:
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    about = next(line["document"] for line in lines if "document" in line) | {"what": WHAT}
+    rows = {line["name"]: line for line in lines if "name" in line}
+    theirs = next((row for row in rows.values() if row.get("system") == "trl" and "failed" not in row), None)
+    for row in rows.values():
+        if theirs and row["name"].endswith("against TRL") and "failed" not in row:
+            row["speed_to_trl"] = round(row["tokens_per_second"] / theirs["tokens_per_second"], 3)
+            row["memory_to_trl"] = round(row["peak_bytes"] / theirs["peak_bytes"], 3)
+        print(f"{row['name']}: {words(row) if 'predicted' in row else row.get('peak_bytes', 0) / GIB}")
+    return write_result("objectives", WHAT, list(rows.values()), about=about)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--trl"]:
+        train_by_trl(*sys.argv[2:5])
+    elif sys.argv[1:2] == ["--make"]:
+        make(*sys.argv[2:6])
+    else:
+        main()
