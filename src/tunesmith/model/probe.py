@@ -32,7 +32,7 @@ from tunesmith.model.structure import replace_module
 from tunesmith.plan.models import check_kind, read_config
 from tunesmith.plan.plan import ForwardSpec
 
-VERSION = 2
+VERSION = 3
 """Of what is tried; results of another are not read."""
 TOKENS = 500
 """The proxy's vocabulary."""
