@@ -193,3 +193,18 @@ def test_the_kernel_that_the_plan_names_is_taken_and_no_other(monkeypatch):
 def test_a_plan_with_a_kernel_that_is_not_here_is_refused():
     with pytest.raises(UserError, match="attention is flash-attn-4, which is not installed here"):
         attention.register("flash-attn-4")
+
+
+def test_a_kernel_that_is_wrong_or_fails_is_found_out(flex_on_cpu, monkeypatch):
+    flex_on_cpu()
+    asked = attention.Asked("flex-attention", torch.float32, (4, 2, 16, 24), 40, 5.0, True, False)
+    assert attention.fault_of(asked, torch.device("cpu")) is None
+    right = attention.flex.flex
+    monkeypatch.setattr(attention.flex, "flex", lambda *given, **named: right(*given, **named | {"softcap": 2.0}))
+    assert "off by" in attention.fault_of(asked, torch.device("cpu"))
+
+    def fails(*_, **__):
+        raise RuntimeError("out of shared memory")
+
+    monkeypatch.setattr(attention.flex, "flex", fails)
+    assert attention.fault_of(asked, torch.device("cpu")) == "out of shared memory"

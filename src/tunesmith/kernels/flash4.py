@@ -8,6 +8,7 @@ Legend: T tokens, S tokens with keys, H query heads, G key heads, D head dim, V 
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import warnings
 from collections.abc import Callable
@@ -28,6 +29,14 @@ def is_available() -> bool:
     except ModuleNotFoundError:
         found = False
     return found and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def version() -> str | None:
+    """Of the package, where it can be used."""
+    try:
+        return importlib.metadata.version("flash-attn-4") if is_available() else None
+    except importlib.metadata.PackageNotFoundError:  # its files alone
+        return "unknown"
 
 
 def flash4(
@@ -161,9 +170,9 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, d_out, _):
-    *others, d_sinks = _backward(d_out, *ctx.saved_tensors, *ctx.options)
-    has_sinks = ctx.saved_tensors[-1] is not None
-    return *others, None, None, d_sinks if has_sinks else None, *[None] * len(ctx.options)
+    saved = ctx.saved_tensors  # once: a checkpointed layer computes them when they are asked for
+    *others, d_sinks = _backward(d_out, *saved, *ctx.options)
+    return *others, None, None, None if saved[-1] is None else d_sinks, *[None] * len(ctx.options)
 
 
 torch.library.register_autograd(_forward, _gradients, setup_context=_save)

@@ -59,6 +59,9 @@ def flex(
     token's distance adds to its score."""
     options = (q_htd.shape[1], k_gsd.shape[1], window, chunk)
     is_compiled = torch.compiler.is_compiling()
+    if not is_compiled:
+        # Another scale or soft cap is another kernel; as a symbol, which the second value would make it, it is none.
+        torch._dynamo.config.specialize_float = True
     tables = tables_of(queries, keys, *options) if is_compiled else _kept(queries, keys, *options)
     attend = _attend if is_compiled or not q_htd.is_cuda else _compiled()
     return attend(q_htd, k_gsd, v_gsv, tables, scale, softcap, sinks, slopes)

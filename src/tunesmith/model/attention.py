@@ -13,7 +13,10 @@ Legend: T tokens, D head dim; queries have more heads than keys in grouped atten
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,6 +99,9 @@ def packed_attention(
     asked = (softcap is not None, s_aux is not None, alibi_slopes is not None, dropout > 0.0)
     sizes = (query.shape[-1], value.shape[-1], *asked, query.dtype.itemsize, is_cut and window is not None)
     path = _path(kernel, capability, query.is_cuda, sizes)
+    if _watched is not None:
+        shape = (query.shape[1], key.shape[1], *sizes[:2])
+        _watched[Asked(path, query.dtype, shape, window, softcap, *asked[1:3])] = None
     extras = {"softcap": softcap, "sinks": s_aux, "slopes": alibi_slopes}
     if path == "flex-attention":
         q, k, v = (tensor.squeeze(0) for tensor in (query, key, value))
@@ -114,6 +120,94 @@ def packed_attention(
     if path == "flash-attn-4":
         return flash4.flash4(q, k, v, *bounds, *longest, scale, window, softcap, s_aux).unsqueeze(0), None
     return efficient.efficient(q, k, v, *bounds, longest[0], scale, window).unsqueeze(0), None
+
+
+class Asked(NamedTuple):
+    """What a layer has asked of a path."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Heads of queries and of keys, head dim, value dim."""
+    window: int | None
+    softcap: float | None
+    has_sinks: bool
+    has_alibi: bool
+
+    @property
+    def is_usual(self) -> bool:
+        """As the kernels have been used from the beginning."""
+        has_less = self.softcap is None and not self.has_sinks and not self.has_alibi
+        is_narrow = self.shape[2] == self.shape[3] <= 128
+        return self.path in ("by document", "memory-efficient") or (
+            has_less and self.path != "flex-attention" and (is_narrow or self.path == "varlen")
+        )
+
+
+_watched: dict[Asked, None] | None = None
+
+
+@contextmanager
+def watched() -> Iterator[dict[Asked, None]]:
+    """While this lasts, what layers ask for is noted."""
+    global _watched
+    _watched = {}
+    try:
+        yield _watched
+    finally:
+        _watched = None
+
+
+LENGTHS = (150, 1, 40, 65)
+"""Of documents on which a kernel is tried."""
+
+
+def fault_of(asked: Asked, device: torch.device) -> str | None:
+    """What is wrong with a kernel, forward or backward, on random heads of this kind; None where nothing is."""
+    heads, kv_heads, head_dim, value_dim = asked.shape
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(asked.dtype)
+
+    tokens = sum(LENGTHS)
+    given = [
+        draw(1, heads, tokens, head_dim),
+        draw(1, kv_heads, tokens, head_dim),
+        draw(1, kv_heads, tokens, value_dim),
+    ]
+    given += [draw(heads)] if asked.has_sinks else []
+    slopes = torch.rand(heads, generator=generator, device=device) if asked.has_alibi else None
+    direction = draw(1, tokens, heads, value_dim)
+    bounds = torch.tensor([0, *LENGTHS], device=device).cumsum(0).int()
+
+    def computed(tensors: list[torch.Tensor], *, in_full: bool) -> list[torch.Tensor]:
+        tensors = [tensor.requires_grad_() for tensor in tensors]
+        q, k, v, *sinks = tensors
+        s_aux = sinks[0] if sinks else None
+        window = None if asked.window is None else min(asked.window, LENGTHS[-1])
+        if in_full:
+            extras = {"softcap": asked.softcap, "sinks": s_aux, "slopes": slopes}
+            out = _by_document(q, k, v, (bounds, bounds), head_dim**-0.5, window, 0.0, **extras)
+        else:
+            options = settled("flex-attention" if asked.path == "flex-attention" else None)
+            options |= {"softcap": asked.softcap, "s_aux": s_aux, "alibi_slopes": slopes, "sliding_window": window}
+            longest = {"cu_seq_lens_q": bounds, "max_length_q": max(LENGTHS)}
+            out = packed_attention(torch.nn.Module(), q, k, v, None, **longest, **options)[0]
+        return [out, *torch.autograd.grad(out, tensors, direction.to(out.dtype))]
+
+    try:
+        with torch.enable_grad():
+            found = computed([tensor.clone() for tensor in given], in_full=False)
+    except Exception as error:  # a compiler's, a driver's, or that of a kernel's own checks
+        return str(error).splitlines()[0][:160] if str(error) else type(error).__name__
+    with torch.enable_grad():
+        expected = computed([tensor.float() for tensor in given], in_full=True)
+    for mine, plain in zip(found, expected, strict=True):
+        worst = ((mine.float() - plain).abs().max() / plain.abs().max()).item()
+        if not worst <= 0.05:
+            return f"it is off by {worst:.2g}"
+    return None
 
 
 class NotPackable(RuntimeError):

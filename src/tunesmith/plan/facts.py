@@ -126,6 +126,8 @@ class ModelFacts(Part):
     has_head: bool = True
     has_fused_attention: bool = True
     """Kernels do its attention, as far as these have what its layers ask for (`plan.attention`)."""
+    wrong_paths: tuple[str, ...] = ()
+    """Paths of its attention that the probe has found to fail on this GPU, or to be wrong."""
     packs: bool = True
     """Documents can lie end to end; else they are padded, one a row."""
     reuses_weights: bool = False

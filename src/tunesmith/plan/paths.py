@@ -7,8 +7,6 @@ from tunesmith.plan.attention import (
     Path,
     has_efficient,
     has_flash4,
-    has_flex,
-    has_varlen,
     path_of,
     what_is_missing,
 )
@@ -47,15 +45,14 @@ def preferred(task: Task) -> Attention:
     """The best kernel for packed documents that the device has, for most layers of the model."""
     if task.device == "cpu" or not task.facts.has_fused_attention:
         return "sdpa"
-    capability = task.gpu.capability
-    most = max(task.facts.counts, key=lambda one: one[1])[0]
-    heads = heads_of(task, most)
-    if task.hardware.has_flash_attention_4 and has_flash4(capability, heads):
-        return "flash-attn-4"
-    if has_varlen(capability, heads):
-        return "varlen"
-    is_needed = task.width == 2 or not has_efficient(heads)
-    return "flex-attention" if is_needed and has_flex(capability, heads) else "sdpa"
+    most = heads_of(task, max(task.facts.counts, key=lambda one: one[1])[0])
+    kernels: list[Attention] = ["flash-attn-4"] if task.hardware.has_flash_attention_4 else []
+    kernels += ["varlen"] if task.width == 4 and has_efficient(most) else ["varlen", "flex-attention"]
+    for kernel in kernels:
+        taken = {path_of_kind(task, kernel, kind) for kind in task.facts.kinds}
+        if path_of(kernel, task.gpu.capability, most) == kernel and not taken & set(task.facts.wrong_paths):
+            return kernel
+    return "sdpa"
 
 
 def paths(task: Task, kernel: Attention) -> dict[str, Path]:
@@ -81,6 +78,8 @@ def said(task: Task, kernel: Attention) -> tuple[str, str]:
         asked = heads.words or "usual heads"
         if not task.facts.has_fused_attention:
             whys.append("this model's attention is its own code, which no kernel does")
+        elif path == "by document" and task.facts.wrong_paths:
+            whys.append(f"{', '.join(task.facts.wrong_paths)} failed or was wrong when tried on this GPU: by document")
         elif path == "by document":
             needs = what_is_missing(capability, heads, task.hardware.has_flash_attention_4)
             whys.append(
