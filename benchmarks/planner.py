@@ -37,9 +37,10 @@ from tunesmith.plan import memory, speed
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.families import from_config
 from tunesmith.plan.hardware import Hardware, named, probe
+from tunesmith.plan.paths import preferred
 from tunesmith.plan.plan import Phase
 from tunesmith.plan.ranking import should_capture
-from tunesmith.plan.rules import attention_for, beyond, refused
+from tunesmith.plan.rules import beyond, refused
 
 GIB = 2**30
 SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
@@ -342,7 +343,7 @@ def settle(
         optimizer_states=one.states,
         master_weights=one.has_masters,
     )
-    return task, dataclasses.replace(choice, attention=attention_for(task))
+    return task, dataclasses.replace(choice, attention=preferred(task))
 
 
 def machine(device: str) -> Hardware:

@@ -15,28 +15,36 @@ def install(monkeypatch) -> None:
     """Let packed attention take the operators of `kernels.flash4`, and those compute plainly."""
     monkeypatch.setattr(flash4, "functions", lambda: (_forward, _backward))
     monkeypatch.setattr(flash4, "is_available", lambda: True)
-    monkeypatch.setattr(attention, "_has_flash4", lambda query, dropout: True)
+    monkeypatch.setattr(attention, "_path", lambda *_: "flash-attn-4")
 
 
-def _forward(q, k, v, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, return_lse, **_):
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+def _forward(q, k, v, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, return_lse, learnable_sink=None, **_):
+    out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     for part, seen in _documents(cu_seqlens_q, cu_seqlens_k):
         out[part], lse[:, part] = _attention(q[part], k[seen], v[seen], softmax_scale)
+    if learnable_sink is not None:
+        with_sink = torch.logaddexp(lse, learnable_sink[:, None])
+        out, lse = out * (lse - with_sink).exp().t()[:, :, None], with_sink
     return out, lse
 
 
-def _backward(q, k, v, out, d_out, lse, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, deterministic, **_):
+def _backward(
+    q, k, v, out, d_out, lse, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, deterministic, learnable_sink=None, **_
+):
     found = [torch.empty_like(one) for one in (q, k, v)]
+    delta = (d_out * out).sum(-1).t()
     for part, seen in _documents(cu_seqlens_q, cu_seqlens_k):
         weights = (_scores(q[part], k[seen], softmax_scale) - lse[:, part, None]).exp()
         d_weights = torch.einsum("qhd,khd->hqk", d_out[part], _for_each_query(v[seen], q))
-        d_scores = weights * (d_weights - (d_out[part] * out[part]).sum(-1).t()[:, :, None]) * softmax_scale
+        d_scores = weights * (d_weights - delta[:, part, None]) * softmax_scale
         found[0][part] = torch.einsum("hqk,khd->qhd", d_scores, _for_each_query(k[seen], q))
         for whole, gradient in (
             (found[1], torch.einsum("hqk,qhd->khd", d_scores, q[part])),
             (found[2], torch.einsum("hqk,qhd->khd", weights, d_out[part])),
         ):
             whole[seen] = gradient.unflatten(1, (whole.shape[1], -1)).sum(2)
+    if learnable_sink is not None:
+        found.append(-((learnable_sink[:, None] - lse).exp() * delta).sum(1))
     return found
 
 

@@ -43,7 +43,7 @@ def attend(lengths, q, k, v, window):
 def expected(lengths, q, k, v, window):
     """Document by document, in float64."""
     rows = (one.transpose(0, 1)[None] for one in (q, k, v))
-    return _by_document(*rows, [bounds_of(one) for one in lengths], SCALE, window, None, 0.0)[0]
+    return _by_document(*rows, [bounds_of(one) for one in lengths], SCALE, window, 0.0)[0]
 
 
 def compare(lengths, inputs, window, tolerance: float) -> None:

@@ -19,14 +19,6 @@ ENDS_TOGETHER = 2
 """The kernels' number for a causal mask in which the last query stands at the last key."""
 
 
-def can(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether there is a kernel for these; bf16 only where the GPU has it."""
-    if not q.is_cuda or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return False
-    multiple = 16 // q.dtype.itemsize
-    return q.shape[-1] % multiple == 0 and v.shape[-1] % multiple == 0
-
-
 def efficient(
     q_thd: torch.Tensor,
     k_sgd: torch.Tensor,

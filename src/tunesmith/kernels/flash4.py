@@ -3,11 +3,12 @@
 Ours is only the wrapping: forward and backward as custom operators with shapes known to the compiler. Documents may
 change their lengths from call to call without anything being compiled again.
 
-Legend: T tokens, S tokens with keys, H query heads, G key heads, D head dim.
+Legend: T tokens, S tokens with keys, H query heads, G key heads, D head dim, V value dim.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import warnings
 from collections.abc import Callable
@@ -17,23 +18,31 @@ from importlib.util import find_spec
 import torch
 
 from tunesmith.cache import folder_to_fill
-from tunesmith.kernels.operator import operator, register_backward
+from tunesmith.kernels.operator import operator
 
 
 @cache
 def is_available() -> bool:
-    """Installed, and the GPU is one it has kernels for."""
+    """Installed, and the GPU is one it has kernels for: on compute capability 8.x it has no backward pass."""
     try:
         found = find_spec("flash_attn.cute") is not None
     except ModuleNotFoundError:
         found = False
-    return found and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+    return found and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def version() -> str | None:
+    """Of the package, where it can be used."""
+    try:
+        return importlib.metadata.version("flash-attn-4") if is_available() else None
+    except importlib.metadata.PackageNotFoundError:  # its files alone
+        return "unknown"
 
 
 def flash4(
     q_thd: torch.Tensor,
     k_sgd: torch.Tensor,
-    v_sgd: torch.Tensor,
+    v_sgv: torch.Tensor,
     queries: torch.Tensor,
     keys: torch.Tensor,
     longest_q: int,
@@ -41,11 +50,12 @@ def flash4(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention inside each document, whose queries and keys end together. `window` counts the token itself;
-    the longest may be upper bounds."""
+    the longest may be upper bounds. `sinks` [H] are scores of nothing, in the softmax's sum alone."""
     sizes = (longest_q, longest_k, scale, window or 0, softcap or 0.0)
-    return _forward(q_thd, k_sgd, v_sgd, queries, None if keys is queries else keys, *sizes)[0]
+    return _forward(q_thd, k_sgd, v_sgv, queries, None if keys is queries else keys, sinks, *sizes)[0]
 
 
 def keep_compiled() -> None:
@@ -68,6 +78,7 @@ def functions() -> tuple[Callable, Callable]:
 def _options(
     queries: torch.Tensor,
     keys: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     longest_q: int,
     longest_k: int,
     scale: float,
@@ -86,6 +97,8 @@ def _options(
         options |= {"window_size_left": window - 1, "window_size_right": 0}
     if softcap:
         options["softcap"] = softcap
+    if sinks is not None:
+        options["learnable_sink"] = sinks.detach().contiguous()
     return options
 
 
@@ -96,20 +109,21 @@ def _forward(
     v: torch.Tensor,
     queries: torch.Tensor,
     keys: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     longest_q: int,
     longest_k: int,
     scale: float,
     window: int,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    options = _options(queries, keys, longest_q, longest_k, scale, window, softcap)
+    options = _options(queries, keys, sinks, longest_q, longest_k, scale, window, softcap)
     out, lse, *_ = functions()[0](q, k, v, return_lse=True, **options)
     return out.contiguous(), lse.contiguous()
 
 
 @torch.library.register_fake(_forward)
-def _(q, k, v, queries, keys, longest_q, longest_k, scale, window, softcap):
-    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+def _(q, k, v, queries, keys, sinks, longest_q, longest_k, scale, window, softcap):
+    return q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
 @operator("flash4_backward")
@@ -122,12 +136,13 @@ def _backward(
     lse: torch.Tensor,
     queries: torch.Tensor,
     keys: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     longest_q: int,
     longest_k: int,
     scale: float,
     window: int,
     softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     gradients = functions()[1](
         q,
         k,
@@ -136,11 +151,28 @@ def _backward(
         d_out.contiguous(),
         lse,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        **_options(queries, keys, longest_q, longest_k, scale, window, softcap),
+        **_options(queries, keys, sinks, longest_q, longest_k, scale, window, softcap),
     )
     # It lays them out as q, k and v are, which is each model's own affair; compiled layers expect what is declared.
     d_q, d_k, d_v = (one.contiguous() for one in gradients[:3])
-    return d_q, d_k, d_v
+    return d_q, d_k, d_v, q.new_empty(0) if sinks is None else gradients[3]
 
 
-register_backward(_forward, _backward)
+@torch.library.register_fake(_backward)
+def _(d_out, q, k, v, out, lse, queries, keys, sinks, *_):
+    d_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), d_sinks
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, queries, keys, sinks, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, queries, keys, sinks)
+
+
+def _gradients(ctx, d_out, _):
+    saved = ctx.saved_tensors  # once: a checkpointed layer computes them when they are asked for
+    *others, d_sinks = _backward(d_out, *saved, *ctx.options)
+    return *others, None, None, None if saved[-1] is None else d_sinks, *[None] * len(ctx.options)
+
+
+torch.library.register_autograd(_forward, _gradients, setup_context=_save)

@@ -40,6 +40,9 @@ def packed_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    chunk: int | None = None,
+    sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention inside each document, by an explicit mask over all tokens. [T, heads, D] in and out."""
     tokens = query.shape[0]
@@ -50,13 +53,20 @@ def packed_attention(
         document[start:] += 1
     position = torch.arange(tokens)
     allowed = (document[:, None] == document[None]) & (position[:, None] >= position[None])
+    if chunk is not None:
+        number = (position - torch.tensor(boundaries)[document]) // chunk
+        allowed &= number[:, None] == number[None]
     if window is not None:
         allowed &= position[:, None] - position[None] < window
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if slopes is not None:
+        scores = scores + slopes[:, None, None] * (position[None] - position[:, None]).to(scores.device)
     scores = scores.masked_fill(~allowed.to(scores.device), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, tokens, 1)], dim=-1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :tokens], value)
 
 
 def swiglu(y_t2i: torch.Tensor, low_t2r: torch.Tensor, b_gate_ir: torch.Tensor, b_up_ir: torch.Tensor) -> torch.Tensor:

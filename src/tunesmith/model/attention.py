@@ -1,10 +1,11 @@
 """Packed attention as a registered attention function: causal, and never across documents.
 
 transformers hands every attention function the same arguments; the document boundaries travel as the keyword
-arguments that its own variable-length attention uses (`cu_seq_lens_q`, `max_length_q`). On a GPU in half
-precision this is flash-attn-4 where installed, else torch's variable-length kernel; on older GPUs and in fp32 torch's
-memory-efficient one, which a plan calls "sdpa". On a CPU, and for what those kernels do not have, it is SDPA, one
-document at a time.
+arguments that its own variable-length attention uses (`cu_seq_lens_q`, `max_length_q`). Which kernel does a layer is
+said in `plan.attention`: on a GPU flash-attn-4 where it is installed and has what the layer asks for, torch's
+variable-length kernel, FlexAttention for what neither has (soft-capped scores, sinks, ALiBi, values of another size),
+and on older GPUs and in fp32 torch's memory-efficient kernel, which a plan calls "sdpa". On a CPU, and for what no
+kernel has, it is one document at a time.
 
 Legend: T tokens, D head dim; queries have more heads than keys in grouped attention.
 """
@@ -12,14 +13,18 @@ Legend: T tokens, D head dim; queries have more heads than keys in grouped atten
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from tunesmith.errors import UserError
-from tunesmith.kernels import efficient, flash4
+from tunesmith.kernels import efficient, flash4, flex
+from tunesmith.plan.attention import Capability, Heads, Path, path_of
 from tunesmith.plan.plan import Attention
 
 NAME = "tunesmith_packed"
@@ -33,7 +38,7 @@ HAS_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 def register(kernel: Attention | None = None) -> str:
     """Make packed attention known to transformers; returns the name to load models with.
 
-    `kernel` is the one a plan names: no better one is taken then, and a simpler one only for inputs it cannot do.
+    `kernel` is the one a plan names: no better one is taken then, and another only for layers it cannot do.
     """
     from transformers import AttentionInterface
 
@@ -42,12 +47,16 @@ def register(kernel: Attention | None = None) -> str:
             "The plan's attention is flash-attn-4, which is not installed here or has no kernels for this GPU; install "
             "it, or make the plan anew by `tunesmith plan`."
         )
-    # Settled here: looking for packages and devices would break a compiled layer into pieces.
-    kernel = kernel or ("flash-attn-4" if flash4.is_available() else "varlen")
-    if kernel == "varlen" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
-        kernel = "sdpa"
-    AttentionInterface.register(NAME, partial(packed_attention, kernel=kernel))
+    AttentionInterface.register(NAME, partial(packed_attention, **settled(kernel)))
     return NAME
+
+
+def settled(kernel: Attention | None = None) -> dict[str, object]:
+    """The options of `packed_attention` that are the same for all calls. Looking for packages and devices would break a
+    compiled layer into pieces."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    kernel = kernel or ("flash-attn-4" if flash4.is_available() else "varlen")
+    return {"kernel": kernel, "capability": capability}
 
 
 def packed_attention(
@@ -66,55 +75,174 @@ def packed_attention(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     s_aux: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     kernel: Attention = "varlen",
+    capability: Capability = (0, 0),
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """[1, heads, T, D] queries, keys and values to [1, T, heads, D].
 
-    Where there are more keys than queries, each document has the last of its queries only, or none.
+    Where there are more keys than queries, each document has the last of its queries only, or none. `s_aux` are
+    attention sinks, and `alibi_slopes` what a head adds to a score for each token of distance.
     """
-    if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None or s_aux is not None:
+    if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
         raise NotPackable("this model does not pass document boundaries to its attention")
     assert query.shape[0] == 1, "packed documents lie end to end in one row"
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     bounds, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
-    if key.shape[2] != query.shape[2]:
+    is_cut = key.shape[2] != query.shape[2]
+    if is_cut:
         assert cu_seq_lens_k is not None
         assert max_length_k is not None
         bounds, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
-    window = sliding_window if sliding_window is not None and sliding_window < longest[1] else None
-    if kernel == "flash-attn-4" and _has_flash4(query, dropout):
-        # Squeezed, not indexed: the gradient of an index is a full-size copy.
-        q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-        return flash4.flash4(q, k, v, *bounds, *longest, scale, window, softcap).unsqueeze(0), None
-    if kernel != "sdpa" and _has_kernel(query, dropout, softcap):
+    window, chunk = _reach(module, sliding_window, longest[1])
+    asked = (softcap is not None, s_aux is not None, alibi_slopes is not None, dropout > 0.0)
+    sizes = (query.shape[-1], value.shape[-1], *asked, query.dtype.itemsize, is_cut and window is not None)
+    path = _path(kernel, capability, query.is_cuda, sizes)
+    if _watched is not None:
+        shape = (query.shape[1], key.shape[1], *sizes[:2])
+        _watched[Asked(path, query.dtype, shape, window, softcap, *asked[1:3])] = None
+    extras = {"softcap": softcap, "sinks": s_aux, "slopes": alibi_slopes}
+    if path == "flex-attention":
+        q, k, v = (tensor.squeeze(0) for tensor in (query, key, value))
+        out = flex.flex(q, k, v, *bounds, scale, window, chunk=chunk, **extras)
+        return out.transpose(0, 1).unsqueeze(0).contiguous(), None
+    if chunk is not None:
+        if is_cut:
+            raise NotPackable("attention in chunks is not cut over several ranks")
+        bounds, longest = (cut_at_chunks(bounds[0], chunk, query.shape[2]),) * 2, (chunk, chunk)
+    if path == "by document":
+        return _by_document(query, key, value, bounds, scale, window, dropout, **extras), None
+    if path == "varlen":
         return _variable_length(query, key, value, bounds, longest, scale, window), None
-    # Of a window over more keys than queries torch's kernel makes wrong gradients (2.11, on an H200).
-    is_usual = dropout == 0.0 and softcap is None and (window is None or key.shape[2] == query.shape[2])
-    if is_usual and efficient.can(query, value):
-        q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-        return efficient.efficient(q, k, v, *bounds, longest[0], scale, window).unsqueeze(0), None
-    return _by_document(query, key, value, bounds, scale, window, softcap, dropout), None
+    # Squeezed, not indexed: the gradient of an index is a full-size copy.
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    if path == "flash-attn-4":
+        return flash4.flash4(q, k, v, *bounds, *longest, scale, window, softcap, s_aux).unsqueeze(0), None
+    return efficient.efficient(q, k, v, *bounds, longest[0], scale, window).unsqueeze(0), None
+
+
+class Asked(NamedTuple):
+    """What a layer has asked of a path."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Heads of queries and of keys, head dim, value dim."""
+    window: int | None
+    softcap: float | None
+    has_sinks: bool
+    has_alibi: bool
+
+    @property
+    def is_usual(self) -> bool:
+        """As the kernels have been used from the beginning."""
+        has_less = self.softcap is None and not self.has_sinks and not self.has_alibi
+        is_narrow = self.shape[2] == self.shape[3] <= 128
+        return self.path in ("by document", "memory-efficient") or (
+            has_less and self.path != "flex-attention" and (is_narrow or self.path == "varlen")
+        )
+
+
+_watched: dict[Asked, None] | None = None
+
+
+@contextmanager
+def watched() -> Iterator[dict[Asked, None]]:
+    """While this lasts, what layers ask for is noted."""
+    global _watched
+    _watched = {}
+    try:
+        yield _watched
+    finally:
+        _watched = None
+
+
+LENGTHS = (150, 1, 40, 65)
+"""Of documents on which a kernel is tried."""
+
+
+def fault_of(asked: Asked, device: torch.device) -> str | None:
+    """What is wrong with a kernel, forward or backward, on random heads of this kind; None where nothing is."""
+    heads, kv_heads, head_dim, value_dim = asked.shape
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(asked.dtype)
+
+    tokens = sum(LENGTHS)
+    given = [
+        draw(1, heads, tokens, head_dim),
+        draw(1, kv_heads, tokens, head_dim),
+        draw(1, kv_heads, tokens, value_dim),
+    ]
+    given += [draw(heads)] if asked.has_sinks else []
+    slopes = torch.rand(heads, generator=generator, device=device) if asked.has_alibi else None
+    direction = draw(1, tokens, heads, value_dim)
+    bounds = torch.tensor([0, *LENGTHS], device=device).cumsum(0).int()
+
+    def computed(tensors: list[torch.Tensor], *, in_full: bool) -> list[torch.Tensor]:
+        tensors = [tensor.requires_grad_() for tensor in tensors]
+        q, k, v, *sinks = tensors
+        s_aux = sinks[0] if sinks else None
+        window = None if asked.window is None else min(asked.window, LENGTHS[-1])
+        if in_full:
+            extras = {"softcap": asked.softcap, "sinks": s_aux, "slopes": slopes}
+            out = _by_document(q, k, v, (bounds, bounds), head_dim**-0.5, window, 0.0, **extras)
+        else:
+            options = settled("flex-attention" if asked.path == "flex-attention" else None)
+            options |= {"softcap": asked.softcap, "s_aux": s_aux, "alibi_slopes": slopes, "sliding_window": window}
+            longest = {"cu_seq_lens_q": bounds, "max_length_q": max(LENGTHS)}
+            out = packed_attention(torch.nn.Module(), q, k, v, None, **longest, **options)[0]
+        return [out, *torch.autograd.grad(out, tensors, direction.to(out.dtype))]
+
+    try:
+        with torch.enable_grad():
+            found = computed([tensor.clone() for tensor in given], in_full=False)
+    except Exception as error:  # a compiler's, a driver's, or that of a kernel's own checks
+        return str(error).splitlines()[0][:160] if str(error) else type(error).__name__
+    with torch.enable_grad():
+        expected = computed([tensor.float() for tensor in given], in_full=True)
+    for mine, plain in zip(found, expected, strict=True):
+        worst = ((mine.float() - plain).abs().max() / plain.abs().max()).item()
+        if not worst <= 0.05:
+            return f"it is off by {worst:.2g}"
+    return None
 
 
 class NotPackable(RuntimeError):
     """The model's attention needs something that packed attention does not have."""
 
 
-def _has_flash4(query: torch.Tensor, dropout: float) -> bool:
-    is_right = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] in (64, 96, 128)
-    return query.is_cuda and is_right and dropout == 0.0
+@torch.compiler.assume_constant_result
+def _path(kernel: Attention, capability: Capability, is_cuda: bool, sizes: tuple) -> Path:
+    return path_of(kernel, capability, Heads(*sizes)) if is_cuda else "by document"
 
 
-def _has_kernel(query: torch.Tensor, dropout: float, softcap: float | None) -> bool:
-    return (
-        query.is_cuda
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and query.shape[-1] <= 256
-        and query.shape[-1] % 8 == 0
-        and dropout == 0.0
-        and softcap is None
-    )
+def _reach(module: torch.nn.Module, window: int | None, longest: int) -> tuple[int | None, int | None]:
+    """How many tokens a query of this layer looks back, and in chunks of how many; None where that is no limit. Some
+    models say it to their masks alone, by the kinds of layers in their configs."""
+    chunk = None
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and layer is not None and layer < len(kinds):
+        if kinds[layer] == "chunked_attention":
+            chunk = getattr(config, "attention_chunk_size", None)
+        elif kinds[layer] == "sliding_attention" and window is None:
+            window = getattr(config, "sliding_window", None)
+    window, chunk = (one if one is not None and one < longest else None for one in (window, chunk))
+    return window, chunk
+
+
+def cut_at_chunks(bounds: torch.Tensor, chunk: int, tokens: int) -> torch.Tensor:
+    """Boundaries of the documents' chunks, followed by empty ones: as many as there may be, so that their number does
+    not depend on the lengths."""
+    place = torch.arange(tokens, dtype=bounds.dtype, device=bounds.device)
+    starts = bounds[torch.searchsorted(bounds, place, right=True) - 1]
+    is_start = (place - starts) % chunk == 0
+    most = bounds.shape[0] + tokens // chunk + 1
+    slot = torch.where(is_start, is_start.cumsum(0) - 1, most)  # all others into one that is dropped
+    return bounds.new_full((most + 1,), tokens).scatter(0, slot, place)[:most]
 
 
 def _variable_length(query, key, value, bounds, longest, scale, window) -> torch.Tensor:
@@ -141,17 +269,20 @@ def _variable_length(query, key, value, bounds, longest, scale, window) -> torch
 
 
 @torch.compiler.disable(reason="it goes over the documents, whose lengths change")
-def _by_document(query, key, value, bounds, scale, window, softcap, dropout) -> torch.Tensor:
+def _by_document(
+    query, key, value, bounds, scale, window, dropout, *, softcap=None, sinks=None, slopes=None
+) -> torch.Tensor:
     """Always as it is: compiled, it would be unrolled over the documents, and again for all other lengths."""
     q_lengths, k_lengths = (one.diff().tolist() for one in bounds)
+    is_usual = softcap is None and sinks is None and slopes is None
     outputs = []
     # Split, not sliced: the gradient of a split is one concatenation, that of a slice a full-size tensor of zeros.
     parts = [query.split(q_lengths, dim=2), *(tensor.split(k_lengths, dim=2) for tensor in (key, value))]
     for q, k, v in zip(*parts, strict=True):
         if q.shape[2] == 0:
             continue
-        if softcap is not None:
-            outputs.append(_soft_capped(q, k, v, scale, window, softcap, dropout))
+        if not is_usual:
+            outputs.append(_in_full(q, k, v, scale, window, dropout, softcap, sinks, slopes))
             continue
         is_masked = q.shape[2] != k.shape[2] or (window is not None and q.shape[2] > window)
         if q.device.type == "cpu" and q.shape[2] < UPCAST_BELOW:
@@ -161,7 +292,7 @@ def _by_document(query, key, value, bounds, scale, window, softcap, dropout) -> 
                 q,
                 k,
                 v,
-                attn_mask=_mask(q, k, window) if is_masked else None,
+                attn_mask=_distance(q, k, window)[1] if is_masked else None,
                 dropout_p=dropout,
                 is_causal=not is_masked,
                 scale=scale,
@@ -171,18 +302,26 @@ def _by_document(query, key, value, bounds, scale, window, softcap, dropout) -> 
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()  # some models view it; others would copy it then
 
 
-def _soft_capped(q, k, v, scale, window, softcap, dropout) -> torch.Tensor:
+def _in_full(q, k, v, scale, window, dropout, softcap, sinks, slopes) -> torch.Tensor:
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = softcap * torch.tanh((q @ k.transpose(2, 3)) * (scale / softcap))
-    mask = _mask(q, k, window)
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(q.dtype)
+    scores = (q @ k.transpose(2, 3)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance, is_seen = _distance(q, k, window)
+    if slopes is not None:
+        scores = scores - slopes[:, None, None].to(scores.dtype) * distance
+    scores = scores.masked_fill(~is_seen, float("-inf"))
+    if sinks is not None:
+        extra = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, extra], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]]
     return F.dropout(weights, dropout) @ v
 
 
-def _mask(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Which keys a query sees: the last query stands at the last key."""
+def _distance(q: torch.Tensor, k: torch.Tensor, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """How far behind each query a key lies, and whether the query sees it: the last query stands at the last key."""
     position = torch.arange(k.shape[2], device=q.device)
     distance = position[k.shape[2] - q.shape[2] :, None] - position[None]
     mask = distance >= 0
-    return mask if window is None else mask & (distance < window)
+    return distance, mask if window is None else mask & (distance < window)

@@ -25,14 +25,15 @@ from tunesmith import __version__
 from tunesmith.cache import folder_to_fill
 from tunesmith.config.schema import Lora, Run
 from tunesmith.errors import UserError
+from tunesmith.kernels import flash4
 from tunesmith.model import adapters, attention, load, lora
 from tunesmith.model.forward import confirm_forward_spec, find_forward_spec
 from tunesmith.model.fuse import fuse
 from tunesmith.model.structure import replace_module
 from tunesmith.plan.models import check_kind, read_config
-from tunesmith.plan.plan import ForwardSpec
+from tunesmith.plan.plan import Attention, ForwardSpec
 
-VERSION = 3
+VERSION = 4
 """Of what is tried; results of another are not read."""
 TOKENS = 500
 """The proxy's vocabulary."""
@@ -45,6 +46,9 @@ SMALL = 3_000_000
 WINDOW, SWITCH, POSITIONS = 5, 16, 64
 """Tokens, in the proxy: a window or chunk, where RoPE changes, and the longest sequence."""
 MOST_LAYERS = 12
+KERNELS: tuple[Attention | None, ...] = (None, "varlen", "flex-attention", "sdpa")
+"""Of attention, as they are tried on a GPU; None: the best that is there."""
+DIFFER = "losses differ"
 
 Patterns = tuple[str, ...]
 
@@ -63,6 +67,8 @@ class Probed:
     reuses_weights: bool = False
     """A forward pass calls some of its linears more than once, so no weight may change before the whole backward pass
     is done."""
+    wrong_paths: tuple[str, ...] = ()
+    """Paths of attention that fail on this GPU, or give something else than the model's own."""
 
     def settings(self, settings: Lora, names: Iterable[str]) -> tuple[Lora, str | None]:
         """The adapters' settings without those linears, and a sentence about it; UserError where nothing is left.
@@ -187,8 +193,27 @@ def _in_half_precision(run: Run, found: Probed, device: torch.device) -> Probed:
     dtype = "fp32" if device.type == "cpu" else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
     small = load.build_small_proxy(run, dtype=dtype, device=device, layers=2, width=WIDTH)
     sizes = {"vocabulary": load.vocabulary_size(small.config), "longest": run.sequence_length}
-    spec, note = confirm_forward_spec(small, **sizes, known=found.spec)
-    return replace(found, spec=spec, note=found.note or note)
+    wrong: dict[str, str] = {}
+    try:
+        # From the fastest kernel to none; most often the first is right.
+        for kernel in KERNELS if device.type == "cuda" else (None,):
+            attention.register(kernel)
+            with attention.watched() as asked:
+                spec, note = confirm_forward_spec(small, **sizes, known=found.spec)
+            faults = {one.path: why for one in asked if not one.is_usual and (why := attention.fault_of(one, device))}
+            if spec.layout == "padded" and found.spec is not None and found.spec.layout == "packed":
+                faults |= {one.path: DIFFER for one in asked if one.path not in faults}
+            if not faults or kernel == KERNELS[-1]:
+                break
+            wrong |= faults
+        if spec.layout == "padded":  # with any of them
+            wrong = {path: why for path, why in wrong.items() if why != DIFFER}
+    finally:
+        attention.register()
+    if wrong:
+        said = "; ".join(f"{path} ({why.rstrip('.')})" for path, why in wrong.items())
+        note = note or f"Attention that was found wrong on this GPU is not used: {said}."
+    return replace(found, spec=spec, note=found.note or note, wrong_paths=tuple(wrong))
 
 
 def has_other_names(config: Any) -> bool:
@@ -565,7 +590,10 @@ def _kept(run: Run, config: Any, device: torch.device):
     text = json.dumps(config.to_dict(), sort_keys=True, default=str)
     if run.trust_remote_code and "auto_map" in text:
         return None, ""
-    parts = [VERSION, __version__, torch.__version__, transformers.__version__, device.type, text]
+    where = [device.type]
+    if device.type == "cuda":
+        where += [*torch.cuda.get_device_capability(), flash4.version()]
+    parts = [VERSION, __version__, torch.__version__, transformers.__version__, where, text]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     folder = folder_to_fill("probes")
     return (folder / f"{key[:32]}.json" if folder else None), key
@@ -579,4 +607,5 @@ def _from_json(values: dict[str, Any]) -> Probed:
         left_out=tuple((kind, why) for kind, why in values["left_out"]),
         can_fuse=values["can_fuse"],
         reuses_weights=values["reuses_weights"],
+        wrong_paths=tuple(values["wrong_paths"]),
     )

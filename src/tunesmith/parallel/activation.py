@@ -211,8 +211,13 @@ def _copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     target[:length].copy_(source[:length], non_blocking=True)
 
 
+def _name_of(operator) -> str | None:
+    schema = getattr(operator, "_schema", None)  # operators of a higher order have none
+    return None if schema is None else schema.name
+
+
 def _attention_kept(_context, operator, *_arguments, **_named) -> CheckpointPolicy:
-    is_attention = operator._schema.name in ATTENTION
+    is_attention = operator is torch.ops.higher_order.flex_attention or _name_of(operator) in ATTENTION
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -105,6 +105,8 @@ def prepare() -> None:
     if is_open and (folder := folder_to_fill("compiled")):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     torch._dynamo.config.recompile_limit = max(MOST_VARIANTS, torch._dynamo.config.recompile_limit)
+    # Numbers of a layer, such as its soft cap, are constants: FlexAttention takes no symbols for them.
+    torch._dynamo.config.specialize_float = True
     # Backward is compiled together with forward, where a failure can still be answered.
     torch._functorch.config.force_non_lazy_backward_lowering = True
     # Layers with functions that have a backward pass of their own are kept, too. Their code is part of what is looked

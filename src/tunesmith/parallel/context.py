@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tunesmith.data.types import MicroBatch, Pieces
-from tunesmith.model.attention import packed_attention
+from tunesmith.model.attention import packed_attention, settled
 from tunesmith.model.forward import Shape, filled
 from tunesmith.parallel.collectives import Group, gather_rows, group_of
 from tunesmith.plan.plan import Attention, Plan
@@ -102,7 +102,7 @@ def attend_over(model: nn.Module, mesh: DeviceMesh, kernel: Attention) -> None:
     """From now on the model's attention takes micro-batches that are cut over the ranks of the mesh."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, partial(context_attention, group=group_of(mesh), kernel=kernel))
+    AttentionInterface.register(NAME, partial(context_attention, group=group_of(mesh), **settled(kernel)))
     model.set_attn_implementation(NAME)
 
 
@@ -121,10 +121,11 @@ def context_attention(
     **options: object,
 ) -> tuple[torch.Tensor, None]:
     """`packed_attention` of this rank's queries, chunk by chunk, over the keys and values of all ranks."""
-    both = torch.stack([key[0], value[0]]).permute(2, 0, 1, 3)  # tokens first
+    sizes = key.shape[3], value.shape[3]
+    both = torch.cat([key[0], value[0]], dim=-1).transpose(0, 1)  # tokens first
     gathered = gather_rows(both, group).unflatten(0, (group.size, 2, -1))
     in_order = torch.cat([gathered[:, 0], gathered[:, 1].flip(0)]).flatten(0, 1)
-    key, value = in_order.permute(1, 2, 0, 3).unsqueeze(1)
+    key, value = in_order.transpose(0, 1).unsqueeze(0).split(sizes, dim=-1)
     chunks = [
         packed_attention(
             module,

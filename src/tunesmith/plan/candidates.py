@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tunesmith.plan import memory, rules, speed
+from tunesmith.plan import memory, paths, rules, speed
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.plan import Phase, Time
 
@@ -80,7 +80,7 @@ def candidates_of(
     why_not: Refused,
 ) -> Iterator[Candidate]:
     base = Choice(
-        attention=rules.attention_for(task),
+        attention=paths.preferred(task),
         # Padded rows change their shape with every step; modules of other libraries are run as they are.
         is_compiled=task.device == "cuda" and task.facts.packs and task.method != "peft",
         **{name: value for name, value in tier.items() if name != "axes"},

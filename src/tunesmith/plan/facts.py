@@ -53,6 +53,17 @@ class Layer(Part):
     """Width of the MLP as one token sees it: summed over its experts."""
     window: int | None = None
     """Sliding attention: how far back a token looks."""
+    chunk: int | None = None
+    """Attention in chunks of so many tokens."""
+    head_dim: int | None = None
+    """Of queries and keys, where it is not the model's `head_dim`."""
+    value_dim: int | None = None
+    """The same of values (MLA)."""
+    is_soft_capped: bool = False
+    """Attention scores are, as Gemma 2's."""
+    has_sinks: bool = False
+    """Attention sinks, as gpt-oss has them."""
+    has_alibi: bool = False
     norms: int = 2
     """Norms whose result goes into matmuls."""
     post_norms: int = 0
@@ -114,7 +125,9 @@ class ModelFacts(Part):
     head_bias: bool = False
     has_head: bool = True
     has_fused_attention: bool = True
-    """Kernels do its attention; soft-capped scores are computed in full."""
+    """Kernels do its attention, as far as these have what its layers ask for (`plan.attention`)."""
+    wrong_paths: tuple[str, ...] = ()
+    """Paths of its attention that the probe has found to fail on this GPU, or to be wrong."""
     packs: bool = True
     """Documents can lie end to end; else they are padded, one a row."""
     reuses_weights: bool = False
@@ -190,14 +203,19 @@ class ModelFacts(Part):
 
     def attention_flops(self, length: int) -> float:
         """Of one token's forward pass, in all layers, averaged over a document of `length` tokens."""
+        return self.total(lambda kind: self.layer_attention_flops(kind, length))
 
-        def of(kind: Layer) -> float:
-            window = kind.window or length
-            # Token i looks at min(i + 1, window) others.
-            seen = (length + 1) / 2 if window >= length else window - window * (window - 1) / 2 / length
-            return 4 * kind.query * seen
-
-        return self.total(of)
+    def layer_attention_flops(self, kind: Layer, length: int) -> float:
+        window = kind.window or length
+        # Token i looks at min(i + 1, window) others.
+        seen = (length + 1) / 2 if window >= length else window - window * (window - 1) / 2 / length
+        if kind.chunk is not None and kind.chunk < length:
+            seen = (kind.chunk + 1) / 2
+        width = kind.query
+        if kind.head_dim is not None or kind.value_dim is not None:
+            head_dim = kind.head_dim or self.head_dim
+            width = self.heads * (head_dim + (kind.value_dim or head_dim)) / 2
+        return 4 * width * seen
 
     def adapted(self, settings: Lora) -> tuple[int, int]:
         """Parameters of the adapters, and the summed inputs and outputs of the linears that carry them."""

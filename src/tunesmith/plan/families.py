@@ -107,6 +107,7 @@ class _Config:
         post_norms: int = 0,
         norm: Literal["rms", "wide"] = "rms",
         window: int | None = None,
+        is_soft_capped: bool = False,
         mlp: tuple[Linear, ...] | None = None,
         intermediate: int | None = None,
         copies: int = 0,
@@ -127,6 +128,7 @@ class _Config:
             key=key,
             intermediate=intermediate or self.intermediate,
             window=window,
+            is_soft_capped=is_soft_capped,
             post_norms=post_norms,
             norm=norm,
             has_qk_norm=qk_norm,
@@ -204,7 +206,8 @@ def _gemma2(c: _Config) -> ModelFacts:
         out_bias=bias,
         post_norms=2,
         norm="wide",
-        facts={"tied": True, "has_fused_attention": not capped},
+        is_soft_capped=capped,
+        facts={"tied": True},
     )
 
 

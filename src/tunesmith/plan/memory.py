@@ -16,7 +16,8 @@ import functools
 
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import Layer, Linear
-from tunesmith.plan.plan import Memory, Phase, Sharding
+from tunesmith.plan.paths import is_in_full, preferred
+from tunesmith.plan.plan import Attention, Memory, Phase, Sharding
 from tunesmith.plan.stages import PER_RANK, micro_batches
 
 MIB = 2**20
@@ -589,6 +590,7 @@ def layer_bytes(
     tensor: int = 1,
     is_sliced: bool = False,
     crowded: float = 1.0,
+    attention_kernel: Attention | None = None,
 ) -> float:
     """What a layer keeps for backward, for each token. Eager: as autograd's own hooks count it. Compiled: norms and
     activations are computed again from what stands before them, save where an adapter keeps its input."""
@@ -632,7 +634,7 @@ def layer_bytes(
     if experts and not is_full:
         values -= 1  # frozen experts do not keep their inputs
     attention += 4 * task.facts.heads
-    if not task.facts.has_fused_attention:
+    if is_in_full(task, attention_kernel or preferred(task), kind):
         length = task.longest_document or task.document_length
         attention += 8 * task.facts.heads * min(length, kind.window or length)
     mlp = crowded * (values * kind.intermediate + (2 if is_full else 1) * kind.copies * hidden) * width
@@ -661,6 +663,7 @@ def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, floa
             storage=choice.storage,
             tensor=choice.tensor,
             is_sliced=choice.mlp_slice > 0,
+            attention_kernel=choice.attention,
             crowded=CROWDED if choice.expert > 1 and kind_experts(kind) else 1.0,
         )
 

@@ -217,7 +217,9 @@ def build_facts(config: Mapping[str, Any], *, trust_remote_code: bool = False) -
         )
         usual = rough.kinds[0]
         other = sum(parameter.numel() for _, parameter in parameters if parameter.ndim not in (2, 3))
-        kind = usual.changed(prefix=prefix, linears=linears, other=other)
+        index = int(place.rpartition(".")[2])
+        attention = _attention_of(made.get_text_config(), index, [name for name, _ in parameters])
+        kind = usual.changed(prefix=prefix, linears=linears, other=other, **attention)
         if kind not in kinds:
             kinds.append(kind)
         pattern.append(kinds.index(kind))
@@ -238,6 +240,34 @@ def build_facts(config: Mapping[str, Any], *, trust_remote_code: bool = False) -
     )
     everything = sum(parameter.numel() for parameter in model.parameters())
     return facts.changed(extra=everything - inside - facts.embedding - facts.head)
+
+
+def _attention_of(config: Any, layer: int, names: list[str]) -> dict[str, Any]:
+    """What a layer's attention asks of a kernel, as far as its config and its parameters say."""
+    own = config
+    if getattr(config, "has_heterogeneity", False):
+        own = config.get_full_layer_config(layer)
+    found: dict[str, Any] = {}
+    kinds = getattr(own, "layer_types", None)
+    kind = kinds[layer] if isinstance(kinds, list) and layer < len(kinds) else None
+    if kind == "sliding_attention" and isinstance(getattr(own, "sliding_window", None), int):
+        found["window"] = own.sliding_window or None
+    elif kind is not None:
+        found["window"] = None
+    if kind == "chunked_attention":
+        found["chunk"] = getattr(own, "attention_chunk_size", None)
+    nope, rope = (getattr(own, f"qk_{part}_head_dim", None) for part in ("nope", "rope"))
+    if isinstance(nope, int) and isinstance(rope, int):
+        found |= {"head_dim": nope + rope, "value_dim": getattr(own, "v_head_dim", None) or nope}
+    elif isinstance(getattr(own, "v_head_dim", None), int):
+        found["value_dim"] = own.v_head_dim
+    wide = getattr(own, "global_head_dim", None)
+    if kind == "full_attention" and isinstance(wide, int) and wide > 0:
+        found |= {"head_dim": wide, "value_dim": wide}
+    found["is_soft_capped"] = bool(getattr(own, "attn_logit_softcapping", None))
+    found["has_sinks"] = any(re.search(r"(^|\.)(attention_)?sinks?$", name) for name in names)
+    found["has_alibi"] = bool(getattr(own, "alibi", False)) or getattr(own, "model_type", "") in ("bloom", "mpt")
+    return found
 
 
 def _packs(model: Any) -> bool:

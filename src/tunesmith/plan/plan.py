@@ -16,7 +16,7 @@ Device = Literal["cpu", "cuda"]
 Precision = Literal["fp32", "bf16", "fp16"]
 MatmulDtype = Literal["plain", "fp8"]
 Storage = Literal["plain", "nf4", "int8"]
-Attention = Literal["flash-attn-4", "varlen", "sdpa"]
+Attention = Literal["flash-attn-4", "varlen", "flex-attention", "sdpa"]
 OptimizerStates = Literal["fp32", "bf16", "int8", "fp8", "int4"]
 OffloadTo = Literal["none", "host", "disk"]
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hybrid", "hierarchical"]
@@ -188,6 +188,9 @@ class Plan(Part):
     teacher_storage: Storage = "plain"
     """With `objective: distill`: the same of the teacher's weights, all of which are on every rank."""
     attention: Attention
+    """The kernel that packed attention prefers; layers that ask for what it lacks take another."""
+    attention_paths: tuple[str, ...] = ()
+    """What each kind of layer takes, as `sliding 4096: flash-attn-4`; said, not obeyed."""
     is_compiled: bool
     """Each decoder layer is compiled."""
     cuda_graphs: bool = False

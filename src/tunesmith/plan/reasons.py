@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tunesmith.config.schema import Run
 from tunesmith.disk import gib
-from tunesmith.plan import memory, rules
+from tunesmith.plan import memory, paths, rules
 from tunesmith.plan.candidates import Candidate
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.defaults import Decide
@@ -128,6 +128,8 @@ def _explain_offload(
 
 def _explain_computing(task: Task, found: Candidate, decide: Decide) -> None:
     choice = found.choice
+    if task.device == "cuda" and task.facts.packs:
+        decide("attention", *paths.said(task, choice.attention))
     if choice.mlp_slice:
         wide = 2 * max(kind.intermediate for kind in task.facts.kinds) * task.width * choice.tokens(task)
         decide("MLP", f"{choice.mlp_slice:,} tokens at a time", f"for all tokens it would make {gib(wide)} at once")

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tunesmith.plan import paths
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import Linear
 from tunesmith.plan.memory import ALONE, PROJECTED
-from tunesmith.plan.plan import Attention
 from tunesmith.plan.stages import PER_RANK
 
 SHARDED_OPTIMIZERS = ("adamw", "lion", "muon", "sgd")
@@ -20,7 +20,8 @@ the others update each value by itself."""
 
 ALONE_ONLY = frozenset({"ADALORA", "OSF"})
 """Methods of peft that are not for weights that lie over ranks."""
-FLASH_ATTENTION = (8, 0)
+CAPTURED = ("flash-attn-4", "varlen", "flex-attention")
+"""Paths of attention that start the same kernels whatever the documents are."""
 BF16 = (8, 0)
 FP8 = (8, 9)
 """Compute capability that each needs."""
@@ -223,8 +224,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "experts are cut evenly over ranks, and this model has none or another number of them",
     ),
     (
-        lambda task, choice: choice.attention != "sdpa" and not _has_kernel(task),
-        "flash attention needs half precision, head sizes of 8 to 256 and compute capability 8.0",
+        lambda task, choice: not _has_kernel(task, choice),
+        "flash attention needs half precision, head sizes of 8 to 256 and compute capability 8.0 (flash-attn-4: 9.0), "
+        "and FlexAttention the latter",
     ),
     (
         lambda task, choice: choice.cache_transposed and not may_cache_transposed(task, choice),
@@ -330,7 +332,7 @@ def may_capture(task: Task, choice: Choice) -> bool:
         and choice.sharding == "none"
         and choice.offload_optimizer == "none"
         and not (choice.offload_parameters or choice.optimizer_in_backward)
-        and choice.attention != "sdpa"
+        and all(paths.path_of_kind(task, choice.attention, kind) in CAPTURED for kind in task.facts.kinds)
         and not experts(task)
         and (not task.lora.dropout if task.has_adapters else choice.accumulation_steps(task) == 1)
         and not task.is_exact
@@ -357,21 +359,10 @@ def _may_split(task: Task, choice: Choice) -> bool:
     )
 
 
-def attention_for(task: Task) -> Attention:
-    """The best kernel for packed documents that the device has."""
-    if not _has_kernel(task):
-        return "sdpa"
-    return "flash-attn-4" if task.hardware.has_flash_attention_4 else "varlen"
-
-
-def _has_kernel(task: Task) -> bool:
-    return (
-        task.device == "cuda"
-        and task.width == 2
-        and task.gpu.capability >= FLASH_ATTENTION
-        and task.facts.head_dim <= 256
-        and task.facts.head_dim % 8 == 0
-        and task.facts.has_fused_attention
+def _has_kernel(task: Task, choice: Choice) -> bool:
+    """Whether the kernel that is named does at least one kind of layer."""
+    return choice.attention == "sdpa" or any(
+        paths.path_of_kind(task, choice.attention, kind) == choice.attention for kind in task.facts.kinds
     )
 
 

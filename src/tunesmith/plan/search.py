@@ -16,7 +16,7 @@ from tunesmith.config.schema import Run
 from tunesmith.disk import gib
 from tunesmith.errors import UserError
 from tunesmith.objectives import objective_of
-from tunesmith.plan import memory, rules
+from tunesmith.plan import memory, paths, rules
 from tunesmith.plan.candidates import Candidate, Refused, candidates_of, tiers_of
 from tunesmith.plan.choice import OF_PEFT, Choice, Task
 from tunesmith.plan.defaults import Amount, DataSize, Decide
@@ -150,6 +150,7 @@ def _plan_of(
         storage=choice.storage,
         teacher_storage=choice.teacher_storage,
         attention=choice.attention,
+        attention_paths=tuple(f"{kind}: {path}" for kind, path in paths.paths(task, choice.attention).items()),
         is_compiled=choice.is_compiled,
         cuda_graphs=choice.cuda_graphs,
         by_length=not task.facts.packs,

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 from tunesmith.plan import memory, stages
 from tunesmith.plan.choice import Choice, Task
+from tunesmith.plan.facts import Layer
+from tunesmith.plan.paths import is_in_full, path_of_kind
 from tunesmith.plan.plan import Sharding, Time
 
 HALF_RATE_TOKENS = 0.6e-12
@@ -26,12 +28,22 @@ ATTENTION = {  # share of the half-precision rate, and document length at which 
     ("varlen", "new"): (0.55, 1080),
     ("flash-attn-4", "old"): (0.85, 900),
     ("varlen", "old"): (0.85, 700),
-    ("sdpa", "new"): (0.55, 1080),
-    ("sdpa", "old"): (0.5, 700),
+    ("memory-efficient", "new"): (0.55, 1080),
+    ("memory-efficient", "old"): (0.5, 700),
+    # Not measured yet: taken for half of flash-attn-4's and the built-in kernel's.
+    ("flex-attention", "new"): (0.5, 1500),
+    ("flex-attention", "old"): (0.6, 900),
 }
 ATTENTION_HEAD = 128
 """The size of heads it was measured with; smaller ones leave the kernels less to do for each value they fetch, taken as
 the square root."""
+ATTENTION_WIDE = 0.7
+"""The rate of heads of more than 128 values, whose tiles are smaller; an estimate."""
+ATTENTION_SOFT_CAPPED = 0.8
+"""The rate with a tangent for each score; an estimate."""
+ATTENTION_CALL = 0.5e-3
+"""Seconds of the CPU for one document in one layer's forward pass, where each is computed by itself: Gemma 2 of 2B took
+2.0 ms for forward and backward, at about 65 kernels (H200)."""
 ATTENTION_BACKWARD = 2.5 / 0.85
 """Backward against forward: 2.5 times the operations, at 0.85 of the rate."""
 ELEMENTWISE = {
@@ -285,21 +297,28 @@ def _matmul_rate(task: Task, choice: Choice, tokens: float) -> float:
 def _attention(task: Task, choice: Choice) -> float:
     """Seconds of a token's forward pass in all layers."""
     facts, rates = task.facts, task.rates
-    flops = facts.attention_flops(task.document_length)
     if task.device == "cpu":
-        return flops / (0.5 * (rates.fp32 if task.width == 4 else rates.half))
+        return facts.attention_flops(task.document_length) / (0.5 * (rates.fp32 if task.width == 4 else rates.half))
+    return facts.total(lambda kind: _attention_of(task, choice, kind))
+
+
+def _attention_of(task: Task, choice: Choice, kind: Layer) -> float:
+    """The same in one layer on a GPU."""
+    facts, rates, length = task.facts, task.rates, task.document_length
+    flops = facts.layer_attention_flops(kind, length)
     generation = "new" if task.gpu.capability >= (9, 0) else "old"
-    share, half_length = ATTENTION[choice.attention, generation]
-    length = task.document_length
     best = rates.half if task.width == 2 else rates.fp32
-    if facts.has_fused_attention:
-        share *= min(1.0, facts.head_dim / ATTENTION_HEAD) ** 0.5
-        return flops / (best * share * length / (length + half_length))
-    seconds = 2 * flops / (0.4 * best)  # also what lies in the future is computed
-    if scores := facts.total(lambda kind: facts.heads * min(length, kind.window or length)):
+    if is_in_full(task, choice.attention, kind):
         passes = (UNFUSED_ATTENTION[0] + UNFUSED_ATTENTION[1]) / (1 + ATTENTION_BACKWARD)
-        seconds += passes * scores / rates.bandwidth
-    return seconds
+        scores = facts.heads * min(length, kind.window or length)
+        # Also what lies in the future is computed.
+        seconds = 2 * flops / (0.4 * best) + passes * scores / rates.bandwidth
+        return max(seconds, ATTENTION_CALL / length) if facts.has_fused_attention else seconds
+    share, half_length = ATTENTION[path_of_kind(task, choice.attention, kind), generation]
+    head_dim = kind.head_dim or facts.head_dim
+    share *= min(1.0, head_dim / ATTENTION_HEAD) ** 0.5 * (ATTENTION_WIDE if head_dim > ATTENTION_HEAD else 1.0)
+    share *= ATTENTION_SOFT_CAPPED if kind.is_soft_capped else 1.0
+    return flops / (best * share * length / (length + half_length))
 
 
 def _elementwise_bytes(task: Task, choice: Choice) -> float:

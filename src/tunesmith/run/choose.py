@@ -57,7 +57,7 @@ def plan_run(
     facts = facts_of(run)
     if probed is not None:
         packs = probed.spec.lengths(run.sequence_length) is None
-        facts = facts.changed(packs=packs, reuses_weights=probed.reuses_weights)
+        facts = facts.changed(packs=packs, reuses_weights=probed.reuses_weights, wrong_paths=probed.wrong_paths)
     size = data.size if data else measure(run)
     return search(
         run,
