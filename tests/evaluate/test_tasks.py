@@ -177,3 +177,48 @@ def test_results_survive_a_kill_in_the_middle_of_a_line(tmp_path):
     other_rank.add("four", {"acc": 1})
     assert Results(tmp_path, "a b/c", model="m", task="t").known.keys() == {"one", "two", "three", "four"}
     assert not Results(tmp_path, "a b/c", model="another", task="t").known
+
+
+def choices_differ(model, *, sizes=(30, 9)) -> tuple[bool, float]:
+    """Whether contexts are shared, and by how much likelihoods then differ from the model's own, text by text."""
+    from tunesmith.evaluate.score import Tree
+
+    chance = np.random.default_rng(3)
+    trees = [
+        Tree(chance.integers(3, 99, size).tolist(), tuple(chance.integers(3, 99, n).tolist() for n in (1, 5, 2)))
+        for size in sizes
+    ]
+    scorer = Scorer(model)
+    found = dict(scorer.choices(trees))
+    scorer.as_it_was()
+    own = [[scorer._own(tree.context, one) for one in tree.continuations] for tree in trees]
+    return scorer.shares_contexts, max(abs(np.subtract(found[place], own[place])).max() for place in found)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "shares"),
+    [
+        ("bloom", {}, False),  # positions by ALiBi, from the mask
+        ("mistral", {"sliding_window": 24}, True),  # one of the two rows exceeds the window
+        ("mamba", {}, False),
+    ],
+)
+def test_a_model_that_cannot_share_contexts_has_the_same_likelihoods(family, changes, shares):
+    import families
+
+    found, worst = choices_differ(families.tiny_model(family, **changes).eval())
+    assert found == shares
+    assert worst < 2e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", __import__("families").causal_families())
+def test_every_family_has_its_own_likelihoods(family):
+    import families
+
+    try:
+        model = families.tiny_model(family).eval()
+        _, worst = choices_differ(model)
+    except UserError as refused:
+        pytest.skip(str(refused))
+    assert worst < 5e-3

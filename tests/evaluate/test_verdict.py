@@ -108,3 +108,31 @@ def test_what_cannot_be_done_is_told_in_a_sentence(tiny_model, tasks, given, wor
     done = CliRunner().invoke(app, ["eval", str(tiny_model), *(one.format(**named) for one in given)])
     assert done.exit_code == 1
     assert words in str(done.exception) + done.output
+
+
+@pytest.mark.slow
+def test_a_task_of_lm_eval_scores_as_ours_does(tiny_model, tasks, tmp_path):
+    pytest.importorskip("lm_eval")
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "task: mine\ndataset_path: json\noutput_type: multiple_choice\ntest_split: test\n"
+        f"dataset_kwargs:\n  data_files:\n    test: {tasks / 'mc.jsonl'}\n"
+        'doc_to_text: "Question: {{question.strip()}}\\nAnswer:"\ndoc_to_choice: choices\ndoc_to_target: answer\n'
+        "metric_list:\n  - metric: acc\n  - metric: acc_norm\n"
+    )
+    found = json.loads(invoke(tiny_model, "--tasks", f"lm-eval:{path},{tasks / 'mc.jsonl'}", "--json").stdout)
+    values = {(row["task"] == "mc", row["measure"]): row["value"] for row in found["results"]}
+    assert values[True, "acc"] == values[False, "acc"]
+    assert values[True, "acc_norm"] == values[False, "acc_norm"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks_share_the_items(runs, tiny_model, tasks, tmp_path):
+    given = ["eval", str(tiny_model), "--tasks", of(tasks, "mc", "texts", "gsm"), "--json", "--max-tokens", "4"]
+    both = runs(tmp_path, *given, "--ranks", "2", "--output", str(tmp_path / "two"))
+    assert both.code == 0, both.err
+    alone = json.loads(invoke(*given[1:], "--output", tmp_path / "one").stdout)
+    for mine, theirs in zip(json.loads(both.out)["results"], alone["results"], strict=True):
+        assert mine["value"] == pytest.approx(theirs["value"], rel=1e-5)
+    assert {file.name.split(".")[-2] for file in (tmp_path / "two").glob("*.jsonl")} == {"0", "1"}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import yaml
 from torch import nn
 
 from tunesmith.errors import UserError, first_line
@@ -19,12 +21,13 @@ def scores(model: nn.Module, tokenizer: Any, task: Task) -> Iterator[tuple[str, 
     evaluator = _library()
     from lm_eval.models.huggingface import HFLM
 
+    named = _named(task.title)
     batch = BATCH[next(model.parameters()).device.type]
     try:
         wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
         found = evaluator.simple_evaluate(
             model=wrapped,
-            tasks=[task.title],
+            tasks=[named],
             limit=task.settings.get("limit"),
             log_samples=True,
             bootstrap_iters=0,
@@ -40,6 +43,22 @@ def scores(model: nn.Module, tokenizer: Any, task: Task) -> Iterator[tuple[str, 
             about = {"filter": kept} if (kept := sample.get("filter", "none")) != "none" else {}
             suffix = f"/{kept}" if about else ""
             yield f"{name}/{sample['doc_id']:08d}{suffix}", {f"{key}{suffix}": one for key, one in metrics.items()}
+
+
+def _named(title: str) -> Any:
+    """One of lm-eval's tasks, or a YAML file that describes one, without code of its own."""
+    path = Path(title).expanduser()
+    if path.suffix not in (".yaml", ".yml"):
+        return title
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(
+            f"lm-eval: {title} cannot be read ({first_line(error)}); functions in it are not run."
+        ) from error
+    if not isinstance(found, dict) or not found.get("task"):
+        raise UserError(f"lm-eval: {title} describes no task (it has no `task`).")
+    return found
 
 
 def check_installed() -> None:

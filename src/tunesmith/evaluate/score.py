@@ -276,6 +276,7 @@ class Scorer:
         is_same = max(abs(a - b) for a, b in pairs) <= bound
         return is_same and max(abs(a - b) for a, b in zip(others[1:], found[0][1:], strict=True)) <= leak
 
+    @torch.no_grad()
     def _own(self, context: Sequence[int], continuation: Sequence[int]) -> float:
         ids = torch.tensor([[*context, *continuation]], device=self.device)
         logits = self.model(input_ids=ids, use_cache=False).logits[0, len(context) - 1 : -1].float()
