@@ -22,7 +22,7 @@ from torch import nn
 
 from tunesmith.errors import UserError
 from tunesmith.model import attention, load
-from tunesmith.model.forward import Inputs, body, confirm_forward_spec, losses_of_hidden, token_losses
+from tunesmith.model.forward import Inputs, body, confirm_forward_spec, losses_of_hidden, own_attention, token_losses
 from tunesmith.plan.plan import ForwardSpec
 
 TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -65,10 +65,10 @@ class Scorer:
         attention.register()
         self.model, self.device = model, next(model.parameters()).device
         config: Any = model.config
-        self.own_attention = config._attn_implementation
+        self.own_attention = own_attention(model)
         vocabulary = load.vocabulary_size(config)
         self.spec, self.why_slow = confirm_forward_spec(model, vocabulary=vocabulary, known=known)
-        self._packed_attention = config._attn_implementation
+        self._packed_attention = attention.NAME if self.spec.layout == "packed" else self.own_attention
         self.longest = min(load.max_positions(config) or LONGEST, 1 << 20)
         self.tokens = max(TOKENS[self.device.type], 1)
         self._window = _window(config)

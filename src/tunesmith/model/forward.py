@@ -336,12 +336,12 @@ def confirm_forward_spec(
     if known is None:
         return find_forward_spec(model, vocabulary=vocabulary, longest=longest)
     if hasattr(model, "head_files"):  # it has no logits of tokens to compare; its layers are those that were tried
-        model.set_attn_implementation(PACKED_ATTENTION if known.layout == "packed" else _own_attention(model))
+        model.set_attn_implementation(PACKED_ATTENTION if known.layout == "packed" else own_attention(model))
         return known, None
     inputs = trial_inputs(vocabulary, next(model.parameters()).device)
     was_training = model.training
     model.eval()
-    own = _own_attention(model)
+    own = own_attention(model)
     reasons = []
     try:
         model.set_attn_implementation(own)
@@ -374,7 +374,7 @@ def find_forward_spec(
     inputs = trial_inputs(vocabulary, device)
     was_training = model.training
     model.eval()
-    own = _own_attention(model)
+    own = own_attention(model)
     try:
         model.set_attn_implementation(own)
         expected = _own_losses(model, inputs)
@@ -402,7 +402,8 @@ def find_forward_spec(
     raise _cannot(model, reasons)
 
 
-def _own_attention(model: nn.Module) -> str:
+def own_attention(model: nn.Module) -> str:
+    """The attention that the model is called with where documents are not packed."""
     own = model.config._attn_implementation
     return "sdpa" if own == PACKED_ATTENTION else own
 

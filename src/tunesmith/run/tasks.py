@@ -16,6 +16,7 @@ from tunesmith.evaluate import answers, choices, harness, texts
 from tunesmith.evaluate.results import Results
 from tunesmith.evaluate.score import Scorer
 from tunesmith.evaluate.tasks import Item, Question, Task
+from tunesmith.model.forward import own_attention
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.run.choose import Progress
 from tunesmith.run.open import Opened
@@ -85,7 +86,7 @@ class Session:
         self.opened: Opened = target.open()
         self._generate, self._known = generate, target.known
         self._name, self._warn = target.name, warn or (lambda _: None)
-        self._own_attention = self.opened.model.config._attn_implementation
+        self._own_attention = own_attention(self.opened.model)
         self._scorer: Scorer | None = None
 
     def scores(self, task: Task, items: Sequence[Item]) -> Iterator[tuple[str, dict[str, Any]]]:
