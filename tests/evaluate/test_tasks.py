@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import lm_eval_oracle as oracle
 from tunesmith.errors import UserError
@@ -103,8 +104,6 @@ def test_long_texts_are_scored_in_windows_each_token_once(opened, scorer, monkey
 
 
 def test_loss_is_that_of_the_plain_model(opened, scorer, tmp_path):
-    import torch
-
     from tunesmith.evaluate import texts
 
     task = read_task(written(tmp_path / "t.jsonl", {"text": "hello world"}, {"text": "a longer naïve text"}))
@@ -218,6 +217,10 @@ def test_every_family_has_its_own_likelihoods(family):
 
     try:
         model = families.tiny_model(family).eval()
+        model(input_ids=torch.arange(4)[None], use_cache=False)
+    except Exception as error:  # no tiny one of it can be made, or called
+        pytest.skip(f"{family}: {error}")
+    try:
         _, worst = choices_differ(model)
     except UserError as refused:
         pytest.skip(str(refused))

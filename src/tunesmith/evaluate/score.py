@@ -287,7 +287,10 @@ def _window(config: Any) -> int | None:
     """The fewest tokens back that some layer's attention sees, where that is limited."""
     text = config.get_text_config()
     names = ("sliding_window", "attention_chunk_size", "window_size", "local_attention", "attention_window_size")
-    found = [value for name in names if isinstance(value := getattr(text, name, None), int) and value > 0]
+    layers = getattr(text, "per_layer_config", None)  # some configs say it layer by layer, and refuse to elsewhere
+    places = list(layers.values() if isinstance(layers, dict) else layers) if layers else [text]
+    values = [getattr(place, name, None) for place in places for name in names]
+    found = [value for value in values if isinstance(value, int) and value > 0]
     if getattr(text, "use_sliding_window", True) is False:
         found = []
     return min(found, default=None)
