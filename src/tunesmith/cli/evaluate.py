@@ -1,4 +1,4 @@
-"""`tunesmith eval`: held-out loss of a trained run, by data set."""
+"""`tunesmith eval`: held-out loss of a trained run, by data set; or tasks, of a run or any model."""
 
 from __future__ import annotations
 
@@ -10,22 +10,80 @@ import typer
 from tunesmith.cli.ranks import RanksOption, ranks_to_start, start_ranks
 
 if TYPE_CHECKING:
+    from tunesmith.cli.tasks import Asked
     from tunesmith.evaluate.loss import HeldOut
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="TARGET", help="Folder of a run; with --tasks also a model folder or GGUF file.")
+    ],
     data: Annotated[
         list[str] | None, typer.Option("--data", help="Evaluate on these files instead of the run's own `eval`.")
     ] = None,
     base: Annotated[bool, typer.Option("--base", help="Also measure the model as it was before training.")] = False,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option("--tasks", metavar="FILE,...", help="Tasks: files of records, `general`, or lm-eval:NAME."),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", metavar="TARGET", help="With --tasks: the verdict against this model, or `base`."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: the first so many items of each.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="With --tasks: longest generated answer, in tokens.")] = 512,
+    judge: Annotated[
+        str | None, typer.Option(metavar="URL", help="With --tasks: OpenAI-compatible API of a judge, up to /v1.")
+    ] = None,
+    judge_model: Annotated[str | None, typer.Option(metavar="NAME", help="Which model is the judge.")] = None,
+    output_folder: Annotated[
+        Path | None, typer.Option("--output", metavar="FOLDER", help="With --tasks: where results of items are kept.")
+    ] = None,
     certificate: Annotated[
         bool, typer.Option("--certificate", help="Check what training did instead, and write RUN/certificate.json.")
     ] = False,
     ranks: RanksOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure the held-out loss of a run's model, for each data set; or certify the run."""
+    """Measure the held-out loss of a run's model, for each data set; or any model on tasks; or certify the run."""
+    from tunesmith.errors import UserError
+
+    if tasks:
+        if data or certificate:
+            raise UserError("--tasks goes without --data and --certificate; a data set is a task, as loss:FILE.")
+        against = against or ("base" if base else None)
+        from tunesmith.cli.tasks import Asked
+
+        asked = Asked(str(folder), tasks, against, limit, max_tokens, output_folder, as_json, judge, judge_model)
+        _tasks(asked, ranks)
+        return
+    if against is not None:
+        raise UserError("--against compares two models on tasks; name some with --tasks.")
+    _held_out(folder, data, base, certificate, ranks, as_json)
+
+
+def _tasks(asked: Asked, ranks: int | None) -> None:
+    from tunesmith.cli.tasks import evaluate_tasks
+
+    if (count := ranks_to_start(ranks)) == 1:
+        evaluate_tasks(asked)
+        return
+    given = {
+        "against": asked.against,
+        "limit": asked.limit,
+        "max-tokens": asked.max_tokens,
+        "output": asked.folder,
+        "judge": asked.judge,
+        "judge-model": asked.judge_model,
+    }
+    options = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    options += [*(f"--tasks={one}" for one in asked.tasks), *(["--json"] if asked.as_json else [])]
+    start_ranks(["eval", asked.target, *options], count)
+
+
+def _held_out(
+    folder: Path, data: list[str] | None, base: bool, certificate: bool, ranks: int | None, as_json: bool
+) -> None:
     from tunesmith.cli import output
 
     output.stage(f"Reading {folder}")

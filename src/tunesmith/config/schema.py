@@ -8,6 +8,7 @@ Cross-field rules that need the machine, the model or the data live where those 
 from __future__ import annotations
 
 import math
+import re
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -75,6 +76,23 @@ def _not_blank(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_not_blank)]
+
+
+def stop_rule(text: str) -> tuple[Literal["no gain", "below"], float]:
+    """What `stop_when` says: after how many evaluations without a gain, or below which loss."""
+    if found := re.fullmatch(r"no gain in ([1-9]\d{0,5}) evaluations?", text.strip()):
+        return "no gain", int(found[1])
+    if found := re.fullmatch(r"loss below (\d{1,6}(?:\.\d{1,12})?)", text.strip()):
+        return "below", float(found[1])
+    raise ValueError("it must be `no gain in N evaluations` or `loss below X`")
+
+
+def _is_stop_rule(text: str) -> str:
+    stop_rule(text)
+    return text
+
+
+StopRule = Annotated[Text, AfterValidator(_is_stop_rule)]
 FormatName = Literal[
     "messages",
     "sharegpt",
@@ -337,6 +355,8 @@ class Run(Settings):
     """Seed of data order, initial adapters and dropout."""
     eval_every: Count | None = None
     """Steps between evaluations; ten or fewer when left out, in a tenth of training's time, of a sample if need be."""
+    stop_when: StopRule | None = None
+    """End the run, with its result, by held-out loss: `no gain in 3 evaluations` (beyond chance), `loss below 1.2`."""
     save_every: Count | None = None
     """Steps between checkpoints; every ten minutes and at the end of each epoch when left out."""
     keep: Count = 2

@@ -11,7 +11,7 @@ from torch import nn
 from tunesmith.data.loader import evaluation_batches
 from tunesmith.data.store import TokenStore
 from tunesmith.data.types import MicroBatch
-from tunesmith.model.forward import Shape, to_device, token_losses
+from tunesmith.model.forward import Inputs, Shape, to_device, token_losses
 from tunesmith.model.scoring import figures_of, reported, risen, scoring_of
 from tunesmith.objectives.base import Objective
 from tunesmith.parallel.context import ContextShard
@@ -66,16 +66,18 @@ def held_out_losses(
     cut: ContextShard | None = None,
     objective: Objective | None = None,
     mismatched: Sequence[TokenStore] = (),
+    documents: dict[str, tuple[float, float]] | None = None,
 ) -> list[HeldOut]:
     """The model must be in evaluation mode. `progress` is told the documents done, of how many. Several ranks
     share the work (`share`: which part of how many this rank does; `cut`: what of each micro-batch), and all know the
-    result. `mismatched`: as many stores, where the `objective` has a baseline."""
+    result. `mismatched`: as many stores, where the `objective` has a baseline. `documents` is given this rank's
+    documents: the sum of each one's losses and of its weights, where these are all there is to the loss."""
     assert not model.training
     results = []
     ranks, cut = ranks or Ranks(), cut or ContextShard()
     if objective is not None and objective.is_token_sum:
         objective = None
-    done, documents = 0, -(-sum(store.document_count for store in (*stores, *mismatched)) // share[1])
+    done, count = 0, -(-sum(store.document_count for store in (*stores, *mismatched)) // share[1])
 
     def batches(store: TokenStore) -> Iterator[MicroBatch]:
         nonlocal done
@@ -87,7 +89,7 @@ def held_out_losses(
             yield cut(batch)
             done += len(batch.origins)
             if progress:
-                progress(min(done, documents), documents)
+                progress(min(done, count), count)
 
     names, is_loss = reported(objective) if objective else (("loss",), (True,))
     for number, store in enumerate(stores):
@@ -98,7 +100,10 @@ def held_out_losses(
             baseline = (above / count).clamp(min=0)
         for batch in batches(store):
             scoring = objective and scoring_of(objective, batch, device, sources=1, baseline=baseline)
-            total = token_losses(model, to_device(batch, device, shape), spec, weigh=scoring)[0]
+            inputs = to_device(batch, device, shape)
+            total, losses_n = token_losses(model, inputs, spec, weigh=scoring)
+            if documents is not None and objective is None:
+                documents |= _by_document(number, batch, inputs, losses_n)
             if scoring is None:
                 sums[0] += total.double()
                 sums[1] += batch.weights.double().sum().item()
@@ -110,6 +115,18 @@ def held_out_losses(
         weight = found.weights[0] if objective is None else float(store.target_weights.sum())
         results.append(HeldOut(store.title, found.loss, weight, len(store), found.figures))
     return results
+
+
+def _by_document(
+    store: int, batch: MicroBatch, inputs: Inputs, losses_n: torch.Tensor
+) -> dict[str, tuple[float, float]]:
+    """By the numbers of the data set and of the document in it."""
+    count = inputs.boundaries.shape[0] - 1
+    owners_n = torch.bucketize(inputs.rows, inputs.boundaries[1:], right=True)
+    both = torch.stack([losses_n.double() * inputs.weights, inputs.weights.double()])
+    sums = torch.zeros(2, count, dtype=torch.float64, device=both.device).index_add(1, owners_n, both).tolist()
+    found = zip(batch.numbers.tolist(), *sums, strict=False)  # padding is documents at the end
+    return {f"{store}:{number}": (loss, weight) for number, loss, weight in found if weight > 0}
 
 
 def overall(results: Sequence[HeldOut]) -> float:

@@ -342,12 +342,12 @@ def confirm_forward_spec(
     if known is None:
         return find_forward_spec(model, vocabulary=vocabulary, longest=longest)
     if hasattr(model, "head_files"):  # it has no logits of tokens to compare; its layers are those that were tried
-        model.set_attn_implementation(PACKED_ATTENTION if known.layout == "packed" else _own_attention(model))
+        model.set_attn_implementation(PACKED_ATTENTION if known.layout == "packed" else own_attention(model))
         return known, None
     inputs = trial_inputs(vocabulary, next(model.parameters()).device)
     was_training = model.training
     model.eval()
-    own = _own_attention(model)
+    own = own_attention(model)
     reasons = []
     try:
         model.set_attn_implementation(own)
@@ -380,7 +380,7 @@ def find_forward_spec(
     inputs = trial_inputs(vocabulary, device)
     was_training = model.training
     model.eval()
-    own = _own_attention(model)
+    own = own_attention(model)
     try:
         model.set_attn_implementation(own)
         expected = _own_losses(model, inputs)
@@ -408,7 +408,7 @@ def find_forward_spec(
     raise _cannot(model, reasons)
 
 
-def _own_attention(model: nn.Module) -> str:
+def own_attention(model: nn.Module) -> str:
     """The attention that defines the model: its own, but not torch's where that leaves something out. transformers gives
     some models with soft caps over to it all the same."""
     own = model.config._attn_implementation

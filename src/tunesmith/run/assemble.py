@@ -33,6 +33,7 @@ from tunesmith.run.result import ResultWriter
 from tunesmith.run.shape import make_reproducible, micro_batch_shape
 from tunesmith.run.start import Setting
 from tunesmith.run.state import Share, TrainingState
+from tunesmith.run.stop import StopRule
 from tunesmith.run.teacher import teach_of
 from tunesmith.train.job import Job
 
@@ -69,7 +70,8 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
     notes = [one for one in (note, _few_steps(run, loader.total_steps)) if one]
     share = Share(called, plan, ranks)
     schedule = RankSchedule.of(prepared.tuned)
-    state = TrainingState(optimizer, share, setting.checkpoints, schedule)
+    rule = StopRule.of(run, plan, objective, has_held_out=bool(evals))
+    state = TrainingState(optimizer, share, setting.checkpoints, schedule, rule=rule)
     told = {"steps": loader.total_steps, "losses": state.losses}
     result = ResultWriter.of(run, plan, model, optimizer, share, setting.data, **told, tuned=prepared.tuned)
     return Job(
@@ -85,10 +87,11 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
         checkpoints=setting.checkpoints,
         resume_from=setting.resume_from,
         evaluate=Evaluator(
-            called, plan.forward, plan, evals, device, ranks, cut, state.losses, objective, eval_mismatched
+            called, plan.forward, plan, evals, device, ranks, cut, state.losses, objective, eval_mismatched, rule
         )
         if evals
         else None,
+        ends=(lambda: rule.reason) if rule is not None else (lambda: None),
         save=state.save,
         restore=state.restore,
         write_result=result.write,

@@ -33,6 +33,7 @@ from tunesmith.run.choose import Progress, plan_run, tokenize, with_findings
 from tunesmith.run.open import open_run, placement, tokenizer_of
 from tunesmith.run.reference import Reference
 from tunesmith.run.shape import make_reproducible, micro_batch_shape
+from tunesmith.run.stop import StopRule, together
 from tunesmith.train.events import Evaluation
 
 
@@ -51,9 +52,12 @@ class Evaluator:
     """By step; what is found is added."""
     objective: Objective | None = None
     mismatched: Sequence[TokenStore] = ()
+    rule: StopRule | None = None
+    """Told of each evaluation."""
 
     def __call__(self, step: int, progress: Callable[[int, int], None]) -> Evaluation:
         began = time.monotonic()
+        documents: dict[str, tuple[float, float]] | None = {} if self.rule else None
         results = held_out_losses(
             self.called,
             self.spec,
@@ -68,11 +72,14 @@ class Evaluator:
             cut=self.cut,
             objective=self.objective,
             mismatched=self.mismatched,
+            documents=documents,
         )
         inner = self.called.model if isinstance(self.called, Pipelined) else self.called
         if isinstance(inner, Sharded):
             inner.free_full_weights()
         self.losses[step] = overall(results)
+        if self.rule is not None and documents is not None:
+            self.rule.tell(step, self.losses[step], together(documents, self.ranks))
         return Evaluation(
             step=step,
             loss=self.losses[step],

@@ -35,6 +35,7 @@ FREE_SETTINGS = frozenset(
         "bad_records",
         "eval",
         "eval_every",
+        "stop_when",
         "save_every",
         "keep",
         "max_minutes",

@@ -47,11 +47,16 @@ def open_model(folder: Path) -> Opened:
     if read_identity(folder) is not None or not (folder / "config.json").exists():
         refuse_head(folder, "talk")
         return open_run(folder)
-    alone = Run(model=str(folder), data=str(folder))
-    place: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype: Precision = "bf16" if place == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    return open_plain(str(folder))
+
+
+def open_plain(name: str) -> Opened:
+    """A model by itself: a folder, a GGUF file or a name on the hub."""
+    alone = Run(model=name, data=name)
+    place, dtype = own_placement()
     model = load_model(alone, dtype=dtype, device=place)
-    asked = side_files.read_asked(folder)
+    source = load.locate(name)
+    asked = side_files.read_asked(Path(source.location)) if source.is_local else {}
     encoder = Encoder(
         load.load_tokenizer(alone),
         template=None,
@@ -59,6 +64,23 @@ def open_model(folder: Path) -> Opened:
         special_tokens=asked.get("special_tokens", ()),
     )
     return Opened(model.eval(), encoder, torch.device(place), None, bool(asked.get("reasons")))
+
+
+def own_placement() -> tuple[Device, Precision]:
+    """Where and in which precision a model is opened that no plan knows."""
+    place: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    return place, "bf16" if place == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+
+
+def open_base(folder: Path) -> Opened:
+    """The model that the run in `folder` was trained from, held and asked as the run's own."""
+    run, content = read_run(folder), Content()
+    place, dtype = placement(read_plan(folder))
+    model = load_model(run, dtype=dtype, device=place, storage=trained_storage(folder), content=content)
+    check_base(folder, run, content)
+    encoder = Encoder(tokenizer_of(folder), template=None, train_on=run.train_on, special_tokens=run.special_tokens)
+    reasons = bool(side_files.read_asked(folder / side_files.FOLDER).get("reasons"))
+    return Opened(model.eval(), encoder, torch.device(place), None, reasons)
 
 
 def refuse_head(folder: Path, what: str) -> None:

@@ -90,7 +90,7 @@ class ResultWriter:
         if self.share.ranks.is_first:
             remove_leftovers(target)
         self.optimizer.finish_update()
-        describe = partial(self._describe, self.steps if name is None else None)
+        describe = partial(self._describe, self._done if name is None else None)
         if self.tuned is not None:
             return self._write_with_peft(self.tuned, target, describe)
         if not isinstance(self.share.called, Sharded | Pipelined):
@@ -170,9 +170,14 @@ class ResultWriter:
         shapes = stored_shapes(kinds, self.files)
         write_on_all_ranks(target, shapes, parts, self.share.ranks, pattern=MODEL_FILES, describe=describe)
 
+    @property
+    def _done(self) -> int:
+        """Steps of the finished run; where `stop_when` has ended it, those of its last evaluation."""
+        return max(self.losses, default=self.steps) if self.run.stop_when is not None else self.steps
+
     def _describe(self, steps: int | None, target: Path) -> None:
         facts = facts_of(self.run, self.data.encoder, reasons=answers_reason(self.data.encoder, self.data.train))
-        text = card(self.run, replace(facts, steps=steps, before=self.losses.get(0), after=self.losses.get(self.steps)))
+        text = card(self.run, replace(facts, steps=steps, before=self.losses.get(0), after=self.losses.get(self._done)))
         dtype = None if self.run.has_adapters else self.dtype
         side_files.put_beside(Path(self.run.output) / side_files.FOLDER, target, dtype=dtype, card=text)
         if self.adapter_config:

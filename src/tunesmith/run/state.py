@@ -18,6 +18,7 @@ from tunesmith.parallel.pipeline import Pipelined
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.parallel.shard import from_rows, full_tensor, own_parts, rows_of
 from tunesmith.plan.plan import Plan
+from tunesmith.run.stop import StopRule
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class TrainingState:
     """AdaLoRA's, which remembers more than weights."""
     losses: dict[int, float] = field(default_factory=dict)
     """Held-out losses by step, which go on with the run."""
+    rule: StopRule | None = None
+    """What of the evaluations `stop_when` has to remember."""
 
     def save(self, step: int, state: dict[str, Any], metric: float | None, *, beside: bool) -> Saving:
         """Begins a checkpoint. All ranks must take part. Weights are decoded until they are copied or written."""
@@ -70,6 +73,8 @@ class TrainingState:
 
     def _begin(self, step: int, state: dict[str, Any], metric: float | None, copy: dict[str, Any]) -> Saving:
         tensors, ranks = self.optimizer.tensors(), self.share.ranks
+        if self.rule is not None:
+            state = {**state, "stop_when": self.rule.state()}
         if self.schedule is not None:
             tensors |= {f"schedule/{name}": value for name, value in self.schedule.tensors().items()}
         if ranks.count == 1:
@@ -103,6 +108,8 @@ class TrainingState:
             self.losses[found.step] = found.metric
         if state.get("first_loss") is not None:
             self.losses[0] = state["first_loss"]
+        if self.rule is not None:
+            self.rule.restore(state.get("stop_when"))
         return state
 
     def _spread_weight(self, name: str) -> DTensor | None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import psutil
 import torch
 from torch import nn
 
@@ -26,6 +27,10 @@ from tunesmith.serve.sampling import Choice, Token, choose
 
 PROMPT_TOKENS_A_STEP = 2048
 """Prompts are read until they have so many tokens together; then those that wait for their next token have it."""
+SHARE = {"cuda": 0.6, "cpu": 0.25}
+"""Of the memory that is free once the model is loaded, for the cache."""
+LONGEST = 8192
+"""Tokens of a prompt and its answer, where the model's files name no limit."""
 Reason = Literal["stop", "length", "cancelled", "timeout", "failed"]
 log = logging.getLogger("tunesmith.serve")
 
@@ -382,6 +387,15 @@ def try_out(model: nn.Module) -> Tried:
             return Tried(is_shared, "" if is_shared else problem, amount)
         problem = why
     raise UserError(f"{type(model).__name__} does not give with a key-value cache what it gives without ({problem}).")
+
+
+def cache_tokens(model: nn.Module, tried: Tried) -> int | None:
+    """Tokens that the memory which is free beside the model has room for; None where that is not known."""
+    if not tried.bytes_per_token:
+        return None
+    device = next(model.parameters()).device
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return int(free * SHARE[device.type]) // tried.bytes_per_token
 
 
 def _without_cache(model: nn.Module, prompt: list[int]) -> torch.Tensor:

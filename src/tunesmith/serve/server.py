@@ -12,24 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tunesmith.errors import UserError
 from tunesmith.serve.app import Access, Guard, make_app
-from tunesmith.serve.engine import Engine, Limits, Tried, try_out
+from tunesmith.serve.engine import LONGEST, Engine, Limits, Tried, cache_tokens, try_out
 from tunesmith.serve.models import Models, open_models
 
 DRAIN_SECONDS = 30
 """For answers that are under way when the server is told to end."""
 HEADER_SECONDS = 15.0
 """For a new connection to send its first request."""
-SHARE = {"cuda": 0.6, "cpu": 0.25}
-"""Of the memory that is free once the model is loaded, for the cache."""
-LONGEST = 8192
-"""Tokens of a prompt and its answer, where the model's files name no limit."""
 log = logging.getLogger("tunesmith.serve")
 
 
@@ -93,10 +87,8 @@ def limits_of(models: Models, tried: Tried, options: Options) -> Limits:
     room = length * options.batch
     if options.cache_tokens is not None:
         room = options.cache_tokens
-    elif tried.bytes_per_token:
-        device = next(models.model.parameters()).device
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-        room = min(room, int(free * SHARE[device.type]) // tried.bytes_per_token)
+    elif (free := cache_tokens(models.model, tried)) is not None:
+        room = min(room, free)
     if room < 16:
         raise UserError("There is no memory left for a key-value cache beside the model; serve it on a larger device.")
     return Limits(options.batch, options.queue, min(length, room), room)

@@ -66,6 +66,8 @@ class Job:
     """Writes the adapter or the model into the run folder and returns where. All ranks must take part."""
     finish: Callable[[Mapping[str, Any]], None]
     """Writes the summary, by which a run is known to be finished."""
+    ends: Callable[[], str | None]
+    """Why the run ends before its last step, by what evaluations have shown (`stop_when`); None where it goes on."""
     warnings: tuple[str, ...]
     """What should be said before training starts."""
     shape: Shape | None = None

@@ -267,7 +267,7 @@ class _Loop:
         launched = self.done
         batches = job.loader.iterate(launched)
         is_alone = job.ranks.count == 1  # others would wait for the rest of this rank's step
-        while launched < self.total:
+        while launched < self.total and not self._ends():
             with self.hang_watch():
                 if self.saving is not None and not any(job.ranks.any([not self.saving.is_written])):
                     self._finish_saving()
@@ -304,6 +304,13 @@ class _Loop:
                     self._begin_saving(beside=job.plan.async_checkpoint)
         self._settle()
         return reason
+
+    def _ends(self) -> bool:
+        """Whether the run has reached the end that its settings name (`stop_when`); said once."""
+        reason = self.job.ends() if self.done and self.underway is None else None
+        if reason is not None:
+            self._warn(f"The run ends after step {self.done} of {self.total}, by stop_when: {reason}.")
+        return reason is not None
 
     def _settle(self) -> None:
         """Wait for the step that is under way, if one is, and say how it went."""

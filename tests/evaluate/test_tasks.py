@@ -1,0 +1,227 @@
+"""Tasks against lm-eval's own numbers (`tests/lm_eval_oracle.py` made them), and how files of records are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import lm_eval_oracle as oracle
+from tunesmith.errors import UserError
+from tunesmith.evaluate import answers, choices, instructions
+from tunesmith.evaluate.results import Results
+from tunesmith.evaluate.score import Document, Scorer
+from tunesmith.evaluate.tasks import read_task, read_tasks
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return json.loads(oracle.FILE.read_text())
+
+
+@pytest.fixture(scope="module")
+def opened(tiny_model):
+    from tunesmith.run.open import open_plain
+
+    return open_plain(str(tiny_model))
+
+
+@pytest.fixture(scope="module")
+def scorer(opened):
+    return Scorer(opened.model)
+
+
+def written(path: Path, *records) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_choices_have_the_likelihoods_of_lm_eval(opened, scorer, expected, tmp_path, monkeypatch, is_shared):
+    assert scorer.shares_contexts
+    monkeypatch.setattr(scorer, "shares_contexts", is_shared)
+    task = read_task(written(tmp_path / "mc.jsonl", *oracle.records()))
+    assert task.kind == "choices"
+    found = {item.id: result for item, result in choices.scores(scorer, opened.tokenizer, task.items)}
+    assert len(found) == len(task.items)
+    for item, wanted in zip(task.items, expected["likelihoods"], strict=True):
+        mine = found[item.id]
+        assert mine["likelihoods"] == pytest.approx(wanted, abs=1e-3)
+        assert mine["acc"] == (np.argmax(wanted) == item.content.gold)
+        assert mine["acc_norm"] == (np.argmax(np.array(wanted) / item.content.lengths) == item.content.gold)
+
+
+def test_gsm8k_answers_are_extracted_as_published(expected):
+    found = [[int(value) for value in answers.gsm8k(*case).values()] for case in oracle.gsm8k_cases()]
+    assert found == expected["gsm8k"]
+    assert all(sum(column) > 5 for column in zip(*found, strict=True))
+
+
+def test_math_answers_are_equal_as_published(expected):
+    assert [
+        [int(answers.normalised(a) == answers.normalised(b)) for b in oracle.FORMULAS] for a in oracle.FORMULAS
+    ] == (expected["math"])
+    assert answers.is_equivalent("so it is $\\boxed{\\frac{1}{2}}$.", "Thus \\boxed{1/2}")
+    assert not answers.is_equivalent("so it is 3", "Thus \\boxed{1/2}")
+
+
+def test_instructions_are_checked_as_ifeval_checks_them(expected):
+    given = [instructions.Given(*one) for one in oracle.INSTRUCTIONS]
+    assert not [problem for one in given if (problem := instructions.problem_of(one))]
+    for answer, wanted in zip(oracle.answered(), expected["instructions"], strict=True):
+        strict, loose = instructions.follows(given, answer), instructions.follows_loosely(given, answer)
+        found = [[int(a), int(b)] for a, b in zip(strict, loose, strict=True)]
+        assert found == wanted, answer
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("One. Two! Three?", 3),
+        ("Dr. Smith paid 3.50 dollars. He left.", 2),
+        ("J. R. Smith said hi", 1),
+        ("1. First thing\n2. Second thing.", 1),
+        ("", 0),
+        ("No end", 1),
+        ('"Go away." He went.', 2),
+    ],
+)
+def test_sentences_are_counted(text, count):
+    assert instructions.count_sentences(text) == count
+
+
+def test_long_texts_are_scored_in_windows_each_token_once(opened, scorer, monkeypatch):
+    ids = list(np.random.default_rng(1).integers(3, 250, size=50))
+    whole = Document(ids, [0.0] + [1.0] * 49)
+    monkeypatch.setattr(scorer, "longest", 20)
+    parts = [ids[0:21], ids[20:41], ids[40:50]]
+    apart = [Document(part, [0.0] + [1.0] * (len(part) - 1)) for part in parts]
+    (_, loss), *_ = scorer.losses([whole])
+    assert loss == pytest.approx(sum(value for _, value in scorer.losses(apart)), rel=1e-6)
+
+
+def test_loss_is_that_of_the_plain_model(opened, scorer, tmp_path):
+    from tunesmith.evaluate import texts
+
+    task = read_task(written(tmp_path / "t.jsonl", {"text": "hello world"}, {"text": "a longer naïve text"}))
+    assert task.kind == "loss"
+    assert task.dataset is not None
+    found = {item.id: one for item, one in texts.scores(scorer, opened.encoder, task.items, task.dataset)}
+    scorer.as_it_was()
+    for item in task.items:
+        text = item.content.record.fields["text"]
+        ids = torch.tensor([[*opened.tokenizer.encode(text), opened.tokenizer.eos_token_id]])
+        with torch.no_grad():
+            loss = opened.model(input_ids=ids, labels=ids).loss.item()
+        one = found[item.id]
+        assert one["loss_sum"] / one["target_tokens"] == pytest.approx(loss, rel=1e-5)
+        assert one["target_bytes"] == len(text.encode()) - 1  # the first token is one byte, which nothing predicts
+
+
+@pytest.mark.parametrize(
+    ("record", "gold"),
+    [
+        ({"question": "q", "choices": ["x", "y"], "answer": 1}, 1),
+        ({"question": "q", "choices": ["x", "y"], "answer": "B"}, 1),
+        ({"question": "q", "choices": ["x", "y"], "answer": "(b)"}, 1),
+        ({"question": "q", "choices": ["x", "y"], "answer": "y"}, 1),
+        ({"question": "q", "choices": ["2", "1"], "answer": "1"}, 1),
+        ({"question": "q", "choices": {"text": ["x", "y"], "label": ["1", "2"]}, "answerKey": "2"}, 1),
+        ({"ctx": "he ran", "endings": ["x", "y"], "label": "1"}, 1),
+    ],
+)
+def test_the_right_choice_is_found_however_it_is_named(tmp_path, record, gold):
+    (item,) = read_task(written(tmp_path / "q.jsonl", record)).items
+    assert item.content.gold == gold
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"question": "q", "choices": ["x", "y"], "answer": 2}, "none of its 2 choices"),
+        ({"question": "q", "choices": ["x", "y"], "answer": "z"}, "none of its 2 choices"),
+        ({"question": "q", "choices": ["x"], "answer": 0}, "at least two"),
+        ({"question": "q", "choices": ["x", ""], "answer": 0}, "empty"),
+        ({"prompt": "p", "instruction_id_list": ["made:up"], "kwargs": [{}]}, "made:up is not known"),
+        ({"prompt": "p", "instruction_id_list": ["keywords:existence"], "kwargs": [{}]}, "`keywords`"),
+        ({"prompt": "p", "instruction_id_list": ["punctuation:no_comma"], "kwargs": []}, "one entry for each"),
+        ({"turns": "one"}, "no list"),
+    ],
+)
+def test_a_record_that_cannot_be_scored_is_told_with_its_line(tmp_path, record, words):
+    with pytest.raises(UserError, match=r"q\.jsonl, line 1") as told:
+        read_task(written(tmp_path / "q.jsonl", record))
+    assert words in str(told.value)
+
+
+def test_what_is_no_task_is_told(tmp_path):
+    for given, words in (("no_such", "neither a file nor a task"), ("wrong:x", "before the colon"), ("a,,b", "commas")):
+        with pytest.raises(UserError, match=words):
+            read_tasks([given])
+
+
+def test_results_survive_a_kill_in_the_middle_of_a_line(tmp_path):
+    first = Results(tmp_path, "a b/c", model="m", task="t")
+    first.add("one", {"acc": 1})
+    first.add("two", {"acc": 0})
+    with first.path.open("ab") as file:
+        file.write(b'{"item": "three", "ac')
+    again = Results(tmp_path, "a b/c", model="m", task="t")
+    assert again.known == {"one": {"acc": 1}, "two": {"acc": 0}}
+    again.add("three", {"acc": 1})
+    other_rank = Results(tmp_path, "a b/c", model="m", task="t", rank=1)
+    other_rank.add("four", {"acc": 1})
+    assert Results(tmp_path, "a b/c", model="m", task="t").known.keys() == {"one", "two", "three", "four"}
+    assert not Results(tmp_path, "a b/c", model="another", task="t").known
+
+
+def choices_differ(model, *, sizes=(30, 9)) -> tuple[bool, float]:
+    """Whether contexts are shared, and by how much likelihoods then differ from the model's own, text by text."""
+    from tunesmith.evaluate.score import Tree
+
+    chance = np.random.default_rng(3)
+    trees = [
+        Tree(chance.integers(3, 99, size).tolist(), tuple(chance.integers(3, 99, n).tolist() for n in (1, 5, 2)))
+        for size in sizes
+    ]
+    scorer = Scorer(model)
+    found = dict(scorer.choices(trees))
+    scorer.as_it_was()
+    own = [[scorer._own(tree.context, one) for one in tree.continuations] for tree in trees]
+    return scorer.shares_contexts, max(abs(np.subtract(found[place], own[place])).max() for place in found)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "shares"),
+    [
+        ("bloom", {}, False),  # positions by ALiBi, from the mask
+        ("mistral", {"sliding_window": 24}, True),  # one of the two rows exceeds the window
+        ("mamba", {}, False),
+    ],
+)
+def test_a_model_that_cannot_share_contexts_has_the_same_likelihoods(family, changes, shares):
+    import families
+
+    found, worst = choices_differ(families.tiny_model(family, **changes).eval())
+    assert found == shares
+    assert worst < 2e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", __import__("families").causal_families())
+def test_every_family_has_its_own_likelihoods(family):
+    import families
+
+    try:
+        model = families.tiny_model(family).eval()
+        model(input_ids=torch.arange(4)[None], use_cache=False)
+    except Exception as error:  # no tiny one of it can be made, or called
+        pytest.skip(f"{family}: {error}")
+    try:
+        _, worst = choices_differ(model)
+    except UserError as refused:
+        pytest.skip(str(refused))
+    assert worst < 5e-3
