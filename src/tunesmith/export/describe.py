@@ -48,8 +48,10 @@ def write_card(
     usage: Sequence[str] | None,
     certificate: Mapping[str, Any] | None,
     licence: str | None,
+    measured: Sequence[str] = (),
 ) -> None:
-    """The model card and, for programs, `export.json`. Last, since it has the hashes of all the rest."""
+    """The model card and, for programs, `export.json`. Last, since it has the hashes of all the rest. `measured`: lines
+    of what was found out besides the proof."""
     run, summary = source.run, read_summary(source.folder) or {}
     facts = replace(
         facts_of(run, source.encoder, reasons=source.reasons),
@@ -59,9 +61,10 @@ def write_card(
         is_merged=run.has_adapters and form not in ("adapter", "gguf-adapter"),
         usage=tuple(usage) if usage is not None else None,
         licence=licence,
+        is_trained=source.is_trained,
     )
     hashes = hashes_of(folder)
-    parts = [card(run, facts), *_proof_lines(form, kind, proof, missing, notes)]
+    parts = [card(run, facts), *measured, *_proof_lines(form, kind, proof, missing, notes)]
     parts += [*_certificate_lines(certificate), *_plan_lines(source), *_hash_lines(source, hashes)]
     (folder / CARD).write_text("\n".join(parts) + "\n", encoding="utf-8")
     said = {

@@ -162,9 +162,15 @@ def rounded(weights: Weights, name: str, tensor: torch.Tensor, dtype: torch.dtyp
 
 def written_weights(folder: Path, run: Run) -> Weights:
     """Those of a model folder that was written of the run: for reading it back in bounded memory."""
-    alone = run.model_copy(update={"model": str(folder)})
-    model, base = load.load_empty(alone, dtype="fp32")
-    return Weights(folder, alone, base, model, files_of(model, base), None, (), None, stored_precision(alone))
+    return weights_of_model(run.model_copy(update={"model": str(folder)}), folder)
+
+
+def weights_of_model(run: Run, folder: Path) -> Weights:
+    """Those of the model that the run names, without any adapter; `folder` is where its side files are."""
+    model, base = load.load_empty(run, dtype="fp32")
+    with load.reading(run, "weights"):
+        files = files_of(model, base)
+    return Weights(folder, run, base, model, files, None, (), None, stored_precision(run))
 
 
 def stored_precision(run: Run) -> str:
