@@ -81,6 +81,10 @@ class Transformers:
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if report[kind]:
                 raise UserError(f"transformers reports {kind.replace('_', ' ')}: {sorted(map(str, report[kind]))[0]}.")
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(_as_weight)
+                module.register_forward_hook(lambda _, args, y: y.float())
         return model
 
     @torch.no_grad()
@@ -115,6 +119,12 @@ class Transformers:
 
     def close(self) -> None:
         del self.model
+
+
+def _as_weight(linear: torch.nn.Linear, args: tuple) -> tuple:
+    """nvfp4 comes out of its library in bf16, whatever is asked for, and when the model is first called."""
+    weight = linear.weight
+    return tuple(x.to(weight.dtype) for x in args) if weight.dtype in (torch.bfloat16, torch.float16) else args
 
 
 class Streamed(Transformers):

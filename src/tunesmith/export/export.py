@@ -111,6 +111,9 @@ PRECISIONS = {
     **dict.fromkeys(("q2_k", "q3_k_s", "q3_k_m", "q3_k_l"), "2 bits"),
 }  # fmt: skip
 """By which bound a type is judged, where it is not its own name."""
+TRAINED_FOR = {"int4": "bf16", "nvfp4": "bf16", "q4_0": "8 bits", "fp8": "fp8"}
+"""The same where the run was trained for the type, so that rounding has no part in it: what is left are embeddings in
+16 or 8 bits, and inputs that llama.cpp (q4_0) and fp8 matmuls round to 8."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +213,8 @@ def _prove(source: Source, chosen: Format, folder: Path, kind: str, samples, pro
             f"The export cannot be loaded back by its own engine, and nothing was written: {first_line(error)}."
         ) from error
     try:
+        if kind == source.run.quantization_aware:
+            return prove(source, engine, TRAINED_FOR[kind], samples, progress, rounded_to=kind)
         return prove(source, engine, PRECISIONS.get(kind, kind), samples, progress)
     finally:
         engine.close()
@@ -230,6 +235,8 @@ def _missing(chosen: Format, source: Source) -> str:
 
 
 def _usual(form: str, chosen: Format, source: Source) -> str:
+    if source.run.quantization_aware in chosen.types:
+        return source.run.quantization_aware
     if form == "safetensors":
         return source.weights.stored
     if form == "gguf":

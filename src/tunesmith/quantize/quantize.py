@@ -70,16 +70,18 @@ def quantize_model(
     data: Sequence[str] = (),
     samples: int = SAMPLES,
     measured: int = MEASURED,
+    length: int = LENGTH,
     progress: Progress = lambda *_: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Quantized:
-    """Quantize a run's model, or a model by itself, into the folder `to`."""
+    """Quantize a run's model, or a model by itself, into the folder `to`: calibrated on `samples` documents, measured
+    on other ones, of `length` tokens at most."""
     with open_target(target, data) as source:
         check_linears(source)
         asked = Asked.of(source, method, bits, group, act_order)
         recipe = Recipe(source, asked)
         check_place(to, source.folder, size(source, "int8") if asked.method != "kmeans" else 3 * source.weights.count)
-        calibration, held_out, notes = _data(source, asked, data, samples, measured, progress)
+        calibration, held_out, notes = _data(source, asked, data, (samples, measured, length), progress)
         for note in notes:
             say(note)
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -119,21 +121,22 @@ def open_target(target: str, data: Sequence[str]) -> Iterator[Source]:
 
 
 def _data(
-    source: Source, asked: Asked, data: Sequence[str], samples: int, measured: int, progress: Progress
+    source: Source, asked: Asked, data: Sequence[str], sizes: tuple[int, int, int], progress: Progress
 ) -> tuple[Rows | None, Rows, tuple[str, ...]]:
     """What to calibrate with and what to measure on: of a run its training and its held-out data, else a quarter of the
     data is held out."""
     notes = []
+    samples, measured, length = sizes
     given = [Dataset(path=path) for path in data]
     plan = read_plan(source.folder) if source.is_trained else None
     if given:
         only = source.run.model_copy(update={"data": given, "eval": [], "held_out": 0, "chat_template": None})
-        calibrating = list(examples_of(tokenize(only, None, progress, source.tokenizer).train, length=LENGTH))
+        calibrating = list(examples_of(tokenize(only, None, progress, source.tokenizer).train, length=length))
     else:
         run = source.run.model_copy(update={"chat_template": None})  # the tokenizer has it
-        calibrating = list(examples_of(tokenize(run, plan, progress, source.tokenizer).train, length=LENGTH))
+        calibrating = list(examples_of(tokenize(run, plan, progress, source.tokenizer).train, length=length))
     if source.is_trained:
-        measuring = list(examples_of(held_out_of(source.folder, source.run, plan, progress), length=LENGTH))
+        measuring = list(examples_of(held_out_of(source.folder, source.run, plan, progress), length=length))
     else:
         measuring = calibrating[3::4]
         calibrating = [one for number, one in enumerate(calibrating) if number % 4 != 3] if measuring else calibrating
