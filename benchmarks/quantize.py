@@ -49,8 +49,7 @@ def trained_for_it(model: str, data: str, folder: Path, settings: dict) -> dict:
     """Held-out perplexities: trained as usual, the same rounded to int4, and trained for int4."""
     from tunesmith.config.load import from_mapping
     from tunesmith.run.assemble import assemble
-    from tunesmith.run.evaluate import evaluate_run
-    from tunesmith.run.folder import read_identity, read_run, read_summary, write_json
+    from tunesmith.run.folder import write_json
     from tunesmith.run.start import prepare_run
     from tunesmith.train.loop import train
 
@@ -64,22 +63,30 @@ def trained_for_it(model: str, data: str, folder: Path, settings: dict) -> dict:
         output.mkdir(parents=True, exist_ok=True)
         train(assemble(prepare_run(run, warn=lambda _: None)), lambda event: None)
         seconds[kind] = round(time.monotonic() - began, 1)
-        found[kind] = read_summary(output)["held_out_after"]
+        found[kind] = perplexity(output)
         print(kind, found[kind], seconds[kind], flush=True)
     plain = folder / "run-None"
-    assert read_identity(plain) is not None
     content = json.loads((plain / "run.json").read_text())
     content["settings"]["quantization_aware"] = "int4"  # opened so, what was trained as usual is rounded
     write_json(plain / "run.json", content)
-    _, after, _ = evaluate_run(plain, read_run(plain))
-    rounded = sum(one.loss * one.target_tokens for one in after) / sum(one.target_tokens for one in after)
-    full, cost, aware = (math.exp(loss) for loss in (found[None], rounded, found["int4"]))
+    full, rounded, aware = found[None], perplexity(plain), found["int4"]
     result = {
-        "settings": settings, "full": full, "rounded": cost, "quantization_aware": aware,
-        "recovered": (cost - aware) / (cost - full), "seconds": {"usual": seconds[None], "aware": seconds["int4"]},
+        "settings": settings, "full": full, "rounded": rounded, "quantization_aware": aware,
+        "recovered": (rounded - aware) / (rounded - full),
+        "seconds": {"usual": seconds[None], "aware": seconds["int4"]},
     }  # fmt: skip
     print(json.dumps(result), flush=True)
     return result
+
+
+def perplexity(folder: Path) -> float:
+    """Of a run's model on all of its held-out data."""
+    from tunesmith.evaluate.loss import overall
+    from tunesmith.run.evaluate import evaluate_run
+    from tunesmith.run.folder import read_run
+
+    _, after, _ = evaluate_run(folder, read_run(folder))
+    return math.exp(overall(after))
 
 
 def main() -> None:
@@ -94,7 +101,7 @@ def main() -> None:
     kept = read_rows("quantize") or {}
     settings = {
         "method": "lora", "lora": {"rank": 16}, "sequence_length": 256, "batch_tokens": 1024, "steps": chosen.steps,
-        "learning_rate": 1e-3, "held_out": 24, "precision": "fp32", "device": "cpu", "save_every": 1000,
+        "learning_rate": 1e-3, "held_out": 12, "precision": "fp32", "device": "cpu", "save_every": 1000,
     }  # fmt: skip
     with TemporaryDirectory() as folder:
         if chosen.only != ["aware"]:

@@ -95,7 +95,11 @@ def _proof_lines(form: str, kind: str, proof: Proof | None, missing: str, notes:
         rows = [
             ("engine", proof.engine),
             ("places compared, on held-out data", f"{proof.places}"),
-            ("same likeliest token", f"{proof.agreement:.2%} (at least {bound.agreement:.0%}, ties aside)"),
+            ("same likeliest token", f"{proof.agreement:.2%}"),
+            (
+                f"same, ties within {bound.tie:g} nats aside",
+                f"{proof.agreement_without_ties:.2%} (at least {bound.agreement:.0%})",
+            ),
             ("largest difference of log-probabilities", f"{proof.largest:.2g}{_most(bound.largest)}"),
             ("mean divergence, nats a token", f"{proof.divergence:.2g}{_most(bound.divergence)}"),
             ("perplexity; of base + adapter", f"{proof.perplexity:.4f}; {proof.reference_perplexity:.4f}"),

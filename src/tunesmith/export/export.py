@@ -151,7 +151,7 @@ def export_run(
     source = Source.of(folder)
     kind = kind or _usual(form, chosen, source)
     chosen.check(source, kind)
-    notes = (*_storage_note(folder), *(adapter.notes(source) if form == "adapter" else ()))
+    notes = (*storage_note(folder), *(adapter.notes(source) if form == "adapter" else ()))
     for note in notes:
         say(note)
     to = out or folder / "export" / f"{form}-{kind}"
@@ -220,7 +220,7 @@ def _prove(source: Source, chosen: Format, folder: Path, kind: str, samples, pro
         engine.close()
 
 
-def _storage_note(folder: Path) -> list[str]:
+def storage_note(folder: Path) -> list[str]:
     bits = BITS.get(trained_storage(folder))
     if bits is None:
         return []

@@ -92,6 +92,8 @@ class Proof:
     places: int = 0
     agreement: float = 0.0
     """Share of places with the same likeliest token, no ties forgiven."""
+    agreement_without_ties: float = 0.0
+    """The same where a token that base + adapter find as likely, within the bound's `tie`, counts as the same."""
     largest: float = 0.0
     divergence: float = 0.0
     perplexity: float = 0.0
@@ -216,7 +218,8 @@ def _compare_scores(
     )
     if base is not None and math.sqrt(sums["squares"] / weights) > NOTICED:
         proof.adapter_share = sums["along"] / sums["squares"]
-    _judge(proof, bound, sums["forgiven"] / proof.places, parted)
+    proof.agreement_without_ties = sums["forgiven"] / proof.places
+    _judge(proof, bound, proof.agreement_without_ties, parted)
 
 
 def _judge(proof: Proof, bound: Bound, agreement: float, parted: str) -> None:

@@ -22,7 +22,7 @@ from tunesmith.config.schema import Dataset
 from tunesmith.errors import UserError
 from tunesmith.export.describe import copy_licence, write_card
 from tunesmith.export.engines import Transformers
-from tunesmith.export.export import check_place, finish, fits
+from tunesmith.export.export import check_place, finish, fits, storage_note
 from tunesmith.export.proof import LONGEST, SEQUENCES, Proof, Sample, prove
 from tunesmith.export.quantized import Parts, check_linears, describe, size, stored_name, widths_of
 from tunesmith.export.source import Progress, Source
@@ -82,6 +82,7 @@ def quantize_model(
         recipe = Recipe(source, asked)
         check_place(to, source.folder, size(source, "int8") if asked.method != "kmeans" else 3 * source.weights.count)
         calibration, held_out, notes = _data(source, asked, data, (samples, measured, length), progress)
+        notes = (*_notes_of(source), *notes)
         for note in notes:
             say(note)
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -118,6 +119,14 @@ def open_target(target: str, data: Sequence[str]) -> Iterator[Source]:
         )
     with Source.of_model(target, data) as source:
         yield source
+
+
+def _notes_of(source: Source) -> list[str]:
+    if not source.is_trained:
+        return []
+    step = source.weights.step
+    unfinished = [f"The run is not finished; this is its checkpoint of step {step}."] if step is not None else []
+    return [*storage_note(source.folder), *unfinished]
 
 
 def _data(

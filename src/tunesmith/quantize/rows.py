@@ -54,7 +54,7 @@ def examples_of(stores: Sequence[TokenStore], *, length: int) -> Iterator[tuple[
     for number in range(max((len(store) for store in stores), default=0)):
         for store in stores:
             if number < len(store):
-                ids, weights, _ = store.example(number)
+                ids, weights = store.document(store.documents(number)[0])  # of a pair, the first
                 ids, weights = ids[:length].tolist(), weights[:length].tolist()
                 if len(ids) > 1 and any(weights[1:]):
                     yield ids, weights

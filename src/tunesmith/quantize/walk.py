@@ -264,7 +264,7 @@ class Walk(StreamedModel):
 
     def others(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors as the files have them. Then it is known whether all was of the base that was trained over."""
-        for name, tensor, _ in self._from_files(names):
+        for name, tensor, _ in self._from_files([name for name in names if name in self.source.names]):
             yield name, tensor
         if self.weights.run.has_adapters:
             check_base(self.weights.folder, self.weights.run, self.content)
