@@ -18,7 +18,9 @@ from tempfile import TemporaryDirectory
 
 from results import read_rows, write_result
 
-METHODS = [("rtn", 4), ("gptq", 4), ("awq", 4), ("kmeans", 4), ("rtn", 8), ("fp8", 8), ("int8-outliers", 8)]
+METHODS = [
+    ("rtn", 4), ("gptq", 4), ("awq", 4), ("kmeans", 4), ("rtn", 8), ("gptq", 8), ("fp8", 8), ("int8-outliers", 8)
+]  # fmt: skip
 LENGTH = 256
 
 

@@ -60,6 +60,7 @@ def test_what_is_evaluated_later_is_what_was_evaluated_in_training(aware):
     assert overall(after) == pytest.approx(read_summary(aware)["held_out_after"], rel=1e-5)
 
 
+@slow
 def test_it_loses_less_to_rounding_than_a_run_that_knew_nothing_of_it(llama, tmp_path):
     settings = {"learning_rate": 5e-3, "steps": 16, "method": "full"}
     found = {}
@@ -80,7 +81,8 @@ def test_every_type_and_method_is_written_as_trained(llama, tmp_path, method, ki
         check_written(run, tmp_path / "out", tolerance=2**-8 if kind == "nvfp4" else 0.0)  # it reads nvfp4 into bf16
 
 
-@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=slow)])
+@slow
+@pytest.mark.parametrize("method", ["lora", "full"])
 def test_llama_cpp_reads_the_weights_that_training_computed_with(llama, tmp_path, method):
     rate = 1e-3 if method == "full" else 2e-2
     run = make_run(tmp_path / "run", llama, method=method, learning_rate=rate, quantization_aware="q4_0", steps=4)
@@ -94,6 +96,7 @@ def test_llama_cpp_reads_the_weights_that_training_computed_with(llama, tmp_path
         np.testing.assert_array_equal(used(mine, f"model.layers.1.{name}").numpy(), tensors[f"blk.1.{place}.weight"])
 
 
+@slow
 def test_layers_compile_with_it():
     from tunesmith.kernels.fake_quantize import fake_quantized_lowrank
     from tunesmith.kernels.rounding import Rounding
