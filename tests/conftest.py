@@ -100,3 +100,18 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
     worlds = Worlds(tmp_path_factory.mktemp("cache"))
     yield worlds
     worlds.close()
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from export.models import make_model
+
+    return make_model(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
+@pytest.fixture(scope="session")
+def trained(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a short LoRA run of a tiny Llama."""
+    from export.models import make_run
+
+    return make_run(tmp_path_factory.mktemp("exported"), llama)

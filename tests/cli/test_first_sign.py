@@ -20,6 +20,7 @@ VERBS = {
     "chat": ["run"],
     "merge": ["run", "--to", "merged"],
     "export": ["run", "--to", "gguf"],
+    "quantize": ["run", "--to", "quantized"],
     "profile": [],
     "bench": ["tiny"],
     "network": [],

@@ -379,7 +379,7 @@ def test_the_command_says_what_was_proved_and_on_which_data(trained, tmp_path):
 def test_a_model_that_does_not_fit_into_memory_is_proved_a_layer_at_a_time_or_said_not_to_be(
     trained, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("tunesmith.export.export._fits", lambda source: False)
+    monkeypatch.setattr("tunesmith.export.export.fits", lambda source: False)
     proof = export_run(trained, "safetensors", kind="fp32", out=tmp_path / "merged").proof
     assert proof is not None
     assert proof.engine.endswith("one layer at a time")

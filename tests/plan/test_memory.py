@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunesmith.config.schema import Lora
-from tunesmith.plan import memory
+from tunesmith.plan import memory, speed
 from tunesmith.plan.choice import Choice
 from tunesmith.plan.families import from_config
 
@@ -292,3 +292,11 @@ def test_recomputation_and_offload_never_need_more_memory(choice, method, model)
     assert activations(checkpointed_layers=layers) <= activations(checkpointed_layers=layers // 2)
     assert activations(checkpointed_layers=layers // 2) <= activations(checkpointed_layers=0)
     assert activations(offload_activations=True) <= activations(offload_activations=False)
+
+
+def test_quantization_aware_training_rounds_one_linear_at_a_time_and_takes_longer():
+    usual = task("Llama-3.1-8B", "H200", "lora", 4096, 4)
+    aware = replace(usual, is_quantization_aware=True)
+    peaks = [memory.peak(memory.timeline(one, Choice())).memory.total for one in (usual, aware)]
+    assert 0 < peaks[1] - peaks[0] < 5 * GIB
+    assert speed.step_time(aware, Choice()).total > speed.step_time(usual, Choice()).total

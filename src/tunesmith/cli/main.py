@@ -38,6 +38,7 @@ from tunesmith.cli import (
     network,
     plan,
     profile,
+    quantize,
     report,
     schema,
     serve,
@@ -129,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 for _panel, _verbs in {
     "Prepare": {"init": init, "check": check, "plan": plan},
     "Train": {"train": train, "eval": evaluate},
-    "Use the result": {"chat": chat, "merge": merge, "export": export, "serve": serve},
+    "Use the result": {"chat": chat, "merge": merge, "export": export, "quantize": quantize, "serve": serve},
     "See": {"ui": ui, "report": report},
     "Measure": {"profile": profile, "bench": bench, "network": network},
     "Look around": {"doctor": doctor, "schema": schema},

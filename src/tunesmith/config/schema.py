@@ -343,6 +343,8 @@ class Run(Settings):
     """Weight decay, on matrices only."""
     max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0
     """Gradients with a larger norm are scaled down to it; null switches this off."""
+    quantization_aware: Literal["int4", "q4_0", "fp8", "nvfp4"] | None = None
+    """Train for a file in few bits: linears compute with weights rounded exactly as that export type holds them."""
     z_loss: Annotated[Number, Field(ge=0, le=1)] = 0.0
     """Weight of a penalty that keeps logits near zero (the squared log of each softmax's sum); 1e-4 is usual."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
@@ -400,6 +402,24 @@ class Run(Settings):
                 f"lora.init: `{self.lora.init}` takes its factors out of the base's weights, which `qlora` holds "
                 "in few bits; use `loftq`, `eva`, or `method: lora`"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_rounded(self) -> Run:
+        if self.quantization_aware is None:
+            return self
+        if self.method not in ("full", "lora"):
+            raise ValueError(
+                f"quantization_aware: it rounds base and adapter together, which method {self.method} cannot; use "
+                "`lora` or `full`"
+            )
+        if self.precision == "fp8":
+            raise ValueError(
+                "quantization_aware: its weights are multiplied in bf16 or fp32; leave `precision: fp8` out"
+            )
+        if self.method == "lora" and (self.lora.dora or self.lora.dropout or self.lora.takes_out):
+            named = "dora" if self.lora.dora else "dropout" if self.lora.dropout else f"init: {self.lora.init}"
+            raise ValueError(f"quantization_aware: it rounds the merged weight, which goes without `lora.{named}`")
         return self
 
     @property

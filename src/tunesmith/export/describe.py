@@ -48,8 +48,10 @@ def write_card(
     usage: Sequence[str] | None,
     certificate: Mapping[str, Any] | None,
     licence: str | None,
+    measured: Sequence[str] = (),
 ) -> None:
-    """The model card and, for programs, `export.json`. Last, since it has the hashes of all the rest."""
+    """The model card and, for programs, `export.json`. Last, since it has the hashes of all the rest. `measured`: lines
+    of what was found out besides the proof."""
     run, summary = source.run, read_summary(source.folder) or {}
     facts = replace(
         facts_of(run, source.encoder, reasons=source.reasons),
@@ -59,9 +61,10 @@ def write_card(
         is_merged=run.has_adapters and form not in ("adapter", "gguf-adapter"),
         usage=tuple(usage) if usage is not None else None,
         licence=licence,
+        is_trained=source.is_trained,
     )
     hashes = hashes_of(folder)
-    parts = [card(run, facts), *_proof_lines(form, kind, proof, missing, notes)]
+    parts = [card(run, facts), *measured, *_proof_lines(form, kind, proof, missing, notes)]
     parts += [*_certificate_lines(certificate), *_plan_lines(source), *_hash_lines(source, hashes)]
     (folder / CARD).write_text("\n".join(parts) + "\n", encoding="utf-8")
     said = {
@@ -92,7 +95,11 @@ def _proof_lines(form: str, kind: str, proof: Proof | None, missing: str, notes:
         rows = [
             ("engine", proof.engine),
             ("places compared, on held-out data", f"{proof.places}"),
-            ("same likeliest token", f"{proof.agreement:.2%} (at least {bound.agreement:.0%}, ties aside)"),
+            ("same likeliest token", f"{proof.agreement:.2%}"),
+            (
+                f"same, ties within {bound.tie:g} nats aside",
+                f"{proof.agreement_without_ties:.2%} (at least {bound.agreement:.0%})",
+            ),
             ("largest difference of log-probabilities", f"{proof.largest:.2g}{_most(bound.largest)}"),
             ("mean divergence, nats a token", f"{proof.divergence:.2g}{_most(bound.divergence)}"),
             ("perplexity; of base + adapter", f"{proof.perplexity:.4f}; {proof.reference_perplexity:.4f}"),

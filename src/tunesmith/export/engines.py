@@ -6,7 +6,9 @@ onnxruntime. All of them read the exported files and nothing else of the run.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import io
 import json
 import subprocess
 import sys
@@ -77,10 +79,19 @@ class Transformers:
     def _load(self, folder: Path) -> Any:
         from transformers import AutoModelForCausalLM
 
-        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        options = {"dtype": torch.float32, "output_loading_info": True}
+        with contextlib.redirect_stderr(io.StringIO()):
+            model, report = AutoModelForCausalLM.from_pretrained(folder, **options)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if report[kind]:
                 raise UserError(f"transformers reports {kind.replace('_', ' ')}: {sorted(map(str, report[kind]))[0]}.")
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(_as_weight)
+                module.register_forward_hook(lambda _, args, y: y.float())
+        if getattr(model.config, "quantization_config", None) is not None:
+            with contextlib.redirect_stderr(io.StringIO()):  # compressed-tensors dequantizes now, with bars of its own
+                model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
         return model
 
     @torch.no_grad()
@@ -115,6 +126,12 @@ class Transformers:
 
     def close(self) -> None:
         del self.model
+
+
+def _as_weight(linear: torch.nn.Linear, args: tuple) -> tuple:
+    """nvfp4 comes out of its library in bf16, whatever is asked for, and when the model is first called."""
+    weight = linear.weight
+    return tuple(x.to(weight.dtype) for x in args) if weight.dtype in (torch.bfloat16, torch.float16) else args
 
 
 class Streamed(Transformers):

@@ -70,10 +70,10 @@ def _peft_engine(source: Source, folder: Path, kind: str) -> Engine:
 
 
 def _safetensors_engine(source: Source, folder: Path, kind: str) -> Engine:
-    return Transformers(folder) if _fits(source) else Streamed(folder, source.run)
+    return Transformers(folder) if fits(source) else Streamed(folder, source.run)
 
 
-def _fits(source: Source) -> bool:
+def fits(source: Source) -> bool:
     """Whether the model fits into host memory in fp32, twice: engines read files into more than they keep."""
     return 8 * source.weights.count <= psutil.virtual_memory().available
 
@@ -107,10 +107,13 @@ FORMATS = {
 }
 PRECISIONS = {
     "f32": "fp32", "f16": "fp16", "q8_0": "8 bits", "int8": "8 bits", "q6_k": "8 bits",
-    **dict.fromkeys(("q4_0", "int4", "nf4", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m"), "4 bits"),
+    **dict.fromkeys(("q4_0", "int4", "nvfp4", "nf4", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m"), "4 bits"),
     **dict.fromkeys(("q2_k", "q3_k_s", "q3_k_m", "q3_k_l"), "2 bits"),
 }  # fmt: skip
 """By which bound a type is judged, where it is not its own name."""
+TRAINED_FOR = {"int4": "bf16", "nvfp4": "bf16", "q4_0": "8 bits", "fp8": "fp8"}
+"""The same where the run was trained for the type, so that rounding has no part in it: what is left are embeddings in
+16 or 8 bits, and inputs that llama.cpp (q4_0) and fp8 matmuls round to 8."""
 
 
 @dataclass(frozen=True)
@@ -148,11 +151,11 @@ def export_run(
     source = Source.of(folder)
     kind = kind or _usual(form, chosen, source)
     chosen.check(source, kind)
-    notes = (*_storage_note(folder), *(adapter.notes(source) if form == "adapter" else ()))
+    notes = (*storage_note(folder), *(adapter.notes(source) if form == "adapter" else ()))
     for note in notes:
         say(note)
     to = out or folder / "export" / f"{form}-{kind}"
-    _check_place(to, folder, chosen.size(source, kind))
+    check_place(to, folder, chosen.size(source, kind))
     compared = {"eval": [Dataset(path=path) for path in data], "held_out": 0} if data else {}
     stores = held_out_of(folder, source.run.model_copy(update=compared), read_plan(folder), progress)
     context = load.max_positions(source.weights.model.config) or LONGEST
@@ -177,7 +180,7 @@ def export_run(
         licence = copy_licence(source, partial)
         told = {"proof": proof, "missing": missing, "notes": notes, "certificate": certificate, "licence": licence}
         write_card(source, partial, form=form, kind=kind, usage=_usage(form, kind), **told)
-        _finish(partial, to)
+        finish(partial, to)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     if push is not None:
@@ -210,12 +213,14 @@ def _prove(source: Source, chosen: Format, folder: Path, kind: str, samples, pro
             f"The export cannot be loaded back by its own engine, and nothing was written: {first_line(error)}."
         ) from error
     try:
+        if kind == source.run.quantization_aware:
+            return prove(source, engine, TRAINED_FOR[kind], samples, progress, rounded_to=kind)
         return prove(source, engine, PRECISIONS.get(kind, kind), samples, progress)
     finally:
         engine.close()
 
 
-def _storage_note(folder: Path) -> list[str]:
+def storage_note(folder: Path) -> list[str]:
     bits = BITS.get(trained_storage(folder))
     if bits is None:
         return []
@@ -223,13 +228,15 @@ def _storage_note(folder: Path) -> list[str]:
 
 
 def _missing(chosen: Format, source: Source) -> str:
-    if not chosen.is_bounded and not _fits(source):
+    if not chosen.is_bounded and not fits(source):
         return "the model does not fit into this machine's memory; prove it on a larger one."
     lacking = [package.replace("_", "-") for package in chosen.packages if not has(package)]
     return f"install {listed(lacking)} to have it proved." if lacking else ""
 
 
 def _usual(form: str, chosen: Format, source: Source) -> str:
+    if source.run.quantization_aware in chosen.types:
+        return source.run.quantization_aware
     if form == "safetensors":
         return source.weights.stored
     if form == "gguf":
@@ -237,7 +244,7 @@ def _usual(form: str, chosen: Format, source: Source) -> str:
     return chosen.types[0]
 
 
-def _check_place(to: Path, run: Path, size: int) -> None:
+def check_place(to: Path, run: Path, size: int) -> None:
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to} exists and is not empty; give --out another folder.")
     needed, free = with_slack(size), disk.free(to)
@@ -248,7 +255,7 @@ def _check_place(to: Path, run: Path, size: int) -> None:
         )
 
 
-def _finish(partial: Path, to: Path) -> None:
+def finish(partial: Path, to: Path) -> None:
     for file in partial.rglob("*"):
         if file.is_file():
             with file.open("rb") as stream:

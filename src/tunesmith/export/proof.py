@@ -92,6 +92,8 @@ class Proof:
     places: int = 0
     agreement: float = 0.0
     """Share of places with the same likeliest token, no ties forgiven."""
+    agreement_without_ties: float = 0.0
+    """The same where a token that base + adapter find as likely, within the bound's `tie`, counts as the same."""
     largest: float = 0.0
     divergence: float = 0.0
     perplexity: float = 0.0
@@ -122,8 +124,17 @@ def samples_of(stores: Sequence[TokenStore], *, context: int) -> list[Sample]:
     return [sample for sample in found if len(sample.ids) > 1]
 
 
-def prove(source: Source, engine: Engine, precision: str, samples: Sequence[Sample], progress: Progress) -> Proof:
-    """UserError where the export parts from base + adapter by more than `BOUNDS` allow."""
+def prove(
+    source: Source,
+    engine: Engine,
+    precision: str,
+    samples: Sequence[Sample],
+    progress: Progress,
+    *,
+    rounded_to: str | None = None,
+) -> Proof:
+    """UserError where the export parts from base + adapter by more than `BOUNDS` allow. `rounded_to`: the type that the
+    run was trained for, where it is this export's: then base + adapter are rounded as in training."""
     if not samples:
         raise UserError("There is nothing to compare the export on; name some data with --data FILE.")
     bound, proof = BOUNDS[precision], Proof(engine.name, precision)
@@ -137,8 +148,10 @@ def prove(source: Source, engine: Engine, precision: str, samples: Sequence[Samp
         prompt = asked.ids[: max(1, min(asked.asked, len(asked.ids) - 1))]
         made = engine.greedy(prompt, GREEDY)
         progress("Asking base + adapter", 0, None)
-        *expected, continued = _reference(source, [*(s.ids for s in samples), [*prompt, *made]], with_adapter=True)
-        base = _reference(source, [s.ids for s in samples], with_adapter=False) if source.weights.adapter else None
+        *expected, continued = _reference(source, [*(s.ids for s in samples), [*prompt, *made]], rounded_to)
+        base = None
+        if source.weights.adapter:
+            base = _reference(source, [s.ids for s in samples], rounded_to, with_adapter=False)
         _compare_scores(samples, scores, expected, base, bound, proof, source.tokenizer)
         _compare_text(made, continued[len(prompt) - 1 :], bound, proof, source.tokenizer)
         if isinstance(engine, Peft):
@@ -151,12 +164,14 @@ def prove(source: Source, engine: Engine, precision: str, samples: Sequence[Samp
     return proof
 
 
-def _reference(source: Source, sequences: Sequence[Sequence[int]], *, with_adapter: bool) -> list[torch.Tensor]:
+def _reference(
+    source: Source, sequences: Sequence[Sequence[int]], rounded_to: str | None = None, *, with_adapter: bool = True
+) -> list[torch.Tensor]:
     """Log-probabilities [T, V] of each sequence, in one pass over the model. What follows a sequence in its row changes
     nothing before it."""
     longest = max(len(ids) for ids in sequences)
     tokens = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in sequences])
-    logits = StreamedModel(source.weights, with_adapter=with_adapter).logits(tokens)
+    logits = StreamedModel(source.weights, with_adapter=with_adapter, rounded_to=rounded_to).logits(tokens)
     return [row[: len(ids)].log_softmax(-1) for row, ids in zip(logits, sequences, strict=True)]
 
 
@@ -203,7 +218,8 @@ def _compare_scores(
     )
     if base is not None and math.sqrt(sums["squares"] / weights) > NOTICED:
         proof.adapter_share = sums["along"] / sums["squares"]
-    _judge(proof, bound, sums["forgiven"] / proof.places, parted)
+    proof.agreement_without_ties = sums["forgiven"] / proof.places
+    _judge(proof, bound, proof.agreement_without_ties, parted)
 
 
 def _judge(proof: Proof, bound: Bound, agreement: float, parted: str) -> None:

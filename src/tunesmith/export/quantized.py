@@ -1,15 +1,15 @@
-"""Safetensors in few bits that engines read: compressed-tensors (int8, int4, fp8; vLLM, SGLang, transformers) and
-bitsandbytes (nf4).
+"""Safetensors in few bits that engines read: compressed-tensors (int8, int4, fp8, nvfp4; vLLM, SGLang, transformers)
+and bitsandbytes (nf4).
 
-Weights are rounded to the nearest; choosing them with calibration data (GPTQ, AWQ) belongs to a verb of its own, which
-would hand its rounded weights to the writers here. The linears of the decoder layers are quantized; embeddings, norms
-and the output head stay in 16 bits.
+Weights are rounded to the nearest (`kernels.rounding`); `tunesmith quantize` chooses them with calibration data and
+hands them to the same writers. The linears of the decoder layers are quantized; embeddings, norms and the output head
+stay in 16 bits.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +17,48 @@ import torch
 
 from tunesmith.errors import UserError
 from tunesmith.export.source import Progress, Source, needs
+from tunesmith.kernels.rounding import (
+    BITS,
+    GROUPS,
+    NVFP4_GROUP,
+    Rounding,
+    fp8_scales,
+    group_of,
+    int_scales,
+    nvfp4_scales,
+)
 from tunesmith.model.experts import experts_of_layers
 from tunesmith.model.side_files import CONFIG
 from tunesmith.model.structure import is_transposed, linears_of_layers
 from tunesmith.run.merge import put_side_files
 from tunesmith.run.streamed import merged_weights, rounded
 
-COMPRESSED = ("int8", "int4", "fp8")
+COMPRESSED = ("int8", "int4", "fp8", "nvfp4")
 BITSANDBYTES = ("nf4",)
-BYTES = {"int8": 1.02, "int4": 0.52, "fp8": 1.01, "nf4": 0.52}
-GROUPS = (128, 64, 32)
-"""Weights that share a scale: as many as divide the rows of every linear."""
+BYTES = {"int8": 1.13, "int4": 0.63, "fp8": 1.01, "nvfp4": 0.57, "nf4": 0.52}
+"""A weight, at most."""
 FILE_BYTES = 2 * 10**9
 """Of one file, and of what waits in memory to be written."""
-FP8_LARGEST = 448.0
 Quantize = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
 
 def check_compressed(source: Source, kind: str) -> None:
     needs("compressed_tensors", "export")
-    _check_linears(source)
-    if kind != "fp8" and _group(source) is None:
-        raise UserError("The rows of this model's linears have no common divisor of 32; --to gguf can hold it.")
+    check_linears(source)
+    rounding = rounding_of(source, kind)
+    if any(width % rounding.divisor for width in widths_of(source)):
+        raise UserError(
+            f"The rows of this model's linears are no multiples of {rounding.divisor}, as {kind} wants; --to gguf can "
+            "hold it."
+        )
 
 
 def check_bitsandbytes(source: Source, kind: str) -> None:
     needs("bitsandbytes", "export")
-    _check_linears(source)
+    check_linears(source)
 
 
-def _check_linears(source: Source) -> None:
+def check_linears(source: Source) -> None:
     model = source.weights.model
     if experts_of_layers(model):
         raise UserError(
@@ -63,16 +75,31 @@ def size(source: Source, kind: str) -> int:
     return int(2 * (source.weights.count - few) + BYTES[kind] * few)
 
 
+def rounding_of(source: Source, kind: str, group: int | None = None) -> Rounding:
+    """As this model's files hold it."""
+    usual = group_of(widths_of(source)) or GROUPS[-1] if kind in BITS else 0
+    return Rounding(kind, group or usual)
+
+
+def widths_of(source: Source) -> set[int]:
+    return {module.weight.shape[1] for module in linears_of_layers(source.weights.model).values()}
+
+
 def write_compressed(source: Source, folder: Path, kind: str, progress: Progress) -> None:
-    scheme, layout = _scheme(source, kind)
-    config = {
+    rounding = rounding_of(source, kind)
+    config = compressed_config(source, rounding)
+    _write(source, folder, lambda weight: _compressed(weight, rounding), config, progress)
+
+
+def compressed_config(source: Source, rounding: Rounding) -> dict[str, Any]:
+    scheme, layout = _scheme(rounding)
+    return {
         "quant_method": "compressed-tensors",
         "format": layout,
         "quantization_status": "compressed",
         "config_groups": {"group_0": json.loads(scheme.model_dump_json())},
-        "ignore": _ignored(source),
+        "ignore": skipped(source),
     }
-    _write(source, folder, lambda weight: _compressed(weight, kind, scheme, layout), config, progress)
 
 
 def write_bitsandbytes(source: Source, folder: Path, kind: str, progress: Progress) -> None:
@@ -81,57 +108,74 @@ def write_bitsandbytes(source: Source, folder: Path, kind: str, progress: Progre
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_compute_dtype": _half(source),
-        "llm_int8_skip_modules": _ignored(source),
+        "bnb_4bit_compute_dtype": half_of(source),
+        "llm_int8_skip_modules": skipped(source),
     }
     _write(source, folder, _nf4, config, progress)
 
 
 def _write(source: Source, folder: Path, quantize: Quantize, config: dict[str, Any], progress: Progress) -> None:
-    half = getattr(torch, _half(source))
+    half = getattr(torch, half_of(source))
     chosen = {f"{name}.weight" for name in linears_of_layers(source.weights.model)}
-    put_side_files(source.folder, folder, dtype=half, card=None)
+    describe(source, folder, config)
+    parts = Parts(folder)
+    for name, tensor in merged_weights(source.weights, progress):
+        stored = stored_name(source, name)
+        if name not in chosen:
+            parts.add(stored, rounded(source.weights, name, tensor, half))
+            continue
+        for leaf, value in quantize(tensor.float()).items():
+            parts.add(f"{stored.removesuffix('.weight')}.{leaf}", value)
+    parts.finish()
+
+
+def describe(source: Source, folder: Path, config: dict[str, Any] | None) -> None:
+    """All that lies beside the weights, with how they are quantized in the model's config."""
+    put_side_files(source.folder, folder, dtype=getattr(torch, half_of(source)), card=None)
     described = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    (folder / CONFIG).write_text(
-        json.dumps({**described, "quantization_config": config}, indent=2, sort_keys=True) + "\n"
-    )
+    if config is not None:
+        described["quantization_config"] = config
+    (folder / CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
+
+
+def stored_name(source: Source, name: str) -> str:
+    """That a tensor has in the model's files."""
     files = source.weights.files
     assert files is not None
-
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in merged_weights(source.weights, progress):
-            stored = getattr(files.get(name), "name", name)
-            if name not in chosen:
-                yield stored, rounded(source.weights, name, tensor, half)
-                continue
-            for leaf, value in quantize(tensor.float()).items():
-                yield f"{stored.removesuffix('.weight')}.{leaf}", value
-
-    _save_in_parts(folder, tensors())
+    return getattr(files.get(name), "name", name)
 
 
-def _scheme(source: Source, kind: str) -> tuple[Any, str]:
+def _scheme(rounding: Rounding) -> tuple[Any, str]:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-    if kind == "fp8":
+    if rounding.kind == "fp8":
         weights = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy="channel")
         inputs = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy="token", dynamic=True)
         return QuantizationScheme(targets=["Linear"], weights=weights, input_activations=inputs), "float-quantized"
-    bits = 8 if kind == "int8" else 4
-    weights = QuantizationArgs(num_bits=bits, type="int", symmetric=True, strategy="group", group_size=_group(source))
+    shared = {"symmetric": True, "group_size": rounding.group or NVFP4_GROUP}
+    if rounding.kind == "nvfp4":
+        kinds = {"scale_dtype": torch.float8_e4m3fn, "zp_dtype": torch.float8_e4m3fn}
+        weights = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", **shared, **kinds)
+        return QuantizationScheme(targets=["Linear"], weights=weights), "nvfp4-pack-quantized"
+    weights = QuantizationArgs(num_bits=BITS[rounding.kind], type="int", strategy="group", **shared)
     return QuantizationScheme(targets=["Linear"], weights=weights), "pack-quantized"
 
 
-def _compressed(weight: torch.Tensor, kind: str, scheme: Any, layout: str) -> dict[str, torch.Tensor]:
+def _compressed(weight: torch.Tensor, rounding: Rounding) -> dict[str, torch.Tensor]:
+    if rounding.kind == "fp8":
+        return pack(weight, rounding, weight_scale=fp8_scales(weight))
+    if rounding.kind == "nvfp4":
+        scale, whole = nvfp4_scales(weight)
+        return pack(rounding(weight), rounding, weight_scale=scale, weight_global_scale=whole)
+    return pack(weight, rounding, weight_scale=int_scales(weight, BITS[rounding.kind], rounding.group))
+
+
+def pack(weight: torch.Tensor, rounding: Rounding, **scales: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What compressed-tensors holds of a weight with these scales; one that is rounded already stays what it is."""
     from compressed_tensors.compressors import BaseCompressor
 
-    if kind == "fp8":
-        scale = weight.abs().amax(1, keepdim=True) / FP8_LARGEST
-    else:
-        groups = weight.view(weight.shape[0], -1, scheme.weights.group_size)
-        scale = groups.abs().amax(-1) / (2 ** (scheme.weights.num_bits - 1) - 0.5)
-    scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
-    made = BaseCompressor.get_value_from_registry(layout).compress({"weight": weight, "weight_scale": scale}, scheme)
+    scheme, layout = _scheme(rounding)
+    made = BaseCompressor.get_value_from_registry(layout).compress({"weight": weight, **scales}, scheme)
     return {name: tensor.contiguous() for name, tensor in made.items() if tensor is not None}
 
 
@@ -143,48 +187,52 @@ def _nf4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight": codes, **{name: value.contiguous() for name, value in packed.items()}}
 
 
-def _group(source: Source) -> int | None:
-    widths = {module.weight.shape[1] for module in linears_of_layers(source.weights.model).values()}
-    return next((group for group in GROUPS if all(width % group == 0 for width in widths)), None)
-
-
-def _ignored(source: Source) -> list[str]:
+def skipped(source: Source) -> list[str]:
     """Linears that stay as they are."""
     chosen = set(linears_of_layers(source.weights.model))
     named = source.weights.model.named_modules()
     return [name for name, module in named if isinstance(module, torch.nn.Linear) and name not in chosen]
 
 
-def _half(source: Source) -> str:
+def half_of(source: Source) -> str:
     return "float16" if source.weights.stored == "fp16" else "bfloat16"
 
 
-def _save_in_parts(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Into files of a bounded size, with an index where there are several."""
-    from safetensors.torch import save_file
+class Parts:
+    """Tensors into files of a bounded size, with an index where there are several."""
 
-    waiting: dict[str, torch.Tensor] = {}
-    parts: list[list[str]] = []
-    total = 0
+    def __init__(self, folder: Path, name: str = "model"):
+        self.folder, self.name = folder, name
+        self._waiting: dict[str, torch.Tensor] = {}
+        self._parts: list[list[str]] = []
+        self._total = 0
 
-    def flush() -> None:
-        save_file(waiting, folder / f"part-{len(parts)}", metadata={"format": "pt"})
-        parts.append(list(waiting))
-        waiting.clear()
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self._waiting and sum(one.nbytes for one in self._waiting.values()) + tensor.nbytes > FILE_BYTES:
+            self._flush()
+        self._waiting[name] = tensor.detach().clone().contiguous()
+        self._total += tensor.nbytes
 
-    for name, tensor in tensors:
-        if waiting and sum(one.nbytes for one in waiting.values()) + tensor.nbytes > FILE_BYTES:
-            flush()
-        waiting[name] = tensor.clone()
-        total += tensor.nbytes
-    flush()
-    if len(parts) == 1:
-        (folder / "part-0").rename(folder / "model.safetensors")
-        return
-    places = {}
-    for number, names in enumerate(parts):
-        file = f"model-{number + 1:05}-of-{len(parts):05}.safetensors"
-        (folder / f"part-{number}").rename(folder / file)
-        places |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    def finish(self) -> None:
+        self._flush()
+        if len(self._parts) == 1:
+            self._part(0).rename(self.folder / f"{self.name}.safetensors")
+            return
+        places = {}
+        for number, names in enumerate(self._parts):
+            file = f"{self.name}-{number + 1:05}-of-{len(self._parts):05}.safetensors"
+            self._part(number).rename(self.folder / file)
+            places |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total}, "weight_map": places}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (self.folder / f"{self.name}.safetensors.index.json").write_text(text)
+
+    def _part(self, number: int) -> Path:
+        return self.folder / f"{self.name}-part-{number}"
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file
+
+        save_file(self._waiting, self._part(len(self._parts)), metadata={"format": "pt"})
+        self._parts.append(list(self._waiting))
+        self._waiting = {}

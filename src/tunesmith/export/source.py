@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,10 +14,11 @@ from typing import Any
 from tunesmith.config.schema import Run
 from tunesmith.data.chat import Encoder
 from tunesmith.errors import UserError
+from tunesmith.infer.described import beside
 from tunesmith.model import load, side_files
 from tunesmith.run.folder import read_run
 from tunesmith.run.open import tokenizer_of
-from tunesmith.run.streamed import Weights, find_weights
+from tunesmith.run.streamed import Weights, find_weights, weights_of_model
 
 Progress = Callable[[str, int, int | None], None]
 
@@ -30,6 +33,8 @@ class Source:
     """What asks the model as in training."""
     reasons: bool
     """The answers it was trained on begin with reasoning."""
+    is_trained: bool = True
+    """By a run of ours."""
 
     @classmethod
     def of(cls, folder: Path) -> Source:
@@ -38,6 +43,21 @@ class Source:
         encoder = Encoder(tokenizer_of(folder), template=None, train_on=run.train_on, special_tokens=run.special_tokens)
         reasons = bool(side_files.read_asked(folder / side_files.FOLDER).get("reasons"))
         return cls(folder, run, weights, encoder, reasons)
+
+    @classmethod
+    @contextmanager
+    def of_model(cls, model: str, data: Sequence[str] = ()) -> Iterator[Source]:
+        """Of a model that no run has trained: a folder, a .gguf file or a name on the hub. For this time it has a
+        folder with all that lies beside weights."""
+        run = Run(model=model, method="full", data=[{"path": path} for path in data or (model,)])
+        asked = side_files.read_asked(Path(model))
+        given = {"train_on": asked.get("train_on", run.train_on), "special_tokens": asked.get("special_tokens", [])}
+        run = run.model_copy(update=given)
+        encoder = Encoder(load.load_tokenizer(run), template=None, **given)
+        reasons = bool(asked.get("reasons"))
+        with tempfile.TemporaryDirectory(prefix="tunesmith-") as folder:
+            side_files.make(run, Path(folder) / side_files.FOLDER, **beside(run, encoder, reasons=reasons))
+            yield cls(Path(folder), run, weights_of_model(run, Path(folder)), encoder, reasons, is_trained=False)
 
     @property
     def tokenizer(self) -> Any:
@@ -54,7 +74,8 @@ class Source:
 
     @property
     def title(self) -> str:
-        return f"{Path(self.run.model).name or self.run.model}, fine-tuned"
+        name = Path(self.run.model).name or self.run.model
+        return f"{name}, fine-tuned" if self.is_trained else name
 
 
 def needs(package: str, extra: str) -> None:

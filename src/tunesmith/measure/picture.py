@@ -1,6 +1,8 @@
-"""Memory over a training step, drawn as an SVG."""
+"""Memory over a training step, and what quantizing costs by layer, drawn as SVGs."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from tunesmith.measure.trace import CATEGORIES, MemoryPicture
 
@@ -56,3 +58,28 @@ def _steps(seconds: list[float], sizes: list[int]) -> list[tuple[float, int]]:
             corners.append((second, sizes[index - 1]))
         corners.append((second, size))
     return corners
+
+
+def layers_svg(title: str, layers: Sequence[tuple[str, float, float]]) -> str:
+    """What quantizing costs by layer, as bars: the error of what it adds, and the growth of perplexity by it alone."""
+    left, top, wide, high = 70, 40, max(420, 26 * len(layers)), 150
+    text = 'font-family="sans-serif" font-size="12" fill="#222"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + wide + 20} {top + 2 * high + 110}">',
+        '<rect width="100%" height="100%" fill="#fff"/>',
+        f'<text x="{left}" y="18" {text}>Quantized by layer: {title}</text>',
+    ]
+    for index, name in ((1, "error of the layer's output"), (2, "growth of perplexity, this layer alone")):
+        base = top + index * high + (index - 1) * 50
+        largest = max([1e-9, *(abs(layer[index]) for layer in layers)])
+        parts.append(f'<text x="{left}" y="{base - high + 4}" {text}>{name}, at most {largest:.2%}</text>')
+        parts.append(f'<line x1="{left}" x2="{left + wide}" y1="{base}" y2="{base}" stroke="#222"/>')
+        for number, layer in enumerate(layers):
+            x, step = left + number * wide / len(layers), wide / len(layers)
+            size = abs(layer[index]) / largest * (high - 30)
+            colour = COLOURS[0] if layer[index] >= 0 else COLOURS[2]
+            bar = f'x="{x + 2:.1f}" y="{base - size:.1f}" width="{max(1.0, step - 4):.1f}" height="{size:.1f}"'
+            parts.append(f'<rect {bar} fill="{colour}"><title>{layer[0]}: {layer[index]:+.3%}</title></rect>')
+            middle = f'x="{x + step / 2:.1f}" y="{base + 15}" text-anchor="middle"'
+            parts.append(f"<text {middle} {text}>{layer[0]}</text>")
+    return "\n".join([*parts, "</svg>", ""])

@@ -39,6 +39,8 @@ class Facts:
     """How it is run, where that is not by transformers or peft."""
     licence: str | None = None
     """Of the base, as its card calls it."""
+    is_trained: bool = True
+    """By a run of ours; else it was only quantized."""
 
 
 def card(run: Run, facts: Facts) -> str:
@@ -54,15 +56,17 @@ def card(run: Run, facts: Facts) -> str:
     front = {
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-classification" if run.objective in ("reward", "classify") else "text-generation",
-        "tags": ["tunesmith", run.method],
+        "tags": ["tunesmith", *([run.method] if facts.is_trained else [])],
     }
     if facts.licence:
         front["license"] = facts.licence
     if not Path(run.model).exists():
         front["base_model"] = run.model
     lines = ["---", *(f"{name}: {json.dumps(value)}" for name, value in front.items()), "---", ""]
-    lines += [f"# {base}, fine-tuned", "", f"This is {kind}, made with Tunesmith.", ""]
-    rows: list[tuple[str, Any]] = [("base", base), ("method", run.method), ("data", ", ".join(facts.data))]
+    done = "fine-tuned" if facts.is_trained else "quantized"
+    lines += [f"# {base}, {done}", "", f"This is {kind}, made with Tunesmith.", ""]
+    rows: list[tuple[str, Any]] = [("base", base)]
+    rows += [("method", run.method), ("data", ", ".join(facts.data))] if facts.is_trained else []
     rows += [("steps", facts.steps)] if facts.steps is not None else []
     if facts.before is not None:
         rows.append(("held-out loss before training", f"{facts.before:.4f}"))
@@ -77,6 +81,8 @@ def card(run: Run, facts: Facts) -> str:
     ends = "" if has_head else ", ".join(f"`{token}`" for token in facts.ends)
     notes = [*([f"Its answers end with {ends}."] if ends else []), *facts.notes]
     lines += [*(f"- {note}" for note in notes), ""]
+    if not facts.is_trained:
+        return "\n".join(lines)
     settings = run.model_dump(mode="json", exclude_defaults=True, exclude=set(LEFT_OUT))
     lines += ["## Settings", "", "```json", json.dumps(settings, indent=2, sort_keys=True), "```", ""]
     return "\n".join(lines)

@@ -170,6 +170,8 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 def _can_fuse(module: nn.Module) -> bool:
     if not isinstance(module, LoraLinear) or module.is_head or module.dropout != 0 or module.lora_m is not None:
         return False
+    if module.rounding is not None:  # base and adapter are rounded as one
+        return False
     base = module.base
     return type(base) is nn.Linear or (isinstance(base, Nf4Linear) and not base.is_transposed)
 

@@ -29,6 +29,8 @@ from torch import nn
 
 from tunesmith.config.schema import Lora, Run
 from tunesmith.errors import UserError, listed
+from tunesmith.kernels.fake_quantize import fake_quantized_lowrank
+from tunesmith.kernels.rounding import Rounding
 from tunesmith.model.head import head_name, is_headed
 from tunesmith.model.local import local
 from tunesmith.model.quantized import QuantizedLinear
@@ -63,6 +65,8 @@ class LoraLinear(nn.Module):
         self.index = 0
         self.is_head = False
         """The model's output head, which the loss calls a few rows at a time."""
+        self.rounding: Rounding | None = None
+        """Of base and adapter together, in quantization-aware training."""
         self.scale = scale
         self.dropout = dropout
         self.lora_a = nn.Parameter(torch.zeros(rank, inputs, device=device, dtype=torch.float32))
@@ -90,6 +94,9 @@ class LoraLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.joint is not None:
             return self.joint.part(x, self.index)
+        if self.rounding is not None:
+            factors = (local(self.lora_a), local(self.lora_b), self.scale)
+            return fake_quantized_lowrank(x, self.base.weight, self.base.bias, *factors, self.rounding)
         y = self.base(x)
         inner = F.dropout(x, self.dropout, self.training) if self.dropout else x
         low = F.linear(inner, local(self.lora_a).to(x.dtype))

@@ -6,7 +6,7 @@ of one that is quantized no more than one layer is there in full precision. One 
 path, on which the transforms that have nothing to do return at once. Training, evaluation, generation, merging,
 benchmarks and the check of parallelism all come through here, with the transforms that they need.
 
-    files or state dict ─► read ─► adapt ─► split ─► spread experts ─► fuse ─► swap kernels
+    files or state dict ─► read ─► adapt ─► fake-quantize ─► split ─► spread experts ─► fuse ─► swap kernels
                                 ─► slice ─► checkpoint ─► compile ─► offload ─► shard
 """
 
@@ -28,6 +28,7 @@ from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.model import adapters, attention, load, lora
 from tunesmith.model.content import Content
+from tunesmith.model.fake_quantize import FakeQuantization
 from tunesmith.model.files import Read, own_copy
 from tunesmith.model.forward import is_adapted
 from tunesmith.model.fp8 import use_fp8_head_gradient, use_fp8_linears
@@ -100,6 +101,8 @@ class Preparation:
     """Linears that get adapters."""
     start: lora.Start | None = None
     """What they begin with, where that is not drawn."""
+    rounded: FakeQuantization | None = None
+    """In quantization-aware training."""
     sharding: Sharding | None = None
     reading: Reading = field(default_factory=Reading)
     later: set[str] = field(default_factory=set)
@@ -116,6 +119,8 @@ class Preparation:
         dtype = getattr(torch, load.DTYPES[plan.precision])
         work = cls(model, run, device, dtype, plan.storage, plan, source, is_trained=True)
         sizes = plan.mesh
+        if run.quantization_aware is not None:
+            work.rounded = FakeQuantization.of(model, run.quantization_aware)
         if run.method == "peft":
             pass  # the adapter is there, and the rest is frozen
         elif run.has_adapters:
@@ -277,6 +282,12 @@ def adapt(work: Preparation, unit: Unit) -> None:
         work.model.get_output_embeddings().float().requires_grad_(True)  # in fp32, as adapters are
 
 
+def fake_quantize(work: Preparation, unit: Unit) -> None:
+    """Quantization-aware training: linears compute with their weights rounded as the exported file holds them."""
+    if work.rounded is not None:
+        work.rounded.put_on(work.model, unit.owns)
+
+
 def split(work: Preparation, unit: Unit) -> None:
     """Tensor parallelism: this rank keeps some heads and a strip of every MLP."""
     if work.split is not None:
@@ -304,7 +315,7 @@ def swap_kernels(work: Preparation, unit: Unit) -> None:
     for layer in unit.layers:
         if plan.matmul_dtype == "fp8" and not work.run.has_adapters:
             use_fp8_linears(layer)
-        elif work.on_gpu and not work.run.has_adapters:
+        elif work.on_gpu and not work.run.has_adapters and work.rounded is None:
             use_memory_efficient_swiglu(layer)
         if work.on_gpu and work.split is None:
             fuse_rope(layer, work.dtype, work.device)
@@ -373,6 +384,7 @@ def shard(work: Preparation, unit: Unit) -> None:
 TRANSFORMS: tuple[Transform, ...] = (
     read,
     adapt,
+    fake_quantize,
     split,
     spread,
     fuse_adapters,

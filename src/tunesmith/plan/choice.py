@@ -60,6 +60,8 @@ class Task:
     """Of which the rows are trained, beside adapters."""
     peft_type: str = ""
     """With `method: peft`: which."""
+    is_quantization_aware: bool = False
+    """Weights are rounded in each pass, as the exported file holds them."""
     is_exact: bool = False
     """The same bits are asked for every time, however often the run is stopped and continued."""
     objective: Objective = field(default_factory=lambda: Sft(Preference()))

@@ -58,6 +58,8 @@ WIDE_AGAIN = {"adapters": 0.8, "full": 3.5}
 graph none are seen, with all weights or in fp8; adapters in half precision have not been measured as one."""
 ENDS = {"adapters": 2, "full": 4}
 """Hidden states that are kept outside of the layers; a final norm that is trained keeps its input in fp32 as well."""
+ROUNDED = 16
+"""Bytes a weight while it is rounded: itself with its adapter, its scale, and two in between, in fp32."""
 WIRE = {"int8": 1 + 4 / 128, "int4": 0.5 + 4 / 64}
 """Bytes of a rounded value between ranks, with its share of a block's scale (`parallel.quantized`)."""
 CROWDED = 1.2
@@ -551,6 +553,8 @@ def _last_gradient(task: Task, choice: Choice) -> float:
 def _dequantized(task: Task, choice: Choice) -> float:
     """A weight made whole: in half precision, or in fp8 with its transposed copy, which is as much."""
     widest = _widest_product(task, choice) / choice.tensor
+    if task.is_quantization_aware:
+        return widest * (ROUNDED + task.width)
     if choice.storage != "plain":
         return widest * task.width
     is_turned = (

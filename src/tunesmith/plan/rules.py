@@ -74,6 +74,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "fp8 matmuls are for LoRA without lora.dora",
     ),
     (
+        lambda task, choice: (
+            task.is_quantization_aware
+            and (choice.storage != "plain" or choice.matmul_dtype != "plain" or choice.tensor * choice.expert > 1)
+        ),
+        "quantization_aware rounds whole weights in full precision: not in 4 or 8 bits or fp8, nor cut by tensor or "
+        "expert parallelism",
+    ),
+    (
         lambda task, choice: choice.storage != "plain" and not task.has_adapters,
         "weights that are trained cannot be held in 4 or 8 bits",
     ),

@@ -58,6 +58,8 @@ ADAPTER_PASSES = 2.0
 """Over inputs and outputs of adapted linears."""
 ADAPTER_RATE = 0.25
 """Share of the half-precision rate that matmuls as narrow as an adapter's reach."""
+ROUNDING_BYTES = 48
+"""Read and written for each weight that is rounded in quantization-aware training; counted, not measured."""
 FP8_PASSES = {"adapters": 1.8, "full": 5.5}
 """Over inputs and outputs of matmuls, to scale and convert them; where weights are trained also transposed."""
 UNFUSED_ATTENTION = (44, 48)
@@ -338,6 +340,8 @@ def _elementwise_bytes(task: Task, choice: Choice) -> float:
 def _quantization(task: Task, choice: Choice, tokens: float) -> float:
     """Seconds to take weights out of 4 or 8 bits, or to scale the operands of fp8 matmuls."""
     seconds = 0.0
+    if task.is_quantization_aware:  # forward and backward
+        seconds += 2 * ROUNDING_BYTES * task.facts.matrices / task.rates.bandwidth
     if choice.storage != "plain":
         times = 1 + (math.ceil(tokens / choice.mlp_tokens(task)) - 1) * _mlp_share(task)  # once for each slice
         size = memory.QUANTIZED[choice.storage] + 2 * task.width

@@ -55,6 +55,7 @@ def make_task(
         sequences=amount.sequences,
         document_length=mean_length(lengths, sequence_length),
         clips=run.max_grad_norm is not None,
+        is_quantization_aware=run.quantization_aware is not None,
         is_exact=run.deterministic,
         objective=objective,
         teacher_in_steps=objective.has_teacher and run.distillation.top_k is None,

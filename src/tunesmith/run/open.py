@@ -15,6 +15,7 @@ from tunesmith.errors import UserError
 from tunesmith.kernels.update import undo_preround_
 from tunesmith.model import adapters, load, lora, quantized, side_files
 from tunesmith.model.content import Content
+from tunesmith.model.fake_quantize import FakeQuantization
 from tunesmith.model.grown import new_ids
 from tunesmith.model.head import has_head
 from tunesmith.optim.build import weight_of
@@ -128,6 +129,8 @@ def open_run(
             lora.attach_saved(model, folder / "adapter")
         else:
             step = _from_checkpoint(model, run, folder)
+    if run.quantization_aware is not None:
+        FakeQuantization.of(model, run.quantization_aware).put_on(model)
     encoder = Encoder(tokenizer_of(folder), template=None, train_on=run.train_on, special_tokens=run.special_tokens)
     reasons = bool(side_files.read_asked(folder / side_files.FOLDER).get("reasons"))
     return Opened(model.eval(), encoder, torch.device(place), step, reasons, tuned)

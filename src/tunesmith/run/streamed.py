@@ -22,6 +22,7 @@ from tunesmith.errors import UserError
 from tunesmith.kernels.update import halved
 from tunesmith.model import load, lora
 from tunesmith.model.content import Content
+from tunesmith.model.fake_quantize import FakeQuantization
 from tunesmith.model.files import Held, Read, own_copy, read_tensors
 from tunesmith.model.save import saved_buffers
 from tunesmith.model.source import WeightSource, files_of, find_source
@@ -162,9 +163,15 @@ def rounded(weights: Weights, name: str, tensor: torch.Tensor, dtype: torch.dtyp
 
 def written_weights(folder: Path, run: Run) -> Weights:
     """Those of a model folder that was written of the run: for reading it back in bounded memory."""
-    alone = run.model_copy(update={"model": str(folder)})
-    model, base = load.load_empty(alone, dtype="fp32")
-    return Weights(folder, alone, base, model, files_of(model, base), None, (), None, stored_precision(alone))
+    return weights_of_model(run.model_copy(update={"model": str(folder)}), folder)
+
+
+def weights_of_model(run: Run, folder: Path) -> Weights:
+    """Those of the model that the run names, without any adapter; `folder` is where its side files are."""
+    model, base = load.load_empty(run, dtype="fp32")
+    with load.reading(run, "weights"):
+        files = files_of(model, base)
+    return Weights(folder, run, base, model, files, None, (), None, stored_precision(run))
 
 
 def stored_precision(run: Run) -> str:
@@ -196,9 +203,11 @@ def _forget(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
 class StreamedModel:
     """A run's model, or its base alone, called in fp32 with the weights of one unit at a time in memory."""
 
-    def __init__(self, weights: Weights, *, with_adapter: bool = True):
+    def __init__(self, weights: Weights, *, with_adapter: bool = True, rounded_to: str | None = None):
+        """`rounded_to`: the type that the run was trained for, where linears are to be as in training."""
         self.weights, self.with_adapter = weights, with_adapter
         self.model, _ = load.load_empty(weights.run, dtype="fp32")
+        self.rounded = FakeQuantization.of(self.model, rounded_to) if rounded_to else None
         with load.reading(weights.run, "weights"), load.quiet():
             self.source: WeightSource = find_source(self.model, weights.base, dtype=torch.float32, storage="plain")
         self.tied = getattr(self.model, "all_tied_weights_keys", None) or {}
@@ -255,6 +264,8 @@ class StreamedModel:
             for linear in self.weights.adapted:
                 if linear.startswith(prefix):
                     lora.attach_one(self.model, linear, self.weights.adapter, str(self.weights.folder))
+        if self.rounded is not None:
+            self.rounded.put_on(self.model, lambda linear: linear.startswith(prefix))
 
     def _put(self, names: list[str]) -> None:
         stored = [self.tied.get(name, name) if name not in self.source.names else name for name in names]

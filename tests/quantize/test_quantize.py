@@ -1,0 +1,152 @@
+"""`tunesmith quantize`: what is written is what was measured, as the engine that reads it runs it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import GemmaConfig, GemmaForCausalLM
+from typer.testing import CliRunner
+
+from export.models import SHAPE, make_model, write_chats
+from tunesmith.cli.main import app
+from tunesmith.errors import UserError
+from tunesmith.evaluate.loss import overall
+from tunesmith.quantize import methods
+from tunesmith.quantize.awq import find_folds
+from tunesmith.quantize.quantize import quantize_model
+from tunesmith.run.evaluate import evaluate_run
+from tunesmith.run.folder import read_run
+
+slow = pytest.mark.slow
+FEW = {"samples": 8, "measured": 6}
+
+
+@pytest.mark.parametrize(
+    ("method", "bits"),
+    [
+        ("gptq", 4),
+        ("awq", 4),
+        pytest.param("rtn", 4, marks=slow),
+        pytest.param("kmeans", 4, marks=slow),
+        *(
+            pytest.param(*one, marks=slow)
+            for one in [("int8-outliers", 8), ("fp8", 8), ("rtn", 8), ("gptq", 8), ("awq", 8), ("kmeans", 8)]
+        ),
+    ],
+)
+def test_a_run_is_quantized_measured_and_proved(trained, tmp_path, method, bits):
+    made = quantize_model(str(trained), tmp_path / "out", method=method, bits=bits, **FEW)
+    report = made.report
+    assert made.proof is not None
+    assert made.proof.adapter_share == pytest.approx(1, abs=0.35)
+    assert len(report.layers) == 2
+    assert report.before < report.after * 1.02 < report.before * (1.5 if bits == 4 else 1.05)
+    assert 0 < report.layers[0].weight_error < (0.2 if bits == 4 else 0.05)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"{report.before:.4f} before, {report.after:.4f} after" in card
+    bars = ElementTree.parse(tmp_path / "out" / "quantization.svg").iter("{http://www.w3.org/2000/svg}title")
+    assert len(list(bars)) == 2 * len(report.layers)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    if method == "gptq":  # what `tunesmith eval` finds
+        _, after, _ = evaluate_run(trained, read_run(trained))
+        assert math.exp(overall(after)) == pytest.approx(report.before, rel=1e-4)
+    if method == "kmeans":
+        weights, books = (load_file(tmp_path / "out" / f"{name}.safetensors") for name in ("model", "codebooks"))
+        name = "model.layers.0.mlp.up_proj"
+        codes = books[f"{name}.codes"]
+        if bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
+        assert torch.equal(books[f"{name}.codebook"].gather(1, codes.long()), weights[f"{name}.weight"])
+
+
+@slow
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "qwen2"])
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_models_by_themselves_are_quantized_whatever_their_norms_and_linears(tmp_path, family, method):
+    model = make_model(tmp_path / "model", family)
+    data = write_chats(tmp_path / "data.jsonl", 16)
+    made = quantize_model(str(model), tmp_path / "out", method=method, data=[str(data)], **FEW)
+    nearest = quantize_model(str(model), tmp_path / "rtn", method="rtn", data=[str(data)], **FEW)
+    assert made.proof is not None
+    assert made.report.cost < nearest.report.cost + 0.01
+    assert "fine-tuned" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_awq_finds_what_comes_before_linears_in_a_gemma():
+    """Whose norms multiply by one more than their weight."""
+    config = GemmaConfig(**{**SHAPE, "num_hidden_layers": 1}, vocab_size=64, head_dim=16)
+    model = GemmaForCausalLM(config).eval()
+    layer = model.model.layers[0]
+    linears = {name: one for name, one in layer.named_modules() if isinstance(one, torch.nn.Linear)}
+    kept = {}
+    layer.register_forward_pre_hook(lambda _, args, kwargs: kept.update(args=args, kwargs=kwargs), with_kwargs=True)
+    with torch.no_grad():
+        model(input_ids=torch.arange(20)[None])
+
+        def call():
+            found = layer.forward(*kept["args"], **kept["kwargs"])
+            return found[0] if isinstance(found, tuple) else found
+
+        before = call()
+        folds = find_folds(layer, linears, call, torch.bfloat16)
+        assert [fold.linears for fold in folds] == [
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            ("mlp.gate_proj", "mlp.up_proj"),
+            ("mlp.down_proj",),
+        ]
+        assert torch.equal(call(), before)  # looking has changed nothing
+
+
+def test_a_writer_that_stores_something_else_is_found(trained, tmp_path, monkeypatch):
+    own = methods.pack
+
+    def pack(*arguments, weight_scale):
+        return own(*arguments, weight_scale=weight_scale * 1.05)
+
+    monkeypatch.setattr(methods, "pack", pack)
+    with pytest.raises(UserError, match="What was written does not say what was measured"):
+        quantize_model(str(trained), tmp_path / "out", method="rtn", **FEW)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_does_not_go_together_is_said_first(trained, llama, tmp_path):
+    for options, said in [
+        ({"method": "gptqq"}, "--method is gptqq; it can be rtn, gptq"),
+        ({"method": "fp8", "bits": 4}, "--bits is 4; for --method fp8 it can be 8"),
+        ({"method": "rtn", "bits": 3}, "it can be 4 or 8"),
+        ({"method": "rtn", "group": 48}, "--group is 48, which does not suit rows of 64 weights"),
+        ({"method": "kmeans", "group": 32}, "--group is for rtn, gptq and awq"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            quantize_model(str(trained), tmp_path / "out", **options)
+    with pytest.raises(UserError, match="no run of ours, so that there is no data to measure it on"):
+        quantize_model(str(llama), tmp_path / "out", method="gptq")
+    with pytest.raises(UserError, match="exists and is not empty"):
+        quantize_model(str(trained), llama, method="rtn")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_base_than_that_of_training_is_refused(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    kept = json.loads((tmp_path / "run" / "base.json").read_text())
+    kept["tensors"] = dict.fromkeys(kept["tensors"], "0")
+    (tmp_path / "run" / "base.json").write_text(json.dumps(kept))
+    with pytest.raises(UserError, match="is not the base that the run in"):
+        quantize_model(str(tmp_path / "run"), tmp_path / "out", method="rtn", **FEW)
+    assert not (tmp_path / "out").exists()
+
+
+@slow
+def test_the_command_tells_people_and_programs(trained, tmp_path):
+    command = ["quantize", str(trained), "--to", str(tmp_path / "out"), "--method", "rtn", "--json"]
+    ended = CliRunner().invoke(app, command)
+    assert ended.exit_code == 0, ended.output
+    found = json.loads(ended.stdout)
+    assert found["bits"] == 4
+    assert found["proof"]["places"] > 100
