@@ -106,7 +106,7 @@ def open_run(
             lora.attach_saved(model, folder / "adapter")
         else:
             step = _from_checkpoint(model, run, folder)
-    encoder = Encoder(tokenizer_of(folder), template=None, train_on=run.train_on, special_tokens=run.special_tokens)
+    encoder = encoder_of(folder)
     reasons = bool(side_files.read_asked(folder / side_files.FOLDER).get("reasons"))
     return Opened(model.eval(), encoder, torch.device(place), step, reasons, tuned)
 
@@ -145,6 +145,12 @@ def tokenizer_of(folder: Path):
     if run.chat_template is not None:
         tokenizer.chat_template = read_template(run.chat_template)
     return tokenizer
+
+
+def encoder_of(folder: Path) -> Encoder:
+    """What asks the model of the run in `folder` as in training."""
+    run = read_run(folder)
+    return Encoder(tokenizer_of(folder), template=None, train_on=run.train_on, special_tokens=run.special_tokens)
 
 
 def trained_adapter(folder: Path) -> tuple[lora.AdapterFiles, int | None]:

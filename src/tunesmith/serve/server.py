@@ -18,8 +18,9 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tunesmith.errors import UserError
+from tunesmith.infer.call import Tried, try_out
 from tunesmith.serve.app import Access, Guard, make_app
-from tunesmith.serve.engine import Engine, Limits, Tried, try_out
+from tunesmith.serve.engine import Engine, Limits
 from tunesmith.serve.models import Models, open_models
 
 DRAIN_SECONDS = 30
