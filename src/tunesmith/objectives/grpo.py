@@ -49,21 +49,25 @@ class Grpo(Objective):
         import torch
 
         sampled_n, advantages_d = _known(answers)
-        ratios_n = answers.logps_n - sampled_n
+        ahead_n = answers.logps_n - sampled_n
+        reference_n = answers.logps_n if answers.references_n is None else answers.references_n
+        behind_n = reference_n - answers.logps_n
+        kl_n = (behind_n.exp() - behind_n - 1) * answers.weights_n
         tokens_d = answers.by_document(answers.weights_n)
+        # The divergence is times the ratio, whose gradient makes it an unbiased one (arXiv 2512.02556).
         if self.rollout.ratios == "sequence":
-            ratios_d = (answers.by_document(ratios_n * answers.weights_n) / tokens_d).exp()
+            ratios_d = (answers.by_document(ahead_n * answers.weights_n) / tokens_d).exp()
             losses_d, is_clipped_d = self._clipped(ratios_d, advantages_d)
             sums_d, clipped_d = losses_d * tokens_d, is_clipped_d * tokens_d
+            kl_d = ratios_d * answers.by_document(kl_n)
         else:
-            advantages_n = torch.repeat_interleave(advantages_d, answers.lengths_d)
-            losses_n, is_clipped_n = self._clipped(ratios_n.exp(), advantages_n)
+            ratios_n, advantages_n = ahead_n.exp(), torch.repeat_interleave(advantages_d, answers.lengths_d)
+            losses_n, is_clipped_n = self._clipped(ratios_n, advantages_n)
             sums_d = answers.by_document(losses_n * answers.weights_n)
             clipped_d = answers.by_document(is_clipped_n * answers.weights_n)
+            kl_d = answers.by_document(ratios_n * kl_n)
         columns = self._loss(sums_d, tokens_d, "policy_loss" if self.rollout.beta else "loss")
         if self.rollout.beta:
-            behind_n = (answers.logps_n if answers.references_n is None else answers.references_n) - answers.logps_n
-            kl_d = answers.by_document((behind_n.exp() - behind_n - 1) * answers.weights_n)
             columns |= self._loss(self.rollout.beta * kl_d, tokens_d, "kl_loss")
             columns |= {"kl": Column(kl_d.detach(), "tokens")}
         return {**columns, "clipped": Column(clipped_d, "tokens")}
