@@ -82,6 +82,18 @@ def settings_page() -> str:
         f"{parts['Distillation']['description']} See [objectives](objectives.md#distill).",
         "",
         *_table(parts["Distillation"], "distillation."),
+        "",
+        "## The model's own answers: `rollout`",
+        "",
+        f"{parts['Rollout']['description']} See [objectives](objectives.md#grpo).",
+        "",
+        *_table(parts["Rollout"], "rollout."),
+        "",
+        "## Checks of answers: items of `rewards`",
+        "",
+        parts["Reward"]["description"],
+        "",
+        *_table(parts["Reward"]),
     ]
     return "\n".join(lines) + "\n"
 

@@ -85,8 +85,11 @@ def step_of(name: str, folders: tuple[Path, Path], cut: str, *, is_first: bool =
     return step._launch(batch, 1.0, lambda: False)(), found
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("name", cases.ROLLOUTS)
+OFTEN = [("grpo", "accumulated"), ("grpo_gspo", "padded"), *((name, "packed") for name in cases.ROLLOUTS)]
+SELDOM = [(name, cut) for name in cases.ROLLOUTS for cut in CUTS if (name, cut) not in OFTEN]
+
+
+@pytest.mark.parametrize(("name", "cut"), [*OFTEN, *(pytest.param(*one, marks=pytest.mark.slow) for one in SELDOM)])
 def test_loss_and_gradient_are_trls(models, name, cut):  # noqa: F811
     result, gradients = step_of(name, models, cut)
     assert result.loss == pytest.approx(TRL[name]["loss"], rel=1e-5, abs=1e-6)

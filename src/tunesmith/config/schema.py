@@ -583,6 +583,8 @@ def _unsuited_rollout(run: Run) -> str | None:
         return f"rewards: two of them are called {twice}; give each a `name`"
     if rollout.max_answer_tokens > run.sequence_length - 8:
         return f"rollout.max_answer_tokens leaves no room for a prompt in sequence_length {run.sequence_length}"
+    if run.profile_steps is not None:
+        return f"profile_steps: steps of `objective: {objective}` begin with answers, which are not profiled yet"
     if objective == "rloo" and (rollout.loss != "dapo" or rollout.ratios != "token"):
         return "rollout.loss and rollout.ratios are for `objective: grpo`; rloo has one loss, over whole answers"
     if objective == "rloo" and rollout.scale_rewards == "group":

@@ -71,7 +71,7 @@ class Tried:
     bytes_per_token: int
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def try_out(model: nn.Module) -> Tried:
     """Whether the model, decoded from a cache, alone and with others of other lengths, does what it does without one.
     UserError where it does not even alone."""

@@ -38,13 +38,12 @@ from tunesmith.model.scoring import document_logps
 from tunesmith.objectives.grpo import Grpo, Rloo
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.parallel.shard import Sharded
+from tunesmith.plan.memory import ROLLOUT_ROWS as ROWS
 from tunesmith.plan.plan import ForwardSpec, Plan
 from tunesmith.rewards import Rewards
 from tunesmith.run.shape import micro_batch_shape
 from tunesmith.train.events import Evaluation
 
-ROWS = 256
-"""Answers that are decoded at once, at most."""
 SAMPLES = "rollouts.jsonl"
 SHOWN_PROMPTS, SHOWN_ANSWERS, SHOWN_CHARACTERS, LARGEST_FILE = 2, 2, 2000, 8 << 20
 """Of a step, what is kept to be looked at; and how long the file may grow before every other step is left out."""
@@ -297,22 +296,25 @@ class Samples:
         """A disk that refuses it costs these lines, and no run."""
         with suppress(OSError):
             if not self._is_begun:  # steps that are done again, and a line that was being written in a kill
-                self._rewrite(lambda one: one["step"] < step)
+                self._write([one for one in self._read() if one["step"] < step])
                 self._is_begun = True
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in lines)
             if self.path.stat().st_size > LARGEST_FILE:
-                self._rewrite(lambda one: one["step"] % 2 == 0 or one["step"] == step)
+                kept = self._read()
+                steps = sorted({one["step"] for one in kept})[-1::-2]
+                self._write([one for one in kept if one["step"] in steps])
 
-    def _rewrite(self, is_kept: Callable[[dict[str, Any]], bool]) -> None:
-        if not self.path.exists():
-            return
-        kept = []
-        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, KeyError, TypeError):
-                if is_kept(json.loads(line)):
-                    kept.append(line + "\n")
-        self.path.write_text("".join(kept), encoding="utf-8")
+    def _read(self) -> list[dict[str, Any]]:
+        found = []
+        if self.path.exists():
+            for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError, TypeError):
+                    found.append(json.loads(line))
+        return [one for one in found if isinstance(one, dict) and isinstance(one.get("step"), int)]
+
+    def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        self.path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines), encoding="utf-8")
 
 
 @dataclass(frozen=True)
