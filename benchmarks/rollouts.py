@@ -1,9 +1,9 @@
 """GRPO on a task whose answers can be checked, with a real model: held-out reward before and after.
 
-    python benchmarks/rollouts.py MODEL [--steps 60] [--seed 0] [--objective grpo] [--output DIR]
+    python benchmarks/rollouts.py MODEL [--steps 40] [--seed 0] [--objective grpo] [--output DIR]
 
-Sums of two numbers up to nine, to be answered by the number alone. An instruct model says it in a sentence: it knows
-most of the sums, and has to find out what is rewarded.
+Questions that are to be answered in three words at most, which nobody tells the model: it has to find out what is
+rewarded. Instruct models answer in sentences, and a few percent of their samples are short enough.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from pathlib import Path
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--objective", default="grpo", choices=("grpo", "rloo"))
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     folder = options.output or Path(tempfile.mkdtemp(prefix="rollouts-"))
     folder.mkdir(parents=True, exist_ok=True)
-    write_sums(folder)
+    write_questions(folder)
     settings = {
         "model": options.model,
         "objective": options.objective,
-        "rewards": [{"kind": "exact", "extract": r"^\W*(\d+)\W*$"}],
-        "rollout": {"prompts": 4, "answers": 8, "max_answer_tokens": 10},
+        "rewards": [{"kind": "regex", "name": "short", "pattern": r"^\W*\w+(\W+\w+){0,2}\W*$"}],
+        "rollout": {"prompts": 3, "answers": 6, "max_answer_tokens": 6},
+        "precision": "fp32",
         "lora": {"rank": 8},
         "data": [{"path": str(folder / "train.jsonl")}],
         "eval": [{"path": str(folder / "held_out.jsonl")}],
         "sequence_length": 512,
-        "learning_rate": 5e-4,
+        "learning_rate": 2e-3,
         "schedule": "constant",
         "steps": options.steps,
-        "eval_every": max(1, options.steps // 4),
+        "eval_every": max(1, options.steps // 2),
         "seed": options.seed,
         "output": str(folder / "run"),
     }
@@ -52,12 +53,13 @@ def main() -> None:
     print(json.dumps({"seconds": round(time.monotonic() - began), "held_out_reward": rewards, "seed": options.seed}))
 
 
-def write_sums(folder: Path) -> None:
-    sums = [(a, b) for a in range(1, 10) for b in range(1, 10)]
-    held_out = [one for place, one in enumerate(sums) if place % 5 == 2]
-    for name, some in (("train", [one for one in sums if one not in held_out]), ("held_out", held_out)):
-        lines = [{"question": f"What is {a} + {b}?", "answer": a + b} for a, b in some]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+def write_questions(folder: Path) -> None:
+    things = ["France", "Japan", "Egypt", "Brazil", "Canada", "Norway", "Kenya", "India", "Chile", "Poland"]
+    asked = [f"What is the {what} of {one}?" for what in ("capital", "language", "currency", "flag") for one in things]
+    asked += [f"What is {a} + {b}?" for a in range(1, 6) for b in range(1, 6)]
+    held_out = asked[2::5]
+    for name, some in (("train", [one for one in asked if one not in held_out]), ("held_out", held_out)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"question": one}) + "\n" for one in some))
 
 
 if __name__ == "__main__":

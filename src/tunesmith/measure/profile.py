@@ -20,9 +20,9 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tunesmith import disk
-from tunesmith.errors import UserError
 from tunesmith.config.schema import Run
 from tunesmith.data.types import StepBatch
+from tunesmith.errors import UserError
 from tunesmith.measure.picture import memory_svg
 from tunesmith.measure.trace import Analysis, analyse, largest_region, read_trace, what_bounds
 from tunesmith.plan.catalogue import find_gpu
