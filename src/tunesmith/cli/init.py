@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 METHODS = ("lora", "qlora", "full")
-HEADED = ("data", "eval", "lora", "preference", "distillation", "rollout", "rewards")
+HEADED = ("data", "eval", "lora", "preference", "distillation", "rollout")
 """Settings of several lines."""
 
 
@@ -186,8 +186,6 @@ def write_settings(answers: Answers, output: str, proposed: Mapping[str, Any]) -
         *_defaults(Distillation, set(), "#   "),
         _headed("# rollout:", Run, "rollout"),
         *_defaults(Rollout, set(), "#   "),
-        _headed("# rewards:", Run, "rewards"),
-        "#   - exact",
         "",
         "# Decided by the plan from the data, the model and the method; a value given here wins.",
         *(_line(Run, name, value, "# ") for name, value in open_settings.items()),
