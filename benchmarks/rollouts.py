@@ -32,7 +32,7 @@ def main() -> None:
         "model": options.model,
         "objective": options.objective,
         "rewards": [{"kind": "regex", "name": "short", "pattern": r"^\W*\w+(\W+\w+){0,2}\W*$"}],
-        "rollout": {"prompts": 3, "answers": 6, "max_answer_tokens": 6},
+        "rollout": {"prompts": 3, "answers": 8, "max_answer_tokens": 12},
         "precision": "fp32",
         "lora": {"rank": 8},
         "data": [{"path": str(folder / "train.jsonl")}],

@@ -14,6 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from tunesmith.config.schema import Rollout
+from tunesmith.objectives.grpo import Grpo
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import Layer, Linear
 from tunesmith.plan.plan import Memory, Phase, Sharding
@@ -162,8 +164,8 @@ def timeline(task: Task, choice: Choice) -> list[Phase]:
     ]
     if facts.teacher is not None:
         phases.append(phase("the teacher's forward pass", **_asking(task, choice, static, tokens)))
-    if task.objective.has_rollouts:
-        phases.append(phase("rollout", **_rolling_out(task, choice)))
+    if isinstance(task.objective, Grpo):
+        phases.append(phase("rollout", **_rolling_out(task, choice, task.objective.rollout)))
     if not choice.cuda_graphs:
         return phases
     logits = _logits(task, tokens, in_fp8=is_head_fp8)
@@ -542,9 +544,9 @@ def _asking(task: Task, choice: Choice, static: dict[str, float], tokens: float)
     }
 
 
-def _rolling_out(task: Task, choice: Choice) -> dict[str, float]:
+def _rolling_out(task: Task, choice: Choice, rollout: Rollout) -> dict[str, float]:
     """While the model answers: keys and values of all rows, twice when rows leave the cache, and the last logits."""
-    rollout, facts = task.objective.rollout, task.facts
+    facts = task.facts
     rows = min(ROLLOUT_ROWS, -(-rollout.prompts // choice.data_ranks) * rollout.answers)
     longest = min(task.sequence_length, rollout.max_answer_tokens + task.document_length)
     cached = 2 * facts.kv_heads * facts.head_dim * facts.layers * task.width * rows * longest
