@@ -1,6 +1,6 @@
 """GRPO on a task whose answers can be checked, with a real model: held-out reward before and after.
 
-    python benchmarks/rollouts.py MODEL [--steps 40] [--seed 0] [--objective grpo] [--output DIR]
+    python benchmarks/rollouts.py MODEL [--steps 14] [--seed 0] [--objective grpo] [--output DIR]
 
 Questions that are to be answered in three words at most, which nobody tells the model: it has to find out what is
 rewarded. Instruct models answer in sentences, and a few percent of their samples are short enough.
@@ -20,7 +20,7 @@ from pathlib import Path
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--objective", default="grpo", choices=("grpo", "rloo"))
     parser.add_argument("--output", type=Path)
