@@ -82,6 +82,18 @@ def settings_page() -> str:
         f"{parts['Distillation']['description']} See [objectives](objectives.md#distill).",
         "",
         *_table(parts["Distillation"], "distillation."),
+        "",
+        "## The model's own answers: `rollout`",
+        "",
+        f"{parts['Rollout']['description']} See [objectives](objectives.md#grpo).",
+        "",
+        *_table(parts["Rollout"], "rollout."),
+        "",
+        "## Checks of answers: items of `rewards`",
+        "",
+        parts["Reward"]["description"],
+        "",
+        *_table(parts["Reward"]),
     ]
     return "\n".join(lines) + "\n"
 
@@ -629,11 +641,11 @@ def _default(spec: dict[str, Any]) -> str:
 
 def _kind(spec: dict[str, Any]) -> str:
     if "$ref" in spec:
-        return {"Dataset": "data set"}.get(spec["$ref"].rsplit("/", 1)[-1], "see below")
+        return {"Dataset": "data set", "Reward": "check"}.get(spec["$ref"].rsplit("/", 1)[-1], "see below")
     if "anyOf" in spec:
         kinds = [_kind(branch) for branch in spec["anyOf"] if branch.get("type") != "null"]
-        if "list of data sets" in kinds:
-            return "list of data sets"
+        if named := next((one for one in ("list of data sets", "list of checks") if one in kinds), None):
+            return named
         if "list of texts" in kinds:
             return "`all-linear` or list"
         return " or ".join(kinds)

@@ -23,6 +23,24 @@ CASES: dict[str, dict[str, Any]] = {
     "cpo_hinge": {"objective": "cpo", "loss": "hinge", "sft_weight": 0.0},
     "cpo_ipo": {"objective": "cpo", "loss": "ipo"},
 }
+ROLLOUTS: dict[str, dict[str, Any]] = {
+    "grpo_dapo": {"objective": "grpo", "temperature": 0.7},
+    "grpo": {"objective": "grpo", "loss": "grpo", "beta": 0.1, "epsilon_high": 0.3},
+    "grpo_dr": {"objective": "grpo", "loss": "dr_grpo", "scale_rewards": "none", "max_answer_tokens": 16},
+    "grpo_bnpo": {"objective": "grpo", "loss": "bnpo", "scale_rewards": "batch", "beta": 0.02},
+    "grpo_gspo": {"objective": "grpo", "loss": "grpo", "ratios": "sequence", "epsilon": 0.05},
+    "rloo": {"objective": "rloo", "epsilon": 0.4},
+    "rloo_batch": {"objective": "rloo", "scale_rewards": "batch", "temperature": 1.3},
+}
+"""Settings of `rollout`; the chosen and the rejected answers are the answers to each prompt."""
+REWARDS = ((1.0, 0.0), (0.5, 0.25), (1.0, 1.0), (0.0, 2.0), (0.0, 1.0))
+
+
+def sampled(reference_logps: Any) -> Any:
+    """What tokens of an answer were given when they were sampled, from what the reference gives them."""
+    return reference_logps + 0.2 * np.cos(np.arange(len(reference_logps)))
+
+
 PROMPTS, CHOSEN, REJECTED = (4, 7, 3, 5, 6), (5, 3, 9, 4, 6), (8, 3, 2, 6, 4)
 """Tokens of each pair's prompt and answers."""
 LABELS = (True, False, False, True, True)

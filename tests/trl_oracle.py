@@ -35,10 +35,12 @@ def trl_gradients(name: str, model_folder: Path, reference_folder: Path) -> tupl
     """Loss and gradients of one case."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    case = dict(cases.CASES[name])
+    case = dict((cases.CASES | cases.ROLLOUTS)[name])
     objective = case.pop("objective")
     model, reference = (AutoModelForCausalLM.from_pretrained(str(one)) for one in (model_folder, reference_folder))
     tokenizer = AutoTokenizer.from_pretrained(str(model_folder))
+    if name in cases.ROLLOUTS:
+        return _rolled_out(objective, case, model, reference, tokenizer)
     with tempfile.TemporaryDirectory() as folder:
         make = {"dpo": _dpo, "kto": _kto, "orpo": _orpo, "simpo": _cpo, "cpo": _cpo}[objective]
         loss, trained = make(objective, case, model, reference, tokenizer, folder)
@@ -120,11 +122,67 @@ def _cpo(objective, case, model, reference, tokenizer, folder) -> tuple[torch.Te
     return trainer.get_batch_loss_metrics(trainer.model, _pair_batch())[0], model
 
 
+def _rolled_out(objective, case, model, reference, tokenizer) -> tuple[float, dict[str, torch.Tensor]]:
+    """Both answers to each prompt, with rewards that are given and log-probabilities of sampling that are made up."""
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+    found = cases.pairs()
+    prompts = [one.prompt for one in found for _ in range(2)]
+    answers = [answer for one in found for answer in (one.chosen, one.rejected)]
+    options = {"temperature": case.get("temperature", 1.0), "beta": case.get("beta", 0.0), "num_generations": 2}
+    options |= {"epsilon": case.get("epsilon", 0.2), "epsilon_high": case.get("epsilon_high")}
+    options |= {"max_completion_length": case.get("max_answer_tokens", 256), "per_device_train_batch_size": 10}
+    if objective == "grpo":
+        options |= {"loss_type": case.get("loss", "dapo"), "importance_sampling_level": case.get("ratios", "token")}
+    kinds = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[objective]
+    with tempfile.TemporaryDirectory() as folder:
+        config = kinds[0](output_dir=folder, **COMMON, **options)
+        data = _data({"prompt": ["a"] * 10})
+        about = {"args": config, "train_dataset": data, "processing_class": tokenizer}
+        trainer = kinds[1](model, reward_funcs=lambda completions, **_: [0.0] * len(completions), **about)
+    trainer.current_gradient_accumulation_steps = 1
+    width = max(map(len, prompts))
+    lefts = [np.concatenate([np.zeros(width - len(p), dtype=np.int64), p]) for p in prompts]
+    masks = [np.repeat([0, 1], [width - len(p), len(p)]) for p in prompts]
+    ones = [np.ones(len(answer), dtype=np.int64) for answer in answers]
+    inputs = {"prompt_ids": padded(lefts), "prompt_mask": padded(masks), "completion_ids": padded(answers)}
+    inputs |= {"completion_mask": padded(ones), "num_items_in_batch": torch.tensor(float(sum(map(len, answers))))}
+    both = [torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask")]
+    with torch.no_grad():
+        logits = reference.eval()(input_ids=both[0], attention_mask=both[1]).logits[:, width - 1 : -1]
+        logps = torch.log_softmax(logits / options["temperature"], -1)
+        base = logps.gather(-1, inputs["completion_ids"][..., None])[..., 0]
+    old = [cases.sampled(row[: len(answer)].numpy()) for row, answer in zip(base, answers, strict=True)]
+    old = torch.stack([torch.nn.functional.pad(torch.tensor(one), (0, base.shape[1] - len(one))) for one in old])
+    inputs |= {"ref_per_token_logps": base, "old_per_token_logps": old.float()}
+    inputs |= {"old_logps": (old * inputs["completion_mask"]).sum(1).float()}
+    inputs["advantages"] = _advantages(objective, case).float()
+    loss = trainer._compute_loss(trainer.model, inputs)
+    loss.backward()
+    return loss.item(), {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def _advantages(objective, case) -> torch.Tensor:
+    """As the trainers write them, after they have asked for rewards."""
+    from trl.trainer.utils import nanstd
+
+    rewards = torch.tensor(cases.REWARDS).float()
+    if objective == "rloo":
+        ahead = (rewards - (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)).flatten()
+        is_scaled = case.get("scale_rewards") == "batch"
+        return (ahead - torch.nanmean(ahead)) / (nanstd(ahead) + 1e-4) if is_scaled else ahead
+    ahead, scale = rewards - rewards.mean(1, keepdim=True), case.get("scale_rewards", "group")
+    if scale == "none":
+        return ahead.flatten()
+    spread = nanstd(rewards, dim=1)[:, None] if scale == "group" else nanstd(rewards)
+    return (ahead / (spread + 1e-4)).flatten()
+
+
 def main() -> None:
-    found = {}
+    found = json.loads(FILE.read_text()) if sys.argv[1:] else {}
     with tempfile.TemporaryDirectory() as folder:
         models = cases.make_models(Path(folder))
-        for name in cases.CASES:
+        for name in sys.argv[1:] or cases.CASES | cases.ROLLOUTS:
             loss, gradients = trl_gradients(name, *models)
             prints = {of: cases.fingerprint(of, gradient) for of, gradient in gradients.items()}
             found[name] = {"loss": loss, "gradients": prints}

@@ -35,6 +35,19 @@ GOOD = {"model": "m", "data": "d.jsonl", "objective": "dpo"}
         ({"z_loss": 1e-4}, "z_loss is for `objective: sft`"),
         ({"too_long": "split"}, "needs answers in one piece"),
         ({"objective": "dop"}, "did you mean `dpo`"),
+        ({"objective": "grpo"}, "needs at least one, such as `rewards: [exact]`"),
+        ({"rewards": "exact"}, "rollout and rewards are for `objective: grpo` and `rloo`"),
+        ({"objective": "grpo", "rewards": "exat"}, "did you mean `exact`"),
+        ({"objective": "grpo", "rewards": [{"kind": "regex"}]}, "kind regex needs `pattern`"),
+        ({"objective": "grpo", "rewards": [{"kind": "regex", "pattern": "("}]}, "no regular expression"),
+        ({"objective": "grpo", "rewards": ["exact", "exact"]}, "two of them are called exact"),
+        ({"objective": "grpo", "rewards": "exact", "rollout": {"answers": 1}}, "at least 2"),
+        ({"objective": "rloo", "rewards": "exact", "rollout": {"loss": "grpo"}}, "rloo has one loss"),
+        (
+            {"objective": "grpo", "rewards": "exact", "rollout": {"beta": 0.1}, "method": "full"},
+            "the model with its adapter switched off",
+        ),
+        ({"objective": "grpo", "rewards": "exact", "sequence_length": 256}, "leaves no room for a prompt"),
     ],
 )
 def test_settings_that_do_not_suit_the_objective_are_refused(changes, why):
@@ -51,7 +64,35 @@ def test_settings_read_back_from_a_run_are_taken():
 def test_an_objective_of_its_own_is_for_every_name():
     for name in OBJECTIVES:
         more = {"distill": {"distillation": {"teacher": "t"}}, "classify": {"labels": ["a", "b"]}}.get(name, {})
+        more |= {"rewards": "exact"} if name in ("grpo", "rloo") else {}
         assert objective_of(from_mapping(GOOD | {"objective": name} | more)).name == name
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice(tensor=2),
+        Choice(shard=2, sharding="zero3"),
+        Choice(is_compiled=True),
+    ],
+)
+def test_what_rollouts_cannot_have_is_refused(choice):
+    sft = task("Llama-3.1-8B", "4xH100", "lora", 4096, 16)
+    grpo = replace(sft, objective=OBJECTIVES["grpo"](Preference()))
+    assert "objectives with rollouts" not in (rules.refused(sft, choice) or "")
+    assert "objectives with rollouts" in (rules.refused(grpo, choice) or "")
+    assert "objectives with rollouts" not in (rules.refused(grpo, Choice(replicate=4, sharding="ddp")) or "")
+
+
+def test_the_planner_counts_answers():
+    from tunesmith.plan import memory
+
+    sft = task("Llama-3.1-8B", "1xH100", "lora", 4096, 16)
+    grpo = replace(sft, objective=OBJECTIVES["grpo"](Preference()))
+    assert step_time(grpo, Choice()).total > 1.2 * step_time(sft, Choice()).total
+    (rollout,) = (one for one in memory.timeline(grpo, Choice()) if one.name == "rollout")
+    cached = 2 * 8 * 128 * 32 * 2 * 64 * min(4096, 256 + grpo.document_length)  # 64 answers, keys and values in bf16
+    assert rollout.memory.activations >= cached
 
 
 @pytest.mark.parametrize("axis", ["context", "pipeline"])

@@ -72,6 +72,8 @@ def steps(ranks: Ranks, count: int, **job: Any) -> list[dict[str, Any]]:
     found = []
     for number in range(count):
         batch = made_job.loader.step(number)
+        if made_job.roll_out is not None:
+            batch = made_job.roll_out(batch, lambda *_: None)
         result = step(batch, rate_of(made_job, number))
         found.append(
             {

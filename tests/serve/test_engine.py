@@ -11,7 +11,8 @@ import torch
 
 from families import VOCABULARY, tiny_model
 from tunesmith.errors import UserError
-from tunesmith.serve.engine import Engine, Job, Limits, Reason, try_out
+from tunesmith.infer.call import try_out
+from tunesmith.serve.engine import Engine, Job, Limits, Reason
 
 LIMITS = Limits(batch=8, queue=100, length=128, cache_tokens=512)
 

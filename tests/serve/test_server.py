@@ -19,10 +19,10 @@ import torch
 from serve.serving import free_port, serving
 from tunesmith.data.types import Message
 from tunesmith.errors import UserError
+from tunesmith.infer.sampling import Token
 from tunesmith.run.open import open_model
 from tunesmith.serve import app
 from tunesmith.serve.answer import Answer, tool_calls
-from tunesmith.serve.sampling import Token
 from tunesmith.serve.server import Options, prepare
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -71,8 +71,12 @@ def examine(run: Run, tokenizer: Any, *, examples: int = 3, dataset: str | None 
     """Everything that `check` shows, as plain values."""
     from tunesmith.cli import output
     from tunesmith.data.loader import Loader
+    from tunesmith.data.prompts import PromptLoader
+    from tunesmith.objectives import objective_of
     from tunesmith.plan.defaults import few_steps
+    from tunesmith.rewards import Rewards
     from tunesmith.run.choose import plan_run, tokenize
+    from tunesmith.run.rollout import check_rewards
 
     # Data can be looked at on a machine without the GPU that the run will have.
     # Bad records are shown beside the good ones, whatever a run would do about them.
@@ -80,20 +84,20 @@ def examine(run: Run, tokenizer: Any, *, examples: int = 3, dataset: str | None 
     plan_run(run)
     prepared = tokenize(run, None, output.progress)
     plan = plan_run(run, data=prepared)
-    loader = Loader(
-        prepared.train,
-        prepared.weights,
-        seed=run.seed,
-        sequence_length=plan.sequence_length,
-        sequences_per_step=plan.sequences_per_step,
-        epochs=plan.epochs,
-        steps=run.steps,
-    )
-    few = few_steps(loader.total_steps) if run.steps is None else None
+    has_rollouts = objective_of(run).has_rollouts
+    amount = {"seed": run.seed, "epochs": plan.epochs, "steps": run.steps}
+    if has_rollouts:
+        check_rewards(Rewards(run.rewards), (*prepared.train, *prepared.evals))
+        loader = PromptLoader(prepared.train, prepared.weights, **amount, prompts=run.rollout.prompts)
+    else:
+        sizes = {"sequence_length": plan.sequence_length, "sequences_per_step": plan.sequences_per_step}
+        loader = Loader(prepared.train, prepared.weights, **amount, **sizes)
+    few = few_steps(loader.total_steps) if run.steps is None and not has_rollouts else None
     return {
+        "prompts_per_step": run.rollout.prompts if has_rollouts else None,
         "sequence_length": plan.sequence_length,
         "sequences_per_step": plan.sequences_per_step,
-        "sequences": loader.total_sequences,
+        "sequences": loader.total_sequences if isinstance(loader, Loader) else loader.total,
         "steps": loader.total_steps,
         "epochs": loader.epoch_of(loader.total_steps - 1),
         "datasets": [
@@ -116,6 +120,8 @@ class Seen:
     """Of a character made of several tokens, the last one has the text."""
     weights: list[float]
     """Of each token as a target; 0 where it is only context."""
+    facts: dict[str, Any] | None = None
+    """Of a prompt that the model itself answers: what its record says besides."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -125,6 +131,9 @@ def seen(store: TokenStore, index: int, tokenizer: Any) -> list[Seen]:
     """The documents of an example: of a pair, the answer that is chosen and the one that is rejected."""
     from tunesmith.data import loader
 
+    if facts := store.facts(index):
+        ids = store.document(store.documents(index)[0])[0].tolist()
+        return [Seen(store.origin(index), ids, token_texts(tokenizer, ids), [0.0] * len(ids), facts)]
     return documents_of(loader.micro_batch_of(loader.documents_of(store, index, 0)), tokenizer)
 
 
@@ -225,10 +234,13 @@ def _show(report: dict[str, Any], one_a_line: bool) -> None:
     ]
     say(table(columns, rows, title="Lengths in tokens", right=columns[1:]))
     say()
-    say(
-        f"Training: {report['sequences']:,} packed sequences of {report['sequence_length']:,} tokens, "
-        f"{report['sequences_per_step']:,} a step; steps: {report['steps']:,}, epochs: {report['epochs']:.4g}."
-    )
+    amount = f"{report['sequences']:,} packed sequences of {report['sequence_length']:,} tokens, "
+    amount += f"{report['sequences_per_step']:,} a step"
+    if report["prompts_per_step"]:
+        amount = (
+            f"{report['sequences']:,} prompts, {report['prompts_per_step']:,} a step, which the model itself answers"
+        )
+    say(f"Training: {amount}; steps: {report['steps']:,}, epochs: {report['epochs']:.4g}.")
     if report["bad"]:
         say()
         say(
@@ -241,9 +253,11 @@ def _show(report: dict[str, Any], one_a_line: bool) -> None:
         for number, shown in enumerate(one["shown"], start=1):
             say()
             targets = sum(weight > 0 for weight in shown["weights"])
+            about = f"{targets:,} of them targets, {'in colour' if has_colour else 'in [brackets]'}"
+            if shown["facts"] is not None:
+                about = "a prompt, with " + ", ".join(f"{k}: {str(v)[:200]!r}" for k, v in shown["facts"].items())
             say(
-                f"{one['title']}, example {number} ({shown['origin']}): {len(shown['ids']):,} tokens, "
-                f"{targets:,} of them targets, {'in colour' if has_colour else 'in [brackets]'}",
+                f"{one['title']}, example {number} ({shown['origin']}): {len(shown['ids']):,} tokens, {about}",
                 style="bold",
             )
             if one_a_line:

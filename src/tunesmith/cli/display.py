@@ -234,7 +234,14 @@ class Display:
             yield Text(f"{self._done:,}")
 
 
-SHOWN_FIGURES = {"accuracy": "accuracy {:.0%}", "margin": "margin {:.3f}"}
+SHOWN_FIGURES = {
+    "accuracy": "accuracy {:.0%}",
+    "margin": "margin {:.3f}",
+    "reward": "reward {:.3f}",
+    "answer_tokens": "{:.0f} tokens an answer",
+    "truncated": "{:.0%} cut off",
+    "kl": "KL {:.3f}",
+}
 """Of what objectives report, those that say most; the others are in the event log."""
 
 

@@ -105,8 +105,9 @@ FormatName = Literal[
     "judged",
     "scored",
     "labelled",
+    "prompts",
 ]
-ObjectiveName = Literal["sft", "dpo", "kto", "orpo", "simpo", "cpo", "distill", "reward", "classify"]
+ObjectiveName = Literal["sft", "dpo", "kto", "orpo", "simpo", "cpo", "distill", "reward", "classify", "grpo", "rloo"]
 
 
 class Dataset(Settings):
@@ -249,6 +250,97 @@ class Distillation(Settings):
     """Ask the teacher once, before training, and keep its so many likeliest tokens; when left out, in each step."""
 
 
+class Rollout(Settings):
+    """Answers of the model itself, which `rewards` check (`objective: grpo` and `rloo`)."""
+
+    prompts: Count = 8
+    """Prompts of an optimizer step, over all devices."""
+    answers: Annotated[Count, Field(ge=2, le=1024)] = 8
+    """Answers to each prompt, which are compared with each other (the group size)."""
+    max_answer_tokens: Count = 256
+    """Answers are cut off after so many tokens."""
+    temperature: Annotated[Number, Field(gt=0, le=10)] = 1.0
+    """Of sampling; the loss divides logits by it, too."""
+    updates: Annotated[Count, Field(le=64)] = 1
+    """Optimizer updates with the answers of a step; from the second on, ratios are clipped by `epsilon`."""
+    loss: Literal["dapo", "grpo", "dr_grpo", "bnpo"] = "dapo"
+    """With `grpo`: mean over all tokens (`dapo`, `bnpo`), over each answer's and then answers, or by the longest."""
+    ratios: Literal["token", "sequence"] = "token"
+    """With `grpo`: how much likelier each token has become, or (GSPO) a token of the answer on average."""
+    epsilon: Annotated[Number, Field(gt=0)] = 0.2
+    """Ratios below 1 - epsilon or above 1 + epsilon_high are clipped."""
+    epsilon_high: Annotated[Number, Field(gt=0)] | None = None
+    """The same as `epsilon` when left out; 0.28 is usual with `dapo`."""
+    scale_rewards: Literal["group", "batch", "none"] | None = None
+    """Divide advantages by the spread of rewards; `group` with `grpo` and `none` with `rloo` when left out."""
+    beta: Annotated[Number, Field(ge=0)] = 0.0
+    """Weight of the KL divergence from the model without its adapter; above 0 it costs a forward pass more."""
+
+
+class Reward(Settings):
+    """One check of an answer (`rewards`), or the name of one: `exact`, `tests`, or `file.py:function`."""
+
+    kind: Literal["exact", "regex", "json_schema", "tests", "function"]
+    """Gives the record's `answer`, holds a pattern, fits a JSON schema, passes unit tests; or a function of yours."""
+    weight: Number = 1.0
+    """What is found, from 0 to 1 but for functions, is multiplied by it."""
+    name: Text | None = None
+    """Name in figures; the kind, or the function's name, when left out."""
+    extract: Text | None = None
+    """With `exact`: pattern of what counts as the model's answer, its first group; the last match is taken."""
+    pattern: Text | None = None
+    """With `regex`: what an answer must hold somewhere (Python's syntax; dots match line ends)."""
+    file: Text | None = None
+    """With `json_schema`: the file with the schema."""
+    function: Text | None = None
+    """With `function`: `file.py:name` or `module:name`; called as `name(answer, record)`, gives a number."""
+    seconds: Annotated[Number, Field(gt=0, le=3600)] = 10.0
+    """With `tests`: time limit of one answer."""
+    memory_mb: Annotated[Count, Field(ge=64)] = 1024
+    """With `tests`: memory limit of one answer."""
+
+    @model_validator(mode="after")
+    def _has_its_own(self) -> Reward:
+        own = {"regex": "pattern", "json_schema": "file", "function": "function"}
+        wanted = own.get(self.kind)
+        if wanted and getattr(self, wanted) is None:
+            raise ValueError(f"kind {self.kind} needs `{wanted}`")
+        for name in {"extract", "pattern", "file", "function"} - {wanted, "extract" if self.kind == "exact" else None}:
+            if getattr(self, str(name)) is not None:
+                raise ValueError(f"kind {self.kind} has no use for `{name}`")
+        for name in ("extract", "pattern"):
+            try:
+                re.compile(getattr(self, name) or "")
+            except re.error as error:
+                raise ValueError(f"`{name}` is no regular expression: {error}") from None
+        if self.function is not None and not all(self.function.rpartition(":")[::2]):
+            raise ValueError("`function` needs a file or module and a name, such as `rewards.py:score`")
+        if self.weight == 0:
+            raise ValueError("a weight of 0 rewards nothing; leave it out of the list")
+        return self
+
+    @property
+    def title(self) -> str:
+        return self.name or (self.function.rpartition(":")[2] if self.function else self.kind)
+
+
+def _as_rewards(value: object) -> object:
+    """`rewards: exact` and `rewards: file.py:function` are what people write for one of them."""
+    if isinstance(value, str | dict):
+        value = [value]
+    if not isinstance(value, list):
+        return value
+    return [
+        ({"kind": "function", "function": one} if ":" in one else {"kind": one}) if isinstance(one, str) else one
+        for one in value
+    ]
+
+
+Rewards = Annotated[
+    list[Reward], BeforeValidator(_as_rewards, json_schema_input_type=list[Reward | str] | Reward | str)
+]
+
+
 def _as_list(value: object) -> object:
     """`data: file.jsonl`, `data: hub:NAME` and `data: {path: ...}` are what people write for one data set."""
     if isinstance(value, str | dict):
@@ -292,11 +384,15 @@ class Run(Settings):
     lora: Lora = Lora()
     """Settings of the adapters; used with `method: lora` and `qlora`."""
     objective: ObjectiveName = "sft"
-    """What is learned: texts or answers (`sft`), preferences, what a teacher says, or to score or classify texts."""
+    """What is learned: texts (`sft`), preferences, what a teacher says, scores, labels, or what earns rewards."""
     preference: Preference = Preference()
     """Settings of objectives that learn from preferences."""
     distillation: Distillation = Distillation()
     """Settings of `objective: distill`."""
+    rollout: Rollout = Rollout()
+    """Settings of `objective: grpo` and `rloo`."""
+    rewards: Rewards = []
+    """With `objective: grpo` and `rloo`: how answers are checked; the reward is the sum."""
     labels: list[Text] = []
     """With `objective: classify`: the names of the classes, which records give by name or by number from 0."""
     peft: dict[Text, Any] = {}
@@ -453,6 +549,8 @@ _PREFERENCE_SETTINGS: dict[str, tuple[str, ...]] = {
     "distill": (),
     "reward": (),
     "classify": (),
+    "grpo": (),
+    "rloo": (),
 }
 
 
@@ -464,7 +562,7 @@ def _unsuited(run: Run) -> str | None:
     if unused := sorted(changed - set(used)):
         known = f"it has {', '.join(used)}" if used else "it learns from no preferences"
         return f"`objective: {objective}` has no use for preference.{unused[0]}: {known}"
-    if why := _unsuited_teacher(run) or _unsuited_head(run):
+    if why := _unsuited_teacher(run) or _unsuited_head(run) or _unsuited_rollout(run):
         return why
     if objective in ("sft", "distill"):
         return None
@@ -509,6 +607,34 @@ def _unsuited_head(run: Run) -> str | None:
         return f"lora: with `objective: {run.objective}` adapters are on the layers, and begin without effect"
     if run.new_tokens:
         return f"new_tokens: they are not for `objective: {run.objective}`"
+    return None
+
+
+def _unsuited_rollout(run: Run) -> str | None:
+    objective, rollout = run.objective, run.rollout
+    if objective not in ("grpo", "rloo"):
+        why = f"rollout and rewards are for `objective: grpo` and `rloo`, and objective is {objective}"
+        return why if rollout != Rollout() or run.rewards else None
+    if not run.rewards:
+        return f"rewards: `objective: {objective}` needs at least one, such as `rewards: [exact]`"
+    titles = [one.title for one in run.rewards]
+    if twice := next((one for one in titles if titles.count(one) > 1), None):
+        return f"rewards: two of them are called {twice}; give each a `name`"
+    if rollout.max_answer_tokens > run.sequence_length - 8:
+        return f"rollout.max_answer_tokens leaves no room for a prompt in sequence_length {run.sequence_length}"
+    if run.profile_steps is not None:
+        return f"profile_steps: steps of `objective: {objective}` begin with answers, which are not profiled yet"
+    if objective == "rloo" and (rollout.loss != "dapo" or rollout.ratios != "token"):
+        return "rollout.loss and rollout.ratios are for `objective: grpo`; rloo has one loss, over whole answers"
+    if objective == "rloo" and rollout.scale_rewards == "group":
+        return "rollout.scale_rewards: with `objective: rloo` it may be batch or none"
+    if rollout.beta and (not run.has_lora or run.adapter is not None or run.new_tokens or run.lora.init != "default"):
+        return (
+            "rollout.beta: the reference is the model with its adapter switched off, so it needs method lora or qlora, "
+            "begun anew (no `adapter`, `new_tokens` or `lora.init`); leave beta at 0"
+        )
+    if rollout.updates > 1 and str(run.peft.get("peft_type", "")).upper() == "ADALORA":
+        return "rollout.updates: AdaLoRA's schedule goes by steps of one update"
     return None
 
 

@@ -128,6 +128,7 @@ def _chunk(examples: list[Example], records: int) -> Chunk:
         [max(1, len(example.sizes)) for example in examples],
         [size for example in examples for size in example.sizes or (len(example.ids),)],
         [value for example in examples for value in example.values or (1.0,) * max(1, len(example.sizes))],
+        [example.facts.encode(errors="replace") for example in examples],
     )
 
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.data.types import (
+    Asked,
     Completion,
     Conversation,
     Document,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from tunesmith.config.schema import Dataset, FormatName
     from tunesmith.objectives.base import Records
 
-Item = Conversation | Document | Completion | Tokens | Preference | Judged | Labelled
+Item = Conversation | Document | Completion | Tokens | Preference | Judged | Labelled | Asked
 
 # What a record must have, in the order in which formats are tried; alternatives in one tuple.
 WANTED: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -50,6 +51,9 @@ WANTED: dict[str, tuple[tuple[str, ...], ...]] = {
     "judged": (("label",), ("completion", "response", "messages", "conversations", "conversation")),
     "scored": (("score",), ("text", "completion", "response", "messages", "conversations", "conversation")),
     "labelled": (("label",), ("text", "completion", "response", "messages", "conversations", "conversation")),
+    "prompts": (
+        ("prompt", "question", "messages", "conversations", "conversation", "instruction", "query", "problem"),
+    ),
 }
 FORMATS: dict[Records, tuple[str, ...]] = {
     "texts": ("tokens", "messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "text"),
@@ -57,6 +61,7 @@ FORMATS: dict[Records, tuple[str, ...]] = {
     "judged": ("judged", "preference"),
     "ranked": ("preference", "scored"),
     "labelled": ("labelled",),
+    "prompts": ("prompts",),
 }
 """Of the records that objectives are trained on (`Objective.records`)."""
 NEEDED: dict[Records, str] = {
@@ -65,12 +70,13 @@ NEEDED: dict[Records, str] = {
     "judged": "answers with a `label` that is true or false, or pairs of answers (`chosen` and `rejected`)",
     "ranked": "pairs of answers (`chosen` and `rejected`), or answers with a `score`",
     "labelled": "texts or conversations (`text` or `messages`) with a `label`",
+    "prompts": "prompts (`prompt`, `question` or `messages`), with an `answer` or what else rewards check answers by",
 }
 MOST = 0.8
 """Share of the records that must fit a format for it to be theirs."""
 OPTIONAL = {
     "labels", "attention_mask", "tools", "system", "system_prompt", "input", "history", "context", "choices",
-    "role", "content", "prompt",
+    "role", "content", "prompt", "answer", "tests", "entry_point",
 }  # fmt: skip
 ROLES = {
     "user": "user", "human": "user", "prompter": "user",
@@ -130,6 +136,8 @@ def recognise(sample: Sequence[Record], dataset: Dataset, records: Records = "te
 
 
 def _fields_for(records: Records) -> str:
+    if records == "prompts":
+        return "{prompt: NAME, answer: NAME}"
     return "{text: NAME, label: NAME}" if records == "labelled" else "{prompt: NAME, chosen: NAME, rejected: NAME}"
 
 
@@ -297,9 +305,11 @@ ANSWERS = ("chosen", "rejected")
 _PROMPTS = ("prompt", "conversations", "conversation", "messages", "question", "instruction", "query")
 
 
-def _asked(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> list[Message] | str | None:
+def _asked(
+    fields: dict[str, Any], origin: Origin, dataset: Dataset, names: Sequence[str] = _PROMPTS
+) -> list[Message] | str | None:
     """What both answers answer, where the record has it apart from them."""
-    value, name = _first(fields, *_PROMPTS)
+    value, name = _first(fields, *names)
     if _given(value) is None:
         return None
     if isinstance(value, list | dict):
@@ -422,6 +432,37 @@ def _convert_labelled(fields: dict[str, Any], origin: Origin, dataset: Dataset) 
     return Labelled(Conversation((*_system(fields, messages, origin), *messages), _tools(fields, origin)), label)
 
 
+_ANSWERS = (
+    "answer", "answers", "solution", "ground_truth", "final_answer", "target", "completion", "response", "output",
+    "label",
+)  # fmt: skip
+_TESTS = ("tests", "test", "test_list", "test_cases", "unit_tests")
+
+
+def _convert_prompts(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Asked:
+    names = (*_PROMPTS, "problem")
+    asked = _asked(fields, origin, dataset, names)
+    if asked is None:
+        raise RecordError("missing value", origin, "the prompt is empty")
+    messages = [_user(asked)] if isinstance(asked, str) else asked
+    used = {*names, "input", "context", "system", "system_prompt", "tools"}
+    facts = {name: value for name, value in fields.items() if name not in used}
+    while messages and messages[-1].role == "assistant":  # a conversation with its answer, which is not shown
+        facts = {"answer": messages[-1].content, **facts}
+        messages = messages[:-1]
+    if not any(message.role in ("user", "tool") for message in messages):
+        raise RecordError("no question", origin, "the prompt has no user turn, so there is nothing to answer")
+    for wanted, others in (("answer", _ANSWERS), ("tests", _TESTS)):
+        value, _ = _first(facts, wanted, *others)
+        if _given(value) is not None:
+            facts[wanted] = value
+    if isinstance(facts.get("answer"), dict):  # {"text": [...]} of SQuAD
+        facts["answer"] = facts["answer"].get("text")
+    messages = [*_system(fields, messages, origin), *messages]
+    before = (replace(m, weight=0.0) if m.role == "assistant" else m for m in messages)
+    return Asked(tuple(before), _tools(fields, origin), facts)
+
+
 def _numeric(value: Any, name: str, origin: Origin) -> float:
     try:
         found = math.nan if isinstance(value, bool) else float(value)
@@ -444,6 +485,7 @@ _CONVERTERS: dict[str, Callable[[dict[str, Any], Origin, Any], Item]] = {
     "judged": _convert_judged,
     "scored": _convert_labelled,
     "labelled": _convert_labelled,
+    "prompts": _convert_prompts,
 }
 
 

@@ -380,6 +380,35 @@ def _shifted(weights: Sequence[np.ndarray], bounds: np.ndarray) -> np.ndarray:
     return shifted
 
 
+def deal(
+    documents: Sequence[PackedDocument],
+    *,
+    sequence_length: int,
+    micro_batch: int,
+    lengths: Lengths | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+) -> tuple[MicroBatch, ...]:
+    """The micro-batches of this rank of documents that are no store's, packed as those of a step are: as many on all
+    ranks, some with nothing that counts."""
+    sizes = np.array([len(document.ids) for document in documents], dtype=np.int64)
+    sequences = pack(sizes, sequence_length)
+    if lengths is not None:
+        flat = np.concatenate(sequences)
+        groups = [
+            flat[one] for one in by_length([sizes[one] for one in sequences], micro_batch, sequence_length, lengths)
+        ]
+        parts = groups[rank::ranks]
+        parts += [np.empty(0, dtype=np.int64)] * (ceil(len(groups) / ranks) - len(parts))
+    else:
+        mine, count = sequences[rank::ranks], ceil(ceil(len(sequences) / ranks) / micro_batch)
+        ends = [len(mine) * i // count for i in range(count + 1)]
+        parts = [np.concatenate([np.empty(0, dtype=np.int64), *mine[a:b]]) for a, b in pairwise(ends)]
+    return tuple(
+        micro_batch_of([documents[i] for i in part.tolist()] if len(part) else [idle(documents[0])]) for part in parts
+    )
+
+
 def by_length(
     sequences: Sequence[np.ndarray], micro_batch: int, sequence_length: int, lengths: Lengths
 ) -> list[np.ndarray]:

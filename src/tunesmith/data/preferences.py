@@ -1,4 +1,4 @@
-"""Items -> examples, by the records that an objective is trained on: texts, pairs of answers, or judged answers.
+"""Items -> examples, by the records that an objective is trained on: texts, pairs of answers, judged answers, prompts.
 
 A pair is one example of two documents, so that whatever deals out examples (packing, mixing, holding out, cutting to
 length) keeps its answers together.
@@ -6,6 +6,7 @@ length) keeps its answers together.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from tunesmith.data.build import store_of
 from tunesmith.data.chat import Encoder
 from tunesmith.data.store import TokenStore
 from tunesmith.data.types import (
+    Asked,
     Completion,
     Conversation,
     Document,
@@ -42,6 +44,8 @@ def encode(
     """The examples of an item, and its documents one by one with what each is the tokens of."""
     if records in ("ranked", "labelled"):
         return _to_be_scored(item, encoder, origin)
+    if records == "prompts":
+        return _to_be_answered(item, encoder, origin)
     if records == "texts":
         made = encoder.encode_all(item, origin)
         return made, [(item, example) for example in made]
@@ -57,6 +61,16 @@ def encode(
         tuple(value for _, value, _ in documents),
     )
     return [joined], seen
+
+
+def _to_be_answered(item: Asked, encoder: Encoder, origin: Origin) -> tuple[list[Example], list[tuple[Any, Example]]]:
+    """A prompt as the model is asked it, with what its record says besides."""
+    ids = np.array(encoder.prompt(item.messages, item.tools), dtype=np.int32)
+    if not len(ids):
+        raise RecordError("empty text", origin, "there is no token in the prompt")
+    facts = json.dumps(item.facts, ensure_ascii=False, default=str)
+    made = Example(ids, np.ones(len(ids), dtype=np.float32), origin, facts=facts)
+    return [made], [(Tokens(tuple(ids.tolist()), (True,) * len(ids)), made)]
 
 
 def _to_be_scored(

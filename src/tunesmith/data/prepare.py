@@ -158,6 +158,8 @@ def prepare(
         # A chat's beginning is a whole turn or two; of a text, all is as good as its beginning.
         too_long = run.too_long or ("split" if whole.format == "text" else "truncate")
         longest = length if number < len(run.data) else min(length, eval_length or length)
+        if records_of == "prompts":  # answers need room behind them, and a part of a question is another question
+            too_long, longest = run.too_long or "drop", length - run.rollout.max_answer_tokens
         stores.append(cut(whole, title, sequence_length=longest, too_long=too_long))
     train, evals = tuple(stores[: len(run.data)]), tuple(stores[len(run.data) :])
     for one in stores:

@@ -6,10 +6,11 @@ when a store is opened, on offsets alone: another sequence length costs no secon
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -100,6 +101,12 @@ class TokenStore:
 
     def value(self, d: int) -> float:
         return float(self._values[d])
+
+    def facts(self, i: int) -> dict[str, Any]:
+        """What the record of a prompt says besides."""
+        owner = int(self._owners[i])
+        begin = int(self._whole.fact_ends[owner - 1]) if owner else 0
+        return json.loads(self._whole.facts[begin : int(self._whole.fact_ends[owner])].tobytes() or b"{}")
 
     def origin(self, i: int) -> str:
         """Where an example came from."""
@@ -211,6 +218,10 @@ class Whole:
     """int64: tokens of each document"""
     values: np.ndarray
     """float32: what the data say of each document"""
+    facts: np.ndarray
+    """uint8: what the records of prompts say besides, as JSON, end to end"""
+    fact_ends: np.ndarray
+    """int64 [N]: where those of each example end"""
 
 
 def cut(whole: Whole, title: str, *, sequence_length: int, too_long: TooLong) -> TokenStore:

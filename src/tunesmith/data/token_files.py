@@ -22,7 +22,7 @@ from tunesmith.disk import sync_folder
 from tunesmith.errors import UserError
 from tunesmith.plan.hardware import usable_cores
 
-LAYOUT = 3
+LAYOUT = 4
 HASHED_BYTES = 1 << 26
 """Of a file that are hashed together, so that threads can check a large one."""
 
@@ -45,6 +45,8 @@ class Chunk:
     """Tokens of each document."""
     values: list[float]
     """Of each document."""
+    facts: list[bytes]
+    """Of each example: what its record says besides."""
 
 
 class Damaged(Exception):
@@ -62,6 +64,8 @@ class Writer:
         self._weights: dict[float, int] = {}
         self._content = [sha256(), sha256(), sha256()]
         self._grouped = sha256()
+        self._said = sha256()
+        self._fact_bytes = 0
         self._is_grouped = False
         self._documents = 0
         self._digests = {name: _Digests() for name in ("tokens", *_COLUMNS)}
@@ -94,6 +98,12 @@ class Writer:
         self._write("values", chunk.values)
         self._grouped.update(np.asarray([*chunk.counts, *chunk.sizes, *chunk.values], dtype=np.float64).tobytes())
         self._is_grouped |= any(count != 1 for count in chunk.counts) or any(value != 1 for value in chunk.values)
+        self._write("facts", np.frombuffer(b"".join(chunk.facts), dtype=np.uint8))
+        ends = self._fact_bytes + np.cumsum([len(one) for one in chunk.facts], dtype=np.int64)
+        self._write("fact_ends", ends)
+        self._fact_bytes = int(ends[-1]) if len(ends) else self._fact_bytes
+        for one in chunk.facts:
+            self._said.update(len(one).to_bytes(8, "little") + one)
         self._documents += len(chunk.sizes)
         self._tokens += len(chunk.ids)
         self.records += chunk.records
@@ -106,11 +116,13 @@ class Writer:
             file.close()
         # Plain documents are known by what they always were known by: runs that were begun with them go on.
         content = [*self._content, *([self._grouped] if self._is_grouped else [])]
+        content += [self._said] if self._fact_bytes else []
         meta = {
             **facts,
             "layout": LAYOUT,
             "content": sha256(b"".join(digest.digest() for digest in content)).hexdigest(),
             "documents": self._documents,
+            "fact_bytes": self._fact_bytes,
             "records": self.records,
             "examples": self.examples,
             "tokens": self._tokens,
@@ -146,6 +158,7 @@ def read_folder(folder: Path, mapped: bool = True) -> Whole:
         n, tokens, token_type = meta["examples"], meta["tokens"], np.dtype(meta["token_type"])
         documents = (meta["documents"],)
         shapes = {"offsets": (n + 1,), "codes": (tokens,), "origins": (n, 2), "sizes": documents, "values": documents}
+        shapes |= {"facts": (meta["fact_bytes"],)}
         columns = {"tokens": _column(folder, "tokens", token_type, (tokens,), mapped)}
         for name, dtype in _COLUMNS.items():
             columns[name] = _column(folder, name, dtype, shapes.get(name, (n,)), mapped)
@@ -183,6 +196,8 @@ _COLUMNS = {
     "counts": np.dtype(np.int32),
     "sizes": np.dtype(np.int64),
     "values": np.dtype(np.float32),
+    "facts": np.dtype(np.uint8),
+    "fact_ends": np.dtype(np.int64),
 }
 
 

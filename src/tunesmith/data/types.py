@@ -123,6 +123,15 @@ class Labelled:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt that the model itself will answer, and all that its record says besides, for those who check answers."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...]
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Example:
     """One tokenized example: `ids[i]` is a target with weight `weights[i]`, where that is above 0.
 
@@ -140,6 +149,8 @@ class Example:
     values: tuple[float, ...] = ()
     """What the record says of each of its documents: 1 for an answer that is wanted, 0 for one that is not, or the
     number of its label, its score, or the margin of a pair. 1 where it says nothing."""
+    facts: str = ""
+    """Of a prompt, what its record says besides; as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +198,10 @@ class MicroBatch:
     """int64 [D]: the number of each document within its data set"""
     answers: Any = None
     """float32 [T]: the weights of the answers alone, where `weights` counts prompts too; None where both are one"""
+    advantages: Any = None
+    """float64 [D]: by how much each answer is better than others to its prompt, where they are the model's own"""
+    compared: Any = None
+    """float64 [N]: the log-probability that the reference gives each target token, where ratios are by tokens"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,3 +221,9 @@ class StepBatch:
     """What losses that are no sum over target tokens are divided by: all that the whole step has of each."""
     mismatched: tuple[MicroBatch, ...] = ()
     """Prompts with answers to other prompts, for objectives that compare with such (`Objective.has_baseline`)."""
+    updates: int = 1
+    """Optimizer updates with these micro-batches."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What is known of the step before it is computed: rewards of the answers it has."""
+    figures_of: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """The same by data set."""

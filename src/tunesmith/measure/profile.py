@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tunesmith import disk
 from tunesmith.config.schema import Run
 from tunesmith.data.types import StepBatch
+from tunesmith.errors import UserError
 from tunesmith.measure.picture import memory_svg
 from tunesmith.measure.trace import Analysis, analyse, largest_region, read_trace, what_bounds
 from tunesmith.plan.catalogue import find_gpu
@@ -187,6 +188,8 @@ def profile_job(job: Job, folder: Path, *, steps: int = 2) -> Report | None:
     several ranks the first is profiled.
 
     Passes are not replayed, even where the plan has them captured: a replay shows no allocation."""
+    if job.roll_out is not None:
+        raise UserError(f"Steps of objective: {job.run.objective} begin with answers, which are not profiled yet.")
     on_gpu = job.device.type == "cuda"
     warmup = 3 if on_gpu else 1  # compiled layers are done after two, and the GPU's clock has settled
     watch = None

@@ -409,8 +409,8 @@ def find_forward_spec(
 
 
 def own_attention(model: nn.Module) -> str:
-    """The attention that defines the model: its own, but not torch's where that leaves something out. transformers gives
-    some models with soft caps over to it all the same."""
+    """The attention that defines the model: its own, but not torch's where that leaves something out. transformers
+    gives some models with soft caps over to it all the same."""
     own = model.config._attn_implementation
     own = "sdpa" if own == PACKED_ATTENTION else own
     is_capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None

@@ -35,6 +35,10 @@ class Answered(Documents, Protocol):
     def references(self) -> torch.Tensor: ...
     @property
     def answers(self) -> torch.Tensor | None: ...
+    @property
+    def advantages(self) -> torch.Tensor | None: ...
+    @property
+    def compared(self) -> torch.Tensor | None: ...
 
 
 class Scoring:
@@ -49,8 +53,12 @@ class Scoring:
         sources: int,
         divisors: Mapping[str, float] | None = None,
         baseline: torch.Tensor | None = None,
+        sampled: torch.Tensor | None = None,
     ):
-        """`divisors`: those of the whole step, where a gradient is wanted. `baseline`: a number, on the device."""
+        """`divisors`: those of the whole step, where a gradient is wanted. `baseline`: a number, on the device.
+        `sampled`: the tokens' log-probabilities before the first update, where this is a later one."""
+        self.sampled = sampled
+        """float64 [N]; once called, what they are or were before the first update"""
         self.objective, self.divisors, self.sources = objective, divisors, sources
         self.device = device
         self.baseline = torch.zeros((), dtype=torch.float64, device=device) if baseline is None else baseline
@@ -64,6 +72,8 @@ class Scoring:
 
     def __call__(self, losses_n: torch.Tensor) -> torch.Tensor:
         """The weight of each target token's loss in the gradient; zeros where none is wanted."""
+        if self.sampled is None:
+            self.sampled = -losses_n.detach().double()
         if not self.is_counted.any():
             return torch.zeros_like(losses_n)
         if self.divisors is None:
@@ -82,6 +92,10 @@ class Scoring:
         rows_n, lengths_d = targets_of(batch)
         assert int(lengths_d.sum()) == len(rows_n)
         weights_n = moved(batch.weights[rows_n].double(), self.device)
+        each = {"advantages_d": batch.advantages, "references_n": batch.compared}
+        rolled = {name: None if one is None else moved(one, self.device) for name, one in each.items()}
+        if rolled["advantages_d"] is not None:
+            rolled |= {"advantages_d": rolled["advantages_d"][:count], "sampled_n": self.sampled}
         return Answers(
             logps_n=-losses_n.double(),
             weights_n=weights_n if batch.answers is None else moved(batch.answers[rows_n].double(), self.device),
@@ -90,6 +104,7 @@ class Scoring:
             references_d=moved(batch.references[:count], self.device),
             values_d=moved(batch.values[:count], self.device),
             baseline=self.baseline,
+            **rolled,
         )
 
     def _keep(self, columns: Mapping[str, Column]) -> None:

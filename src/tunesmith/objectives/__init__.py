@@ -12,6 +12,7 @@ from tunesmith.objectives.base import Objective
 from tunesmith.objectives.cpo import Cpo, Simpo
 from tunesmith.objectives.distill import Distill
 from tunesmith.objectives.dpo import Dpo
+from tunesmith.objectives.grpo import Grpo, Rloo
 from tunesmith.objectives.head import Classify, Reward
 from tunesmith.objectives.kto import Kto
 from tunesmith.objectives.orpo import Orpo
@@ -27,8 +28,11 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "distill": Distill,
     "reward": Reward,
     "classify": Classify,
+    "grpo": Grpo,
+    "rloo": Rloo,
 }
 
 
 def objective_of(run: Run) -> Objective:
-    return OBJECTIVES[run.objective](run.preference)
+    kind = OBJECTIVES[run.objective]
+    return kind(run.preference, run.rollout) if issubclass(kind, Grpo) else kind(run.preference)

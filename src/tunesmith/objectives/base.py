@@ -25,9 +25,9 @@ from tunesmith.config.schema import Preference
 if TYPE_CHECKING:
     from torch import Tensor
 
-Records = Literal["texts", "pairs", "judged", "ranked", "labelled"]
+Records = Literal["texts", "pairs", "judged", "ranked", "labelled", "prompts"]
 """Texts and conversations; two answers to a prompt, one of them better; answers that are wanted or not; pairs or
-answers with a score; texts with a label."""
+answers with a score; texts with a label; prompts, with what an answer is checked by."""
 Divisor = Literal["examples", "tokens", "wanted", "unwanted", "pairs", "scored"]
 """What a sum is divided by: examples, target tokens of wanted answers, answers of one kind, or examples of one kind."""
 
@@ -54,6 +54,12 @@ class Answers:
     """1 for an answer that is wanted, 0 for one that is not."""
     baseline: Tensor
     """How much more likely than for the reference an answer has become to a prompt it does not belong to."""
+    advantages_d: Tensor | None = None
+    """By how much each answer is better than others to its prompt, where the model itself has given them."""
+    sampled_n: Tensor | None = None
+    """Log-probability of each target token before the first update with these answers; None: as it is now."""
+    references_n: Tensor | None = None
+    """What the reference gives each target token."""
 
     @cached_property
     def logps_d(self) -> Tensor:
@@ -118,6 +124,8 @@ class Objective(ABC):
     """It compares with the model as it is before training: each document's log-probability is computed once."""
     has_teacher: ClassVar[bool] = False
     """It learns from the probabilities of another model (`kernels.linear_distillation`)."""
+    has_rollouts: ClassVar[bool] = False
+    """It is trained on answers that the model gives while it is trained, and that are checked."""
     has_head: ClassVar[bool] = False
     """It trains a new head over the last token of each document, in place of the one for tokens."""
     has_baseline: ClassVar[bool] = False

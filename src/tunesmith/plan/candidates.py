@@ -81,8 +81,12 @@ def candidates_of(
 ) -> Iterator[Candidate]:
     base = Choice(
         attention=paths.preferred(task),
-        # Padded rows change their shape with every step; modules of other libraries are run as they are.
-        is_compiled=task.device == "cuda" and task.facts.packs and task.method != "peft",
+        # Padded rows change their shape with every step, rows of a cache with every token; modules of other libraries
+        # are run as they are.
+        is_compiled=task.device == "cuda"
+        and task.facts.packs
+        and task.method != "peft"
+        and not task.objective.has_rollouts,
         **{name: value for name, value in tier.items() if name != "axes"},
     )
     fixed = {name: value for name, value in pins.items() if name != "checkpointed_layers"}

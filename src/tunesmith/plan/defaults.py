@@ -95,6 +95,8 @@ class Amount:
 def propose(run: Run, width: int, limit: int, size: DataSize | None, decide: Decide) -> Amount:
     """What the settings leave open, for a model `width` wide and sequences of at most `limit` tokens."""
     epochs = run.epochs if run.epochs is not None else 1.0
+    if objective_of(run).has_rollouts:
+        return _of_rollouts(run, width, limit, size, epochs, decide)
     length, sequences = _batch(run, limit, size, epochs, decide)
     batch = length * sequences
     if run.epochs is None and run.steps is None:
@@ -104,6 +106,30 @@ def propose(run: Run, width: int, limit: int, size: DataSize | None, decide: Dec
     if steps is not None and run.steps is None:
         decide("steps", f"about {steps:,}", few_steps(steps) or f"at least {MIN_STEPS}, below which little is learned")
     return Amount(length, sequences, epochs, _rate(run, width, batch, decide), steps)
+
+
+def _of_rollouts(run: Run, width: int, limit: int, size: DataSize | None, epochs: float, decide: Decide) -> Amount:
+    """The same where a step is a number of prompts, and its tokens are the model's own: as many as there may be."""
+    rollout = run.rollout
+    longest = min(limit, rollout.max_answer_tokens + (size.longest if size and size.longest else limit))
+    most = rollout.prompts * rollout.answers * longest
+    length = min(limit, -(-most // ALIGNED) * ALIGNED)
+    sequences = -(-most // length)
+    if run.batch_tokens not in (None, length * sequences):
+        raise UserError(
+            f"batch_tokens is not for objective: {run.objective}, whose steps are rollout.prompts times "
+            "rollout.answers; leave it out."
+        )
+    answers = f"{rollout.prompts} prompts x {rollout.answers} answers"
+    decide("batch", f"{answers} a step", f"up to {sequences:,} packed sequences of {length:,} tokens")
+    steps = run.steps
+    if size is not None and run.epochs is None and steps is None:
+        epochs = min(MAX_EPOCHS, max(epochs, math.ceil(MIN_STEPS * rollout.prompts / max(1.0, size.examples))))
+        decide("epochs", f"{epochs:g}", f"{size.examples:,.0f} prompts: so that there are {MIN_STEPS} steps at least")
+    if size is not None and steps is None:
+        steps = max(1, math.ceil(size.examples * epochs / rollout.prompts))
+        decide("steps", f"about {steps:,}", "each begins with the model's own answers")
+    return Amount(length, sequences, epochs, _rate(run, width, length * sequences, decide), steps)
 
 
 def few_steps(steps: int) -> str | None:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from tunesmith.config.schema import Rollout
+from tunesmith.objectives.grpo import Grpo
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import Layer, Linear
 from tunesmith.plan.paths import is_in_full, preferred
@@ -68,6 +70,8 @@ COLLECTIVES = 300 * MIB
 """What NCCL takes once there is more than one rank."""
 FRAGMENTATION = {"cpu": 0.08, "cuda": 0.01}
 """Of what comes and goes. On a GPU 0.4% was enough where memory was short; it takes up to 10% where there is plenty."""
+ROLLOUT_ROWS = 256
+"""Answers that are decoded at once, at most."""
 OUTSIDE = frozenset({"loss", "optimizer step"})
 """Moments whose workspace is not that of the layers' passes."""
 POOLS = {"plain": 0.015, "rounded": 0.05}, 128 * MIB
@@ -163,6 +167,8 @@ def timeline(task: Task, choice: Choice) -> list[Phase]:
     ]
     if facts.teacher is not None:
         phases.append(phase("the teacher's forward pass", **_asking(task, choice, static, tokens)))
+    if isinstance(task.objective, Grpo):
+        phases.append(phase("rollout", **_rolling_out(task, choice, task.objective.rollout)))
     if not choice.cuda_graphs:
         return phases
     logits = _logits(task, tokens, in_fp8=is_head_fp8)
@@ -539,6 +545,17 @@ def _asking(task: Task, choice: Choice, static: dict[str, float], tokens: float)
         "workspace": workspace,
         "loss": logits,
     }
+
+
+def _rolling_out(task: Task, choice: Choice, rollout: Rollout) -> dict[str, float]:
+    """While the model answers: keys and values of all rows, twice when rows leave the cache, and the last logits."""
+    facts = task.facts
+    rows = min(ROLLOUT_ROWS, -(-rollout.prompts // choice.data_ranks) * rollout.answers)
+    longest = min(task.sequence_length, rollout.max_answer_tokens + task.document_length)
+    cached = 2 * facts.kv_heads * facts.head_dim * facts.layers * task.width * rows * longest
+    wide = max(kind.intermediate for kind in facts.kinds)
+    read = rows / rollout.answers * task.document_length * (3 * wide + 6 * facts.hidden) * task.width
+    return {"activations": 1.5 * cached, "loss": rows * facts.vocabulary * (task.width + 4 + 4 + 8), "workspace": read}
 
 
 def _last_gradient(task: Task, choice: Choice) -> float:

@@ -50,6 +50,19 @@ REFUSALS: tuple[Refusal, ...] = (
         "parallelism",
     ),
     (
+        lambda task, choice: (
+            task.objective.has_rollouts
+            and (choice.tensor > 1 or choice.sharding not in ("none", "ddp", "zero1", "zero2"))
+        ),
+        "objectives with rollouts decode on each rank, which needs all weights there: use ddp, zero1 or zero2, not "
+        "tensor parallelism, zero3, hybrid or hierarchical sharding",
+    ),
+    (
+        lambda task, choice: task.objective.has_rollouts and (choice.is_compiled or choice.offload_parameters),
+        "objectives with rollouts call layers with another shape for every token, and often: they are neither compiled "
+        "nor offloaded",
+    ),
+    (
         lambda task, _: not task.facts.is_causal,
         "encoder-decoder models cannot be trained here, decoders only",
     ),

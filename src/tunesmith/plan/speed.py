@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from tunesmith.config.schema import Rollout
+from tunesmith.objectives.grpo import Grpo
 from tunesmith.plan import memory, stages
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import Layer
@@ -136,6 +138,9 @@ def step_time(task: Task, choice: Choice) -> Time:
     if task.teacher_in_steps:
         taught = _teacher(task, choice)
         time = {part: seconds + rounds * getattr(taught, part) for part, seconds in time.items()}
+    if isinstance(task.objective, Grpo):
+        rolled, updates = _rollout(task, choice, task.objective.rollout), task.objective.rollout.updates
+        time = {part: updates * seconds + getattr(rolled, part) for part, seconds in time.items()}
     time["recomputation"] = rounds * checkpointed
     time["optimizer"], host_update = _optimizer(task, choice)
     if choice.offload_optimizer == "host" and choice.ranks == 1 and not choice.optimizer_in_backward:
@@ -233,6 +238,17 @@ def _teacher(task: Task, choice: Choice) -> Time:
     )
     forward, _, _ = _passes(asked, way)
     return Time(**{**dict(forward), "loss": forward.loss / 2})
+
+
+def _rollout(task: Task, choice: Choice, rollout: Rollout) -> Time:
+    """Of answers as long as they may be, by the weights that each token has to read and the matmuls of all rows."""
+    facts = task.facts
+    rows = -(-rollout.prompts // choice.data_ranks) * rollout.answers
+    batches = -(-rows // memory.ROLLOUT_ROWS)
+    flops = 2 * (facts.active + facts.embedding) * rows * rollout.max_answer_tokens
+    read = (facts.active + facts.embedding) * task.width * batches * rollout.max_answer_tokens
+    matmuls = max(flops / (task.rates.fp32 if task.width == 4 else task.rates.half), read / task.rates.bandwidth)
+    return Time(matmuls=matmuls)
 
 
 def _part_of_rank(task: Task, choice: Choice) -> float:

@@ -9,6 +9,7 @@ import torch
 
 from tunesmith.config.schema import Run
 from tunesmith.data.loader import Loader
+from tunesmith.data.prompts import PromptLoader
 from tunesmith.kernels import flash4
 from tunesmith.model import attention
 from tunesmith.model.adapters import RankSchedule
@@ -16,6 +17,7 @@ from tunesmith.model.content import Content
 from tunesmith.model.structure import decoder_layers
 from tunesmith.objectives import objective_of
 from tunesmith.objectives.base import Objective
+from tunesmith.objectives.grpo import Grpo
 from tunesmith.optim.build import build
 from tunesmith.parallel import compile
 from tunesmith.parallel.check import check_parallelism
@@ -25,11 +27,13 @@ from tunesmith.parallel.prepare import is_cut, prepare
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.defaults import few_steps
 from tunesmith.plan.plan import Plan
+from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder
 from tunesmith.run.base import keep_base
 from tunesmith.run.evaluate import Evaluator, held_out_while_training
 from tunesmith.run.reference import Progress, Reference
 from tunesmith.run.result import ResultWriter
+from tunesmith.run.rollout import Generator, RewardEvaluator, Rollouts, at_temperature
 from tunesmith.run.shape import make_reproducible, micro_batch_shape
 from tunesmith.run.start import Setting
 from tunesmith.run.state import Share, TrainingState
@@ -50,8 +54,10 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
     check_parallelism(run, plan, device)
     content = Content()
     objective = objective_of(run)
-    loader = _loader(setting, ranks, objective)
-    teach = teach_of(run, plan, setting.data.train, loader.seen, device, ranks, progress)
+    loader = _prompt_loader(setting, objective) if isinstance(objective, Grpo) else _loader(setting, ranks, objective)
+    teach = None
+    if isinstance(loader, Loader):
+        teach = teach_of(run, plan, setting.data.train, loader.seen, device, ranks, progress)
     ways = {"content": content, "meanwhile": _imports_for(plan), "steps": loader.total_steps}
     prepared = prepare(run, plan, device, **ways)
     model, called = prepared.model, prepared.called
@@ -64,33 +70,41 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
     began = f"{setting.identity.model}:{run.peft}:{run.seed}" if run.method == "peft" else setting.identity.model
     about = {"weights": began, "ranks": ranks, "cut": cut, "progress": progress}
     reference = Reference(called, plan.forward, plan, device, **about)
-    loader.refer(*reference.of(setting.data.train, objective, loader.seen))
+    if isinstance(loader, Loader):
+        loader.refer(*reference.of(setting.data.train, objective, loader.seen))
     evals, note = held_out_while_training(run, plan, setting.data.evals, loader.total_steps)
     evals, eval_mismatched = reference.of(evals, objective)
-    notes = [one for one in (note, _few_steps(run, loader.total_steps)) if one]
+    few = None if objective.has_rollouts else _few_steps(run, loader.total_steps)
+    notes = [one for one in (note, few) if one]
     share = Share(called, plan, ranks)
     schedule = RankSchedule.of(prepared.tuned)
     rule = StopRule.of(run, plan, objective, has_held_out=bool(evals))
     state = TrainingState(optimizer, share, setting.checkpoints, schedule, rule=rule)
     told = {"steps": loader.total_steps, "losses": state.losses}
     result = ResultWriter.of(run, plan, model, optimizer, share, setting.data, **told, tuned=prepared.tuned)
+    evaluate, roll_out, spec = None, None, plan.forward
+    if isinstance(objective, Grpo):
+        generator = Generator(called, setting.data.encoder, run.rollout, Rewards(run.rewards), run.seed)
+        evaluate = RewardEvaluator(generator, evals, ranks, state.losses) if evals else None
+        spec = at_temperature(plan.forward, run.rollout.temperature)
+        longest = max(int(store.lengths.max()) for store in setting.data.train)
+        roll_out = Rollouts(generator, objective, spec, plan, device, ranks, Path(run.output), longest)
+    elif evals:
+        told = (state.losses, objective, eval_mismatched, rule)
+        evaluate = Evaluator(called, plan.forward, plan, evals, device, ranks, cut, *told)
     return Job(
         run=run,
         plan=plan,
         folder=Path(run.output),
         device=device,
         model=called,
-        spec=plan.forward,
+        spec=spec,
         loader=loader,
         titles=tuple(store.title for store in setting.data.train),
         optimizer=optimizer,
         checkpoints=setting.checkpoints,
         resume_from=setting.resume_from,
-        evaluate=Evaluator(
-            called, plan.forward, plan, evals, device, ranks, cut, state.losses, objective, eval_mismatched, rule
-        )
-        if evals
-        else None,
+        evaluate=evaluate,
         ends=(lambda: rule.reason) if rule is not None else (lambda: None),
         save=state.save,
         restore=state.restore,
@@ -103,6 +117,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
         objective=objective,
         schedule=schedule,
         teach=teach,
+        roll_out=roll_out,
     )
 
 
@@ -131,6 +146,12 @@ def _loader(setting: Setting, ranks: Ranks, objective: Objective) -> Loader:
         lengths=plan.forward.lengths(plan.sequence_length),
         objective=objective,
     )
+
+
+def _prompt_loader(setting: Setting, objective: Grpo) -> PromptLoader:
+    run, weights = setting.run, [dataset.weight for dataset in setting.run.data]
+    amount = {"epochs": run.epochs or setting.plan.epochs, "steps": run.steps}
+    return PromptLoader(setting.data.train, weights, seed=run.seed, prompts=objective.rollout.prompts, **amount)
 
 
 def _few_steps(run: Run, total_steps: int) -> str | None:

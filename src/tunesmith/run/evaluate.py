@@ -27,11 +27,13 @@ from tunesmith.parallel.prepare import load_model, make_fast
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.parallel.shard import Sharded
 from tunesmith.plan.plan import ForwardSpec, Plan
+from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder
 from tunesmith.run.base import check_base
 from tunesmith.run.choose import Progress, plan_run, tokenize, with_findings
-from tunesmith.run.open import open_run, placement, tokenizer_of
+from tunesmith.run.open import encoder_of, open_run, placement, tokenizer_of
 from tunesmith.run.reference import Reference
+from tunesmith.run.rollout import Generator, held_out_rewards
 from tunesmith.run.shape import make_reproducible, micro_batch_shape
 from tunesmith.run.stop import StopRule, together
 from tunesmith.train.events import Evaluation
@@ -143,6 +145,9 @@ def evaluate_run(
     def measure(model: nn.Module, spec: ForwardSpec, where: torch.device) -> list[HeldOut]:
         sizes = {"sequence_length": plan.sequence_length, "micro_batch": plan.micro_batch}
         evaluating = partial(progress, "Evaluating") if progress else None
+        if objective.has_rollouts:
+            generator = Generator(model, encoder_of(folder), run.rollout, Rewards(run.rewards), run.seed)
+            return held_out_rewards(generator, stores, ranks=ranks, progress=evaluating)
         sizes |= {"objective": objective, "mismatched": mismatched, "ranks": ranks, "share": (ranks.rank, ranks.count)}
         return held_out_losses(model, spec, stores, device=where, progress=evaluating, **sizes)
 

@@ -90,6 +90,9 @@ class Identity:
             kept.pop("distillation", None)
         if self.settings.get("objective") != "classify":
             kept.pop("labels", None)
+        if self.settings.get("objective") not in ("grpo", "rloo"):
+            kept.pop("rollout", None)
+            kept.pop("rewards", None)
         return kept
 
 

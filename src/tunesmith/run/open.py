@@ -131,7 +131,7 @@ def open_run(
             step = _from_checkpoint(model, run, folder)
     if run.quantization_aware is not None:
         FakeQuantization.of(model, run.quantization_aware).put_on(model)
-    encoder = Encoder(tokenizer_of(folder), template=None, train_on=run.train_on, special_tokens=run.special_tokens)
+    encoder = encoder_of(folder)
     reasons = bool(side_files.read_asked(folder / side_files.FOLDER).get("reasons"))
     return Opened(model.eval(), encoder, torch.device(place), step, reasons, tuned)
 
@@ -170,6 +170,12 @@ def tokenizer_of(folder: Path):
     if run.chat_template is not None:
         tokenizer.chat_template = read_template(run.chat_template)
     return tokenizer
+
+
+def encoder_of(folder: Path) -> Encoder:
+    """What asks the model of the run in `folder` as in training."""
+    run = read_run(folder)
+    return Encoder(tokenizer_of(folder), template=None, train_on=run.train_on, special_tokens=run.special_tokens)
 
 
 def trained_adapter(folder: Path) -> tuple[lora.AdapterFiles, int | None]:

@@ -21,9 +21,11 @@ from tunesmith.model.probe import probe_run
 from tunesmith.model.save import remove_leftovers
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import Plan
+from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder
 from tunesmith.run.choose import Progress, make_plan, tokenize, will_write
 from tunesmith.run.initial import make_start
+from tunesmith.run.rollout import check_rewards
 from tunesmith.run.teacher import check_teacher
 
 
@@ -64,6 +66,7 @@ def prepare_run(
     before = run_folder.read_identity(folder)
     planned = run_folder.read_plan(folder) if before else None
     check_teacher(run)
+    rewards = Rewards(run.rewards)  # mistakes in them are found before anything is read
     if has_head(run):
         make_head(run, load.load_skeleton(run))
     model = load.model_fingerprint(run)
@@ -72,6 +75,7 @@ def prepare_run(
     if run.has_lora and (run.lora.targets != "all-linear" or run.lora.layers is not None):
         lora.find_targets(load.load_skeleton(run), run.lora)
     chosen, data = make_plan(run, probed=probed, plan=plan, ranks=ranks, progress=progress)
+    check_rewards(rewards, (*data.train, *data.evals))
     if data.bad:
         warn(f"All records that were left out are in {run_folder.write_bad_records(folder, data.bad)}.")
     identity = run_folder.identify(run_folder.decided(run, chosen), data=data.fingerprint, model=model)

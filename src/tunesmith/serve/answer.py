@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tunesmith.serve.sampling import Token
+from tunesmith.infer.sampling import Token
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 

@@ -26,13 +26,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tunesmith.data.formats import conversation_of
 from tunesmith.data.types import Origin, RecordError
 from tunesmith.errors import UserError
+from tunesmith.infer.sampling import Token
 from tunesmith.serve.answer import CALL, Answer, Piece, tool_calls
 from tunesmith.serve.engine import Busy, Engine, Job, Reason
 from tunesmith.serve.metrics import Metrics
 from tunesmith.serve.models import Models, Served
 from tunesmith.serve.openapi import description
 from tunesmith.serve.protocol import ApiError, ChatRequest, Common, CompletionRequest, parse
-from tunesmith.serve.sampling import Token
 
 BODY_BYTES = 8 << 20
 BODY_SECONDS = 30.0

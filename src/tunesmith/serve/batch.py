@@ -10,10 +10,11 @@ from torch import nn
 
 from tunesmith.data.chat import Encoder
 from tunesmith.errors import UserError
+from tunesmith.infer.call import try_out
 from tunesmith.infer.generate import stop_tokens
+from tunesmith.infer.sampling import Token
 from tunesmith.serve.answer import Answer
-from tunesmith.serve.engine import LONGEST, Engine, Job, Limits, Reason, cache_tokens, try_out
-from tunesmith.serve.sampling import Token
+from tunesmith.serve.engine import LONGEST, Engine, Job, Limits, Reason, cache_tokens
 
 BATCH = {"cpu": 8, "cuda": 64}
 """Prompts that are decoded at once."""

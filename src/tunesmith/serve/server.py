@@ -16,8 +16,9 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tunesmith.errors import UserError
+from tunesmith.infer.call import Tried, try_out
 from tunesmith.serve.app import Access, Guard, make_app
-from tunesmith.serve.engine import LONGEST, Engine, Limits, Tried, cache_tokens, try_out
+from tunesmith.serve.engine import LONGEST, Engine, Limits, cache_tokens
 from tunesmith.serve.models import Models, open_models
 
 DRAIN_SECONDS = 30

@@ -13,6 +13,8 @@ from torch import nn
 from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Saving
 from tunesmith.config.schema import Run
 from tunesmith.data.loader import Loader
+from tunesmith.data.prompts import PromptBatch, PromptLoader
+from tunesmith.data.types import StepBatch
 from tunesmith.model.adapters import RankSchedule
 from tunesmith.model.forward import Shape
 from tunesmith.objectives.base import Objective
@@ -25,6 +27,11 @@ from tunesmith.train.step import Teach
 
 Progress = Callable[[int, int | None], None]
 """Told how far something is, and out of how much (None: not known)."""
+
+
+RollOut = Callable[[PromptBatch, Callable[[int, int], None]], StepBatch]
+"""From the prompts of a step to its micro-batches. Tells how many answers there are, of how many; may be stopped by an
+exception then."""
 
 
 class Save(Protocol):
@@ -49,7 +56,7 @@ class Job:
     model: nn.Module
     spec: ForwardSpec
     """How the model is called."""
-    loader: Loader
+    loader: Loader | PromptLoader
     titles: tuple[str, ...]
     """Names of the training data sets, as the loader numbers them."""
     optimizer: Optimizer
@@ -81,3 +88,5 @@ class Job:
     """AdaLoRA's share in each step."""
     teach: Teach | None = None
     """With `objective: distill`."""
+    roll_out: RollOut | None = None
+    """With objectives that learn from the model's own answers: makes a step of its prompts."""

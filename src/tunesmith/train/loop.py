@@ -26,6 +26,7 @@ from torch.profiler import record_function
 
 from tunesmith import disk
 from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Saving
+from tunesmith.data.prompts import PromptBatch
 from tunesmith.data.types import StepBatch
 from tunesmith.errors import UserError, listed
 from tunesmith.optim.schedule import learning_rate
@@ -172,7 +173,7 @@ class _Loop:
         self.hang_watch = HangWatch(job.folder, job.ranks)
         self.watch = watch or (lambda _: nullcontext())
         self.progress = progress
-        self.waits = self.step_of.looks_first
+        self.waits = self.step_of.looks_first or job.roll_out is not None
         """Whether each step is waited for before the next is launched."""
         self.total = job.loader.total_steps
         self.done = 0
@@ -266,7 +267,11 @@ class _Loop:
         reason = None
         launched = self.done
         batches = job.loader.iterate(launched)
-        is_alone = job.ranks.count == 1  # others would wait for the rest of this rank's step
+
+        def is_stopping() -> bool:
+            # Others would wait for the rest of this rank's step.
+            return job.ranks.count == 1 and asked_to_stop() is not None
+
         while launched < self.total and not self._ends():
             with self.hang_watch():
                 if self.saving is not None and not any(job.ranks.any([not self.saving.is_written])):
@@ -279,14 +284,10 @@ class _Loop:
                 began = time.monotonic()
                 with record_function("data"):
                     batch = next(batches)
-                counted = itertools.count()
-
-                def before_micro_batch(batch: StepBatch = batch, counted: Iterator[int] = counted) -> bool:
-                    self.progress(MICRO_BATCHES, next(counted), len(batch.micro_batches))
-                    return is_alone and asked_to_stop() is not None
-
                 try:
-                    result = self.step_of.launch(batch, rate, before_micro_batch)
+                    if isinstance(batch, PromptBatch):
+                        batch = self._roll_out(batch, is_stopping)
+                    result = self.step_of.launch(batch, rate, self._before_micro_batch(batch, is_stopping))
                 except Interrupted:
                     reason = asked_to_stop()
                     break
@@ -311,6 +312,27 @@ class _Loop:
         if reason is not None:
             self._warn(f"The run ends after step {self.done} of {self.total}, by stop_when: {reason}.")
         return reason is not None
+
+    def _before_micro_batch(self, batch: StepBatch, is_stopping: Callable[[], bool]) -> Callable[[], bool]:
+        counted = itertools.count()
+
+        def tell() -> bool:
+            self.progress(MICRO_BATCHES, next(counted), len(batch.micro_batches))
+            return is_stopping()
+
+        return tell
+
+    def _roll_out(self, batch: PromptBatch, is_stopping: Callable[[], bool]) -> StepBatch:
+        """The model's own answers to the prompts of a step."""
+        assert self.job.roll_out is not None
+
+        def tell(done: int, total: int) -> None:
+            self.progress("Answering", done, total)
+            if is_stopping():
+                raise Interrupted
+
+        with record_function("rollout"):
+            return self.job.roll_out(batch, tell)
 
     def _settle(self) -> None:
         """Wait for the step that is under way, if one is, and say how it went."""
@@ -350,7 +372,8 @@ class _Loop:
         with self._failing():
             if result.weights is not None:
                 self._warn(self.vitals.see_weights(result.weights, self.done - 1))
-            if not result.is_skipped:
+            # Answers of one reward all teach nothing, and the next ones may.
+            if not result.is_skipped and (result.grad_norm or self.job.roll_out is None):
                 self._warn(self.vitals.see_step(self.done, result.loss, result.grad_norm, step.rate))
 
     def _look_at_weights(self) -> None:

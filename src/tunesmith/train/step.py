@@ -159,6 +159,8 @@ class TrainStep:
         self.schedule = schedule
         self.teach = teach
         self.launched = 0
+        self._sampled: list[torch.Tensor | None] = []
+        """The log-probabilities of the micro-batches' targets before the first of several updates with them."""
 
     def __call__(
         self, batch: StepBatch, learning_rate: float, should_stop: Callable[[], bool] = lambda: False
@@ -174,6 +176,16 @@ class TrainStep:
         step may be launched before this one's result is asked for. Should a loss not be finite, asking raises
         NotFinite, and nothing of this step or a later one may be saved.
         """
+        self._sampled = []
+        results = [self._launch(batch, learning_rate, should_stop)]
+        for _ in range(1, batch.updates):  # not to be stopped any more: the weights are no longer those before the step
+            results.append(self._launch(batch, learning_rate, lambda: False))
+        return results[0] if len(results) == 1 else lambda: [result() for result in results][-1]
+
+    def _launch(
+        self, batch: StepBatch, learning_rate: float, should_stop: Callable[[], bool]
+    ) -> Callable[[], StepResult]:
+        """One update."""
         scale = self.loss_scale.value if self.loss_scale else 1.0
         tally = self._tally()
         self.optimizer.begin(learning_rate)
@@ -210,8 +222,10 @@ class TrainStep:
                     by_source,
                     overflowed,
                     weights_of(*measured) if measured else None,
-                    tally.figures(*whole),
-                    {at: tally.figures(totals[at], weights[at]) for at in totals} if len(tally.names) > 1 else {},
+                    {**batch.figures, **tally.figures(*whole)},
+                    {at: {**batch.figures_of.get(at, {}), **tally.figures(totals[at], weights[at])} for at in totals}
+                    if len(tally.names) > 1
+                    else {},
                 )
 
             known = result() if self.looks_first else None
@@ -316,16 +330,22 @@ class TrainStep:
                 self._draw_from(batch.step, index)
                 micro_batch = self.cut(micro_batch)
                 inputs = to_device(micro_batch, self.device, self.shape)
-            scoring = self._scoring(batch, micro_batch, baseline)
+            scoring = self._scoring(batch, micro_batch, baseline, index)
             lesson = None if self.teach is None else self.teach(micro_batch, inputs)
             is_only = len(batch.micro_batches) == 1
             losses_n = self._forward_backward(inputs, factor, scoring, lesson, is_only=is_only)
+            if scoring is not None and index == len(self._sampled) and batch.updates > 1:
+                self._sampled.append(scoring.sampled)
             yield micro_batch, losses_n if scoring is None else scoring
 
-    def _scoring(self, batch: StepBatch, micro_batch: MicroBatch, baseline: torch.Tensor | None) -> Scoring | None:
+    def _scoring(
+        self, batch: StepBatch, micro_batch: MicroBatch, baseline: torch.Tensor | None, index: int
+    ) -> Scoring | None:
         if self.objective is None:
             return None
         options = {"sources": self.sources, "divisors": batch.divisors, "baseline": baseline}
+        if index < len(self._sampled):
+            options["sampled"] = self._sampled[index]
         return scoring_of(self.objective, micro_batch, self.device, **options)
 
     @torch.no_grad()

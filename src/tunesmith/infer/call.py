@@ -1,0 +1,131 @@
+"""How a model is called to generate: a prompt read, or one more token for each row of a key-value cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tunesmith.errors import UserError, first_line
+from tunesmith.infer.cache import Row, bytes_of, is_shareable, new_cache, regroup
+
+
+class Call:
+    """How the model is called: a prompt read, or one more token for each row of a cache."""
+
+    def __init__(self, model: nn.Module, *, is_shared: bool):
+        takes = inspect.signature(model.forward).parameters
+        self._takes_positions = "position_ids" in takes
+        self._last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self.model, self.is_shared = model, is_shared
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def read(self, prompt: list[int]) -> tuple[torch.Tensor, Any]:
+        """The logits after the prompt [1, V], and its cache."""
+        cache = new_cache(self.model.config, is_shared=self.is_shared)
+        tokens = torch.tensor([prompt], device=self.device)
+        return self._logits(tokens, torch.ones_like(tokens), 0, cache), cache
+
+    def read_all(self, prompts: Sequence[list[int]]) -> tuple[torch.Tensor, Any]:
+        """The same of several prompts at once, which end at the same column: [B, V]."""
+        longest = max(map(len, prompts))
+        lengths_b1 = torch.tensor([len(prompt) for prompt in prompts], device=self.device)[:, None]
+        tokens = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=self.device)
+        places_bl = torch.arange(longest, device=self.device)[None] - (longest - lengths_b1)
+        cache = new_cache(self.model.config, is_shared=True)
+        options = dict(self._last)
+        if self._takes_positions:
+            options["position_ids"] = places_bl.clamp(min=0)
+        mask = (places_bl >= 0).long()
+        out = self.model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
+        return out.logits[:, -1], cache
+
+    def go_on(self, cache: Any, last: list[int], lengths: list[int]) -> torch.Tensor:
+        """The logits after one more token for each row [B, V]; the cache has it then."""
+        tokens = torch.tensor(last, device=self.device)[:, None]
+        lengths_b1 = torch.tensor(lengths, device=self.device)[:, None]
+        longest = max(lengths)
+        mask = (torch.arange(longest + 1, device=self.device)[None] >= longest - lengths_b1).long()
+        return self._logits(tokens, mask, lengths_b1, cache)
+
+    def _logits(self, tokens: torch.Tensor, mask: torch.Tensor, start: Any, cache: Any) -> torch.Tensor:
+        options = dict(self._last)
+        if self._takes_positions:
+            options["position_ids"] = start + torch.arange(tokens.shape[1], device=tokens.device)[None]
+        out = self.model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
+        return out.logits[:, -1]
+
+
+@dataclass(frozen=True)
+class Tried:
+    is_shared: bool
+    """Requests may be decoded together."""
+    why_not: str
+    bytes_per_token: int
+
+
+@torch.no_grad()
+def try_out(model: nn.Module) -> Tried:
+    """Whether the model, decoded from a cache, alone and with others of other lengths, does what it does without one.
+    UserError where it does not even alone."""
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise UserError(f"{type(model).__name__} is not called with a key-value cache, so it cannot be served here.")
+    size = min(model.config.get_text_config().vocab_size, 500)
+    prompts = [[(7 * place + 3 * number) % size for place in range(length)] for number, length in enumerate((5, 11))]
+    expected = [_without_cache(model, prompt) for prompt in prompts]
+    shareable = is_shareable(model.config)
+    problem = "its layers keep states of other kinds than keys and values"
+    for is_shared in (True, False) if shareable else (False,):
+        try:
+            found, amount = _with_cache(model, prompts, is_shared=is_shared)
+            worst = max(_difference(a, b) for a, b in zip(found, expected, strict=True))
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
+            worst, amount, why = float("inf"), 0, first_line(error)
+        else:
+            why = f"its logits differ by {worst:.2g} then"
+        if worst <= _bound(model):
+            return Tried(is_shared, "" if is_shared else problem, amount)
+        problem = why
+    raise UserError(f"{type(model).__name__} does not give with a key-value cache what it gives without ({problem}).")
+
+
+def _without_cache(model: nn.Module, prompt: list[int]) -> torch.Tensor:
+    tokens = torch.tensor([prompt], device=next(model.parameters()).device)
+    return model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits[0, -1].float()
+
+
+def _with_cache(
+    model: nn.Module, prompts: list[list[int]], *, is_shared: bool
+) -> tuple[list[torch.Tensor], int]:  # fmt: skip
+    """The same logits, the last two tokens of each prompt by the cache; and the cache's bytes for each token."""
+    call = Call(model, is_shared=is_shared)
+    begun = [(prompt, call.read(prompt[:-2])[1]) for prompt in prompts]
+    lengths = [len(prompt) - 2 for prompt in prompts]
+    amount = sum(bytes_of(cache) for _, cache in begun) // sum(lengths) if is_shared else 0
+    if not is_shared:
+        found = []
+        for prompt, cache in begun:
+            call.go_on(cache, [prompt[-2]], [len(prompt) - 2])
+            found.append(call.go_on(cache, [prompt[-1]], [len(prompt) - 1])[0].float())
+        return found, 0
+    cache = regroup([Row(cache, 0, length) for (_, cache), length in zip(begun, lengths, strict=True)])
+    call.go_on(cache, [prompt[-2] for prompt in prompts], lengths)
+    logits = call.go_on(cache, [prompt[-1] for prompt in prompts], [length + 1 for length in lengths])
+    return [row.float() for row in logits], amount
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative to how far logits lie apart."""
+    worst = (found - expected).abs().max() / expected.std().clamp(min=1e-6)
+    return float(worst) if torch.isfinite(worst) else float("inf")
+
+
+def _bound(model: nn.Module) -> float:
+    return 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.3

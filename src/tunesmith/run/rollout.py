@@ -1,0 +1,389 @@
+"""Steps of a run whose model learns from its own answers: prompts -> answers -> rewards -> advantages -> micro-batches.
+
+The answers are given by the weights and modules that are being trained, adapters on, from a key-value cache. Ranks
+share the prompts of a step; then each knows all answers, and packs them as one rank alone would. What tokens were given
+when they were sampled is taken from the step's own forward pass, so that ratios begin at exactly 1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tunesmith.config.schema import Rollout
+from tunesmith.data.chat import Encoder
+from tunesmith.data.loader import PackedDocument, deal
+from tunesmith.data.prompts import Prompt, PromptBatch, prompt_of
+from tunesmith.data.store import TokenStore
+from tunesmith.data.types import MicroBatch, StepBatch
+from tunesmith.errors import UserError
+from tunesmith.evaluate.loss import HeldOut, overall, overall_figures
+from tunesmith.infer.call import try_out
+from tunesmith.infer.generate import stop_tokens
+from tunesmith.infer.rollout import Sampled, Wanted, own_attention, sample
+from tunesmith.model import lora
+from tunesmith.model.forward import Entrance, to_device, token_losses
+from tunesmith.model.scoring import document_logps
+from tunesmith.objectives.grpo import Grpo, Rloo
+from tunesmith.parallel.ranks import Ranks
+from tunesmith.parallel.shard import Sharded
+from tunesmith.plan.memory import ROLLOUT_ROWS as ROWS
+from tunesmith.plan.plan import ForwardSpec, Plan
+from tunesmith.rewards import Rewards
+from tunesmith.run.shape import micro_batch_shape
+from tunesmith.train.events import Evaluation
+
+SAMPLES = "rollouts.jsonl"
+SHOWN_PROMPTS, SHOWN_ANSWERS, SHOWN_CHARACTERS, LARGEST_FILE = 2, 2, 2000, 8 << 20
+"""Of a step, what is kept to be looked at; and how long the file may grow before every other step is left out."""
+Progress = Callable[[str, int, int | None], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One of the model's own answers, checked."""
+
+    ids: list[int]
+    is_ended: bool
+    text: str
+    found: list[float]
+    """What each reward gives it."""
+    reward: float
+
+
+class Generator:
+    """The model as it answers."""
+
+    def __init__(self, called: nn.Module, encoder: Encoder, settings: Rollout, rewards: Rewards, seed: int):
+        self.called, self.encoder, self.settings, self.rewards, self.seed = called, encoder, settings, rewards, seed
+        self.model: nn.Module = called.model if isinstance(called, Entrance) else called
+        self.stop_ids = frozenset(stop_tokens(self.model, encoder))
+        self._is_shared: bool | None = None
+
+    def answers(
+        self,
+        prompts: Sequence[Prompt],
+        wanted: Sequence[Wanted],
+        *,
+        temperature: float,
+        should_stop: Callable[[int], None] = lambda _: None,
+    ) -> list[Answer]:
+        was_training = self.called.training
+        self.called.eval()
+        options = {"max_tokens": self.settings.max_answer_tokens, "temperature": temperature, "rows": ROWS}
+        options |= {"stop_ids": self.stop_ids, "should_stop": should_stop}
+        ids = [prompt.ids.tolist() for prompt in prompts]
+        work = partial(self._sample, prompts=ids, wanted=wanted, **options)
+        try:
+            made = self.called(work) if isinstance(self.called, Entrance) else work(self.called)
+        finally:
+            if isinstance(self.called, Sharded):
+                self.called.free_full_weights()
+            self.called.train(was_training)
+        texts = [self.text_of(one) for one in made]
+        asked = [prompts[one.prompt] for one in wanted]
+        found = self.rewards([(text, one.facts, one.origin) for text, one in zip(texts, asked, strict=True)])
+        return [
+            Answer(one.ids, one.is_ended, text, values, self.rewards.total(values))
+            for one, text, values in zip(made, texts, found, strict=True)
+        ]
+
+    def text_of(self, one: Sampled) -> str:
+        ids = one.ids[:-1] if one.is_ended else one.ids
+        return self.encoder.tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+    def _sample(self, model: nn.Module, **options: Any) -> list[Sampled]:
+        if self._is_shared is None:
+            self._is_shared = _shares(model)
+        return sample(model, **options, is_shared=self._is_shared)
+
+
+def _shares(model: nn.Module) -> bool:
+    """Whether answers may be decoded together. UserError where the model cannot be decoded from a cache at all."""
+    with own_attention(model):
+        return try_out(model).is_shared
+
+
+class Rollouts:
+    """Prompts of a step -> its micro-batches on this rank."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        objective: Grpo,
+        spec: ForwardSpec,
+        plan: Plan,
+        device: torch.device,
+        ranks: Ranks,
+        folder: Path,
+        longest: int,
+    ):
+        """`longest`: tokens of the longest prompt."""
+        self.generator, self.objective, self.spec, self.plan = generator, objective, spec, plan
+        self.device, self.ranks, self.samples = device, ranks, Samples(folder / SAMPLES) if ranks.is_first else None
+        settings = objective.rollout
+        if longest + settings.max_answer_tokens > plan.sequence_length:
+            raise UserError(
+                f"The plan packs sequences of {plan.sequence_length:,} tokens, but the longest prompt and its answer "
+                f"have {longest + settings.max_answer_tokens:,}; raise sequence_length in the plan, or lower "
+                "rollout.max_answer_tokens."
+            )
+
+    def __call__(self, batch: PromptBatch, should_stop: Callable[[int, int], None]) -> StepBatch:
+        groups = self._groups(batch, should_stop)
+        self._save_samples(batch, groups)
+        documents = [
+            PackedDocument(
+                np.concatenate([prompt.ids, np.array(answer.ids, dtype=np.int32)]),
+                np.repeat(np.array([0, 1], dtype=np.float32), [len(prompt.ids), len(answer.ids)]),
+                prompt.source,
+                prompt.origin,
+                number=number * len(group) + place,
+            )
+            for number, (prompt, group) in enumerate(zip(batch.prompts, groups, strict=True))
+            for place, answer in enumerate(group)
+        ]
+        micro_batches = self._dealt(documents)
+        rewards = [[answer.reward for answer in group] for group in groups]
+        figures: dict[str, float] = {}
+        if self.objective.rollout.beta:
+            micro_batches, compared = self._compared(micro_batches, len(documents))
+            if isinstance(self.objective, Rloo):  # the divergence is part of the reward
+                figures["kl"] = float(compared.mean())
+                taken = self.objective.rollout.beta * compared.reshape(len(groups), -1)
+                rewards = (np.array(rewards) - taken).tolist()
+        advantages = torch.tensor([one for some in self.objective.advantages(rewards) for one in some]).double()
+        micro_batches = tuple(replace(one, advantages=advantages[one.numbers]) for one in micro_batches)
+        tokens = sum(len(document.ids) for document in documents)
+        answered = float(sum(len(answer.ids) for group in groups for answer in group))
+        return StepBatch(
+            batch.step,
+            batch.epoch,
+            micro_batches,
+            target_weight=answered,
+            tokens=tokens,
+            divisors={"examples": float(len(documents)), "tokens": answered},
+            updates=self.objective.rollout.updates,
+            figures=figures | self._figures(groups),
+            figures_of=self._figures_of(batch.prompts, groups),
+        )
+
+    def _groups(self, batch: PromptBatch, should_stop: Callable[[int, int], None]) -> list[list[Answer]]:
+        """The answers to each prompt of the step, on all ranks."""
+        settings, generator = self.objective.rollout, self.generator
+        rank, ranks = self.plan.mesh.data_rank(self.ranks.rank), self.plan.mesh.data_ranks
+        mine = list(range(len(batch.prompts)))[rank::ranks]
+        wanted = [
+            Wanted(at, f"{generator.seed}:{batch.step}:{number}:{place}")
+            for at, number in enumerate(mine)
+            for place in range(settings.answers)
+        ]
+        prompts = [batch.prompts[number] for number in mine]
+        stop = lambda done: should_stop(done, len(wanted))  # noqa: E731
+        made = generator.answers(prompts, wanted, temperature=settings.temperature, should_stop=stop) if mine else []
+        here = [made[at : at + settings.answers] for at in range(0, len(made), settings.answers)]
+        if self.ranks.count == 1:
+            return here
+        said = self.ranks.gather(json.dumps([[asdict(one) for one in group] for group in here]))
+        every = {}
+        for number, text in enumerate(said):
+            groups = [[Answer(**one) for one in group] for group in json.loads(text)]
+            places = range(len(batch.prompts))[self.plan.mesh.data_rank(number) :: ranks]
+            every |= dict(zip(places, groups, strict=True))
+        return [every[number] for number in range(len(batch.prompts))]
+
+    def _dealt(self, documents: Sequence[PackedDocument]) -> tuple[MicroBatch, ...]:
+        plan = self.plan
+        sizes = {"sequence_length": plan.sequence_length, "micro_batch": plan.micro_batch}
+        lengths = self.spec.lengths(plan.sequence_length)
+        rank, ranks = plan.mesh.data_rank(self.ranks.rank), plan.mesh.data_ranks
+        return deal(documents, **sizes, lengths=lengths, rank=rank, ranks=ranks)
+
+    @torch.no_grad()
+    def _compared(self, micro_batches: Sequence[MicroBatch], count: int) -> tuple[tuple[MicroBatch, ...], np.ndarray]:
+        """With what the model without its adapter gives each token; and of each answer, over all ranks, by how much
+        its log-probability is above that."""
+        called, shape = self.generator.called, micro_batch_shape(self.plan)
+        was_training = called.training
+        called.eval()
+        above = torch.zeros(count, dtype=torch.float64, device=self.device)
+        made = []
+        for batch in micro_batches:
+            inputs = to_device(batch, self.device, shape)
+            with lora.without_adapters(self.generator.model):
+                base_n = token_losses(called, inputs, self.spec)[1]
+            if isinstance(self.objective, Rloo):
+                own_n = token_losses(called, inputs, self.spec)[1]
+                if (batch.parts >= 0).any():
+                    at = batch.numbers[batch.parts >= 0].to(self.device)
+                    above[at] = document_logps(batch, own_n) - document_logps(batch, base_n)
+            made.append(replace(batch, compared=-base_n.double().cpu()))
+        if isinstance(called, Sharded):
+            called.free_full_weights()
+        called.train(was_training)
+        copies = self.ranks.count // self.plan.mesh.data_ranks
+        return tuple(made), (self.ranks.sum(above) / copies).cpu().numpy()
+
+    def _figures(self, groups: Sequence[Sequence[Answer]]) -> dict[str, float]:
+        answers = [answer for group in groups for answer in group]
+        rewards = np.array([answer.reward for answer in answers])
+        spreads = [max(one.reward for one in group) - min(one.reward for one in group) for group in groups]
+        figures = {
+            "reward": float(rewards.mean()),
+            "reward_std": float(rewards.std()),
+            "no_spread": sum(spread == 0 for spread in spreads) / len(spreads),
+            "answer_tokens": sum(len(answer.ids) for answer in answers) / len(answers),
+            "truncated": sum(not answer.is_ended for answer in answers) / len(answers),
+        }
+        return figures | self._found(answers)
+
+    def _found(self, answers: Sequence[Answer]) -> dict[str, float]:
+        """By reward, where there are several."""
+        names = self.generator.rewards.names
+        if len(names) == 1:
+            return {}
+        return {
+            f"reward/{name}": math.fsum(one.found[at] for one in answers) / len(answers)
+            for at, name in enumerate(names)
+        }
+
+    def _figures_of(
+        self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Answer]]
+    ) -> dict[int, Mapping[str, float]]:
+        sources = sorted({prompt.source for prompt in prompts})
+        pairs = list(zip(prompts, groups, strict=True))
+        return {source: self._figures([group for one, group in pairs if one.source == source]) for source in sources}
+
+    def _save_samples(self, batch: PromptBatch, groups: Sequence[Sequence[Answer]]) -> None:
+        if self.samples is None:
+            return
+        tokenizer = self.generator.encoder.tokenizer
+        lines = [
+            {
+                "step": batch.step + 1,
+                "origin": prompt.origin,
+                "prompt": tokenizer.decode(prompt.ids.tolist())[-SHOWN_CHARACTERS:],
+                "answer": answer.text[:SHOWN_CHARACTERS],
+                "reward": answer.reward,
+                "tokens": len(answer.ids),
+                "ended": answer.is_ended,
+            }
+            for prompt, group in list(zip(batch.prompts, groups, strict=True))[:SHOWN_PROMPTS]
+            for answer in sorted(group, key=lambda one: -one.reward)[:: max(1, len(group) - 1)][:SHOWN_ANSWERS]
+        ]
+        self.samples.add(batch.step + 1, lines)
+
+
+class Samples:
+    """A file with a few answers of each step, the best and the worst to a prompt, which never grows beyond a size."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._is_begun = False
+
+    def add(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        """A disk that refuses it costs these lines, and no run."""
+        with suppress(OSError):
+            if not self._is_begun:  # steps that are done again, and a line that was being written in a kill
+                self._write([one for one in self._read() if one["step"] < step])
+                self._is_begun = True
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(one, ensure_ascii=False) + "\n" for one in lines)
+            if self.path.stat().st_size > LARGEST_FILE:
+                kept = self._read()
+                steps = sorted({one["step"] for one in kept})[-1::-2]
+                self._write([one for one in kept if one["step"] in steps])
+
+    def _read(self) -> list[dict[str, Any]]:
+        found = []
+        if self.path.exists():
+            for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError, TypeError):
+                    found.append(json.loads(line))
+        return [one for one in found if isinstance(one, dict) and isinstance(one.get("step"), int)]
+
+    def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        self.path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class RewardEvaluator:
+    """Evaluates a model while it is trained, by the rewards of its likeliest answers; all ranks take part."""
+
+    generator: Generator
+    stores: Sequence[TokenStore]
+    ranks: Ranks
+    losses: dict[int, float]
+    """By step; what is found is added."""
+
+    def __call__(self, step: int, progress: Callable[[int, int], None]) -> Evaluation:
+        began = time.monotonic()
+        results = held_out_rewards(self.generator, self.stores, ranks=self.ranks, progress=progress)
+        self.losses[step] = overall(results)
+        return Evaluation(
+            step=step,
+            loss=self.losses[step],
+            losses={result.title: result.loss for result in results},
+            target_tokens=sum(result.target_tokens for result in results),
+            seconds=round(time.monotonic() - began, 3),
+            figures=overall_figures(results),
+            figures_of={result.title: dict(result.figures) for result in results},
+        )
+
+
+def held_out_rewards(
+    generator: Generator,
+    stores: Sequence[TokenStore],
+    *,
+    ranks: Ranks | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[HeldOut]:
+    """The mean reward of the likeliest answer to each prompt, by data set; the loss is what it lacks: minus that."""
+    ranks, results = ranks or Ranks(), []
+    done, total = 0, sum(len(store) for store in stores)
+    names = generator.rewards.names
+    for store in stores:
+        sums = torch.zeros(4 + len(names), dtype=torch.float64)
+        mine = range(len(store))[ranks.rank :: ranks.count]
+        for start in range(0, len(mine), ROWS):
+            prompts = [prompt_of(store, index) for index in mine[start : start + ROWS]]
+            wanted = [Wanted(number, "") for number in range(len(prompts))]
+
+            def tell(_: int, so_far: int = done + start * ranks.count) -> None:
+                if progress:
+                    progress(min(so_far, total), total)
+
+            for one in generator.answers(prompts, wanted, temperature=0.0, should_stop=tell):
+                sums += torch.tensor([one.reward, len(one.ids), not one.is_ended, 1.0, *one.found]).double()
+        place = generator.model.get_input_embeddings().weight.device
+        reward, tokens, truncated, count, *found = ranks.sum(sums.to(place)).tolist()
+        figures = {"reward": reward / count, "answer_tokens": tokens / count, "truncated": truncated / count}
+        if len(names) > 1:
+            figures |= {f"reward/{name}": value / count for name, value in zip(names, found, strict=True)}
+        results.append(HeldOut(store.title, -reward / count, tokens, len(store), figures))
+        done += len(store)
+    return results
+
+
+def check_rewards(rewards: Rewards, stores: Sequence[TokenStore]) -> None:
+    """UserError where prompts lack what their answers are to be checked by."""
+    for store in stores if rewards.names else ():
+        for index in range(len(store)):
+            rewards.check_record(store.facts(index), store.origin(index))
+
+
+def at_temperature(spec: ForwardSpec, temperature: float) -> ForwardSpec:
+    """Logits divided by the temperature, soft caps included."""
+    softcap = None if spec.softcap is None else spec.softcap / temperature
+    return replace(spec, logit_scale=spec.logit_scale / temperature, softcap=softcap)
