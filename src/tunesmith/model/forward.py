@@ -412,9 +412,10 @@ def own_attention(model: nn.Module) -> str:
     """The attention that defines the model: its own, but not torch's where that leaves something out. transformers
     gives some models with soft caps over to it all the same."""
     own = model.config._attn_implementation
-    own = "sdpa" if own == PACKED_ATTENTION else own
+    if own == PACKED_ATTENTION:
+        own = model.get_correct_attn_implementation(None)
     is_capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
-    return "eager" if own == "sdpa" and (is_capped or not getattr(model, "_supports_sdpa", True)) else own
+    return "eager" if own == "sdpa" and is_capped else own
 
 
 def _cannot(model: nn.Module, reasons: list[str]) -> UserError:
