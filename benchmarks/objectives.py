@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,10 +29,11 @@ from results import write_result
 
 from tunesmith.measure.bench import SHAPES as BENCH_SHAPES
 
-WHAT = "Objectives: predicted by the plan and measured in `tunesmith train`; DPO of an 8B Llama beside TRL"
+WHAT = "Objectives as planned and as measured in `tunesmith train`; DPO (8B) and GRPO (1B) beside TRL"
 SMALL, LARGE = "Llama-3.2-1B", "Llama-3-8B"
 PAIRS = 8
 """A step of TRL's; ours takes as many tokens as these have on average."""
+ROLLOUT = {"prompts": 8, "answers": 8, "max_answer_tokens": 256}
 TIMED, WARM = 6, 3
 forecast.SHAPES[LARGE] = {"model_type": "llama", **BENCH_SHAPES["llama3-8b"]}
 forecast.SHAPES[LARGE].pop("max_position_embeddings")
@@ -79,6 +81,10 @@ def draw(folder: Path, *, tiny: bool) -> list[Case]:
     pairs = {"objective": "dpo", "method": "lora", "data": str(folder / "demo.json"), "lora": {"rank": 16}}
     sizes = {"sequence_length": 512, "batch_tokens": 1024} if tiny else {"sequence_length": 4096}
     cases.append(Case(f"{LARGE}, dpo, lora, against TRL", LARGE, pairs | sizes | {"batch_tokens": PAIRS * 1600}))
+    rollout = {"prompts": 2, "answers": 8, "max_answer_tokens": 16} if tiny else ROLLOUT
+    asked = {"objective": "grpo", "method": "lora", "data": str(folder / "asked.jsonl"), "lora": {"rank": 16}}
+    asked |= {"rewards": [{"kind": "regex", "pattern": "e"}], "rollout": rollout, "sequence_length": 1024}
+    cases.append(Case(f"{SMALL}, grpo, lora, against TRL", SMALL, asked))
     return cases
 
 
@@ -89,8 +95,9 @@ class Objectives(Forecast):
 
     def run(self) -> None:
         super().run()
-        if any(case.shape == LARGE for case in self.cases) and self.left > 0:
-            self.measure_trl()
+        for case in self.cases:
+            if case.name.endswith("against TRL") and self.left > 0:
+                self.measure_trl(case)
 
     def make_models(self) -> None:
         size = "tiny" if self.options.tiny else "whole"
@@ -124,10 +131,12 @@ class Objectives(Forecast):
         )
         write("labelled.jsonl", [{"text": p[k], "label": "abc"[n % 3]} for n, (p, k) in enumerate(judged)] * 6)
         write("texts.jsonl", [{"text": p[k]} for p, k in judged] * 6)
+        write("asked.jsonl", [{"prompt": p["prompt"][:600]} for p in pairs] * 6)
 
-    def measure_trl(self) -> None:
-        command = [sys.executable, __file__, "--trl", str(self.folder / LARGE), str(self.folder / "demo.json")]
-        log = self.options.out / "trl.log"
+    def measure_trl(self, case: Case) -> None:
+        objective = case.settings["objective"]
+        command = [sys.executable, __file__, "--trl", objective, str(self.folder / case.shape), case.settings["data"]]
+        log = self.options.out / f"trl-{objective}.log"
         with log.open("w") as file:
             done = subprocess.run(
                 [*command, "tiny" if self.options.tiny else "whole"],
@@ -135,7 +144,7 @@ class Objectives(Forecast):
             )  # fmt: skip
         found = [line for line in done.stdout.splitlines() if line.startswith("{")]
         row = json.loads(found[-1]) if found else {"failed": log.read_text()[-400:]}
-        self.write({"name": f"{LARGE}, dpo, lora, TRL", "system": "trl", **row})
+        self.write({"name": case.name.replace("against TRL", "TRL"), "system": "trl", **row})
 
     def write(self, row: dict[str, Any]) -> None:
         if row.get("system") != "trl":
@@ -161,15 +170,60 @@ def make(folder: str, name: str, tokenizer: str, size: str) -> None:
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
 
 
-def train_by_trl(model: str, data: str, size: str) -> None:
-    """A few steps of TRL's DPO trainer; prints one line of JSON."""
+def train_by_trl(objective: str, model: str, data: str, size: str) -> None:
+    """A few steps of TRL's own trainer, as it is when little is said; prints one line of JSON."""
     import torch
-    from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import DPOConfig, DPOTrainer
 
     on_gpu = torch.cuda.is_available()
+    times: list[float] = []
+    tokens: list[int] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if on_gpu:
+                torch.cuda.synchronize()
+            times.append(time.monotonic())
+
+    def counted(collate: Any) -> Any:
+        def counting(examples: list[Any]) -> Any:
+            batch = collate(examples)
+            masks = [value for key, value in batch.items() if key.endswith("attention_mask")]
+            tokens.append(int(sum(int(mask.sum()) for mask in masks)))
+            return batch
+
+        return counting
+
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    with tempfile.TemporaryDirectory() as folder:
+        common = {
+            "output_dir": folder, "max_steps": WARM + TIMED, "learning_rate": 1e-5, "report_to": [],
+            "save_strategy": "no", "bf16": on_gpu, "use_cpu": not on_gpu, "logging_strategy": "no",
+        }  # fmt: skip
+        given = {
+            "model": AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16 if on_gpu else torch.float32),
+            "peft_config": LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM"),
+            "processing_class": AutoTokenizer.from_pretrained(model),
+            "callbacks": [Clock()],
+        }
+        make_trainer = _dpo_trainer if objective == "dpo" else _grpo_trainer
+        trainer = make_trainer(Path(data), size, common, given)
+        if objective == "dpo":
+            trainer.data_collator = counted(trainer.data_collator)
+        trainer.train()
+    seconds = [after - before for before, after in zip(times[WARM - 1 :], times[WARM:], strict=False)]
+    found = {"peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0, "steps": len(seconds)}
+    found |= {"median_seconds": round(statistics.median(seconds), 4)}
+    if tokens:
+        found["tokens_per_second"] = round(sum(tokens[WARM : WARM + len(seconds)]) / sum(seconds), 1)
+    print(json.dumps(found), flush=True)
+
+
+def _dpo_trainer(data: Path, size: str, common: dict[str, Any], given: dict[str, Any]) -> Any:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
     roles = {"human": "user", "gpt": "assistant", "system": "system"}
 
     def message(one: dict[str, str]) -> dict[str, str]:
@@ -181,63 +235,54 @@ def train_by_trl(model: str, data: str, size: str) -> None:
             "chosen": [message(one["chosen"])],
             "rejected": [message(one["rejected"])],
         }
-        for one in json.loads(Path(data).read_text(encoding="utf-8"))
+        for one in json.loads(data.read_text(encoding="utf-8"))
     ]
-    times: list[float] = []
-    tokens: list[int] = []
+    tiny = size == "tiny"
+    settings = DPOConfig(
+        **common, per_device_train_batch_size=2 if tiny else PAIRS, max_length=512 if tiny else 2048
+    )  # fmt: skip
+    return DPOTrainer(args=settings, train_dataset=Dataset.from_list(rows), **given)
 
-    class Clock(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            if on_gpu:
-                torch.cuda.synchronize()
-            times.append(time.monotonic())
 
-    with tempfile.TemporaryDirectory() as folder:
-        settings = DPOConfig(
-            output_dir=folder, per_device_train_batch_size=2 if size == "tiny" else PAIRS, max_steps=WARM + TIMED,
-            learning_rate=1e-5, report_to=[], save_strategy="no", bf16=on_gpu, use_cpu=not on_gpu,
-            max_length=512 if size == "tiny" else 2048, logging_strategy="no",
-        )  # fmt: skip
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16 if on_gpu else torch.float32)
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        adapter = LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
-        trainer = DPOTrainer(
-            loaded, args=settings, train_dataset=Dataset.from_list(rows), peft_config=adapter, callbacks=[Clock()],
-            processing_class=AutoTokenizer.from_pretrained(model),
-        )  # fmt: skip
-        collate = trainer.data_collator
+def _grpo_trainer(data: Path, size: str, common: dict[str, Any], given: dict[str, Any]) -> Any:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
 
-        def counted(examples: list[Any]) -> Any:
-            batch = collate(examples)
-            masks = [value for key, value in batch.items() if key.endswith("attention_mask")]
-            tokens.append(int(sum(int(mask.sum()) for mask in masks)))
-            return batch
+    rollout = {"prompts": 2, "answers": 8, "max_answer_tokens": 16} if size == "tiny" else ROLLOUT
+    rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
+    asked = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
+    settings = GRPOConfig(
+        **common,
+        per_device_train_batch_size=rollout["prompts"] * rollout["answers"],
+        num_generations=rollout["answers"],
+        max_completion_length=rollout["max_answer_tokens"],
+    )
 
-        trainer.data_collator = counted
-        trainer.train()
-    steps = list(zip(tokens[WARM : WARM + TIMED], times[WARM - 1 :], times[WARM:], strict=False))
-    seconds = sum(after - before for _, before, after in steps)
-    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-    rate = sum(count for count, _, _ in steps) / seconds
-    print(json.dumps({"tokens_per_second": round(rate, 1), "peak_bytes": peak, "steps": len(steps)}), flush=True)
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        return [float("e" in str(one)) for one in completions]
+
+    return GRPOTrainer(args=settings, train_dataset=Dataset.from_list(asked), reward_funcs=reward, **given)
 
 
 def collect(file: Path) -> Path:
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     about = next(line["document"] for line in lines if "document" in line) | {"what": WHAT}
     rows = {line["name"]: line for line in lines if "name" in line}
-    theirs = next((row for row in rows.values() if row.get("system") == "trl" and "failed" not in row), None)
     for row in rows.values():
-        if theirs and row["name"].endswith("against TRL") and "failed" not in row:
-            row["speed_to_trl"] = round(row["tokens_per_second"] / theirs["tokens_per_second"], 3)
-            row["memory_to_trl"] = round(row["peak_bytes"] / theirs["peak_bytes"], 3)
+        theirs = rows.get(row["name"].replace("against TRL", "TRL"))
+        if row["name"].endswith("against TRL") and "failed" not in row and theirs and "failed" not in theirs:
+            has_rates = "tokens_per_second" in theirs
+            speed = row["tokens_per_second"] / theirs["tokens_per_second"] if has_rates else None
+            row["speed_to_trl"] = round(speed or theirs["median_seconds"] / row["median_seconds"], 3)
+            if theirs.get("peak_bytes"):
+                row["memory_to_trl"] = round(row["peak_bytes"] / theirs["peak_bytes"], 3)
         print(f"{row['name']}: {words(row) if 'predicted' in row else row.get('peak_bytes', 0) / GIB}")
     return write_result("objectives", WHAT, list(rows.values()), about=about)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--trl"]:
-        train_by_trl(*sys.argv[2:5])
+        train_by_trl(*sys.argv[2:6])
     elif sys.argv[1:2] == ["--make"]:
         make(*sys.argv[2:6])
     else:

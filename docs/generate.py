@@ -269,8 +269,37 @@ def _forecast(path: Path) -> list[str]:
         "| configuration | GiB predicted | measured | error | tokens/s predicted | measured | error |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for row, (memory, speed) in zip(rows, found, strict=True):
-        said = row["predicted"]
+    return lines + _predicted_rows(rows)
+
+
+def _objectives(rows: list[dict[str, Any]]) -> list[str]:
+    """Objectives as planned and as measured, and what was seen of TRL beside them."""
+    lines = [
+        "Random weights at published shapes, documents as long as those of a set of preferences. Name: shape, objective,",
+        "method, sequence_length, batch_tokens.",
+        "",
+        "| configuration | GiB predicted | measured | error | tokens/s predicted | measured | error |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += _predicted_rows([row for row in rows if "failed" not in row and "predicted" in row])
+    others = [row for row in rows if "failed" in row or row.get("note")]
+    return lines + ["", *(f"- {row['name']}: {_remark(row)}." for row in others)]
+
+
+def _remark(row: dict[str, Any]) -> str:
+    if "failed" in row:
+        return row["failed"]
+    times = row.get("step_seconds_of_trl_to_ours")
+    told = f"{row['median_seconds']} s a step" + (f", TRL {times} times as long" if times else "")
+    return f"{told}; {row['note']}"
+
+
+def _predicted_rows(rows: list[dict[str, Any]]) -> list[str]:
+    from forecast import errors
+
+    lines = []
+    for row in rows:
+        said, (memory, speed) = row["predicted"], errors(row)
         cells = [row["name"], f"{said['allocated'] / 2**30:.1f}", f"{row['peak_bytes'] / 2**30:.1f}", _percent(memory)]
         cells += [f"{said['tokens_per_second']:,.0f}", f"{row['tokens_per_second']:,.0f}", _percent(speed)]
         lines.append(f"| {' | '.join(cells)} |")
@@ -317,6 +346,8 @@ def benchmarks_page() -> str:
             lines.append("The table is on the page about [models](models.md).")
         elif path.stem == "gpu":
             lines += _gpu_tables(content["numbers"])
+        elif path.stem == "objectives":
+            lines += _objectives(content["numbers"])
         elif path.stem == "defaults":
             lines += defaults_table(content["numbers"])
         else:
