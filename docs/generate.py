@@ -275,15 +275,15 @@ def _forecast(path: Path) -> list[str]:
 def _objectives(rows: list[dict[str, Any]]) -> list[str]:
     """Objectives as planned and as measured, and what was seen of TRL beside them."""
     lines = [
-        "Random weights at published shapes, documents as long as those of a set of preferences. Name: shape, objective,",
-        "method, sequence_length, batch_tokens.",
+        "Random weights at published shapes, documents as long as those of a set of preferences. Name: shape,",
+        "objective, method, sequence_length, batch_tokens.",
         "",
         "| configuration | GiB predicted | measured | error | tokens/s predicted | measured | error |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += _predicted_rows([row for row in rows if "failed" not in row and "predicted" in row])
     others = [row for row in rows if "failed" in row or row.get("note")]
-    return lines + ["", *(f"- {row['name']}: {_remark(row)}." for row in others)]
+    return [*lines, "", *(f"- {row['name']}: {_remark(row)}." for row in others)]
 
 
 def _remark(row: dict[str, Any]) -> str:
