@@ -182,7 +182,7 @@ def test_what_is_saved_loads_in_transformers_with_the_same_scores(
     ("kind", "method", "count"), [("pairs", "lora", 10), pytest.param("texts", "full", 5, marks=pytest.mark.slow)]
 )
 def test_a_killed_run_goes_on_to_the_same_bytes(runs: Runs, tiny_model, tmp_path, kind, method, count):
-    options = {"method": method, "output": "run", "save_every": 2, "eval_every": 100}
+    options = {"method": method, "output": "run", "save_every": 2, "eval_every": 100, "steps": 12}
     whole, killed = (write_run(tmp_path / name, tiny_model, kind, **options) for name in ("whole", "killed"))
     assert runs(killed, *TRAIN, die=Die(STEP, count)).code < 0
     assert any((killed / "run" / "checkpoints").iterdir())
