@@ -43,7 +43,8 @@ def check_written(run, folder, tolerance=0.0):
     for name in NAMES:
         expected = used(mine, name)
         torch.testing.assert_close(used(written, name), expected, rtol=tolerance, atol=0, msg=name)
-        assert len(expected[0, :64].unique()) <= 16
+        if not tolerance:  # one scale for 64 weights
+            assert len(expected[0, :64].unique()) <= 16
 
 
 def test_the_file_holds_the_weights_that_training_computed_with(aware, tmp_path):
