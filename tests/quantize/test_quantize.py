@@ -74,7 +74,9 @@ def test_models_by_themselves_are_quantized_whatever_their_norms_and_linears(tmp
     made = quantize_model(str(model), tmp_path / "out", method=method, data=[str(data)], **FEW)
     nearest = quantize_model(str(model), tmp_path / "rtn", method="rtn", data=[str(data)], **FEW)
     assert made.proof is not None
-    assert made.report.cost < nearest.report.cost + 0.01
+    # What a method makes smaller is the error of outputs; the perplexity of random weights goes either way.
+    for ours, plain in zip(made.report.layers, nearest.report.layers, strict=True):
+        assert ours.output_error < plain.output_error, ours.name
     assert "fine-tuned" not in (tmp_path / "out" / "README.md").read_text()
 
 
