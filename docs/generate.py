@@ -317,11 +317,39 @@ def benchmarks_page() -> str:
             lines.append("The table is on the page about [models](models.md).")
         elif path.stem == "gpu":
             lines += _gpu_tables(content["numbers"])
+        elif path.stem == "attention":
+            lines += attention_table(content["numbers"])
         elif path.stem == "defaults":
             lines += defaults_table(content["numbers"])
         else:
             lines += _number_tables(content["numbers"])
     return "\n".join(lines) + "\n"
+
+
+def attention_table(rows: list[dict[str, Any]]) -> list[str]:
+    """A row for each path of each head shape."""
+    lines = [
+        "16,384 packed tokens, bf16, forward and backward: documents of mixed lengths, and four of 4,096. Operations:",
+        "those of the scores that are needed. Error: the largest of output and gradients, against fp32.",
+        "",
+        "| heads | path | error | mixed, ms | TFLOP/s | four, ms | TFLOP/s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        case = row["case"]
+        sizes = f"{case['head_dim']}" + (f"/{case['value_dim']}" if case["value_dim"] != case["head_dim"] else "")
+        said = [f"{case['heads']} x {sizes} over {case['kv_heads']}"]
+        said += ["soft-capped"] * bool(case["softcap"]) + ["sinks"] * case["has_sinks"] + ["ALiBi"] * case["has_alibi"]
+        for path, found in row["paths"].items():
+            cells = [f"{row['name']} ({', '.join(said)})", path]
+            if "failed" in found:
+                cells += [found["failed"], "", "", "", ""]
+            else:
+                cells.append(f"{max(found['errors'].values()):.4f}")
+                for time in found["times"].values():
+                    cells += [f"{time['ms']:.2f}", f"{time['tflops']:.0f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def defaults_table(rows: list[dict[str, Any]]) -> list[str]:

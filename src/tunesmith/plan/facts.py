@@ -205,17 +205,19 @@ class ModelFacts(Part):
         """Of one token's forward pass, in all layers, averaged over a document of `length` tokens."""
         return self.total(lambda kind: self.layer_attention_flops(kind, length))
 
-    def layer_attention_flops(self, kind: Layer, length: int) -> float:
-        window = kind.window or length
-        # Token i looks at min(i + 1, window) others.
-        seen = (length + 1) / 2 if window >= length else window - window * (window - 1) / 2 / length
+    def tokens_seen(self, kind: Layer, length: int) -> float:
+        """By one token of a document, on average: token i looks at min(i + 1, window) of them."""
         if kind.chunk is not None and kind.chunk < length:
-            seen = (kind.chunk + 1) / 2
+            return (kind.chunk + 1) / 2
+        window = kind.window or length
+        return (length + 1) / 2 if window >= length else window - window * (window - 1) / 2 / length
+
+    def layer_attention_flops(self, kind: Layer, length: int) -> float:
         width = kind.query
         if kind.head_dim is not None or kind.value_dim is not None:
             head_dim = kind.head_dim or self.head_dim
             width = self.heads * (head_dim + (kind.value_dim or head_dim)) / 2
-        return 4 * width * seen
+        return 4 * width * self.tokens_seen(kind, length)
 
     def adapted(self, settings: Lora) -> tuple[int, int]:
         """Parameters of the adapters, and the summed inputs and outputs of the linears that carry them."""
