@@ -63,7 +63,10 @@ def test_measured_peaks_on_an_h200_are_near(method, length, micro_batch, choice,
     assert found == pytest.approx(gib, rel=0.15)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "phi3", "mixtral", "gpt_neox", "phi"])
+FAMILIES = "llama qwen3 gemma2 gemma3_text phi3 mixtral gpt_neox phi glm olmo2 cohere2 starcoder2"
+
+
+@pytest.mark.parametrize("family", FAMILIES.split())
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_activations_are_what_autograd_keeps(family, method):
     """Counted by autograd's hooks on a model of two layers against one of one layer, in bf16."""

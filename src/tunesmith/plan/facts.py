@@ -66,14 +66,21 @@ class Layer(Part):
     has_alibi: bool = False
     norms: int = 2
     """Norms whose result goes into matmuls."""
+    bare_inputs: int = 0
+    """What goes into matmuls with no norm before it, where norms come after (OLMo 2)."""
     post_norms: int = 0
     """Norms whose result goes into a residual sum."""
-    norm: Literal["rms", "wide", "layer"] = "rms"
-    """RMS norms, those that also multiply in fp32 (Gemma), or layer norms."""
+    norm: Literal["rms", "wide", "centered", "layer"] = "rms"
+    """RMS norms, those that also multiply in fp32 (Gemma), layer norms in plain operations (Cohere), or torch's."""
     has_qk_norm: bool = False
     is_qkv_fused: bool = False
+    """Queries, keys and values are one linear of the model's own."""
+    is_rope_fused: bool = False
+    """A kernel of ours rotates queries and keys (`model.rotary`)."""
     is_parallel: bool = False
     """Attention and MLP read the same input."""
+    is_gated: bool = True
+    """The MLP multiplies two of its linears' outputs, `act(gate(x)) * up(x)`."""
     mlp_values: int = 4
     """Values of the intermediate width that the MLP's activation and matmuls keep for backward, run eagerly."""
     is_swiglu: bool = False

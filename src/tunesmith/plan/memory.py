@@ -586,7 +586,9 @@ def _widest_product(task: Task, choice: Choice) -> float:
     is_joint = task.has_adapters and not _is_apart(task, choice.storage)
 
     def together(kind: Layer, linear: Linear) -> float:
-        return linear.count / choice.expert if linear.count > 1 else 2 if is_joint and kind.mlp_values == 4 else 1
+        if linear.count > 1:
+            return linear.count / choice.expert
+        return 2 if is_joint and kind.is_gated and linear.outputs == kind.intermediate else 1
 
     return max(
         linear.inputs * linear.outputs * together(kind, linear)
@@ -622,29 +624,31 @@ def layer_bytes(
     is_whole = is_full and task.device == "cuda" and matmul_dtype != "fp8" and tensor == 1
     is_made_again = is_whole and kind.is_swiglu
     if is_compiled:
-        into_matmuls = 1 if matmul_dtype == "fp8" and is_full else width
-        norms = kind.norms * hidden * (width + into_matmuls) + kind.post_norms * hidden * width + qk_norms * width
-        attention = 2 * (kind.query + kind.key) * width
-        values = 2
-        if matmul_dtype == "fp8" and is_full:  # what enters the MLP's last product, in fp8
-            attention += kind.intermediate
-        # Adapters fused with the MLP compute the activation again, too; others and trained weights keep it.
         is_apart = _is_apart(task, storage)
-        is_kept = (
-            matmul_dtype != "fp8" and not is_made_again if is_full else is_apart or not (kind.is_swiglu or experts)
-        )
-        if is_kept:
-            values = 3 if kind.mlp_values == 4 else 2
-        # A joint product that the model itself takes apart and rotates (`model.rotary`): the values keep all of it.
-        is_taken_apart = tensor > 1 or kind.has_qk_norm
-        if task.has_adapters and not is_apart and is_taken_apart:
-            attention += (kind.query + kind.key) * width
+        is_fp8 = matmul_dtype == "fp8" and is_full
+        inputs = min(1, kind.norms) if kind.is_parallel else kind.norms
+        into_matmuls = (kind.norms + kind.bare_inputs) * (1 if is_fp8 else width)
+        norms = hidden * ((inputs + kind.post_norms) * width + into_matmuls)
+        attention = 2 * (kind.query + kind.key) * width
+        # Of a joint product that is not rotated in one pass with it (`model.rotary`) the values keep all alive, and
+        # norms of queries and keys need nothing else.
+        is_joint = kind.is_qkv_fused or (task.has_adapters and not is_apart)
+        keeps_product = is_joint and (tensor > 1 or kind.has_qk_norm or not kind.is_rope_fused)
+        attention += (kind.query + kind.key) * width if keeps_product else 0
+        if not keeps_product or (kind.norm == "wide" and kind.is_rope_fused):
+            attention += qk_norms * width  # the second is what Gemma 3 was measured with
+        # Adapters fused with the MLP compute the activation again, too; others and trained weights keep it, in fp8
+        # where it enters its last product so.
+        attention += kind.intermediate if is_fp8 else 0
+        is_kept = (not is_fp8 and not is_made_again) if is_full else is_apart or not (kind.is_swiglu or experts)
+        values = (2 if kind.is_gated else 1) + is_kept
     else:
         # An RMS norm keeps its input in fp32 and, where its own weight is trained, what it multiplies with that.
-        kept = {"rms": 4, "wide": 4, "layer": width}[kind.norm]
-        trained = {"rms": width, "wide": 4, "layer": 0}[kind.norm] if is_full else 0
-        inputs = 1 if kind.is_parallel else kind.norms
+        kept = {"rms": 4, "wide": 4, "centered": 8, "layer": width}[kind.norm]
+        trained = {"rms": width, "wide": 4, "centered": 4, "layer": 0}[kind.norm] if is_full else 0
+        inputs = min(1, kind.norms) if kind.is_parallel else kind.norms
         norms = hidden * (inputs * kept + kind.norms * (width + trained) + kind.post_norms * (kept + trained))
+        norms += hidden * kind.bare_inputs * width
         norms += qk_norms * (kept + trained)
         attention = 2 * (kind.query + kind.key) * width
         attention += (kind.query + kind.key) * width if kind.is_qkv_fused else 0  # the values keep all three alive
