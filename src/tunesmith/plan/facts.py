@@ -10,7 +10,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from tunesmith.config.schema import Lora
 from tunesmith.errors import UserError
@@ -35,6 +35,22 @@ class Linear(Part):
     @property
     def parameters(self) -> int:
         return self.count * self.outputs * (self.inputs + self.has_bias)
+
+
+KEPT_RANK = 8
+"""Of the adapters with which `Kept` was counted."""
+
+
+class Kept(Part):
+    """What a layer keeps for backward, in bytes for each token, as the probe has counted it."""
+
+    full: int
+    """With all weights trained."""
+    adapters: int
+    """With adapters of rank `KEPT_RANK` on all its linears."""
+    width: int
+    """Bytes of a value when it was counted."""
+    is_compiled: bool
 
 
 class Layer(Part):
@@ -85,6 +101,8 @@ class Layer(Part):
     """Values of the intermediate width that the MLP's activation and matmuls keep for backward, run eagerly."""
     is_swiglu: bool = False
     """The MLP is `down(silu(gate(x)) * up(x))` of three linears, whose activation can be made again."""
+    kept: Kept | None = None
+    """None: what layers of this structure keep, by `plan.memory`."""
     copies: int = 0
     """MoE models: how often a token's hidden state is copied, once for each of its experts."""
 
@@ -148,6 +166,20 @@ class ModelFacts(Part):
     teacher: ModelFacts | None = None
     """Of the model that this one learns from, with `objective: distill`."""
 
+    def with_findings(self, kernels: tuple[str, ...] | None, kept: tuple[Kept, ...] | None) -> ModelFacts:
+        """With what the probe has found of its layers, if it has; counts are for architectures that have no formula
+        here."""
+        kinds = []
+        for index, kind in enumerate(self.kinds):
+            found: dict[str, Any] = {}
+            if kernels is not None:
+                found = {"is_rope_fused": "rope" in kernels, "is_swiglu": "swiglu" in kernels and not kind.copies}
+            if self.note is not None and kept is not None and len(kept) == self.layers:
+                found["kept"] = kept[self.pattern.index(index)]
+            kinds.append(kind.changed(**found))
+        note = self.note if any(kind.kept is None for kind in kinds) else None
+        return self.changed(kinds=tuple(kinds), note=note)
+
     @property
     def layers(self) -> int:
         return len(self.pattern)
@@ -184,7 +216,7 @@ class ModelFacts(Part):
             return int(self.total(lambda kind: sum(one.parameters for one in kind.linears if choose(one))))
 
         experts = part(lambda one: one.count > 1)
-        attention = part(lambda one: one.count == 1 and _is_attention(one.name))
+        attention = part(lambda one: one.count == 1 and is_attention(one.name))
         return {
             "embedding": self.embedding,
             "attention": attention,
@@ -292,5 +324,5 @@ def _is_end(pattern: str) -> bool:
     return last in {"embed_tokens", "wte", "word_embeddings", "embed_in", "lm_head", "embed_out", "output"}
 
 
-def _is_attention(name: str) -> bool:
+def is_attention(name: str) -> bool:
     return name.split(".")[0].lower() in {"self_attn", "attn", "attention", "self_attention"} or "Attention" in name
