@@ -501,6 +501,31 @@ model itself draws numbers while it trains, and a plain loop is not equal to its
 
 Measured with {versions}; {date}, commit {commit}.
 `python benchmarks/families.py` measures again; `make test-slow` tries every row.
+
+## How to add a family
+
+Most need nothing: a folder with config.json and safetensors of a class that transformers has, or with Python code of
+its own and `trust_remote_code: true`. What is found by itself, in the order in which it is found:
+
+| what | how | where it stands |
+| --- | --- | --- |
+| whether it is a causal language model | its config, then its logits on the proxy | a refusal in one sentence |
+| how documents are called: packed or padded | losses against one document at a time | `forward` in the plan |
+| scale and soft cap of the logits | the proxy's logits against its hidden states | `forward` |
+| which linears carry adapters, fused or not | against a changed weight | `adapted`, `fuse_adapters` |
+| the attention path of each kind of layer | its heads; tried on the GPU | `attention_paths`, with a reason |
+| fused RoPE, memory-efficient SwiGLU | our module against the model's own, on random inputs | `kernels` |
+| sizes | the model built without weights | `memory`, `time` |
+| what its layers keep for backward | counted at their own widths, on tensors without memory | `memory` |
+
+What a plan says of an attention path names what is slow and what a faster one would need.
+
+The one file to touch is [families.py](../src/tunesmith/plan/families.py), and only for plans on machines where the
+model is not tried, or to spare the seconds that counting takes: a function from config.json to `ModelFacts`
+says which linears a layer has, its norms (before matmuls, after them, of queries and keys), whether queries,
+keys and values are one linear, whether the MLP has a gate, and its windows. Add the family to `FAMILIES` and to
+`VARIANTS` in tests/plan/test_facts.py, which holds parameters and adapters against the built model, and to
+`FAMILIES` in tests/plan/test_memory.py, which holds what a layer keeps against autograd's own count.
 """
 
 

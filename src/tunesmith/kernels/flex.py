@@ -104,6 +104,7 @@ def _attend(
         return_aux=AuxRequest(lse=sinks is not None),
     )
     if sinks is not None:  # a sink is one more term of the softmax's sum
+        assert found.lse is not None
         out = out * torch.sigmoid(found.lse - sinks.float()[:, None]).unsqueeze(-1).to(out.dtype)
     return out.squeeze(0)
 
@@ -129,7 +130,7 @@ def tables_of(
         for edges, right in ((end, True), (low, True), (full_end, True), (full_low, True))
     ]
     part_k, full_k = _listed(low, end, full_low, full_end, number.shape[0])
-    part_q, full_q = _listed(*ranges, head.shape[0])
+    part_q, full_q = _listed(ranges[0], ranges[1], ranges[2], ranges[3], head.shape[0])
     return Tables(first, last, part_k, full_k, part_q, full_q)
 
 
@@ -168,8 +169,11 @@ def _listed(low, end, full_low, full_end, most: int) -> tuple[tuple[torch.Tensor
 _tables: dict[tuple, tuple[weakref.ref, weakref.ref, Tables]] = {}
 
 
-def _kept(queries: torch.Tensor, keys: torch.Tensor, *options: int | None) -> Tables:
+def _kept(
+    queries: torch.Tensor, keys: torch.Tensor, tokens: int, others: int, window: int | None, chunk: int | None
+) -> Tables:
     """`tables_of`, of the same boundaries once."""
+    options = (tokens, others, window, chunk)
     key = (id(queries), queries._version, id(keys), keys._version, *options)
     if key in _tables and _tables[key][0]() is queries and _tables[key][1]() is keys:
         return _tables[key][2]

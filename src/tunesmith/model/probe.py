@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -274,11 +274,16 @@ def probe_config(config: Any, *, device: torch.device, trust_remote_code: bool =
 
 def equal_kernels(model: nn.Module) -> tuple[Kernel, ...]:
     """Which of the model's modules ours can take the place of."""
-    found: list[Kernel] = []
-    if fuse_rope(copy.deepcopy(model), next(model.parameters()).dtype):
-        found.append("rope")
-    if use_memory_efficient_swiglu(copy.deepcopy(model)):
-        found.append("swiglu")
+    swaps: dict[Kernel, Callable[[nn.Module], int]] = {
+        "rope": lambda small: fuse_rope(small, torch.float32),
+        "swiglu": use_memory_efficient_swiglu,
+    }
+    small, found = copy.deepcopy(model), []
+    for kernel, swap in swaps.items():
+        try:
+            found += [kernel] if swap(small) else []
+        except Exception:  # the model's own code, called with what it does not expect
+            continue
     return tuple(found)
 
 

@@ -47,7 +47,9 @@ def preferred(task: Task) -> Attention:
         return "sdpa"
     most = heads_of(task, max(task.facts.counts, key=lambda one: one[1])[0])
     kernels: list[Attention] = ["flash-attn-4"] if task.hardware.has_flash_attention_4 else []
-    kernels += ["varlen"] if task.width == 4 and has_efficient(most) else ["varlen", "flex-attention"]
+    kernels.append("varlen")
+    if task.width != 4 or not has_efficient(most):
+        kernels.append("flex-attention")
     for kernel in kernels:
         taken = {path_of_kind(task, kernel, kind) for kind in task.facts.kinds}
         if path_of(kernel, task.gpu.capability, most) == kernel and not taken & set(task.facts.wrong_paths):
