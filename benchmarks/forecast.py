@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ POLL_SECONDS = 0.02
 ALONE_SECONDS = 45.0
 """The most that one may take to be timed."""
 USABLE_GIB = 128
+DOCUMENT = 900
+"""Tokens that the mean token's document has, about."""
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3.2-1B": {
         "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
@@ -392,6 +394,41 @@ def errors(row: dict[str, Any]) -> tuple[float, float]:
     """By how much the predictions of memory and speed were above what was measured."""
     said = row["predicted"]
     return said["allocated"] / row["peak_bytes"] - 1, said["tokens_per_second"] / row["tokens_per_second"] - 1
+
+
+def predicted_now(row: dict[str, Any]) -> tuple[int, float]:
+    """Bytes and tokens a second that the formulas say today of a row's configuration, by the plan that it was run by.
+    Which weights in fp8 had a transposed copy, and how long documents were, is not in the row."""
+    from tunesmith.config.schema import Lora
+    from tunesmith.plan import memory, speed
+    from tunesmith.plan.choice import Choice, Task
+    from tunesmith.plan.families import from_config
+    from tunesmith.plan.hardware import named
+
+    said, settings = row["predicted"], row["settings"]
+    full, lora = settings["method"] == "full", settings.get("lora", {})
+    task = Task(
+        facts=from_config({"max_position_embeddings": 16384, **SHAPES[row["shape"]]}),
+        hardware=named("H200"),
+        device="cuda",
+        precision="bf16",
+        method=settings["method"],
+        lora=Lora(**lora),
+        optimizer=settings.get("optimizer", "adamw").removesuffix("_8bit") if full else "adamw",
+        sequence_length=settings["sequence_length"],
+        sequences=said["sequences_per_step"],
+        document_length=min(DOCUMENT, settings["sequence_length"]),
+    )
+    kept = ("attention", "is_compiled", "cuda_graphs", "micro_batch", "checkpointed_layers", "matmul_dtype",
+            "optimizer_states", "master_weights")  # fmt: skip
+    storage = "nf4" if settings["method"] == "qlora" else "plain"
+    way = Choice(storage=storage, **{name: said[name] for name in kept})
+    ways = [replace(way, cache_transposed=has) for has in (False, True)]
+    peaks = [memory.peak(memory.timeline(task, one)).memory for one in ways]
+    off = [abs(one.weights - said["memory"]["weights"]) for one in peaks]
+    at = off.index(min(off))
+    seconds = speed.step_time(task, ways[at]).total
+    return peaks[at].allocated, task.step_tokens / seconds
 
 
 def collect(file: Path) -> Path:

@@ -248,11 +248,14 @@ def _forecast(path: Path) -> list[str]:
     if not path.exists():
         return ["Not measured yet: `python benchmarks/forecast.py` on a GPU writes the table."]
     sys.path.insert(0, str(DOCS.parent / "benchmarks"))
-    from forecast import errors
+    from forecast import errors, predicted_now
 
     content = json.loads(path.read_text(encoding="utf-8"))
     rows = sorted((row for row in content["numbers"] if "failed" not in row), key=lambda row: row["name"])
     found = [errors(row) for row in rows]
+    now = [predicted_now(row) for row in rows]
+    sizes = [size / row["peak_bytes"] - 1 for row, (size, _) in zip(rows, now, strict=True)]
+    speeds = [speed / row["tokens_per_second"] - 1 for row, (_, speed) in zip(rows, now, strict=True)]
     families = {row["shape"] for row in rows}
     lines = [
         f"{content['device']}, {content['date']}, commit {content['commit']}: {len(rows)} configurations of",
@@ -263,6 +266,11 @@ def _forecast(path: Path) -> list[str]:
         "| --- | --- | --- | --- |",
         _summary("peak memory", [memory for memory, _ in found]),
         _summary("tokens a second", [speed for _, speed in found]),
+        _summary("peak memory, by today's formulas", sizes),
+        _summary("tokens a second, by today's formulas", speeds),
+        "",
+        "Today's formulas count what a compiled layer of each structure keeps for backward, and were made with these",
+        "rows in view; the table below is what plans said before that.",
         "",
         f"Predicted too small by more than 2%: the peak memory of {sum(memory < -0.02 for memory, _ in found)}.",
         "",
@@ -348,11 +356,39 @@ def benchmarks_page() -> str:
             lines += _gpu_tables(content["numbers"])
         elif path.stem == "objectives":
             lines += _objectives(content["numbers"])
+        elif path.stem == "attention":
+            lines += attention_table(content["numbers"])
         elif path.stem == "defaults":
             lines += defaults_table(content["numbers"])
         else:
             lines += _number_tables(content["numbers"])
     return "\n".join(lines) + "\n"
+
+
+def attention_table(rows: list[dict[str, Any]]) -> list[str]:
+    """A row for each path of each head shape."""
+    lines = [
+        "16,384 packed tokens, bf16, forward and backward: documents of mixed lengths, and four of 4,096. Operations:",
+        "those of the scores that are needed. Error: the largest of output and gradients, against fp32.",
+        "",
+        "| heads | path | error | mixed, ms | TFLOP/s | four, ms | TFLOP/s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        case = row["case"]
+        sizes = f"{case['head_dim']}" + (f"/{case['value_dim']}" if case["value_dim"] != case["head_dim"] else "")
+        said = [f"{case['heads']} x {sizes} over {case['kv_heads']}"]
+        said += ["soft-capped"] * bool(case["softcap"]) + ["sinks"] * case["has_sinks"] + ["ALiBi"] * case["has_alibi"]
+        for path, found in row["paths"].items():
+            cells = [f"{row['name']} ({', '.join(said)})", path]
+            if "failed" in found:
+                cells += [found["failed"], "", "", "", ""]
+            else:
+                cells.append(f"{max(found['errors'].values()):.4f}")
+                for time in found["times"].values():
+                    cells += [f"{time['ms']:.2f}", f"{time['tflops']:.0f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def defaults_table(rows: list[dict[str, Any]]) -> list[str]:
@@ -496,6 +532,31 @@ model itself draws numbers while it trains, and a plain loop is not equal to its
 
 Measured with {versions}; {date}, commit {commit}.
 `python benchmarks/families.py` measures again; `make test-slow` tries every row.
+
+## How to add a family
+
+Most need nothing: a folder with config.json and safetensors of a class that transformers has, or with Python code of
+its own and `trust_remote_code: true`. What is found by itself, in the order in which it is found:
+
+| what | how | where it stands |
+| --- | --- | --- |
+| whether it is a causal language model | its config, then its logits on the proxy | a refusal in one sentence |
+| how documents are called: packed or padded | losses against one document at a time | `forward` in the plan |
+| scale and soft cap of the logits | the proxy's logits against its hidden states | `forward` |
+| which linears carry adapters, fused or not | against a changed weight | `adapted`, `fuse_adapters` |
+| the attention path of each kind of layer | its heads; tried on the GPU | `attention_paths`, with a reason |
+| fused RoPE, memory-efficient SwiGLU | our module against the model's own, on random inputs | `kernels` |
+| sizes | the model built without weights | `memory`, `time` |
+| what its layers keep for backward | counted at their own widths, on tensors without memory | `memory` |
+
+What a plan says of an attention path names what is slow and what a faster one would need.
+
+The one file to touch is [families.py](../src/tunesmith/plan/families.py), and only for plans on machines where the
+model is not tried, or to spare the seconds that counting takes: a function from config.json to `ModelFacts`
+says which linears a layer has, its norms (before matmuls, after them, of queries and keys), whether queries,
+keys and values are one linear, whether the MLP has a gate, and its windows. Add the family to `FAMILIES` and to
+`VARIANTS` in tests/plan/test_facts.py, which holds parameters and adapters against the built model, and to
+`FAMILIES` in tests/plan/test_memory.py, which holds what a layer keeps against autograd's own count.
 """
 
 

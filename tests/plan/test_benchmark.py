@@ -273,6 +273,20 @@ def test_the_model_still_describes_what_was_measured_on_an_h200(planner):
     assert all(0.99 < row.predicted.memory.total / row.limit < 1 for row in careful)
 
 
+def test_the_model_describes_all_families_that_were_measured_on_an_h200(planner):
+    """Memory and speed from structure: kinds of norms and MLPs, joint projections, rotation, attention's path."""
+    forecast = importlib.import_module("forecast")
+    content = json.loads((ROOT / "benchmarks" / "results" / "forecast.json").read_text())
+    rows = [row for row in content["numbers"] if "failed" not in row]
+    said = [forecast.predicted_now(row) for row in rows]
+    sizes = {row["name"]: size / row["peak_bytes"] - 1 for row, (size, _) in zip(rows, said, strict=True)}
+    assert len({row["shape"] for row in rows}) >= 11
+    assert not {name: error for name, error in sizes.items() if not -0.02 <= error <= 0.05}
+    speeds = [abs(speed / row["tokens_per_second"] - 1) for row, (_, speed) in zip(rows, said, strict=True)]
+    assert statistics.median(speeds) < 0.12
+    assert max(speeds) < 0.25
+
+
 def errors(rows) -> tuple[list[float], list[float]]:
     """Of memory and of speed, where they were measured."""
     sizes = [abs(row.memory_error) for row in rows if row.memory_error is not None]

@@ -63,11 +63,14 @@ def test_measured_peaks_on_an_h200_are_near(method, length, micro_batch, choice,
     assert found == pytest.approx(gib, rel=0.15)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "phi3", "mixtral", "gpt_neox", "phi"])
+FAMILIES = "llama qwen3 gemma2 gemma3_text phi3 mixtral gpt_neox phi glm olmo2 cohere2 starcoder2"
+
+
+@pytest.mark.parametrize("family", FAMILIES.split())
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_activations_are_what_autograd_keeps(family, method):
     """Counted by autograd's hooks on a model of two layers against one of one layer, in bf16."""
-    heads = 4 if family in ("gemma2", "mixtral") else 2  # wide enough that scores and routers count for little
+    heads = 4 if family in ("gemma2", "mixtral", "glm") else 2  # wide enough that scores and routers count for little
     config = {
         "model_type": family,
         "hidden_size": 16 * heads,
@@ -92,12 +95,13 @@ def test_activations_are_what_autograd_keeps(family, method):
 
 
 def _kept(config: dict, method: str, tokens: int, rank: int) -> int:
-    """Bytes that the forward pass of the trainer's own code keeps for backward, without parameters."""
+    """Bytes that the forward pass of the trainer's own code keeps for backward, without weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tunesmith.model import attention, lora
     from tunesmith.model.forward import Inputs, hidden_states
+    from tunesmith.model.fuse import fuse
     from tunesmith.plan.plan import ForwardSpec
 
     attention.register()
@@ -106,7 +110,8 @@ def _kept(config: dict, method: str, tokens: int, rank: int) -> int:
     model.set_attn_implementation(attention.NAME)
     if method == "lora":
         lora.attach(model, Lora(rank=rank), seed=0)
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        fuse(model, fp8=False)
+    own = {held.untyped_storage().data_ptr() for held in (*model.parameters(), *model.buffers())}
     kept: dict[int, tuple[int, torch.Tensor]] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

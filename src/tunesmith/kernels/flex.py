@@ -103,7 +103,8 @@ def _attend(
         enable_gqa=q.shape[0] != k.shape[0],
         return_aux=AuxRequest(lse=sinks is not None),
     )
-    if sinks is not None and found.lse is not None:  # a sink is one more term of the softmax's sum
+    if sinks is not None:  # a sink is one more term of the softmax's sum
+        assert found.lse is not None
         out = out * torch.sigmoid(found.lse - sinks.float()[:, None]).unsqueeze(-1).to(out.dtype)
     return out.squeeze(0)
 
@@ -129,7 +130,7 @@ def tables_of(
         for edges, right in ((end, True), (low, True), (full_end, True), (full_low, True))
     ]
     part_k, full_k = _listed(low, end, full_low, full_end, number.shape[0])
-    part_q, full_q = _listed(*ranges, most=head.shape[0])
+    part_q, full_q = _listed(ranges[0], ranges[1], ranges[2], ranges[3], head.shape[0])
     return Tables(first, last, part_k, full_k, part_q, full_q)
 
 

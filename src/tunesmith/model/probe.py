@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,11 +29,16 @@ from tunesmith.kernels import flash4
 from tunesmith.model import adapters, attention, load, lora
 from tunesmith.model.forward import confirm_forward_spec, find_forward_spec
 from tunesmith.model.fuse import fuse
+from tunesmith.model.gated import use_memory_efficient_swiglu
+from tunesmith.model.kept import count_kept
+from tunesmith.model.rotary import fuse_rope
 from tunesmith.model.structure import replace_module
+from tunesmith.plan.facts import Kept
+from tunesmith.plan.families import family_of
 from tunesmith.plan.models import check_kind, read_config
-from tunesmith.plan.plan import Attention, ForwardSpec
+from tunesmith.plan.plan import Attention, ForwardSpec, Kernel
 
-VERSION = 4
+VERSION = 5
 """Of what is tried; results of another are not read."""
 TOKENS = 500
 """The proxy's vocabulary."""
@@ -69,6 +74,10 @@ class Probed:
     is done."""
     wrong_paths: tuple[str, ...] = ()
     """Paths of attention that fail on this GPU, or give something else than the model's own."""
+    kernels: tuple[Kernel, ...] | None = None
+    """Those of ours that equal the modules of the model whose place they take; None where no proxy could be made."""
+    kept: tuple[Kept, ...] | None = None
+    """What each layer keeps for backward, counted on this kind of device, of an architecture without a formula."""
 
     def settings(self, settings: Lora, names: Iterable[str]) -> tuple[Lora, str | None]:
         """The adapters' settings without those linears, and a sentence about it; UserError where nothing is left.
@@ -103,16 +112,33 @@ def probe(run: Run, *, device: torch.device | str = "cpu") -> Probed:
         except (OSError, ValueError, KeyError, TypeError):
             pass  # made again
     found = probe_config(config, device=torch.device(device), trust_remote_code=run.trust_remote_code)
+    found = _with_kept(run, config, found, torch.device(device))
     if found.spec is None or torch.device(device).type == "cuda":
         found = _in_half_precision(run, found, torch.device(device))
     if kept is not None:
         try:
             beside = kept.with_suffix(f".{key[-6:]}.partial")
-            beside.write_text(json.dumps(asdict(found)), encoding="utf-8")
+            beside.write_text(json.dumps(asdict(found), default=dict), encoding="utf-8")
             beside.replace(kept)
         except OSError:
             pass  # a cache that cannot be written
     return found
+
+
+def _with_kept(run: Run, config: Any, found: Probed, device: torch.device) -> Probed:
+    """Counting compiles a layer or two, so it is left to models of which nothing else is known."""
+    is_known = family_of(read_config(run.model)) is not None
+    if is_known or found.spec is None or found.spec.layout != "packed":
+        return found
+    on_gpu = device.type == "cuda"
+    kept = count_kept(
+        config,
+        compiles=on_gpu,
+        fuses=found.can_fuse,
+        kernels=found.kernels or (),
+        trust_remote_code=run.trust_remote_code,
+    )
+    return replace(found, kept=kept)
 
 
 def probe_run(run: Run, *, device: torch.device | str = "cpu") -> tuple[Run, Probed, list[str]]:
@@ -242,7 +268,23 @@ def probe_config(config: Any, *, device: torch.device, trust_remote_code: bool =
             "that are called with them; longer ones are called by themselves."
         )
     left_out, can_fuse = try_adapters(model, proxy.vocabulary)
-    return Probed(spec, note, tuple(left_out.items()), can_fuse, reuses_weights=_reuses_weights(model))
+    reuses = _reuses_weights(model)
+    return Probed(spec, note, tuple(left_out.items()), can_fuse, reuses_weights=reuses, kernels=equal_kernels(model))
+
+
+def equal_kernels(model: nn.Module) -> tuple[Kernel, ...]:
+    """Which of the model's modules ours can take the place of."""
+    swaps: dict[Kernel, Callable[[nn.Module], int]] = {
+        "rope": lambda small: fuse_rope(small, torch.float32),
+        "swiglu": use_memory_efficient_swiglu,
+    }
+    small, found = copy.deepcopy(model), []
+    for kernel, swap in swaps.items():
+        try:
+            found += [kernel] if swap(small) else []
+        except Exception:  # the model's own code, called with what it does not expect
+            continue
+    return tuple(found)
 
 
 @torch.no_grad()
@@ -608,4 +650,6 @@ def _from_json(values: dict[str, Any]) -> Probed:
         can_fuse=values["can_fuse"],
         reuses_weights=values["reuses_weights"],
         wrong_paths=tuple(values["wrong_paths"]),
+        kernels=None if values["kernels"] is None else tuple(values["kernels"]),
+        kept=None if values["kept"] is None else tuple(Kept(**one) for one in values["kept"]),
     )

@@ -50,7 +50,7 @@ from tunesmith.parallel.pipeline import Pipelined, Stages, cut
 from tunesmith.parallel.shard import Sharding, is_sharded
 from tunesmith.parallel.sharded_load import SharedReading, put_rows, read_rows, shared_as_they_are
 from tunesmith.parallel.tensor import TensorParallelPlan
-from tunesmith.plan.plan import Mesh, Plan, Storage
+from tunesmith.plan.plan import Kernel, Mesh, Plan, Storage
 
 
 @dataclass(frozen=True)
@@ -305,24 +305,26 @@ def fuse_adapters(work: Preparation, unit: Unit) -> None:
     plan = work.plan
     if work.run.has_adapters and plan.fuse_adapters:
         keeps_transposed = plan.cache_transposed and not is_cut(plan)
-        fuse(unit.module, fp8=plan.matmul_dtype == "fp8", fuse_mlps=work.on_gpu, cache_transposed=keeps_transposed)
+        fuse_mlps = work.on_gpu and _has_kernel(plan, "swiglu")
+        fuse(unit.module, fp8=plan.matmul_dtype == "fp8", fuse_mlps=fuse_mlps, cache_transposed=keeps_transposed)
 
 
 def swap_kernels(work: Preparation, unit: Unit) -> None:
-    """Modules of the model for ones that compute the same with kernels of ours: fp8 linears, memory-efficient SwiGLU,
-    fused RoPE; a frozen head's gradient in fp8."""
+    """Modules of the model for ones that compute the same with kernels of ours, as far as the plan names them: fp8
+    linears, memory-efficient SwiGLU, fused RoPE; a frozen head's gradient in fp8."""
     plan = work.plan
     for layer in unit.layers:
         if plan.matmul_dtype == "fp8" and not work.run.has_adapters:
             use_fp8_linears(layer)
-        elif work.on_gpu and not work.run.has_adapters and work.rounded is None:
+        elif work.on_gpu and not work.run.has_adapters and work.rounded is None and _has_kernel(plan, "swiglu"):
             use_memory_efficient_swiglu(layer)
-        if work.on_gpu and work.split is None:
+        if work.on_gpu and work.split is None and _has_kernel(plan, "rope"):
             fuse_rope(layer, work.dtype, work.device)
     has_fp8_adapters = plan.matmul_dtype == "fp8" and work.run.has_adapters and plan.fuse_adapters
     has_room = not (is_cut(plan) or plan.checkpointed_layers)  # for a copy of the head
     has_plain_head = not (is_adapted(work.model.get_output_embeddings()) or is_headed(work.model))
-    if work.is_trained and not unit.name and has_fp8_adapters and has_room and has_plain_head:
+    is_asked = work.is_trained and not unit.name and _has_kernel(plan, "fp8_head")
+    if is_asked and has_fp8_adapters and has_room and has_plain_head:
         use_fp8_head_gradient(work.model)
 
 
@@ -473,6 +475,11 @@ def load_model(
 def is_cut(plan: Plan) -> bool:
     """Whether no rank has the whole model."""
     return plan.mesh.tensor * plan.mesh.pipeline * plan.mesh.expert > 1 or is_sharded(plan)
+
+
+def _has_kernel(plan: Plan, kernel: Kernel) -> bool:
+    """Plans that were made before any model was tried name none, and have all that are found equal."""
+    return plan.kernels is None or kernel in plan.kernels
 
 
 def _is_checkpointed(work: Preparation, layer: nn.Module) -> bool:

@@ -10,7 +10,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from tunesmith.config.schema import Lora
 from tunesmith.errors import UserError
@@ -35,6 +35,22 @@ class Linear(Part):
     @property
     def parameters(self) -> int:
         return self.count * self.outputs * (self.inputs + self.has_bias)
+
+
+KEPT_RANK = 8
+"""Of the adapters with which `Kept` was counted."""
+
+
+class Kept(Part):
+    """What a layer keeps for backward, in bytes for each token, as the probe has counted it."""
+
+    full: int
+    """With all weights trained."""
+    adapters: int
+    """With adapters of rank `KEPT_RANK` on all its linears."""
+    width: int
+    """Bytes of a value when it was counted."""
+    is_compiled: bool
 
 
 class Layer(Part):
@@ -66,18 +82,27 @@ class Layer(Part):
     has_alibi: bool = False
     norms: int = 2
     """Norms whose result goes into matmuls."""
+    bare_inputs: int = 0
+    """What goes into matmuls with no norm before it, where norms come after (OLMo 2)."""
     post_norms: int = 0
     """Norms whose result goes into a residual sum."""
-    norm: Literal["rms", "wide", "layer"] = "rms"
-    """RMS norms, those that also multiply in fp32 (Gemma), or layer norms."""
+    norm: Literal["rms", "wide", "centered", "layer"] = "rms"
+    """RMS norms, those that also multiply in fp32 (Gemma), layer norms in plain operations (Cohere), or torch's."""
     has_qk_norm: bool = False
     is_qkv_fused: bool = False
+    """Queries, keys and values are one linear of the model's own."""
+    is_rope_fused: bool = False
+    """A kernel of ours rotates queries and keys (`model.rotary`)."""
     is_parallel: bool = False
     """Attention and MLP read the same input."""
+    is_gated: bool = True
+    """The MLP multiplies two of its linears' outputs, `act(gate(x)) * up(x)`."""
     mlp_values: int = 4
     """Values of the intermediate width that the MLP's activation and matmuls keep for backward, run eagerly."""
     is_swiglu: bool = False
     """The MLP is `down(silu(gate(x)) * up(x))` of three linears, whose activation can be made again."""
+    kept: Kept | None = None
+    """None: what layers of this structure keep, by `plan.memory`."""
     copies: int = 0
     """MoE models: how often a token's hidden state is copied, once for each of its experts."""
 
@@ -141,6 +166,20 @@ class ModelFacts(Part):
     teacher: ModelFacts | None = None
     """Of the model that this one learns from, with `objective: distill`."""
 
+    def with_findings(self, kernels: tuple[str, ...] | None, kept: tuple[Kept, ...] | None) -> ModelFacts:
+        """With what the probe has found of its layers, if it has; counts are for architectures that have no formula
+        here."""
+        kinds = []
+        for index, kind in enumerate(self.kinds):
+            found: dict[str, Any] = {}
+            if kernels is not None:
+                found = {"is_rope_fused": "rope" in kernels, "is_swiglu": "swiglu" in kernels and not kind.copies}
+            if self.note is not None and kept is not None and len(kept) == self.layers:
+                found["kept"] = kept[self.pattern.index(index)]
+            kinds.append(kind.changed(**found))
+        note = self.note if any(kind.kept is None for kind in kinds) else None
+        return self.changed(kinds=tuple(kinds), note=note)
+
     @property
     def layers(self) -> int:
         return len(self.pattern)
@@ -177,7 +216,7 @@ class ModelFacts(Part):
             return int(self.total(lambda kind: sum(one.parameters for one in kind.linears if choose(one))))
 
         experts = part(lambda one: one.count > 1)
-        attention = part(lambda one: one.count == 1 and _is_attention(one.name))
+        attention = part(lambda one: one.count == 1 and is_attention(one.name))
         return {
             "embedding": self.embedding,
             "attention": attention,
@@ -205,17 +244,19 @@ class ModelFacts(Part):
         """Of one token's forward pass, in all layers, averaged over a document of `length` tokens."""
         return self.total(lambda kind: self.layer_attention_flops(kind, length))
 
-    def layer_attention_flops(self, kind: Layer, length: int) -> float:
-        window = kind.window or length
-        # Token i looks at min(i + 1, window) others.
-        seen = (length + 1) / 2 if window >= length else window - window * (window - 1) / 2 / length
+    def tokens_seen(self, kind: Layer, length: int) -> float:
+        """By one token of a document, on average: token i looks at min(i + 1, window) of them."""
         if kind.chunk is not None and kind.chunk < length:
-            seen = (kind.chunk + 1) / 2
+            return (kind.chunk + 1) / 2
+        window = kind.window or length
+        return (length + 1) / 2 if window >= length else window - window * (window - 1) / 2 / length
+
+    def layer_attention_flops(self, kind: Layer, length: int) -> float:
         width = kind.query
         if kind.head_dim is not None or kind.value_dim is not None:
             head_dim = kind.head_dim or self.head_dim
             width = self.heads * (head_dim + (kind.value_dim or head_dim)) / 2
-        return 4 * width * seen
+        return 4 * width * self.tokens_seen(kind, length)
 
     def adapted(self, settings: Lora) -> tuple[int, int]:
         """Parameters of the adapters, and the summed inputs and outputs of the linears that carry them."""
@@ -283,5 +324,5 @@ def _is_end(pattern: str) -> bool:
     return last in {"embed_tokens", "wte", "word_embeddings", "embed_in", "lm_head", "embed_out", "output"}
 
 
-def _is_attention(name: str) -> bool:
+def is_attention(name: str) -> bool:
     return name.split(".")[0].lower() in {"self_attn", "attn", "attention", "self_attention"} or "Attention" in name

@@ -105,7 +105,7 @@ class _Config:
         mlp_bias: bool = False,
         qk_norm: bool = False,
         post_norms: int = 0,
-        norm: Literal["rms", "wide"] = "rms",
+        norm: Literal["rms", "wide", "centered"] = "rms",
         window: int | None = None,
         is_soft_capped: bool = False,
         mlp: tuple[Linear, ...] | None = None,
@@ -132,6 +132,7 @@ class _Config:
             post_norms=post_norms,
             norm=norm,
             has_qk_norm=qk_norm,
+            is_rope_fused=True,
             is_swiglu=mlp is None and norm == "rms" and self.values.get("hidden_act", "silu") in ("silu", "swish"),
             copies=copies,
         )
@@ -229,7 +230,50 @@ def _phi3(c: _Config) -> ModelFacts:
         Linear(name="mlp.gate_up_proj", inputs=c.hidden, outputs=2 * c.intermediate),
         plain.linears[-1],
     )
-    return c.facts([plain.changed(linears=linears, is_qkv_fused=True, is_swiglu=False)])
+    return c.facts([plain.changed(linears=linears, is_qkv_fused=True, is_rope_fused=False, is_swiglu=False)])
+
+
+def _glm(c: _Config) -> ModelFacts:
+    """Gate and up in one linear; a part of each head is rotated, pair by pair."""
+    plain = c.layer(qkv_bias=c.flag("attention_bias"))
+    joint = Linear(name="mlp.gate_up_proj", inputs=c.hidden, outputs=2 * c.intermediate)
+    linears = (*plain.linears[:4], joint, plain.linears[-1])
+    return c.facts([plain.changed(linears=linears, is_rope_fused=False, is_swiglu=False)])
+
+
+def _olmo2(c: _Config) -> ModelFacts:
+    """Norms after attention and MLP, none before them, and one over all heads of the queries and of the keys."""
+    bias = c.flag("attention_bias")
+    plain = c.layer(qkv_bias=bias, out_bias=bias, norm="wide", qk_norm=True)
+    is_swiglu = c.values.get("hidden_act", "silu") in ("silu", "swish")
+    changes = {"norms": 0, "bare_inputs": 2, "post_norms": 2, "is_rope_fused": False, "is_swiglu": is_swiglu}
+    return c.facts([plain.changed(other=2 * c.hidden + plain.query + plain.key, **changes)])
+
+
+def _cohere2(c: _Config) -> ModelFacts:
+    """One norm for attention and MLP, which are added to each other; heads are rotated pair by pair."""
+    c.head_dim = c.number("head_dim", default=c.hidden // c.heads)
+    bias, every = c.flag("attention_bias"), c.number("sliding_window_pattern", "_sliding_window_pattern", default=4)
+    windows = c.windows(4096, lambda index: (index + 1) % every != 0)
+    facts = _windowed(c, windows, qkv_bias=bias, out_bias=bias, norm="centered", facts={"tied": True})
+    is_swiglu = c.values.get("hidden_act", "silu") in ("silu", "swish")
+    changes = {"other": c.hidden, "norms": 1, "is_parallel": True, "is_rope_fused": False, "is_swiglu": is_swiglu}
+    return facts.changed(kinds=tuple(kind.changed(**changes) for kind in facts.kinds))
+
+
+def _starcoder2(c: _Config) -> ModelFacts:
+    bias, query, key = c.flag("use_bias", True), c.heads * c.head_dim, c.kv_heads * c.head_dim
+    linears = (
+        Linear(name="self_attn.q_proj", inputs=c.hidden, outputs=query, has_bias=bias),
+        Linear(name="self_attn.k_proj", inputs=c.hidden, outputs=key, has_bias=bias),
+        Linear(name="self_attn.v_proj", inputs=c.hidden, outputs=key, has_bias=bias),
+        Linear(name="self_attn.o_proj", inputs=query, outputs=c.hidden, has_bias=bias),
+        Linear(name="mlp.c_fc", inputs=c.hidden, outputs=c.intermediate, has_bias=bias),
+        Linear(name="mlp.c_proj", inputs=c.intermediate, outputs=c.hidden, has_bias=bias),
+    )
+    window = c.windows(None, lambda _: True)[0]
+    layer = _plain_layer(c, "model.layers", linears, 4 * c.hidden, window=window, is_rope_fused=True)
+    return c.facts([layer], tied=True, extra=2 * c.hidden)
 
 
 def _phi(c: _Config) -> ModelFacts:
@@ -352,6 +396,7 @@ def _t5(c: _Config) -> ModelFacts:
         "query": inner,
         "key": inner,
         "intermediate": c.intermediate,
+        "is_gated": is_gated,
         "mlp_values": 4 if is_gated else 2,
     }
     encoder = Layer(
@@ -381,6 +426,11 @@ FAMILIES: dict[str, Callable[[_Config], ModelFacts]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "smollm3": _smollm3,
+    "granite": _llama,
+    "glm": _glm,
+    "olmo2": _olmo2,
+    "cohere2": _cohere2,
+    "starcoder2": _starcoder2,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
@@ -422,6 +472,7 @@ def _plain_layer(c: _Config, prefix: str, linears: tuple[Linear, ...], other: in
         key=c.kv_heads * c.head_dim,
         intermediate=c.intermediate,
         norm="layer",
+        is_gated=False,
         **{"mlp_values": 2, **more},
     )
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from tunesmith.config.schema import Rollout
+from tunesmith.config.schema import Lora, Rollout
 from tunesmith.objectives.grpo import Grpo
 from tunesmith.plan.choice import Choice, Task
-from tunesmith.plan.facts import Layer, Linear
+from tunesmith.plan.facts import KEPT_RANK, Layer, Linear
 from tunesmith.plan.paths import is_in_full, preferred
 from tunesmith.plan.plan import Attention, Memory, Phase, Sharding
 from tunesmith.plan.stages import PER_RANK, micro_batches
@@ -583,10 +583,12 @@ def _dequantized(task: Task, choice: Choice) -> float:
 def _widest_product(task: Task, choice: Choice) -> float:
     """Weights that are multiplied at once: those of gate and up together where they are fused, a rank's experts of a
     layer where they are held in few bits, or the largest ones."""
-    is_joint = task.has_adapters and not _is_apart(task, choice.storage)
+    is_joint = task.has_adapters and not is_apart(task, choice.storage)
 
     def together(kind: Layer, linear: Linear) -> float:
-        return linear.count / choice.expert if linear.count > 1 else 2 if is_joint and kind.mlp_values == 4 else 1
+        if linear.count > 1:
+            return linear.count / choice.expert
+        return 2 if is_joint and kind.is_gated and linear.outputs == kind.intermediate else 1
 
     return max(
         linear.inputs * linear.outputs * together(kind, linear)
@@ -596,7 +598,7 @@ def _widest_product(task: Task, choice: Choice) -> float:
     )
 
 
-def _is_apart(task: Task, storage: str) -> bool:
+def is_apart(task: Task, storage: str) -> bool:
     """Adapters that are not fused with the linears they belong to."""
     return task.has_adapters and bool(task.lora.dropout or task.lora.dora or storage == "int8")
 
@@ -613,7 +615,32 @@ def layer_bytes(
     crowded: float = 1.0,
     attention_kernel: Attention | None = None,
 ) -> float:
-    """What a layer keeps for backward, for each token. Eager: as autograd's own hooks count it. Compiled: norms and
+    """What a layer keeps for backward, for each token. Where the probe has counted it for the usual case, others are to
+    that as the formulas say."""
+    options = {"is_sliced": is_sliced, "crowded": crowded, "attention_kernel": attention_kernel}
+    case = {"is_compiled": is_compiled, "matmul_dtype": matmul_dtype, "storage": storage, "tensor": tensor}
+    found = _structured_bytes(task, kind, **case, **options)
+    if kind.kept is None:
+        return found
+    precision = task.precision if task.width == kind.kept.width else "fp32" if kind.kept.width == 4 else "bf16"
+    counted = dataclasses.replace(task, precision=precision, lora=Lora(rank=KEPT_RANK))
+    usual = _structured_bytes(counted, kind, is_compiled=kind.kept.is_compiled)
+    return found * (kind.kept.adapters if task.has_adapters else kind.kept.full) / usual
+
+
+def _structured_bytes(
+    task: Task,
+    kind: Layer,
+    *,
+    is_compiled: bool,
+    matmul_dtype: str = "plain",
+    storage: str = "plain",
+    tensor: int = 1,
+    is_sliced: bool = False,
+    crowded: float = 1.0,
+    attention_kernel: Attention | None = None,
+) -> float:
+    """The same from the layer's structure. Eager: as autograd's own hooks count it. Compiled: norms and
     activations are computed again from what stands before them, save where an adapter keeps its input."""
     width, hidden, is_full = task.width, task.facts.hidden, not task.has_adapters
     qk_norms = (kind.query + kind.key) if kind.has_qk_norm else 0
@@ -622,33 +649,39 @@ def layer_bytes(
     is_whole = is_full and task.device == "cuda" and matmul_dtype != "fp8" and tensor == 1
     is_made_again = is_whole and kind.is_swiglu
     if is_compiled:
-        into_matmuls = 1 if matmul_dtype == "fp8" and is_full else width
-        norms = kind.norms * hidden * (width + into_matmuls) + kind.post_norms * hidden * width + qk_norms * width
+        are_apart = is_apart(task, storage)
+        is_fp8 = matmul_dtype == "fp8" and is_full
+        inputs = min(1, kind.norms) if kind.is_parallel else kind.norms
+        into_matmuls = (kind.norms + kind.bare_inputs) * (1 if is_fp8 else width)
+        norms = hidden * ((inputs + kind.post_norms) * width + into_matmuls)
         attention = 2 * (kind.query + kind.key) * width
-        values = 2
-        if matmul_dtype == "fp8" and is_full:  # what enters the MLP's last product, in fp8
-            attention += kind.intermediate
-        # Adapters fused with the MLP compute the activation again, too; others and trained weights keep it.
-        is_apart = _is_apart(task, storage)
-        is_kept = (
-            matmul_dtype != "fp8" and not is_made_again if is_full else is_apart or not (kind.is_swiglu or experts)
-        )
-        if is_kept:
-            values = 3 if kind.mlp_values == 4 else 2
-        # A joint product that the model itself takes apart and rotates (`model.rotary`): the values keep all of it.
-        is_taken_apart = tensor > 1 or kind.has_qk_norm
-        if task.has_adapters and not is_apart and is_taken_apart:
-            attention += (kind.query + kind.key) * width
+        # Of a joint product that is not rotated in one pass with it (`model.rotary`) the values keep all alive, and
+        # norms of queries and keys need nothing else.
+        is_joint = kind.is_qkv_fused or (task.has_adapters and not are_apart)
+        keeps_product = is_joint and (tensor > 1 or kind.has_qk_norm or not kind.is_rope_fused)
+        attention += (kind.query + kind.key) * width if keeps_product else 0
+        if not keeps_product or (kind.norm == "wide" and kind.is_rope_fused):
+            attention += qk_norms * width  # the second is what Gemma 3 was measured with
+        # Adapters fused with the MLP compute the activation again, too; others and trained weights keep it, in fp8
+        # where it enters its last product so.
+        attention += kind.intermediate if is_fp8 else 0
+        is_kept = (not is_fp8 and not is_made_again) if is_full else are_apart or not (kind.is_swiglu or experts)
+        values = (2 if kind.is_gated else 1) + is_kept
     else:
         # An RMS norm keeps its input in fp32 and, where its own weight is trained, what it multiplies with that.
-        kept = {"rms": 4, "wide": 4, "layer": width}[kind.norm]
-        trained = {"rms": width, "wide": 4, "layer": 0}[kind.norm] if is_full else 0
-        inputs = 1 if kind.is_parallel else kind.norms
+        kept = {"rms": 4, "wide": 4, "centered": 8, "layer": width}[kind.norm]
+        trained = {"rms": width, "wide": 4, "centered": 4, "layer": 0}[kind.norm] if is_full else 0
+        inputs = min(1, kind.norms) if kind.is_parallel else kind.norms
         norms = hidden * (inputs * kept + kind.norms * (width + trained) + kind.post_norms * (kept + trained))
+        norms += hidden * kind.bare_inputs * width
         norms += qk_norms * (kept + trained)
         attention = 2 * (kind.query + kind.key) * width
         attention += (kind.query + kind.key) * width if kind.is_qkv_fused else 0  # the values keep all three alive
         attention += kind.query * width if task.device == "cpu" else 0  # heads last: a copy
+        if task.has_lora and not is_apart(task, storage) and not kind.is_qkv_fused:
+            is_rotated_at_once = task.device == "cuda" and kind.is_rope_fused and not kind.has_qk_norm
+            is_held_by_norms = kind.has_qk_norm and width == 4
+            attention += 0 if is_rotated_at_once or is_held_by_norms else (kind.query + kind.key) * width
         values = 2 if is_made_again else kind.mlp_values
     if is_sliced:
         values = 0  # the MLP's input alone, which is counted with the norms

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Literal
 
 from tunesmith import hub
 from tunesmith.errors import UserError
-from tunesmith.plan.facts import Layer, Linear, ModelFacts
+from tunesmith.plan.facts import Layer, Linear, ModelFacts, is_attention
 from tunesmith.plan.families import architecture_of, family_of, from_config
 
 
@@ -81,7 +81,7 @@ def read_facts(model: str, *, trust_remote_code: bool = False) -> ModelFacts:
         if family_of(config) is not None:
             return from_config(config)
         try:
-            return build_facts(config, trust_remote_code=trust_remote_code)
+            return build_facts(config, trust_remote_code=trust_remote_code, source=model)
         except (ImportError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError):
             return from_config(config)  # whose note says that it is a guess
     except UserError as error:
@@ -183,13 +183,17 @@ def other_kind(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def build_facts(config: Mapping[str, Any], *, trust_remote_code: bool = False) -> ModelFacts:
-    """Facts of an architecture without a formula, from the model itself, built without weights."""
+def build_facts(config: Mapping[str, Any], *, trust_remote_code: bool = False, source: str = "") -> ModelFacts:
+    """Facts of an architecture without a formula, from the model itself, built without weights. Where its code lies
+    beside its config, that of `source` is read, if it is trusted."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     plain = {name: value for name, value in config.items() if name not in ("quantization_config", "compression_config")}
-    made = AutoConfig.for_model(**plain)
+    if "auto_map" in plain and trust_remote_code and source:
+        made = AutoConfig.from_pretrained(source, trust_remote_code=True)
+    else:
+        made = AutoConfig.for_model(**plain)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(made, trust_remote_code=trust_remote_code)
     rough = from_config(made.to_dict())
@@ -219,6 +223,7 @@ def build_facts(config: Mapping[str, Any], *, trust_remote_code: bool = False) -
         other = sum(parameter.numel() for _, parameter in parameters if parameter.ndim not in (2, 3))
         index = int(place.rpartition(".")[2])
         attention = _attention_of(made.get_text_config(), index, [name for name, _ in parameters])
+        attention |= _mlp_of(linears, usual.intermediate)
         kind = usual.changed(prefix=prefix, linears=linears, other=other, **attention)
         if kind not in kinds:
             kinds.append(kind)
@@ -268,6 +273,14 @@ def _attention_of(config: Any, layer: int, names: list[str]) -> dict[str, Any]:
     found["has_sinks"] = any(re.search(r"(^|\.)(attention_)?sinks?$", name) for name in names)
     found["has_alibi"] = bool(getattr(own, "alibi", False)) or getattr(own, "model_type", "") in ("bloom", "mpt")
     return found
+
+
+def _mlp_of(linears: tuple[Linear, ...], width: int) -> dict[str, Any]:
+    """Whether a layer's MLP has a gate: two linears of its width, or one of twice that."""
+    inside = [one.outputs / width for one in linears if not is_attention(one.name)]
+    if inside.count(1) >= 2 or 2 in inside or 1 not in inside:
+        return {}
+    return {"is_gated": False, "mlp_values": 2, "is_swiglu": False}
 
 
 def _packs(model: Any) -> bool:

@@ -23,6 +23,7 @@ Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hybrid", "hierarch
 TrafficDtype = Literal["plain", "int8", "int4"]
 Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
 Layout = Literal["packed", "padded"]
+Kernel = Literal["rope", "swiglu", "fp8_head"]
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -200,6 +201,10 @@ class Plan(Part):
     """How the model is called. None in a plan for which no model was tried yet."""
     fuse_adapters: bool = True
     """Adapters that share an input are fused, which the probe has found to be equal."""
+    kernels: tuple[Kernel, ...] | None = None
+    """Kernels of ours that take the place of the model's own modules on a GPU, which the probe has found to be equal:
+    `rope`, queries and keys rotated in one pass; `swiglu`, whose activation is computed again in the backward pass;
+    `fp8_head`, a frozen head's gradient in fp8. None: whatever is found equal when the model is loaded."""
     adapted: tuple[str, ...] | None = None
     """Linears that get adapters, by name or pattern, where they are not all that the settings choose: the probe has
     found others that cannot carry one."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tunesmith.plan import paths
+from tunesmith.plan import memory, paths
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import Linear
 from tunesmith.plan.memory import ALONE, PROJECTED
+from tunesmith.plan.plan import Kernel
 from tunesmith.plan.stages import PER_RANK
 
 SHARDED_OPTIMIZERS = ("adamw", "lion", "muon", "sgd")
@@ -326,6 +327,23 @@ def may_release(task: Task, choice: Choice) -> bool:
         and choice.sharding == "none"
         and choice.pipeline == 1
     )
+
+
+def kernels(task: Task, choice: Choice) -> tuple[Kernel, ...]:
+    """Kernels in the place of the model's own modules, on a GPU."""
+    if task.device == "cpu":
+        return ()
+    if task.has_adapters:  # one operation with them
+        has_swiglu = task.has_lora and not memory.is_apart(task, choice.storage) and choice.tensor == 1
+    else:
+        has_swiglu = choice.matmul_dtype == "plain" and choice.tensor == 1
+    has_swiglu = has_swiglu and not task.is_quantization_aware
+    found: dict[Kernel, bool] = {
+        "rope": choice.tensor == 1 and any(kind.is_rope_fused for kind in task.facts.kinds),
+        "swiglu": has_swiglu and any(kind.is_swiglu for kind in task.facts.kinds),
+        "fp8_head": memory.has_fp8_head(task, choice),
+    }
+    return tuple(name for name, applies in found.items() if applies)
 
 
 def may_cache_transposed(task: Task, choice: Choice) -> bool:

@@ -153,6 +153,7 @@ def _plan_of(
         attention_paths=tuple(f"{kind}: {path}" for kind, path in paths.paths(task, choice.attention).items()),
         is_compiled=choice.is_compiled,
         cuda_graphs=choice.cuda_graphs,
+        kernels=rules.kernels(task, choice),
         by_length=not task.facts.packs,
         cache_transposed=choice.cache_transposed,
         master_weights=choice.has_masters(task),

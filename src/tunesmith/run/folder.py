@@ -254,7 +254,7 @@ def plan_differences(before: Plan, now: Plan) -> list[str]:
     states live, it may choose anew."""
     predicted = {"memory", "peak", "phases", "memory_limit", "host_memory", "disk", "time", "beyond", "reasons"}
     elsewhere = {"offload_optimizer", "offload_parameters", "offload_activations"}
-    found = {"forward", "fuse_adapters", "adapted", "by_length"}
+    found = {"forward", "fuse_adapters", "kernels", "adapted", "by_length"}
     harmless = (
         predicted | elsewhere | found | {"device", "mesh", "sharding", "schedule", "async_checkpoint", "cuda_graphs"}
     )
