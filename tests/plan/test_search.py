@@ -251,6 +251,26 @@ def test_of_offloaded_shards_the_states_alone_are_in_host_memory():
     assert "with states in fp32 on the device beside tensor parallelism" in missing
 
 
+def test_where_states_must_be_moved_training_layers_by_turns_is_offered():
+    """With what it gives up; and it fits where it is asked for. Compiled layers, ranks and adapters are refused."""
+    small = machine(gpu=gpu(32), memory=256 * GIB)
+    moved = make_plan(run(method="full"), LLAMA_8B, small)
+    assert moved.offload_parameters or moved.offload_optimizer != "none"
+    assert "each has its turn" in " ".join(reason.why for reason in moved.reasons if reason.topic == "instead")
+    plan = make_plan(run(method="full", optimizer="badam"), LLAMA_8B, small)
+    assert plan.fits
+    assert plan.offload_optimizer == "none"
+    assert "a block at a time" in why(plan, "trained")
+    assert "not compiled" in refusal(
+        run(method="full", optimizer="badam"), plan.changed(is_compiled=True), LLAMA_8B, small
+    )
+    with pytest.raises(UserError, match="lisa and badam are for method: full"):
+        make_plan(run(optimizer="lisa"), LLAMA_8B, small)
+    several = small.changed(gpus=(gpu(32),) * 2)
+    with pytest.raises(UserError, match="lisa over several ranks"):
+        search(run(method="full", optimizer="lisa"), LLAMA_8B, several, pins={"sharding": "zero3", "shard": 2})
+
+
 def test_unusual_learning_rates_and_batches_are_pointed_out():
     for wanted in ({"learning_rate": 0.5}, {"batch_tokens": 2**22}):
         assert "unusual" in " ".join(reason.why for reason in make_plan(run(**wanted), SMOL, machine()).reasons)

@@ -432,9 +432,20 @@ class Run(Settings):
     warmup: Annotated[Number, Field(ge=0)] = 0.03
     """Warm-up: a share of all steps when below 1, else a number of steps."""
     optimizer: Literal[
-        "adamw", "adamw_8bit", "adamw_4bit", "adamw_fp8", "lion", "muon", "adafactor", "sgd", "galore", "apollo"
+        "adamw",
+        "adamw_8bit",
+        "adamw_4bit",
+        "adamw_fp8",
+        "lion",
+        "muon",
+        "adafactor",
+        "sgd",
+        "galore",
+        "apollo",
+        "lisa",
+        "badam",
     ] = "adamw"
-    """Optimizer; `adamw_8bit`, `_fp8`, `_4bit` hold AdamW's states in fewer bits, `galore` and `apollo` in low rank."""
+    """Optimizer; AdamW's states in fewer bits, in low rank (`galore`, `apollo`), of some layers (`lisa`, `badam`)."""
     weight_decay: Annotated[Number, Field(ge=0, le=10)] = 0.0
     """Weight decay, on matrices only."""
     max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0

@@ -82,9 +82,10 @@ def candidates_of(
     base = Choice(
         attention=paths.preferred(task),
         # Padded rows change their shape with every step, rows of a cache with every token; modules of other libraries
-        # are run as they are.
+        # are run as they are, and so are layers that are frozen and trained by turns.
         is_compiled=task.device == "cuda"
         and task.facts.packs
+        and task.optimizer not in memory.BLOCKWISE
         and task.method != "peft"
         and not task.objective.has_rollouts,
         **{name: value for name, value in tier.items() if name != "axes"},

@@ -23,6 +23,7 @@ from tunesmith.plan.families import from_config
 from tunesmith.plan.hardware import Hardware
 from tunesmith.plan.plan import Plan
 from tunesmith.plan.ranking import should_capture
+from tunesmith.plan.reasons import GIVES_UP
 from tunesmith.plan.search import Search, search
 
 PINNABLE = tuple(field.name for field in dataclasses.fields(Choice))
@@ -155,6 +156,8 @@ def _changes(run: Run, facts: ModelFacts, hardware: Hardware) -> Iterator[tuple[
     if run.method == "full":
         if run.optimizer == "adamw":
             yield "optimizer: adafactor", changed(optimizer="adafactor"), hardware
+            for optimizer, gives_up in GIVES_UP.items():
+                yield f"optimizer: {optimizer}, where {gives_up}", changed(optimizer=optimizer), hardware
         yield "method: lora", changed(method="lora"), hardware
     if run.method != "qlora":
         yield "method: qlora", changed(method="qlora"), hardware

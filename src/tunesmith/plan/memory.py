@@ -26,12 +26,16 @@ MIB = 2**20
 QUANTIZED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0 + 4 / 2048}
 """Bytes of a quantized weight: nf4 with 8-bit scales of 64 values, and fp32 scales of 256 of those; int8 with an fp32
 scale for each row, which is 2,048 values or more where it matters."""
-STATES = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 1, "adafactor": 0, "galore": 1, "apollo": 1}
+STATES = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 1, "adafactor": 0, "galore": 1, "apollo": 1, "lisa": 2, "badam": 2}
 """Values of optimizer state for each trained parameter."""
 STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256, "fp8": 1.0 + 4 / 256, "int4": 0.5 + 4 / 128}
 """Of one value, with its share of a block's scale (`kernels.update`)."""
 PROJECTED = frozenset({"galore", "apollo"})
 """Optimizers with the states of projected gradients."""
+BLOCKWISE = frozenset({"lisa", "badam"})
+"""Optimizers that train some layers at a time, and have gradients, states and masters of those alone."""
+LISA_LAYERS = 2
+"""Layers that LISA trains at a time."""
 ALONE = frozenset({"adamw", "lion"})
 """Optimizers that update each weight for itself, from its gradient as backward made it (`optim.fused`)."""
 PIECE, BUFFERS = {"host": 1 << 24, "disk": 1 << 20}, 4
@@ -239,6 +243,9 @@ def checkpoint(task: Task, choice: Choice) -> int:
 
 def checkpoint_bytes(task: Task, choice: Choice) -> float:
     """Of a checkpoint: trained weights as the optimizer updates them, and states."""
+    if task.optimizer in BLOCKWISE and not task.has_adapters:
+        active = active_parameters(task)
+        return (task.trained - active) * task.width + active * (4 + _states(task, choice))
     is_half = task.precision != "fp32" and choice.sharding == "none" and not choice.has_masters(task)
     weight = task.width if is_half and not task.has_adapters else 4
     return task.trained * (weight + _states(task, choice))
@@ -360,8 +367,24 @@ def _held(task: Task, choice: Choice) -> tuple[float, float]:
         ends = facts.embedding / choice.tensor + facts.extra  # the first stage or the last
     base = body + ends
     if not task.has_adapters:
-        return base, base
+        return base, active_parameters(task) if task.optimizer in BLOCKWISE else base
     return base, task.trained / choice.tensor / choice.pipeline
+
+
+def active_parameters(task: Task) -> int:
+    """Those that are trained at a time, at most (`optim.blocks`)."""
+    facts = task.facts
+    layers = sorted((facts.kinds[kind].parameters for kind in facts.pattern), reverse=True)
+    if task.optimizer == "badam":
+        is_apart = facts.has_head and not facts.tied
+        return max(layers[0], facts.head + facts.extra + (0 if is_apart else facts.embedding), facts.embedding)
+    return facts.embedding + facts.head + facts.extra + sum(layers[:LISA_LAYERS])
+
+
+def trained_share(task: Task) -> float:
+    """Of the layers, where all weights are trained: how many are at a time."""
+    at_once = {"lisa": LISA_LAYERS, "badam": 1}.get(task.optimizer, task.facts.layers)
+    return 1.0 if task.has_adapters else min(1.0, at_once / task.facts.layers)
 
 
 def _static(task: Task, choice: Choice) -> dict[str, float]:
@@ -443,7 +466,7 @@ def _gradients(task: Task, choice: Choice) -> float:
     if choice.offload_parameters:
         return 0.0
     is_summed = choice.accumulation_steps(task) > 1 or (choice.sharding != "none" and choice.has_masters(task))
-    is_made = task.optimizer in ALONE and task.precision == "bf16" and not is_summed
+    is_made = task.optimizer in ALONE | BLOCKWISE and task.precision == "bf16" and not is_summed
     width = task.width if is_made and task.has_masters else 4
     held = _held(task, choice)[1] * _share(choice, "states")
     if choice.optimizer_in_backward:
@@ -563,7 +586,7 @@ def _last_gradient(task: Task, choice: Choice) -> float:
     head's, or to that of an fp32 master."""
     if task.has_adapters:
         return 0.0
-    is_added = task.facts.tied or (choice.has_masters(task) and task.optimizer not in ALONE)
+    is_added = task.facts.tied or (choice.has_masters(task) and task.optimizer not in ALONE | BLOCKWISE)
     return task.facts.embedding * task.width if is_added else 0.0
 
 
@@ -612,9 +635,11 @@ def layer_bytes(
     is_sliced: bool = False,
     crowded: float = 1.0,
     attention_kernel: Attention | None = None,
+    is_frozen: bool = False,
 ) -> float:
     """What a layer keeps for backward, for each token. Eager: as autograd's own hooks count it. Compiled: norms and
-    activations are computed again from what stands before them, save where an adapter keeps its input."""
+    activations are computed again from what stands before them, save where an adapter keeps its input. `is_frozen`:
+    none of its weights is trained, so that its linears keep no inputs (eager)."""
     width, hidden, is_full = task.width, task.facts.hidden, not task.has_adapters
     qk_norms = (kind.query + kind.key) if kind.has_qk_norm else 0
     experts = any(linear.count > 1 for linear in kind.linears)
@@ -650,6 +675,9 @@ def layer_bytes(
         attention += (kind.query + kind.key) * width if kind.is_qkv_fused else 0  # the values keep all three alive
         attention += kind.query * width if task.device == "cpu" else 0  # heads last: a copy
         values = 2 if is_made_again else kind.mlp_values
+        if is_frozen:
+            norms -= hidden * (kind.norms * (width + trained) + kind.post_norms * trained) + qk_norms * trained
+            values -= 0 if is_made_again else 1
     if is_sliced:
         values = 0  # the MLP's input alone, which is counted with the norms
     if experts and not is_full:
@@ -674,7 +702,7 @@ def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, floa
     """What all layers of this rank keep, and one layer alone, checkpointed or not."""
     facts = task.facts
 
-    def of(kind: Layer) -> float:
+    def of(kind: Layer, *, is_frozen: bool = False) -> float:
         gathered = 2 * kind.key * task.width * (choice.context - 1) / choice.tensor  # keys and values of the others
         return tokens * gathered + tokens * layer_bytes(
             task,
@@ -685,6 +713,7 @@ def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, floa
             tensor=choice.tensor,
             is_sliced=choice.mlp_slice > 0,
             attention_kernel=choice.attention,
+            is_frozen=is_frozen,
             crowded=CROWDED if choice.expert > 1 and kind_experts(kind) else 1.0,
         )
 
@@ -693,7 +722,10 @@ def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, floa
     share = choice.checkpointed_layers / facts.layers
     if choice.save_attention and choice.checkpointed_layers:
         one -= tokens * max(kind.query * task.width + 4 * facts.heads for kind in facts.kinds) / choice.tensor
-    saved = facts.total(of) * (1 - share) * task.backward_share * _layers_at_once(task, choice)
+    every = facts.total(of)
+    if (part := trained_share(task)) < 1:
+        every = part * every + (1 - part) * facts.total(lambda kind: of(kind, is_frozen=True))
+    saved = every * (1 - share) * task.backward_share * _layers_at_once(task, choice)
     # The factors in the matmuls' precision; checkpointed layers make them again.
     casts = (1 - share) * task.adapted[0] * task.width / choice.tensor / choice.pipeline
     ends = ENDS["adapters" if task.has_adapters else "full"] * boundary

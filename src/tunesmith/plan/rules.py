@@ -11,7 +11,7 @@ from collections.abc import Callable
 from tunesmith.plan import paths
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import Linear
-from tunesmith.plan.memory import ALONE, PROJECTED
+from tunesmith.plan.memory import ALONE, BLOCKWISE, PROJECTED
 from tunesmith.plan.stages import PER_RANK
 
 SHARDED_OPTIMIZERS = ("adamw", "lion", "muon", "sgd")
@@ -147,6 +147,18 @@ REFUSALS: tuple[Refusal, ...] = (
     (
         lambda task, _: task.optimizer in PROJECTED and task.has_adapters,
         "optimizer: galore and apollo are for method: full; adapters are of low rank already",
+    ),
+    (
+        lambda task, _: task.optimizer in BLOCKWISE and task.has_adapters,
+        "optimizer: lisa and badam are for method: full; adapters are small already",
+    ),
+    (
+        lambda task, choice: (
+            task.optimizer in BLOCKWISE
+            and (choice.is_compiled or choice.matmul_dtype == "fp8" or max(choice.pipeline, choice.tensor) > 1)
+        ),
+        "optimizer: lisa and badam freeze and train whole layers by turns, which are run as they are: not compiled, in "
+        "fp8, or cut by pipeline or tensor parallelism",
     ),
     (
         lambda task, choice: choice.optimizer_states != "fp32" and task.optimizer not in ALONE,

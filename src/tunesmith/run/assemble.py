@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from tunesmith.config.schema import Run
 from tunesmith.data.loader import Loader
@@ -18,7 +19,8 @@ from tunesmith.model.structure import decoder_layers
 from tunesmith.objectives import objective_of
 from tunesmith.objectives.base import Objective
 from tunesmith.objectives.grpo import Grpo
-from tunesmith.optim.build import build
+from tunesmith.optim.blocks import BlockOptimizer, BlockSchedule
+from tunesmith.optim.build import Optimizer, build
 from tunesmith.parallel import compile
 from tunesmith.parallel.check import check_parallelism
 from tunesmith.parallel.context import cut_of
@@ -26,6 +28,7 @@ from tunesmith.parallel.mesh import check_ranks
 from tunesmith.parallel.prepare import is_cut, prepare
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.defaults import few_steps
+from tunesmith.plan.memory import BLOCKWISE
 from tunesmith.plan.plan import Plan
 from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder
@@ -62,7 +65,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
     prepared = prepare(run, plan, device, **ways)
     model, called = prepared.model, prepared.called
     _keep_base(setting, content, plan, ranks)
-    optimizer = build(model, run, plan)
+    optimizer = _optimizer(setting, model, loader.total_steps)
     if called is model:
         optimizer.overlap_update(model, decoder_layers(model))
     shape = micro_batch_shape(plan)
@@ -119,6 +122,16 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
         teach=teach,
         roll_out=roll_out,
     )
+
+
+def _optimizer(setting: Setting, model: nn.Module, steps: int) -> Optimizer:
+    run, plan = setting.run, setting.plan
+    if run.algorithm not in BLOCKWISE:
+        return build(model, run, plan)
+    schedule = BlockSchedule.of(model, decoder_layers(model), run, steps=steps)
+    accumulates = plan.accumulation_steps > 1 or plan.by_length
+    options = {"master_weights": plan.master_weights, "accumulates": accumulates}
+    return BlockOptimizer(model.named_parameters(), run, schedule, **options)
 
 
 def _keep_base(setting: Setting, content: Content, plan: Plan, ranks: Ranks) -> None:

@@ -188,7 +188,7 @@ class TrainStep:
         """One update."""
         scale = self.loss_scale.value if self.loss_scale else 1.0
         tally = self._tally()
-        self.optimizer.begin(learning_rate)
+        self.optimizer.begin(learning_rate, batch.step)
         self.launched += 1
         try:
             factor = scale if self.objective is not None else scale / batch.target_weight
