@@ -192,6 +192,11 @@ class Optimizer:
             if self.has_masters and not isinstance(part, Fused):
                 self._copy_masters(part)
 
+    def reset(self) -> None:
+        """Begin with new states."""
+        for part in self.parts:
+            part.state.clear()
+
     def zero_grad(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None

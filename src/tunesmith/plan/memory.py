@@ -171,6 +171,8 @@ def timeline(task: Task, choice: Choice) -> list[Phase]:
     ]
     if facts.teacher is not None:
         phases.append(phase("the teacher's forward pass", **_asking(task, choice, static, tokens)))
+    if task.is_merged:
+        phases.append(phase("merge", **_merging(task, choice, saved, tokens)))
     if isinstance(task.objective, Grpo):
         phases.append(phase("rollout", **_rolling_out(task, choice, task.objective.rollout)))
     if not choice.cuda_graphs:
@@ -247,12 +249,17 @@ def checkpoint_bytes(task: Task, choice: Choice) -> float:
         active = active_parameters(task)
         return (task.trained - active) * task.width + active * (4 + _states(task, choice))
     is_half = task.precision != "fp32" and choice.sharding == "none" and not choice.has_masters(task)
+    if task.is_merged:
+        held = task.width if choice.storage == "plain" else QUANTIZED[choice.storage]
+        return task.facts.matrices * held + task.trained * (4 + _states(task, choice))
     weight = task.width if is_half and not task.has_adapters else 4
     return task.trained * (weight + _states(task, choice))
 
 
 def result_bytes(task: Task) -> int:
     """Of the trained adapter, or of the model in the precision it is held in."""
+    if task.is_merged:
+        return task.facts.parameters * task.width
     return task.trained * (4 if task.has_adapters else task.width)
 
 
@@ -455,6 +462,8 @@ def _states(task: Task, choice: Choice) -> float:
     values = float(STATES[task.optimizer])
     if task.optimizer == "muon" and not task.has_adapters:  # embedding and head are AdamW's
         values += (task.facts.embedding + task.facts.head) / task.facts.parameters
+    if task.method == "loqt":  # the first factor is not trained
+        values /= 2
     size = STATE_BYTES[choice.optimizer_states]
     if task.has_adapters and size < 2:  # rows of the second factor are shorter than a block: they stay in fp32
         size = (size + 4.0) / 2
@@ -570,6 +579,17 @@ def _asking(task: Task, choice: Choice, static: dict[str, float], tokens: float)
     }
 
 
+def _merging(task: Task, choice: Choice, saved: float, tokens: float) -> dict[str, float]:
+    """While adapters are merged into the base: one weight in fp32 and what is made of it; before that, with LoQT, a
+    pass in which every linear's input is kept, and one gradient's singular directions."""
+    matrix = max(one.inputs * one.outputs for kind in task.facts.kinds for one in kind.linears if one.count == 1)
+    if task.method == "relora":
+        return {"workspace": 3 * 4 * matrix}
+    kept = task.facts.total(lambda kind: kind.norms * task.facts.hidden + kind.query + kind.intermediate)
+    share = choice.checkpointed_layers / task.facts.layers  # others have them among their activations
+    return {"activations": saved + share * tokens * kept * task.width, "workspace": 5 * 4 * matrix}
+
+
 def _rolling_out(task: Task, choice: Choice, rollout: Rollout) -> dict[str, float]:
     """While the model answers: keys and values of all rows, twice when rows leave the cache, and the last logits."""
     facts = task.facts
@@ -621,7 +641,7 @@ def _widest_product(task: Task, choice: Choice) -> float:
 
 def _is_apart(task: Task, storage: str) -> bool:
     """Adapters that are not fused with the linears they belong to."""
-    return task.has_adapters and bool(task.lora.dropout or task.lora.dora or storage == "int8")
+    return task.has_adapters and bool(task.lora.dropout or task.lora.dora or storage == "int8" or task.is_merged)
 
 
 def layer_bytes(

@@ -83,8 +83,8 @@ def _explain_ranks(task: Task, found: Candidate, every: list[Candidate], limit: 
 def _explain_weights(run: Run, task: Task, found: Candidate, every: list[Candidate], has: str, decide: Decide) -> None:
     choice = found.choice
     if choice.storage != "plain":
-        if task.method == "qlora":
-            decide("storage", choice.storage, f"method: qlora holds the frozen base in {task.lora.bits} bits")
+        if task.is_quantized:
+            decide("storage", choice.storage, f"method: {task.method} holds the frozen base in {task.lora.bits} bits")
         else:
             least = _least(every, lambda one: one.storage == "plain")
             decide("storage", choice.storage, f"in {task.precision} the base needs at least {least} of {has}")

@@ -101,13 +101,13 @@ REFUSALS: tuple[Refusal, ...] = (
     (
         lambda task, choice: (
             task.device == "cpu"
-            and ((choice.storage != "plain" and task.method != "qlora") or choice.teacher_storage != "plain")
+            and ((choice.storage != "plain" and not task.is_quantized) or choice.teacher_storage != "plain")
         ),
         "quantized weights make a CPU slower",
     ),
     (
-        lambda task, choice: task.method == "qlora" and choice.storage == "plain",
-        "method: qlora holds the base in 4 bits, or in 8 with lora.bits: 8",
+        lambda task, choice: task.is_quantized and choice.storage == "plain",
+        "method: qlora and loqt hold the base in 4 bits, or in 8 with lora.bits: 8",
     ),
     (
         lambda task, choice: (choice.storage != "plain" or choice.tensor > 1) and task.has_lora and task.lora.takes_out,
@@ -143,6 +143,20 @@ REFUSALS: tuple[Refusal, ...] = (
     (
         lambda task, choice: task.method == "peft" and (choice.is_compiled or choice.mlp_slice > 0),
         "modules of the peft library are run as they are, neither compiled nor in slices",
+    ),
+    (
+        lambda task, choice: (
+            task.is_merged and (choice.ranks > 1 or choice.sharding != "none" or choice.matmul_dtype == "fp8")
+        ),
+        "method: relora and loqt merge adapters into whole weights, on one rank and without fp8 matmuls",
+    ),
+    (
+        lambda task, choice: task.method == "loqt" and (choice.is_compiled or bool(experts(task))),
+        "method: loqt looks at the gradient of each linear, in layers that are run as they are and have no experts",
+    ),
+    (
+        lambda task, choice: task.method == "relora" and choice.storage != "plain",
+        "method: relora merges adapters into a base in full precision; method: loqt is for one in 4 or 8 bits",
     ),
     (
         lambda task, _: task.optimizer in PROJECTED and task.has_adapters,
@@ -369,6 +383,7 @@ def may_capture(task: Task, choice: Choice) -> bool:
         and not experts(task)
         and (not task.lora.dropout if task.has_adapters else choice.accumulation_steps(task) == 1)
         and not task.is_exact
+        and not task.is_merged
         and not task.objective.has_teacher  # its logits have no place in the captured passes' memory
     )
 

@@ -15,6 +15,7 @@ from tunesmith.kernels import flash4
 from tunesmith.model import attention
 from tunesmith.model.adapters import RankSchedule
 from tunesmith.model.content import Content
+from tunesmith.model.merges import Merges
 from tunesmith.model.structure import decoder_layers
 from tunesmith.objectives import objective_of
 from tunesmith.objectives.base import Objective
@@ -65,6 +66,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
     prepared = prepare(run, plan, device, **ways)
     model, called = prepared.model, prepared.called
     _keep_base(setting, content, plan, ranks)
+    merges = Merges.of(model, run, loader.total_steps)
     optimizer = _optimizer(setting, model, loader.total_steps)
     if called is model:
         optimizer.overlap_update(model, decoder_layers(model))
@@ -82,7 +84,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
     share = Share(called, plan, ranks)
     schedule = RankSchedule.of(prepared.tuned)
     rule = StopRule.of(run, plan, objective, has_held_out=bool(evals))
-    state = TrainingState(optimizer, share, setting.checkpoints, schedule, rule=rule)
+    state = TrainingState(optimizer, share, setting.checkpoints, schedule or merges, rule=rule)
     told = {"steps": loader.total_steps, "losses": state.losses}
     result = ResultWriter.of(run, plan, model, optimizer, share, setting.data, **told, tuned=prepared.tuned)
     evaluate, roll_out, spec = None, None, plan.forward
@@ -119,6 +121,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
         cut=cut,
         objective=objective,
         schedule=schedule,
+        merges=merges,
         teach=teach,
         roll_out=roll_out,
     )
