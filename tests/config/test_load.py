@@ -104,9 +104,10 @@ REQUIRED = "model: m\ndata: a\n"
         ("colour: red", "`colour` is not a setting; docs/settings.md and `tunesmith schema` list them all"),
         (
             "method: loraa",
-            "`method` is 'loraa' but needs to be `full`, `lora`, `qlora` or `peft`; did you mean `lora`?",
+            "`method` is 'loraa' but needs to be `full`, `lora`, `qlora`, `peft`, `relora` or `loqt`; did you mean "
+            "`lora`?",
         ),
-        ("method: 3", "`method` is 3 but needs to be `full`, `lora`, `qlora` or `peft`"),
+        ("method: 3", "`method` is 3 but needs to be `full`, `lora`, `qlora`, `peft`, `relora` or `loqt`"),
         ("model_: 3", "`model_`: did you mean `model`?"),
         ("epochs: [1]", "`epochs` is a list but needs a number"),
         ("epochs: 0", "`epochs` is 0 but needs to be more than 0"),

@@ -15,7 +15,7 @@ from tunesmith.plan.families import from_config
 from tunesmith.plan.hardware import Gpu, Hardware, named, shared
 from tunesmith.plan.plan import Plan
 from tunesmith.plan.ranking import WORTH
-from tunesmith.plan.search import make_plan, refusal, search
+from tunesmith.plan.search import make_plan, refusal, search, written
 
 from .shapes import GIB, MIXTRAL, MODEL, run, why
 
@@ -249,6 +249,40 @@ def test_of_offloaded_shards_the_states_alone_are_in_host_memory():
     assert alone.plan.memory.master == 0
     (missing,) = rules.beyond(alone.task, Choice(sharding="ddp", tensor=2, offload_optimizer="host"))
     assert "with states in fp32 on the device beside tensor parallelism" in missing
+
+
+def test_where_states_must_be_moved_training_layers_by_turns_is_offered():
+    """With what it gives up; and it fits where it is asked for. Compiled layers, ranks and adapters are refused."""
+    small = machine(gpu=gpu(32), memory=256 * GIB)
+    moved = make_plan(run(method="full"), LLAMA_8B, small)
+    assert moved.offload_parameters or moved.offload_optimizer != "none"
+    assert "each has its turn" in " ".join(reason.why for reason in moved.reasons if reason.topic == "instead")
+    plan = make_plan(run(method="full", optimizer="badam"), LLAMA_8B, small)
+    assert plan.fits
+    assert plan.offload_optimizer == "none"
+    assert "a block at a time" in why(plan, "trained")
+    assert "not compiled" in refusal(
+        run(method="full", optimizer="badam"), plan.changed(is_compiled=True), LLAMA_8B, small
+    )
+    with pytest.raises(UserError, match="lisa and badam are for method: full"):
+        make_plan(run(optimizer="lisa"), LLAMA_8B, small)
+    several = small.changed(gpus=(gpu(32),) * 2)
+    with pytest.raises(UserError, match="lisa over several ranks"):
+        search(run(method="full", optimizer="lisa"), LLAMA_8B, several, pins={"sharding": "zero3", "shard": 2})
+
+
+def test_adapters_that_are_merged_into_the_base_are_planned():
+    """LoQT over 4 bits fits where ReLoRA's base in bf16 does not; neither is for several ranks."""
+    small, usual = machine(gpu=gpu(14), memory=256 * GIB), machine(gpu=gpu(80), memory=256 * GIB)
+    loqt, relora = (make_plan(run(method=method), LLAMA_8B, small) for method in ("loqt", "relora"))
+    assert (loqt.storage, loqt.is_compiled, loqt.fits) == ("nf4", False, True)
+    assert (relora.storage, relora.fits) == ("plain", False)
+    assert make_plan(run(method="relora"), LLAMA_8B, usual).fits
+    adapter, model = (written(run(method=m), loqt, LLAMA_8B, small).result for m in ("qlora", "loqt"))
+    assert model == 2 * LLAMA_8B.parameters > 10 * adapter
+    several = usual.changed(gpus=(gpu(80),) * 2)
+    with pytest.raises(UserError, match="on one rank"):
+        search(run(method="relora"), LLAMA_8B, several, pins={"sharding": "ddp", "replicate": 2})
 
 
 def test_unusual_learning_rates_and_batches_are_pointed_out():

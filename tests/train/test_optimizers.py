@@ -28,6 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("adamw_8bit", {}, {"U8", "F32"}),
         ("muon", {}, {"F32"}),
+        ("badam", {"precision": "bf16", "master_weights": True}, {"F32", "BF16"}),
+        pytest.param("lisa", {}, {"F32"}, marks=pytest.mark.slow),
         (
             "adamw",
             {"precision": "bf16", "master_weights": True, "micro_batch": 4, "optimizer_in_backward": True},

@@ -34,6 +34,7 @@ from tunesmith.cli import (
     export,
     init,
     launch,
+    lr,
     merge,
     network,
     plan,
@@ -128,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 for _panel, _verbs in {
-    "Prepare": {"init": init, "check": check, "plan": plan},
+    "Prepare": {"init": init, "check": check, "plan": plan, "lr": lr},
     "Train": {"train": train, "eval": evaluate},
     "Use the result": {"chat": chat, "merge": merge, "export": export, "quantize": quantize, "serve": serve},
     "See": {"ui": ui, "report": report},

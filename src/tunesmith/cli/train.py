@@ -151,7 +151,7 @@ def _train(
         job = assemble(setting, others, screen.progress)
         for message in job.warnings:
             warn(message)
-        trained = sum(parameter.numel() for parameter in job.optimizer.parameters)
+        trained = sum(parameter.numel() for parameter in job.optimizer.weights.values())
         observe(events.Started(job.loader.total_steps, trained, versions()))
         profiler = _profiler(job, warn) if is_first else None
         outcome = train(job, observe, started=started, watch=profiler, progress=screen.progress)

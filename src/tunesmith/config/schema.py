@@ -379,8 +379,8 @@ class Run(Settings):
 
     model: Text
     """A folder, a .gguf file, or a name on the Hugging Face hub."""
-    method: Literal["full", "lora", "qlora", "peft"] = "lora"
-    """What is trained: every weight, low-rank adapters, these over a base in 4 bits, or any adapter of `peft`."""
+    method: Literal["full", "lora", "qlora", "peft", "relora", "loqt"] = "lora"
+    """What is trained: all weights, adapters (`qlora`: over 4 bits; `relora`, `loqt`: merged by and by), `peft`'s."""
     lora: Lora = Lora()
     """Settings of the adapters; used with `method: lora` and `qlora`."""
     objective: ObjectiveName = "sft"
@@ -432,9 +432,20 @@ class Run(Settings):
     warmup: Annotated[Number, Field(ge=0)] = 0.03
     """Warm-up: a share of all steps when below 1, else a number of steps."""
     optimizer: Literal[
-        "adamw", "adamw_8bit", "adamw_4bit", "adamw_fp8", "lion", "muon", "adafactor", "sgd", "galore", "apollo"
+        "adamw",
+        "adamw_8bit",
+        "adamw_4bit",
+        "adamw_fp8",
+        "lion",
+        "muon",
+        "adafactor",
+        "sgd",
+        "galore",
+        "apollo",
+        "lisa",
+        "badam",
     ] = "adamw"
-    """Optimizer; `adamw_8bit`, `_fp8`, `_4bit` hold AdamW's states in fewer bits, `galore` and `apollo` in low rank."""
+    """Optimizer; AdamW's states in fewer bits, in low rank (`galore`, `apollo`), of some layers (`lisa`, `badam`)."""
     weight_decay: Annotated[Number, Field(ge=0, le=10)] = 0.0
     """Weight decay, on matrices only."""
     max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0
@@ -485,6 +496,8 @@ class Run(Settings):
             raise ValueError("adapter: an adapter is trained on with method lora, qlora or peft, and not with `full`")
         if self.method == "peft" and self.new_tokens:
             raise ValueError("new_tokens: they are for `method: full`, `lora` and `qlora`")
+        if self.is_merged and (why := _unsuited_merge(self)):
+            raise ValueError(why)
         if self.method not in ("lora", "qlora"):
             return self
         if self.new_tokens and self.lora.has_ends:
@@ -524,8 +537,17 @@ class Run(Settings):
 
     @property
     def has_lora(self) -> bool:
-        """Low-rank adapters of our own, which are fused."""
-        return self.method in ("lora", "qlora")
+        """Low-rank adapters of our own."""
+        return self.method in ("lora", "qlora", "relora", "loqt")
+
+    @property
+    def is_merged(self) -> bool:
+        """Adapters are merged into the base while it trains, and the result is a model."""
+        return self.method in ("relora", "loqt")
+
+    @property
+    def gives_adapter(self) -> bool:
+        return self.has_adapters and not self.is_merged
 
     @property
     def algorithm(self) -> str:
@@ -581,6 +603,20 @@ def _unsuited(run: Run) -> str | None:
     return None
 
 
+def _unsuited_merge(run: Run) -> str | None:
+    """What does not go with adapters that are merged while they are trained."""
+    lora, method = run.lora, f"`method: {run.method}`"
+    if run.adapter is not None or run.new_tokens:
+        return f"{'adapter' if run.adapter else 'new_tokens'}: {method} merges adapters of its own into the base"
+    if lora.dora or lora.init != "default" or lora.has_ends:
+        named = "dora" if lora.dora else "targets" if lora.has_ends else "init"
+        return f"lora.{named}: {method} has plain adapters on the linears of the layers, drawn anew at each merge"
+    if run.method == "loqt" and (lora.dropout or lora.b_rate != 1):
+        named = "dropout" if lora.dropout else "b_rate"
+        return f"lora.{named}: `method: loqt` trains the second factors alone, over directions of the gradient"
+    return None
+
+
 def _unsuited_teacher(run: Run) -> str | None:
     if run.objective != "distill":
         is_given = run.distillation != Distillation()
@@ -601,7 +637,7 @@ def _unsuited_head(run: Run) -> str | None:
         return "labels: `objective: classify` needs two names or more, all different, such as `labels: [bad, good]`"
     if run.objective not in ("reward", "classify"):
         return None
-    if run.method == "peft" or run.adapter is not None:
+    if run.method == "peft" or run.is_merged or run.adapter is not None:
         return f"`objective: {run.objective}` trains a new head; method may be full, lora or qlora, without `adapter`"
     if run.has_lora and (run.lora.has_ends or run.lora.init != "default"):
         return f"lora: with `objective: {run.objective}` adapters are on the layers, and begin without effect"
@@ -628,7 +664,9 @@ def _unsuited_rollout(run: Run) -> str | None:
         return "rollout.loss and rollout.ratios are for `objective: grpo`; rloo has one loss, over whole answers"
     if objective == "rloo" and rollout.scale_rewards == "group":
         return "rollout.scale_rewards: with `objective: rloo` it may be batch or none"
-    if rollout.beta and (not run.has_lora or run.adapter is not None or run.new_tokens or run.lora.init != "default"):
+    if rollout.beta and (
+        not run.has_lora or run.is_merged or run.adapter is not None or run.new_tokens or run.lora.init != "default"
+    ):
         return (
             "rollout.beta: the reference is the model with its adapter switched off, so it needs method lora or qlora, "
             "begun anew (no `adapter`, `new_tokens` or `lora.init`); leave beta at 0"

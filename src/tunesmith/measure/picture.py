@@ -1,8 +1,9 @@
-"""Memory over a training step, and what quantizing costs by layer, drawn as SVGs."""
+"""Memory over a training step, what quantizing costs by layer, and loss by learning rate, drawn as SVGs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 from tunesmith.measure.trace import CATEGORIES, MemoryPicture
 
@@ -82,4 +83,42 @@ def layers_svg(title: str, layers: Sequence[tuple[str, float, float]]) -> str:
             parts.append(f'<rect {bar} fill="{colour}"><title>{layer[0]}: {layer[index]:+.3%}</title></rect>')
             middle = f'x="{x + step / 2:.1f}" y="{base + 15}" text-anchor="middle"'
             parts.append(f"<text {middle} {text}>{layer[0]}</text>")
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def rates_svg(points: Sequence[tuple[float, float, float]], marks: Mapping[str, float]) -> str:
+    """Loss by learning rate, single steps and their moving average; rates that are marked, by name."""
+    width, height, left, top = 760, 320, 70, 40
+    shown = [rate for rate, _, _ in points]
+    low, high = math.log10(min(shown)), math.log10(max(shown))
+    smoothed = [value for _, _, value in points]
+    least = min(smoothed) - 0.1 * (max(smoothed) - min(smoothed) or 1)
+    most = max(smoothed) + 0.1 * (max(smoothed) - min(smoothed) or 1)
+
+    def x(rate: float) -> str:
+        return f"{left + (math.log10(rate) - low) / (high - low or 1) * width:.1f}"
+
+    def y(loss: float) -> str:
+        return f"{top + height - (min(most, max(least, loss)) - least) / (most - least) * height:.1f}"
+
+    text = 'font-family="sans-serif" font-size="12" fill="#222"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 30} {top + height + 50}">',
+        '<rect width="100%" height="100%" fill="#fff"/>',
+        f'<text x="{left}" y="18" {text}>Loss by learning rate: steps, and their moving average</text>',
+    ]
+    for rate, loss, _ in points:
+        parts.append(f'<circle cx="{x(rate)}" cy="{y(loss)}" r="2.5" fill="{COLOURS[0]}" fill-opacity="0.4"/>')
+    line = " ".join(f"{x(rate)},{y(value)}" for rate, _, value in points)
+    parts.append(f'<polyline points="{line}" fill="none" stroke="{COLOURS[0]}" stroke-width="2"/>')
+    for index, (name, rate) in enumerate(marks.items()):
+        if not min(shown) <= rate <= max(shown):
+            continue
+        colour, place = COLOURS[1 + index % 5], f'x1="{x(rate)}" x2="{x(rate)}" y1="{top}" y2="{top + height}"'
+        parts.append(f'<line {place} stroke="{colour}" stroke-dasharray="4 3"/>')
+        parts.append(f'<text x="{x(rate)}" y="{top + 12 + 15 * index}" dx="4" {text}>{name} {rate:.2g}</text>')
+    for tick in range(5):
+        loss, rate = least + (most - least) * tick / 4, 10 ** (low + (high - low) * tick / 4)
+        parts.append(f'<text x="{left - 6}" y="{y(loss)}" text-anchor="end" {text}>{loss:.3g}</text>')
+        parts.append(f'<text x="{x(rate)}" y="{top + height + 18}" text-anchor="middle" {text}>{rate:.1e}</text>')
     return "\n".join([*parts, "</svg>", ""])

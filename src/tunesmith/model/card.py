@@ -44,7 +44,7 @@ class Facts:
 
 
 def card(run: Run, facts: Facts) -> str:
-    is_adapter = run.has_adapters and not facts.is_merged
+    is_adapter = run.gives_adapter and not facts.is_merged
     base = Path(run.model).name or run.model
     kind = {"lora": "a LoRA adapter", "qlora": "a LoRA adapter, trained over a quantized base"}.get(
         run.method, "a model"

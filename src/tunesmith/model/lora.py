@@ -306,7 +306,7 @@ def put_on(model: nn.Module, targets: Iterable[str], settings: Lora, *, seed: in
             adapter = LoraLinear(base, settings.rank, settings.scale, settings.dropout, dora=settings.dora)
             adapter.is_head = base is head
         if start is None:
-            adapter.reset(_generator(seed, name))
+            adapter.reset(generator_of(seed, name))
         else:
             start.put(name, adapter)
         replace_module(model, name, adapter)
@@ -314,7 +314,7 @@ def put_on(model: nn.Module, targets: Iterable[str], settings: Lora, *, seed: in
 
 def initial_a(shape: tuple[int, int], seed: int, name: str) -> torch.Tensor:
     """The first factor of the linear `name` as training begins with it."""
-    return _drawn(shape, _generator(seed, name))
+    return _drawn(shape, generator_of(seed, name))
 
 
 def find_targets(model: nn.Module, settings: Lora) -> list[str]:
@@ -670,7 +670,7 @@ def _drawn(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.rand(shape, generator=generator, dtype=torch.float32) * (2 * bound) - bound
 
 
-def _generator(seed: int, name: str) -> torch.Generator:
+def generator_of(seed: int, name: str) -> torch.Generator:
     """Each adapter draws from its own stream, so its start depends on nothing but the seed and its name."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

@@ -78,6 +78,8 @@ class Optimizer:
             raise UserError("Nothing is left to train: every parameter of the model is frozen.")
         self.has_masters = master_weights
         self.releases = release
+        self.step_hooks: list[Callable[[], None]] = []
+        """Called before each update."""
         self._norms: dict[str, torch.Tensor] = {}
         is_half = any(weight.dtype != torch.float32 for weight in self.weights.values())
         states = states or ("bf16" if is_half and not master_weights else "fp32")
@@ -146,8 +148,8 @@ class Optimizer:
         fused = [part for part in self.parts if isinstance(part, Fused)]
         return sum(update.gradient.nbytes for part in fused for update in part.updating.values())
 
-    def begin(self, learning_rate: float) -> None:
-        """Before the backward pass of a step: its rate."""
+    def begin(self, learning_rate: float, step: int = 0) -> None:
+        """Before the backward pass of a step (counted from 0): its rate."""
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = learning_rate * group["times"]
@@ -181,12 +183,19 @@ class Optimizer:
 
     def step(self, learning_rate: float) -> None:
         """Update every weight that has a gradient."""
+        for hook in self.step_hooks:
+            hook()
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = learning_rate * group["times"]
             part.step()
             if self.has_masters and not isinstance(part, Fused):
                 self._copy_masters(part)
+
+    def reset(self) -> None:
+        """Begin with new states."""
+        for part in self.parts:
+            part.state.clear()
 
     def zero_grad(self) -> None:
         for parameter in self.parameters:

@@ -303,7 +303,7 @@ def spread(work: Preparation, unit: Unit) -> None:
 def fuse_adapters(work: Preparation, unit: Unit) -> None:
     """Adapted linears that share an input as one matmul, gated MLPs as one operation."""
     plan = work.plan
-    if work.run.has_adapters and plan.fuse_adapters:
+    if work.run.has_adapters and plan.fuse_adapters and not work.run.is_merged:
         keeps_transposed = plan.cache_transposed and not is_cut(plan)
         fuse_mlps = work.on_gpu and _has_kernel(plan, "swiglu")
         fuse(unit.module, fp8=plan.matmul_dtype == "fp8", fuse_mlps=fuse_mlps, cache_transposed=keeps_transposed)

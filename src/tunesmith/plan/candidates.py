@@ -46,15 +46,15 @@ class Refused:
 def tiers_of(task: Task) -> list[dict[str, Any]]:
     """What is tried when nothing before it fits. `axes`: split single sequences and layers over ranks, too."""
     asked = "int8" if task.lora.bits == 8 else "nf4"
-    plain = {"storage": asked if task.method == "qlora" else "plain"}
+    plain = {"storage": asked if task.is_quantized else "plain"}
     if task.device == "cpu":
         has_large_states = not task.has_adapters and task.optimizer in memory.ALONE
         return [plain, {**plain, "offload_optimizer": "disk"}] if has_large_states else [plain]
     if task.has_adapters:
         # What was asked for stays; else 8 bits, which are closer to the base, before 4.
         small: dict[str, Any] = {"storage": "nf4"}
-        order = [plain] if task.method in ("qlora", "peft") else [plain, {"storage": "int8"}, small]
-        order += [{**order[-1], "offload_parameters": True}]
+        order = [plain] if task.method in ("qlora", "peft") or task.is_merged else [plain, {"storage": "int8"}, small]
+        order += [] if task.is_merged else [{**order[-1], "offload_parameters": True}]
     else:
         is_fused, sent = task.optimizer in memory.ALONE, {"offload_activations": True}
         small = {"optimizer_states": "int8"} if is_fused else {}
@@ -82,10 +82,11 @@ def candidates_of(
     base = Choice(
         attention=paths.preferred(task),
         # Padded rows change their shape with every step, rows of a cache with every token; modules of other libraries
-        # are run as they are.
+        # are run as they are, and so are layers that are frozen and trained by turns.
         is_compiled=task.device == "cuda"
         and task.facts.packs
-        and task.method != "peft"
+        and task.optimizer not in memory.BLOCKWISE
+        and task.method not in ("peft", "loqt")
         and not task.objective.has_rollouts,
         **{name: value for name, value in tier.items() if name != "axes"},
     )

@@ -27,7 +27,7 @@ from tunesmith.plan.plan import (
     TrafficDtype,
 )
 
-Method = Literal["full", "lora", "qlora", "peft"]
+Method = Literal["full", "lora", "qlora", "peft", "relora", "loqt"]
 OF_PEFT = Lora(rank=8, dropout=0.01)
 """What an adapter of peft's is taken for in all but its parameters: each linear keeps its input for itself."""
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -97,7 +97,17 @@ class Task:
 
     @property
     def has_lora(self) -> bool:
-        return self.method in ("lora", "qlora")
+        return self.method in ("lora", "qlora", "relora", "loqt")
+
+    @property
+    def is_merged(self) -> bool:
+        """Adapters are merged into the base at intervals; the result is a model."""
+        return self.method in ("relora", "loqt")
+
+    @property
+    def is_quantized(self) -> bool:
+        """A base in few bits was asked for."""
+        return self.method in ("qlora", "loqt")
 
     @property
     def has_masters(self) -> bool:

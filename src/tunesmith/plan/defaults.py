@@ -27,7 +27,7 @@ MAX_EPOCHS = 10.0
 """Passes beyond which a set is learned by heart: a tiny one has fewer than `MIN_STEPS` steps instead. One pass is
 proposed wherever it makes enough steps: 886 instructions seen three times were learned by heart, and more than all that
 one pass had gained was lost again (docs/lab.md)."""
-RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4, "peft": 2e-4}
+RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4, "peft": 2e-4, "relora": 2e-4, "loqt": 2e-4}
 """Usual peak learning rates of AdamW for a model `WIDTH` wide."""
 PEFT_RATES = {
     **dict.fromkeys(("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"), 1e-2),

@@ -23,6 +23,7 @@ from tunesmith.plan.families import from_config
 from tunesmith.plan.hardware import Hardware
 from tunesmith.plan.plan import Plan
 from tunesmith.plan.ranking import should_capture
+from tunesmith.plan.reasons import GIVES_UP
 from tunesmith.plan.search import Search, search
 
 PINNABLE = tuple(field.name for field in dataclasses.fields(Choice))
@@ -123,7 +124,7 @@ def _way(choice: Choice) -> str:
     return ", ".join([*words, *(["in quantized collectives"] if choice.is_lossy else [])])
 
 
-def changes_that_fit(run: Run, facts: ModelFacts, hardware: Hardware, *, most: int = 4) -> list[str]:
+def changes_that_fit(run: Run, facts: ModelFacts, hardware: Hardware, *, most: int = 8) -> list[str]:
     """The smallest changes that would make a run fit, in order, where nothing fits as it is."""
     answers: list[str] = []
     for words, changed_run, changed_hardware in _changes(run, facts, hardware):
@@ -155,6 +156,11 @@ def _changes(run: Run, facts: ModelFacts, hardware: Hardware) -> Iterator[tuple[
     if run.method == "full":
         if run.optimizer == "adamw":
             yield "optimizer: adafactor", changed(optimizer="adafactor"), hardware
+            for optimizer, gives_up in GIVES_UP.items():
+                yield f"optimizer: {optimizer}, where {gives_up}", changed(optimizer=optimizer), hardware
+            merged = "adapters are trained and merged into the base at intervals"
+            yield f"method: relora, where {merged}", changed(method="relora"), hardware
+            yield f"method: loqt, where {merged}, which is in 4 bits", changed(method="loqt"), hardware
         yield "method: lora", changed(method="lora"), hardware
     if run.method != "qlora":
         yield "method: qlora", changed(method="qlora"), hardware

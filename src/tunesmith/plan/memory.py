@@ -26,12 +26,16 @@ MIB = 2**20
 QUANTIZED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0 + 4 / 2048}
 """Bytes of a quantized weight: nf4 with 8-bit scales of 64 values, and fp32 scales of 256 of those; int8 with an fp32
 scale for each row, which is 2,048 values or more where it matters."""
-STATES = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 1, "adafactor": 0, "galore": 1, "apollo": 1}
+STATES = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 1, "adafactor": 0, "galore": 1, "apollo": 1, "lisa": 2, "badam": 2}
 """Values of optimizer state for each trained parameter."""
 STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256, "fp8": 1.0 + 4 / 256, "int4": 0.5 + 4 / 128}
 """Of one value, with its share of a block's scale (`kernels.update`)."""
 PROJECTED = frozenset({"galore", "apollo"})
 """Optimizers with the states of projected gradients."""
+BLOCKWISE = frozenset({"lisa", "badam"})
+"""Optimizers that train some layers at a time, and have gradients, states and masters of those alone."""
+LISA_LAYERS = 2
+"""Layers that LISA trains at a time."""
 ALONE = frozenset({"adamw", "lion"})
 """Optimizers that update each weight for itself, from its gradient as backward made it (`optim.fused`)."""
 PIECE, BUFFERS = {"host": 1 << 24, "disk": 1 << 20}, 4
@@ -167,6 +171,8 @@ def timeline(task: Task, choice: Choice) -> list[Phase]:
     ]
     if facts.teacher is not None:
         phases.append(phase("the teacher's forward pass", **_asking(task, choice, static, tokens)))
+    if task.is_merged:
+        phases.append(phase("merge", **_merging(task, choice, saved, tokens)))
     if isinstance(task.objective, Grpo):
         phases.append(phase("rollout", **_rolling_out(task, choice, task.objective.rollout)))
     if not choice.cuda_graphs:
@@ -239,13 +245,21 @@ def checkpoint(task: Task, choice: Choice) -> int:
 
 def checkpoint_bytes(task: Task, choice: Choice) -> float:
     """Of a checkpoint: trained weights as the optimizer updates them, and states."""
+    if task.optimizer in BLOCKWISE and not task.has_adapters:
+        active = active_parameters(task)
+        return (task.trained - active) * task.width + active * (4 + _states(task, choice))
     is_half = task.precision != "fp32" and choice.sharding == "none" and not choice.has_masters(task)
+    if task.is_merged:
+        held = task.width if choice.storage == "plain" else QUANTIZED[choice.storage]
+        return task.facts.matrices * held + task.trained * (4 + _states(task, choice))
     weight = task.width if is_half and not task.has_adapters else 4
     return task.trained * (weight + _states(task, choice))
 
 
 def result_bytes(task: Task) -> int:
     """Of the trained adapter, or of the model in the precision it is held in."""
+    if task.is_merged:
+        return task.facts.parameters * task.width
     return task.trained * (4 if task.has_adapters else task.width)
 
 
@@ -360,8 +374,24 @@ def _held(task: Task, choice: Choice) -> tuple[float, float]:
         ends = facts.embedding / choice.tensor + facts.extra  # the first stage or the last
     base = body + ends
     if not task.has_adapters:
-        return base, base
+        return base, active_parameters(task) if task.optimizer in BLOCKWISE else base
     return base, task.trained / choice.tensor / choice.pipeline
+
+
+def active_parameters(task: Task) -> int:
+    """Those that are trained at a time, at most (`optim.blocks`)."""
+    facts = task.facts
+    layers = sorted((facts.kinds[kind].parameters for kind in facts.pattern), reverse=True)
+    if task.optimizer == "badam":
+        is_apart = facts.has_head and not facts.tied
+        return max(layers[0], facts.head + facts.extra + (0 if is_apart else facts.embedding), facts.embedding)
+    return facts.embedding + facts.head + facts.extra + sum(layers[:LISA_LAYERS])
+
+
+def trained_share(task: Task) -> float:
+    """Of the layers, where all weights are trained: how many are at a time."""
+    at_once = {"lisa": LISA_LAYERS, "badam": 1}.get(task.optimizer, task.facts.layers)
+    return 1.0 if task.has_adapters else min(1.0, at_once / task.facts.layers)
 
 
 def _static(task: Task, choice: Choice) -> dict[str, float]:
@@ -432,6 +462,8 @@ def _states(task: Task, choice: Choice) -> float:
     values = float(STATES[task.optimizer])
     if task.optimizer == "muon" and not task.has_adapters:  # embedding and head are AdamW's
         values += (task.facts.embedding + task.facts.head) / task.facts.parameters
+    if task.method == "loqt":  # the first factor is not trained
+        values /= 2
     size = STATE_BYTES[choice.optimizer_states]
     if task.has_adapters and size < 2:  # rows of the second factor are shorter than a block: they stay in fp32
         size = (size + 4.0) / 2
@@ -443,7 +475,7 @@ def _gradients(task: Task, choice: Choice) -> float:
     if choice.offload_parameters:
         return 0.0
     is_summed = choice.accumulation_steps(task) > 1 or (choice.sharding != "none" and choice.has_masters(task))
-    is_made = task.optimizer in ALONE and task.precision == "bf16" and not is_summed
+    is_made = task.optimizer in ALONE | BLOCKWISE and task.precision == "bf16" and not is_summed
     width = task.width if is_made and task.has_masters else 4
     held = _held(task, choice)[1] * _share(choice, "states")
     if choice.optimizer_in_backward:
@@ -547,6 +579,17 @@ def _asking(task: Task, choice: Choice, static: dict[str, float], tokens: float)
     }
 
 
+def _merging(task: Task, choice: Choice, saved: float, tokens: float) -> dict[str, float]:
+    """While adapters are merged into the base: one weight in fp32 and what is made of it; before that, with LoQT, a
+    pass in which every linear's input is kept, and one gradient's singular directions."""
+    matrix = max(one.inputs * one.outputs for kind in task.facts.kinds for one in kind.linears if one.count == 1)
+    if task.method == "relora":
+        return {"workspace": 3 * 4 * matrix}
+    kept = task.facts.total(lambda kind: kind.norms * task.facts.hidden + kind.query + kind.intermediate)
+    share = choice.checkpointed_layers / task.facts.layers  # others have them among their activations
+    return {"activations": saved + share * tokens * kept * task.width, "workspace": 5 * 4 * matrix}
+
+
 def _rolling_out(task: Task, choice: Choice, rollout: Rollout) -> dict[str, float]:
     """While the model answers: keys and values of all rows, twice when rows leave the cache, and the last logits."""
     facts = task.facts
@@ -563,7 +606,7 @@ def _last_gradient(task: Task, choice: Choice) -> float:
     head's, or to that of an fp32 master."""
     if task.has_adapters:
         return 0.0
-    is_added = task.facts.tied or (choice.has_masters(task) and task.optimizer not in ALONE)
+    is_added = task.facts.tied or (choice.has_masters(task) and task.optimizer not in ALONE | BLOCKWISE)
     return task.facts.embedding * task.width if is_added else 0.0
 
 
@@ -600,7 +643,7 @@ def _widest_product(task: Task, choice: Choice) -> float:
 
 def is_apart(task: Task, storage: str) -> bool:
     """Adapters that are not fused with the linears they belong to."""
-    return task.has_adapters and bool(task.lora.dropout or task.lora.dora or storage == "int8")
+    return task.has_adapters and bool(task.lora.dropout or task.lora.dora or storage == "int8" or task.is_merged)
 
 
 def layer_bytes(
@@ -614,10 +657,11 @@ def layer_bytes(
     is_sliced: bool = False,
     crowded: float = 1.0,
     attention_kernel: Attention | None = None,
+    is_frozen: bool = False,
 ) -> float:
     """What a layer keeps for backward, for each token. Where the probe has counted it for the usual case, others are to
-    that as the formulas say."""
-    options = {"is_sliced": is_sliced, "crowded": crowded, "attention_kernel": attention_kernel}
+    that as the formulas say. `is_frozen`: none of its weights is trained, so its linears keep no inputs (eager)."""
+    options = {"is_sliced": is_sliced, "crowded": crowded, "attention_kernel": attention_kernel, "is_frozen": is_frozen}
     case = {"is_compiled": is_compiled, "matmul_dtype": matmul_dtype, "storage": storage, "tensor": tensor}
     found = _structured_bytes(task, kind, **case, **options)
     if kind.kept is None:
@@ -639,6 +683,7 @@ def _structured_bytes(
     is_sliced: bool = False,
     crowded: float = 1.0,
     attention_kernel: Attention | None = None,
+    is_frozen: bool = False,
 ) -> float:
     """The same from the layer's structure. Eager: as autograd's own hooks count it. Compiled: norms and
     activations are computed again from what stands before them, save where an adapter keeps its input."""
@@ -683,6 +728,9 @@ def _structured_bytes(
             is_held_by_norms = kind.has_qk_norm and width == 4
             attention += 0 if is_rotated_at_once or is_held_by_norms else (kind.query + kind.key) * width
         values = 2 if is_made_again else kind.mlp_values
+        if is_frozen:
+            norms -= hidden * (kind.norms * (width + trained) + kind.post_norms * trained) + qk_norms * trained
+            values -= 0 if is_made_again else 1
     if is_sliced:
         values = 0  # the MLP's input alone, which is counted with the norms
     if experts and not is_full:
@@ -707,7 +755,7 @@ def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, floa
     """What all layers of this rank keep, and one layer alone, checkpointed or not."""
     facts = task.facts
 
-    def of(kind: Layer) -> float:
+    def of(kind: Layer, *, is_frozen: bool = False) -> float:
         gathered = 2 * kind.key * task.width * (choice.context - 1) / choice.tensor  # keys and values of the others
         return tokens * gathered + tokens * layer_bytes(
             task,
@@ -718,6 +766,7 @@ def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, floa
             tensor=choice.tensor,
             is_sliced=choice.mlp_slice > 0,
             attention_kernel=choice.attention,
+            is_frozen=is_frozen,
             crowded=CROWDED if choice.expert > 1 and kind_experts(kind) else 1.0,
         )
 
@@ -726,7 +775,10 @@ def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, floa
     share = choice.checkpointed_layers / facts.layers
     if choice.save_attention and choice.checkpointed_layers:
         one -= tokens * max(kind.query * task.width + 4 * facts.heads for kind in facts.kinds) / choice.tensor
-    saved = facts.total(of) * (1 - share) * task.backward_share * _layers_at_once(task, choice)
+    every = facts.total(of)
+    if (part := trained_share(task)) < 1:
+        every = part * every + (1 - part) * facts.total(lambda kind: of(kind, is_frozen=True))
+    saved = every * (1 - share) * task.backward_share * _layers_at_once(task, choice)
     # The factors in the matmuls' precision; checkpointed layers make them again.
     casts = (1 - share) * task.adapted[0] * task.width / choice.tensor / choice.pipeline
     ends = ENDS["adapters" if task.has_adapters else "full"] * boundary

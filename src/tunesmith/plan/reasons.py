@@ -16,6 +16,13 @@ from tunesmith.plan.ranking import best_of, fits_host, saved_by_graphs
 OFF = {"int8": "1/254 of the largest of its 128", "int4": "1/14 of the largest of its 64"}
 """How far rounding takes a value, at most (`parallel.quantized`)."""
 
+GIVES_UP = {
+    "lisa": "a step trains two layers, drawn at random, and what surrounds the layers",
+    "badam": "a step trains one layer, and each has its turn",
+    "apollo": "AdamW's states are those of gradients seen through a random projection",
+}
+"""Optimizers with which all weights are trained in less memory, and what each gives up for it."""
+
 
 def explain(
     run: Run, task: Task, found: Candidate, every: list[Candidate], limit: int, fits: bool, decide: Decide
@@ -26,6 +33,7 @@ def explain(
     _explain_ranks(task, found, every, limit, decide)
     _explain_weights(run, task, found, every, has, decide)
     _explain_teacher(task, found, decide)
+    _explain_blocks(task, found, limit, decide)
     _explain_gradients(task, found, decide)
     _explain_offload(task, found, every, limit, has, decide)
     _explain_computing(task, found, decide)
@@ -75,8 +83,8 @@ def _explain_ranks(task: Task, found: Candidate, every: list[Candidate], limit: 
 def _explain_weights(run: Run, task: Task, found: Candidate, every: list[Candidate], has: str, decide: Decide) -> None:
     choice = found.choice
     if choice.storage != "plain":
-        if task.method == "qlora":
-            decide("storage", choice.storage, f"method: qlora holds the frozen base in {task.lora.bits} bits")
+        if task.is_quantized:
+            decide("storage", choice.storage, f"method: {task.method} holds the frozen base in {task.lora.bits} bits")
         else:
             least = _least(every, lambda one: one.storage == "plain")
             decide("storage", choice.storage, f"in {task.precision} the base needs at least {least} of {has}")
@@ -91,6 +99,26 @@ def _explain_weights(run: Run, task: Task, found: Candidate, every: list[Candida
     elif choice.optimizer_states != "fp32":
         least = _least(every, lambda one: one.optimizer_states == "fp32" and one.offload_optimizer == "none")
         decide("optimizer states", choice.optimizer_states, f"in fp32 at least {least} are needed of {has}")
+
+
+def _explain_blocks(task: Task, found: Candidate, limit: int, decide: Decide) -> None:
+    """Layers that are trained by turns; or, where states or masters were sacrificed or moved, that they could be."""
+    facts, choice = task.facts, found.choice
+    if task.optimizer in memory.BLOCKWISE:
+        active = memory.active_parameters(task)
+        what = "a block at a time" if task.optimizer == "badam" else f"{memory.LISA_LAYERS} layers at a time"
+        held = f"gradients, states and masters are those of {active:,} of {facts.parameters:,} parameters"
+        decide("trained", what, f"optimizer: {task.optimizer}; {held}, and a weight begins anew with each of its turns")
+        return
+    is_short = choice.offload_optimizer != "none" or choice.offload_parameters or found.bytes > limit
+    if task.has_adapters or task.optimizer != "adamw" or choice.ranks > 1 or not is_short:
+        return
+    for optimizer, gives_up in GIVES_UP.items():
+        other = dataclasses.replace(task, optimizer=optimizer)
+        plain = Choice(attention=choice.attention, checkpointed_layers=facts.layers)
+        size = memory.peak(memory.timeline(other, plain)).memory.total
+        if size <= limit and rules.refused(other, plain) is None:
+            decide("instead", f"optimizer: {optimizer}", f"about {gib(size)} would do on the device, but {gives_up}")
 
 
 def _explain_gradients(task: Task, found: Candidate, decide: Decide) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from tunesmith.plan import memory, paths
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import Linear
-from tunesmith.plan.memory import ALONE, PROJECTED
+from tunesmith.plan.memory import ALONE, BLOCKWISE, PROJECTED
 from tunesmith.plan.plan import Kernel
 from tunesmith.plan.stages import PER_RANK
 
@@ -102,13 +102,13 @@ REFUSALS: tuple[Refusal, ...] = (
     (
         lambda task, choice: (
             task.device == "cpu"
-            and ((choice.storage != "plain" and task.method != "qlora") or choice.teacher_storage != "plain")
+            and ((choice.storage != "plain" and not task.is_quantized) or choice.teacher_storage != "plain")
         ),
         "quantized weights make a CPU slower",
     ),
     (
-        lambda task, choice: task.method == "qlora" and choice.storage == "plain",
-        "method: qlora holds the base in 4 bits, or in 8 with lora.bits: 8",
+        lambda task, choice: task.is_quantized and choice.storage == "plain",
+        "method: qlora and loqt hold the base in 4 bits, or in 8 with lora.bits: 8",
     ),
     (
         lambda task, choice: (choice.storage != "plain" or choice.tensor > 1) and task.has_lora and task.lora.takes_out,
@@ -146,8 +146,34 @@ REFUSALS: tuple[Refusal, ...] = (
         "modules of the peft library are run as they are, neither compiled nor in slices",
     ),
     (
+        lambda task, choice: (
+            task.is_merged and (choice.ranks > 1 or choice.sharding != "none" or choice.matmul_dtype == "fp8")
+        ),
+        "method: relora and loqt merge adapters into whole weights, on one rank and without fp8 matmuls",
+    ),
+    (
+        lambda task, choice: task.method == "loqt" and (choice.is_compiled or bool(experts(task))),
+        "method: loqt looks at the gradient of each linear, in layers that are run as they are and have no experts",
+    ),
+    (
+        lambda task, choice: task.method == "relora" and choice.storage != "plain",
+        "method: relora merges adapters into a base in full precision; method: loqt is for one in 4 or 8 bits",
+    ),
+    (
         lambda task, _: task.optimizer in PROJECTED and task.has_adapters,
         "optimizer: galore and apollo are for method: full; adapters are of low rank already",
+    ),
+    (
+        lambda task, _: task.optimizer in BLOCKWISE and task.has_adapters,
+        "optimizer: lisa and badam are for method: full; adapters are small already",
+    ),
+    (
+        lambda task, choice: (
+            task.optimizer in BLOCKWISE
+            and (choice.is_compiled or choice.matmul_dtype == "fp8" or max(choice.pipeline, choice.tensor) > 1)
+        ),
+        "optimizer: lisa and badam freeze and train whole layers by turns, which are run as they are: not compiled, in "
+        "fp8, or cut by pipeline or tensor parallelism",
     ),
     (
         lambda task, choice: choice.optimizer_states != "fp32" and task.optimizer not in ALONE,
@@ -375,6 +401,7 @@ def may_capture(task: Task, choice: Choice) -> bool:
         and not experts(task)
         and (not task.lora.dropout if task.has_adapters else choice.accumulation_steps(task) == 1)
         and not task.is_exact
+        and not task.is_merged
         and not task.objective.has_teacher  # its logits have no place in the captured passes' memory
     )
 

@@ -196,7 +196,7 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     quantization = _quantization(task, choice, tokens) / split
     head = 2 * facts.embedding * tokens / split / (rates.fp32 if task.width == 4 else rates.half)
     logits = 20 * facts.vocabulary * tokens / split / rates.bandwidth
-    weight_gradients = 0 if task.has_adapters else 1
+    weight_gradients = 0 if task.has_adapters else memory.trained_share(task)
     has_fp8_head = rates.fp8 and memory.has_fp8_head(task, choice)
     head_backward = rates.half / rates.fp8 if has_fp8_head else 1 + weight_gradients
     share = task.backward_share
@@ -416,7 +416,8 @@ def _optimizer(task: Task, choice: Choice) -> tuple[float, float]:
     """Seconds of the update on the device, and of the way between it and where the states live, if elsewhere."""
     if choice.offload_optimizer == "host":  # both ways at once, and the update is hidden behind them
         return 0.0, memory.offloaded_bytes(task, choice) / task.rates.host_link
-    base = task.trained / choice.tensor / choice.pipeline
+    trained = memory.active_parameters(task) if task.optimizer in memory.BLOCKWISE else task.trained
+    base = trained / choice.tensor / choice.pipeline
     held = base * memory.share(choice.sharding, "states", choice.holders, choice.sharers)
     states = memory.STATES[task.optimizer] * memory.STATE_BYTES[choice.optimizer_states]
     passes = 2 * states + 3 * 4 + (4 + task.width if choice.has_masters(task) else 4)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from tunesmith.config.schema import Run
 from tunesmith.data.loader import Loader
@@ -14,11 +15,13 @@ from tunesmith.kernels import flash4
 from tunesmith.model import attention
 from tunesmith.model.adapters import RankSchedule
 from tunesmith.model.content import Content
+from tunesmith.model.merges import Merges
 from tunesmith.model.structure import decoder_layers
 from tunesmith.objectives import objective_of
 from tunesmith.objectives.base import Objective
 from tunesmith.objectives.grpo import Grpo
-from tunesmith.optim.build import build
+from tunesmith.optim.blocks import BlockOptimizer, BlockSchedule
+from tunesmith.optim.build import Optimizer, build
 from tunesmith.parallel import compile
 from tunesmith.parallel.check import check_parallelism
 from tunesmith.parallel.context import cut_of
@@ -26,6 +29,7 @@ from tunesmith.parallel.mesh import check_ranks
 from tunesmith.parallel.prepare import is_cut, prepare
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.defaults import few_steps
+from tunesmith.plan.memory import BLOCKWISE
 from tunesmith.plan.plan import Plan
 from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder
@@ -62,7 +66,8 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
     prepared = prepare(run, plan, device, **ways)
     model, called = prepared.model, prepared.called
     _keep_base(setting, content, plan, ranks)
-    optimizer = build(model, run, plan)
+    merges = Merges.of(model, run, loader.total_steps)
+    optimizer = _optimizer(setting, model, loader.total_steps)
     if called is model:
         optimizer.overlap_update(model, decoder_layers(model))
     shape = micro_batch_shape(plan)
@@ -79,7 +84,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
     share = Share(called, plan, ranks)
     schedule = RankSchedule.of(prepared.tuned)
     rule = StopRule.of(run, plan, objective, has_held_out=bool(evals))
-    state = TrainingState(optimizer, share, setting.checkpoints, schedule, rule=rule)
+    state = TrainingState(optimizer, share, setting.checkpoints, schedule or merges, rule=rule)
     told = {"steps": loader.total_steps, "losses": state.losses}
     result = ResultWriter.of(run, plan, model, optimizer, share, setting.data, **told, tuned=prepared.tuned)
     evaluate, roll_out, spec = None, None, plan.forward
@@ -116,9 +121,20 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
         cut=cut,
         objective=objective,
         schedule=schedule,
+        merges=merges,
         teach=teach,
         roll_out=roll_out,
     )
+
+
+def _optimizer(setting: Setting, model: nn.Module, steps: int) -> Optimizer:
+    run, plan = setting.run, setting.plan
+    if run.algorithm not in BLOCKWISE:
+        return build(model, run, plan)
+    schedule = BlockSchedule.of(model, decoder_layers(model), run, steps=steps)
+    accumulates = plan.accumulation_steps > 1 or plan.by_length
+    options = {"master_weights": plan.master_weights, "accumulates": accumulates}
+    return BlockOptimizer(model.named_parameters(), run, schedule, **options)
 
 
 def _keep_base(setting: Setting, content: Content, plan: Plan, ranks: Ranks) -> None:

@@ -38,10 +38,19 @@ from tunesmith.model.source import files_of
 from tunesmith.objectives import objective_of
 from tunesmith.optim.build import weight_of
 from tunesmith.parallel.prepare import make_fast
+from tunesmith.plan.memory import BLOCKWISE
 from tunesmith.plan.plan import ForwardSpec, Plan
 from tunesmith.run.choose import tokenize
 from tunesmith.run.evaluate import held_out_while_training
-from tunesmith.run.folder import read_identity, read_json, read_plan, read_run, read_summary, write_json
+from tunesmith.run.folder import (
+    read_identity,
+    read_json,
+    read_plan,
+    read_run,
+    read_summary,
+    read_trained_run,
+    write_json,
+)
 from tunesmith.run.open import Opened, open_run, tokenizer_of, trained_adapter
 from tunesmith.run.shape import make_reproducible
 
@@ -89,6 +98,9 @@ def certify(folder: Path, *, progress: Progress = lambda *_: None) -> dict[str, 
 
 def _gradients(folder: Path) -> Check:
     """From the optimizer's states, which are sums of gradients: one that is all 0 never saw any."""
+    if (run := read_trained_run(folder)).algorithm in BLOCKWISE or run.is_merged:
+        held = run.method if run.is_merged else run.algorithm
+        return _unknown(f"{held} begins with new sums of gradients at intervals")
     store = CheckpointStore(folder / "checkpoints", read_identity(folder).lineage)
     found = store.latest() if (folder / "checkpoints").is_dir() else None
     if found is None:
@@ -137,6 +149,11 @@ def _moved(folder: Path, run: Run) -> Check:
     before, after = files_of(model, base), files_of(model, load.load_empty(trained, dtype="fp32")[1])
     if before is None or after is None:
         return _unknown("only transformers knows the layout of its files")
+    if (as_trained := read_trained_run(folder)).is_merged:  # only the linears that had adapters
+        plan = read_plan(folder)
+        chosen = {"targets": list(plan.adapted)} if plan is not None and plan.adapted else {}
+        names = lora.find_targets(model, as_trained.lora.model_copy(update=chosen))
+        before = {f"{name}.weight": before[f"{name}.weight"] for name in names if f"{name}.weight" in before}
     still = []
     both = (read_ahead(before, pin=False), read_ahead({name: after[name] for name in before}, pin=False))
     for first, last in zip(*both, strict=True):

@@ -232,10 +232,10 @@ def _suits_gpu(plan: Plan, run: Run) -> bool:
 def _check_agreement(run: Run, plan: Plan) -> None:
     """A plan made by hand decides what the settings leave open; what they say, it may not contradict."""
     asked = "int8" if run.lora.bits == 8 else "nf4"
-    if run.method == "qlora" and plan.storage != asked:
+    if run.method in ("qlora", "loqt") and plan.storage != asked:
         raise UserError(
-            f"The plan's storage is {plan.storage}, but method: qlora with lora.bits {run.lora.bits} holds the base in "
-            f"{asked}; make the plan anew by `tunesmith plan`, or leave --plan out."
+            f"The plan's storage is {plan.storage}, but method: {run.method} with lora.bits {run.lora.bits} holds the "
+            f"base in {asked}; make the plan anew by `tunesmith plan`, or leave --plan out."
         )
     if run.optimizer_states not in (None, plan.optimizer_states):
         raise UserError(

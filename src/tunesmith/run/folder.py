@@ -220,11 +220,28 @@ def has_checkpoints(folder: Path) -> bool:
 
 
 def read_run(folder: Path) -> Run:
-    """The settings of the run in `folder`, for what comes after training."""
+    """The settings of the run in `folder`, for what comes after training: one whose adapters are merged into a model
+    while it trains is then like any other that gives a model."""
+    run = read_trained_run(folder)
+    return run.model_copy(update={"method": "full"}) if run.is_merged else run
+
+
+def read_trained_run(folder: Path) -> Run:
+    """The same as it was trained."""
     identity = read_identity(folder)
     if identity is None:
         raise UserError(f"{folder} holds no run (there is no run.json); give the output folder of a run.")
     return Run.model_validate(identity.settings)
+
+
+def check_merged(folder: Path) -> None:
+    """UserError where the model of a run that merges adapters as it trains is not there yet: its checkpoints hold parts
+    of it."""
+    run = read_trained_run(folder)
+    if run.is_merged and not (folder / "model" / "config.json").exists():
+        raise UserError(
+            f"{folder} is not finished, and method: {run.method} gives its model at the end; `tunesmith train` goes on."
+        )
 
 
 def read_plan(folder: Path) -> Plan | None:

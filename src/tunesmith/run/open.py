@@ -22,7 +22,7 @@ from tunesmith.optim.build import weight_of
 from tunesmith.parallel.prepare import load_model
 from tunesmith.plan.plan import Device, Plan, Precision, Storage
 from tunesmith.run.base import check_base
-from tunesmith.run.folder import read_identity, read_plan, read_run
+from tunesmith.run.folder import check_merged, read_identity, read_plan, read_run
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ def open_run(
 
     The base is held as in training, in 4 or 8 bits where it was so there, unless `storage` says otherwise.
     """
+    check_merged(folder)
     run = read_run(folder)
     if has_head(run):
         run = run.model_copy(update={"output": str(folder)})

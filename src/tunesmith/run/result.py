@@ -20,6 +20,7 @@ from tunesmith.model import adapters, load, lora, side_files
 from tunesmith.model.card import card
 from tunesmith.model.files import Held
 from tunesmith.model.lora import peft_name
+from tunesmith.model.merges import merged_weights
 from tunesmith.model.save import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -56,7 +57,7 @@ class ResultWriter:
     adapter_config: str
     """Empty where all weights are trained."""
     empty: nn.Module | None
-    """The model without weights, where its weights lie over ranks and are all trained."""
+    """The model without weights, where its weights lie over ranks and are all trained, or are merged with adapters."""
     files: dict[str, Held] | None
     """How its files held it, if as the model has it."""
     tuned: adapters.Tuned | None = None
@@ -77,22 +78,25 @@ class ResultWriter:
         tuned: adapters.Tuned | None = None,
     ) -> ResultWriter:
         empty, files = None, None
-        if isinstance(share.called, Sharded | Pipelined) and not run.has_adapters:
+        if run.is_merged or (isinstance(share.called, Sharded | Pipelined) and not run.has_adapters):
             empty, folder = load.load_empty(run, dtype=plan.precision)
             files = files_of(empty, folder)
-        config = _adapter_config(model, run, share) if run.has_lora else ""
+        config = _adapter_config(model, run, share) if run.has_lora and run.gives_adapter else ""
         dtype = getattr(torch, load.DTYPES[plan.precision])
         return cls(run, model, optimizer, share, data, steps, losses, dtype, config, empty, files, tuned)
 
     def write(self, name: str | None = None) -> Path:
         """Into a folder of this name; the usual one when left out. All ranks must take part."""
-        target = Path(self.run.output) / (name or ("adapter" if self.run.has_adapters else "model"))
+        target = Path(self.run.output) / (name or ("adapter" if self.run.gives_adapter else "model"))
         if self.share.ranks.is_first:
             remove_leftovers(target)
         self.optimizer.finish_update()
         describe = partial(self._describe, self._done if name is None else None)
         if self.tuned is not None:
             return self._write_with_peft(self.tuned, target, describe)
+        if self.run.is_merged:
+            assert self.empty is not None
+            return write_model(self.empty, target, describe, merged_weights(self.model, self.dtype))
         if not isinstance(self.share.called, Sharded | Pipelined):
             if self.run.has_adapters:
                 return write_adapter(self.model, self.run, target, describe)
@@ -178,7 +182,7 @@ class ResultWriter:
     def _describe(self, steps: int | None, target: Path) -> None:
         facts = facts_of(self.run, self.data.encoder, reasons=answers_reason(self.data.encoder, self.data.train))
         text = card(self.run, replace(facts, steps=steps, before=self.losses.get(0), after=self.losses.get(self._done)))
-        dtype = None if self.run.has_adapters else self.dtype
+        dtype = None if self.run.gives_adapter else self.dtype
         side_files.put_beside(Path(self.run.output) / side_files.FOLDER, target, dtype=dtype, card=text)
         if self.adapter_config:
             (target / ADAPTER_CONFIG).write_text(self.adapter_config)

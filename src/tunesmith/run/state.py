@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from tunesmith.checkpoint.codec import ShardSlice
 from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Saving, copy_to_host
 from tunesmith.model.adapters import RankSchedule
+from tunesmith.model.merges import Merges
 from tunesmith.optim.build import Optimizer, weight_of
 from tunesmith.parallel.pipeline import Pipelined
 from tunesmith.parallel.ranks import Ranks
@@ -53,8 +54,8 @@ class TrainingState:
     optimizer: Optimizer
     share: Share
     checkpoints: CheckpointStore
-    schedule: RankSchedule | None = None
-    """AdaLoRA's, which remembers more than weights."""
+    schedule: RankSchedule | Merges | None = None
+    """AdaLoRA's, or that of merges into the base, which change more than trained weights."""
     losses: dict[int, float] = field(default_factory=dict)
     """Held-out losses by step, which go on with the run."""
     rule: StopRule | None = None

@@ -17,6 +17,7 @@ from tunesmith.data.prompts import PromptBatch, PromptLoader
 from tunesmith.data.types import StepBatch
 from tunesmith.model.adapters import RankSchedule
 from tunesmith.model.forward import Shape
+from tunesmith.model.merges import Merges
 from tunesmith.objectives.base import Objective
 from tunesmith.optim.build import Optimizer
 from tunesmith.parallel.context import ContextShard
@@ -86,6 +87,8 @@ class Job:
     """None: SFT."""
     schedule: RankSchedule | None = None
     """AdaLoRA's share in each step."""
+    merges: Merges | None = None
+    """Of adapters into the base, at intervals."""
     teach: Teach | None = None
     """With `objective: distill`."""
     roll_out: RollOut | None = None

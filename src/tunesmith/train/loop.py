@@ -96,12 +96,14 @@ def step_of(job: Job, scale: LossScale | None) -> TrainStep:
         capture=GraphCapture(job.model, job.spec, job.optimizer.parameters) if job.plan.cuda_graphs else None,
         schedule=job.schedule,
         teach=job.teach,
+        merges=job.merges,
     )
 
 
 def rate_of(job: Job, step: int) -> float:
     """The learning rate of a step, counted from 0."""
-    return learning_rate(
+    warmth = 1.0 if job.merges is None else job.merges.warmth(step)
+    return warmth * learning_rate(
         step,
         total=job.loader.total_steps,
         peak=job.plan.learning_rate,
@@ -167,7 +169,8 @@ class _Loop:
         self.started = started
         self.scale = loss_scale_of(job)
         self.step_of = step_of(job, self.scale)
-        self.step_of.sample = Sample(job.optimizer.weights.values())
+        trained = job.optimizer.weights.values()
+        self.step_of.sample = Sample(trained if job.merges is None else job.merges.factors())
         self.vitals = Vitals(job.run, job.plan.learning_rate, resumes=False)
         self.phases = PhaseMemory(job.model, job.optimizer, last=EAGER_STEPS if job.plan.cuda_graphs else None)
         self.hang_watch = HangWatch(job.folder, job.ranks)
@@ -472,7 +475,7 @@ class _Loop:
         """Stopped, with no room for a checkpoint: keep at least the weights, which are smaller. Says what was kept."""
         result = None
         if self.done:
-            result, _ = self._write_result(f"{'adapter' if self.job.run.has_adapters else 'model'}-step-{self.done}")
+            result, _ = self._write_result(f"{'adapter' if self.job.run.gives_adapter else 'model'}-step-{self.done}")
         kept = f", but the weights are kept in {result}" if result else ""
         return f"the last steps could not be saved{kept}; `tunesmith train` again continues {self._from_where()}"
 
@@ -480,7 +483,7 @@ class _Loop:
         """The result on another disk than the run's, where ranks share one and it has room."""
         if self.job.ranks.environment.nodes > 1:
             return None
-        kind = "adapter" if self.job.run.has_adapters else "model"
+        kind = "adapter" if self.job.run.gives_adapter else "model"
         for place in (tempfile.gettempdir(), Path.home()):
             name = f"tunesmith-{self.job.folder.absolute().name}-{kind}-{secrets.token_hex(4)}"
             there, _ = self._write_result(self.job.ranks.tell(str(Path(place) / name)))

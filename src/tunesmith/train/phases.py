@@ -30,7 +30,7 @@ class PhaseMemory:
         assert isinstance(decoder, nn.Module)
         decoder.register_forward_pre_hook(lambda *_: self._before_forward() if model.training else None)
         decoder.register_forward_hook(lambda *_: self._note("after forward") if model.training else None)
-        optimizer.parts[0].register_step_pre_hook(lambda *_: self._before_update())
+        optimizer.step_hooks.append(self._before_update)
 
     def by_category(self, plan: Plan) -> dict[str, tuple[int, int]]:
         """Bytes predicted and measured, by what they are for, as far as that can be told: after the second step, from

@@ -25,6 +25,7 @@ from tunesmith.errors import UserError, listed
 from tunesmith.kernels.linear_distillation import Lesson
 from tunesmith.model.adapters import RankSchedule
 from tunesmith.model.forward import Inputs, Shape, Weigh, losses_of_hidden, moved, to_device, token_losses
+from tunesmith.model.merges import Merges
 from tunesmith.model.scoring import Scoring, figures_of, reported, risen, scoring_of
 from tunesmith.objectives.base import Objective
 from tunesmith.objectives.distill import PARTS
@@ -139,6 +140,7 @@ class TrainStep:
         objective: Objective | None = None,
         schedule: RankSchedule | None = None,
         teach: Teach | None = None,
+        merges: Merges | None = None,
     ):
         self.model = model
         self.spec = spec
@@ -158,6 +160,7 @@ class TrainStep:
         """None: the mean over target tokens."""
         self.schedule = schedule
         self.teach = teach
+        self.merges = merges
         self.launched = 0
         self._sampled: list[torch.Tensor | None] = []
         """The log-probabilities of the micro-batches' targets before the first of several updates with them."""
@@ -177,6 +180,8 @@ class TrainStep:
         NotFinite, and nothing of this step or a later one may be saved.
         """
         self._sampled = []
+        if self.merges is not None and self.merges.is_due(batch.step):
+            self._merge(self.merges, batch)
         results = [self._launch(batch, learning_rate, should_stop)]
         for _ in range(1, batch.updates):  # not to be stopped any more: the weights are no longer those before the step
             results.append(self._launch(batch, learning_rate, lambda: False))
@@ -188,7 +193,7 @@ class TrainStep:
         """One update."""
         scale = self.loss_scale.value if self.loss_scale else 1.0
         tally = self._tally()
-        self.optimizer.begin(learning_rate)
+        self.optimizer.begin(learning_rate, batch.step)
         self.launched += 1
         try:
             factor = scale if self.objective is not None else scale / batch.target_weight
@@ -238,6 +243,23 @@ class TrainStep:
         finally:
             with record_function("optimizer"):
                 self.optimizer.zero_grad()
+
+    def _merge(self, merges: Merges, batch: StepBatch) -> None:
+        """Adapters into the base, after a look at the gradient of the first micro-batch where that is wanted."""
+        if merges.needs_gradient:
+            micro_batch = batch.micro_batches[0]
+            self._draw_from(batch.step, 0)
+            inputs = to_device(micro_batch, self.device, self.shape)
+            baseline = self._baseline(batch) if batch.mismatched else None
+            scoring = self._scoring(batch, micro_batch, baseline, 0)
+            lesson = None if self.teach is None else self.teach(micro_batch, inputs)
+            with merges.looking(batch.step):
+                self._forward_backward(
+                    inputs, self.loss_scale.value if self.loss_scale else 1.0, scoring, lesson, is_only=True
+                )
+            self.optimizer.zero_grad()
+        merges.merge(batch.step)
+        self.optimizer.reset()
 
     def _tally(self) -> Tally:
         if self.teach is not None:
