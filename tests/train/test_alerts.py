@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import random
 import time
@@ -13,18 +14,26 @@ import torch
 
 from parallel.on_ranks import job_of
 from tiny import write_all
-from tunesmith.cli.train import _memory_errors_in_words
+from tunesmith.cli.train import _memory_errors_in_words, _what_would_fit
+from tunesmith.config.load import from_mapping
 from tunesmith.data.loader import Loader
 from tunesmith.errors import UserError
 from tunesmith.parallel.ranks import Ranks
-from tunesmith.plan import task
-from tunesmith.train import events, loop
+from tunesmith.plan import hardware, task
+from tunesmith.run.choose import plan_run
+from tunesmith.train import events, loop, machine
+from tunesmith.train import step as train_step
 from tunesmith.train.alerts import Alerts, Reading
 from tunesmith.train.loop import train
 from tunesmith.train.phases import OutOfMemory
 from tunesmith.train.step import NotFinite
 
 GIB = 2**30
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "architectures": ["LlamaForCausalLM"],
+}  # fmt: skip
 
 
 def step_of(step: int, loss: float, norm: float = 0.5, **more) -> events.Step:
@@ -177,8 +186,17 @@ def test_a_tensor_that_no_gradient_reaches_is_named(job):
 
 
 def test_a_slow_loader_is_seen_by_the_loop(job, monkeypatch):
-    real = Loader.step
-    monkeypatch.setattr(Loader, "step", lambda self, s: (time.sleep(0.15), real(self, s))[1])
+    real = Loader.iterate
+
+    def slow(self, start=0):
+        took = 0.0
+        for batch in real(self, start):
+            time.sleep(max(0.15, took))  # as long as the step before, however slow that was
+            given = time.monotonic()
+            yield batch
+            took = time.monotonic() - given
+
+    monkeypatch.setattr(Loader, "iterate", slow)
     assert [alert.name for alert in alerts_of(job())] == ["data starvation"]
 
 
@@ -204,6 +222,63 @@ def test_data_that_give_nan_are_an_alert(job, monkeypatch):
     (alert,) = alerts_of(one, NotFinite)
     assert (alert.name, alert.is_fatal) == ("not finite", True)
     assert "line 7" in alert.evidence
+
+
+def test_the_very_record_whose_loss_is_nan_is_named(job, monkeypatch):
+    one, real, origins = job(), train_step.token_losses, []
+    monkeypatch.setattr(one.loader, "step", record(one.loader.step, origins))
+
+    def losses(model, inputs, *rest, **more):
+        total, losses_n = real(model, inputs, *rest, **more)
+        return total, torch.where(torch.arange(len(losses_n)) == 0, math.nan, losses_n)
+
+    monkeypatch.setattr(train_step, "token_losses", losses)
+    (alert,) = alerts_of(one, NotFinite)
+    assert alert.name == "not finite"
+    firsts = [micro_batch.origins[0] for micro_batch in origins[0].micro_batches]
+    assert f"the data behind it: {'; '.join(firsts)}." in alert.evidence
+
+
+def record(function, seen):
+    def call(s):
+        seen.append(function(s))
+        return seen[-1]
+
+    return call
+
+
+def test_what_would_fit_after_memory_ran_out_is_a_plan_that_takes_less(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "a " * 3000, "completion": "b"}) + "\n")
+    given = {"model": str(tmp_path), "data": str(tmp_path / "train.jsonl"), "sequence_length": 8192}
+    run = from_mapping(given | {"method": "full", "batch_tokens": 65536, "precision": "bf16"})
+    here = hardware.named("H100")
+    monkeypatch.setattr(hardware, "probe", lambda: here)
+    plan = plan_run(run, here)
+    error = OutOfMemory(3, {}, int(1.5 * plan.memory.allocated), is_on_gpu=True)
+    words = _what_would_fit(run, plan, error)
+    assert words.startswith((" What would fit: the plan's ", " No other plan of these settings would take less"))
+    assert _what_would_fit(None, plan, error) == ""
+
+
+def test_the_machine_is_read_after_some_steps_by_all_ranks_alike(monkeypatch):
+    monkeypatch.setattr(machine, "SECONDS", 0.0)
+    alone = machine.Machine(Ranks(), torch.device("cpu"))
+    found = [alone.after_step() for _ in range(machine.SETTLED + 1)]
+    assert found[: machine.SETTLED - 1] == [None] * (machine.SETTLED - 1)
+    assert 0 < found[-1].host_available <= found[-1].host_total
+    assert not found[-1].seconds
+
+    class Two(Ranks):
+        count = 2
+
+        def gather(self, text):
+            return [text, json.dumps({"hot": "95 °C", "seconds": 9.0})] if text.startswith("{") else [text, text]
+
+    two = machine.Machine(Two(), torch.device("cpu"))
+    *_, last = (two.after_step() for _ in range(machine.SETTLED))
+    assert last.hot == {1: "95 °C"}
+    assert last.seconds[1] == 9.0 > last.seconds[0] > 0
 
 
 def test_memory_that_ran_out_is_told_by_category_beside_what_was_predicted(job, monkeypatch):

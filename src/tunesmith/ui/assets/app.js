@@ -156,7 +156,7 @@
       panels.show(T.panelsOf(run));
       const { curves, settings: given, sparks, ...rest } = run;
       const text = JSON.stringify(rest);
-      if (text !== shownBelow) { shownBelow = text; replace(below, ...T.tables(run)); }
+      if (text !== shownBelow) { shownBelow = text; replace(below, ...T.tables(run, showRecords)); }
       if (JSON.stringify(given) !== shownSettings) { shownSettings = JSON.stringify(given); replace(settings, T.settings(run)); }
     });
   }

@@ -325,10 +325,12 @@ const Tunesmith = (() => {
     }) });
     return panels;
   }
-  function alerts(run) {
+  const OF_A_STEP = new Set(["loss spike", "exploding gradients"]);
+  function alerts(run, showStep) {
     return section("Alerts", run.alerts.length ? h("ul", { class: "alerts" }, [...run.alerts].reverse().map((one) => h("li", {},
       h("strong", {}, one.name), h("span", { class: "soft small" }, ` step ${number(one.step, 9)}, ${day(one.time)}`),
-      h("p", {}, one.evidence), h("p", {}, h("span", { class: "soft" }, "What to do: "), one.advice)))) : h("p", { class: "soft" }, "None."));
+      h("p", {}, one.evidence), h("p", {}, h("span", { class: "soft" }, "What to do: "), one.advice),
+      showStep && OF_A_STEP.has(one.name) ? h("button", { type: "button", onclick: () => showStep(one.step) }, `Documents of step ${number(one.step, 9)}`) : null))) : h("p", { class: "soft" }, "None."));
   }
   function verdicts(run, heading = "Verdicts") {
     if (!run.verdicts.length) return null;
@@ -358,8 +360,8 @@ const Tunesmith = (() => {
       h("p", { class: "soft small" }, `Began ${day(run.began)}, last event ${day(run.last)}`),
       run.problems.map((one) => h("p", { class: "notice" }, one))];
   }
-  function tables(run) {
-    const p = run.predicted, m = run.measured, made = run.alerts.length ? [alerts(run)] : [];
+  function tables(run, showStep = null) {
+    const p = run.predicted, m = run.measured, made = run.alerts.length ? [alerts(run, showStep)] : [];
     const rows = [];
     if (m) {
       rows.push(["tokens per second", number(m.predicted_tokens_per_second), number(m.tokens_per_second), share(m.tokens_per_second, m.predicted_tokens_per_second)]);
