@@ -179,7 +179,7 @@ def outcome(run: Path) -> dict[str, object]:
     files = [newest / "tensors.safetensors", newest / "state.json", newest / "manifest.json", run / "summary.json"]
     files += sorted(file for file in result.iterdir() if file.is_file())
     history = [
-        {key: value for key, value in record.items() if key not in ("time", "seconds", "memory")}
+        {key: value for key, value in record.items() if key not in ("time", "seconds", "memory", "memory_by")}
         for record in events.read(run)
         if record["event"] in ("step", "evaluation")
     ]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import random
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recorded_runs import GIB, record_run
+from recorded_runs import GIB, line, record_run, step_event
 from tunesmith.checkpoint.lock import RunLock
 from tunesmith.errors import UserError
+from tunesmith.evaluate import verdicts
+from tunesmith.train import events
 from tunesmith.ui.log import digest
 from tunesmith.ui.read import curves, differences, flat, is_held, open_log, page, read_settled, state_of
 from tunesmith.ui.thin import smoothed, thinned
@@ -65,6 +69,32 @@ def test_a_page_has_what_was_predicted_measured_decided_and_said(tmp_path):
     assert [found["step"][place] for place, _ in found["held_out"]["all"]] == list(range(0, 81, 10))
     assert set(found["figures"]) == {"accuracy", "margin"}
     assert found["tokens"][-1] == 80 * 8192
+
+
+def test_alerts_and_memory_by_category_are_on_the_page_and_forgotten_with_their_steps(tmp_path):
+    folder = record_run(tmp_path / "run", steps=40, ends=None)
+    with (folder / "events.jsonl").open("a") as stream:
+        stream.write(line(events.Alert(30, "loss spike", "<b>9.0</b>", "look"), 1.0))
+        stream.write(line(events.Alert(40, "divergence", "all", "stop"), 1.0))
+        stream.write(line(events.Resumed(35), 1.0))
+        stream.write(line(dataclasses.replace(step_event(36, 40, random.Random(0)), memory_by={"gradients": 7}), 1.0))
+    made = page_of(folder)
+    assert [(one["step"], one["name"], one["evidence"]) for one in made["alerts"]] == [(30, "loss spike", "<b>9.0</b>")]
+    ((place, size),) = made["curves"]["memory_by"]["gradients"]
+    assert (made["curves"]["step"][place], size) == (36, 7)
+
+
+def test_the_last_verdict_against_each_model_is_on_the_page(tmp_path):
+    folder = record_run(tmp_path / "run", steps=5)
+    row = {"task": "mmlu", "measure": "accuracy", "value": 0.6, "against": 0.5, "difference": 0.1, "low": None}
+    for value in (0.6, 0.7):
+        found = {"model": "run", "against": "base", "results": [row | {"value": value, "verdict": "better"}]}
+        verdicts.write(folder / "evaluations", found | {"summary": "<b>better</b>"})
+    with (folder / "evaluations" / verdicts.FILE).open("a") as stream:
+        stream.write('{"results": [3]}\n{"results"')
+    odd, told = page_of(folder)["verdicts"]
+    assert odd["rows"] == []
+    assert (told["against"], told["summary"], told["rows"][0]["value"]) == ("base", "<b>better</b>", 0.7)
 
 
 def test_ten_thousand_steps_are_drawn_by_fewer_points_and_no_spike_is_lost(tmp_path):

@@ -13,12 +13,13 @@ import threading
 import time
 from contextlib import closing, contextmanager
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from recorded_runs import line, record_run
 from tunesmith.cli.main import app
-from tunesmith.train import events
+from tunesmith.train import documents, events
 from tunesmith.ui.report import asset
 from tunesmith.ui.runs import Runs, find_runs, run_id
 from tunesmith.ui.server import Server, host_names, is_loopback
@@ -31,6 +32,7 @@ ROUTES = [
     "/api/compare?runs=x",
     "/api/stream",
     f"/api/runs/{'0' * 16}",
+    f"/api/runs/{'0' * 16}/documents?step=1",
     "/nothing",
 ]
 
@@ -128,6 +130,31 @@ def test_a_change_needs_a_post_from_these_pages(server):
     status, _, content = ask(server, stop, method="POST", Origin=own(server))
     assert (status, json.loads(content)) == (409, {"problem": "This run is not running."})
     assert ask(server, "/api/runs", method="PUT", Origin=own(server))[0] == 405
+
+
+def test_marking_records_is_a_change_and_names_them_by_numbers_alone(server, folder):
+    mark = f"/api/runs/{run_id('first')}/exclude?step=3&records=0-1"
+    assert ask(server, mark)[0] == 404
+    assert ask(server, mark, method="POST")[0] == 403
+    assert ask(server, mark, method="POST", Origin=own(server), cookie=False)[0] == 401
+    for records in ("0-1", "../../secret.txt", "0-1%00", "9-9", ""):
+        path = f"/api/runs/{run_id('first')}/exclude?step=3&records={records}"
+        assert ask(server, path, method="POST", Origin=own(server))[0] in (400, 409)
+    assert not (folder / "first" / "excluded.jsonl").exists()
+    status, _, content = ask(server, f"/api/runs/{run_id('first')}/documents?step=3")
+    assert status == 409
+    assert "has kept no losses of documents" in json.loads(content)["problem"]
+    assert ask(server, f"/api/runs/{run_id('first')}/documents?step=x")[0] == 400
+    assert ask(server, f"/api/runs/{run_id('first')}/documents")[0] == 400
+
+
+def test_a_run_that_names_paths_instead_of_keys_leads_nowhere(folder, server):
+    made = folder / "deep" / "second"
+    rows = documents.rows_of(np.zeros(2, int), np.arange(2), np.ones(2), np.ones(2))
+    documents.DocumentLog(made, 0, [("x", "../../../secret.txt")]).write(1, rows)
+    status, _, content = ask(server, f"/api/runs/{run_id('deep/second')}/documents?step=1")
+    assert status == 200
+    assert [one["text"] for one in json.loads(content)["documents"]] == [None, None]
 
 
 def test_content_is_not_taken(server):

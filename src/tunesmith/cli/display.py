@@ -157,6 +157,10 @@ class Display:
     def _on_warning(self, event: events.Warned) -> None:
         output.warn(event.message)
 
+    def _on_alert(self, event: events.Alert) -> None:
+        if not event.is_fatal:
+            output.warn(f"{event.name}: {event.evidence} {event.advice}")
+
     def _on_stopping(self, event: events.Stopping) -> None:
         again = " again" if "Ctrl-C" in event.reason else ""
         output.say(f"Stopping: what has been trained is saved first. Ctrl-C{again} stops at once, without saving.")

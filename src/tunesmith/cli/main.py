@@ -27,6 +27,7 @@ from tunesmith import __version__, disk
 from tunesmith.cache import keep_bytecode
 from tunesmith.cli import (
     bench,
+    branch,
     chat,
     check,
     doctor,
@@ -130,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 for _panel, _verbs in {
     "Prepare": {"init": init, "check": check, "plan": plan, "lr": lr},
-    "Train": {"train": train, "eval": evaluate},
+    "Train": {"train": train, "eval": evaluate, "branch": branch},
     "Use the result": {"chat": chat, "merge": merge, "export": export, "quantize": quantize, "serve": serve},
     "See": {"ui": ui, "report": report},
     "Measure": {"profile": profile, "bench": bench, "network": network},

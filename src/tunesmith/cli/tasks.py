@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -179,16 +180,22 @@ def _figure_json(title: str, one: Figure) -> dict[str, Any]:
 
 
 def _show_verdict(tasks: Sequence[Task], targets: Sequence[Target], found: Sequence[ByTask], as_json: bool) -> None:
-    rows = verdict_rows(tasks, found)
-    if as_json:
-        names = {"model": targets[0].name, "against": targets[1].name}
-        wins = [{"task": title, **asdict(one)} for title, one in wins_by_task(tasks, found).items()]
-        made = names | {"results": [_difference_json(*row) for row in rows]}
-        output.print_json(made | ({"wins": wins} if wins else {}))
-        return
+    from tunesmith.errors import UserError
+    from tunesmith.evaluate import verdicts
+
+    rows, wins = verdict_rows(tasks, found), wins_by_task(tasks, found)
     first, second = (target.name for target in targets)
     second = second if second != first else f"{second} (against)"
-    wins = wins_by_task(tasks, found)
+    made = {"model": targets[0].name, "against": targets[1].name}
+    made |= {"results": [_difference_json(*row) for row in rows]}
+    if (targets[0].folder.parent / "run.json").is_file():  # a run, whose pages show it
+        said = [summary(first, second, rows), *(wins_sentence(first, second, *one) for one in wins.items())]
+        with suppress(UserError):  # a run that may only be read
+            verdicts.write(targets[0].folder, made | {"summary": " ".join(said).strip()})
+    if as_json:
+        judged = [{"task": title, **asdict(one)} for title, one in wins.items()]
+        output.print_json(made | ({"wins": judged} if judged else {}))
+        return
     columns = ("task", "measure", second, first, "difference", "95% interval", "p", "verdict", "items", "to tell")
     shown = [
         (

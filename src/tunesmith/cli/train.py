@@ -17,8 +17,12 @@ if TYPE_CHECKING:
     from tunesmith.launch.rank_environment import RankEnvironment
     from tunesmith.measure.profile import StepProfiler
     from tunesmith.plan.plan import Plan
+    from tunesmith.train import events
     from tunesmith.train.job import Job
     from tunesmith.train.loop import Outcome
+    from tunesmith.train.phases import OutOfMemory
+
+LEAK_ADVICE = "Take them out of the training data, or evaluate on other data; leave eval out to have records held out."
 
 
 def command(
@@ -147,10 +151,13 @@ def _train(
             (folder / "summary.json").unlink(missing_ok=True)
             screen.show_plan(setting.plan)
             screen.stage("Loading the model")
-        stack.enter_context(_memory_errors_in_words(setting.plan, folder))
+        stack.enter_context(_memory_errors_in_words(setting.plan, folder, run, observe))
         job = assemble(setting, others, screen.progress)
         for message in job.warnings:
-            warn(message)
+            if message not in setting.data.leaks:
+                warn(message)
+            elif not setting.is_continued:
+                observe(events.Alert(0, "leak", message, LEAK_ADVICE))
         trained = sum(parameter.numel() for parameter in job.optimizer.weights.values())
         observe(events.Started(job.loader.total_steps, trained, versions()))
         profiler = _profiler(job, warn) if is_first else None
@@ -163,25 +170,72 @@ def _train(
 
 
 @contextmanager
-def _memory_errors_in_words(plan: Plan, folder: Path) -> Iterator[None]:
+def _memory_errors_in_words(
+    plan: Plan, folder: Path, run: Run | None = None, observe: Callable[[events.Event], None] = lambda _: None
+) -> Iterator[None]:
     """Memory that ran out is no fault of ours that had to be reported, and something can be done about it."""
-    import torch
-
     from tunesmith.errors import UserError
+    from tunesmith.train import events
+    from tunesmith.train.phases import OutOfMemory, is_out_of_memory
 
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        # The name is all that torch's words for it have in common on different CPUs.
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "DefaultCPUAllocator" not in str(error):
+    except Exception as error:
+        found = error if isinstance(error, OutOfMemory) else None
+        if found is None and not is_out_of_memory(error):
             raise
-        owner = "the GPU" if isinstance(error, torch.OutOfMemoryError) else "this machine"
+        is_on_gpu = found.is_on_gpu if found else "OutOfMemory" in type(error).__name__
         predicted, limit = (f"{size / 2**30:.1f} GiB" for size in (plan.memory.total, plan.memory_limit))
-        raise UserError(
-            f"The memory of {owner} ran out, though {predicted} of {limit} were predicted to do. End other programs "
-            f"that use it, or lower micro_batch or raise checkpointed_layers in {folder / 'plan.json'}, or choose a "
-            "shorter sequence_length in a new output; `tunesmith train` then goes on from the last checkpoint."
-        ) from error
+        evidence = (
+            f"The memory of {'the GPU' if is_on_gpu else 'this machine'} ran out, though {predicted} of {limit} were "
+            f"predicted to do.{_held_and_predicted(plan, found)}"
+        )
+        advice = (
+            f"End other programs that use it, or lower micro_batch or raise checkpointed_layers in "
+            f"{folder / 'plan.json'}, or choose a shorter sequence_length in a new output; `tunesmith train` then goes "
+            f"on from the last checkpoint.{_what_would_fit(run, plan, found)}"
+        )
+        observe(events.Alert(found.step if found else 0, "out of memory", evidence, advice, is_fatal=True))
+        raise UserError(f"{evidence} {advice}") from error
+
+
+def _held_and_predicted(plan: Plan, found: OutOfMemory | None) -> str:
+    """What was allocated, by what it was for, beside what the plan had said."""
+    said = {name: size for name, size in plan.memory.model_dump().items() if size >= 2**20}
+    largest = sorted(said.items(), key=lambda pair: -pair[1])[:5]
+    parts = [f"{name} {size / 2**30:.2f} GiB" for name, size in largest]
+    predicted = f" Predicted at the peak ({plan.peak or 'of a step'}): {', '.join(parts)}." if parts else ""
+    if found is None:
+        return predicted
+    held = [f"{name} {size / 2**30:.2f} GiB" for name, size in found.held.items()]
+    of = f", of which {', '.join(held)}" if held else ""
+    return f" Allocated at the most: {found.peak / 2**30:.2f} GiB{of}.{predicted}"
+
+
+def _what_would_fit(run: Run | None, plan: Plan, found: OutOfMemory | None) -> str:
+    """The plan for a device that has less by as much as this run took more than was predicted, or a tenth less."""
+    from tunesmith.errors import UserError
+    from tunesmith.plan.hardware import probe
+    from tunesmith.run.choose import plan_run
+    from tunesmith.run.folder import plan_differences
+
+    if run is None:
+        return ""
+    share = 0.9
+    if found is not None and found.is_on_gpu and found.peak:
+        share = min(share, plan.memory.allocated / found.peak)
+    try:
+        hardware = probe()
+        gpus = tuple(gpu.changed(free=int(share * plan.memory_limit)) for gpu in hardware.gpus)
+        less = hardware.changed(gpus=gpus, available=int(share * plan.memory_limit) * hardware.processes)
+        made = plan_run(run, less)
+    except UserError:
+        return ""
+    if made.memory.total > made.memory_limit:
+        return " No other plan of these settings would take less: choose method: qlora, or a shorter sequence_length."
+    changes = [one for one in plan_differences(plan, made) if "threads" not in one]
+    said = f"{'; '.join(changes)}; predicted {made.memory.total / 2**30:.1f} GiB"
+    return f" What would fit: {said}." if changes else ""
 
 
 def _say_outcome(outcome: Outcome, folder: Path, profiler: StepProfiler | None) -> None:

@@ -419,6 +419,8 @@ class Run(Settings):
     """What happens to examples longer than `sequence_length`; texts are split, others truncated, when left out."""
     bad_records: Literal["stop", "skip"] = "stop"
     """Records that cannot be trained on: name them all and stop, or leave them out and say how many."""
+    exclude: Text | None = None
+    """File of training records to leave out, by their content, as the run page writes it (`excluded.jsonl`)."""
     batch_tokens: Annotated[Count, Field(ge=8)] | None = None
     """Tokens per optimizer step, over all devices; proposed from the data's size when left out."""
     epochs: Annotated[Number, Field(gt=0, le=10000)] | None = None

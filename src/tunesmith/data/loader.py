@@ -60,6 +60,8 @@ class PackedDocument(NamedTuple):
     """The log-probability that the reference gives its targets."""
     number: int = 0
     """Within its data set."""
+    record: int = 0
+    """The number of the whole example that it is of (`TokenStore.owner`)."""
 
 
 class Loader:
@@ -298,7 +300,7 @@ class Loader:
 
 def documents_of(store: TokenStore, index: int, source: int) -> list[PackedDocument]:
     """The documents of an example."""
-    origin, references = store.origin(index), store.references
+    origin, references, owner = store.origin(index), store.references, store.owner(index)
     return [
         PackedDocument(
             *store.document(number),
@@ -308,6 +310,7 @@ def documents_of(store: TokenStore, index: int, source: int) -> list[PackedDocum
             store.value(number),
             0.0 if references is None else float(references[number]),
             number,
+            owner,
         )
         for part, number in enumerate(store.documents(index))
     ]
@@ -369,6 +372,7 @@ def micro_batch_of(
         values=tensor(np.array([d.value for d in documents], dtype=np.float64)),
         references=tensor(np.array([d.reference for d in documents], dtype=np.float64)),
         numbers=tensor(np.array([d.number for d in documents], dtype=np.int64)),
+        records=tensor(np.array([d.record for d in documents], dtype=np.int64)),
         answers=tensor(answers) if counts_prompts else None,
     )
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tunesmith.data import (
     build,
     chat,
+    excluded,
     formats,
     guard,
     marked,
@@ -97,6 +98,8 @@ class Prepared:
     """Records that were left out (`bad_records: skip`)."""
     held_out: int = 0
     """Records of the training data that were to be among `evals` instead; duplicates go with them."""
+    leaks: tuple[str, ...] = ()
+    """Those of the warnings that say of held-out examples that they are trained on."""
 
     @property
     def size(self) -> DataSize:
@@ -162,16 +165,20 @@ def prepare(
             too_long, longest = run.too_long or "drop", length - run.rollout.max_answer_tokens
         stores.append(cut(whole, title, sequence_length=longest, too_long=too_long))
     train, evals = tuple(stores[: len(run.data)]), tuple(stores[len(run.data) :])
+    if run.exclude is not None:
+        train, said = excluded.leave_out(train, Path(run.exclude))
+        warnings.append(said)
     for one in stores:
         warnings += [warning for warning in (*one.warnings, *_losses(one)) if warning not in warnings]
     if held_out is None:
         held_out = held_out_records(run, [one.record_count for one in train])
     kept, held = split(train, held_out)
     train, evals = tuple(kept), (*evals, *held)
-    warnings += guard.overlap_warnings({s.title: s.hashes for s in train}, {s.title: s.hashes for s in evals})
+    leaks = guard.overlap_warnings({s.title: s.hashes for s in train}, {s.title: s.hashes for s in evals})
+    warnings += leaks
     weights = tuple(dataset.weight for dataset in run.data)
     fingerprint = _hash([s.fingerprint for s in train], [float(w) for w in weights])
-    return Prepared(train, weights, evals, warnings, fingerprint, encoder, tuple(bad), held_out)
+    return Prepared(train, weights, evals, warnings, fingerprint, encoder, tuple(bad), held_out, tuple(leaks))
 
 
 def check_output(run: Run) -> None:

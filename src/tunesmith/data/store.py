@@ -108,6 +108,15 @@ class TokenStore:
         begin = int(self._whole.fact_ends[owner - 1]) if owner else 0
         return json.loads(self._whole.facts[begin : int(self._whole.fact_ends[owner])].tobytes() or b"{}")
 
+    def owner(self, i: int) -> int:
+        """The number of the whole example that it is, or is a piece of, whichever were chosen."""
+        return int(self._owners[i])
+
+    @property
+    def key(self) -> str:
+        """Under which the token cache has the whole examples; nothing where they are not there."""
+        return self._whole.key
+
     def origin(self, i: int) -> str:
         """Where an example came from."""
         file, line = self._whole.origins[self._owners[i]].tolist()
@@ -222,6 +231,13 @@ class Whole:
     """uint8: what the records of prompts say besides, as JSON, end to end"""
     fact_ends: np.ndarray
     """int64 [N]: where those of each example end"""
+    key: str = ""
+    """Under which the token cache has them."""
+
+    def origin(self, i: int) -> tuple[str, str, int]:
+        """File, unit (line, record) and number of what an example was made from."""
+        file, line = self.origins[i].tolist()
+        return (*self.files[file], line)
 
 
 def cut(whole: Whole, title: str, *, sequence_length: int, too_long: TooLong) -> TokenStore:

@@ -33,13 +33,14 @@ def tokens_folder() -> Path:
     return cache_folder() / "tokens"
 
 
-def stored(key: str) -> Whole | None:
-    """The whole examples kept under this key; None when there are none or they are damaged."""
+def stored(key: str, *, is_checked: bool = True) -> Whole | None:
+    """The whole examples kept under this key; None when there are none or they are damaged, as far as that is
+    checked."""
     folder = tokens_folder() / key
     if not os.path.exists(folder):  # Path.exists raises where a parent may not be read
         return None
     try:
-        found = read_folder(folder)
+        found = read_folder(folder, is_checked=is_checked)
         with suppress(OSError):  # a cache that others own may be read all the same
             os.utime(folder)
         return found

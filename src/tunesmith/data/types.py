@@ -196,6 +196,8 @@ class MicroBatch:
     """float64 [D]: the log-probability that the reference gives each document's targets, where there is a reference"""
     numbers: Any = None
     """int64 [D]: the number of each document within its data set"""
+    records: Any = None
+    """int64 [D]: the number of the whole example each document is of, in its token store, where it is of one"""
     answers: Any = None
     """float32 [T]: the weights of the answers alone, where `weights` counts prompts too; None where both are one"""
     advantages: Any = None

@@ -94,6 +94,7 @@ def cut(batch: MicroBatch, rank: int, ranks: int) -> MicroBatch:
         boundaries=torch.cat(ends).int(),
         sources=batch.sources[owner],
         origins=tuple(batch.origins[document] for document in owner.tolist()),
+        records=None if batch.records is None else batch.records[owner],
         pieces=pieces,
     )
 
@@ -159,6 +160,7 @@ def _filled(batch: MicroBatch, tokens: int, longest: int) -> MicroBatch:
         longest=longest,
         sources=torch.cat([batch.sources, batch.sources[-1:].expand(fillers)]),
         origins=(*batch.origins, *(batch.origins[-1:] * fillers)),
+        records=None if batch.records is None else torch.cat([batch.records, batch.records[-1:].expand(fillers)]),
     )
 
 

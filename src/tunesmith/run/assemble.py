@@ -106,6 +106,7 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
         spec=spec,
         loader=loader,
         titles=tuple(store.title for store in setting.data.train),
+        sets=tuple((store.title, store.key) for store in setting.data.train),
         optimizer=optimizer,
         checkpoints=setting.checkpoints,
         resume_from=setting.resume_from,

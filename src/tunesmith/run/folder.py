@@ -2,6 +2,7 @@
 
 runs/NAME/  run.json       settings and fingerprints this run was started with
             plan.json      how it is done
+            documents/     the loss of each document of each step
             base.json      the config and a hash of each tensor of the model it starts from
             events.jsonl   what happened
             bad_records.jsonl   records that cannot be trained on, where there are any
@@ -33,6 +34,7 @@ from tunesmith.plan.plan import Plan, first_problem, upgraded
 FREE_SETTINGS = frozenset(
     {
         "bad_records",
+        "exclude",
         "eval",
         "eval_every",
         "stop_when",
@@ -53,7 +55,7 @@ FORMAT = 2
 """Of run.json and plan.json. Folders of format 1 (0.1, which did not write it down) are continued."""
 ADDED = ("peft", "adapter", "new_tokens")
 """Settings that there were not from the beginning."""
-WRITTEN = ("adapter", "model", "checkpoints", "profile", "stacks", "start")
+WRITTEN = ("adapter", "model", "checkpoints", "profile", "stacks", "start", "documents")
 """Folders that a run makes in its own."""
 
 

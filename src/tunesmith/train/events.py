@@ -64,6 +64,10 @@ class Step(Event):
     """What the objective reports besides its loss: of preferences the accuracy, margin and rewards."""
     figures_of: dict[str, dict[str, float]] = field(default_factory=dict, metadata={"is_optional": True})
     """The same by data set."""
+    memory_by: dict[str, int] = field(default_factory=dict, metadata={"is_optional": True})
+    """Bytes on the device by what they are for, in steps in which that is looked at, as far as the device tells."""
+    waited: float = field(default=0.0, metadata={"is_logged": False})
+    """Seconds in which nothing was computed, for want of data. Not logged, as it depends on the sitting."""
     is_warm_up: bool = field(default=False, metadata={"is_logged": False})
     """One of the first of a sitting, or layers were compiled in it: its time says nothing about the others. Not logged:
     the history of a run does not depend on its sittings."""
@@ -102,6 +106,21 @@ class Checkpointed(Event):
 class Warned(Event):
     kind = "warning"
     message: str
+
+
+@dataclass(frozen=True)
+class Alert(Event):
+    """Something about the run that somebody should look at (`train.alerts`)."""
+
+    kind = "alert"
+    step: int
+    """Steps done."""
+    name: str
+    """What it is: `loss spike`, `overfitting`."""
+    evidence: str
+    advice: str
+    is_fatal: bool = field(default=False, metadata={"is_logged": False})
+    """The run ends with it, and its error says the same."""
 
 
 @dataclass(frozen=True)

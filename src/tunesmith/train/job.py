@@ -91,5 +91,7 @@ class Job:
     """Of adapters into the base, at intervals."""
     teach: Teach | None = None
     """With `objective: distill`."""
+    sets: tuple[tuple[str, str], ...] = ()
+    """Title of each training data set, and the key under which the token cache has it."""
     roll_out: RollOut | None = None
     """With objectives that learn from the model's own answers: makes a step of its prompts."""

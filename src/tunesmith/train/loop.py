@@ -16,12 +16,13 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.profiler import record_function
 
 from tunesmith import disk
@@ -33,10 +34,13 @@ from tunesmith.optim.schedule import learning_rate
 from tunesmith.parallel.compile import Compilation, news
 from tunesmith.plan.defaults import EVALUATED_SHARE
 from tunesmith.train import events
+from tunesmith.train.alerts import SHORT, Alerts
+from tunesmith.train.documents import DocumentLog
 from tunesmith.train.graph import EAGER_STEPS, GraphCapture
 from tunesmith.train.hang import HangWatch
 from tunesmith.train.job import Job
-from tunesmith.train.phases import PhaseMemory
+from tunesmith.train.machine import Machine
+from tunesmith.train.phases import OutOfMemory, PhaseMemory, is_out_of_memory
 from tunesmith.train.speed import Speed
 from tunesmith.train.step import Interrupted, LossScale, NotFinite, StepResult, TrainStep
 from tunesmith.train.vitals import Failing, Sample, Vitals
@@ -52,6 +56,8 @@ SAVE_SECONDS = 600.0
 """Between checkpoints, when save_every leaves it open: a kill then costs ten minutes at most."""
 RETRY_SECONDS = 30.0
 """Until the next try after a checkpoint could not be written."""
+WAITED_SECONDS = 2e-4
+"""That asking for a result takes where the device is not done with it."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,8 @@ class _Underway:
     rate: float
     began: float
     result: Callable[[], StepResult]
+    waited: float = 0.0
+    """Seconds in which the device had nothing to do, for want of this step's data."""
 
 
 class _Saving:
@@ -172,6 +180,11 @@ class _Loop:
         trained = job.optimizer.weights.values()
         self.step_of.sample = Sample(trained if job.merges is None else job.merges.factors())
         self.vitals = Vitals(job.run, job.plan.learning_rate, resumes=False)
+        self.alerts = Alerts(judges_loss=job.roll_out is None, clip=job.run.max_grad_norm)
+        self.machine = Machine(job.ranks, job.device)
+        self.documents = DocumentLog(job.folder, job.ranks.rank, job.sets)
+        self.begun_at = 0
+        """Steps that were done before this sitting."""
         self.phases = PhaseMemory(job.model, job.optimizer, last=EAGER_STEPS if job.plan.cuda_graphs else None)
         self.hang_watch = HangWatch(job.folder, job.ranks)
         self.watch = watch or (lambda _: nullcontext())
@@ -209,8 +222,14 @@ class _Loop:
             try:
                 reason = self._steps(asked_to_stop)
             except Exception as error:
+                if isinstance(error, NotFinite):
+                    self._alert([_not_finite(self.done, error)])
                 if self.job.ranks.count == 1 or isinstance(error, NotFinite):  # else others may know nothing of it
                     self._finish_saving()
+                if is_out_of_memory(error):
+                    is_on_gpu = isinstance(error, torch.OutOfMemoryError)
+                    peak = peak_memory(self.job.device)
+                    raise OutOfMemory(self.done, self.phases.now(), peak, is_on_gpu=is_on_gpu) from error
                 raise
             if reason is not None:
                 with self._stage("Saving"):
@@ -242,8 +261,11 @@ class _Loop:
         if found.metric is not None:
             self.metric_at = (found.step, found.metric)
         self.vitals.has_learned = True
+        self.begun_at = found.step
         if self.job.ranks.is_first:
-            for record in events.read(self.job.folder):
+            records = [one for one in events.read(self.job.folder) if one.get("step", 0) <= found.step]
+            self.alerts.recall(records)
+            for record in records:
                 if record["event"] in self.before and record["step"] <= found.step:
                     self.before[record["event"]] += record["seconds"]
                     if record["event"] == "evaluation":
@@ -287,6 +309,7 @@ class _Loop:
                 began = time.monotonic()
                 with record_function("data"):
                     batch = next(batches)
+                waited = time.monotonic() - began
                 try:
                     if isinstance(batch, PromptBatch):
                         batch = self._roll_out(batch, is_stopping)
@@ -294,8 +317,8 @@ class _Loop:
                 except Interrupted:
                     reason = asked_to_stop()
                     break
-                self._settle()  # the step before, while the device is busy with this one
-                self.underway = _Underway(batch, rate, began, result)
+                was_busy = self._settle()  # the step before, while the device is busy with this one
+                self.underway = _Underway(batch, rate, began, result, 0.0 if was_busy else waited)
                 launched = batch.step + 1
                 evaluates = self._is_evaluation_due(launched)
                 if self.waits or evaluates or self._is_save_due(launched):
@@ -337,11 +360,12 @@ class _Loop:
         with record_function("rollout"):
             return self.job.roll_out(batch, tell)
 
-    def _settle(self) -> None:
-        """Wait for the step that is under way, if one is, and say how it went."""
+    def _settle(self) -> bool:
+        """Wait for the step that is under way, if one is, and say how it went; whether it had to be waited for."""
         if self.underway is None:
-            return
+            return False
         step, self.underway = self.underway, None
+        asked = time.monotonic()
         result = step.result()
         now = time.monotonic()
         seconds = now - max(step.began, self.last_end)
@@ -353,7 +377,8 @@ class _Loop:
         is_warm_up = self.warm_up_steps >= 0 or compiling > 0
         self.speed.add(step.batch.tokens, seconds, is_warm_up=is_warm_up, compiling=compiling)
         self.slowest_step = max(self.slowest_step, seconds)
-        self.observe(
+        is_looked_at = self.done <= 3 or self.done % 16 == 0
+        self._tell(
             events.Step(
                 step=self.done,
                 epoch=round(step.batch.epoch, 6),
@@ -368,21 +393,43 @@ class _Loop:
                 skipped=result.is_skipped,
                 figures=result.figures,
                 figures_of={self.job.titles[source]: found for source, found in result.figures_of.items()},
+                memory_by=self.phases.now() if is_looked_at else {},
+                waited=round(step.waited, 4),
                 is_warm_up=is_warm_up,
             )
         )
+        if result.documents is not None:
+            self.documents.write(self.done, result.documents)
         self._tell_of_compiling(compiled)
+        if (reading := self.machine.after_step()) is not None:
+            self._alert(self.alerts.see_machine(self.done, reading))
         with self._failing():
             if result.weights is not None:
                 self._warn(self.vitals.see_weights(result.weights, self.done - 1))
             # Answers of one reward all teach nothing, and the next ones may.
             if not result.is_skipped and (result.grad_norm or self.job.roll_out is None):
                 self._warn(self.vitals.see_step(self.done, result.loss, result.grad_norm, step.rate))
+        return now - asked > WAITED_SECONDS
 
     def _look_at_weights(self) -> None:
         """Before they are kept."""
         with self._failing():
             self._warn(self.vitals.see_weights(self.step_of.look(), self.done))
+        if self.done >= self.begun_at + SHORT:
+            self._alert(self.alerts.see_unmoved(self.done, *self._unmoved()))
+
+    def _unmoved(self) -> tuple[list[str], int]:
+        """Trained tensors of which no sampled value has changed in this sitting, and how many were looked at. A matter
+        of all ranks. Embeddings are not among them: rows of tokens that the data do not have stay what they are."""
+        assert self.step_of.sample is not None
+        rows = {f"{name}.weight" for name, one in self.job.model.named_modules() if isinstance(one, nn.Embedding)}
+        found = zip(self.job.optimizer.weights, self.step_of.sample.moved(), strict=True)
+        here = {name: is_moved for name, is_moved in found if is_moved is not None and name not in rows}
+        moved: dict[str, bool] = {}
+        for said in self.job.ranks.gather(json.dumps(here)):
+            for name, is_moved in json.loads(said).items():
+                moved[name] = moved.get(name, False) or is_moved
+        return [name for name, is_moved in moved.items() if not is_moved and "embed" not in name], len(moved)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -392,6 +439,14 @@ class _Loop:
             step = self._resumes_at()
             goes_on = f" The checkpoint of step {step} is kept." if step else ""
             raise NotFinite(f"{failure}{goes_on}") from None
+
+    def _tell(self, event: events.Step | events.Evaluation) -> None:
+        self.observe(event)
+        self._alert(self.alerts.see(event))
+
+    def _alert(self, found: Sequence[events.Alert]) -> None:
+        for one in found:
+            self.observe(one)
 
     def _warn(self, message: str | None) -> None:
         if message is not None:
@@ -538,7 +593,7 @@ class _Loop:
             self.first_loss = evaluation.loss
         self.metric_at = (self.done, evaluation.loss)
         self.last_evaluation = evaluation.seconds
-        self.observe(evaluation)
+        self._tell(evaluation)
 
     def _is_evaluation_due(self, step: int) -> bool:
         every = self.job.run.eval_every or max(1, -(-self.total // 10))
@@ -624,6 +679,19 @@ def saved_before(folder: Path) -> int:
     said = [record["step"] for record in events.read(folder) if record["event"] == events.Checkpointed.kind]
     names = [path.name.removeprefix("step-") for path in (folder / "checkpoints").glob("step-*")]
     return max([0, *said, *(int(name) for name in names if name.isdecimal())])
+
+
+def _not_finite(step: int, error: NotFinite) -> events.Alert:
+    """Of a step that could not be used; what the error says ends with what to do."""
+    said = str(error)
+    name = "divergence" if "exploded" in said else "dead gradients" if "exactly 0" in said else "not finite"
+    advice = (
+        "Look at the records that are named. Where they are sound, go on from the last checkpoint with a lower "
+        "learning_rate, or with precision: fp32."
+        if name == "not finite"
+        else "Go on from the last checkpoint with a lower learning_rate, or look at the model's weights."
+    )
+    return events.Alert(step, name, said, advice, is_fatal=True)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -9,6 +9,21 @@ from tunesmith.optim.build import Optimizer
 from tunesmith.plan.plan import Plan
 
 
+class OutOfMemory(Exception):
+    """Memory ran out in a step or an evaluation."""
+
+    def __init__(self, step: int, held: dict[str, int], peak: int, *, is_on_gpu: bool):
+        super().__init__("out of memory")
+        self.step, self.held, self.peak, self.is_on_gpu = step, held, peak, is_on_gpu
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    # The name is all that torch's words for it have in common on different CPUs.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
 class PhaseMemory:
     """Bytes at the latest step's phases: at its start, before and after its last forward pass, before the update.
 
@@ -31,6 +46,18 @@ class PhaseMemory:
         decoder.register_forward_pre_hook(lambda *_: self._before_forward() if model.training else None)
         decoder.register_forward_hook(lambda *_: self._note("after forward") if model.training else None)
         optimizer.step_hooks.append(self._before_update)
+
+    def now(self) -> dict[str, int]:
+        """Bytes by what they are for, at the phases that there have been; nothing where the allocator does not tell."""
+        held = self.held
+        if not self._is_told or "start" not in held:
+            return {}
+        found = {"weights and states": held["start"]}
+        if "after forward" in held:
+            found["activations"] = held["after forward"] - held["before forward"]
+        if "before update" in held:
+            found["gradients"] = held["before update"] - held["start"]
+        return found
 
     def by_category(self, plan: Plan) -> dict[str, tuple[int, int]]:
         """Bytes predicted and measured, by what they are for, as far as that can be told: after the second step, from

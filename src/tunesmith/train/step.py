@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 from torch.profiler import record_function
@@ -35,6 +36,7 @@ from tunesmith.parallel.pipeline import Pipelined
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.parallel.shard import Sharded, full_tensor
 from tunesmith.plan.plan import ForwardSpec
+from tunesmith.train.documents import rows_of
 from tunesmith.train.graph import EAGER_STEPS, GraphCapture
 from tunesmith.train.vitals import EVERY, FIRST, Sample, Weights, weights_of
 
@@ -68,6 +70,44 @@ class StepResult:
     """What the objective reports besides its loss."""
     figures_of: dict[int, dict[str, float]] = field(default_factory=dict)
     """The same by data set."""
+    documents: np.ndarray | None = field(default=None, compare=False)
+    """The loss of each document of this rank (`train.documents.ROW`), where the loss is a sum over tokens."""
+
+
+class _Documents:
+    """Sums of the losses of a step's documents, on their way from the device."""
+
+    def __init__(self) -> None:
+        self._sums: list[torch.Tensor] = []
+        self._known: list[torch.Tensor] = []
+        self._origins: list[str] = []
+        self._read: Callable[[], list[float]] | None = None
+
+    def add(self, batch: MicroBatch, weighted_n: torch.Tensor) -> None:
+        if batch.records is None:
+            return
+        is_target, count = batch.weights > 0, len(batch.sources)
+        owners_n = torch.arange(count).repeat_interleave(batch.boundaries.diff().long())[is_target]
+        losses_n = weighted_n.detach() if weighted_n.ndim == 1 else weighted_n.detach().sum(1)
+        sums_d = torch.zeros(count, dtype=losses_n.dtype, device=losses_n.device)
+        self._sums.append(sums_d.index_add(0, moved(owners_n, losses_n.device), losses_n))
+        weights_d = torch.zeros(count).index_add(0, owners_n, batch.weights[is_target])
+        self._known.append(torch.stack([one.double() for one in (batch.sources, batch.records, weights_d)]))
+        self._origins += batch.origins
+
+    def send(self) -> None:
+        """Begin to copy them to the host."""
+        if self._sums:
+            self._read = reader(torch.cat(self._sums).float())
+
+    def found(self) -> tuple[np.ndarray | None, list[str]]:
+        """Rows of `train.documents`, and where those documents came from whose losses are no finite numbers."""
+        if self._read is None:
+            return None, []
+        sums = np.array(self._read(), dtype=np.float64)
+        sources, records, weights = torch.cat(self._known, dim=1).numpy()
+        bad = [self._origins[place] for place in np.flatnonzero(~np.isfinite(sums))]
+        return rows_of(sources.astype(np.int64), records.astype(np.int64), sums, weights), bad
 
 
 class Tally:
@@ -161,6 +201,8 @@ class TrainStep:
         self.schedule = schedule
         self.teach = teach
         self.merges = merges
+        self.keeps_documents = self.objective is None and self.ranks.rank % self.cut.copies == 0
+        """Whether the losses of documents are told; of ranks that compute the same, by one."""
         self.launched = 0
         self._sampled: list[torch.Tensor | None] = []
         """The log-probabilities of the micro-batches' targets before the first of several updates with them."""
@@ -192,7 +234,7 @@ class TrainStep:
     ) -> Callable[[], StepResult]:
         """One update."""
         scale = self.loss_scale.value if self.loss_scale else 1.0
-        tally = self._tally()
+        tally, documents = self._tally(), _Documents()
         self.optimizer.begin(learning_rate, batch.step)
         self.launched += 1
         try:
@@ -203,6 +245,8 @@ class TrainStep:
                         tally.add_scored(found)
                     else:
                         self._add_by_source(micro_batch, found, tally)
+                        if self.keeps_documents:
+                            documents.add(micro_batch, found)
             if self.schedule is not None:
                 (self.schedule.penalty() * scale).backward()
             if isinstance(self.model, Sharded):
@@ -211,10 +255,12 @@ class TrainStep:
                 norm = self._clip(scale)
                 is_measured = self.sample is not None and (self.launched <= FIRST or batch.step % EVERY == 0)
                 read = self._reader(tally, norm, self.measured() if is_measured else None)
+                documents.send()
 
             def result() -> StepResult:
                 totals, weights, grad_norm, measured = read()
-                overflowed = self._check(batch, totals, grad_norm)
+                rows, bad = documents.found()
+                overflowed = self._check(batch, totals, grad_norm, bad)
                 whole: list[list[float]] = [
                     [sum(some) for some in zip(*one.values(), strict=True)] for one in (totals, weights)
                 ]
@@ -231,6 +277,7 @@ class TrainStep:
                     {at: {**batch.figures_of.get(at, {}), **tally.figures(totals[at], weights[at])} for at in totals}
                     if len(tally.names) > 1
                     else {},
+                    rows,
                 )
 
             known = result() if self.looks_first else None
@@ -317,15 +364,15 @@ class TrainStep:
 
         return together
 
-    def _check(self, batch: StepBatch, totals: Found, grad_norm: float) -> bool:
+    def _check(self, batch: StepBatch, totals: Found, grad_norm: float, documents: list[str]) -> bool:
         """Whether fp16 gradients overflowed; NotFinite for everything else that is not finite."""
         if not all(math.isfinite(one) for total in totals.values() for one in total):
-            raise NotFinite(self._blame(batch, totals, "loss"))
+            raise NotFinite(self._blame(batch, totals, "loss", documents))
         overflowed = not math.isfinite(grad_norm)
         if self.loss_scale:
             self.loss_scale.update(overflowed)
         if overflowed and (self.loss_scale is None or self.loss_scale.value < 1):
-            raise NotFinite(self._blame(batch, totals, "gradient"))
+            raise NotFinite(self._blame(batch, totals, "gradient", documents))
         return overflowed
 
     def _passes(
@@ -446,8 +493,9 @@ class TrainStep:
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def _blame(self, batch: StepBatch, totals: Found, what: str) -> str:
-        """The step and the documents behind a value that is not finite: those of the data sets whose loss is not."""
+    def _blame(self, batch: StepBatch, totals: Found, what: str, documents: list[str]) -> str:
+        """The step and the documents behind a value that is not finite: those whose loss is not, where that is known,
+        or else those of the data sets whose loss is not."""
         bad = {source for source, total in totals.items() if not all(map(math.isfinite, total))} or set(totals)
         mine = [
             origin
@@ -455,7 +503,9 @@ class TrainStep:
             for origin, source in zip(micro_batch.origins, micro_batch.sources.tolist(), strict=True)
             if source in bad
         ]
-        found = [origin for text in self.ranks.gather("\n".join(mine)) for origin in text.splitlines()]
+        found = [origin for text in self.ranks.gather("\n".join(documents)) for origin in text.splitlines()]
+        if not found:
+            found = [origin for text in self.ranks.gather("\n".join(mine)) for origin in text.splitlines()]
         origins = list(dict.fromkeys(found))  # several ranks may see the same data
         named = listed(origins, "; ", 5)
         return (

@@ -49,16 +49,33 @@ class Sample:
 
     def __init__(self, weights: Iterable[torch.Tensor]):
         self._weights = list(weights)
+        self._first: torch.Tensor | None = None
         self._before: torch.Tensor | None = None
 
     def measure(self, device: torch.device) -> torch.Tensor:
         """How many values, the sum of their squares, and that of their changes; to be summed over ranks."""
         with torch.no_grad():
-            parts = [local(weight.detach()).reshape(-1) for weight in self._weights]
-            now = torch.cat([part[:: max(1, part.numel() // SAMPLED)] for part in parts]).double()
+            now = torch.cat(self._parts()).double()
             before, self._before = self._before, now
+            self._first = now if self._first is None else self._first
             moved = (now - before).square().sum() if before is not None else now.new_full((), math.nan)
             return torch.stack([now.new_full((), now.numel()), now.square().sum(), moved]).to(device, non_blocking=True)
+
+    def moved(self) -> list[bool | None]:
+        """Of each weight, whether any of its values is another than when it was first measured; None where this rank
+        has none of it. Waits for the device."""
+        with torch.no_grad():
+            parts = self._parts()
+            if self._first is None:
+                return [None] * len(parts)
+            before = self._first.split([part.numel() for part in parts])
+            pairs = zip(parts, before, strict=True)
+            found = torch.stack([(part.double() != old).any() for part, old in pairs]).tolist()
+        return [is_other if part.numel() else None for is_other, part in zip(found, parts, strict=True)]
+
+    def _parts(self) -> list[torch.Tensor]:
+        parts = [local(weight.detach()).reshape(-1) for weight in self._weights]
+        return [part[:: max(1, part.numel() // SAMPLED)] for part in parts]
 
 
 def weights_of(count: float, squares: float, moved: float) -> Weights:

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import UserError
+from tunesmith.evaluate import verdicts
 from tunesmith.run.folder import read_json
 from tunesmith.train import events
 from tunesmith.ui.log import RECENT, Digest, GrowingLog, digest_of, number
-from tunesmith.ui.thin import smoothed, thinned
+from tunesmith.ui.thin import PIXELS, smoothed, thinned
 
 QUIET = 120.0
 """Seconds without an event after which a run on a file system without locks counts as ended."""
@@ -143,6 +144,8 @@ def page(folder: Path, log: GrowingLog, *, steps: tuple[int, int] | None = None)
         "plan": reasons(settled.plan),
         "plan_facts": flat({key: settled.plan[key] for key in settled.plan if key not in PREDICTIONS}),
         "checkpoints": checkpoints(folder, records),
+        "alerts": alerts(records),
+        "verdicts": verdicts_of(folder),
         "warnings": [
             {"time": number(one.get("time")), "message": text(one.get("message"))}
             for one in records
@@ -150,6 +153,35 @@ def page(folder: Path, log: GrowingLog, *, steps: tuple[int, int] | None = None)
         ][-WARNINGS:],
         "settings": flat(settled.settings),
     }
+
+
+def alerts(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The last of them, each with its evidence and what to do."""
+    said = [one for one in records if one["event"] == "alert"][-WARNINGS:]
+    parts = ("name", "evidence", "advice")
+    return [
+        {"step": one.get("step"), "time": number(one.get("time"))} | {part: text(one.get(part)) for part in parts}
+        for one in said
+    ]
+
+
+def verdicts_of(folder: Path) -> list[dict[str, Any]]:
+    """What `tunesmith eval --against` has found, the newest first."""
+    words = ("task", "measure", "verdict")
+    numbers = ("value", "against", "difference", "low", "high", "p", "items", "items_to_tell")
+    return [
+        {
+            "time": number(one.get("time")),
+            "against": text(one.get("against")),
+            "summary": text(one.get("summary")),
+            "rows": [
+                {name: text(row.get(name)) for name in words} | {name: number(row.get(name)) for name in numbers}
+                for row in one["results"]
+                if isinstance(row, Mapping)
+            ],
+        }
+        for one in reversed(verdicts.read(folder / "evaluations"))
+    ]
 
 
 PREDICTIONS = frozenset(
@@ -177,12 +209,15 @@ def curves(records: Sequence[Mapping[str, Any]], *, steps: tuple[int, int] | Non
     seconds = list(itertools.accumulate(number(row.get("seconds")) or 0.0 for row in rows))
     data = by_name(rows, "losses")
     figures = by_name(rows, "figures")
+    memory_by = by_name(rows, "memory_by")  # of some steps
+    looked_at = {place for place, row in enumerate(rows) if row.get("memory_by")} if memory_by else set()
+    looked_at = set(sorted(looked_at)[:: max(1, len(looked_at) // PIXELS)])
     shown = [place for place, step in enumerate(numbers) if steps is None or steps[0] <= step <= steps[1]]
     begin, end = (shown[0], shown[-1] + 1) if shown else (0, 0)
     wanted = [columns["loss"], columns["grad_norm"], columns["tokens_per_second"], *figures.values()]
     kept = thinned([one[begin:end] for one in wanted])
     evaluated = {place for place, step in enumerate(numbers) if step in evaluations}  # few, and shown beyond the range
-    places = sorted(evaluated | {begin + int(place) for place in kept})
+    places = sorted(evaluated | looked_at | {begin + int(place) for place in kept})
 
     def pick(values: Sequence[float]) -> list[float | None]:
         return [compact(values[place]) for place in places]
@@ -195,6 +230,7 @@ def curves(records: Sequence[Mapping[str, Any]], *, steps: tuple[int, int] | Non
         **{name: pick(values) for name, values in columns.items()},
         "data": {name: pick(smoothed(values)) for name, values in data.items()} if len(data) > 1 else {},
         "figures": {name: pick(values) for name, values in figures.items()},
+        "memory_by": {name: _points([values[place] for place in places]) for name, values in memory_by.items()},
         "held_out": {name: _points(values) for name, values in by_name(held_out, "losses", "loss").items()},
         "held_out_figures": {name: _points(values) for name, values in by_name(held_out, "figures").items()},
         "skipped": [step for step, one in done.items() if one.get("skipped") is True][-1000:],
@@ -234,11 +270,29 @@ def prediction(plan: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "memory": sum(memory.values()) - beyond if memory else None,
         "memory_by": memory,
+        "memory_of": predicted_phases(plan),
         "memory_limit": number(plan.get("memory_limit")),
         "step_seconds": sum(seconds.values()) or None,
         "seconds_by": seconds,
         "tokens_per_second": a_step / sum(seconds.values()) if seconds else None,
     }
+
+
+def predicted_phases(plan: Mapping[str, Any]) -> dict[str, float]:
+    """What the plan has said of the categories that a run measures (`train.phases`)."""
+    given = plan.get("phases")
+    phases = {
+        str(one.get("name")): {name: number(size) or 0.0 for name, size in flat(one.get("memory")).items()}
+        for one in (given if isinstance(given, list) else [])
+        if isinstance(one, Mapping)
+    }
+    forward, update = phases.get("end of the forward pass", {}), phases.get("optimizer step", {})
+    found = {
+        "weights and states": sum(forward.get(name, 0.0) for name in ("weights", "adapter", "master", "optimizer")),
+        "activations": forward.get("activations", 0.0),
+        "gradients": update.get("gradients", 0.0),
+    }
+    return {name: size for name, size in found.items() if size}
 
 
 def measured(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tunesmith.evaluate import verdicts
 from tunesmith.train import events
 from tunesmith.ui.log import Digest, GrowingLog, digest, glance
 from tunesmith.ui.read import Settled, differences, is_held, overview, page, read_settled, text
@@ -139,7 +140,8 @@ def run_id(name: str) -> str:
 
 def signature_of(folder: Path) -> Signature:
     """Of the files that a page is made from."""
-    return tuple(_status(folder / name) for name in (events.FILE, "run.json", "plan.json", "summary.json"))
+    names = (events.FILE, "run.json", "plan.json", "summary.json", f"evaluations/{verdicts.FILE}")
+    return tuple(_status(folder / name) for name in names)
 
 
 def _status(path: Path) -> tuple[int, int] | None:

@@ -26,6 +26,7 @@ from urllib.parse import parse_qs, urlsplit
 import psutil
 
 from tunesmith.errors import UserError
+from tunesmith.ui.documents import Documents
 from tunesmith.ui.report import asset, report
 from tunesmith.ui.runs import Runs
 from tunesmith.ui.stop import Stopper
@@ -58,6 +59,8 @@ CONNECTIONS = 64
 STREAMS = 24
 COMPARED = 12
 """Runs at a time, at most."""
+MARKED = 100
+"""Records as bad, at a time."""
 RUN = r"/api/runs/([0-9a-f]{16})"
 
 
@@ -88,6 +91,7 @@ class Server(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.runs = runs
         self.stopper = Stopper()
+        self.documents = Documents()
         self.access = Access()
         self.opened = opened
         self.streams = threading.BoundedSemaphore(STREAMS)
@@ -170,7 +174,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send_text(refused.status, str(refused))
         except UserError as problem:
             self._send_json({"problem": str(problem)}, HTTPStatus.CONFLICT)
-        except ValueError:  # an address that is none
+        except (ValueError, KeyError):  # an address that is none
             self._send_text(HTTPStatus.BAD_REQUEST, "This request cannot be understood.")
 
     # Who asks
@@ -229,6 +233,9 @@ class Handler(BaseHTTPRequestHandler):
         elif match := re.fullmatch(RUN, path):
             steps = (int(given["from"]), int(given["to"])) if {"from", "to"} <= given.keys() else None
             self._send_json(self._there(runs.page(match[1], steps=steps)))
+        elif match := re.fullmatch(rf"{RUN}/documents", path):
+            found = self._there(runs.get(match[1]))
+            self._send_json(self.server.documents.of_step(found.folder, int(given["step"])))
         elif match := re.fullmatch(rf"{RUN}/report", path):
             found = self._there(runs.get(match[1]))
             kept = {"Content-Disposition": 'attachment; filename="report.html"'}
@@ -237,10 +244,14 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(HTTPStatus.NOT_FOUND, "There is no such page.")
 
     def _post(self, path: str, given: dict[str, str]) -> None:
-        match = re.fullmatch(rf"{RUN}/stop", path)
+        match = re.fullmatch(rf"{RUN}/(stop|exclude)", path)
         if match is None:
             raise Refused(HTTPStatus.NOT_FOUND, "There is no such page.")
         found = self._there(self.server.runs.get(match[1]))
+        if match[2] == "exclude":
+            records = given["records"].split(",")[:MARKED]
+            self._send_json(self.server.documents.exclude(found.folder, records, int(given["step"])))
+            return
         self.server.stopper.stop(found.folder)
         self._send_json({"said": "Asked to stop; it saves first."})
 

@@ -106,7 +106,18 @@
       const found = await ask(`/api/compare?runs=${id},${other.value}`);
       against.replaceChildren(settingsTable(found));
     } }, h("option", { value: "" }, "none"));
-    const panel = T.section("Curves", panels.controls(), panels.root);
+    const records = h("div", { "aria-live": "polite", tabindex: "-1" });
+    const showRecords = async (step) => {
+      try { records.replaceChildren(documentsSection(await ask(`/api/runs/${id}/documents?step=${step}`), id, showRecords)); }
+      catch (problem) { records.replaceChildren(T.section("Documents of a step", h("p", { class: "soft" }, problem.message))); }
+      records.focus();
+      records.scrollIntoView({ block: "nearest" });
+    };
+    panels.chosen = (x) => {
+      const place = last ? last.curves[view.axis].indexOf(x) : -1;
+      if (place >= 0) showRecords(last.curves.step[place]);
+    };
+    const panel = T.section("Curves", panels.controls(), h("p", { class: "soft small" }, "Click on a point of the loss, or press Enter at the cursor, to see the documents of that step."), panels.root, records);
     main.replaceChildren(top, h("div", { class: "controls" }, stop, h("a", { href: `/api/runs/${id}/report`, download: "report.html" }, "Save as one file"), said), panel, below,
       T.section("Settings that differ", h("div", { class: "controls" }, h("label", {}, "from those of", other)), against), settings);
     ask("/api/runs").then((found) => { for (const run of found.runs) if (run.id !== id) other.append(h("option", { value: run.id }, run.name)); where.textContent = found.folder; }).catch(() => {});
@@ -145,9 +156,36 @@
       panels.show(T.panelsOf(run));
       const { curves, settings: given, sparks, ...rest } = run;
       const text = JSON.stringify(rest);
-      if (text !== shownBelow) { shownBelow = text; replace(below, ...T.tables(run)); }
+      if (text !== shownBelow) { shownBelow = text; replace(below, ...T.tables(run, showRecords)); }
       if (JSON.stringify(given) !== shownSettings) { shownSettings = JSON.stringify(given); replace(settings, T.settings(run)); }
     });
+  }
+
+  // The documents of a step, worst first
+
+  function documentsSection(found, id, again) {
+    const marked = new Set(), known = new Set(found.excluded);
+    const said = h("p", { role: "status", class: "any" });
+    const mark = h("button", { type: "button", disabled: true, onclick: async () => {
+      mark.disabled = true;
+      try {
+        const done = await ask(`/api/runs/${id}/exclude?step=${found.step}&records=${[...marked].join(",")}`, { method: "POST" });
+        said.replaceChildren(`${done.said} `, found.checkpoint === null ? "No checkpoint from before this step is kept; to train anew without them, set " : `To go on without them from the checkpoint of step ${found.checkpoint}: `, h("code", {}, done.command));
+      } catch (problem) { said.textContent = problem.message; mark.disabled = false; }
+    } }, "Mark as bad");
+    const row = (one) => [
+      h("label", {}, h("input", { type: "checkbox", disabled: one.hash === null || known.has(one.hash), checked: known.has(one.hash), onchange: (e) => { e.target.checked ? marked.add(one.id) : marked.delete(one.id); mark.disabled = !marked.size; } }), T.loss(one.loss)),
+      h("span", {}, one.where || `${one.data}, not in the token cache any more`, known.has(one.hash) ? h("span", { class: "soft" }, " (marked as bad)") : null,
+        one.elsewhere.length ? h("span", { class: "small soft" }, h("br"), `the same in ${one.elsewhere.join("; ")}`) : null),
+      h("span", { class: "small" }, one.seen.map(([step, loss], n) => [n ? ", " : "", step === found.step ? `${step}` : h("a", { href: "#", onclick: (e) => { e.preventDefault(); again(step); } }, String(step)), ` (${T.loss(loss)})`])),
+      one.text === null ? h("span", { class: "soft" }, "text not known") : h("details", {}, h("summary", {}, one.text.slice(0, 100)), h("pre", { class: "any" }, one.text), one.tokens > 400 ? h("p", { class: "soft small" }, `the first 400 of ${T.number(one.tokens, 9)} tokens`) : null),
+    ];
+    const heads = ["loss", "record", "steps that had it (loss)", "what the model saw"], here = new Set(found.documents.map((one) => one.id));
+    const others = found.outliers.filter((one) => !here.has(one.id));
+    return T.section(`Documents of step ${found.step}`,
+      T.table(`${found.documents.length} of ${found.count} documents, worst first; their median is ${T.loss(found.median)}`, heads, found.documents.map(row), ["n"]),
+      others.length ? T.table("Documents of other steps that stand out, farthest first", heads, others.map(row), ["n"]) : null,
+      h("div", { class: "controls" }, mark), said);
   }
 
   // Several
@@ -189,6 +227,7 @@
         ["last training loss", (run) => T.loss(run.loss)], ["tokens/s", (run) => T.number(run.measured ? run.measured.tokens_per_second : run.tokens_per_second)], ["peak memory", (run) => T.bytes(run.memory)]];
       tables.replaceChildren(
         T.section("Figures", T.table("Figures of each run", ["", ...runs.map((run) => h("a", { href: `#/run/${run.id}` }, run.name))], rows.map(([name, of]) => [name, ...runs.map(of)]))),
+        ...runs.map((run) => T.verdicts(run, `Verdict: ${run.name}`)).filter(Boolean),
         T.section("Settings", settingsTable(found)));
     });
   }

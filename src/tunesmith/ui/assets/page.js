@@ -82,6 +82,7 @@ const Tunesmith = (() => {
       this.changed = changed;
       this.range = null;     // of x, when zoomed
       this.bounds = null;    // of x by axis, where the panels hold a part of it
+      this.chosen = null;    // told of the x that was clicked on, in the first panel
       this.panels = [];
       this.root = h("div", { class: "charts" });
       this.dark = matchMedia("(prefers-color-scheme: dark)");
@@ -181,6 +182,7 @@ const Tunesmith = (() => {
         },
       }, data, panel.place);
       panel.plot.over.addEventListener("dblclick", () => this.setRange(null));
+      panel.plot.over.addEventListener("click", () => this.choose(panel));
       if (this.range) panel.plot.setScale("x", { min: this.range[0], max: this.range[1] });
       this.say(panel, null);
     }
@@ -251,6 +253,12 @@ const Tunesmith = (() => {
       for (const panel of this.panels) if (panel.plot && panel.data[0].length) panel.plot.setScale("x", { min: low, max: high });
       this.changed();
     }
+    // A point of the first panel leads to what is behind it, where there is somebody to ask
+    choose(panel) {
+      const at = panel.plot.cursor.idx;
+      if (!this.chosen || panel !== this.panels[0] || at === null || at === undefined) return;
+      this.chosen(panel.data[0][at]);
+    }
     key(panel, event) {
       const plot = panel.plot, last = panel.data ? panel.data[0].length - 1 : -1;
       if (!plot || last < 0) return;
@@ -259,7 +267,8 @@ const Tunesmith = (() => {
         const now = plot.cursor.idx === null || plot.cursor.idx === undefined ? last : plot.cursor.idx;
         const next = event.key === "Home" ? 0 : event.key === "End" ? last : Math.min(last, Math.max(0, now + moves[event.key]));
         plot.setCursor({ left: plot.valToPos(panel.data[0][next], "x"), top: plot.over.clientHeight / 2 }, true, true);
-      } else if (event.key === "+" || event.key === "=") this.zoom(0.5);
+      } else if (event.key === "Enter") this.choose(panel);
+      else if (event.key === "+" || event.key === "=") this.zoom(0.5);
       else if (event.key === "-") this.zoom(2);
       else if (event.key === "0" || event.key === "Escape") this.setRange(null);
       else return;
@@ -309,7 +318,26 @@ const Tunesmith = (() => {
       { label: "peak so far", x, y: c.memory, color: "--a" },
       ...(run.predicted.memory ? [{ label: "predicted", ...level(c, run.predicted.memory), color: "--e" }] : []),
       ...(most && most < 20 * peak ? [{ label: "limit", ...level(c, most), color: "--f" }] : [])] });
+    const byCategory = Object.entries(c.memory_by);
+    if (byCategory.length) panels.push({ title: "Memory by category", unit: bytes, fromZero: true, series: byCategory.flatMap(([name, pairs], n) => {
+      const said = run.predicted.memory_of[name];
+      return [{ label: name, ...points(c, pairs), color: color(n) }, ...(said ? [{ label: `${name}, predicted`, ...level(c, said), color: color(n) }] : [])];
+    }) });
     return panels;
+  }
+  const OF_A_STEP = new Set(["loss spike", "exploding gradients"]);
+  function alerts(run, showStep) {
+    return section("Alerts", run.alerts.length ? h("ul", { class: "alerts" }, [...run.alerts].reverse().map((one) => h("li", {},
+      h("strong", {}, one.name), h("span", { class: "soft small" }, ` step ${number(one.step, 9)}, ${day(one.time)}`),
+      h("p", {}, one.evidence), h("p", {}, h("span", { class: "soft" }, "What to do: "), one.advice),
+      showStep && OF_A_STEP.has(one.name) ? h("button", { type: "button", onclick: () => showStep(one.step) }, `Documents of step ${number(one.step, 9)}`) : null))) : h("p", { class: "soft" }, "None."));
+  }
+  function verdicts(run, heading = "Verdicts") {
+    if (!run.verdicts.length) return null;
+    return section(heading, run.verdicts.map((one) => [h("p", {}, one.summary), table(`Against ${one.against}, ${day(one.time)}`,
+      ["task", "measure", "this run", "against", "difference", "95% interval", "p", "verdict", "items", "to tell"],
+      one.rows.map((row) => [row.task, row.measure, number(row.value), number(row.against), number(row.difference), row.low === null || row.high === null ? "–" : `${number(row.low)} to ${number(row.high)}`, row.p === null ? "–" : row.p < 1e-4 ? "<0.0001" : row.p.toFixed(4), row.verdict, number(row.items, 9), row.items_to_tell === null ? "" : number(row.items_to_tell, 9)]),
+      [null, null, "n", "n", "n", "n", "n", null, "n", "n"])]));
   }
   function cards(run) {
     const done = run.total_steps ? `${number(run.step, 9)} of ${number(run.total_steps, 9)}` : number(run.step, 9);
@@ -328,11 +356,12 @@ const Tunesmith = (() => {
     const parts = [run.method, run.objective === "sft" ? "SFT" : run.objective.toUpperCase(), run.data.join(", ")].filter(Boolean);
     return [h("p", {}, state(run), run.why ? h("span", { class: "soft" }, ` ${run.why}`) : null),
       h("p", { class: "any" }, run.model || "model unknown", h("span", { class: "soft" }, ` · ${parts.join(" · ")}`)),
+      run.alerts.length ? h("p", { class: "notice" }, `${run.alerts.length === 1 ? "One alert" : `${run.alerts.length} alerts`}, the last at step ${number(run.alerts[run.alerts.length - 1].step, 9)}: ${run.alerts[run.alerts.length - 1].name}.`) : null,
       h("p", { class: "soft small" }, `Began ${day(run.began)}, last event ${day(run.last)}`),
       run.problems.map((one) => h("p", { class: "notice" }, one))];
   }
-  function tables(run) {
-    const p = run.predicted, m = run.measured, made = [];
+  function tables(run, showStep = null) {
+    const p = run.predicted, m = run.measured, made = run.alerts.length ? [alerts(run, showStep)] : [];
     const rows = [];
     if (m) {
       rows.push(["tokens per second", number(m.predicted_tokens_per_second), number(m.tokens_per_second), share(m.tokens_per_second, m.predicted_tokens_per_second)]);
@@ -346,6 +375,8 @@ const Tunesmith = (() => {
       table(m ? "What the plan said, and what the run measured" : "What the plan said, and what has been measured so far", ["", "predicted", "measured", "difference"], rows, [null, "n", "n", "n"]),
       Object.keys(p.memory_by).length ? h("details", {}, h("summary", {}, "Predicted memory by category, at the peak of a step"), table("Predicted memory", ["category", "memory"], Object.entries(p.memory_by).map(([name, value]) => [name, bytes(value)]), [null, "n"])) : null,
       Object.keys(p.seconds_by).length ? h("details", {}, h("summary", {}, "Predicted time of a step, by what it is spent on"), table("Predicted time", ["", "seconds"], Object.entries(p.seconds_by).map(([name, value]) => [name, number(value, 3)]), [null, "n"])) : null));
+    const told = verdicts(run);
+    if (told) made.push(told);
     if (m && Object.keys(m.spent).length) made.push(section("Where the time went", table("All the time of the last sitting", ["", "time"], Object.entries(m.spent).map(([name, value]) => [name, clock(value)]), [null, "n"])));
     made.push(section("Warnings", run.warnings.length ? h("ul", { class: "warnings" }, run.warnings.map((one) => h("li", {}, h("span", { class: "soft small" }, `${day(one.time)} `), one.message))) : h("p", { class: "soft" }, "None.")));
     made.push(section("Plan", run.plan.length ? table("What was decided, and why", ["", "choice", "why"], run.plan.map((one) => [one.topic, one.choice, one.why]), [null, null, "why"]) : h("p", { class: "soft" }, "There is no plan."),
@@ -362,5 +393,5 @@ const Tunesmith = (() => {
   const view = (text) => { const given = new URLSearchParams(text); return { axis: given.get("axis") in AXES ? given.get("axis") : "step", log: given.get("log") === "1", raw: given.get("raw") !== "0" }; };
   const viewText = (one) => `axis=${one.axis}&log=${one.log ? 1 : 0}&raw=${one.raw ? 1 : 0}`;
 
-  return { h, table, section, state, sparkline, number, bytes, clock, day, loss, shown, COLORS, Panels, panelsOf, cards, title, tables, settings, view, viewText };
+  return { h, table, section, state, sparkline, number, bytes, clock, day, loss, shown, COLORS, Panels, panelsOf, cards, title, tables, verdicts, settings, view, viewText };
 })();
