@@ -11,7 +11,12 @@ LONGEST_NAME = 100
 
 
 class UserError(ValueError):
-    """Something the user can fix. The command line prints the message alone and exits with 1."""
+    """Something the user can fix. The command line prints the message alone and exits with 1. What a terminal would not
+    show, of names and others' words in it, is escaped."""
+
+    def __init__(self, message: str = ""):
+        shown = (char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in message)
+        super().__init__("".join(shown))
 
 
 class UserErrors(UserError):

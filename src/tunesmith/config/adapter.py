@@ -27,6 +27,8 @@ def with_adapter(run: Run) -> Run:
     """The run with the settings of the adapter that it trains on; UserError where they cannot be had or contradict."""
     if run.adapter is None:
         return run
+    if not run.adapter.isprintable():
+        raise UserError(f"adapter: {run.adapter!r} has characters that no folder's name should have.")
     folder = Path(run.adapter).expanduser()
     config = _read_config(folder)
     if run.method == "peft":
