@@ -89,7 +89,7 @@ def test_the_planner_counts_answers():
 
     sft = task("Llama-3.1-8B", "1xH100", "lora", 4096, 16)
     grpo = replace(sft, objective=OBJECTIVES["grpo"](Preference()))
-    assert step_time(grpo, Choice()).total > 1.2 * step_time(sft, Choice()).total
+    assert step_time(grpo, Choice()).total > 1.1 * step_time(sft, Choice()).total
     (rollout,) = (one for one in memory.timeline(grpo, Choice()) if one.name == "rollout")
     cached = 2 * 8 * 128 * 32 * 2 * 64 * min(4096, 256 + grpo.document_length)  # 64 answers, keys and values in bf16
     assert rollout.memory.activations >= cached

@@ -33,6 +33,7 @@ from tunesmith.errors import UserError, listed
 from tunesmith.optim.schedule import learning_rate
 from tunesmith.parallel.compile import Compilation, news
 from tunesmith.plan.defaults import EVALUATED_SHARE
+from tunesmith.plan.memory import BLOCKWISE
 from tunesmith.train import events
 from tunesmith.train.alerts import SHORT, Alerts
 from tunesmith.train.documents import DocumentLog
@@ -415,7 +416,8 @@ class _Loop:
         """Before they are kept."""
         with self._failing():
             self._warn(self.vitals.see_weights(self.step_of.look(), self.done))
-        if self.done >= self.begun_at + SHORT:
+        has_turns = self.job.merges is not None or self.job.run.algorithm in BLOCKWISE  # not all move all the time
+        if self.done >= self.begun_at + SHORT and not has_turns:
             self._alert(self.alerts.see_unmoved(self.done, *self._unmoved()))
 
     def _unmoved(self) -> tuple[list[str], int]:
