@@ -99,6 +99,15 @@ def _logits_bytes(rows: int, weight_vh: torch.Tensor) -> int:
     return -(-rows * weight_vh.shape[0] * weight_vh.itemsize // ALIGNED) * ALIGNED
 
 
+def scaled_gradients(ctx, d_total: torch.Tensor) -> list[torch.Tensor | None]:
+    """In a backward pass: the gradients that the forward pass has left, times that of the loss. They are used up."""
+    if ctx.gradients is None:
+        raise RuntimeError("the loss over an output head keeps its gradient for one backward pass only")
+    gradients, ctx.gradients = ctx.gradients, None
+    pairs = zip(gradients, ctx.dtypes, strict=True)
+    return [None if gradient is None else gradient.mul_(d_total).to(dtype) for gradient, dtype in pairs]
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -157,14 +166,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_total, _):
-        if ctx.gradients is None:
-            raise RuntimeError("linear_cross_entropy keeps its gradient for one backward pass only")
-        scaled = [
-            None if gradient is None else gradient.mul_(d_total).to(dtype)
-            for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
-        ]
-        ctx.gradients = None
-        return *scaled, *[None] * 10
+        return *scaled_gradients(ctx, d_total), *[None] * 10
 
 
 class _Rounded(NamedTuple):

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tunesmith.kernels.linear_cross_entropy import chunk_rows
+from tunesmith.kernels.linear_cross_entropy import chunk_rows, scaled_gradients
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 LOWEST = -1e4
@@ -151,14 +151,7 @@ class _LinearDistillation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_total, _):
-        if ctx.gradients is None:
-            raise RuntimeError("linear_distillation keeps its gradient for one backward pass only")
-        scaled = [
-            None if gradient is None else gradient.mul_(d_total).to(dtype)
-            for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
-        ]
-        ctx.gradients = None
-        return *scaled, *[None] * 7
+        return *scaled_gradients(ctx, d_total), *[None] * 7
 
 
 class _OfLogits(torch.autograd.Function):
