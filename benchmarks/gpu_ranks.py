@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from results import write_result
+from results import read_rows, write_result
 
 WHAT = "Losses of several ranks on one GPU over gloo, with compiled layers and fused kernels, against one rank"
 STEPS = 20
@@ -63,9 +63,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[""])
     parser.add_argument("--at-once", type=int, default=4)
     options = parser.parse_args()
-    names = [name for name in WAYS if any(text in name for text in options.only)]
-    if options.device == "cuda":
-        names.remove("pipeline")  # gloo sends no tensor of a GPU from one rank to another, collectives only
+    names = [name for name in WAYS if any(name.startswith(text) for text in options.only)]
     with tempfile.TemporaryDirectory(prefix="tunesmith-ranks-") as name:
         folder = Path(name)
         make(folder, options.device)
@@ -73,7 +71,9 @@ def main() -> None:
             rows = list(threads.map(lambda way: measure(way, folder), names))
     for row in rows:
         print(row["way"], words(row, rows), flush=True)
-    print(f"wrote {write_result('gpu_ranks', WHAT, [row | difference(row, rows) for row in rows])}")
+    found = {row["way"]: row | difference(row, rows) for row in rows}
+    kept = {row["way"]: row for row in read_rows("gpu_ranks")} if options.only != [""] else {}
+    print(f"wrote {write_result('gpu_ranks', WHAT, list((kept | found).values()))}")
 
 
 def make(folder: Path, device: str) -> None:

@@ -34,7 +34,8 @@ SMALL, LARGE = "Llama-3.2-1B", "Llama-3-8B"
 PAIRS = 8
 """A step of TRL's; ours takes as many tokens as these have on average."""
 ROLLOUT = {"prompts": 8, "answers": 8, "max_answer_tokens": 256}
-TIMED, WARM = 6, 3
+STEPS = {"dpo": (3, 6), "grpo": (1, 3)}
+"""Of TRL, until it is timed and while it is: rollouts take it long."""
 forecast.SHAPES[LARGE] = {"model_type": "llama", **BENCH_SHAPES["llama3-8b"]}
 forecast.SHAPES[LARGE].pop("max_position_embeddings")
 
@@ -177,6 +178,7 @@ def train_by_trl(objective: str, model: str, data: str, size: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
     on_gpu = torch.cuda.is_available()
+    warm, timed = STEPS[objective]
     times: list[float] = []
     tokens: list[int] = []
 
@@ -198,7 +200,7 @@ def train_by_trl(objective: str, model: str, data: str, size: str) -> None:
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     with tempfile.TemporaryDirectory() as folder:
         common = {
-            "output_dir": folder, "max_steps": WARM + TIMED, "learning_rate": 1e-5, "report_to": [],
+            "output_dir": folder, "max_steps": warm + timed, "learning_rate": 1e-5, "report_to": [],
             "save_strategy": "no", "bf16": on_gpu, "use_cpu": not on_gpu, "logging_strategy": "no",
         }  # fmt: skip
         given = {
@@ -212,11 +214,11 @@ def train_by_trl(objective: str, model: str, data: str, size: str) -> None:
         if objective == "dpo":
             trainer.data_collator = counted(trainer.data_collator)
         trainer.train()
-    seconds = [after - before for before, after in zip(times[WARM - 1 :], times[WARM:], strict=False)]
+    seconds = [after - before for before, after in zip(times[warm - 1 :], times[warm:], strict=False)]
     found = {"peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0, "steps": len(seconds)}
     found |= {"median_seconds": round(statistics.median(seconds), 4)}
     if tokens:
-        found["tokens_per_second"] = round(sum(tokens[WARM : WARM + len(seconds)]) / sum(seconds), 1)
+        found["tokens_per_second"] = round(sum(tokens[warm : warm + len(seconds)]) / sum(seconds), 1)
     print(json.dumps(found), flush=True)
 
 

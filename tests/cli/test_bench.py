@@ -16,9 +16,9 @@ def test_the_tiny_workload_is_measured_in_a_process_of_its_own(tmp_path):
     assert "tokens/s" in done.output
     found = json.loads(target.read_text())
     assert {"what", "date", "commit", "device", "versions", "numbers"} == found.keys()
-    (row,) = found["numbers"]["rows"]
-    assert row["system"] == "tunesmith"
-    assert row["tokens_per_second"] > 0
+    rows = found["numbers"]["rows"]
+    assert rows[0]["system"] == "tunesmith"
+    assert all(row["tokens_per_second"] > 0 for row in rows)
 
 
 def test_an_unknown_workload_is_a_sentence(tmp_path):

@@ -30,10 +30,13 @@ class RoomyLayer(DynamicLayer):
             self.columns = 0
         self.key_buffer = _written(self.key_buffer, self.columns, key_states)
         self.value_buffer = _written(self.value_buffer, self.columns, value_states)
-        self.columns += key_states.shape[-2]
-        self.keys = self.key_buffer[:, :, : self.columns]
-        self.values = self.value_buffer[:, :, : self.columns]
+        self.show(self.columns + key_states.shape[-2])
         return self.keys, self.values
+
+    def show(self, columns: int) -> None:
+        """So many columns are in use."""
+        self.columns = columns
+        self.keys, self.values = self.key_buffer[:, :, :columns], self.value_buffer[:, :, :columns]
 
 
 @dataclass(frozen=True)
@@ -61,17 +64,17 @@ def regroup(rows: Sequence[Row]) -> Cache:
     """A cache of these rows, taken out of the caches that they lie in."""
     length = max(row.length for row in rows)
     made = Cache(layer_class_to_replicate=RoomyLayer)
+    sources = _sources(rows)
     for number, first in enumerate(rows[0].cache.layers):
         layer = RoomyLayer()
         made.layers.append(layer)
         if not first.is_initialized:  # a layer that uses the keys of another one
             continue
-        layers = [row.cache.layers[number] for row in rows]
         layer.lazy_initialization(first.keys, first.values)
-        layer.columns = length
-        layer.key_buffer = _gathered([one.keys for one in layers], rows, length)
-        layer.value_buffer = _gathered([one.values for one in layers], rows, length)
-        layer.keys, layer.values = layer.key_buffer[:, :, :length], layer.value_buffer[:, :, :length]
+        parts = [(cache.layers[number], *at) for cache, *at in sources]
+        layer.key_buffer = _gathered([(one.keys, *at) for one, *at in parts], len(rows), length)
+        layer.value_buffer = _gathered([(one.values, *at) for one, *at in parts], len(rows), length)
+        layer.show(length)
     return made
 
 
@@ -81,11 +84,27 @@ def bytes_of(cache: Cache) -> int:
     return sum(part.numel() * part.element_size() for one in layers for part in (one.keys, one.values))
 
 
-def _gathered(parts: Sequence[torch.Tensor], rows: Sequence[Row], length: int) -> torch.Tensor:
-    _, heads, _, size = parts[0].shape
-    buffer = parts[0].new_zeros(len(rows), heads, length + ROOM, size)
-    for place, (part, row) in enumerate(zip(parts, rows, strict=True)):
-        buffer[place, :, length - row.length : length] = part[row.index, :, part.shape[2] - row.length :]
+def _sources(rows: Sequence[Row]) -> list[tuple[Cache, torch.Tensor, torch.Tensor]]:
+    """Each cache, the places of its rows there, and their places among `rows`."""
+    device = next(layer.keys.device for layer in rows[0].cache.layers if layer.is_initialized)
+    caches = {id(row.cache): row.cache for row in rows}
+    found = []
+    for key, cache in caches.items():
+        pairs = [(row.index, place) for place, row in enumerate(rows) if id(row.cache) == key]
+        taken, places = torch.tensor(pairs, device=device).unbind(1)
+        found.append((cache, taken, places))
+    return found
+
+
+def _gathered(parts: Sequence[tuple[torch.Tensor, ...]], count: int, length: int) -> torch.Tensor:
+    """All rows end at the same column. What comes before a shorter row's beginning is hidden by the mask."""
+    first = parts[0][0]
+    _, heads, _, size = first.shape
+    buffer = first.new_zeros(count, heads, length + ROOM, size)
+    for part, taken, places in parts:
+        kept = min(length, part.shape[2])
+        rows = part[:, :, part.shape[2] - kept :].index_select(0, taken)
+        buffer[:, :, length - kept : length].index_copy_(0, places, rows)
     return buffer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +11,24 @@ import torch
 from torch import nn
 
 from tunesmith.errors import UserError, first_line
+from tunesmith.infer.attention import use_decoding_attention
 from tunesmith.infer.cache import Row, bytes_of, is_shareable, new_cache, regroup
+from tunesmith.infer.captured import Captured, is_capturable
+from tunesmith.model.forward import own_attention
 
 
 class Call:
-    """How the model is called: a prompt read, or one more token for each row of a cache."""
+    """How the model is called: a prompt read, or one more token for each row of a cache. On a GPU the latter is
+    captured, in buffers of no more than `limit` bytes."""
 
-    def __init__(self, model: nn.Module, *, is_shared: bool):
+    def __init__(self, model: nn.Module, *, is_shared: bool, limit: int | None = None):
         takes = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in takes
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         self.model, self.is_shared = model, is_shared
+        self._limit = limit
+        self._captured: dict[Hashable, Captured] = {}
+        self._is_capturable = is_shared and is_capturable(model)
 
     @property
     def device(self) -> torch.device:
@@ -47,13 +54,25 @@ class Call:
         out = self.model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
         return out.logits[:, -1], cache
 
-    def go_on(self, cache: Any, last: list[int], lengths: list[int]) -> torch.Tensor:
-        """The logits after one more token for each row [B, V]; the cache has it then."""
+    def go_on(self, cache: Any, last: list[int], lengths: list[int], adapter: Hashable = None) -> torch.Tensor:
+        """The logits after one more token for each row [B, V]; the cache has it then. `adapter`: what tells the
+        modules that are on the model from others that may be put there."""
+        if self._is_capturable:
+            if (captured := self._captured.get(adapter)) is None:
+                captured = self._captured[adapter] = Captured(self._logits)
+            others = sum(one.bytes for one in self._captured.values() if one is not captured)
+            captured.limit = None if self._limit is None else self._limit - others
+            if (logits_bv := captured.go_on(cache, last, lengths)) is not None:
+                return logits_bv
         tokens = torch.tensor(last, device=self.device)[:, None]
         lengths_b1 = torch.tensor(lengths, device=self.device)[:, None]
         longest = max(lengths)
         mask = (torch.arange(longest + 1, device=self.device)[None] >= longest - lengths_b1).long()
         return self._logits(tokens, mask, lengths_b1, cache)
+
+    def forget(self, adapter: Hashable) -> None:
+        """The modules of this adapter are gone."""
+        self._captured.pop(adapter, None)
 
     def _logits(self, tokens: torch.Tensor, mask: torch.Tensor, start: Any, cache: Any) -> torch.Tensor:
         options = dict(self._last)
@@ -73,13 +92,14 @@ class Tried:
 
 @torch.no_grad()
 def try_out(model: nn.Module) -> Tried:
-    """Whether the model, decoded from a cache, alone and with others of other lengths, does what it does without one.
-    UserError where it does not even alone."""
+    """Whether the model, decoded from a cache, alone and with others of other lengths, does what it does without one;
+    it has the attention for decoding from then on. UserError where it does not even alone."""
     if "past_key_values" not in inspect.signature(model.forward).parameters:
         raise UserError(f"{type(model).__name__} is not called with a key-value cache, so it cannot be served here.")
     size = min(model.config.get_text_config().vocab_size, 500)
     prompts = [[(7 * place + 3 * number) % size for place in range(length)] for number, length in enumerate((5, 11))]
     expected = [_without_cache(model, prompt) for prompt in prompts]
+    use_decoding_attention(model, own_attention(model))
     shareable = is_shareable(model.config)
     problem = "its layers keep states of other kinds than keys and values"
     for is_shared in (True, False) if shareable else (False,):

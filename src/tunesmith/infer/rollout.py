@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from tunesmith.errors import UserError
+from tunesmith.infer.attention import use_decoding_attention
 from tunesmith.infer.cache import Row, regroup
 from tunesmith.infer.call import Call
-from tunesmith.model.attention import NAME as PACKED_ATTENTION
+from tunesmith.model.forward import own_attention as own_attention_of
 
 KEPT = 0.5
 """Share of the rows that are still going on, below which the others leave the cache."""
@@ -153,13 +154,12 @@ def _draws(seed: str, count: int) -> np.ndarray:
 
 @contextmanager
 def own_attention(model: nn.Module) -> Iterator[None]:
-    """Rows of a cache are no packed documents: meanwhile the model has the attention it came with."""
+    """Rows of a cache are no packed documents: meanwhile the model has the attention it came with. Layers are run as
+    they are: compiled ones would be compiled again for each length."""
     found = model.config._attn_implementation
-    if found != PACKED_ATTENTION:
-        yield
-        return
-    model.set_attn_implementation("sdpa")
+    use_decoding_attention(model, own_attention_of(model))
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         model.set_attn_implementation(found)

@@ -10,7 +10,8 @@ embeddings. Layers that are elsewhere are passed over, so that those which are h
     rank 1:  .  F0 B0 F1 B1 F2 B2 F3 B3 .
 
 What goes from stage to stage are hidden states, and their gradients back: all micro-batches have one shape, so that
-everybody knows how much to expect. Idle micro-batches make up whole rounds.
+everybody knows how much to expect. Idle micro-batches make up whole rounds. Where ranks share a GPU, whose tensors gloo
+does not send, they go through host memory.
 """
 
 from __future__ import annotations
@@ -161,6 +162,9 @@ class Pipelined(Entrance):
         width = inner.config.get_text_config().hidden_size
         self.hidden_shape = (1, plan.micro_batch * plan.sequence_length, width)
         self.dtype = getattr(torch, DTYPES[plan.precision])
+        self.device = torch.device(plan.device)
+        self.sent_from = torch.device("cpu") if "cuda:gloo" in dist.get_backend_config(group) else self.device
+        """Where tensors must be to be sent to another rank."""
         self._step: _Step | None = None
         self._made: Any = None
 
@@ -183,7 +187,7 @@ class Pipelined(Entrance):
         idle = replace(inputs[0], weights=torch.zeros_like(inputs[0].weights))
         filled = [*inputs, *[idle] * (self.micro_batches - len(inputs))]
         self._step = _Step(filled, spec, factor, z_loss, draw)
-        schedule = self._schedule(inputs[0].tokens.device)
+        schedule = self._schedule()
         numbers = torch.arange(self.micro_batches)  # the schedules want something that they can cut
         schedule.step(*([numbers] if self.parts[0].is_first else []), target=numbers if self.has_loss else None)
         losses, self._step = self._step.losses, None
@@ -204,28 +208,31 @@ class Pipelined(Entrance):
         hidden = None
         for part in self.parts:
             if not part.is_first:
-                hidden = torch.empty(self.hidden_shape, dtype=self.dtype, device=inputs.tokens.device)
-                dist.recv(hidden, group=self.group, group_src=(part.number - 1) % self.ranks)
+                received = torch.empty(self.hidden_shape, dtype=self.dtype, device=self.sent_from)
+                dist.recv(received, group=self.group, group_src=(part.number - 1) % self.ranks)
+                hidden = received.to(self.device)
             if part.is_last:
                 total, losses_n = self._call(_loss_of, part, inputs, spec, z_loss, hidden)
                 return total * self.ranks, losses_n
             hidden = self._call(_hidden_of, part, inputs, hidden)
-            dist.send(hidden, group=self.group, group_dst=(part.number + 1) % self.ranks)
+            sent = hidden.to(self.sent_from)
+            dist.send(sent, group=self.group, group_dst=(part.number + 1) % self.ranks)
         return torch.zeros((), device=inputs.tokens.device), torch.zeros_like(inputs.weights)
 
     def finish_gradients(self, optimizer: Optimizer) -> None:
         """After all backward passes: a weight that is held at both ends gets the gradients of both."""
         if (gradient := self._tied_gradient(optimizer)) is None:
             return
-        theirs = torch.empty_like(gradient)
+        mine = gradient.to(self.sent_from)
+        theirs = torch.empty_like(mine)
         other = 0 if self.has_loss else self.ranks - 1
         operations = [
-            dist.P2POp(dist.isend, gradient, group=self.group, group_peer=other),
+            dist.P2POp(dist.isend, mine, group=self.group, group_peer=other),
             dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=other),
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-        gradient += theirs
+        gradient += theirs.to(gradient.device)
 
     def norm_of_all(self, norm: torch.Tensor, optimizer: Optimizer) -> torch.Tensor:
         """The norm of the gradients of all stages, from that of this rank's; a tied weight counts once."""
@@ -247,7 +254,7 @@ class Pipelined(Entrance):
             return self.model(function, part, *arguments)
         return function(self.model, part, *arguments)
 
-    def _schedule(self, device: torch.device) -> Any:
+    def _schedule(self) -> Any:
         """Made at the first step, with room for what will be received."""
         if self._made is None:
             hidden = torch.empty(self.hidden_shape, dtype=self.dtype, device="meta", requires_grad=True)
@@ -256,7 +263,7 @@ class Pipelined(Entrance):
                     _Stage(self, part),
                     part.number,
                     part.count,
-                    device,
+                    self.sent_from,
                     input_args=(torch.empty(1, dtype=torch.int64, device="meta") if part.is_first else hidden,),
                     output_args=(torch.empty(1, device="meta", requires_grad=True) if part.is_last else hidden,),
                     group=self.group,
@@ -302,7 +309,7 @@ class _Stage(nn.Module):
         index = self.calls % pipeline.micro_batches
         self.calls += 1
         step.draw(index, part.number)
-        hidden = None if part.is_first else received
+        hidden = None if part.is_first else received.to(pipeline.device)
         if not part.is_last:
             out = pipeline._call(_hidden_of, part, step.inputs[index], hidden)
         else:
@@ -311,6 +318,7 @@ class _Stage(nn.Module):
                 loss_of, part, step.inputs[index], step.spec, step.z_loss, hidden, step.factor
             )
             step.losses.append(losses_n.detach() * step.inputs[index].weights)
+        out = out.to(pipeline.sent_from)
         if isinstance(pipeline.model, Sharded):
             out.register_hook(lambda _: self._before_backward(index))
         return out

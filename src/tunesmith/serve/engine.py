@@ -271,7 +271,7 @@ class Engine:
 
     def _step(self, group: Group) -> None:
         self._select(group.model)
-        logits = self._call.go_on(group.cache, group.last, group.lengths)
+        logits = self._call.go_on(group.cache, group.last, group.lengths, group.model)
         self.stats.steps += 1
         group.lengths = [length + 1 for length in group.lengths]
         tokens = choose(logits, [job.choice() for job in group.jobs])

@@ -1,0 +1,162 @@
+"""Decoding on one GPU: the engine of `tunesmith serve` beside transformers' generate, and beside the time that reading
+the weights takes.
+
+    python benchmarks/decode.py [--shapes llama3-1b llama3-8b] [--batches 1 16 64] [--tiny]
+
+Random weights at published shapes, merged (no adapter), prompts of 128 tokens and answers of 256, the likeliest token
+each time, no stop token. Both answer the same prompts, prefill included; the time of one token, in a batch of one, is
+that between the first and the last. Proposals (speculative decoding) are off: random weights repeat themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import threading
+import time
+from typing import Any
+
+import torch
+from results import write_result
+from torch import nn
+
+from tunesmith.infer.call import try_out
+from tunesmith.measure.bench import SHAPES
+from tunesmith.serve.engine import Engine, Job, Limits
+
+WHAT = "Decoding by the engine of `tunesmith serve`, beside transformers' generate in the same run"
+PROMPT, ANSWER = 128, 256
+ALL_SHAPES = {
+    "llama3-1b": {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True, "max_position_embeddings": 8192,
+    },
+    **SHAPES,
+}  # fmt: skip
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="*", default=["llama3-1b", "llama3-8b"])
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64])
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    bandwidth, rows = read_bandwidth(device), []
+    for name in options.shapes:
+        model = make(name, device, tiny=options.tiny)
+        weights = sum(one.numel() * one.element_size() for one in model.parameters())
+        for batch in options.batches:
+            row = {"shape": name, "batch": batch, **measure(model, batch, device)}
+            row["reading_seconds"] = round(weights / bandwidth, 6)
+            rows.append(row)
+            print(row, flush=True)
+        del model
+    print(f"wrote {write_result('decode', WHAT, rows)}")
+
+
+def make(name: str, device: str, *, tiny: bool) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"model_type": "llama", **ALL_SHAPES[name], **(SMALL if tiny else {})}
+    with torch.device(device):
+        config = AutoConfig.for_model(**shape, bos_token_id=1, eos_token_id=2)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def measure(model: nn.Module, batch: int, device: str) -> dict[str, Any]:
+    size = model.config.vocab_size
+    prompts = torch.randint(3, size, (batch, PROMPT), generator=torch.Generator().manual_seed(batch)).tolist()
+    model.set_attn_implementation("sdpa")
+    theirs = by_generate(model, prompts, device)
+    try_out(model)
+    ours, between, device_seconds = by_engine(model, prompts)
+    return {
+        "tokens_per_second": round(batch * ANSWER / ours, 1),
+        "generate_tokens_per_second": round(batch * ANSWER / theirs, 1),
+        "speed_to_generate": round(theirs / ours, 3),
+        "token_seconds": round(between, 6),
+        "replay_seconds": device_seconds,
+    }
+
+
+def by_generate(model: nn.Module, prompts: list[list[int]], device: str) -> float:
+    tokens = torch.tensor(prompts, device=device)
+    options = {"do_sample": False, "min_new_tokens": ANSWER, "max_new_tokens": ANSWER, "pad_token_id": 0}
+    model.generate(tokens[:, :16], attention_mask=torch.ones_like(tokens[:, :16]), max_new_tokens=8, pad_token_id=0)
+    began = time.perf_counter()
+    model.generate(tokens, attention_mask=torch.ones_like(tokens), **options).cpu()
+    return time.perf_counter() - began
+
+
+def by_engine(model: nn.Module, prompts: list[list[int]]) -> tuple[float, float, float | None]:
+    """Seconds for all, between two tokens of the last request, and of a captured step alone."""
+    length = PROMPT + ANSWER
+    limits = Limits(len(prompts), 2 * len(prompts), length, length * len(prompts))
+    engine = Engine(model, lambda _: None, limits, is_shared=True)
+    engine.start()
+    try:
+        answered(engine, prompts, 8)
+        return *answered(engine, prompts, ANSWER), replayed(engine)
+    finally:
+        engine.close()
+
+
+@torch.inference_mode()
+def replayed(engine: Engine) -> float | None:
+    steps = [step for one in engine._call._captured.values() for step in one._steps.values() if step.graph]
+    if not steps:
+        return None
+    steps[-1].set([PROMPT] * steps[-1].rows)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(50):
+        steps[-1].graph.replay()
+    torch.cuda.synchronize()
+    return round((time.perf_counter() - began) / 50, 6)
+
+
+def answered(engine: Engine, prompts: list[list[int]], count: int) -> tuple[float, float]:
+    done, times, failed = threading.Semaphore(0), [], []
+
+    def job(prompt: list[int], is_last: bool) -> Job:
+        def take(_: Any) -> bool:
+            if is_last:
+                times.append(time.perf_counter())
+            return False
+
+        def end(reason: str) -> None:
+            if reason != "length":
+                failed.append(reason)
+            done.release()
+
+        return Job("", prompt, count, frozenset(), take, end, temperature=0.0, seed=0)
+
+    began = time.perf_counter()
+    for number, prompt in enumerate(prompts):
+        engine.submit(job(prompt, number == len(prompts) - 1))
+    for _ in prompts:
+        done.acquire()
+    if failed:
+        raise SystemExit(f"{len(failed)} answers ended as {failed[0]}")
+    ended = time.perf_counter()
+    return ended - began, (times[-1] - times[0]) / (len(times) - 1)
+
+
+def read_bandwidth(device: str) -> float:
+    """Bytes a second that a large tensor is read with, the best of a few."""
+    size = (8 << 30) if device == "cuda" else (256 << 20)
+    large = torch.empty(size // 2, dtype=torch.bfloat16, device=device).fill_(1)
+    best = 0.0
+    for _ in range(5):
+        began = time.perf_counter()
+        large.view(torch.int64).max().item()
+        best = max(best, size / (time.perf_counter() - began))
+    return best
+
+
+if __name__ == "__main__":
+    main()

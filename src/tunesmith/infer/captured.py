@@ -1,0 +1,293 @@
+"""A decoding step captured as a CUDA graph: a token for each row costs the host one launch instead of a thousand.
+
+A captured step reads and writes the same memory every time, so the rows of a cache are copied into buffers that stay
+where they are: as many rows and columns as one of a few sizes has. Attention goes over all columns, and the mask hides
+those that are not a row's own. Rows that leave or join are copied once more; the graph of their new number is kept as
+well. A model whose step cannot be captured, or gives something else then, is called as ever.
+
+Legend: B rows, C columns, H heads, D head dim, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers.cache_utils import Cache, StaticLayer
+
+from tunesmith.errors import first_line
+from tunesmith.infer.cache import RoomyLayer
+
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+COLUMNS = 256
+"""Buffers have a multiple of so many columns."""
+TRIES = 3
+"""To capture a step: a kernel that is loaded meanwhile spoils one."""
+BOUND = 0.3
+"""How far a step's logits may be from those of the model as it is, over their standard deviation: rounding in bf16."""
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Cache], torch.Tensor]
+"""tokens [B, 1], mask [B, C], positions [B, 1], cache -> logits [B, V]."""
+log = logging.getLogger("tunesmith.infer")
+
+
+def is_capturable(model: nn.Module) -> bool:
+    """Whether a step may be captured at all: all weights on one GPU, as plain tensors."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return bool(tensors) and all(
+        one.device.type == "cuda" and one.device == tensors[0].device and not isinstance(one, DTensor)
+        for one in tensors
+    )
+
+
+class FixedLayer(StaticLayer):
+    """Keys and values of a captured step: [B, H, C, D], written at the column that a tensor names."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, at: torch.Tensor):
+        super().__init__(max_cache_len=keys.shape[2])
+        self.keys, self.values, self.cumulative_length = keys, values, at
+        self.dtype, self.device = keys.dtype, keys.device
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any):
+        at = self.cumulative_length.reshape(1)
+        self.keys.index_copy_(2, at, key_states)
+        self.values.index_copy_(2, at, value_states)
+        return self.keys, self.values
+
+
+class Step:
+    """One decoding step of B rows with C columns."""
+
+    def __init__(self, forward: Forward, layers: Sequence[tuple[torch.Tensor, torch.Tensor] | None], rows: int):
+        device = next(pair[0].device for pair in layers if pair is not None)
+        columns = next(pair[0].shape[2] for pair in layers if pair is not None)
+        self.forward, self.rows, self.columns = forward, rows, columns
+        self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+        self.positions = torch.zeros_like(self.tokens)
+        self.mask = torch.zeros(rows, columns, dtype=torch.int64, device=device)
+        self.at = torch.zeros((), dtype=torch.int64, device=device)
+        self.cache = Cache(layer_class_to_replicate=RoomyLayer)
+        self.cache.layers = [RoomyLayer() if pair is None else FixedLayer(*pair, self.at) for pair in layers]
+        self.graph: Any = None
+        self.logits: torch.Tensor | None = None
+        self.lengths: list[int] = []
+        """Of the rows, as the tensors have them."""
+
+    def set(self, lengths: Sequence[int]) -> None:
+        """The rows have so many tokens, and end at the same column. Rows that nobody uses look at themselves."""
+        self.lengths = list(lengths)
+        longest, device = max(lengths), self.mask.device
+        filled = [*lengths, *[0] * (self.rows - len(lengths))]
+        lengths_b1 = torch.tensor(filled, device=device)[:, None]
+        columns_c = torch.arange(self.columns, device=device)[None]
+        self.mask.copy_((columns_c >= longest - lengths_b1) & (columns_c < longest))
+        self.positions.copy_(lengths_b1)
+        self.at.fill_(longest)
+
+    def run(self) -> torch.Tensor:
+        self.mask.index_fill_(1, self.at.reshape(1), 1)
+        logits_bv = self.forward(self.tokens, self.mask, self.positions, self.cache)
+        self.at.add_(1)
+        self.positions.add_(1)
+        return logits_bv
+
+    def capture(self, pool: Any) -> torch.Tensor:
+        """Returns what the step gives without being captured; its tensors are as before then. On a CPU there is nothing
+        to capture."""
+        lengths = self.lengths
+        if self.tokens.device.type != "cuda":
+            expected = self.run()
+            self.set(lengths)
+            return expected
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # kernels are compiled and workspaces made before
+                expected = self.run().clone()
+                self.set(lengths)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            self.logits = self.run()
+        self.graph = graph
+        return expected
+
+    def replay(self) -> torch.Tensor:
+        self.lengths = [length + 1 for length in self.lengths]
+        if self.graph is None:
+            return self.run()
+        assert self.logits is not None
+        self.graph.replay()
+        return self.logits
+
+
+class Captured:
+    """The steps of one model, with the adapter that it has on. Buffers take no more than `limit` bytes."""
+
+    def __init__(self, forward: Forward):
+        self.is_off = False
+        self.limit: int | None = None
+        self._forward = forward
+        self._steps: dict[tuple[int, int], Step] = {}
+        self._flat: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        """By layer: what the buffers of all steps are views of. None: a layer that uses the keys of another one."""
+        self._pool: Any = None
+        self._is_proved, self._tries = False, TRIES
+        self._placed: tuple[weakref.ref[Cache], Step] | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(one.nbytes for pair in self._flat if pair is not None for one in pair)
+
+    def go_on(self, cache: Cache, last: Sequence[int], lengths: Sequence[int]) -> torch.Tensor | None:
+        """The logits after one more token for each row [B, V]; None where the model is to be called as ever."""
+        if self.is_off:
+            return None
+        step = self._step_of(cache, max(lengths))
+        if step is None:
+            step = self._placed_in(cache, last, lengths)
+            if step is None:
+                return None
+        elif step.lengths != list(lengths):
+            step.set(lengths)
+        step.tokens[: len(last), 0].copy_(torch.tensor(last))
+        logits_bv = step.replay()[: len(last)].clone()
+        self._advance(cache)
+        return logits_bv
+
+    def _placed_in(self, cache: Cache, last: Sequence[int], lengths: Sequence[int]) -> Step | None:
+        try:
+            return self._place(cache, last, lengths)
+        except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+            self._tries -= 1
+            self._pool = self._pool if self._steps else None
+            if not self._tries:
+                log.warning("decoding steps could not be captured (%s); they take longer", first_line(error))
+                self._give_up()
+            return None
+
+    def _step_of(self, cache: Cache, longest: int) -> Step | None:
+        """The step whose buffers the cache lies in, with a column left."""
+        if self._placed is None or self._placed[0]() is not cache or longest >= self._placed[1].columns:
+            return None
+        first, own = _first(cache.layers), _first(self._placed[1].cache.layers)
+        return self._placed[1] if first.key_buffer.data_ptr() == own.keys.data_ptr() else None
+
+    def _place(self, cache: Cache, last: Sequence[int], lengths: Sequence[int]) -> Step | None:
+        """Copy the cache into a step's buffers, where there is room."""
+        count, longest = len(lengths), max(lengths)
+        rows = next((size for size in ROWS if size >= count), None)
+        columns = (longest // COLUMNS + 1) * COLUMNS
+        if rows is None or not self._has_room(cache, rows, columns):
+            return None
+        self._evict()
+        step = self._steps.get((rows, columns))
+        is_new = step is None
+        if step is None:
+            step = Step(self._forward, [self._views(number, rows, columns) for number in range(len(self._flat))], rows)
+        for layer, own in zip(cache.layers, step.cache.layers, strict=True):
+            if layer.is_initialized:
+                own.keys[:count, :, :longest] = layer.keys
+                own.values[:count, :, :longest] = layer.values
+        step.set(lengths)
+        if is_new:
+            step.tokens[:count, 0].copy_(torch.tensor(last))
+            if self._pool is None and torch.cuda.is_available():
+                self._pool = torch.cuda.graph_pool_handle()
+            found = step.capture(self._pool)
+            if not self._is_proved and not self._is_right(cache, found[:count], last, lengths, step):
+                return self._give_up()
+            self._steps[rows, columns] = step
+        for layer, own in zip(cache.layers, step.cache.layers, strict=True):
+            if layer.is_initialized:
+                layer.key_buffer, layer.value_buffer = own.keys[:count], own.values[:count]
+                layer.show(longest)
+        self._placed = (weakref.ref(cache), step)
+        return step
+
+    def _is_right(
+        self, cache: Cache, found_bv: torch.Tensor, last: Sequence[int], lengths: Sequence[int], step: Step
+    ) -> bool:
+        """Whether a step gives, captured and not, what the model gives with the cache as it was."""
+        device, longest = found_bv.device, max(lengths)
+        lengths_b1 = torch.tensor(lengths, device=device)[:, None]
+        mask = (torch.arange(longest + 1, device=device)[None] >= longest - lengths_b1).long()
+        expected_bv = self._forward(torch.tensor(last, device=device)[:, None], mask, lengths_b1, cache)
+        for layer in cache.layers:
+            if layer.is_initialized:
+                layer.show(longest)
+        replayed_bv = step.replay()[: len(last)].clone()
+        step.set(lengths)
+        spread = expected_bv.float().std().clamp(min=1e-6)
+        worst = max((one.float() - expected_bv.float()).abs().max() / spread for one in (found_bv, replayed_bv))
+        self._is_proved = bool(worst <= BOUND)
+        if not self._is_proved:
+            log.warning("a captured decoding step differs by %.2g from the model's own, and is not used", float(worst))
+        return self._is_proved
+
+    def _has_room(self, cache: Cache, rows: int, columns: int) -> bool:
+        """Make the buffers larger where they must be, which ends all graphs so far."""
+        needed = [
+            rows * columns * layer.keys.shape[1] * layer.keys.shape[3] if layer.is_initialized else 0
+            for layer in cache.layers
+        ]
+        values = [
+            rows * columns * layer.values.shape[1] * layer.values.shape[3] if layer.is_initialized else 0
+            for layer in cache.layers
+        ]
+        kept = _first(cache.layers).keys
+        if self.limit is not None and (sum(needed) + sum(values)) * kept.element_size() > self.limit:
+            return False
+        have = [0 if pair is None else pair[0].numel() for pair in self._flat]
+        if len(have) == len(needed) and all(a >= b for a, b in zip(have, needed, strict=True)):
+            return True
+        self._forget()
+        self._flat = [
+            (kept.new_zeros(a), kept.new_zeros(b)) if a else None for a, b in zip(needed, values, strict=True)
+        ]
+        self._heads = [layer.keys.shape[1] if layer.is_initialized else 0 for layer in cache.layers]
+        self._sizes = [
+            (layer.keys.shape[3], layer.values.shape[3]) if layer.is_initialized else (0, 0) for layer in cache.layers
+        ]
+        return True
+
+    def _views(self, number: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        pair = self._flat[number]
+        if pair is None:
+            return None
+        shapes = [(rows, self._heads[number], columns, size) for size in self._sizes[number]]
+        keys, values = (flat[: torch.Size(shape).numel()].view(shape) for flat, shape in zip(pair, shapes, strict=True))
+        return keys, values
+
+    def _evict(self) -> None:
+        """A cache that lies in the buffers gets its rows back, before others are written there."""
+        placed = self._placed[0]() if self._placed is not None else None
+        self._placed = None
+        for layer in placed.layers if placed is not None else ():
+            if layer.is_initialized:
+                layer.key_buffer, layer.value_buffer = layer.keys.clone(), layer.values.clone()
+                layer.show(layer.columns)
+
+    def _advance(self, cache: Cache) -> None:
+        for layer in cache.layers:
+            if layer.is_initialized:
+                layer.show(layer.columns + 1)
+
+    def _forget(self) -> None:
+        """All graphs and buffers. Their pool ends with the last graph in it."""
+        self._evict()
+        self._steps.clear()
+        self._flat, self._pool = [], None
+
+    def _give_up(self) -> None:
+        self._forget()
+        self.is_off = True
+
+
+def _first(layers: Sequence[Any]) -> Any:
+    return next(layer for layer in layers if layer.is_initialized)

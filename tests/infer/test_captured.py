@@ -1,0 +1,98 @@
+"""Steps over buffers that stay where they are give what the model gives: rows leave and join, buffers grow."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tunesmith.infer import captured
+from tunesmith.infer.attention import NAME, use_decoding_attention
+from tunesmith.infer.cache import Row, regroup
+from tunesmith.infer.call import Call
+from tunesmith.model.forward import own_attention
+
+SHAPE = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 97, "max_position_embeddings": 256, "pad_token_id": 0,
+}  # fmt: skip
+KINDS = {
+    "llama": {},
+    "gemma2": {"sliding_window": 12, "query_pre_attn_scalar": 8},
+    "mistral": {"sliding_window": 9},
+}
+PROMPTS = [[5, 9, 40], [7, 30, 8, 4, 7, 7, 12, 60, 7, 1, 2], [90, 3, 50, 60, 70]]
+
+
+def made(kind: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE | KINDS[kind])).eval()
+
+
+def decoded(call: Call, adapter: str = "") -> list[torch.Tensor]:
+    """Logits of 30 steps, in the middle of which the second row leaves and another one joins."""
+    found = []
+    with torch.no_grad():
+        read, cache = call.read_all(PROMPTS)
+        lengths = [len(prompt) for prompt in PROMPTS]
+        last = read.argmax(-1).tolist()
+        cache = regroup([Row(cache, place, length) for place, length in enumerate(lengths)])
+        for number in range(30):
+            if number == 8:
+                cache = regroup([Row(cache, 0, lengths[0]), Row(cache, 2, lengths[2])])
+                last, lengths = [last[0], last[2]], [lengths[0], lengths[2]]
+            if number == 12:
+                logits, other = call.read(PROMPTS[1] * 3)
+                rows = [Row(cache, place, length) for place, length in enumerate(lengths)]
+                cache = regroup([Row(other, 0, len(PROMPTS[1] * 3)), *rows])
+                last, lengths = [int(logits.argmax()), *last], [len(PROMPTS[1] * 3), *lengths]
+            logits = call.go_on(cache, last, lengths, adapter)
+            lengths = [length + 1 for length in lengths]
+            last = logits.argmax(-1).tolist()
+            found.append(logits)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_steps_are_those_of_the_model(kind, monkeypatch):
+    monkeypatch.setattr(captured, "COLUMNS", 16)
+    model = made(kind)
+    plain = decoded(Call(model, is_shared=True))
+    use_decoding_attention(model, own_attention(model))
+    assert (model.config._attn_implementation == NAME) == (kind != "gemma2")
+    call = Call(model, is_shared=True)
+    call._is_capturable = True  # as on a GPU, without its graphs
+    found = decoded(call)
+    assert not call._captured[""].is_off
+    for a, b in zip(plain, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_buffers_stay_within_their_limit(monkeypatch):
+    monkeypatch.setattr(captured, "COLUMNS", 16)
+    model = made("llama")
+    call = Call(model, is_shared=True, limit=40_000)  # 4 rows of 16 columns need 24,576 bytes, 32 columns twice that
+    call._is_capturable = True
+    expected, found = decoded(Call(model, is_shared=True)), decoded(call)
+    assert 0 < call._captured[""].bytes <= 40_000
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    decoded(call, "another")
+    assert call._captured["another"].bytes + call._captured[""].bytes <= 40_000
+
+
+def test_a_step_that_differs_is_not_used(monkeypatch, caplog):
+    """As of a model that looks at all columns of a cache, whatever the mask says."""
+    model = made("llama")
+    call = Call(model, is_shared=True)
+    call._is_capturable = True
+    own = call._logits
+
+    def looks(tokens, mask, positions, cache):
+        logits = own(tokens, mask, positions, cache)
+        return logits + float(isinstance(cache.layers[0], captured.FixedLayer))
+
+    monkeypatch.setattr(call, "_logits", looks)
+    found = decoded(call)
+    assert call._captured[""].is_off
+    assert "differs by" in caplog.text
+    for a, b in zip(decoded(Call(model, is_shared=True)), found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
