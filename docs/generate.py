@@ -545,7 +545,7 @@ its own and `trust_remote_code: true`. What is found by itself, in the order in 
 | scale and soft cap of the logits | the proxy's logits against its hidden states | `forward` |
 | which linears carry adapters, fused or not | against a changed weight | `adapted`, `fuse_adapters` |
 | the attention path of each kind of layer | its heads; tried on the GPU | `attention_paths`, with a reason |
-| fused RoPE, memory-efficient SwiGLU | our module against the model's own, on random inputs | `kernels` |
+| fused RoPE; gated MLPs (`swiglu`, `geglu`, `clamped_swiglu`) | our module against the model's own | `kernels` |
 | sizes | the model built without weights | `memory`, `time` |
 | what its layers keep for backward | counted at their own widths, on tensors without memory | `memory` |
 
