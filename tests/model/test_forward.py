@@ -14,6 +14,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    MptConfig,
     Qwen3Config,
 )
 
@@ -36,6 +37,14 @@ SMALL = {
 }
 HEAD = {"head_dim": 8}
 IDS = {"bos_token_id": 1, "eos_token_id": 2}
+FALCON = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "initializer_range": 0.2,
+    **IDS,
+}
 BY_LAYOUT = {
     "packed": [
         LlamaConfig(**SMALL),
@@ -45,13 +54,12 @@ BY_LAYOUT = {
         MixtralConfig(**SMALL, num_local_experts=4),
         GraniteConfig(**SMALL, logits_scaling=3.0),
         GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, initializer_range=0.2, **IDS),
+        BloomConfig(hidden_size=48, n_layer=2, n_head=6, vocab_size=100, initializer_range=0.2, **IDS),
+        MptConfig(d_model=48, n_layers=2, n_heads=6, vocab_size=100, initializer_range=0.2, **IDS),
+        FalconConfig(**FALCON),
+        FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2),
     ],
-    "padded": [
-        BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=100, initializer_range=0.2, **IDS),
-        FalconConfig(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=100, initializer_range=0.2, **IDS
-        ),
-    ],
+    "padded": [FalconConfig(**FALCON, alibi=True)],
 }
 CASES = [(layout, config) for layout, configs in BY_LAYOUT.items() for config in configs]
 

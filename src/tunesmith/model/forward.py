@@ -16,6 +16,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ from tunesmith.errors import UserError, listed
 from tunesmith.kernels.linear_cross_entropy import Transposed, chunk_bytes, chunk_rows, linear_cross_entropy
 from tunesmith.kernels.linear_distillation import Lesson, distillation_by_module, linear_distillation
 from tunesmith.model.attention import NAME as PACKED_ATTENTION
+from tunesmith.model.inline_attention import inline_attention
 from tunesmith.model.local import local
 from tunesmith.plan.plan import ForwardSpec
 
@@ -332,15 +334,20 @@ def packed_hidden_states(
         place = torch.arange(inputs.tokens.shape[0], dtype=torch.int32, device=inputs.tokens.device)
         document = torch.searchsorted(inputs.boundaries, place, right=True, out_int32=True) - 1
         entering["seq_idx"] = document[None]
-    return body(model)(
-        **entering,
-        position_ids=inputs.positions[None],
-        use_cache=False,
-        cu_seq_lens_q=inputs.boundaries,
-        cu_seq_lens_k=inputs.boundaries if inputs.keys is None else inputs.keys,
-        max_length_q=inputs.longest,
-        max_length_k=inputs.longest,
-    )[0]
+    keys, decoder = inputs.boundaries if inputs.keys is None else inputs.keys, body(model)
+    inline = inline_attention(decoder)
+    told = nullcontext({}) if inline is None else inline.calls(decoder, inputs.boundaries, keys, inputs.longest)
+    with told as besides:
+        return decoder(
+            **entering,
+            **besides,
+            position_ids=inputs.positions[None],
+            use_cache=False,
+            cu_seq_lens_q=inputs.boundaries,
+            cu_seq_lens_k=keys,
+            max_length_q=inputs.longest,
+            max_length_k=inputs.longest,
+        )[0]
 
 
 def confirm_forward_spec(

@@ -346,7 +346,7 @@ def _falcon(c: _Config) -> ModelFacts:
     )
     other = 2 * norms * c.hidden
     layer = _plain_layer(c, "transformer.h", linears, other, norms=norms, is_qkv_fused=True, is_parallel=is_parallel)
-    return c.facts([layer], tied=True, extra=2 * c.hidden, packs=False)
+    return c.facts([layer], tied=True, extra=2 * c.hidden, packs=not c.flag("alibi"))
 
 
 def _mixtral(c: _Config) -> ModelFacts:
