@@ -549,7 +549,11 @@ its own and `trust_remote_code: true`. What is found by itself, in the order in 
 | sizes | the model built without weights | `memory`, `time` |
 | what its layers keep for backward | counted at their own widths, on tensors without memory | `memory` |
 
-What a plan says of an attention path names what is slow and what a faster one would need.
+What a plan says of an attention path names what is slow and what a faster one would need. Convolutions, linear
+attention and state spaces are packed where their kernels (causal-conv1d, mamba-ssm, flash-linear-attention) are
+installed and keep documents apart by `seq_idx`, in evaluation and in training; where they are not, documents are
+padded, and the note says which libraries are missing. BLOOM, MPT and Falcon compute attention in their own code, which
+[inline_attention.py](../src/tunesmith/model/inline_attention.py) hands over (not Falcon's with ALiBi, which rounds it).
 
 The one file to touch is [families.py](../src/tunesmith/plan/families.py), and only for plans on machines where the
 model is not tried, or to spare the seconds that counting takes: a function from config.json to `ModelFacts`

@@ -80,7 +80,8 @@ def joint_gated_backward(d_act: torch.Tensor, y: torch.Tensor, gating: str) -> t
     d_y, act = y.new_empty(y.shape), y.new_empty(d_act.shape)
     if y.is_cuda:
         d_act, y = d_act.contiguous(), y.contiguous()
-    _into(d_act, *y.chunk(2, dim=-1), *d_y.chunk(2, dim=-1), act, gating)
+    (gate, up), (d_gate, d_up) = y.chunk(2, dim=-1), d_y.chunk(2, dim=-1)
+    _into(d_act, gate, up, d_gate, d_up, act, gating)
     return d_y, act
 
 

@@ -410,7 +410,7 @@ def find_forward_spec(
         scale, softcap = _logit_form(model, inputs, is_exact)
         tolerance = 1e-4 * max(1.0, expected.abs().max().item()) if is_exact else 0.05 * expected.abs().max().item()
         leak = 1e-5 if is_exact else 0.005
-        reasons = []
+        reasons, before = [], None
         for layout, seq_idx in (("packed", False), ("packed", True), ("padded", False)):
             spec = ForwardSpec(layout, scale, softcap, seq_idx=seq_idx)
             why = _tried(model, spec, own, inputs, expected, vocabulary, tolerance, leak, longest)
@@ -418,8 +418,11 @@ def find_forward_spec(
                 spec, why = _over_lengths(model, spec, own, vocabulary, long)
             if why is None:
                 return spec, None if layout == "packed" else _slower(model, reasons)
-            if (said := f"{layout}: {why}") not in reasons:  # most models do not look at `seq_idx`
-                reasons.append(said)
+            if seq_idx and why != before:  # most models do not look at `seq_idx`
+                reasons.append(f"with seq_idx: {why.partition('. ')[0]}")
+            elif not seq_idx:
+                reasons.append(f"{layout}: {why}")
+            before = why
         spec = ForwardSpec("padded", scale, softcap, switch=0)
         model.set_attn_implementation(own)
         if _one_by_one_differs(model, spec, inputs, expected) <= tolerance:
@@ -533,28 +536,28 @@ def _tried(
         return f"losses differ by {worst:.2g}"
     if not (found[7:] - others[7:]).abs().max().item() <= leak:
         return LEAKS
-    return _tried_in_training(model, spec, given, changed, leak) if spec.seq_idx else None
+    if spec.seq_idx and not _keeps_apart_in_training(model, spec, given, changed, leak):
+        return LEAKS + " in training"
+    return None
 
 
-def _tried_in_training(
+@torch.no_grad()
+def _keeps_apart_in_training(
     model: nn.Module, spec: ForwardSpec, inputs: Inputs, changed: torch.Tensor, leak: float
-) -> str | None:
+) -> bool:
     """The same of what a model computes when it is trained: layers with state spaces have other kernels for that."""
+    found = []
     model.train()
     try:
-        found = []
         for tokens in (inputs.tokens, changed):
-            with torch.random.fork_rng(), torch.enable_grad():  # the same draws, for models that draw in training
+            with torch.random.fork_rng():  # the same draws, for models that draw in training
                 torch.manual_seed(0)
-                total, losses = token_losses(model, replace(inputs, tokens=tokens), spec)
-            found.append(losses.detach())
-        total.backward()
-    except Exception as error:  # the model's own code, called as it may not expect
-        return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+                found.append(token_losses(model, replace(inputs, tokens=tokens), spec)[1])
+    except Exception:  # the model's own code, called as it may not expect
+        return False
     finally:
-        model.zero_grad(set_to_none=True)
         model.eval()
-    return None if (found[0][7:] - found[1][7:]).abs().max().item() <= leak else LEAKS
+    return (found[0][7:] - found[1][7:]).abs().max().item() <= leak
 
 
 def _over_lengths(
@@ -644,11 +647,16 @@ def _slower(model: nn.Module, reasons: list[str], *, alone: bool = False) -> str
     )
 
 
+def installed_kernels() -> list[str]:
+    """Those of the libraries for what runs along tokens that are there: with others a model may be called otherwise."""
+    return [package for package in KERNELS if importlib.util.find_spec(package) is not None]
+
+
 def missing_kernels(model: nn.Module) -> list[str]:
     """Libraries for what runs along tokens that the model's code would use if they were there."""
     source = inspect.getsource(inspect.getmodule(type(model)) or type(model))
     return [
         name
         for package, name in KERNELS.items()
-        if re.search(rf"[\"']({package}|{name})[\"']", source) and importlib.util.find_spec(package) is None
+        if re.search(rf"[\"']({package}|{name})[\"']", source) and package not in installed_kernels()
     ]

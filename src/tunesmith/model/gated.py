@@ -125,9 +125,11 @@ def _gating(module: nn.Module, first: tuple[str, ...], down: str) -> Gating | No
     linears = {  # without their usual weights, which would take from the random numbers of others
         name: skip_init(nn.Linear, *sizes[name], bias=False, device="cpu", dtype=torch.float32) for name in sizes
     }
+    # As it is trained, so that dropout, if it has any, is seen.
+    others = {name: copy.deepcopy(child).train() for name, child in module.named_children() if name not in linears}
     small = copy.copy(module)
-    small.__dict__["_modules"] = {**module._modules, **linears}
-    with torch.no_grad():
+    small.__dict__ |= {"_modules": {**module._modules, **others, **linears}, "training": True}
+    with torch.no_grad(), torch.random.fork_rng(devices=()):
         for linear in linears.values():
             linear.weight.normal_(generator=generator)
         x = torch.cat([torch.randn(1, 16, INPUTS, generator=generator, device="cpu") * size for size in SIZES], dim=1)

@@ -28,7 +28,7 @@ from tunesmith.config.schema import Lora, Run
 from tunesmith.errors import UserError
 from tunesmith.kernels import flash4
 from tunesmith.model import adapters, attention, load, lora
-from tunesmith.model.forward import confirm_forward_spec, find_forward_spec
+from tunesmith.model.forward import confirm_forward_spec, find_forward_spec, installed_kernels
 from tunesmith.model.fuse import fuse
 from tunesmith.model.gated import use_memory_efficient_gates
 from tunesmith.model.kept import count_kept
@@ -641,7 +641,7 @@ def _kept(run: Run, config: Any, device: torch.device):
     text = json.dumps(config.to_dict(), sort_keys=True, default=str)
     if run.trust_remote_code and "auto_map" in text:
         return None, ""
-    where = [device.type]
+    where = [device.type, *installed_kernels()]
     if device.type == "cuda":
         where += [*torch.cuda.get_device_capability(), flash4.version()]
     parts = [VERSION, __version__, torch.__version__, transformers.__version__, where, text]

@@ -55,16 +55,27 @@ class _Config:
     def __init__(self, values: Mapping[str, Any]):
         self.values = values
         self.hidden = self.number("hidden_size", "n_embd", "d_model")
-        self.layers = self.number("num_hidden_layers", "n_layer", "num_layers", "decoder_layers")
+        types = values.get("layers_block_type") or values.get("layer_types")
+        counted = len(types) if isinstance(types, list) and types else None  # Nemotron-H says no number
+        self.layers = self.number(
+            "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", default=counted
+        )
         if self.layers > MOST_LAYERS:
             raise UserError(f"its config.json has {self.layers:,} layers, which no model has; it is damaged.")
-        self.heads = self.number("num_attention_heads", "n_head", "num_heads", default=max(1, self.hidden // 64))
+        self.heads = self.number(
+            "num_attention_heads", "n_head", "n_heads", "num_heads", default=max(1, self.hidden // 64)
+        )
         self.kv_heads = self.number("num_key_value_heads", default=self.heads)
         self.head_dim = self.number("head_dim", default=max(1, self.hidden // self.heads))
         self.activation = "silu"
         """Where the config says nothing of it."""
         self.intermediate = self.number(
-            "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", default=4 * self.hidden
+            "intermediate_size",
+            "n_inner",
+            "ffn_dim",
+            "ffn_hidden_size",
+            "d_ff",
+            default=self.number("expansion_ratio", default=4) * self.hidden,
         )
 
     def number(self, *names: str, default: int | None = None) -> int:
