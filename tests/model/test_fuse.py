@@ -166,7 +166,7 @@ def test_one_linear_for_gate_and_up_in_nf4_keeps_its_values():
     from tunesmith.model.fuse import JointMlp
     from tunesmith.model.quantized import Nf4Linear
 
-    for width in (64, 40):  # whose halves end with blocks of scales, or not
+    for width in (256, 64, 40):  # whose halves end with blocks of scales, or not
         mlp = Phi3MLP(Phi3Config(hidden_size=64, intermediate_size=width, pad_token_id=0))
         for name in ("gate_up_proj", "down_proj"):
             weight = getattr(mlp, name).weight
