@@ -530,8 +530,8 @@ with all weights, {packed} of them with documents packed into one sequence. Most
 anything is loaded, in the sentence that stands here; rows that say *different* or *traceback* are faults. *Random*: the
 model itself draws numbers while it trains, and a plain loop is not equal to itself.
 
-Measured with {versions}; {date}, commit {commit}.
-`python benchmarks/families.py` measures again; `make test-slow` tries every row.
+Measured with {versions}; the newest rows {date}, commit {commit},
+others before: `python benchmarks/families.py --again FAMILY` measures one again; `make test-slow` tries every row.
 
 ## How to add a family
 
