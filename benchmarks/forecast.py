@@ -367,7 +367,7 @@ def plan_one(folder: Path) -> None:
     plan, _ = make_plan(run, probed=probed)
     (folder / "plan.json").write_text(plan.model_dump_json())
     kept = ("attention", "is_compiled", "cuda_graphs", "by_length", "micro_batch", "checkpointed_layers",
-            "matmul_dtype", "optimizer_states", "master_weights", "sequences_per_step")  # fmt: skip
+            "matmul_dtype", "optimizer_states", "master_weights", "sequences_per_step", "kernels")  # fmt: skip
     said = {
         "total": plan.memory.total,
         "allocated": plan.memory.allocated if plan.device == "cuda" else plan.memory.total,
@@ -396,6 +396,18 @@ def errors(row: dict[str, Any]) -> tuple[float, float]:
     return said["allocated"] / row["peak_bytes"] - 1, said["tokens_per_second"] / row["tokens_per_second"] - 1
 
 
+def _as_it_was(facts: Any, said: dict[str, Any]) -> Any:
+    """The model's facts with the gated MLPs that were fused when the row was measured: by its plan's kernels, or, where
+    it does not name them, those with SiLU and three linears."""
+
+    def changed(kind: Any) -> Any:
+        is_joint = any(linear.name.endswith("gate_up_proj") for linear in kind.linears)
+        fused = said.get("kernels", () if is_joint else ("swiglu",))
+        return kind.changed(gate=kind.gate if kind.gate in fused else None)
+
+    return facts.changed(kinds=tuple(map(changed, facts.kinds)))
+
+
 def predicted_now(row: dict[str, Any]) -> tuple[int, float]:
     """Bytes and tokens a second that the formulas say today of a row's configuration, by the plan that it was run by.
     Which weights in fp8 had a transposed copy, and how long documents were, is not in the row."""
@@ -408,7 +420,7 @@ def predicted_now(row: dict[str, Any]) -> tuple[int, float]:
     said, settings = row["predicted"], row["settings"]
     full, lora = settings["method"] == "full", settings.get("lora", {})
     task = Task(
-        facts=from_config({"max_position_embeddings": 16384, **SHAPES[row["shape"]]}),
+        facts=_as_it_was(from_config({"max_position_embeddings": 16384, **SHAPES[row["shape"]]}), said),
         hardware=named("H200"),
         device="cuda",
         precision="bf16",

@@ -25,6 +25,7 @@ from unittest.mock import patch
 import torch
 
 from tunesmith.kernels import quantize, reference, swiglu
+from tunesmith.kernels.gating import SILU
 
 CALLS = 20
 COPY_BYTES_PER_SECOND = 4.27e12
@@ -276,7 +277,7 @@ def gated(width: int, backward: bool, scaled: bool = False) -> Group:
 
     def forward(inputs: dict, tile: dict, parts: int) -> torch.Tensor:
         with patch.multiple(swiglu, FORWARD=tile, PARTS=parts):
-            return swiglu.swiglu(*(inputs[name] for name in ("y", "low", "b_gate", "b_up")), False)[0]
+            return swiglu.swiglu(*(inputs[name] for name in ("y", "low", "b_gate", "b_up")), False, SILU.text)[0]
 
     def check_forward(inputs: dict, act: torch.Tensor) -> None:
         for some in _some_rows(act):
@@ -286,7 +287,7 @@ def gated(width: int, backward: bool, scaled: bool = False) -> Group:
     def back(inputs: dict, tile: dict, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
         names = ("d_act", "g", "y", "low", "b_gate", "b_up", "a_down", "scale")
         with patch.multiple(swiglu, BACKWARD=tile, PARTS=parts):
-            d_y, _, _, sums = swiglu.swiglu_backward(*(inputs[name] for name in names), scaled)
+            d_y, _, _, sums = swiglu.swiglu_backward(*(inputs[name] for name in names), scaled, SILU.text)
         return d_y, sums
 
     def check_back(inputs: dict, found: tuple[torch.Tensor, torch.Tensor]) -> None:

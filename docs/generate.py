@@ -530,8 +530,8 @@ with all weights, {packed} of them with documents packed into one sequence. Most
 anything is loaded, in the sentence that stands here; rows that say *different* or *traceback* are faults. *Random*: the
 model itself draws numbers while it trains, and a plain loop is not equal to itself.
 
-Measured with {versions}; {date}, commit {commit}.
-`python benchmarks/families.py` measures again; `make test-slow` tries every row.
+Measured with {versions}; the newest rows {date}, commit {commit},
+others before: `python benchmarks/families.py --again FAMILY` measures one again; `make test-slow` tries every row.
 
 ## How to add a family
 
@@ -545,11 +545,15 @@ its own and `trust_remote_code: true`. What is found by itself, in the order in 
 | scale and soft cap of the logits | the proxy's logits against its hidden states | `forward` |
 | which linears carry adapters, fused or not | against a changed weight | `adapted`, `fuse_adapters` |
 | the attention path of each kind of layer | its heads; tried on the GPU | `attention_paths`, with a reason |
-| fused RoPE, memory-efficient SwiGLU | our module against the model's own, on random inputs | `kernels` |
+| fused RoPE; gated MLPs (`swiglu`, `geglu`, `clamped_swiglu`) | our module against the model's own | `kernels` |
 | sizes | the model built without weights | `memory`, `time` |
 | what its layers keep for backward | counted at their own widths, on tensors without memory | `memory` |
 
-What a plan says of an attention path names what is slow and what a faster one would need.
+What a plan says of an attention path names what is slow and what a faster one would need. Convolutions, linear
+attention and state spaces are packed where their kernels (causal-conv1d, mamba-ssm, flash-linear-attention) are
+installed and keep documents apart by `seq_idx`, in evaluation and in training; where they are not, documents are
+padded, and the note says which libraries are missing. BLOOM, MPT and Falcon compute attention in their own code, which
+[inline_attention.py](../src/tunesmith/model/inline_attention.py) hands over (not Falcon's with ALiBi, which rounds it).
 
 The one file to touch is [families.py](../src/tunesmith/plan/families.py), and only for plans on machines where the
 model is not tried, or to spare the seconds that counting takes: a function from config.json to `ModelFacts`

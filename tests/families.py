@@ -71,6 +71,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
     "longcat_flash": {"head_dim": 4},
     "blt": {"encoder_hash_byte_group_vocab": 100, "patch_in_forward": False},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 16},
     "phi3": {"original_max_position_embeddings": 64},

@@ -5,8 +5,10 @@ from __future__ import annotations
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 
 from tunesmith.kernels import reference
+from tunesmith.kernels.gating import GELU, GELU_TANH, SILU, Gating
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -105,12 +107,39 @@ def check_add_lowrank(device: str, dtypes=(torch.float32, torch.float16)) -> Non
     print(f"add_lowrank: {cases} cases")
 
 
-def check_swiglu(device: str, dtypes=(torch.float32, torch.float16), fp8: bool = False) -> None:
+def clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """As gpt-oss has it, with a limit that many values reach."""
+    gate, up = gate.clamp(min=None, max=1.5), up.clamp(min=-1.5, max=1.5)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+GATINGS = {
+    SILU: reference.silu_gated,
+    GELU: lambda gate, up: F.gelu(gate) * up,
+    GELU_TANH: lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    Gating("sigmoid", 1.702, 1.5, 1.0): clamped,
+}
+
+
+def check_other_gates(device: str) -> None:
+    """The kernels with the activations that are not SiLU."""
+    for gating in list(GATINGS)[1:]:
+        check_swiglu(device, (torch.float32,), gating=gating, sizes=((37, 130, 4),))
+        check_gated(device, (torch.float32,), gating=gating, sizes=((7, 100),))
+    print("other gates: ok")
+
+
+SIZES = ((1, 16, 1), (37, 130, 4), (64, 256, 16), (5, 48, 33), (600, 40, 8))
+
+
+def check_swiglu(
+    device: str, dtypes=(torch.float32, torch.float16), fp8: bool = False, gating=SILU, sizes=SIZES
+) -> None:
     from tunesmith.kernels.swiglu import swiglu, swiglu_backward
 
     cases = 0
     for dtype in dtypes:
-        for tokens, intermediate, rank in ((1, 16, 1), (37, 130, 4), (64, 256, 16), (5, 48, 33), (600, 40, 8)):
+        for tokens, intermediate, rank in sizes:
             generator = torch.Generator().manual_seed(tokens)
 
             def draw(*shape: int, generator=generator, dtype=dtype) -> torch.Tensor:
@@ -121,11 +150,13 @@ def check_swiglu(device: str, dtypes=(torch.float32, torch.float16), fp8: bool =
             g, a_down = draw(tokens, rank), draw(rank, intermediate)
             scale_in = torch.rand(2 * intermediate, generator=generator).to(device) + 0.5
             exact = [tensor.double().requires_grad_() for tensor in (y, b_gate, b_up, a_down)]
-            expected = reference.swiglu(exact[0], low.double(), exact[1], exact[2])
+            expected = reference.swiglu(exact[0], low.double(), exact[1], exact[2], GATINGS[gating])
             down = expected @ exact[3].t()  # its gradient g makes `d_act + g @ a_down` that of the activation
             wanted = torch.autograd.grad((expected, down), exact, (d_act.double(), g.double()))
-            act, values, scale = swiglu(y, low, b_gate, b_up, fp8)
-            d_y, d_values, d_scale, sums = swiglu_backward(d_act, g, y, low, b_gate, b_up, a_down, scale_in, fp8)
+            act, values, scale = swiglu(y, low, b_gate, b_up, fp8, gating.text)
+            d_y, d_values, d_scale, sums = swiglu_backward(
+                d_act, g, y, low, b_gate, b_up, a_down, scale_in, fp8, gating.text
+            )
             tolerance = TOLERANCE[dtype]
             wanted = (wanted[0] * (scale_in if fp8 else 1.0), *wanted[1:])
             for found, want in ((act, expected), *zip((d_y, sums[0], sums[1], sums[2].t()), wanted, strict=True)):
@@ -138,21 +169,29 @@ def check_swiglu(device: str, dtypes=(torch.float32, torch.float16), fp8: bool =
     print(f"swiglu: {cases} cases")
 
 
-def check_gated(device: str, dtypes=(torch.float32, torch.float16)) -> None:
-    """The backward kernel alone against gradients in fp64, over sizes that fill no whole number of programs."""
-    from tunesmith.kernels.gated_fused import BLOCK, gated_backward_into
+def check_gated(
+    device: str, dtypes=(torch.float32, torch.float16), gating=SILU, sizes=((1, 1), (7, 100), (3, 2048), (5, 1000))
+) -> None:
+    """The backward kernel alone against gradients in fp64, over sizes that fill no whole number of programs; of gate
+    and up apart, and side by side."""
+    from tunesmith.kernels.gated_fused import gated_backward_into
 
     cases = 0
     for dtype in dtypes:
-        for rows, width in ((1, 1), (7, 100), (3, BLOCK), (5, 1000)):
+        for rows, width in sizes:
             generator = torch.Generator().manual_seed(rows)
             d_act, gate, up = (
                 (torch.randn(rows, width, generator=generator) * 3).to(dtype).to(device) for _ in range(3)
             )
             found = [torch.full_like(gate, float("nan")) for _ in range(3)]
-            gated_backward_into(d_act, gate, up, *found)
+            gated_backward_into(d_act, gate, up, *found, gating.text)
+            joint = torch.full_like(gate.repeat(1, 2), float("nan"))
+            halves, act = torch.cat([gate, up], dim=1).chunk(2, dim=1), torch.full_like(gate, float("nan"))
+            gated_backward_into(d_act, *halves, *joint.chunk(2, dim=1), act, gating.text)
+            assert torch.equal(joint, torch.cat(found[:2], dim=1))
+            assert torch.equal(act, found[2])
             exact = [one.double().requires_grad_() for one in (gate, up)]
-            act = reference.gated_matmul(*exact, torch.eye(width, dtype=torch.float64, device=device))
+            act = reference.gated_matmul(*exact, torch.eye(width).to(exact[0]), GATINGS[gating])
             expected = [*torch.autograd.grad(act, exact, d_act.double()), act]
             for ours, right in zip(found, expected, strict=True):
                 torch.testing.assert_close(ours.double(), right, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -185,16 +224,30 @@ def check_lowrank_mlp_nf4(device: str, dtype=torch.float32) -> None:
 
 
 def check_whole_mlps(device: str) -> None:
-    """A model whose MLPs were swapped for one operation each gives the same logits and gradients."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Models whose MLPs were swapped for one operation each give the same logits and gradients."""
+    whole_mlps(device, "llama", groups=3)
+    print("whole mlps: ok")
+
+
+def check_whole_mlps_of_families(device: str) -> None:
+    """GeGLU, gate and up in one linear, and linears of other names."""
+    for family, groups in (("gemma2", 3), ("gemma3_text", 3), ("phi3", 3), ("glm4", 3)):
+        whole_mlps(device, family, groups=groups)
+    print("whole mlps: ok")
+
+
+def whole_mlps(device: str, family: str, groups: int) -> None:
+    """`groups` of adapters in a layer: q, k and v, the output projection, the MLP."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from tunesmith.config.schema import Lora
     from tunesmith.model import lora
     from tunesmith.model.fuse import JointMlp, fuse
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).to(device)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).to(device)
     lora.attach(model, Lora(rank=4), seed=0)
     for adapter in lora.adapters(model).values():
         torch.nn.init.normal_(adapter.lora_b, std=0.1)
@@ -206,17 +259,16 @@ def check_whole_mlps(device: str) -> None:
         return logits, dict(zip(trained, torch.autograd.grad(logits.square().mean(), trained.values()), strict=True))
 
     before, expected = results()
-    assert fuse(model, fp8=False, fuse_mlps=True) == 2 * 3
+    assert fuse(model, fp8=False, fuse_mlps=True) == 2 * groups
     assert sum(isinstance(module, JointMlp) for module in model.modules()) == 2
     after, found = results()
-    torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-6)
-    print("whole mlps: ok")
 
 
-def check_lowrank_mlp(device: str, dtype=torch.float32, fp8: bool = False) -> None:
+def check_lowrank_mlp(device: str, dtype=torch.float32, fp8: bool = False, gating=SILU) -> None:
     """The MLP as one operation against the same by plain linears, all gradients included."""
     from tunesmith.kernels.lowrank import quantize_rows
     from tunesmith.kernels.lowrank_mlp import FrozenWeights, lowrank_mlp
@@ -240,12 +292,12 @@ def check_lowrank_mlp(device: str, dtype=torch.float32, fp8: bool = False) -> No
     if fp8:
         (g8, g_scale), (d8, d_scale) = quantize_rows(gate_up), quantize_rows(down)
         frozen = FrozenWeights(g8, g_scale.squeeze(1), d8, d_scale.squeeze(1))
-    found = lowrank_mlp(leaves[0], frozen, *leaves[1:])
-    sliced = lowrank_mlp(leaves[0], frozen, *leaves[1:], slice_tokens=128)
+    found = lowrank_mlp(leaves[0], frozen, *leaves[1:], gating=gating.text)
+    sliced = lowrank_mlp(leaves[0], frozen, *leaves[1:], slice_tokens=128, gating=gating.text)
     assert "sliced_mlp" in type(sliced.grad_fn).__name__
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     x, a_gate_up, b_gate, b_up, a_down, b_down = exact
-    act = reference.swiglu(x @ gate_up.double().t(), x @ a_gate_up.t(), b_gate, b_up)
+    act = reference.swiglu(x @ gate_up.double().t(), x @ a_gate_up.t(), b_gate, b_up, GATINGS[gating])
     expected = act @ down.double().t() + act @ a_down.t() @ b_down.t()
     direction = torch.randn(found.shape, generator=generator).to(found)
     tolerance = 0.12 if fp8 else {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]

@@ -6,8 +6,12 @@ import importlib.util
 
 import pytest
 
+from tunesmith.kernels.gating import GELU, GELU_TANH, Gating
+
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
 HOPPER, AMPERE = 90, 80
+OTHER_GATES = (Gating("sigmoid", 1.702, 7.0, 1.0), GELU, GELU_TANH)
+"""Activations of gated MLPs; the first has all that SiLU has."""
 
 
 def compile_for(capability: int, kernel, types: dict[str, str], constants: dict, **options) -> None:
@@ -118,17 +122,21 @@ def test_the_gated_mlp(capability):
         named = {name: kind for name, kind in types.items() if name in kernel.arg_names}
         constants = {"R": 16, "R_PADDED": 16, "BT": tile["BT"], "BI": tile["BI"]}
         constants |= {"SCALED": capability == HOPPER} if "SCALED" in kernel.arg_names else {}
+        constants |= {"AHEAD": tile["AHEAD"]}
         options = {name: tile[name] for name in ("num_warps", "num_stages")}
-        for ahead in {tile["AHEAD"], 3}:
-            compile_for(capability, kernel, named, constants | {"AHEAD": ahead}, **options)
+        for gating in OTHER_GATES if capability == HOPPER else OTHER_GATES[:1]:
+            compile_for(capability, kernel, named, constants | module.constants(gating.text), **options)
 
 
 @pytest.mark.parametrize("capability", [HOPPER, AMPERE])
 def test_the_gradient_of_a_gated_mlp_with_trained_weights(capability):
     from tunesmith.kernels import gated_fused as module
 
-    types = dict.fromkeys(("d_act", "gate", "up", "d_gate", "d_up", "act"), "*bf16") | {"COUNT": "i32"}
-    compile_for(capability, module._kernel, types, {"BLOCK": module.BLOCK}, num_warps=module.WARPS)
+    tensors = ("d_act", "gate", "up", "d_gate", "d_up", "act")
+    types = dict.fromkeys(tensors, "*bf16") | {"WIDTH": "i32", "STRIDE": "i32"}
+    for gating in OTHER_GATES if capability == HOPPER else OTHER_GATES[:1]:
+        constants = {"BLOCK": module.BLOCK, **module.constants(gating.text)}
+        compile_for(capability, module._kernel, types, constants, num_warps=module.WARPS)
 
 
 @pytest.mark.parametrize("out", ["*fp8e4nv", "*bf16"])

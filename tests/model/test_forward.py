@@ -14,6 +14,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    MptConfig,
     Qwen3Config,
 )
 
@@ -36,6 +37,14 @@ SMALL = {
 }
 HEAD = {"head_dim": 8}
 IDS = {"bos_token_id": 1, "eos_token_id": 2}
+FALCON = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "initializer_range": 0.2,
+    **IDS,
+}
 BY_LAYOUT = {
     "packed": [
         LlamaConfig(**SMALL),
@@ -45,13 +54,12 @@ BY_LAYOUT = {
         MixtralConfig(**SMALL, num_local_experts=4),
         GraniteConfig(**SMALL, logits_scaling=3.0),
         GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=100, initializer_range=0.2, **IDS),
+        BloomConfig(hidden_size=48, n_layer=2, n_head=6, vocab_size=100, initializer_range=0.2, **IDS),
+        MptConfig(d_model=48, n_layers=2, n_heads=6, vocab_size=100, initializer_range=0.2, **IDS),
+        FalconConfig(**FALCON),
+        FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2),
     ],
-    "padded": [
-        BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=100, initializer_range=0.2, **IDS),
-        FalconConfig(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=100, initializer_range=0.2, **IDS
-        ),
-    ],
+    "padded": [FalconConfig(**FALCON, alibi=True)],
 }
 CASES = [(layout, config) for layout, configs in BY_LAYOUT.items() for config in configs]
 
@@ -103,3 +111,45 @@ def test_packed_and_padded_give_the_same_gradients():
         gradients.append(torch.autograd.grad(total, [p for p in model.parameters() if p.requires_grad]))
     for packed, padded in zip(*gradients, strict=True):
         torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-5)
+
+
+def short_convolutions(hidden, weight, bias=None, activation=None, seq_idx=None, **_):
+    """What causal-conv1d computes, and keeps apart by `seq_idx`."""
+    parts = [hidden]
+    if seq_idx is not None:
+        assert seq_idx.dtype == torch.int32
+        assert seq_idx.shape == (hidden.shape[0], hidden.shape[2])
+        parts = hidden.split(torch.unique_consecutive(seq_idx[0], return_counts=True)[1].tolist(), dim=2)
+    width = weight.shape[-1] - 1
+    made = [
+        torch.nn.functional.conv1d(one, weight.unsqueeze(1), bias, padding=width, groups=one.shape[1])[..., :-width]
+        for one in parts
+    ]
+    return torch.cat(made, dim=2)
+
+
+def test_a_model_whose_kernels_take_document_numbers_packs_with_them_and_pads_without(monkeypatch):
+    """LFM2, with stand-ins for causal-conv1d: one that keeps documents apart, one that does not, and none."""
+    from transformers.models.lfm2 import Lfm2Config, modeling_lfm2
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
+    model = build(Lfm2Config(**sizes, **heads, pad_token_id=0))
+    spec, note = confirm_forward_spec(model, vocabulary=64)
+    assert (spec.layout, spec.seq_idx) == ("padded", False)
+    assert "kernels of causal-conv1d, not installed here" in note
+    leaking = lambda hidden, *given, seq_idx=None, **named: short_convolutions(hidden, *given, **named)  # noqa: E731
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", leaking)
+    assert confirm_forward_spec(model, vocabulary=64)[0].layout == "padded"
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", short_convolutions)
+    spec, note = confirm_forward_spec(model, vocabulary=64)
+    assert (spec, note) == (ForwardSpec("packed", seq_idx=True), None)
+    assert confirm_forward_spec(model, vocabulary=64, known=spec) == (spec, None)
+    # In training the kernels may be others: what leaks there alone is found, too.
+    modeling = modeling_lfm2.Lfm2ShortConv.forward
+
+    def forgetful(self, *given, seq_idx=None, **named):
+        return modeling(self, *given, **named, seq_idx=None if self.training else seq_idx)
+
+    monkeypatch.setattr(modeling_lfm2.Lfm2ShortConv, "forward", forgetful)
+    assert confirm_forward_spec(model, vocabulary=64)[0].layout == "padded"

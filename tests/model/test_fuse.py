@@ -154,3 +154,26 @@ def test_each_weight_is_given_up_when_it_is_grouped_and_not_at_the_end(tiny_mode
     assert alive == sorted(alive, reverse=True)
     assert alive[0] < len(bases)
     assert alive[-1] == 0
+
+
+def test_one_linear_for_gate_and_up_in_nf4_keeps_its_values():
+    """The kernels know gate and up as two weights, one behind the other."""
+    from torch import nn
+    from transformers import Phi3Config
+    from transformers.models.phi3.modeling_phi3 import Phi3MLP
+
+    from tunesmith.kernels import nf4
+    from tunesmith.model.fuse import JointMlp
+    from tunesmith.model.quantized import Nf4Linear
+
+    for width in (256, 64, 40):  # whose halves end with blocks of scales, or not
+        mlp = Phi3MLP(Phi3Config(hidden_size=64, intermediate_size=width, pad_token_id=0))
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(mlp, name).weight
+            base = Nf4Linear(nf4.quantize(weight), tuple(weight.shape), None)
+            setattr(mlp, name, lora.LoraLinear(base, 4, 1.0))
+        expected = mlp.gate_up_proj.base.dequantize()
+        parent = nn.Sequential(mlp)
+        assert fuse(parent, fp8=False, fuse_mlps=True) == 1
+        assert isinstance(parent[0], JointMlp)
+        assert torch.equal(nf4.dequantize(parent[0].gate_up, [width, width], 64, torch.float32), expected)

@@ -161,8 +161,8 @@ def test_a_compiled_layer_keeps_what_the_formulas_say_of_the_families_that_have_
 
     sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 2, "num_attention_heads": 16}
     sizes |= {"num_key_value_heads": 4, "head_dim": 128, "vocab_size": 512, "pad_token_id": 0}
-    kernels = {"llama": ("rope", "swiglu"), "qwen3": ("rope", "swiglu"), "glm": (), "olmo2": ("swiglu",)}
-    kernels |= {"cohere2": ("swiglu",), "starcoder2": ("rope",), "phi3": ()}
+    kernels = {"llama": ("rope", "swiglu"), "qwen3": ("rope", "swiglu"), "glm": ("swiglu",), "olmo2": ("swiglu",)}
+    kernels |= {"cohere2": ("swiglu",), "starcoder2": ("rope",), "phi3": ("swiglu",), "gemma": ("rope", "geglu")}
     for family, found in kernels.items():
         config = AutoConfig.for_model(family, **sizes)
         facts = from_config(config.to_dict())

@@ -179,8 +179,11 @@ def loss_phase(given, choice):
     return next(one.memory for one in memory.timeline(given, choice) if one.name == "loss")
 
 
-GELU = from_config(
-    {"model_type": "llama", "hidden_act": "gelu", "hidden_size": 512, "num_hidden_layers": 4, "vocab_size": 1000}
+SMALL = {"hidden_size": 512, "num_hidden_layers": 4, "vocab_size": 1000}
+GELU, JOINT, RELU = (
+    from_config(SMALL | {"model_type": "llama", "hidden_act": "gelu"}),
+    from_config(SMALL | {"model_type": "phi3"}),
+    from_config(SMALL | {"model_type": "llama", "hidden_act": "relu"}),
 )
 
 
@@ -192,12 +195,14 @@ GELU = from_config(
         ("Llama-2-7B", "H200", Choice(is_compiled=True, matmul_dtype="fp8"), 0),
         ("Llama-2-7B", "2 x H200", Choice(is_compiled=True, tensor=2, sharding="ddp"), 0),
         ("Llama-2-7B", "2 x H200", Choice(is_compiled=True, shard=2, sharding="zero3"), 1),
-        (GELU, "H200", Choice(is_compiled=True), 0),
+        (GELU, "H200", Choice(is_compiled=True), 1),
+        (JOINT, "H200", Choice(is_compiled=True), 1),
+        (RELU, "H200", Choice(is_compiled=True), 0),
     ],
 )
 def test_an_activation_that_is_made_again_is_not_kept(name, device, choice, spared):
     given = task(name, device, "full", 1024, 16)
-    kinds = tuple(kind.changed(is_swiglu=False) for kind in given.facts.kinds)
+    kinds = tuple(kind.changed(gate=None) for kind in given.facts.kinds)
     otherwise = replace(given, facts=given.facts.changed(kinds=kinds))
     without, kept = (loss_phase(one, choice).activations for one in (given, otherwise))
     wide = 2 * choice.tokens(given) * given.facts.kinds[0].intermediate * given.facts.layers

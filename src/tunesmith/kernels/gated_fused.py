@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tunesmith.kernels.gating_fused import constants, with_derivatives
+
 BLOCK, WARPS = 2048, 8
 
 
@@ -20,22 +22,47 @@ def gated_backward_into(
     d_gate: torch.Tensor,
     d_up: torch.Tensor,
     act: torch.Tensor,
+    gating: str,
 ) -> None:
-    """Of contiguous tensors of one shape."""
-    count = gate.numel()
-    _kernel[(triton.cdiv(count, BLOCK),)](d_act, gate, up, d_gate, d_up, act, count, BLOCK=BLOCK, num_warps=WARPS)
+    """Of tensors of one shape, all of them contiguous, or gate and up (and their gradients) halves of contiguous
+    ones."""
+    rows, width = 1, gate.numel()
+    if not gate.is_contiguous():
+        width = gate.shape[-1]
+        rows = gate.numel() // width
+    stride = gate.stride(-2) if rows > 1 else 0
+    grid = (rows * triton.cdiv(width, BLOCK),)
+    options = {"BLOCK": BLOCK, "num_warps": WARPS, **constants(gating)}
+    _kernel[grid](d_act, gate, up, d_gate, d_up, act, width, stride, **options)
 
 
 @triton.jit
-def _kernel(d_act, gate, up, d_gate, d_up, act, COUNT, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < COUNT
-    g = tl.load(d_act + at, mask=inside, other=0.0).to(tl.float32)
-    x = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(x)
-    silu = x * sigmoid
+def _kernel(
+    d_act,
+    gate,
+    up,
+    d_gate,
+    d_up,
+    act,
+    WIDTH,
+    STRIDE,
+    BLOCK: tl.constexpr,
+    CURVE: tl.constexpr,
+    SLOPE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(WIDTH, BLOCK)
+    row = program // blocks
+    column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    narrow, wide = row * WIDTH + column, row * STRIDE + column
+    g = tl.load(d_act + narrow, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(gate + wide, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(up + wide, mask=inside, other=0.0).to(tl.float32)
+    made, by_gate, by_up = with_derivatives(x, y, CURVE, SLOPE, LIMIT, SHIFT)
     kind = act.dtype.element_ty
-    tl.store(d_gate + at, (g * y * sigmoid * (1.0 + x * (1.0 - sigmoid))).to(kind), mask=inside)
-    tl.store(d_up + at, (g * silu).to(kind), mask=inside)
-    tl.store(act + at, (silu * y).to(kind), mask=inside)
+    tl.store(d_gate + wide, (g * by_gate).to(kind), mask=inside)
+    tl.store(d_up + wide, (g * by_up).to(kind), mask=inside)
+    tl.store(act + narrow, made.to(kind), mask=inside)

@@ -1,8 +1,8 @@
 """A gated MLP with frozen weights and adapters on its three linears, as one operation.
 
-`down(silu(gate(x)) * up(x))`. Of the wide tensors only the joint product of gate and up is kept for backward. In slices
-of tokens not even that: each slice is computed again in the backward pass, and wide tensors never exist for more than
-one of them.
+`down(act(gate(x)) * up(x))`, with the activations of `kernels.gating`. Of the wide tensors only the joint product of
+gate and up is kept for backward. In slices of tokens not even that: each slice is computed again in the backward pass,
+and wide tensors never exist for more than one of them.
 
 Legend: T tokens, H hidden, I intermediate, R rank; `8` marks fp8 values.
 """
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from tunesmith.kernels.gating import SILU
 from tunesmith.kernels.lowrank import (
     matmul_fp8,
     product_plus_small,
@@ -52,38 +53,40 @@ def lowrank_mlp(
     a_down: torch.Tensor,
     b_down: torch.Tensor,
     slice_tokens: int = 0,
+    gating: str = SILU.text,
 ) -> torch.Tensor:
     """`a_gate_up` [2R, H] holds the factors of gate and of up, one below the other; each `b` holds its scale. More than
     `slice_tokens` tokens (0: any number) are computed in slices."""
     factors = (a_gate_up, b_gate, b_up, a_down, b_down)
     if 0 < slice_tokens < x_th.shape[0]:
-        return _sliced(x_th, *frozen[:4], *factors, slice_tokens)
-    return _LowRankMlp.apply(x_th, *frozen, *factors)
+        return _sliced(x_th, *frozen[:4], *factors, slice_tokens, gating)
+    return _LowRankMlp.apply(x_th, gating, *frozen, *factors)
 
 
 class _LowRankMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, *others):
+    def forward(ctx, x, gating, *others):
         (gate_up, gate_up_scale, down, down_scale, *transposed), factors = others[:6], others[6:]
         a_gate_up, b_gate, b_up, a_down, b_down = factors
-        y, low, low_down, activation = _up(x, gate_up, gate_up_scale, a_gate_up, b_gate, b_up, a_down)
+        y, low, low_down, activation = _up(x, gate_up, gate_up_scale, a_gate_up, b_gate, b_up, a_down, gating)
+        ctx.gating = gating
         out = _down(*activation, down, down_scale, low_down, b_down)
         ctx.save_for_backward(x, y, low, low_down, gate_up, gate_up_scale, down, down_scale, *factors, *transposed)
         return out
 
     @staticmethod
     def backward(ctx, g):
-        d_x, *d_factors = _gradients(g, *ctx.saved_tensors, needs_x=ctx.needs_input_grad[0])
-        return d_x, *[None] * 6, *d_factors
+        d_x, *d_factors = _gradients(g, *ctx.saved_tensors, gating=ctx.gating, needs_x=ctx.needs_input_grad[0])
+        return d_x, *[None] * 7, *d_factors
 
 
-def _up(x, gate_up, gate_up_scale, a_gate_up, b_gate, b_up, a_down, quantize=quantize_rows):
+def _up(x, gate_up, gate_up_scale, a_gate_up, b_gate, b_up, a_down, gating, quantize=quantize_rows):
     """From the input to the activation (in its own precision, and in fp8 with scales), and what backward needs."""
     is_fp8 = gate_up_scale is not None
     low = x @ a_gate_up.t()
     weight = whole(gate_up, _rows(b_gate, b_up), x.shape[1], x, gate_up_scale)
     y = matmul_fp8(*quantize(x), weight8_nk=weight, scale_n=gate_up_scale, dtype=x.dtype) if is_fp8 else x @ weight.t()
-    act, act8, act_scale = swiglu(y, low, b_gate, b_up, is_fp8)
+    act, act8, act_scale = swiglu(y, low, b_gate, b_up, is_fp8, gating)
     return y, low, act @ a_down.t(), (act, act8, act_scale)
 
 
@@ -112,6 +115,7 @@ def _gradients(
     gate_up_transposed=None,
     down_transposed=None,
     *,
+    gating,
     needs_x,
 ):
     """Of the input (None when not needed) and of the five factors."""
@@ -124,7 +128,7 @@ def _gradients(
     else:
         d_act = g @ whole(down, _rows(b_down), a_down.shape[1], g)
     scale_in = gate_up_scale if is_fp8 else y.new_empty(0, dtype=torch.float32)
-    d_y, d8, d_scale, d_factors = swiglu_backward(d_act, g_down, y, low, b_gate, b_up, a_down, scale_in, is_fp8)
+    d_y, d8, d_scale, d_factors = swiglu_backward(d_act, g_down, y, low, b_gate, b_up, a_down, scale_in, is_fp8, gating)
     intermediate = b_gate.shape[0]
     if is_fp8:  # d_y has the weights' scales in it
         scale_gate, scale_up = gate_up_scale[:, None].split(intermediate)
@@ -158,19 +162,20 @@ def _sliced(
     a_down: torch.Tensor,
     b_down: torch.Tensor,
     size: int,
+    gating: str,
 ) -> torch.Tensor:
     out = torch.empty_like(x)
     gate_up, down = _whole_once(x, gate_up, gate_up_scale, down, down_scale, b_gate, b_up, b_down)
     factors = (a_gate_up, b_gate, b_up, a_down)
     for part in _slices(x, size):
-        _, _, low_down, activation = _up(x[part], gate_up, gate_up_scale, *factors, quantize=_quantize_alone)
+        _, _, low_down, activation = _up(x[part], gate_up, gate_up_scale, *factors, gating, quantize=_quantize_alone)
         out[part] = _down(*activation, down, down_scale, low_down, b_down)
         del activation  # before the next slice makes its own
     return out
 
 
 @torch.library.register_fake(_sliced)
-def _(x, gate_up, gate_up_scale, down, down_scale, a_gate_up, b_gate, b_up, a_down, b_down, size):
+def _(x, gate_up, gate_up_scale, down, down_scale, a_gate_up, b_gate, b_up, a_down, b_down, size, gating):
     return torch.empty_like(x)
 
 
@@ -188,6 +193,7 @@ def _sliced_backward(
     a_down: torch.Tensor,
     b_down: torch.Tensor,
     size: int,
+    gating: str,
     needs_x: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradient of x (empty when not needed), and those of the factors, summed over slices in fp32."""
@@ -199,10 +205,10 @@ def _sliced_backward(
     frozen = (gate_up, gate_up_scale, down if transposed[1] is None else transposed[1], down_scale)
     del down  # the transposed one is enough
     for part in _slices(x, size):
-        y, low, low_down, activation = _up(x[part], gate_up, gate_up_scale, *factors[:4], quantize=_quantize_alone)
+        y, low, low_down, activation = _up(x[part], gate_up, gate_up_scale, *factors[:4], gating, _quantize_alone)
         del activation  # backward computes it again on the way
         d_part, *d_factors = _gradients(
-            g[part], x[part], y, low, low_down, *frozen, *factors, *transposed, needs_x=needs_x
+            g[part], x[part], y, low, low_down, *frozen, *factors, *transposed, gating=gating, needs_x=needs_x
         )
         if d_part is not None:
             d_x[part] = d_part
@@ -214,20 +220,20 @@ def _sliced_backward(
 
 
 @torch.library.register_fake(_sliced_backward)
-def _(g, x, gate_up, gate_up_scale, down, down_scale, a_gate_up, b_gate, b_up, a_down, b_down, size, needs_x):
+def _(g, x, gate_up, gate_up_scale, down, down_scale, a_gate_up, b_gate, b_up, a_down, b_down, size, gating, needs_x):
     d_x = torch.empty_like(x) if needs_x else x.new_empty(0)
     return d_x, *(torch.empty_like(factor) for factor in (a_gate_up, b_gate, b_up, a_down, b_down))
 
 
 def _keep(ctx, inputs, output):
-    *tensors, ctx.size = inputs
+    *tensors, ctx.size, ctx.gating = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx, g):
     needs_x = ctx.needs_input_grad[0]
-    d_x, *d_factors = _sliced_backward(g.contiguous(), *ctx.saved_tensors, ctx.size, needs_x)
-    return d_x if needs_x else None, None, None, None, None, *d_factors, None
+    d_x, *d_factors = _sliced_backward(g.contiguous(), *ctx.saved_tensors, ctx.size, ctx.gating, needs_x)
+    return d_x if needs_x else None, None, None, None, None, *d_factors, None, None
 
 
 torch.library.register_autograd(_sliced, _backward, setup_context=_keep)

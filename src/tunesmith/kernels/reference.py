@@ -5,6 +5,8 @@ Legend: N rows, T tokens, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -69,16 +71,31 @@ def packed_attention(
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :tokens], value)
 
 
-def swiglu(y_t2i: torch.Tensor, low_t2r: torch.Tensor, b_gate_ir: torch.Tensor, b_up_ir: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, where gate and up lie side by side and each gets its low-rank part first."""
-    intermediate, rank = b_gate_ir.shape
-    gate = y_t2i[:, :intermediate] + low_t2r[:, :rank] @ b_gate_ir.t()
-    up = y_t2i[:, intermediate:] + low_t2r[:, rank:] @ b_up_ir.t()
+def silu_gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def gated_matmul(gate_ti: torch.Tensor, up_ti: torch.Tensor, weight_ni: torch.Tensor) -> torch.Tensor:
-    return (F.silu(gate_ti) * up_ti) @ weight_ni.t()
+def swiglu(
+    y_t2i: torch.Tensor,
+    low_t2r: torch.Tensor,
+    b_gate_ir: torch.Tensor,
+    b_up_ir: torch.Tensor,
+    act: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = silu_gated,
+) -> torch.Tensor:
+    """The gated activation, where gate and up lie side by side and each gets its low-rank part first."""
+    intermediate, rank = b_gate_ir.shape
+    gate = y_t2i[:, :intermediate] + low_t2r[:, :rank] @ b_gate_ir.t()
+    up = y_t2i[:, intermediate:] + low_t2r[:, rank:] @ b_up_ir.t()
+    return act(gate, up)
+
+
+def gated_matmul(
+    gate_ti: torch.Tensor,
+    up_ti: torch.Tensor,
+    weight_ni: torch.Tensor,
+    act: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = silu_gated,
+) -> torch.Tensor:
+    return act(gate_ti, up_ti) @ weight_ni.t()
 
 
 def rotate(x_thd: torch.Tensor, cos_td: torch.Tensor, sin_td: torch.Tensor) -> torch.Tensor:

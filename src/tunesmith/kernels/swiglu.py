@@ -1,4 +1,5 @@
-"""silu(gate) * up with the adapters of gate and up added on the way, and its result quantized to fp8 where asked.
+"""act(gate) * up with the adapters of gate and up added on the way, and its result quantized to fp8 where asked. `act`
+is SiLU (SwiGLU) or what else `kernels.gating` has.
 
 The joint product of gate and up is the widest tensor of a layer. Adding its adapter and applying the activation are one
 pass over it here, and quantizing a second one, over the result. (Looking for each row's largest value in the first pass
@@ -21,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tunesmith.kernels.gating_fused import activation, constants, with_derivatives
 from tunesmith.kernels.lowrank import E4M3
 from tunesmith.kernels.operator import operator
 from tunesmith.kernels.quantize import quantize_rows_into
@@ -35,7 +37,7 @@ PARTS, SHORTEST = 16, 256
 
 @operator("swiglu")
 def swiglu(
-    y_t2i: torch.Tensor, low_t2r: torch.Tensor, b_gate_ir: torch.Tensor, b_up_ir: torch.Tensor, fp8: bool
+    y_t2i: torch.Tensor, low_t2r: torch.Tensor, b_gate_ir: torch.Tensor, b_up_ir: torch.Tensor, fp8: bool, gating: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The activation [T, I], and its fp8 values with the scale of each row (empty when `fp8` is off)."""
     tokens, (intermediate, rank) = y_t2i.shape[0], b_gate_ir.shape
@@ -52,6 +54,7 @@ def swiglu(
         rows,
         R=rank,
         R_PADDED=_padded(rank),
+        **constants(gating),
         **FORWARD,
     )
     if fp8:
@@ -60,7 +63,7 @@ def swiglu(
 
 
 @torch.library.register_fake(swiglu)
-def _(y_t2i, low_t2r, b_gate_ir, b_up_ir, fp8):
+def _(y_t2i, low_t2r, b_gate_ir, b_up_ir, fp8, gating):
     return _outputs(y_t2i, y_t2i.shape[0], b_gate_ir.shape[0], fp8)
 
 
@@ -75,6 +78,7 @@ def swiglu_backward(
     a_down_ri: torch.Tensor,
     scale_2i: torch.Tensor,
     fp8: bool,
+    gating: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """From the gradient `d_act + g @ a_down` of the activation: that of gate and up [T, 2I], and those of b_gate, b_up
     and a_down transposed [3, I, R]. With `fp8` the first is multiplied by `scale_2i`, and its fp8 values and scales are
@@ -100,6 +104,7 @@ def swiglu_backward(
         R=rank,
         R_PADDED=_padded(rank),
         SCALED=fp8,
+        **constants(gating),
         **BACKWARD,
     )
     if fp8:
@@ -108,7 +113,7 @@ def swiglu_backward(
 
 
 @torch.library.register_fake(swiglu_backward)
-def _(d_act_ti, g_tr, y_t2i, low_t2r, b_gate_ir, b_up_ir, a_down_ri, scale_2i, fp8):
+def _(d_act_ti, g_tr, y_t2i, low_t2r, b_gate_ir, b_up_ir, a_down_ri, scale_2i, fp8, gating):
     tokens, intermediate = d_act_ti.shape
     sums = y_t2i.new_empty(3, intermediate, b_gate_ir.shape[1])
     return *_outputs(y_t2i, tokens, 2 * intermediate, fp8), sums
@@ -161,6 +166,10 @@ def _forward(
     ROWS,
     R: tl.constexpr,
     R_PADDED: tl.constexpr,
+    CURVE: tl.constexpr,
+    SLOPE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     BT: tl.constexpr,
     BI: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -179,7 +188,7 @@ def _forward(
         up = tl.load(place + WIDTH, mask=inside, other=0.0).to(tl.float32)
         gate += tl.dot(_row_by_rank(low, rows, is_row, 2 * R, R, R_PADDED), of_gate, input_precision="ieee")
         up += tl.dot(_row_by_rank(low + R, rows, is_row, 2 * R, R, R_PADDED), of_up, input_precision="ieee")
-        result = (gate * tl.sigmoid(gate) * up).to(act.dtype.element_ty)
+        result = activation(gate, up, CURVE, SLOPE, LIMIT, SHIFT).to(act.dtype.element_ty)
         tl.store(act + rows[:, None] * WIDTH + columns[None, :], result, mask=inside)
 
 
@@ -201,6 +210,10 @@ def _backward(
     R: tl.constexpr,
     R_PADDED: tl.constexpr,
     SCALED: tl.constexpr,
+    CURVE: tl.constexpr,
+    SLOPE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr,
     BT: tl.constexpr,
     BI: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -233,11 +246,10 @@ def _backward(
         gate += tl.dot(low_gate, of_gate, input_precision="ieee")
         up += tl.dot(low_up, of_up, input_precision="ieee")
         d += tl.dot(low_down, of_down, input_precision="ieee")
-        sigmoid = tl.sigmoid(gate)
-        silu = gate * sigmoid
-        act = (silu * up).to(d_y.dtype.element_ty)
-        d_gate = d * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        d_up = d * silu
+        made, by_gate, by_up = with_derivatives(gate, up, CURVE, SLOPE, LIMIT, SHIFT)
+        act = made.to(d_y.dtype.element_ty)
+        d_gate = d * by_gate
+        d_up = d * by_up
         if SCALED:
             d_gate *= scale_gate
             d_up *= scale_up

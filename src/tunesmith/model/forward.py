@@ -11,8 +11,12 @@ Legend: T tokens, N target tokens, D documents, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import itertools
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -27,8 +31,13 @@ from tunesmith.errors import UserError, listed
 from tunesmith.kernels.linear_cross_entropy import Transposed, chunk_bytes, chunk_rows, linear_cross_entropy
 from tunesmith.kernels.linear_distillation import Lesson, distillation_by_module, linear_distillation
 from tunesmith.model.attention import NAME as PACKED_ATTENTION
+from tunesmith.model.inline_attention import inline_attention
 from tunesmith.model.local import local
 from tunesmith.plan.plan import ForwardSpec
+
+LEAKS = "documents see each other"
+KERNELS = {"causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm", "fla": "flash-linear-attention"}
+"""Packages with kernels for what runs along tokens, and the names they are installed by."""
 
 
 class Documents(Protocol):
@@ -293,7 +302,7 @@ def _transposed(head: nn.Module) -> Transposed | None:
 def hidden_states(model: nn.Module, inputs: Inputs, spec: ForwardSpec) -> torch.Tensor:
     """What the output head sees, for every token: [T, H]."""
     if spec.layout == "packed":
-        return packed_hidden_states(model, inputs).squeeze(0)
+        return packed_hidden_states(model, inputs, seq_idx=spec.seq_idx).squeeze(0)
     documents = torch.repeat_interleave(
         torch.arange(inputs.boundaries.shape[0] - 1, device=inputs.tokens.device), inputs.boundaries.diff()
     )
@@ -315,18 +324,30 @@ def body(model: nn.Module) -> nn.Module:
     return model.get_decoder() if found is model else found
 
 
-def packed_hidden_states(model: nn.Module, inputs: Inputs, embedded: torch.Tensor | None = None) -> torch.Tensor:
-    """The same as one row: [1, T, H]. `embedded` enters the layers in place of the tokens' embeddings."""
+def packed_hidden_states(
+    model: nn.Module, inputs: Inputs, embedded: torch.Tensor | None = None, *, seq_idx: bool = False
+) -> torch.Tensor:
+    """The same as one row: [1, T, H]. `embedded` enters the layers in place of the tokens' embeddings; `seq_idx` says
+    each token's document, too."""
     entering = {"input_ids": inputs.tokens[None]} if embedded is None else {"inputs_embeds": embedded}
-    return body(model)(
-        **entering,
-        position_ids=inputs.positions[None],
-        use_cache=False,
-        cu_seq_lens_q=inputs.boundaries,
-        cu_seq_lens_k=inputs.boundaries if inputs.keys is None else inputs.keys,
-        max_length_q=inputs.longest,
-        max_length_k=inputs.longest,
-    )[0]
+    if seq_idx:
+        place = torch.arange(inputs.tokens.shape[0], dtype=torch.int32, device=inputs.tokens.device)
+        document = torch.searchsorted(inputs.boundaries, place, right=True, out_int32=True) - 1
+        entering["seq_idx"] = document[None]
+    keys, decoder = inputs.boundaries if inputs.keys is None else inputs.keys, body(model)
+    inline = inline_attention(decoder)
+    told = nullcontext({}) if inline is None else inline.calls(decoder, inputs.boundaries, keys, inputs.longest)
+    with told as besides:
+        return decoder(
+            **entering,
+            **besides,
+            position_ids=inputs.positions[None],
+            use_cache=False,
+            cu_seq_lens_q=inputs.boundaries,
+            cu_seq_lens_k=keys,
+            max_length_q=inputs.longest,
+            max_length_k=inputs.longest,
+        )[0]
 
 
 def confirm_forward_spec(
@@ -360,7 +381,7 @@ def confirm_forward_spec(
         tolerance = 1e-4 * max(1.0, expected.abs().max().item()) if is_exact else 0.05 * expected.abs().max().item()
         leak = 1e-5 if is_exact else 0.005
         for layout in ("packed", "padded") if known.layout == "packed" else ("padded",):
-            spec = replace(known, layout=layout)
+            spec = replace(known, layout=layout, seq_idx=known.seq_idx and layout == "packed")
             why = _tried(model, spec, own, inputs, expected, vocabulary, tolerance, leak, longest)
             if why is None:
                 return spec, None if layout == known.layout else _slower(model, reasons)
@@ -389,15 +410,19 @@ def find_forward_spec(
         scale, softcap = _logit_form(model, inputs, is_exact)
         tolerance = 1e-4 * max(1.0, expected.abs().max().item()) if is_exact else 0.05 * expected.abs().max().item()
         leak = 1e-5 if is_exact else 0.005
-        reasons = []
-        for layout in ("packed", "padded"):
-            spec = ForwardSpec(layout, scale, softcap)
+        reasons, before = [], None
+        for layout, seq_idx in (("packed", False), ("packed", True), ("padded", False)):
+            spec = ForwardSpec(layout, scale, softcap, seq_idx=seq_idx)
             why = _tried(model, spec, own, inputs, expected, vocabulary, tolerance, leak, longest)
             if why is None and long is not None and is_exact:
                 spec, why = _over_lengths(model, spec, own, vocabulary, long)
             if why is None:
                 return spec, None if layout == "packed" else _slower(model, reasons)
-            reasons.append(f"{layout}: {why}")
+            if seq_idx and why != before:  # most models do not look at `seq_idx`
+                reasons.append(f"with seq_idx: {why.partition('. ')[0]}")
+            elif not seq_idx:
+                reasons.append(f"{layout}: {why}")
+            before = why
         spec = ForwardSpec("padded", scale, softcap, switch=0)
         model.set_attn_implementation(own)
         if _one_by_one_differs(model, spec, inputs, expected) <= tolerance:
@@ -510,8 +535,29 @@ def _tried(
     if not worst <= tolerance:
         return f"losses differ by {worst:.2g}"
     if not (found[7:] - others[7:]).abs().max().item() <= leak:
-        return "documents see each other"
+        return LEAKS
+    if spec.seq_idx and not _keeps_apart_in_training(model, spec, given, changed, leak):
+        return LEAKS + " in training"
     return None
+
+
+@torch.no_grad()
+def _keeps_apart_in_training(
+    model: nn.Module, spec: ForwardSpec, inputs: Inputs, changed: torch.Tensor, leak: float
+) -> bool:
+    """The same of what a model computes when it is trained: layers with state spaces have other kernels for that."""
+    found = []
+    model.train()
+    try:
+        for tokens in (inputs.tokens, changed):
+            with torch.random.fork_rng():  # the same draws, for models that draw in training
+                torch.manual_seed(0)
+                found.append(token_losses(model, replace(inputs, tokens=tokens), spec)[1])
+    except Exception:  # the model's own code, called as it may not expect
+        return False
+    finally:
+        model.eval()
+    return (found[0][7:] - found[1][7:]).abs().max().item() <= leak
 
 
 def _over_lengths(
@@ -593,7 +639,24 @@ def _own_losses(model: nn.Module, inputs: Inputs) -> torch.Tensor:
 
 def _slower(model: nn.Module, reasons: list[str], *, alone: bool = False) -> str:
     instead = "they are called one by one" if alone else "they are padded"
+    missing = missing_kernels(model)
+    advice = f" Its code has kernels of {listed(missing)}, not installed here, with which packing is tried, too."
     return (
         f"{type(model).__name__} does not take packed documents ({listed(reasons, '; ')}); {instead} instead, "
-        "which is right but slower."
+        f"which is right but slower.{advice if missing else ''}"
     )
+
+
+def installed_kernels() -> list[str]:
+    """Those of the libraries for what runs along tokens that are there: with others a model may be called otherwise."""
+    return [package for package in KERNELS if importlib.util.find_spec(package) is not None]
+
+
+def missing_kernels(model: nn.Module) -> list[str]:
+    """Libraries for what runs along tokens that the model's code would use if they were there."""
+    source = inspect.getsource(inspect.getmodule(type(model)) or type(model))
+    return [
+        name
+        for package, name in KERNELS.items()
+        if re.search(rf"[\"']({package}|{name})[\"']", source) and package not in installed_kernels()
+    ]

@@ -15,8 +15,8 @@ from torch import nn
 
 from tunesmith.kernels.fp8 import FP8_MULTIPLE
 from tunesmith.kernels.lowrank import E4M3, lowrank_linear, lowrank_linear_fp8, quantize_rows
-from tunesmith.kernels.nf4 import dequantize, join
-from tunesmith.model.gated import gated_linears, is_silu_gated
+from tunesmith.kernels.nf4 import BLOCK, cut_rows, dequantize, join
+from tunesmith.model.gated import Found, find_gated
 from tunesmith.model.local import local
 from tunesmith.model.lora import LoraLinear
 from tunesmith.model.quantized import Nf4Linear
@@ -41,8 +41,8 @@ def fuse(
     if fuse_mlps:
         for parent in _parents(model):
             for name, child in list(parent.named_children()):
-                if _is_gated_mlp(child):
-                    setattr(parent, name, JointMlp(child, fp8=fp8, cache_transposed=cache_transposed))
+                if (found := _joint_mlp(child)) is not None:
+                    setattr(parent, name, JointMlp(child, found, fp8=fp8, cache_transposed=cache_transposed))
                     groups += 1
     for parent in _parents(model):
         taken: set[str] = set()
@@ -115,30 +115,38 @@ class JointLinear(nn.Module):
 
 
 class JointMlp(nn.Module):
-    """A gated MLP with adapters on all its linears, as one operation; takes the place of the model's own."""
+    """A gated MLP with adapters on all its linears, as one operation; takes the place of the model's own. One linear
+    that gives gate and up has one adapter for both: its first factor serves each of them."""
 
-    def __init__(self, mlp: nn.Module, *, fp8: bool, cache_transposed: bool = False):
+    def __init__(self, mlp: nn.Module, found: Found, *, fp8: bool, cache_transposed: bool = False):
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        for name, child in mlp.named_children():
+            if name in found.names:
+                self.add_module(name, child)
+        self.first_names, self.down_name, self.gating = found.first, found.down, found.gating.text
         self.slice_tokens = 0
         """More tokens than this are computed in slices; 0: never."""
-        gate_up = _held([mlp.gate_proj, mlp.up_proj])
-        fp8 = fp8 and _fits_fp8(mlp.gate_proj) and _fits_fp8(mlp.down_proj)
-        gate_up, gate_up_scale = _for_matmuls(gate_up, [mlp.gate_proj, mlp.up_proj], fp8=fp8)
-        down, down_scale = _for_matmuls(_held([mlp.down_proj]), [mlp.down_proj], fp8=fp8)
+        first, last = [getattr(self, name) for name in found.first], getattr(self, found.down)
+        fp8 = fp8 and all(_fits_fp8(member) for member in (*first, last))
+        gate_up, gate_up_scale = _for_matmuls(_held(first), first, fp8=fp8)
+        if gate_up.dtype == torch.uint8 and len(first) == 1:  # the kernels know gate and up as two
+            shape = first[0].base.out_features, first[0].base.in_features
+            gate_up = join([cut_rows(gate_up, shape, half, 2) for half in (0, 1)], [shape[0] * shape[1] // 2] * 2)
+        down, down_scale = _for_matmuls(_held([last]), [last], fp8=fp8)
         self.register_buffer("gate_up", gate_up, persistent=False)
         self.register_buffer("gate_up_scale", gate_up_scale, persistent=False)
         self.register_buffer("down", down, persistent=False)
         self.register_buffer("down_scale", down_scale, persistent=False)
         self.register_buffer("gate_up_transposed", _transposed(gate_up) if cache_transposed else None, persistent=False)
         self.register_buffer("down_transposed", _transposed(down) if cache_transposed else None, persistent=False)
-        for member in (self.gate_proj, self.up_proj, self.down_proj):
+        for member in (*first, last):
             member.base = nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         from tunesmith.kernels.lowrank_mlp import FrozenWeights, lowrank_mlp
 
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        first, down = [getattr(self, name) for name in self.first_names], getattr(self, self.down_name)
+        b_first = [(local(member.lora_b) * member.scale).to(x.dtype) for member in first]
         out = lowrank_mlp(
             x.reshape(-1, x.shape[-1]),
             FrozenWeights(
@@ -149,22 +157,30 @@ class JointMlp(nn.Module):
                 self.gate_up_transposed,
                 self.down_transposed,
             ),
-            torch.cat([local(gate.lora_a), local(up.lora_a)]).to(x.dtype),
-            *((local(member.lora_b) * member.scale).to(x.dtype) for member in (gate, up)),
+            torch.cat([local(member.lora_a) for member in (first[0], first[-1])]).to(x.dtype),
+            *(b_first if len(first) == 2 else b_first[0].chunk(2)),
             local(down.lora_a).to(x.dtype),
             (local(down.lora_b) * down.scale).to(x.dtype),
             self.slice_tokens,
+            self.gating,
         )
         return out.view(x.shape)
 
 
-def _is_gated_mlp(module: nn.Module) -> bool:
-    """`down_proj(silu(gate_proj(x)) * up_proj(x))` and nothing else, with adapters that can be computed together."""
-    linears = gated_linears(module)
-    if linears is None or not all(_can_fuse(linear) and linear.base.bias is None for linear in linears):
-        return False
-    gate, up, _ = linears
-    return gate.rank == up.rank and is_silu_gated(module)
+def _joint_mlp(module: nn.Module) -> Found | None:
+    """A gated MLP whose linears all have adapters that can be computed together, and no biases."""
+    linears = [child for child in module.children() if isinstance(child, LoraLinear)]
+    if len(linears) < 2 or not all(_can_fuse(linear) and linear.base.bias is None for linear in linears):
+        return None
+    found = find_gated(module)
+    if found is None or not all(isinstance(module.get_submodule(name), LoraLinear) for name in found.names):
+        return None
+    first = [module.get_submodule(name) for name in found.first]
+    if first[0].rank != first[-1].rank or len({type(linear.base) for linear in first}) > 1:
+        return None
+    base = first[0].base
+    is_cut = len(first) == 1 and isinstance(base, Nf4Linear)
+    return None if is_cut and base.out_features * base.in_features // 2 % BLOCK else found
 
 
 def _can_fuse(module: nn.Module) -> bool:

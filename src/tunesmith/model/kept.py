@@ -19,7 +19,7 @@ from tunesmith.kernels.operator import operator, register_backward
 from tunesmith.model import load, lora
 from tunesmith.model.forward import Inputs, packed_hidden_states
 from tunesmith.model.fuse import fuse
-from tunesmith.model.gated import use_memory_efficient_swiglu
+from tunesmith.model.gated import use_memory_efficient_gates
 from tunesmith.model.rotary import fuse_rope
 from tunesmith.model.structure import decoder_layers, replace_module
 from tunesmith.plan.facts import KEPT_RANK, Kept
@@ -99,8 +99,8 @@ class _Counting:
         """As `parallel.prepare` does."""
         if self.method == "lora" and self.fuses:
             fuse(layer, fp8=False, fuse_mlps=self.compiles)
-        if self.compiles and self.method == "full" and "swiglu" in self.kernels:
-            use_memory_efficient_swiglu(layer)
+        if self.compiles and self.method == "full":
+            use_memory_efficient_gates(layer, self.kernels)
         if self.compiles and "rope" in self.kernels:
             fuse_rope(layer, dtype, torch.device("cpu"))
 

@@ -74,6 +74,9 @@ def load_config(run: Run) -> PreTrainedConfig:
             is_share = re.search(r"dropout|pdrop|drop_rate", name) and isinstance(value, int | float)
             if is_share and not 0 <= value < 1:
                 raise UserError(f"model: its config.json has {name} {value}, which is no share of 1; it is damaged.")
+    text = config.get_text_config()
+    if getattr(text, "num_hidden_layers", 0) is None and isinstance(getattr(text, "layer_types", None), list):
+        text.num_hidden_layers = len(text.layer_types)  # Nemotron-H has their kinds alone
     return config
 
 

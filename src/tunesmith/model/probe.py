@@ -9,12 +9,13 @@ The results are compared with the model's own plain call, one document at a time
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,18 +28,18 @@ from tunesmith.config.schema import Lora, Run
 from tunesmith.errors import UserError
 from tunesmith.kernels import flash4
 from tunesmith.model import adapters, attention, load, lora
-from tunesmith.model.forward import confirm_forward_spec, find_forward_spec
+from tunesmith.model.forward import confirm_forward_spec, find_forward_spec, installed_kernels
 from tunesmith.model.fuse import fuse
-from tunesmith.model.gated import use_memory_efficient_swiglu
+from tunesmith.model.gated import use_memory_efficient_gates
 from tunesmith.model.kept import count_kept
 from tunesmith.model.rotary import fuse_rope
 from tunesmith.model.structure import replace_module
 from tunesmith.plan.facts import Kept
 from tunesmith.plan.families import family_of
 from tunesmith.plan.models import check_kind, read_config
-from tunesmith.plan.plan import Attention, ForwardSpec, Kernel
+from tunesmith.plan.plan import Attention, ForwardSpec, Gate, Kernel
 
-VERSION = 5
+VERSION = 6
 """Of what is tried; results of another are not read."""
 TOKENS = 500
 """The proxy's vocabulary."""
@@ -274,17 +275,25 @@ def probe_config(config: Any, *, device: torch.device, trust_remote_code: bool =
 
 def equal_kernels(model: nn.Module) -> tuple[Kernel, ...]:
     """Which of the model's modules ours can take the place of."""
-    swaps: dict[Kernel, Callable[[nn.Module], int]] = {
-        "rope": lambda small: fuse_rope(small, torch.float32),
-        "swiglu": use_memory_efficient_swiglu,
-    }
-    small, found = copy.deepcopy(model), []
-    for kernel, swap in swaps.items():
-        try:
-            found += [kernel] if swap(small) else []
-        except Exception:  # the model's own code, called with what it does not expect
-            continue
-    return tuple(found)
+    found: list[Kernel] = []
+    with contextlib.suppress(Exception):  # the model's own code, called with what it does not expect
+        found += ["rope"] if fuse_rope(copy.deepcopy(model), torch.float32) else []
+    return (*found, *_equal_gates(model))
+
+
+@torch.no_grad()
+def _equal_gates(model: nn.Module) -> tuple[Gate, ...]:
+    """Of its gated MLPs, those that the model as a whole cannot tell from ours."""
+    tokens, small = torch.arange(8, device=model.device)[None], copy.deepcopy(model)
+    try:
+        found = use_memory_efficient_gates(small)
+        if not found:
+            return ()
+        expected, ours = _logits(model, tokens), _logits(small, tokens)
+    except Exception:  # the model's own code, with other modules in it
+        return ()
+    is_equal = (ours - expected).abs().max().item() <= 1e-4 * max(1.0, expected.abs().max().item())
+    return tuple(dict.fromkeys(found)) if is_equal else ()
 
 
 @torch.no_grad()
@@ -632,7 +641,7 @@ def _kept(run: Run, config: Any, device: torch.device):
     text = json.dumps(config.to_dict(), sort_keys=True, default=str)
     if run.trust_remote_code and "auto_map" in text:
         return None, ""
-    where = [device.type]
+    where = [device.type, *installed_kernels()]
     if device.type == "cuda":
         where += [*torch.cuda.get_device_capability(), flash4.version()]
     parts = [VERSION, __version__, torch.__version__, transformers.__version__, where, text]

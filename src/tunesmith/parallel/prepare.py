@@ -33,7 +33,7 @@ from tunesmith.model.files import Read, own_copy
 from tunesmith.model.forward import is_adapted
 from tunesmith.model.fp8 import use_fp8_head_gradient, use_fp8_linears
 from tunesmith.model.fuse import fuse
-from tunesmith.model.gated import use_memory_efficient_swiglu
+from tunesmith.model.gated import use_memory_efficient_gates
 from tunesmith.model.grown import new_ids
 from tunesmith.model.head import head_name, is_headed
 from tunesmith.model.prefetch import beside
@@ -50,7 +50,7 @@ from tunesmith.parallel.pipeline import Pipelined, Stages, cut
 from tunesmith.parallel.shard import Sharding, is_sharded
 from tunesmith.parallel.sharded_load import SharedReading, put_rows, read_rows, shared_as_they_are
 from tunesmith.parallel.tensor import TensorParallelPlan
-from tunesmith.plan.plan import Kernel, Mesh, Plan, Storage
+from tunesmith.plan.plan import GATES, Kernel, Mesh, Plan, Storage
 
 
 @dataclass(frozen=True)
@@ -305,19 +305,19 @@ def fuse_adapters(work: Preparation, unit: Unit) -> None:
     plan = work.plan
     if work.run.has_adapters and plan.fuse_adapters and not work.run.is_merged:
         keeps_transposed = plan.cache_transposed and not is_cut(plan)
-        fuse_mlps = work.on_gpu and _has_kernel(plan, "swiglu")
+        fuse_mlps = work.on_gpu and any(_has_kernel(plan, gate) for gate in GATES)
         fuse(unit.module, fp8=plan.matmul_dtype == "fp8", fuse_mlps=fuse_mlps, cache_transposed=keeps_transposed)
 
 
 def swap_kernels(work: Preparation, unit: Unit) -> None:
     """Modules of the model for ones that compute the same with kernels of ours, as far as the plan names them: fp8
-    linears, memory-efficient SwiGLU, fused RoPE; a frozen head's gradient in fp8."""
+    linears, memory-efficient SwiGLU and its like, fused RoPE; a frozen head's gradient in fp8."""
     plan = work.plan
     for layer in unit.layers:
         if plan.matmul_dtype == "fp8" and not work.run.has_adapters:
             use_fp8_linears(layer)
-        elif work.on_gpu and not work.run.has_adapters and work.rounded is None and _has_kernel(plan, "swiglu"):
-            use_memory_efficient_swiglu(layer)
+        elif work.on_gpu and not work.run.has_adapters and work.rounded is None:
+            use_memory_efficient_gates(layer, [gate for gate in GATES if _has_kernel(plan, gate)])
         if work.on_gpu and work.split is None and _has_kernel(plan, "rope"):
             fuse_rope(layer, work.dtype, work.device)
     has_fp8_adapters = plan.matmul_dtype == "fp8" and work.run.has_adapters and plan.fuse_adapters

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from tunesmith.config.schema import Lora
 from tunesmith.errors import UserError
-from tunesmith.plan.plan import Part
+from tunesmith.plan.plan import GATES, Gate, Part
 
 
 class Linear(Part):
@@ -99,8 +99,9 @@ class Layer(Part):
     """The MLP multiplies two of its linears' outputs, `act(gate(x)) * up(x)`."""
     mlp_values: int = 4
     """Values of the intermediate width that the MLP's activation and matmuls keep for backward, run eagerly."""
-    is_swiglu: bool = False
-    """The MLP is `down(silu(gate(x)) * up(x))` of three linears, whose activation can be made again."""
+    gate: Gate | None = None
+    """Of an MLP `down(act(gate(x)) * up(x))` with gate and up in two linears or one, whose activation kernels of ours
+    compute again (`model.gated`)."""
     kept: Kept | None = None
     """None: what layers of this structure keep, by `plan.memory`."""
     copies: int = 0
@@ -155,6 +156,8 @@ class ModelFacts(Part):
     """Paths of its attention that the probe has found to fail on this GPU, or to be wrong."""
     packs: bool = True
     """Documents can lie end to end; else they are padded, one a row."""
+    runs_along: bool = False
+    """Something besides attention runs along the tokens of a packed document: a convolution, a state space."""
     reuses_weights: bool = False
     """A forward pass uses some weights more than once, as the probe has found."""
     is_causal: bool = True
@@ -173,7 +176,8 @@ class ModelFacts(Part):
         for index, kind in enumerate(self.kinds):
             found: dict[str, Any] = {}
             if kernels is not None:
-                found = {"is_rope_fused": "rope" in kernels, "is_swiglu": "swiglu" in kernels and not kind.copies}
+                gate = None if kind.copies else next((one for one in GATES if one in kernels), None)
+                found = {"is_rope_fused": "rope" in kernels, "gate": gate}
             if self.note is not None and kept is not None and len(kept) == self.layers:
                 found["kept"] = kept[self.pattern.index(index)]
             kinds.append(kind.changed(**found))

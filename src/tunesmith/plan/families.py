@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from tunesmith.errors import UserError
 from tunesmith.plan.facts import Layer, Linear, ModelFacts
+from tunesmith.plan.plan import Gate
 
 LARGEST = 10**14
 MOST_LAYERS = 10_000
@@ -54,14 +55,27 @@ class _Config:
     def __init__(self, values: Mapping[str, Any]):
         self.values = values
         self.hidden = self.number("hidden_size", "n_embd", "d_model")
-        self.layers = self.number("num_hidden_layers", "n_layer", "num_layers", "decoder_layers")
+        types = values.get("layers_block_type") or values.get("layer_types")
+        counted = len(types) if isinstance(types, list) and types else None  # Nemotron-H says no number
+        self.layers = self.number(
+            "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", default=counted
+        )
         if self.layers > MOST_LAYERS:
             raise UserError(f"its config.json has {self.layers:,} layers, which no model has; it is damaged.")
-        self.heads = self.number("num_attention_heads", "n_head", "num_heads", default=max(1, self.hidden // 64))
+        self.heads = self.number(
+            "num_attention_heads", "n_head", "n_heads", "num_heads", default=max(1, self.hidden // 64)
+        )
         self.kv_heads = self.number("num_key_value_heads", default=self.heads)
         self.head_dim = self.number("head_dim", default=max(1, self.hidden // self.heads))
+        self.activation = "silu"
+        """Where the config says nothing of it."""
         self.intermediate = self.number(
-            "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", default=4 * self.hidden
+            "intermediate_size",
+            "n_inner",
+            "ffn_dim",
+            "ffn_hidden_size",
+            "d_ff",
+            default=self.number("expansion_ratio", default=4) * self.hidden,
         )
 
     def number(self, *names: str, default: int | None = None) -> int:
@@ -133,9 +147,15 @@ class _Config:
             norm=norm,
             has_qk_norm=qk_norm,
             is_rope_fused=True,
-            is_swiglu=mlp is None and norm == "rms" and self.values.get("hidden_act", "silu") in ("silu", "swish"),
+            gate=self.gate() if mlp is None else None,
             copies=copies,
         )
+
+    def gate(self) -> Gate | None:
+        """What kernels of ours call the MLP's activation."""
+        act = self.values.get("hidden_activation") or self.values.get("hidden_act") or self.activation
+        gelu = ("gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_python", "gelu_fast", "gelu_accurate", "quick_gelu")
+        return "swiglu" if act in ("silu", "swish") else "geglu" if act in gelu else None
 
     def gated(self, width: int, *, bias: bool = False, at: str = "mlp") -> tuple[Linear, ...]:
         return (
@@ -190,13 +210,13 @@ def _smollm3(c: _Config) -> ModelFacts:
 
 
 def _gemma(c: _Config) -> ModelFacts:
-    c.head_dim = c.number("head_dim", default=256)
+    c.head_dim, c.activation = c.number("head_dim", default=256), "gelu_pytorch_tanh"
     bias = c.flag("attention_bias")
     return c.facts([c.layer(qkv_bias=bias, out_bias=bias, norm="wide")], tied=True)
 
 
 def _gemma2(c: _Config) -> ModelFacts:
-    c.head_dim = c.number("head_dim", default=256)
+    c.head_dim, c.activation = c.number("head_dim", default=256), "gelu_pytorch_tanh"
     bias = c.flag("attention_bias")
     windows = c.windows(4096, lambda index: index % 2 == 0)
     capped = c.values.get("attn_logit_softcapping", 50.0) is not None
@@ -213,7 +233,7 @@ def _gemma2(c: _Config) -> ModelFacts:
 
 
 def _gemma3(c: _Config) -> ModelFacts:
-    c.head_dim = c.number("head_dim", default=256)
+    c.head_dim, c.activation = c.number("head_dim", default=256), "gelu_pytorch_tanh"
     bias = c.flag("attention_bias")
     every = c.number("sliding_window_pattern", "_sliding_window_pattern", default=6)
     windows = c.windows(4096, lambda index: (index + 1) % every != 0)
@@ -230,7 +250,7 @@ def _phi3(c: _Config) -> ModelFacts:
         Linear(name="mlp.gate_up_proj", inputs=c.hidden, outputs=2 * c.intermediate),
         plain.linears[-1],
     )
-    return c.facts([plain.changed(linears=linears, is_qkv_fused=True, is_rope_fused=False, is_swiglu=False)])
+    return c.facts([plain.changed(linears=linears, is_qkv_fused=True, is_rope_fused=False)])
 
 
 def _glm(c: _Config) -> ModelFacts:
@@ -238,15 +258,14 @@ def _glm(c: _Config) -> ModelFacts:
     plain = c.layer(qkv_bias=c.flag("attention_bias"))
     joint = Linear(name="mlp.gate_up_proj", inputs=c.hidden, outputs=2 * c.intermediate)
     linears = (*plain.linears[:4], joint, plain.linears[-1])
-    return c.facts([plain.changed(linears=linears, is_rope_fused=False, is_swiglu=False)])
+    return c.facts([plain.changed(linears=linears, is_rope_fused=False)])
 
 
 def _olmo2(c: _Config) -> ModelFacts:
     """Norms after attention and MLP, none before them, and one over all heads of the queries and of the keys."""
     bias = c.flag("attention_bias")
     plain = c.layer(qkv_bias=bias, out_bias=bias, norm="wide", qk_norm=True)
-    is_swiglu = c.values.get("hidden_act", "silu") in ("silu", "swish")
-    changes = {"norms": 0, "bare_inputs": 2, "post_norms": 2, "is_rope_fused": False, "is_swiglu": is_swiglu}
+    changes = {"norms": 0, "bare_inputs": 2, "post_norms": 2, "is_rope_fused": False}
     return c.facts([plain.changed(other=2 * c.hidden + plain.query + plain.key, **changes)])
 
 
@@ -256,8 +275,7 @@ def _cohere2(c: _Config) -> ModelFacts:
     bias, every = c.flag("attention_bias"), c.number("sliding_window_pattern", "_sliding_window_pattern", default=4)
     windows = c.windows(4096, lambda index: (index + 1) % every != 0)
     facts = _windowed(c, windows, qkv_bias=bias, out_bias=bias, norm="centered", facts={"tied": True})
-    is_swiglu = c.values.get("hidden_act", "silu") in ("silu", "swish")
-    changes = {"other": c.hidden, "norms": 1, "is_parallel": True, "is_rope_fused": False, "is_swiglu": is_swiglu}
+    changes = {"other": c.hidden, "norms": 1, "is_parallel": True, "is_rope_fused": False}
     return facts.changed(kinds=tuple(kind.changed(**changes) for kind in facts.kinds))
 
 
@@ -339,7 +357,7 @@ def _falcon(c: _Config) -> ModelFacts:
     )
     other = 2 * norms * c.hidden
     layer = _plain_layer(c, "transformer.h", linears, other, norms=norms, is_qkv_fused=True, is_parallel=is_parallel)
-    return c.facts([layer], tied=True, extra=2 * c.hidden, packs=False)
+    return c.facts([layer], tied=True, extra=2 * c.hidden, packs=not c.flag("alibi"))
 
 
 def _mixtral(c: _Config) -> ModelFacts:

@@ -692,7 +692,7 @@ def _structured_bytes(
     experts = any(linear.count > 1 for linear in kind.linears)
     # Of trained weights on a GPU (`model.gated`).
     is_whole = is_full and task.device == "cuda" and matmul_dtype != "fp8" and tensor == 1
-    is_made_again = is_whole and kind.is_swiglu
+    is_made_again = is_whole and kind.gate is not None
     if is_compiled:
         are_apart = is_apart(task, storage)
         is_fp8 = matmul_dtype == "fp8" and is_full
@@ -710,7 +710,7 @@ def _structured_bytes(
         # Adapters fused with the MLP compute the activation again, too; others and trained weights keep it, in fp8
         # where it enters its last product so.
         attention += kind.intermediate if is_fp8 else 0
-        is_kept = (not is_fp8 and not is_made_again) if is_full else are_apart or not (kind.is_swiglu or experts)
+        is_kept = (not is_fp8 and not is_made_again) if is_full else are_apart or not (kind.gate or experts)
         values = (2 if kind.is_gated else 1) + is_kept
     else:
         # An RMS norm keeps its input in fp32 and, where its own weight is trained, what it multiplies with that.

@@ -280,7 +280,7 @@ def _mlp_of(linears: tuple[Linear, ...], width: int) -> dict[str, Any]:
     inside = [one.outputs / width for one in linears if not is_attention(one.name)]
     if inside.count(1) >= 2 or 2 in inside or 1 not in inside:
         return {}
-    return {"is_gated": False, "mlp_values": 2, "is_swiglu": False}
+    return {"is_gated": False, "mlp_values": 2, "gate": None}
 
 
 def _packs(model: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -23,7 +23,9 @@ Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hybrid", "hierarch
 TrafficDtype = Literal["plain", "int8", "int4"]
 Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
 Layout = Literal["packed", "padded"]
-Kernel = Literal["rope", "swiglu", "fp8_head"]
+Gate = Literal["swiglu", "geglu", "clamped_swiglu"]
+GATES: tuple[Gate, ...] = get_args(Gate)
+Kernel = Literal["rope", "swiglu", "geglu", "clamped_swiglu", "fp8_head"]
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -156,6 +158,9 @@ class ForwardSpec:
     switch: int | None = None
     """Documents of more tokens are called by themselves, since the model then computes all it is given by other rules
     (RoPE with long factors); 0: every one is."""
+    seq_idx: bool = False
+    """`packed` calls also say of each token which document it is of, by the name that kernels of convolutions and state
+    spaces take it under."""
 
     def lengths(self, sequence_length: int) -> tuple[bool, int | None] | None:
         """How documents, of `sequence_length` tokens at most, are dealt out to micro-batches: whether those in one must
@@ -203,8 +208,9 @@ class Plan(Part):
     """Adapters that share an input are fused, which the probe has found to be equal."""
     kernels: tuple[Kernel, ...] | None = None
     """Kernels of ours that take the place of the model's own modules on a GPU, which the probe has found to be equal:
-    `rope`, queries and keys rotated in one pass; `swiglu`, whose activation is computed again in the backward pass;
-    `fp8_head`, a frozen head's gradient in fp8. None: whatever is found equal when the model is loaded."""
+    `rope`, queries and keys rotated in one pass; `swiglu`, `geglu` and `clamped_swiglu`, gated MLPs whose activation is
+    computed again in the backward pass; `fp8_head`, a frozen head's gradient in fp8. None: whatever is found equal when
+    the model is loaded."""
     adapted: tuple[str, ...] | None = None
     """Linears that get adapters, by name or pattern, where they are not all that the settings choose: the probe has
     found others that cannot carry one."""

@@ -12,7 +12,7 @@ from tunesmith.plan import memory, paths
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import Linear
 from tunesmith.plan.memory import ALONE, BLOCKWISE, PROJECTED
-from tunesmith.plan.plan import Kernel
+from tunesmith.plan.plan import GATES, Kernel
 from tunesmith.plan.stages import PER_RANK
 
 SHARDED_OPTIMIZERS = ("adamw", "lion", "muon", "sgd")
@@ -70,6 +70,11 @@ REFUSALS: tuple[Refusal, ...] = (
     (
         lambda task, choice: not task.facts.packs and max(choice.tensor, choice.context, choice.pipeline) > 1,
         "this model does not take packed documents, which tensor, context and pipeline parallelism need",
+    ),
+    (
+        lambda task, choice: task.facts.runs_along and max(choice.tensor, choice.context, choice.pipeline) > 1,
+        "convolutions and state spaces run along this model's tokens, which tensor, context and pipeline parallelism "
+        "do not cut",
     ),
     (
         lambda task, choice: choice.matmul_dtype == "fp8" and (task.device == "cpu" or task.gpu.capability < FP8),
@@ -360,13 +365,14 @@ def kernels(task: Task, choice: Choice) -> tuple[Kernel, ...]:
     if task.device == "cpu":
         return ()
     if task.has_adapters:  # one operation with them
-        has_swiglu = task.has_lora and not memory.is_apart(task, choice.storage) and choice.tensor == 1
+        has_gates = task.has_lora and not memory.is_apart(task, choice.storage) and choice.tensor == 1
     else:
-        has_swiglu = choice.matmul_dtype == "plain" and choice.tensor == 1
-    has_swiglu = has_swiglu and not task.is_quantization_aware
+        has_gates = choice.matmul_dtype == "plain" and choice.tensor == 1
+    has_gates = has_gates and not task.is_quantization_aware
+    gates = {kind.gate for kind in task.facts.kinds} if has_gates else set()
     found: dict[Kernel, bool] = {
         "rope": choice.tensor == 1 and any(kind.is_rope_fused for kind in task.facts.kinds),
-        "swiglu": has_swiglu and any(kind.is_swiglu for kind in task.facts.kinds),
+        **{gate: gate in gates for gate in GATES},
         "fp8_head": memory.has_fp8_head(task, choice),
     }
     return tuple(name for name, applies in found.items() if applies)

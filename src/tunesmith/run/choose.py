@@ -57,7 +57,8 @@ def plan_run(
     facts = facts_of(run)
     if probed is not None:
         packs = probed.spec.lengths(run.sequence_length) is None
-        facts = facts.changed(packs=packs, reuses_weights=probed.reuses_weights, wrong_paths=probed.wrong_paths)
+        found = {"reuses_weights": probed.reuses_weights, "wrong_paths": probed.wrong_paths}
+        facts = facts.changed(packs=packs, runs_along=probed.spec.seq_idx, **found)
         facts = facts.with_findings(probed.kernels, probed.kept)
     size = data.size if data else measure(run)
     return search(
