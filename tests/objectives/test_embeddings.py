@@ -139,6 +139,7 @@ def test_what_is_saved_loads_elsewhere_with_the_same_vectors(
     folder = write_run(tmp_path, tiny_model, "pairs", **options)
     monkeypatch.chdir(folder)
     tunesmith("train", "run.yaml")
+    assert "try `tunesmith eval run`" in capsys.readouterr().out
     first, *_, last = [one for one in events.read(folder / "run") if one["event"] == "evaluation"]
     assert last["loss"] < 0.9 * first["loss"]
     saved = Path("run/adapter" if method == "lora" else "run/model")
