@@ -148,7 +148,10 @@ def _show(folder: Path, before: list[HeldOut] | None, after: list[HeldOut], step
             row["data"],
             *([f"{row['before']:.4f}"] if base else []),
             f"{row['loss']:.4f}",
-            *([f"{row['figures'].get(name, math.nan):.4f}" for name in figures] or [f"{perplexity(row):.3f}"]),
+            *(
+                [f"{row['figures'][name]:.4f}" if name in row["figures"] else "-" for name in figures]
+                or [f"{perplexity(row):.3f}"]
+            ),
             f"{row['target_tokens']:,.0f}",
         )
         for row in rows

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 METHODS = ("lora", "qlora", "full")
-HEADED = ("data", "eval", "lora", "preference", "distillation", "rollout")
+HEADED = ("data", "eval", "lora", "preference", "distillation", "embedding", "rollout")
 """Settings of several lines."""
 
 
@@ -153,7 +153,7 @@ def _source(answers: Answers) -> tuple[str, str]:
 def write_settings(answers: Answers, output: str, proposed: Mapping[str, Any]) -> str:
     """The text of run.yaml: the usual settings, then all others commented out with their defaults, or with what is
     proposed at the time."""
-    from tunesmith.config.schema import Dataset, Distillation, Lora, Preference, Rollout, Run
+    from tunesmith.config.schema import Dataset, Distillation, Embedding, Lora, Preference, Rollout, Run
     from tunesmith.run.folder import DECIDED
 
     key, source = _source(answers)
@@ -184,6 +184,8 @@ def write_settings(answers: Answers, output: str, proposed: Mapping[str, Any]) -
         *_defaults(Preference, set(), "#   "),
         _headed("# distillation:", Run, "distillation"),
         *_defaults(Distillation, set(), "#   "),
+        _headed("# embedding:", Run, "embedding"),
+        *_defaults(Embedding, set(), "#   "),
         _headed("# rollout:", Run, "rollout"),
         *_defaults(Rollout, set(), "#   "),
         "",

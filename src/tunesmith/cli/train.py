@@ -240,6 +240,7 @@ def _what_would_fit(run: Run | None, plan: Plan, found: OutOfMemory | None) -> s
 
 def _say_outcome(outcome: Outcome, folder: Path, profiler: StepProfiler | None) -> None:
     from tunesmith.cli import output
+    from tunesmith.run.folder import read_run
 
     if not outcome.is_finished:
         where = "" if outcome.resumes_at == outcome.step else f" from step {outcome.resumes_at}"
@@ -248,7 +249,9 @@ def _say_outcome(outcome: Outcome, folder: Path, profiler: StepProfiler | None) 
         return
     if profiler and profiler.report:
         output.say(f"{profiler.report.bound} The profile is in {profiler.folder}.")
-    output.say(f"Done. The trained weights are in {outcome.result}; try `tunesmith chat {folder}`.")
+    talks = read_run(folder).objective not in ("reward", "classify", "embed")
+    verb = "chat" if talks else "eval"
+    output.say(f"Done. The trained weights are in {outcome.result}; try `tunesmith {verb} {folder}`.")
 
 
 def _profiler(job: Job, warn: Callable[[str], None]) -> StepProfiler | None:

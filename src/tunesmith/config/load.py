@@ -18,7 +18,17 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from tunesmith.config.adapter import with_adapter
-from tunesmith.config.schema import Dataset, Distillation, Lora, Preference, Reward, Rollout, Run, named_source
+from tunesmith.config.schema import (
+    Dataset,
+    Distillation,
+    Embedding,
+    Lora,
+    Preference,
+    Reward,
+    Rollout,
+    Run,
+    named_source,
+)
 from tunesmith.errors import UserError, UserErrors
 
 DEFAULT = "default"
@@ -443,6 +453,7 @@ _PARTS: dict[str, type[BaseModel]] = {
     "lora": Lora,
     "preference": Preference,
     "distillation": Distillation,
+    "embedding": Embedding,
     "rollout": Rollout,
     "rewards": Reward,
     "data": Dataset,
@@ -486,7 +497,8 @@ def _unknown_key(keys: Keys) -> str:
     if near := get_close_matches(word, list(here.model_fields), n=1, cutoff=0.75):
         return f"{_key(keys)}: did you mean {_key((*around, near[0]))}?"
     word = _OTHER_NAMES.get(word, word).split(".")[-1]
-    elsewhere: dict[str, Keys] = dict.fromkeys(Distillation.model_fields, ("distillation",))
+    elsewhere: dict[str, Keys] = dict.fromkeys(Embedding.model_fields, ("embedding",))
+    elsewhere |= dict.fromkeys(Distillation.model_fields, ("distillation",))
     elsewhere |= dict.fromkeys(Rollout.model_fields, ("rollout",)) | dict.fromkeys(Reward.model_fields, ("rewards", 0))
     elsewhere |= dict.fromkeys(Dataset.model_fields, ("data", 0))
     elsewhere |= dict.fromkeys(Preference.model_fields, ("preference",)) | dict.fromkeys(Lora.model_fields, ("lora",))

@@ -106,8 +106,12 @@ FormatName = Literal[
     "scored",
     "labelled",
     "prompts",
+    "anchors",
+    "similar",
 ]
-ObjectiveName = Literal["sft", "dpo", "kto", "orpo", "simpo", "cpo", "distill", "reward", "classify", "grpo", "rloo"]
+ObjectiveName = Literal[
+    "sft", "dpo", "kto", "orpo", "simpo", "cpo", "distill", "reward", "classify", "embed", "grpo", "rloo"
+]
 
 
 class Dataset(Settings):
@@ -250,6 +254,17 @@ class Distillation(Settings):
     """Ask the teacher once, before training, and keep its so many likeliest tokens; when left out, in each step."""
 
 
+class Embedding(Settings):
+    """Vectors of texts that are close where texts belong together (`objective: embed`)."""
+
+    pooling: Literal["last", "mean"] = "last"
+    """A text's vector: the hidden state of its last token, or the mean over all."""
+    temperature: Annotated[Number, Field(gt=0, le=100)] = 0.05
+    """Cosines are divided by it (1 / scale in sentence-transformers); lower ones look at the closest negatives."""
+    matryoshka: list[Count] = []
+    """Numbers of leading dimensions that shall work by themselves, such as [256, 64]; each adds a loss of its own."""
+
+
 class Rollout(Settings):
     """Answers of the model itself, which `rewards` check (`objective: grpo` and `rloo`)."""
 
@@ -384,11 +399,13 @@ class Run(Settings):
     lora: Lora = Lora()
     """Settings of the adapters; used with `method: lora` and `qlora`."""
     objective: ObjectiveName = "sft"
-    """What is learned: texts (`sft`), preferences, what a teacher says, scores, labels, or what earns rewards."""
+    """What is learned: texts (`sft`), preferences, a teacher, scores, labels, embeddings, or what earns rewards."""
     preference: Preference = Preference()
     """Settings of objectives that learn from preferences."""
     distillation: Distillation = Distillation()
     """Settings of `objective: distill`."""
+    embedding: Embedding = Embedding()
+    """Settings of `objective: embed`."""
     rollout: Rollout = Rollout()
     """Settings of `objective: grpo` and `rloo`."""
     rewards: Rewards = []
@@ -573,6 +590,7 @@ _PREFERENCE_SETTINGS: dict[str, tuple[str, ...]] = {
     "distill": (),
     "reward": (),
     "classify": (),
+    "embed": (),
     "grpo": (),
     "rloo": (),
 }
@@ -586,7 +604,7 @@ def _unsuited(run: Run) -> str | None:
     if unused := sorted(changed - set(used)):
         known = f"it has {', '.join(used)}" if used else "it learns from no preferences"
         return f"`objective: {objective}` has no use for preference.{unused[0]}: {known}"
-    if why := _unsuited_teacher(run) or _unsuited_head(run) or _unsuited_rollout(run):
+    if why := _unsuited_teacher(run) or _unsuited_head(run) or _unsuited_embedding(run) or _unsuited_rollout(run):
         return why
     if objective in ("sft", "distill"):
         return None
@@ -645,6 +663,23 @@ def _unsuited_head(run: Run) -> str | None:
         return f"lora: with `objective: {run.objective}` adapters are on the layers, and begin without effect"
     if run.new_tokens:
         return f"new_tokens: they are not for `objective: {run.objective}`"
+    return None
+
+
+def _unsuited_embedding(run: Run) -> str | None:
+    if run.objective != "embed":
+        is_given = run.embedding != Embedding()
+        return f"embedding is for `objective: embed`, and objective is {run.objective}" if is_given else None
+    if run.method not in ("full", "lora", "qlora") or run.adapter is not None:
+        return "`objective: embed`: method may be full, lora or qlora, without `adapter`"
+    if run.has_lora and (run.lora.has_ends or run.lora.init != "default"):
+        return "lora: with `objective: embed` adapters are on the layers, and begin without effect"
+    if run.new_tokens:
+        return "new_tokens: they are not for `objective: embed`"
+    if len(set(run.embedding.matryoshka)) < len(run.embedding.matryoshka):
+        return "embedding.matryoshka: a number of dimensions stands there twice"
+    if run.profile_steps is not None:
+        return "profile_steps: steps of `objective: embed` are not profiled yet"
     return None
 
 

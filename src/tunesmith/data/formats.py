@@ -28,6 +28,7 @@ from tunesmith.data.types import (
     Preference,
     Record,
     RecordError,
+    Related,
     Tokens,
 )
 from tunesmith.errors import UserError, listed
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from tunesmith.config.schema import Dataset, FormatName
     from tunesmith.objectives.base import Records
 
-Item = Conversation | Document | Completion | Tokens | Preference | Judged | Labelled | Asked
+Item = Conversation | Document | Completion | Tokens | Preference | Judged | Labelled | Asked | Related
 
 # What a record must have, in the order in which formats are tried; alternatives in one tuple.
 WANTED: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -54,6 +55,11 @@ WANTED: dict[str, tuple[tuple[str, ...], ...]] = {
     "prompts": (
         ("prompt", "question", "messages", "conversations", "conversation", "instruction", "query", "problem"),
     ),
+    "similar": (("sentence1", "anchor"), ("sentence2", "positive"), ("score", "similarity_score", "similarity")),
+    "anchors": (
+        ("anchor", "query", "question", "sentence1"),
+        ("positive", "pos", "positives", "positive_passages", "answer", "answers", "document", "passage", "sentence2"),
+    ),
 }
 FORMATS: dict[Records, tuple[str, ...]] = {
     "texts": ("tokens", "messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "text"),
@@ -62,6 +68,7 @@ FORMATS: dict[Records, tuple[str, ...]] = {
     "ranked": ("preference", "scored"),
     "labelled": ("labelled",),
     "prompts": ("prompts",),
+    "related": ("similar", "anchors"),
 }
 """Of the records that objectives are trained on (`Objective.records`)."""
 NEEDED: dict[Records, str] = {
@@ -71,12 +78,13 @@ NEEDED: dict[Records, str] = {
     "ranked": "pairs of answers (`chosen` and `rejected`), or answers with a `score`",
     "labelled": "texts or conversations (`text` or `messages`) with a `label`",
     "prompts": "prompts (`prompt`, `question` or `messages`), with an `answer` or what else rewards check answers by",
+    "related": "texts that belong together (`anchor` and `positive`, or `query` and `pos`), or two with a `score`",
 }
 MOST = 0.8
 """Share of the records that must fit a format for it to be theirs."""
 OPTIONAL = {
     "labels", "attention_mask", "tools", "system", "system_prompt", "input", "history", "context", "choices",
-    "role", "content", "prompt", "answer", "tests", "entry_point",
+    "role", "content", "prompt", "answer", "tests", "entry_point", "negative", "negatives",
 }  # fmt: skip
 ROLES = {
     "user": "user", "human": "user", "prompter": "user",
@@ -136,8 +144,8 @@ def recognise(sample: Sequence[Record], dataset: Dataset, records: Records = "te
 
 
 def _fields_for(records: Records) -> str:
-    if records == "prompts":
-        return "{prompt: NAME, answer: NAME}"
+    if records in ("prompts", "related"):
+        return "{prompt: NAME, answer: NAME}" if records == "prompts" else "{anchor: NAME, positive: NAME}"
     return "{text: NAME, label: NAME}" if records == "labelled" else "{prompt: NAME, chosen: NAME, rejected: NAME}"
 
 
@@ -463,6 +471,56 @@ def _convert_prompts(fields: dict[str, Any], origin: Origin, dataset: Dataset) -
     return Asked(tuple(before), _tools(fields, origin), facts)
 
 
+_NEGATIVES = ("negative", "neg", "negatives", "hard_negatives", "negative_passages")
+_NUMBERED = re.compile(r"neg(?:ative)?_?\d+")
+
+
+def _convert_anchors(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Related:
+    anchor, name = _first(fields, *WANTED["anchors"][0])
+    anchors = _passages(anchor, name, origin)
+    if "label" in fields:
+        raise RecordError(
+            "wrong label",
+            origin,
+            "a `label` beside two texts: keep the records whose texts belong together and remove it, or say `fields: "
+            "{score: label}` where it is a similarity from -1 to 1",
+        )
+    if len(anchors) != 1:
+        raise RecordError("wrong type", origin, f"`{name}` must be one text")
+    positives = _passages(*_first(fields, *WANTED["anchors"][1]), origin)
+    if not positives:
+        raise RecordError("no positive", origin, "there is no text that belongs to it")
+    names = [one for one in fields if one in _NEGATIVES or _NUMBERED.fullmatch(one)]
+    negatives = [text for one in names for text in _passages(fields[one], one, origin)]
+    return Related(anchors[0], tuple(positives), tuple(negatives))
+
+
+def _convert_similar(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Related:
+    both = [_passages(*_first(fields, *names), origin) for names in WANTED["similar"][:2]]
+    if any(len(texts) != 1 for texts in both):
+        raise RecordError("wrong type", origin, "two texts with a score must each be one text")
+    given, name = _first(fields, *WANTED["similar"][2])
+    score = _numeric(given, name, origin)
+    if not -1 <= score <= 1:
+        reason = f"`{name}` is {score:g}, but a cosine lies from -1 to 1; divide the scores by their largest"
+        raise RecordError("wrong number", origin, reason)
+    return Related(both[0][0], (both[1][0],), score=score)
+
+
+def _passages(value: Any, name: str, origin: Origin) -> list[str]:
+    """A text or several, each as it is or as {"title": ..., "text": ...}; none where nothing is given."""
+    texts = []
+    for one in value if isinstance(value, list) else [] if _given(value) is None else [value]:
+        if isinstance(one, dict):
+            parts = [one.get("title"), _first(one, "text", "content", "passage")[0]]
+            one = " ".join(part for part in parts if isinstance(part, str) and part.strip())
+        text = _text(one, name, origin)
+        if not text.strip():
+            raise RecordError("empty text", origin, f"`{name}` is empty, so there is nothing to embed")
+        texts.append(text)
+    return texts
+
+
 def _numeric(value: Any, name: str, origin: Origin) -> float:
     try:
         found = math.nan if isinstance(value, bool) else float(value)
@@ -486,6 +544,8 @@ _CONVERTERS: dict[str, Callable[[dict[str, Any], Origin, Any], Item]] = {
     "scored": _convert_labelled,
     "labelled": _convert_labelled,
     "prompts": _convert_prompts,
+    "anchors": _convert_anchors,
+    "similar": _convert_similar,
 }
 
 

@@ -28,7 +28,7 @@ from tunesmith.errors import UserError
 from tunesmith.plan.documents import like_lengths
 
 if TYPE_CHECKING:
-    from tunesmith.objectives.base import Objective
+    from tunesmith.objectives.base import Objective, Rows
 
 WINDOW = 256
 """Sequences packed together: enough to fill them well, few enough to keep the order random."""
@@ -104,7 +104,7 @@ class Loader:
         self._rank, self._ranks = rank, ranks
         self._by_length = lengths
         self._counts_prompts = objective is not None and objective.counts_prompts
-        self._at_ends = objective is not None and objective.has_head
+        self._rows: Rows = "targets" if objective is None else objective.rows
         self._divides = objective is not None and objective.records != "texts"
         self._mismatched: tuple[TokenStore, ...] = ()
         """Prompts of the stores with other answers, example by example, where the objective has a baseline."""
@@ -229,7 +229,7 @@ class Loader:
             for source, index in zip(sources.tolist(), indices.tolist(), strict=True)
             for document in documents_of(stores[source], index, source)
         ]
-        return micro_batch_of(documents, counts_prompts=self._counts_prompts, at_ends=self._at_ends)
+        return micro_batch_of(documents, counts_prompts=self._counts_prompts, rows=self._rows)
 
     # Which sequences
 
@@ -337,10 +337,10 @@ def _with_prompt(weights: np.ndarray) -> np.ndarray:
 
 
 def micro_batch_of(
-    documents: Sequence[PackedDocument], *, counts_prompts: bool = False, at_ends: bool = False
+    documents: Sequence[PackedDocument], *, counts_prompts: bool = False, rows: Rows = "targets"
 ) -> MicroBatch:
     """Documents laid end to end, labels shifted by one within each. The only place where this is done. Where prompts
-    count, those of answers that are wanted do; or nothing but the last token of each document, `at_ends`."""
+    count, those of answers that are wanted do. `rows`: which tokens count, in place of those that predict a target."""
     import torch
 
     lengths = np.array([len(d.ids) for d in documents], dtype=np.int64)
@@ -352,9 +352,10 @@ def micro_batch_of(
         is_counted = [d.value > 0 and d.part >= 0 for d in documents]
         pairs = zip(documents, is_counted, strict=True)
         weights = _shifted([_with_prompt(d.weights) if counted else d.weights for d, counted in pairs], bounds)
-    if at_ends:
-        weights = answers = np.zeros(len(tokens), dtype=np.float32)
-        weights[bounds[1:] - 1] = [float(d.part >= 0) for d in documents]
+    if rows != "targets":
+        counts_d = np.array([d.part >= 0 for d in documents], dtype=np.float32)
+        weights = answers = np.repeat(counts_d, lengths) if rows == "all" else np.zeros(len(tokens), dtype=np.float32)
+        weights[bounds[1:] - 1] = counts_d
     labels = np.roll(tokens, -1)
     labels[weights == 0] = 0
     positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths)
@@ -441,7 +442,7 @@ def evaluation_batches(
     rank: int = 0,
     ranks: int = 1,
     counts_prompts: bool = False,
-    at_ends: bool = False,
+    rows: Rows = "targets",
 ) -> Iterator[MicroBatch]:
     """Every example once, packed, in a fixed order, a micro-batch at a time.
 
@@ -453,7 +454,7 @@ def evaluation_batches(
             yield micro_batch_of([idle(documents_of(store, 0, source)[0])])
         else:
             documents = [one for index in indices for one in documents_of(store, index, source)]
-            yield micro_batch_of(documents, counts_prompts=counts_prompts, at_ends=at_ends)
+            yield micro_batch_of(documents, counts_prompts=counts_prompts, rows=rows)
 
 
 def evaluation_indices(

@@ -27,8 +27,10 @@ from tunesmith.data.types import (
     Origin,
     Preference,
     RecordError,
+    Related,
     Tokens,
 )
+from tunesmith.objectives.embed import RANKED
 from tunesmith.objectives.head import padding_id
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ def encode(
     """The examples of an item, and its documents one by one with what each is the tokens of."""
     if records in ("ranked", "labelled"):
         return _to_be_scored(item, encoder, origin)
+    if records == "related":
+        return _to_be_embedded(item, encoder, origin)
     if records == "prompts":
         return _to_be_answered(item, encoder, origin)
     if records == "texts":
@@ -71,6 +75,26 @@ def _to_be_answered(item: Asked, encoder: Encoder, origin: Origin) -> tuple[list
     facts = json.dumps(item.facts, ensure_ascii=False, default=str)
     made = Example(ids, np.ones(len(ids), dtype=np.float32), origin, facts=facts)
     return [made], [(Tokens(tuple(ids.tolist()), (True,) * len(ids)), made)]
+
+
+def _to_be_embedded(item: Related, encoder: Encoder, origin: Origin) -> tuple[list[Example], list[tuple[Any, Example]]]:
+    """An example for each text that belongs to the anchor: both, and what does not belong to it. Tokens are those that
+    the tokenizer by itself gives, since sentence-transformers asks it so."""
+    tokenizer = encoder.tokenizer
+    made, seen = [], []
+    for positive in item.positives:
+        texts = [item.anchor, positive, *item.negatives]
+        ids = [np.array(tokenizer(one, verbose=False)["input_ids"], dtype=np.int32) for one in texts]
+        if not all(map(len, ids)):
+            raise RecordError("empty text", origin, "there is no token in it")
+        weights = [np.ones(len(one), dtype=np.float32) for one in ids]
+        values = (RANKED if item.score is None else item.score,) * len(ids)
+        made.append(Example(np.concatenate(ids), np.concatenate(weights), origin, tuple(map(len, ids)), values))
+        seen += [
+            (Tokens(tuple(one.tolist()), (True,) * len(one)), Example(one, some, origin))
+            for one, some in zip(ids, weights, strict=True)
+        ]
+    return made, seen
 
 
 def _to_be_scored(

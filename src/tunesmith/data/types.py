@@ -123,6 +123,16 @@ class Labelled:
 
 
 @dataclass(frozen=True, slots=True)
+class Related:
+    """A text with others that belong to it, and such as do not; or, with a score, two texts that are so much alike."""
+
+    anchor: str
+    positives: tuple[str, ...]
+    negatives: tuple[str, ...] = ()
+    score: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """A prompt that the model itself will answer, and all that its record says besides, for those who check answers."""
 

@@ -11,12 +11,18 @@ from torch import nn
 from tunesmith.data.loader import evaluation_batches
 from tunesmith.data.store import TokenStore
 from tunesmith.data.types import MicroBatch
-from tunesmith.model.forward import Inputs, Shape, to_device, token_losses
+from tunesmith.model.embedding import batch_loss, embedded, facts_of, lengths_of, pooled
+from tunesmith.model.forward import Inputs, Shape, moved, to_device, token_losses
 from tunesmith.model.scoring import figures_of, reported, risen, scoring_of
 from tunesmith.objectives.base import Objective
+from tunesmith.objectives.embed import Embed
 from tunesmith.parallel.context import ContextShard
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import ForwardSpec
+
+COMPARED = 64
+"""Held-out examples, in their order in the data, whose texts are compared with each other (`objective: embed`): the
+same ones whatever the machine and the batch of training."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +90,8 @@ def held_out_losses(
         sizes = {"sequence_length": sequence_length, "micro_batch": micro_batch}
         sizes |= {"lengths": spec.lengths(sequence_length), "rank": share[0], "ranks": share[1]}
         counts_prompts = objective is not None and objective.counts_prompts
-        at_ends = objective is not None and objective.has_head
-        for batch in evaluation_batches(store, **sizes, counts_prompts=counts_prompts, at_ends=at_ends):
+        rows = "targets" if objective is None else objective.rows
+        for batch in evaluation_batches(store, **sizes, counts_prompts=counts_prompts, rows=rows):
             yield cut(batch)
             done += len(batch.origins)
             if progress:
@@ -98,7 +104,9 @@ def held_out_losses(
         if mismatched:
             above, count = ranks.sum(sum(risen(model, one, spec, device, shape) for one in batches(mismatched[number])))
             baseline = (above / count).clamp(min=0)
-        for batch in batches(store):
+        if isinstance(objective, Embed):
+            sums = _embedding_sums(objective, model, spec, batches(store), store, device, shape, ranks)
+        for batch in batches(store) if not isinstance(objective, Embed) else ():
             scoring = objective and scoring_of(objective, batch, device, sources=1, baseline=baseline)
             inputs = to_device(batch, device, shape)
             total, losses_n = token_losses(model, inputs, spec, weigh=scoring)
@@ -111,10 +119,42 @@ def held_out_losses(
                 sums[0] += scoring.sums[:, 0]
                 sums[1] += scoring.weights[:, 0].to(device)
         copies = ranks.count // (share[1] * cut.ranks)  # ranks that share a model all know its losses
-        found = Sums(names, is_loss, *(ranks.sum(sums) / copies).tolist())
+        found = Sums(names, is_loss, *(sums if isinstance(objective, Embed) else ranks.sum(sums) / copies).tolist())
         weight = found.weights[0] if objective is None else float(store.target_weights.sum())
         results.append(HeldOut(store.title, found.loss, weight, len(store), found.figures))
     return results
+
+
+def _embedding_sums(
+    objective: Embed,
+    model: nn.Module,
+    spec: ForwardSpec,
+    batches: Iterator[MicroBatch],
+    store: TokenStore,
+    device: torch.device,
+    shape: Shape | None,
+    ranks: Ranks,
+) -> torch.Tensor:
+    """[2, K]: sums over a data set, and what they are to be divided by; the same on all ranks."""
+    count = store.document_count
+    vectors_dh, facts_d4 = torch.zeros(count, 0), torch.zeros(count, 4, dtype=torch.int64)
+    for batch in batches:
+        lengths_d = lengths_of(batch)
+        found_dh = pooled(model, to_device(batch, device, shape), spec, moved(lengths_d, device)).cpu()
+        if not vectors_dh.shape[1]:
+            vectors_dh = torch.zeros(count, found_dh.shape[1])
+        numbers_d = batch.numbers[: len(lengths_d)]
+        vectors_dh[numbers_d], facts_d4[numbers_d] = found_dh, facts_of(batch)
+    vectors_dh, facts_d4 = ranks.sum(vectors_dh), ranks.sum(facts_d4)
+    sums = torch.zeros(2, len(reported(objective)[0]), dtype=torch.float64)
+    for first in range(0, len(store), COMPARED):
+        last = min(first + COMPARED, len(store)) - 1
+        some = slice(store.documents(first).start, store.documents(last).stop)
+        compared = batch_loss(
+            objective, embedded(vectors_dh[some], facts_d4[some]), torch.zeros(len(facts_d4[some])).long(), sources=1
+        )
+        sums += torch.stack([compared.sums[:, 0], compared.weights[:, 0]])
+    return sums
 
 
 def _by_document(

@@ -54,8 +54,8 @@ def card(run: Run, facts: Facts) -> str:
     if facts.is_merged:
         kind = f"a model, {'a LoRA' if run.has_lora else 'an'} adapter merged into its base"
     front = {
-        "library_name": "peft" if is_adapter else "transformers",
-        "pipeline_tag": "text-classification" if run.objective in ("reward", "classify") else "text-generation",
+        "library_name": _LIBRARIES.get(run.objective, "peft" if is_adapter else "transformers"),
+        "pipeline_tag": _PIPELINES.get(run.objective, "text-generation"),
         "tags": ["tunesmith", *([run.method] if facts.is_trained else [])],
     }
     if facts.licence:
@@ -76,9 +76,11 @@ def card(run: Run, facts: Facts) -> str:
     lines += ["| | |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in rows), ""]
     has_head = run.objective in ("reward", "classify")
     code = _scoring(run, is_adapter) if has_head else _ADAPTER if is_adapter else _MODEL
+    if run.objective == "embed":
+        code = _EMBEDDING
     usage = ["```python", *code, "```"] if facts.usage is None else facts.usage
     lines += ["## How to use it", "", *usage, ""]
-    ends = "" if has_head else ", ".join(f"`{token}`" for token in facts.ends)
+    ends = "" if has_head or run.objective == "embed" else ", ".join(f"`{token}`" for token in facts.ends)
     notes = [*([f"Its answers end with {ends}."] if ends else []), *facts.notes]
     lines += [*(f"- {note}" for note in notes), ""]
     if not facts.is_trained:
@@ -88,6 +90,19 @@ def card(run: Run, facts: Facts) -> str:
     return "\n".join(lines)
 
 
+_LIBRARIES = {"embed": "sentence-transformers"}
+_PIPELINES = {
+    "reward": "text-classification",
+    "classify": "text-classification",
+    "embed": "sentence-similarity",
+}
+_EMBEDDING = (
+    "from sentence_transformers import SentenceTransformer",
+    "",
+    'model = SentenceTransformer(".")  # this folder',
+    'vectors = model.encode(["...", "..."])',
+    "print(model.similarity(vectors, vectors))",
+)
 _COMMON = (
     'messages = [{"role": "user", "content": "..."}]',
     "asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)",

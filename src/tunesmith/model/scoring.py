@@ -19,6 +19,7 @@ from torch import nn
 
 from tunesmith.model.forward import Documents, Shape, moved, to_device, token_losses
 from tunesmith.objectives.base import Answers, Column, Objective, Scores
+from tunesmith.objectives.embed import IS_LOSS, NAMES
 from tunesmith.plan.plan import ForwardSpec
 
 
@@ -166,6 +167,8 @@ def scoring_of(objective: Objective, *arguments: Any, **options: Any) -> Scoring
 
 def reported(objective: Objective) -> tuple[tuple[str, ...], tuple[bool, ...]]:
     """The names of what an objective reports, and which of it are its loss."""
+    if objective.has_embeddings:
+        return NAMES, IS_LOSS
     none = torch.zeros(0, dtype=torch.float64)
     nothing = Answers(none, none, none, none.long(), none, none, torch.zeros((), dtype=torch.float64))
     unscored = Scores(torch.zeros(0, 2), none, none.long(), none.bool())

@@ -17,6 +17,7 @@ from tunesmith.config.schema import Run
 from tunesmith.errors import UserError, first_line
 from tunesmith.model.load import generation_settings, load_skeleton, load_tokenizer, locate, quiet, weights_folder
 from tunesmith.model.save import whole_folder
+from tunesmith.model.sentence import files
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +49,8 @@ def make(run: Run, folder: Path, *, template: Any, ends: Iterable[int], texts: M
             said += _write_config(run, model, base, partial)
             _write_generation(settings, partial, sorted(ends))
             said += _write_tokenizer(run, base, partial, template)
-            for name, text in texts.items():
+            for name, text in {**texts, **files(run, model.config)}.items():
+                (partial / name).parent.mkdir(exist_ok=True)
                 (partial / name).write_text(text, encoding="utf-8")
             for file in partial.glob("*.safetensors*"):
                 file.unlink()
@@ -127,10 +129,15 @@ def _write_generation(settings: dict[str, Any], folder: Path, ends: list[int]) -
 
 
 def _write_tokenizer(run: Run, base: Path, folder: Path, template: Any) -> list[str]:
-    if run.chat_template is None and not run.trust_remote_code and (base / "tokenizer.json").is_file():
+    is_plain = run.chat_template is None and not run.trust_remote_code and (base / "tokenizer.json").is_file()
+    tokenizer = None if is_plain and run.objective != "embed" else load_tokenizer(run)
+    needs_padding = tokenizer is not None and run.objective == "embed" and tokenizer.pad_token is None
+    if is_plain and not needs_padding:
         _copy_tokenizer(base, folder)  # as they were just read; to save and read large ones again takes seconds
         return []
-    tokenizer = load_tokenizer(run)
+    assert tokenizer is not None
+    if needs_padding:  # sentence-transformers pads with it, behind texts, where nobody looks
+        tokenizer.pad_token = tokenizer.eos_token
     tokenizer.chat_template = template
     reason = _saved_tokenizer(tokenizer, folder, run)
     if reason is None:

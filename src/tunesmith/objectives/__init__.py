@@ -12,6 +12,7 @@ from tunesmith.objectives.base import Objective
 from tunesmith.objectives.cpo import Cpo, Simpo
 from tunesmith.objectives.distill import Distill
 from tunesmith.objectives.dpo import Dpo
+from tunesmith.objectives.embed import Embed
 from tunesmith.objectives.grpo import Grpo, Rloo
 from tunesmith.objectives.head import Classify, Reward
 from tunesmith.objectives.kto import Kto
@@ -28,6 +29,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "distill": Distill,
     "reward": Reward,
     "classify": Classify,
+    "embed": Embed,
     "grpo": Grpo,
     "rloo": Rloo,
 }
@@ -35,4 +37,6 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 def objective_of(run: Run) -> Objective:
     kind = OBJECTIVES[run.objective]
-    return kind(run.preference, run.rollout) if issubclass(kind, Grpo) else kind(run.preference)
+    if issubclass(kind, Grpo):
+        return kind(run.preference, run.rollout)
+    return Embed(run.preference, run.embedding) if issubclass(kind, Embed) else kind(run.preference)

@@ -25,9 +25,11 @@ from tunesmith.config.schema import Preference
 if TYPE_CHECKING:
     from torch import Tensor
 
-Records = Literal["texts", "pairs", "judged", "ranked", "labelled", "prompts"]
+Records = Literal["texts", "pairs", "judged", "ranked", "labelled", "prompts", "related"]
 """Texts and conversations; two answers to a prompt, one of them better; answers that are wanted or not; pairs or
-answers with a score; texts with a label; prompts, with what an answer is checked by."""
+answers with a score; texts with a label; prompts, with what an answer is checked by; texts that belong together."""
+Rows = Literal["targets", "ends", "all"]
+"""The tokens whose hidden states count: those that predict a target, the last of each document, or all."""
 Divisor = Literal["examples", "tokens", "wanted", "unwanted", "pairs", "scored"]
 """What a sum is divided by: examples, target tokens of wanted answers, answers of one kind, or examples of one kind."""
 
@@ -128,6 +130,8 @@ class Objective(ABC):
     """It is trained on answers that the model gives while it is trained, and that are checked."""
     has_head: ClassVar[bool] = False
     """It trains a new head over the last token of each document, in place of the one for tokens."""
+    has_embeddings: ClassVar[bool] = False
+    """It compares what the model makes of whole texts, over a whole step, and needs no head (`model.embedding`)."""
     has_baseline: ClassVar[bool] = False
     """It compares with answers to other prompts: before each step these are computed, without a gradient."""
     counts_prompts: ClassVar[bool] = False
@@ -141,6 +145,10 @@ class Objective(ABC):
     def is_token_sum(self) -> bool:
         """Its loss is the mean over target tokens, for which the gradient is known in one pass over the head."""
         return False
+
+    @property
+    def rows(self) -> Rows:
+        return "ends" if self.has_head else "targets"
 
     def columns(self, answers: Answers) -> Mapping[str, Column]:
         """The loss, in one part or several, and figures: each a sum over examples."""

@@ -50,6 +50,21 @@ class Ranks:
             dist.all_reduce(values)
         return values
 
+    def rows(self, values: torch.Tensor) -> tuple[torch.Tensor, slice]:
+        """The rows of all ranks, in their order and on every rank, and which of them are this one's."""
+        if self.control is None:
+            return values, slice(0, values.shape[0])
+        sizes = torch.zeros(self.count, dtype=torch.int64)
+        sizes[self.rank] = values.shape[0]
+        dist.all_reduce(sizes, group=self.control)
+        padded = values.new_zeros(max(1, int(sizes.max())), *values.shape[1:])
+        padded[: values.shape[0]] = values
+        parts = [torch.empty_like(padded) for _ in range(self.count)]
+        dist.all_gather(parts, padded)
+        begin = int(sizes[: self.rank].sum())
+        found = [part[:size] for part, size in zip(parts, sizes.tolist(), strict=True)]
+        return torch.cat(found), slice(begin, begin + values.shape[0])
+
     def any(self, facts: Sequence[bool]) -> list[bool]:
         """Each fact, where it is so on at least one rank."""
         if self.control is None:

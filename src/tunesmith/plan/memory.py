@@ -103,7 +103,8 @@ def timeline(task: Task, choice: Choice) -> list[Phase]:
     gathered, gathered_head, unit = _gathered(task, choice)
     spread = choice.tensor
     hidden = tokens * facts.hidden * width
-    head = facts.embedding / spread if is_full and facts.has_head else 0.0
+    has_logits = not task.objective.has_embeddings
+    head = facts.embedding / spread if is_full and facts.has_head and has_logits else 0.0
     forward, backward, again = _workspaces(task, choice, hidden)
     is_all_again = choice.checkpointed_layers == facts.layers
     is_some_again = 0 < choice.checkpointed_layers < facts.layers
@@ -530,7 +531,10 @@ def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, 
 
 
 def _loss(task: Task, tokens: float, spread: int, head: float, *, in_fp8: bool) -> float:
-    """A chunk of logits and the gradient of the head (`kernels.linear_cross_entropy`): in fp32, and its part of it."""
+    """A chunk of logits and the gradient of the head (`kernels.linear_cross_entropy`): in fp32, and its part of it. Of
+    embeddings, the hidden states that are pooled, in fp32, with their gradient (`model.embedding`)."""
+    if task.objective.has_embeddings:
+        return 8 * task.facts.hidden * tokens
     return _logits(task, tokens, in_fp8=in_fp8) / spread + (4 + task.width) * head
 
 

@@ -46,9 +46,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "pipeline parallelism",
     ),
     (
-        lambda task, choice: task.objective.has_head and choice.tensor > 1,
-        "objective: reward and classify have a head of their own, which tensor parallelism does not cut; use data "
-        "parallelism",
+        lambda task, choice: (task.objective.has_head or task.objective.has_embeddings) and choice.tensor > 1,
+        "objective: reward, classify and embed have a head of their own or none, which tensor parallelism cannot cut; "
+        "use data parallelism",
     ),
     (
         lambda task, choice: (
@@ -409,6 +409,7 @@ def may_capture(task: Task, choice: Choice) -> bool:
         and not task.is_exact
         and not task.is_merged
         and not task.objective.has_teacher  # its logits have no place in the captured passes' memory
+        and not task.objective.has_embeddings  # a step's gradients come from all its micro-batches
     )
 
 

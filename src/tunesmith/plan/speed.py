@@ -136,6 +136,8 @@ def step_time(task: Task, choice: Choice) -> Time:
     time = {part: rounds * (getattr(forward, part) + getattr(backward, part)) for part in Time.model_fields}
     if task.objective.has_baseline:  # answers to other prompts, without a gradient
         time = {part: seconds + rounds * getattr(forward, part) for part, seconds in time.items()}
+    if task.objective.has_embeddings and rounds > 1:  # all texts once before, without a gradient
+        time = {part: seconds + rounds * getattr(forward, part) for part, seconds in time.items()}
     if task.teacher_in_steps:
         taught = _teacher(task, choice)
         time = {part: seconds + rounds * getattr(taught, part) for part, seconds in time.items()}
@@ -206,7 +208,7 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
         elementwise=FORWARD_ELEMENTWISE * elementwise,
         adapter=adapter / 3,
         quantization=quantization / 2,
-        loss=head * (1 + head_backward) + logits,
+        loss=0.0 if task.objective.has_embeddings else head * (1 + head_backward) + logits,
     )
     backward = Time(
         matmuls=matmuls * (1 + weight_gradients) * share,

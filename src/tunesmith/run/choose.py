@@ -150,6 +150,12 @@ def tokenize(run: Run, plan: Plan | None, progress: Progress | None = None, toke
 
 
 def _check_objective(run: Run, probed: Probed) -> None:
+    hidden = facts_of(run).hidden
+    if large := [size for size in run.embedding.matryoshka if size >= hidden]:
+        raise UserError(
+            f"embedding.matryoshka has {large[0]} dimensions, but the model's vectors have {hidden}, which are trained "
+            "in any case; give smaller numbers."
+        )
     lengths = probed.spec.lengths(run.sequence_length)
     if objective_of(run).documents > 1 and lengths is not None and lengths[1] is not None:
         raise UserError(

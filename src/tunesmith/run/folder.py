@@ -92,6 +92,8 @@ class Identity:
             kept.pop("distillation", None)
         if self.settings.get("objective") != "classify":
             kept.pop("labels", None)
+        if self.settings.get("objective") != "embed":
+            kept.pop("embedding", None)
         if self.settings.get("objective") not in ("grpo", "rloo"):
             kept.pop("rollout", None)
             kept.pop("rewards", None)

@@ -79,7 +79,8 @@ def merge_run(folder: Path, to: Path, *, precision: str | None = None, progress:
     adapter is more than low-rank factors on linears.
     """
     run = read_run(folder)
-    refuse_head(folder, "be merged here")
+    if run.objective != "embed":
+        refuse_head(folder, "be merged here")
     if not run.has_adapters:
         raise UserError(f"{folder} was trained with method: {run.method}; its model folder needs no merging.")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):

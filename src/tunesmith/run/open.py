@@ -85,8 +85,13 @@ def open_base(folder: Path) -> Opened:
 
 
 def refuse_head(folder: Path, what: str) -> None:
-    """UserError where the model of the run in `folder` scores texts, and cannot do what else models do."""
+    """UserError where the model of the run in `folder` scores or embeds texts, and cannot do what else models do."""
     run = read_run(folder)
+    if run.objective == "embed":
+        raise UserError(
+            f"{folder} was trained with objective: embed and embeds texts; it cannot {what}. Load it with "
+            f"sentence-transformers, from {folder}/{'adapter' if run.has_adapters else 'model'}."
+        )
     if not has_head(run):
         return
     where = "adapter, over its base by peft" if run.has_adapters else "model"

@@ -25,11 +25,13 @@ from tunesmith.data.types import MicroBatch, StepBatch
 from tunesmith.errors import UserError, listed
 from tunesmith.kernels.linear_distillation import Lesson
 from tunesmith.model.adapters import RankSchedule
+from tunesmith.model.embedding import BatchLoss, batch_loss, embedded, facts_of, lengths_of, pooled
 from tunesmith.model.forward import Inputs, Shape, Weigh, losses_of_hidden, moved, to_device, token_losses
 from tunesmith.model.merges import Merges
 from tunesmith.model.scoring import Scoring, figures_of, reported, risen, scoring_of
 from tunesmith.objectives.base import Objective
 from tunesmith.objectives.distill import PARTS
+from tunesmith.objectives.embed import Embed
 from tunesmith.optim.build import Optimizer, by_mesh
 from tunesmith.parallel.context import ContextShard
 from tunesmith.parallel.pipeline import Pipelined
@@ -125,7 +127,7 @@ class Tally:
         before = self.weights.get(source, [0.0] * len(weights))
         self.weights[source] = [a + b for a, b in zip(before, weights, strict=True)]
 
-    def add_scored(self, scoring: Scoring) -> None:
+    def add_scored(self, scoring: Scoring | BatchLoss) -> None:
         if scoring.sums is None or scoring.weights is None:
             return
         for source in torch.nonzero(scoring.weights.any(0)).flatten().tolist():
@@ -241,7 +243,7 @@ class TrainStep:
             factor = scale if self.objective is not None else scale / batch.target_weight
             for micro_batch, found in self._passes(batch, factor, should_stop):
                 with record_function("loss"):
-                    if isinstance(found, Scoring):
+                    if isinstance(found, Scoring | BatchLoss):
                         tally.add_scored(found)
                     else:
                         self._add_by_source(micro_batch, found, tally)
@@ -377,9 +379,12 @@ class TrainStep:
 
     def _passes(
         self, batch: StepBatch, factor: float, should_stop: Callable[[], bool]
-    ) -> Iterator[tuple[MicroBatch, torch.Tensor | Scoring]]:
+    ) -> Iterator[tuple[MicroBatch, torch.Tensor | Scoring | BatchLoss]]:
         """Forward and backward of every micro-batch of the step, with the weighted losses of its targets, or what its
         objective found. A pipeline does them all together, and the losses are known where its last stage is."""
+        if isinstance(self.objective, Embed):
+            yield batch.micro_batches[0], self._embedding_passes(self.objective, batch, factor, should_stop)
+            return
         baseline = self._baseline(batch) if batch.mismatched else None
         if isinstance(self.model, Pipelined):
             if should_stop():
@@ -406,6 +411,42 @@ class TrainStep:
             if scoring is not None and index == len(self._sampled) and batch.updates > 1:
                 self._sampled.append(scoring.sampled)
             yield micro_batch, losses_n if scoring is None else scoring
+
+    def _embedding_passes(
+        self, objective: Embed, batch: StepBatch, factor: float, should_stop: Callable[[], bool]
+    ) -> BatchLoss:
+        """Loss and gradient of texts that are compared with all others of the step (`model.embedding`)."""
+        count = len(batch.micro_batches)
+        vectors = []
+        for index in range(count):
+            if should_stop():
+                raise Interrupted
+            with torch.set_grad_enabled(count == 1):
+                vectors.append(self._embed(batch, index))
+        facts = torch.cat([facts_of(micro_batch) for micro_batch in batch.micro_batches])
+        with record_function("loss"):
+            all_dh, mine = self.ranks.rows(torch.cat([one.detach() for one in vectors]))
+            all_d4, _ = self.ranks.rows(facts.to(self.device))
+            options = {"sources": self.sources, "mine": mine, "divisor": batch.divisors["examples"]}
+            found = batch_loss(objective, embedded(all_dh, all_d4), all_d4[:, 3], **options)
+        assert found.gradients_dh is not None
+        for index, gradients_dh in enumerate(found.gradients_dh.split([one.shape[0] for one in vectors])):
+            made_dh = vectors[0] if count == 1 else self._embed(batch, index)
+            with record_function("backward"):
+                ((made_dh * gradients_dh).sum() * factor).backward()
+        return found
+
+    def _embed(self, batch: StepBatch, index: int) -> torch.Tensor:
+        """The vectors of a micro-batch; with the same dropout each time."""
+        micro_batch = batch.micro_batches[index]
+        if isinstance(self.model, Sharded) and torch.is_grad_enabled():
+            self.model.begin_micro_batch(is_last=index == len(batch.micro_batches) - 1)
+        with record_function("data"):
+            self._draw_from(batch.step, index)
+            inputs = to_device(micro_batch, self.device, self.shape)
+            lengths_d = moved(lengths_of(micro_batch), self.device)
+        with record_function("forward"):
+            return pooled(self.model, inputs, self.spec, lengths_d)
 
     def _scoring(
         self, batch: StepBatch, micro_batch: MicroBatch, baseline: torch.Tensor | None, index: int
