@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from tunesmith.config.schema import Run
     from tunesmith.launch.rank_environment import RankEnvironment
     from tunesmith.measure.profile import StepProfiler
+    from tunesmith.parallel.ranks import Ranks
     from tunesmith.plan.plan import Plan
+    from tunesmith.run.assemble import Shared
+    from tunesmith.run.start import Setting
     from tunesmith.train import events
     from tunesmith.train.job import Job
     from tunesmith.train.loop import Outcome
@@ -50,6 +53,12 @@ def command(
     from tunesmith.launch.rank_environment import read_rank_environment
 
     run, environment = _read(config, overrides or ()), read_rank_environment()
+    if run.sweep:
+        from tunesmith.cli.sweep import check_alone, train_sweep
+
+        check_alone(plan_file, max(ranks or 1, environment.ranks))
+        train_sweep(run, accept_changes=accept_changes)
+        return
     folder, is_first = Path(run.output), environment.rank == 0
     _leave_finished(run, folder, accept_changes=accept_changes, speaks=is_first)
     screen = display.Display() if is_first else display.Silent()
@@ -77,19 +86,25 @@ def _read(config: Path, overrides: Sequence[str]) -> Run:
     import os
 
     from tunesmith.config.load import load
+
+    run = load(config, overrides).run
+    # torch's allocator then grows pieces instead of keeping ones that fit nothing any more.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if run.profile_steps:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks help nobody
+    return run if run.sweep else check_run(run)
+
+
+def check_run(run: Run) -> Run:
+    """The run as it is trained, after a look at what of its settings can be wrong before anything of it is there."""
     from tunesmith.data.prepare import check_output
     from tunesmith.run.folder import check_place
 
-    run = load(config, overrides).run
     if run.new_tokens:
         from tunesmith.model.grown import grown
 
         run = grown(run)
     check_output(run)
-    # torch's allocator then grows pieces instead of keeping ones that fit nothing any more.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    if run.profile_steps:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks help nobody
     check_place(run)
     return run
 
@@ -123,49 +138,76 @@ def _train(
     """One rank's part of the run, or all of it. `how`: what is passed on to `prepare_run`."""
     from tunesmith.checkpoint.lock import RunLock
     from tunesmith.cli import output
-    from tunesmith.infer.described import versions
     from tunesmith.parallel.ranks import connected
-    from tunesmith.run.assemble import assemble
     from tunesmith.run.start import start_run
-    from tunesmith.train import events
-    from tunesmith.train.loop import train
 
     folder, is_first = Path(run.output), environment.rank == 0
     with ExitStack() as stack:
         if is_first:
             stack.enter_context(RunLock(folder, warn=output.warn))
         stack.enter_context(screen)
-        log = events.EventLog(folder) if is_first else None
-
-        def observe(event: events.Event) -> None:
-            if log:
-                log.write(event)
-                screen.show(event)
-
-        def warn(message: str) -> None:
-            observe(events.Warned(message))
-
+        observe = stack.enter_context(observed(folder, screen, is_first=is_first))
         others = stack.enter_context(connected(environment))
+        warn = lambda message: observe(_warned(message))  # noqa: E731
         setting = start_run(run, others, **how, warn=warn, progress=screen.progress)
-        if is_first:
-            (folder / "summary.json").unlink(missing_ok=True)
-            screen.show_plan(setting.plan)
-            screen.stage("Loading the model")
-        stack.enter_context(_memory_errors_in_words(setting.plan, folder, run, observe))
-        job = assemble(setting, others, screen.progress)
+        return train_prepared(setting, others, screen, observe, started)
+
+
+@contextmanager
+def observed(folder: Path, screen: Display, *, is_first: bool = True) -> Iterator[Callable[[events.Event], None]]:
+    """What is told of each event: the run's log and the screen, on the first rank."""
+    from tunesmith.train import events
+
+    log = events.EventLog(folder) if is_first else None
+
+    def observe(event: events.Event) -> None:
+        if log:
+            log.write(event)
+            screen.show(event)
+
+    yield observe
+    if log:
+        log.close()
+
+
+def _warned(message: str) -> events.Event:
+    from tunesmith.train import events
+
+    return events.Warned(message)
+
+
+def train_prepared(
+    setting: Setting,
+    others: Ranks,
+    screen: Display,
+    observe: Callable[[events.Event], None],
+    started: float,
+    shared: Shared | None = None,
+) -> tuple[Outcome, StepProfiler | None]:
+    """A run from its weights to its end; `shared`: what it has in common with those before and after it."""
+    from tunesmith.infer.described import versions
+    from tunesmith.run.assemble import assemble
+    from tunesmith.train import events
+    from tunesmith.train.loop import train
+
+    run, folder = setting.run, Path(setting.run.output)
+    if others.is_first:
+        (folder / "summary.json").unlink(missing_ok=True)
+        screen.show_plan(setting.plan)
+        screen.stage("Loading the model")
+    with _memory_errors_in_words(setting.plan, folder, run, observe):
+        job = assemble(setting, others, screen.progress, shared)
         for message in job.warnings:
             if message not in setting.data.leaks:
-                warn(message)
+                observe(events.Warned(message))
             elif not setting.is_continued:
                 observe(events.Alert(0, "leak", message, LEAK_ADVICE))
         trained = sum(parameter.numel() for parameter in job.optimizer.weights.values())
         observe(events.Started(job.loader.total_steps, trained, versions()))
-        profiler = _profiler(job, warn) if is_first else None
+        profiler = _profiler(job, lambda message: observe(events.Warned(message))) if others.is_first else None
         outcome = train(job, observe, started=started, watch=profiler, progress=screen.progress)
         if profiler:
             profiler.close()  # where the run ended before the last of its steps
-        if log:
-            log.close()
     return outcome, profiler
 
 

@@ -46,6 +46,7 @@ FREE_SETTINGS = frozenset(
         "deterministic",
         "trust_remote_code",
         "profile_steps",
+        "sweep",
     }
 )
 """Settings that may change between sittings of a run: none of them touches what the steps compute."""
