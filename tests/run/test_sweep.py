@@ -12,11 +12,11 @@ from tunesmith.config.sweep import variants
 from tunesmith.errors import UserError
 
 SWEEP = [
-    {"learning_rate": 2e-3, "lora.rank": 2, "lora.dropout": 0.0},
+    {"learning_rate": 2e-3, "lora.rank": 2, "lora.layers": "top 1"},
     {"lora.dropout": 0.0, "lora.layers": "top 1"},
     {"seed": 7, "epochs": 2},
 ]
-NAMES = ("learning_rate=0.002_lora.rank=2_lora.dropout=0", "lora.dropout=0_lora.layers=top-1", "seed=7_epochs=2")
+NAMES = ("learning_rate=0.002_lora.rank=2_lora.layers=top-1", "lora.dropout=0_lora.layers=top-1", "seed=7_epochs=2")
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,26 @@ def test_each_variant_ends_with_the_bytes_of_its_run_alone(runs, tiny_model, tmp
     assert again.out.count("is finished") == len(NAMES)
     runs.start(folder, "eval", f"run/{NAMES[1]}")
     assert runs.wait().code == 0
+    runs.start(folder, "train", "run.yaml", "sweep=null")
+    assert "output: run is the folder of a sweep" in runs.wait().err
+
+
+def test_the_plan_has_all_variants_and_the_memory_of_the_whole(runs, tiny_model, tmp_path):
+    folder = write_all(tmp_path, tiny_model, sweep=SWEEP)
+    runs.start(folder, "plan", "run.yaml")
+    out = runs.wait().out
+    assert all(name in out for name in NAMES)
+    assert "Memory of the whole sweep" in out
+
+
+def test_what_is_for_one_run_is_refused_to_a_sweep(runs, tiny_model, tmp_path, alone):
+    folder = write_all(tmp_path, tiny_model, sweep=SWEEP)
+    single = f"output={alone / NAMES[0]}"
+    for more, said in ((["--ranks", "2"], "one process"), (["--plan", "plan.json"], "--plan is"), ([single], "single")):
+        runs.start(folder, "train", "run.yaml", *more)
+        ended = runs.wait()
+        assert ended.code != 0
+        assert said in ended.err
 
 
 def test_a_killed_sweep_goes_on_to_the_same_bytes(runs, tiny_model, tmp_path, alone):

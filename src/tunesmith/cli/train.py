@@ -140,6 +140,7 @@ def _train(
     from tunesmith.cli import output
     from tunesmith.parallel.ranks import connected
     from tunesmith.run.start import start_run
+    from tunesmith.train import events
 
     folder, is_first = Path(run.output), environment.rank == 0
     with ExitStack() as stack:
@@ -147,8 +148,11 @@ def _train(
             stack.enter_context(RunLock(folder, warn=output.warn))
         stack.enter_context(screen)
         observe = stack.enter_context(observed(folder, screen, is_first=is_first))
+
+        def warn(message: str) -> None:
+            observe(events.Warned(message))
+
         others = stack.enter_context(connected(environment))
-        warn = lambda message: observe(_warned(message))  # noqa: E731
         setting = start_run(run, others, **how, warn=warn, progress=screen.progress)
         return train_prepared(setting, others, screen, observe, started)
 
@@ -170,12 +174,6 @@ def observed(folder: Path, screen: Display, *, is_first: bool = True) -> Iterato
         log.close()
 
 
-def _warned(message: str) -> events.Event:
-    from tunesmith.train import events
-
-    return events.Warned(message)
-
-
 def train_prepared(
     setting: Setting,
     others: Ranks,
@@ -193,7 +191,8 @@ def train_prepared(
     run, folder = setting.run, Path(setting.run.output)
     if others.is_first:
         (folder / "summary.json").unlink(missing_ok=True)
-        screen.show_plan(setting.plan)
+        if shared is None:
+            screen.show_plan(setting.plan)
         screen.stage("Loading the model")
     with _memory_errors_in_words(setting.plan, folder, run, observe):
         job = assemble(setting, others, screen.progress, shared)

@@ -17,7 +17,7 @@ from tunesmith.config.load import with_settings
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 
-MOST = 1000
+MOST = 256
 """Variants of a sweep."""
 SWEPT = (
     "learning_rate",

@@ -19,7 +19,7 @@ from tunesmith.errors import UserError
 from tunesmith.run import folder as run_folder
 from tunesmith.train import events
 
-FILE, TABLE = "sweep.json", "sweep.md"
+TABLE = "sweep.md"
 FORMAT = 1
 LAST = 10
 """The loss of training is the mean over the last of so many parts of the steps: one step's alone says little."""
@@ -88,7 +88,7 @@ def note_on(rows: Sequence[Row]) -> str | None:
 
 
 def write(folder: Path, rows: Sequence[Row]) -> None:
-    run_folder.write_json(folder / FILE, {"format": FORMAT, "variants": [asdict(row) for row in rows]})
+    run_folder.write_json(folder / run_folder.SWEEP, {"format": FORMAT, "variants": [asdict(row) for row in rows]})
     lines = [f"| {' | '.join(one)} |" for one in (COLUMNS, ("---",) * len(COLUMNS), *map(cells, rows))]
     failed = [f"{row.name} failed: {row.why}" for row in rows if row.why]
     said = [one for one in (note_on(rows), *failed) if one]
