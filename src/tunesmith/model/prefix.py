@@ -58,9 +58,11 @@ class SharedPrefix:
         self._kept, self._room = {}, 2**30
         model.eval()
         try:
-            first, second = packed_hidden_states(model, inputs), packed_hidden_states(model, inputs)
-        except Exception:  # layers that miss what others would have left for them fail in ways of their own
-            return False
+            first = packed_hidden_states(model, inputs)
+            try:
+                second = packed_hidden_states(model, inputs)
+            except Exception:  # layers that miss what others would have left for them fail in ways of their own
+                return False
         finally:
             was_hit, self.hits = self.hits > hits, hits
             self._kept, self._room = kept, room
@@ -92,7 +94,7 @@ class SharedPrefix:
         self._key = self._found = None
         if hidden.requires_grad or named.get("cu_seq_lens_q") is None:
             return
-        digest = xxhash.xxh3_128(f"{layer.training} {torch.get_num_threads()}")
+        digest = xxhash.xxh3_128(f"{layer.training} {torch.get_num_threads()}".encode())
         for value in (hidden, *arguments, *(one for pair in sorted(named.items()) for one in pair)):
             _add(digest, value)
         self._key = digest.digest()
@@ -112,8 +114,8 @@ class SharedPrefix:
 
 def _add(digest: xxhash.xxh3_128, value: Any) -> None:
     if isinstance(value, torch.Tensor):
-        digest.update(f"{value.dtype} {list(value.shape)}")
-        digest.update(value.detach().contiguous().view(torch.uint8).numpy())
+        digest.update(f"{value.dtype} {list(value.shape)}".encode())
+        digest.update(value.detach().reshape(-1).contiguous().view(torch.uint8).numpy())
     elif isinstance(value, list | tuple):
         for one in value:
             _add(digest, one)
@@ -121,4 +123,4 @@ def _add(digest: xxhash.xxh3_128, value: Any) -> None:
         for pair in value.items():
             _add(digest, pair)
     else:
-        digest.update(repr(value))
+        digest.update(repr(value).encode())
