@@ -34,7 +34,7 @@ def train_sweep(run: Run, *, accept_changes: bool) -> None:
     """Train the variants that are not finished, one after the other, and compare them all."""
     from tunesmith.checkpoint.lock import RunLock
     from tunesmith.cli import output
-    from tunesmith.cli.train import check_run
+    from tunesmith.cli.training import check_run
     from tunesmith.config.sweep import variants
     from tunesmith.run import sweep
 
@@ -132,7 +132,7 @@ def _train_variant(
     import torch
 
     from tunesmith.cli import display, output
-    from tunesmith.cli.train import observed, train_prepared
+    from tunesmith.cli.training import observed, train_prepared
     from tunesmith.parallel.ranks import Ranks
     from tunesmith.train import events
     from tunesmith.train.step import NotFinite

@@ -102,7 +102,7 @@ def with_known_start(
     plan, lora = evaluate.plan, run.lora
     sizes = (plan.sequence_length, plan.micro_batch, plan.threads, plan.is_compiled, plan.forward)
     adapted = (str(lora.targets), lora.layers, lora.dora, lora.dropout > 0)
-    data = tuple((store.title, store.fingerprint) for store in evaluate.stores)
+    data = tuple((store.title, store.fingerprint) for store in (*evaluate.stores, *evaluate.mismatched))
     key = (*sizes, *adapted, data, str(run.preference), str(run.distillation))
     begins_as_base = lora.init == "default" and not lora.dora
 
