@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tunesmith.cli.train import _memory_errors_in_words
+from tunesmith.cli.training import _memory_errors_in_words
 from tunesmith.errors import UserError
 from tunesmith.measure.bench import Workload, plan_for
 

@@ -14,7 +14,7 @@ import torch
 
 from parallel.on_ranks import job_of
 from tiny import write_all
-from tunesmith.cli.train import _memory_errors_in_words, _what_would_fit
+from tunesmith.cli.training import _memory_errors_in_words, _what_would_fit
 from tunesmith.config.load import from_mapping
 from tunesmith.data.loader import Loader
 from tunesmith.errors import UserError

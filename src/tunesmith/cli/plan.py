@@ -78,6 +78,9 @@ def command(
 
         output.note(measure())
     run = load(config, overrides or ()).run
+    if run.sweep:
+        _sweep(run, hardware, as_json=as_json, other=bool(what_if or solve or save or ranks))
+        return
     facts = facts_of(run)
     if ranks and hardware:
         raise UserError("--ranks counts those of this machine, and --hardware names another; leave one of the two out.")
@@ -115,6 +118,26 @@ def command(
         output.print_json(_document(run, facts, where, found, length, price))
     else:
         _page(run, facts, where, found, length, price)
+
+
+def _sweep(run: Run, hardware: str | None, *, as_json: bool, other: bool) -> None:
+    """The variants of a sweep, each with its plan."""
+    from tunesmith.cli import output
+    from tunesmith.cli.sweep import show_plans
+    from tunesmith.config.sweep import variants
+    from tunesmith.errors import UserError
+    from tunesmith.plan.hardware import named, probe, shared
+    from tunesmith.run.choose import plan_run
+
+    if other:
+        raise UserError("--what-if, --solve, --save and --ranks are for one run; leave `sweep` out (sweep=null).")
+    where = named(hardware) if hardware else probe()
+    where = shared(where, 1) if where.gpu_count > 1 else where
+    plans = {variant.name: plan_run(variant.run, where) for variant in variants(run)}
+    if as_json:
+        output.print_json({name: plan.model_dump(mode="json") for name, plan in plans.items()})
+    else:
+        show_plans(plans)
 
 
 def _page(

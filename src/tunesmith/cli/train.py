@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tunesmith.cli.ranks import RanksOption, plan_for_ranks, start_ranks
+from tunesmith.cli.training import check_run, observed, train_prepared
 
 if TYPE_CHECKING:
     from tunesmith.cli.display import Display
     from tunesmith.config.schema import Run
     from tunesmith.launch.rank_environment import RankEnvironment
     from tunesmith.measure.profile import StepProfiler
-    from tunesmith.plan.plan import Plan
-    from tunesmith.train import events
-    from tunesmith.train.job import Job
     from tunesmith.train.loop import Outcome
-    from tunesmith.train.phases import OutOfMemory
-
-LEAK_ADVICE = "Take them out of the training data, or evaluate on other data; leave eval out to have records held out."
 
 
 def command(
@@ -50,6 +45,12 @@ def command(
     from tunesmith.launch.rank_environment import read_rank_environment
 
     run, environment = _read(config, overrides or ()), read_rank_environment()
+    if run.sweep:
+        from tunesmith.cli.sweep import check_alone, train_sweep
+
+        check_alone(plan_file, max(ranks or 1, environment.ranks))
+        train_sweep(run, accept_changes=accept_changes)
+        return
     folder, is_first = Path(run.output), environment.rank == 0
     _leave_finished(run, folder, accept_changes=accept_changes, speaks=is_first)
     screen = display.Display() if is_first else display.Silent()
@@ -77,21 +78,13 @@ def _read(config: Path, overrides: Sequence[str]) -> Run:
     import os
 
     from tunesmith.config.load import load
-    from tunesmith.data.prepare import check_output
-    from tunesmith.run.folder import check_place
 
     run = load(config, overrides).run
-    if run.new_tokens:
-        from tunesmith.model.grown import grown
-
-        run = grown(run)
-    check_output(run)
     # torch's allocator then grows pieces instead of keeping ones that fit nothing any more.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if run.profile_steps:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks help nobody
-    check_place(run)
-    return run
+    return run if run.sweep else check_run(run)
 
 
 def _leave_finished(run: Run, folder: Path, *, accept_changes: bool, speaks: bool) -> None:
@@ -123,119 +116,23 @@ def _train(
     """One rank's part of the run, or all of it. `how`: what is passed on to `prepare_run`."""
     from tunesmith.checkpoint.lock import RunLock
     from tunesmith.cli import output
-    from tunesmith.infer.described import versions
     from tunesmith.parallel.ranks import connected
-    from tunesmith.run.assemble import assemble
     from tunesmith.run.start import start_run
     from tunesmith.train import events
-    from tunesmith.train.loop import train
 
     folder, is_first = Path(run.output), environment.rank == 0
     with ExitStack() as stack:
         if is_first:
             stack.enter_context(RunLock(folder, warn=output.warn))
         stack.enter_context(screen)
-        log = events.EventLog(folder) if is_first else None
-
-        def observe(event: events.Event) -> None:
-            if log:
-                log.write(event)
-                screen.show(event)
+        observe = stack.enter_context(observed(folder, screen, is_first=is_first))
 
         def warn(message: str) -> None:
             observe(events.Warned(message))
 
         others = stack.enter_context(connected(environment))
         setting = start_run(run, others, **how, warn=warn, progress=screen.progress)
-        if is_first:
-            (folder / "summary.json").unlink(missing_ok=True)
-            screen.show_plan(setting.plan)
-            screen.stage("Loading the model")
-        stack.enter_context(_memory_errors_in_words(setting.plan, folder, run, observe))
-        job = assemble(setting, others, screen.progress)
-        for message in job.warnings:
-            if message not in setting.data.leaks:
-                warn(message)
-            elif not setting.is_continued:
-                observe(events.Alert(0, "leak", message, LEAK_ADVICE))
-        trained = sum(parameter.numel() for parameter in job.optimizer.weights.values())
-        observe(events.Started(job.loader.total_steps, trained, versions()))
-        profiler = _profiler(job, warn) if is_first else None
-        outcome = train(job, observe, started=started, watch=profiler, progress=screen.progress)
-        if profiler:
-            profiler.close()  # where the run ended before the last of its steps
-        if log:
-            log.close()
-    return outcome, profiler
-
-
-@contextmanager
-def _memory_errors_in_words(
-    plan: Plan, folder: Path, run: Run | None = None, observe: Callable[[events.Event], None] = lambda _: None
-) -> Iterator[None]:
-    """Memory that ran out is no fault of ours that had to be reported, and something can be done about it."""
-    from tunesmith.errors import UserError
-    from tunesmith.train import events
-    from tunesmith.train.phases import OutOfMemory, is_out_of_memory
-
-    try:
-        yield
-    except Exception as error:
-        found = error if isinstance(error, OutOfMemory) else None
-        if found is None and not is_out_of_memory(error):
-            raise
-        is_on_gpu = found.is_on_gpu if found else "OutOfMemory" in type(error).__name__
-        predicted, limit = (f"{size / 2**30:.1f} GiB" for size in (plan.memory.total, plan.memory_limit))
-        evidence = (
-            f"The memory of {'the GPU' if is_on_gpu else 'this machine'} ran out, though {predicted} of {limit} were "
-            f"predicted to do.{_held_and_predicted(plan, found)}"
-        )
-        advice = (
-            f"End other programs that use it, or lower micro_batch or raise checkpointed_layers in "
-            f"{folder / 'plan.json'}, or choose a shorter sequence_length in a new output; `tunesmith train` then goes "
-            f"on from the last checkpoint.{_what_would_fit(run, plan, found)}"
-        )
-        observe(events.Alert(found.step if found else 0, "out of memory", evidence, advice, is_fatal=True))
-        raise UserError(f"{evidence} {advice}") from error
-
-
-def _held_and_predicted(plan: Plan, found: OutOfMemory | None) -> str:
-    """What was allocated, by what it was for, beside what the plan had said."""
-    said = {name: size for name, size in plan.memory.model_dump().items() if size >= 2**20}
-    largest = sorted(said.items(), key=lambda pair: -pair[1])[:5]
-    parts = [f"{name} {size / 2**30:.2f} GiB" for name, size in largest]
-    predicted = f" Predicted at the peak ({plan.peak or 'of a step'}): {', '.join(parts)}." if parts else ""
-    if found is None:
-        return predicted
-    held = [f"{name} {size / 2**30:.2f} GiB" for name, size in found.held.items()]
-    of = f", of which {', '.join(held)}" if held else ""
-    return f" Allocated at the most: {found.peak / 2**30:.2f} GiB{of}.{predicted}"
-
-
-def _what_would_fit(run: Run | None, plan: Plan, found: OutOfMemory | None) -> str:
-    """The plan for a device that has less by as much as this run took more than was predicted, or a tenth less."""
-    from tunesmith.errors import UserError
-    from tunesmith.plan.hardware import probe
-    from tunesmith.run.choose import plan_run
-    from tunesmith.run.folder import plan_differences
-
-    if run is None:
-        return ""
-    share = 0.9
-    if found is not None and found.is_on_gpu and found.peak:
-        share = min(share, plan.memory.allocated / found.peak)
-    try:
-        hardware = probe()
-        gpus = tuple(gpu.changed(free=int(share * plan.memory_limit)) for gpu in hardware.gpus)
-        less = hardware.changed(gpus=gpus, available=int(share * plan.memory_limit) * hardware.processes)
-        made = plan_run(run, less)
-    except UserError:
-        return ""
-    if made.memory.total > made.memory_limit:
-        return " No other plan of these settings would take less: choose method: qlora, or a shorter sequence_length."
-    changes = [one for one in plan_differences(plan, made) if "threads" not in one]
-    said = f"{'; '.join(changes)}; predicted {made.memory.total / 2**30:.1f} GiB"
-    return f" What would fit: {said}." if changes else ""
+        return train_prepared(setting, others, screen, observe, started)
 
 
 def _say_outcome(outcome: Outcome, folder: Path, profiler: StepProfiler | None) -> None:
@@ -252,14 +149,3 @@ def _say_outcome(outcome: Outcome, folder: Path, profiler: StepProfiler | None) 
     talks = read_run(folder).objective not in ("reward", "classify", "embed")
     verb = "chat" if talks else "eval"
     output.say(f"Done. The trained weights are in {outcome.result}; try `tunesmith {verb} {folder}`.")
-
-
-def _profiler(job: Job, warn: Callable[[str], None]) -> StepProfiler | None:
-    if job.run.profile_steps is None:
-        return None
-    from tunesmith.measure.profile import StepProfiler
-
-    first, last = map(int, job.run.profile_steps.split(":"))
-    if first > job.loader.total_steps:
-        warn(f"profile_steps begins at step {first}, and the run has {job.loader.total_steps}: none is profiled.")
-    return StepProfiler(job, range(first, last + 1), job.folder / "profile", warn=warn)

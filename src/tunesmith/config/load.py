@@ -7,6 +7,7 @@ relative to the current directory, as on any command line. What the settings mea
 from __future__ import annotations
 
 import codecs
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,14 @@ def from_mapping(mapping: Mapping[str, Any]) -> Run:
     if not isinstance(mapping, Mapping):
         raise UserError(f"settings are {_show(mapping)} but need to be a mapping of keys to values")
     return _validate(_Settings(dict(mapping)), "")
+
+
+def with_settings(run: Run, changes: Mapping[str, Any], place: str) -> Run:
+    """The run with other values of some settings, by dotted keys; what is wrong with them is said to be at `place`."""
+    settings = _Settings(run.model_dump(mode="json", exclude_unset=True))
+    for name, value in changes.items():
+        _put(settings, _keys_of(name), copy.deepcopy(value), place)
+    return _validate(settings, place)
 
 
 def to_mapping(run: Run) -> dict[str, Any]:
@@ -313,11 +322,11 @@ def _apply(override: str, settings: _Settings) -> None:
     if not equals or not name:
         settings.errors.append(f"{_show(override)} is not an override; write key=value ({COMMAND_LINE})")
         return
-    keys: Keys = tuple(int(part) if re.fullmatch(r"[0-9]{1,9}", part) else part for part in name.split("."))
+    keys = _keys_of(name)
     reader = _Reader(_plain(override), COMMAND_LINE)
     try:
         value = reader.value(_override_node(text.strip(), override), keys)
-        _put(settings, keys, value)
+        _put(settings, keys, value, COMMAND_LINE)
     except UserError as problem:
         settings.errors.append(str(problem))
         return
@@ -338,7 +347,11 @@ def _override_node(text: str, override: str) -> yaml.Node:
     return yaml.ScalarNode(_Loader("").resolve(yaml.ScalarNode, text, (True, False)), text)
 
 
-def _put(settings: _Settings, keys: Keys, value: Any) -> None:
+def _keys_of(name: str) -> Keys:
+    return tuple(int(part) if re.fullmatch(r"[0-9]{1,9}", part) else part for part in name.split("."))
+
+
+def _put(settings: _Settings, keys: Keys, value: Any, place: str) -> None:
     if keys[0] in ("data", "eval") and len(keys) > 1:
         _datasets_as_lists(settings)
     around: Any = settings.values
@@ -357,7 +370,7 @@ def _put(settings: _Settings, keys: Keys, value: Any) -> None:
         elif key >= len(around):
             problem = f"has {len(around)} item{'s' * (len(around) != 1)}, counted from 0"
         if problem:
-            raise UserError(f"{_key(keys)} cannot be set: {_key(keys[:depth])} {problem} ({COMMAND_LINE})")
+            raise UserError(f"{_key(keys)} cannot be set: {_key(keys[:depth])} {problem} ({place})")
         if is_last:
             around[key] = value
         else:

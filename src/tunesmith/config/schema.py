@@ -20,6 +20,7 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    WithJsonSchema,
     model_validator,
 )
 
@@ -389,6 +390,37 @@ ProfileSteps = Annotated[
 ]
 
 
+def _as_sweep(value: object) -> object:
+    """By dotted settings: `{lora: {rank: [8, 16]}}` is what overrides on the command line make of `sweep.lora.rank`."""
+    wanted = "it must be a mapping of settings to lists of values, or a list of variants, each a mapping of settings"
+    if value is None:
+        return {}
+    if isinstance(value, list) and all(isinstance(one, dict) and one for one in value):
+        return [_dotted(one) for one in value]
+    if not isinstance(value, dict):
+        raise ValueError(wanted)
+    flat = _dotted(value)
+    for name, values in flat.items():
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"needs a list of values for `{name}`, such as `{name}: [A, B]`")
+    return flat
+
+
+def _dotted(values: dict[Any, Any]) -> dict[str, Any]:
+    parts = ("lora", "preference", "distillation", "peft")
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in parts and isinstance(value, dict):
+            flat |= {f"{name}.{inner}": one for inner, one in value.items()}
+        else:
+            flat[str(name)] = value
+    return flat
+
+
+_SWEEP_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "object"}}]}
+Sweep = Annotated[Any, AfterValidator(_as_sweep), WithJsonSchema(_SWEEP_SCHEMA)]
+
+
 class Run(Settings):
     """A fine-tuning run: what the user wants. How it is done is the plan's."""
 
@@ -495,6 +527,8 @@ class Run(Settings):
     """Profile these steps inside the run, e.g. `10:12` (the last included); see `profile` in the run's folder."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
+    sweep: Sweep = {}
+    """Several adapters over one base: settings with lists of values, all combined, or a list of variants."""
     output: Text = "runs/default"
     """Folder of the run: plan, events, checkpoints and the trained weights."""
 

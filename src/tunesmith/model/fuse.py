@@ -25,6 +25,10 @@ SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Sibling linears that models call one after the other with the same input, in this order."""
 
 
+ALIGNED = 64
+"""Bytes, of the memory that torch allocates on a CPU."""
+
+
 def fuse(
     model: nn.Module,
     *,
@@ -193,11 +197,37 @@ def _can_fuse(module: nn.Module) -> bool:
 
 
 def _held(members: list[LoraLinear]) -> torch.Tensor:
-    """The bases' weights as they are held, one below the other: a matrix, or the vector of bytes that is one in nf4."""
+    """The bases' weights as they are held, one below the other: a matrix, or the vector of bytes that is one in nf4.
+
+    The bases keep their weights as rows of that matrix. Where others share them, as the runs of a sweep do, they need
+    no memory of their own then, and the next one finds the matrix made."""
     bases = [member.base for member in members]
     if isinstance(bases[0], Nf4Linear):
         return join([base.weight4 for base in bases], [base.out_features * base.in_features for base in bases])
-    return torch.cat([base.weight.detach() for base in bases])
+    weights = [base.weight.detach() for base in bases]
+    if not all(type(weight) is torch.Tensor and not weight.is_meta for weight in weights):
+        return torch.cat(weights)
+    if (there := _lying_together(weights)) is not None:
+        return there
+    joint = torch.cat(weights)
+    for base, rows in zip(bases, joint.split([len(weight) for weight in weights]), strict=True):
+        base.weight.data = rows
+    return joint
+
+
+def _lying_together(weights: list[torch.Tensor]) -> torch.Tensor | None:
+    """The matrix of which these are the rows, where there is one, aligned as torch aligns its own: on a CPU the last
+    bits of a matmul may depend on that."""
+    first, end = weights[0], weights[0].data_ptr()
+    for weight in weights:
+        is_next = weight.data_ptr() == end and weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not is_next or not weight.is_contiguous() or weight.dtype != first.dtype:
+            return None
+        end += weight.nbytes
+    if first.data_ptr() % ALIGNED:
+        return None
+    rows, columns = sum(len(weight) for weight in weights), first.shape[1]
+    return first.as_strided((rows, columns), (columns, 1))
 
 
 def _for_matmuls(

@@ -13,6 +13,7 @@ benchmarks and the check of parallelism all come through here, with the transfor
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,8 +36,9 @@ from tunesmith.model.fp8 import use_fp8_head_gradient, use_fp8_linears
 from tunesmith.model.fuse import fuse
 from tunesmith.model.gated import use_memory_efficient_gates
 from tunesmith.model.grown import new_ids
-from tunesmith.model.head import head_name, is_headed
+from tunesmith.model.head import has_head, head_name, is_headed
 from tunesmith.model.prefetch import beside
+from tunesmith.model.prefix import SharedPrefix
 from tunesmith.model.quantized import Reading, put_weights
 from tunesmith.model.rotary import fuse_rope
 from tunesmith.model.source import WeightSource, find_source
@@ -409,6 +411,68 @@ class Prepared:
     """With `method: peft`: the model and peft's own view of it."""
 
 
+PREFIX_ROOM = 0.1
+"""Of a run's memory, for the hidden states that runs over one base share."""
+
+
+class SharedBase:
+    """The frozen base of several runs in one process, one after the other: read once, where nothing of it changes."""
+
+    def __init__(self) -> None:
+        self._known: tuple[object, ...] | None = None
+        self._model: nn.Module | None = None
+        self._content: Content | None = None
+        self.prefix = SharedPrefix()
+        """What layers without adapters gave for inputs that come again."""
+
+    @staticmethod
+    def suits(run: Run, plan: Plan) -> bool:
+        """Whether adapters leave the weights as they were read. Those that are held in another form for matmuls (nf4,
+        int8, fp8) would be there twice, and heads, new tokens, initial factors and peft's methods change some."""
+        is_plain = plan.storage == "plain" and plan.matmul_dtype == "plain" and plan.sharding == "none"
+        is_left_alone = not (run.lora.takes_out or run.new_tokens or run.quantization_aware or has_head(run))
+        return run.method == "lora" and is_plain and is_left_alone and plan.mesh.ranks == 1
+
+    def content(self, run: Run, plan: Plan) -> Content | None:
+        """What was hashed of it; None where it is not there, or not for this run."""
+        return self._content if self.suits(run, plan) and self._known == self._key(run, plan) else None
+
+    def model_for(
+        self, run: Run, plan: Plan, device: torch.device, content: Content | None, meanwhile: Callable[[], None]
+    ) -> nn.Module:
+        """A model of its own modules over the base's weights; read now, where they are not there."""
+        if self._known != self._key(run, plan):
+            self.free()
+            dtype = getattr(torch, load.DTYPES[plan.precision])
+            model, folder = load.load_empty(run, dtype=plan.precision)
+            with load.reading(run, "weights"), load.quiet(), beside(meanwhile):
+                source = find_source(model, folder, dtype=dtype, storage="plain", content=content)
+                Preparation(model, run, device, dtype, source=source).apply([read])
+            model.requires_grad_(False)
+            self._known, self._model, self._content = self._key(run, plan), model, content
+        assert self._model is not None
+        own = copy.deepcopy(self._model, {id(weight): weight for weight in self._model.parameters()})
+        own.config.use_cache = False
+        if plan.forward is None or plan.forward.layout == "packed":
+            own.set_attn_implementation(attention.NAME)
+        return own
+
+    def share_prefix(self, model: nn.Module, plan: Plan) -> None:
+        """Have the layers below the first adapter compute each input once for all runs, on a CPU."""
+        is_plain = not (plan.is_compiled or plan.checkpointed_layers or plan.mlp_slice)
+        if plan.device == "cpu" and is_plain and plan.forward is not None and plan.forward.layout == "packed":
+            sizes = {"vocabulary": load.vocabulary_size(model.config), "room": int(PREFIX_ROOM * plan.memory.total)}
+            self.prefix.put_on(model, decoder_layers(model), **sizes)
+
+    def free(self) -> None:
+        self._known = self._model = self._content = None
+        self.prefix = SharedPrefix()
+
+    @staticmethod
+    def _key(run: Run, plan: Plan) -> tuple[object, ...]:
+        return run.model, run.trust_remote_code, plan.precision, plan.device
+
+
 def prepare(
     run: Run,
     plan: Plan,
@@ -417,9 +481,17 @@ def prepare(
     content: Content | None = None,
     meanwhile: Callable[[], None] = lambda: None,
     steps: int = adapters.STEPS,
+    base: SharedBase | None = None,
 ) -> Prepared:
     """The run's model by its plan, ready to train. What this rank reads is hashed into `content`; `meanwhile` is done
-    in a thread while files are read; `steps` is how many the run has."""
+    in a thread while files are read; `steps` is how many the run has; `base` has the weights, where they are shared."""
+    if base is not None and base.suits(run, plan):
+        model = base.model_for(run, plan, device, content, meanwhile)
+        called = make_trainable(model, run, plan)
+        base.share_prefix(model, plan)
+        return Prepared(model, called)
+    if base is not None:
+        base.free()
     model, folder = load.load_empty(run, dtype=plan.precision)
     model.config.use_cache = False
     if plan.forward is None or plan.forward.layout == "packed":

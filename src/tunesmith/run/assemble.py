@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from tunesmith.parallel import compile
 from tunesmith.parallel.check import check_parallelism
 from tunesmith.parallel.context import cut_of
 from tunesmith.parallel.mesh import check_ranks
-from tunesmith.parallel.prepare import is_cut, prepare
+from tunesmith.parallel.prepare import SharedBase, is_cut, prepare
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.defaults import few_steps
 from tunesmith.plan.memory import BLOCKWISE
@@ -34,7 +35,7 @@ from tunesmith.plan.plan import Plan
 from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder
 from tunesmith.run.base import keep_base
-from tunesmith.run.evaluate import Evaluator, held_out_while_training
+from tunesmith.run.evaluate import Evaluator, held_out_while_training, with_known_start
 from tunesmith.run.reference import Progress, Reference
 from tunesmith.run.result import ResultWriter
 from tunesmith.run.rollout import Generator, RewardEvaluator, Rollouts, at_temperature
@@ -43,10 +44,25 @@ from tunesmith.run.start import Setting
 from tunesmith.run.state import Share, TrainingState
 from tunesmith.run.stop import StopRule
 from tunesmith.run.teacher import teach_of
+from tunesmith.train.events import Evaluation
 from tunesmith.train.job import Job
 
 
-def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | None = None) -> Job:
+@dataclass
+class Shared:
+    """What the runs of a sweep have in common, each of which is assembled, trained and let go before the next."""
+
+    base: SharedBase = field(default_factory=SharedBase)
+    evaluated: dict[Hashable, Evaluation] = field(default_factory=dict)
+    """The base's held-out losses, as runs find them before their first step."""
+
+
+def assemble(
+    setting: Setting,
+    ranks: Ranks | None = None,
+    progress: Progress | None = None,
+    shared: Shared | None = None,
+) -> Job:
     """Prepare the model by the plan, and put the job together."""
     run, plan, ranks = setting.run, setting.plan, ranks or Ranks()
     check_ranks(plan, ranks)
@@ -56,14 +72,15 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
     make_reproducible(plan)
     attention.register(plan.attention)
     check_parallelism(run, plan, device)
-    content = Content()
+    base = shared.base if shared else None
+    content = (base.content(run, plan) if base else None) or Content()
     objective = objective_of(run)
     loader = _prompt_loader(setting, objective) if isinstance(objective, Grpo) else _loader(setting, ranks, objective)
     teach = None
     if isinstance(loader, Loader):
         teach = teach_of(run, plan, setting.data.train, loader.seen, device, ranks, progress)
     ways = {"content": content, "meanwhile": _imports_for(plan), "steps": loader.total_steps}
-    prepared = prepare(run, plan, device, **ways)
+    prepared = prepare(run, plan, device, **ways, base=base)
     model, called = prepared.model, prepared.called
     _keep_base(setting, content, plan, ranks)
     merges = Merges.of(model, run, loader.total_steps)
@@ -97,6 +114,8 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
     elif evals:
         told = (state.losses, objective, eval_mismatched, rule)
         evaluate = Evaluator(called, plan.forward, plan, evals, device, ranks, cut, *told)
+        if shared is not None and rule is None and SharedBase.suits(run, plan) and run.adapter is None:
+            evaluate = with_known_start(evaluate, run, shared.evaluated)
     return Job(
         run=run,
         plan=plan,

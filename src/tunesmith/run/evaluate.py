@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,6 +91,30 @@ class Evaluator:
             figures=overall_figures(results),
             figures_of={result.title: dict(result.figures) for result in results if result.figures},
         )
+
+
+def with_known_start(
+    evaluate: Evaluator, run: Run, known: dict[Hashable, Evaluation]
+) -> Callable[[int, Callable[[int, int], None]], Evaluation]:
+    """The same for one of several runs over one base: adapters that begin without effect leave the base's own losses,
+    to the last bit where the same linears carry them, so that the first run's are those of all. What is found is added
+    to `known`."""
+    plan, lora = evaluate.plan, run.lora
+    sizes = (plan.sequence_length, plan.micro_batch, plan.threads, plan.is_compiled, plan.forward)
+    adapted = (str(lora.targets), lora.layers, lora.dora, lora.dropout > 0)
+    data = tuple((store.title, store.fingerprint) for store in (*evaluate.stores, *evaluate.mismatched))
+    key = (*sizes, *adapted, data, str(run.preference), str(run.distillation))
+    begins_as_base = lora.init == "default" and not lora.dora
+
+    def called(step: int, progress: Callable[[int, int], None]) -> Evaluation:
+        if step > 0 or not begins_as_base:
+            return evaluate(step, progress)
+        if key not in known:
+            known[key] = evaluate(step, progress)
+        evaluate.losses[step] = known[key].loss
+        return known[key]
+
+    return called
 
 
 def held_out_while_training(

@@ -46,6 +46,7 @@ FREE_SETTINGS = frozenset(
         "deterministic",
         "trust_remote_code",
         "profile_steps",
+        "sweep",
     }
 )
 """Settings that may change between sittings of a run: none of them touches what the steps compute."""
@@ -55,6 +56,8 @@ FORMAT = 2
 """Of run.json and plan.json. Folders of format 1 (0.1, which did not write it down) are continued."""
 ADDED = ("peft", "adapter", "new_tokens")
 """Settings that there were not from the beginning."""
+SWEEP = "sweep.json"
+"""In the folder of a sweep, whose variants are runs in folders below."""
 WRITTEN = ("adapter", "model", "checkpoints", "profile", "stacks", "start", "documents")
 """Folders that a run makes in its own."""
 
@@ -103,6 +106,8 @@ class Identity:
 def check_place(run: Run) -> None:
     """Refuse an output that would be mixed up with the model it is made from, or overwrite it."""
     model, output = Path(run.model).expanduser(), Path(run.output).expanduser()
+    if (output / SWEEP).exists():
+        raise UserError(f"output: {run.output} is the folder of a sweep; set output to another folder.")
     if not model.exists():
         return  # a name on the hub, or a mistake that is told later
     model, output = (Path(os.path.realpath(path)) for path in (model, output))
