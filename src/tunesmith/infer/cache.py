@@ -35,14 +35,20 @@ class RoomyLayer(DynamicLayer):
         self.values = self.value_buffer[:, :, : self.columns]
         return self.keys, self.values
 
+    def cut(self, count: int) -> None:
+        """Without the last `count` columns, which the next ones are written over."""
+        self.columns -= count
+        self.keys, self.values = self.keys[:, :, : self.columns], self.values[:, :, : self.columns]
+
 
 @dataclass(frozen=True)
 class Row:
-    """One request's share of a cache: the last `length` columns of row `index`."""
+    """One request's share of a cache: `length` columns of row `index`, before the last `beyond` ones."""
 
     cache: Cache
     index: int
     length: int
+    beyond: int = 0
 
 
 def is_shareable(config) -> bool:
@@ -75,6 +81,13 @@ def regroup(rows: Sequence[Row]) -> Cache:
     return made
 
 
+def cut(cache: Cache, count: int) -> None:
+    """Without the last `count` columns of every row."""
+    for layer in cache.layers:
+        if layer.is_initialized:
+            layer.cut(count)
+
+
 def bytes_of(cache: Cache) -> int:
     """Of keys and values, without the room."""
     layers = [layer for layer in cache.layers if layer.is_initialized]
@@ -85,7 +98,8 @@ def _gathered(parts: Sequence[torch.Tensor], rows: Sequence[Row], length: int) -
     _, heads, _, size = parts[0].shape
     buffer = parts[0].new_zeros(len(rows), heads, length + ROOM, size)
     for place, (part, row) in enumerate(zip(parts, rows, strict=True)):
-        buffer[place, :, length - row.length : length] = part[row.index, :, part.shape[2] - row.length :]
+        end = part.shape[2] - row.beyond
+        buffer[place, :, length - row.length : length] = part[row.index, :, end - row.length : end]
     return buffer
 
 

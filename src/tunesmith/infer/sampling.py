@@ -33,22 +33,38 @@ class Choice:
     """Uniform in [0, 1)."""
     top: int | None
     """So many of the likeliest tokens are told, with log-probabilities; None tells none."""
+    allowed_v: torch.Tensor | None = None
+    """Tokens that may be chosen (bool); None: all of them."""
 
 
 def choose(logits_bv: torch.Tensor, choices: Sequence[Choice]) -> list[Token | None]:
     """A token for each row; None where the logits are no numbers."""
     logits_bv = logits_bv.float()
-    chosen_b = logits_bv.argmax(-1)
+    open_bv = _masked(logits_bv, choices)
+    chosen_b = open_bv.argmax(-1)
     drawing = [place for place, choice in enumerate(choices) if choice.temperature > 0]
     if drawing:
         at = torch.tensor(drawing, device=logits_bv.device)
-        chosen_b[at] = _drawn(logits_bv[at], [choices[place] for place in drawing])
+        chosen_b[at] = _drawn(open_bv[at], [choices[place] for place in drawing])
     broken = logits_bv.isnan().any(-1).tolist()
     ids = chosen_b.tolist()
     told = _told(logits_bv, chosen_b, choices) if any(choice.top is not None for choice in choices) else {}
     return [
         None if broken[place] else told.get(place, Token(ids[place])) for place in range(len(choices))
     ]  # fmt: skip
+
+
+def _masked(logits_bv: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+    bound = [place for place, choice in enumerate(choices) if choice.allowed_v is not None]
+    if not bound:
+        return logits_bv
+    masked_bv = logits_bv.clone()
+    for place in bound:
+        allowed_v = choices[place].allowed_v.to(logits_bv.device)
+        known = min(len(allowed_v), logits_bv.shape[-1])  # an output head may have rows beyond the tokenizer's tokens
+        masked_bv[place, :known].masked_fill_(~allowed_v[:known], float("-inf"))
+        masked_bv[place, known:] = float("-inf")
+    return masked_bv
 
 
 def _drawn(logits_bv: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
