@@ -85,8 +85,8 @@ class Clients:
         self.http = httpx2.AsyncClient(base_url=url, timeout=120, limits=limits, trust_env=False)
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self.seeded: dict[tuple[str, int], str] = {}
-        self.embedded: dict[tuple[str, int], list[float]] = {}
+        self.drawn: dict[tuple[str, int], str] = {}
+        self.vectors: dict[tuple[str, int], list[float]] = {}
         self.waits: list[float] = []
         kinds = {"whole": 40, "streamed": 25, "seeded": 12, "left": 12, "embeddings": 5}
         if importlib.util.find_spec("llguidance"):
@@ -132,7 +132,7 @@ class Clients:
     async def seeded(self, model: str, number: int) -> None:
         choice = await self._chat(self._ask(model, number, temperature=1.0, top_p=0.9, seed=number))
         said = choice["message"]["content"]
-        assert self.seeded.setdefault((model, number), said) == said, "a seed gave two answers"
+        assert self.drawn.setdefault((model, number), said) == said, "a seed gave two answers"
 
     async def left(self, model: str, number: int) -> None:
         ask = {"model": model, "prompt": question(number)[0], "max_tokens": 300, "temperature": 3, "stream": True}
@@ -142,7 +142,7 @@ class Clients:
 
     async def json(self, model: str, number: int) -> None:
         form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
-        ask = self._ask(model, number, temperature=2, max_tokens=60, response_format=form)
+        ask = self._ask(model, number, temperature=2, max_tokens=150, response_format=form)
         choice = await self._chat(ask)
         if choice["finish_reason"] == "stop":
             made = json.loads(choice["message"]["content"])
@@ -157,7 +157,7 @@ class Clients:
         answer = await self.http.post(EMBEDDINGS, json={"model": model, "input": question(number)[0]})
         assert answer.status_code == 200, answer.text
         vector = answer.json()["data"][0]["embedding"]
-        assert self.embedded.setdefault((model, number), vector) == vector, "a text has two embeddings"
+        assert self.vectors.setdefault((model, number), vector) == vector, "a text has two embeddings"
 
     async def metrics(self) -> dict[str, float]:
         text = (await self.http.get("/metrics")).text
