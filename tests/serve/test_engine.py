@@ -158,6 +158,22 @@ def test_an_answer_that_fails_takes_no_other_with_it(engine, llama):
     assert good.tokens == generated(llama, [5, 6, 7], 20, None)
 
 
+def test_a_grammar_that_fails_takes_no_other_with_it(engine, llama):
+    class Broken:
+        def allowed(self):
+            if bad.tokens:
+                raise RuntimeError
+            return torch.ones(VOCABULARY, dtype=torch.bool)
+
+        def take(self, token):
+            return False
+
+    good, bad = Asked([5, 6, 7], 20), Asked([8, 9], 20, grammar=Broken())
+    run_all(engine, [bad, good])
+    assert (bad.reason, len(bad.tokens)) == ("failed", 1)
+    assert good.tokens == generated(llama, [5, 6, 7], 20, None)
+
+
 def test_a_request_that_takes_too_long_is_ended(engine):
     asked = Asked([5, 6, 7], 100, deadline=0.0)
     run_all(engine, [asked])

@@ -250,6 +250,8 @@ class Server:
             self.models.add(served)
         except UserError as error:
             raise ApiError(400, f"lora_path: {error}", param="lora_path") from None
+        except OSError:
+            raise ApiError(400, "lora_path: there is nothing that can be read.", param="lora_path") from None
         self._longest = max(self._longest, _longest_token(served))
         log.info("the adapter %s was loaded", name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")

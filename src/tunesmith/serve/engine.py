@@ -371,14 +371,18 @@ class Engine:
         self, group: Group, proposed: list[list[int]], logits_bwv: torch.Tensor
     ) -> tuple[list[int], dict[Job, Reason]]:
         """Tokens for each row, up to the first that was not proposed: how many, and who has ended."""
-        made, ended = [0] * len(group.jobs), {}
+        made: list[int] = [0] * len(group.jobs)
+        ended: dict[Job, Reason] = {}
         going = list(range(len(group.jobs)))
         for column in range(logits_bwv.shape[1]):
             if not going:
                 break
-            rows_bv = logits_bwv[:, column] if len(going) == len(group.jobs) else logits_bwv[going, column]
-            tokens, still = choose(rows_bv, [group.jobs[place].choice() for place in going]), []
-            for place, token in zip(going, tokens, strict=True):
+            choices = {place: self._choice(group.jobs[place]) for place in going}
+            ended |= {group.jobs[place]: "failed" for place, choice in choices.items() if choice is None}
+            ready = {place: choice for place, choice in choices.items() if choice is not None}
+            rows_bv = logits_bwv[:, column] if len(ready) == len(group.jobs) else logits_bwv[list(ready), column]
+            tokens, still = choose(rows_bv, list(ready.values())) if ready else [], []
+            for place, token in zip(ready, tokens, strict=True):
                 job = group.jobs[place]
                 made[place] += 1
                 if why := self._given(job, token):
@@ -409,6 +413,15 @@ class Engine:
         if token.id in job.stop_ids or self._takes_no_more(job, token):
             return "failed" if job.is_broken else "stop"
         return "length" if job.generated >= job.max_tokens else None
+
+    def _choice(self, job: Job) -> Choice | None:
+        """None where its grammar cannot be followed any further."""
+        try:
+            return job.choice()
+        except Exception as error:  # of this request's grammar; those beside it go on
+            log.error("an answer failed: %s at %s", type(error).__name__, _place_of(error))
+            self.stats.failed += 1
+            return None
 
     def _takes_no_more(self, job: Job, token: Token) -> bool:
         try:

@@ -134,7 +134,7 @@ class LoadRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     lora_name: str = Field(min_length=1, max_length=100, pattern=r"^[a-zA-Z0-9._-]+$")
-    lora_path: str = Field(min_length=1, max_length=4096)
+    lora_path: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")
 
 
 class UnloadRequest(BaseModel):
