@@ -7,6 +7,7 @@ training does, and know by their content whether it is the base that was trained
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import nn
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
-from tunesmith.kernels.update import halved
+from tunesmith.kernels.update import halved_once
 from tunesmith.model import load, lora
 from tunesmith.model.content import Content
 from tunesmith.model.fake_quantize import FakeQuantization
@@ -155,7 +156,9 @@ def rounded(weights: Weights, name: str, tensor: torch.Tensor, dtype: torch.dtyp
     if not tensor.is_floating_point() or tensor.dtype == dtype:
         return tensor
     owner, _, leaf = name.rpartition(".")
-    made = halved(tensor, dtype) if leaf == "weight" and owner in weights.adapted else tensor.to(dtype)
+    if dtype == torch.bfloat16 and tensor.dtype == torch.float32 and leaf == "weight" and owner in weights.adapted:
+        return halved_once(tensor, seed=zlib.crc32(name.encode()))
+    made = tensor.to(dtype)
     if dtype == torch.float16 and not made.isfinite().all():
         raise UserError(f"{name} has values beyond what fp16 holds; export in bf16 or fp32.")
     return made
