@@ -122,7 +122,7 @@ def merged_weights(weights: Weights, progress: Progress | None = None) -> Iterat
     run, model, dtype = weights.run, weights.model, getattr(torch, load.DTYPES[_widest(weights)])
     content = Content()
     with load.reading(run, "weights"), load.quiet():
-        source = find_source(model, weights.base, dtype=dtype, storage="plain", content=content)
+        source = find_source(model, weights.base, dtype=dtype, storage="plain", content=content, is_mapped=False)
         work = Preparation(model, run, torch.device("cpu"), dtype, source=source)
         units = work.units
         for number, unit in enumerate(work.each([read, partial(_merge, weights)]), start=1):
@@ -212,7 +212,9 @@ class StreamedModel:
         self.model, _ = load.load_empty(weights.run, dtype="fp32")
         self.rounded = FakeQuantization.of(self.model, rounded_to) if rounded_to else None
         with load.reading(weights.run, "weights"), load.quiet():
-            self.source: WeightSource = find_source(self.model, weights.base, dtype=torch.float32, storage="plain")
+            self.source: WeightSource = find_source(
+                self.model, weights.base, dtype=torch.float32, storage="plain", is_mapped=False
+            )
         self.tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         for name, tensor, _ in self._from_files([one for one in saved_buffers(self.model) if one in self.source.names]):
             put_tensor(self.model, name, own_copy(tensor))  # few, and needed throughout
@@ -274,7 +276,7 @@ class StreamedModel:
         stored = [self.tied.get(name, name) if name not in self.source.names else name for name in names]
         if missing := [name for name in stored if name not in self.source.names]:
             raise UserError(f"model: the weights of {self.weights.run.model} hold no {missing[0]}.")
-        found = {name: own_copy(tensor).float() for name, tensor, _ in self._from_files(stored)}
+        found = {name: tensor.float() for name, tensor, _ in self._from_files(stored)}
         for name, source in zip(names, stored, strict=True):
             put_tensor(self.model, name, found[source])
 
