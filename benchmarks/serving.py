@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def expected(folders: dict[str, Path]) -> dict[tuple[str, int], str]:
 
 
 class Clients:
-    def __init__(self, url: str, right: dict[tuple[str, int], str], seconds: float):
+    def __init__(self, url: str, right: dict[tuple[str, int], str], seconds: float, only: Sequence[str] = ()):
         self.right, self.until = right, time.monotonic() + seconds
         limits = httpx2.Limits(max_connections=1000)
         self.http = httpx2.AsyncClient(base_url=url, timeout=120, limits=limits, trust_env=False)
@@ -91,6 +92,7 @@ class Clients:
         kinds = {"whole": 40, "streamed": 25, "seeded": 12, "left": 12, "embeddings": 5}
         if importlib.util.find_spec("llguidance"):
             kinds["json"] = 6
+        kinds = {kind: share for kind, share in kinds.items() if not only or kind in only}
         self.kinds, self.shares = list(kinds), list(kinds.values())
 
     async def run(self, client: int) -> None:
@@ -195,8 +197,9 @@ async def leave(clients: Clients) -> list[dict[str, float]]:
     return taken[:5]
 
 
-async def measure(url: str, server: psutil.Process, right: dict, count: int, seconds: float) -> dict[str, Any]:
-    clients = Clients(url, right, seconds)
+async def measure(url: str, server: psutil.Process, right: dict, chosen: argparse.Namespace) -> dict[str, Any]:
+    count, seconds = chosen.clients, chosen.seconds
+    clients = Clients(url, right, seconds, chosen.only)
     samples: list[tuple[float, int, float]] = []
     await asyncio.gather(*(clients.run(number) for number in range(count)), watch(server, clients, samples))
     taken = await leave(clients)
@@ -212,6 +215,7 @@ async def measure(url: str, server: psutil.Process, right: dict, count: int, sec
         "proposed_tokens": proposed, "accepted_tokens": accepted,
         "median_seconds": waits[len(waits) // 2], "p99_seconds": waits[len(waits) * 99 // 100],
         "memory_mib": {"settled": settled[0] >> 20, "largest after": max(settled) >> 20, "last": settled[-1] >> 20},
+        "memory_by_time_mib": [[round(at), rss >> 20] for at, rss, _ in samples[:: max(1, len(samples) // 20)]],
         "cache_tokens": {"largest": max(held for *_, held in samples), "limit": last["tunesmith_cache_tokens_limit"]},
         "cache_empty_after_leaving": taken,
     }  # fmt: skip
@@ -224,6 +228,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--only", nargs="*", default=[], help="kinds of requests, such as whole, json, left")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         base = make_tiny_model(Path(folder) / "base")
@@ -240,13 +245,13 @@ def main() -> None:
             try:
                 url = f"http://127.0.0.1:{port}"
                 wait_for(url, server)
-                numbers = asyncio.run(measure(url, psutil.Process(server.pid), right, chosen.clients, chosen.seconds))
+                numbers = asyncio.run(measure(url, psutil.Process(server.pid), right, chosen))
             finally:
                 server.terminate()
                 numbers_of_end = server.wait(60)
     print(json.dumps(numbers, indent=1))
     assert numbers_of_end == 0
-    if chosen.seconds >= 300:
+    if chosen.seconds >= 300 and not chosen.only:
         write_result("serving", "Clients at once on `tunesmith serve`, a tiny model, CPU", numbers)
     assert not numbers["wrong"]
 

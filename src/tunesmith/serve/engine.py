@@ -107,6 +107,8 @@ class Job:
         if not self.is_ended:
             self.is_ended = True
             self.end(reason)
+            # What it held goes now, not when the garbage collector comes by: whoever asked holds the job, too.
+            self.take, self.end, self.grammar, self.lookup = lambda _: True, lambda _: None, None, Lookup(())
 
     def choice(self) -> Choice:
         allowed = self.grammar.allowed() if self.grammar is not None else None
