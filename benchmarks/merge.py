@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -130,6 +129,12 @@ def plain_rate(base: Path, folder: Path) -> dict[str, float]:
     return {"gigabytes": size / 1e9, "read_s": round(read, 1), "copy_s": round(copied, 1)}
 
 
+def peak() -> float:
+    """Gigabytes of resident memory, at most so far. (What getrusage tells begins with that of the parent.)"""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024 / 1e9
+
+
 def worker(run: Path, to: Path) -> None:
     from tunesmith.run import merge
 
@@ -144,7 +149,7 @@ def worker(run: Path, to: Path) -> None:
                 return work(*given, **named)
             finally:
                 seconds[f"{name}_s"] = round(time.monotonic() - began, 1)
-                seconds[f"after_{name}_peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+                seconds[f"after_{name}_peak_gb"] = peak()
 
         setattr(merge._Streamed, name, call)
 
@@ -153,7 +158,7 @@ def worker(run: Path, to: Path) -> None:
     began = time.monotonic()
     merged = merge.merge_run(run, to)
     seconds["all_s"] = round(time.monotonic() - began, 1)
-    seconds["peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    seconds["peak_gb"] = peak()
     print(json.dumps({**seconds, "difference": merged.difference, "effect": merged.effect}))
 
 
@@ -164,6 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", default="llama3-8b")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has: memory is that of the widest unit")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--worker", type=Path, nargs=2)
     chosen = parser.parse_args()
@@ -175,6 +181,7 @@ def main() -> None:
     try:
         tiny = make_tiny_model(folder / "tiny")
         shape = SMALL if chosen.shape == "1b" else SHAPES[chosen.shape]
+        shape = {**shape, "num_hidden_layers": chosen.layers or shape["num_hidden_layers"]}
         shapes = make_base(folder / "base", shape, tiny)
         run = make_run(folder / "made", folder / "base", shapes, tiny, chosen.rank)
         before = plain_rate(folder / "base", folder)
@@ -189,7 +196,7 @@ def main() -> None:
         after = plain_rate(folder / "base", folder)
         copy = (before["copy_s"] + after["copy_s"]) / 2
         numbers = {
-            "shape": chosen.shape, "rank": chosen.rank, "threads": os.environ.get("OMP_NUM_THREADS"),
+            "shape": chosen.shape, "layers": shape["num_hidden_layers"], "rank": chosen.rank, "threads": os.environ.get("OMP_NUM_THREADS"),
             "disk": {"before": before, "after": after}, "merge": merged, "of_disk_rate": copy / merged["write_s"],
         }  # fmt: skip
         print(json.dumps(numbers, indent=1))
