@@ -196,7 +196,8 @@ def main() -> None:
         after = plain_rate(folder / "base", folder)
         copy = (before["copy_s"] + after["copy_s"]) / 2
         numbers = {
-            "shape": chosen.shape, "layers": shape["num_hidden_layers"], "rank": chosen.rank, "threads": os.environ.get("OMP_NUM_THREADS"),
+            "shape": chosen.shape, "layers": shape["num_hidden_layers"], "rank": chosen.rank,
+            "threads": os.environ.get("OMP_NUM_THREADS"),
             "disk": {"before": before, "after": after}, "merge": merged, "of_disk_rate": copy / merged["write_s"],
         }  # fmt: skip
         print(json.dumps(numbers, indent=1))
