@@ -131,6 +131,8 @@ def test_tools_are_part_of_the_prompt(server):
     [
         ({"model": "other"}, 404, "model_not_found", "there are run, second, base"),
         ({"n": 2}, 400, None, "n:"),
+        ({"n": True}, 400, None, "n:"),
+        ({"store": 0}, 400, None, "store: Value error, it must be true or false"),
         ({"surprise": 1}, 400, None, "surprise"),
         ({"temperature": -1}, 400, None, "temperature"),
         ({"messages": [{"role": "nobody", "content": "a"}]}, 400, None, "messages.0.role"),

@@ -5,9 +5,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 Request = TypeVar("Request", bound=BaseModel)
+
+
+def _as_written(kind: type) -> BeforeValidator:
+    """Python takes 0 for False and True for 1; JSON does not."""
+
+    def check(value: Any) -> Any:
+        if value is not None and isinstance(value, bool) != (kind is bool):
+            raise ValueError(f"it must be {'true or false' if kind is bool else 'a number'}")
+        return value
+
+    return BeforeValidator(check)
+
+
+Off = Annotated[Literal[False] | None, _as_written(bool)]
+One = Annotated[Literal[1] | None, _as_written(int)]
+Zero = Annotated[Literal[0] | None, _as_written(int)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -63,9 +79,9 @@ class Common(BaseModel):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=1000)
-    n: Literal[1] | None = 1
-    frequency_penalty: Literal[0] | None = 0
-    presence_penalty: Literal[0] | None = 0
+    n: One = 1
+    frequency_penalty: Zero = 0
+    presence_penalty: Zero = 0
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
     @property
@@ -95,15 +111,15 @@ class ChatRequest(Common):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
     metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
+    store: Off = None
     service_tier: Literal["auto", "default"] | None = None
 
 
 class CompletionRequest(Common):
     prompt: str | Tokens
     logprobs: int | None = Field(None, ge=0, le=5)
-    echo: Literal[False] | None = False
-    best_of: Literal[1] | None = 1
+    echo: Off = False
+    best_of: One = 1
     suffix: None = None
 
 
