@@ -48,6 +48,7 @@ def smithy(tmp_path_factory):
         ("gguf-adapter", "f32"),
         ("onnx", "fp32"),
         ("compressed-tensors", "int8"),
+        ("compressed-tensors", "int4"),
         ("compressed-tensors", "fp8"),
         ("bitsandbytes", "nf4"),
     ],

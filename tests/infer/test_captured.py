@@ -86,8 +86,8 @@ def test_a_step_that_differs_is_not_used(monkeypatch, caplog):
     call._is_capturable = True
     own = call._logits
 
-    def looks(tokens, mask, positions, cache):
-        logits = own(tokens, mask, positions, cache)
+    def looks(tokens, mask, positions, cache, options):
+        logits = own(tokens, mask, positions, cache, options)
         return logits + float(isinstance(cache.layers[0], captured.FixedLayer))
 
     monkeypatch.setattr(call, "_logits", looks)

@@ -29,8 +29,16 @@ def command(
         int | None, typer.Option(min=16, help="Tokens in the key-value cache; by the free memory when left out.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that a request may take.")] = 600.0,
+    draft: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="A smaller model with the same vocabulary, for speculative decoding."),
+    ] = None,
+    allow_adapter_loading: Annotated[
+        bool,
+        typer.Option("--allow-adapter-loading", help="Let clients with the key load and unload adapters."),
+    ] = False,
 ) -> None:
-    """Serve a run, or a merged model, over HTTP as OpenAI's API: chat, completions, streaming. Ctrl-C ends it."""
+    """Serve a run, or a merged model, over HTTP as OpenAI's API: chat, JSON, embeddings, streaming. Ctrl-C ends it."""
     from tunesmith.cli import output
     from tunesmith.errors import UserError
 
@@ -47,6 +55,8 @@ def command(
         length=max_length,
         cache_tokens=cache_tokens,
         timeout=timeout,
+        draft=draft,
+        loads_adapters=allow_adapter_loading,
     )
     ready = prepare(folder, adapters, options)
     output.clear_bottom()

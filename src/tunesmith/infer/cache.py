@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -38,14 +39,19 @@ class RoomyLayer(DynamicLayer):
         self.columns = columns
         self.keys, self.values = self.key_buffer[:, :, :columns], self.value_buffer[:, :, :columns]
 
+    def cut(self, count: int) -> None:
+        """Without the last `count` columns, which the next ones are written over."""
+        self.show(self.columns - count)
+
 
 @dataclass(frozen=True)
 class Row:
-    """One request's share of a cache: the last `length` columns of row `index`."""
+    """One request's share of a cache: `length` columns of row `index`, before the last `beyond` ones."""
 
     cache: Cache
     index: int
     length: int
+    beyond: int = 0
 
 
 def is_shareable(config) -> bool:
@@ -78,32 +84,41 @@ def regroup(rows: Sequence[Row]) -> Cache:
     return made
 
 
+def cut(cache: Cache, count: int) -> None:
+    """Without the last `count` columns of every row."""
+    for layer in cache.layers:
+        if layer.is_initialized:
+            layer.cut(count)
+
+
 def bytes_of(cache: Cache) -> int:
     """Of keys and values, without the room."""
     layers = [layer for layer in cache.layers if layer.is_initialized]
     return sum(part.numel() * part.element_size() for one in layers for part in (one.keys, one.values))
 
 
-def _sources(rows: Sequence[Row]) -> list[tuple[Cache, torch.Tensor, torch.Tensor]]:
-    """Each cache, the places of its rows there, and their places among `rows`."""
+def _sources(rows: Sequence[Row]) -> list[tuple[Cache, int, torch.Tensor, torch.Tensor]]:
+    """Each cache and a number of columns at its end that are left out, the places of rows there, and their places among
+    `rows`."""
     device = next(layer.keys.device for layer in rows[0].cache.layers if layer.is_initialized)
-    caches = {id(row.cache): row.cache for row in rows}
+    kinds = {(id(row.cache), row.beyond): row for row in rows}
     found = []
-    for key, cache in caches.items():
-        pairs = [(row.index, place) for place, row in enumerate(rows) if id(row.cache) == key]
+    for kind, one in kinds.items():
+        pairs = [(row.index, place) for place, row in enumerate(rows) if (id(row.cache), row.beyond) == kind]
         taken, places = torch.tensor(pairs, device=device).unbind(1)
-        found.append((cache, taken, places))
+        found.append((one.cache, one.beyond, taken, places))
     return found
 
 
-def _gathered(parts: Sequence[tuple[torch.Tensor, ...]], count: int, length: int) -> torch.Tensor:
+def _gathered(parts: Sequence[Any], count: int, length: int) -> torch.Tensor:
     """All rows end at the same column. What comes before a shorter row's beginning is hidden by the mask."""
     first = parts[0][0]
     _, heads, _, size = first.shape
     buffer = first.new_zeros(count, heads, length + ROOM, size)
-    for part, taken, places in parts:
-        kept = min(length, part.shape[2])
-        rows = part[:, :, part.shape[2] - kept :].index_select(0, taken)
+    for part, beyond, taken, places in parts:
+        end = part.shape[2] - beyond
+        kept = min(length, end)
+        rows = part[:, :, end - kept : end].index_select(0, taken)
         buffer[:, :, length - kept : length].index_copy_(0, places, rows)
     return buffer
 

@@ -16,6 +16,9 @@ from tunesmith.infer.cache import Row, bytes_of, is_shareable, new_cache, regrou
 from tunesmith.infer.captured import Captured, is_capturable
 from tunesmith.model.forward import own_attention
 
+ADAPTERS = 8
+"""Whose captured steps are kept; adapters may come and go."""
+
 
 class Call:
     """How the model is called: a prompt read, or one more token for each row of a cache. On a GPU the latter is
@@ -25,6 +28,7 @@ class Call:
         takes = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in takes
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        """For a prompt; a few more tokens have all of their logits."""
         self.model, self.is_shared = model, is_shared
         self._limit = limit
         self._captured: dict[Hashable, Captured] = {}
@@ -38,7 +42,7 @@ class Call:
         """The logits after the prompt [1, V], and its cache."""
         cache = new_cache(self.model.config, is_shared=self.is_shared)
         tokens = torch.tensor([prompt], device=self.device)
-        return self._logits(tokens, torch.ones_like(tokens), 0, cache), cache
+        return self._logits(tokens, torch.ones_like(tokens), 0, cache, self._last)[:, -1], cache
 
     def read_all(self, prompts: Sequence[list[int]]) -> tuple[torch.Tensor, Any]:
         """The same of several prompts at once, which end at the same column: [B, V]."""
@@ -55,31 +59,44 @@ class Call:
         return out.logits[:, -1], cache
 
     def go_on(self, cache: Any, last: list[int], lengths: list[int], adapter: Hashable = None) -> torch.Tensor:
-        """The logits after one more token for each row [B, V]; the cache has it then. `adapter`: what tells the
-        modules that are on the model from others that may be put there."""
-        if self._is_capturable:
-            if (captured := self._captured.get(adapter)) is None:
-                captured = self._captured[adapter] = Captured(self._logits)
-            others = sum(one.bytes for one in self._captured.values() if one is not captured)
-            captured.limit = None if self._limit is None else self._limit - others
-            if (logits_bv := captured.go_on(cache, last, lengths)) is not None:
-                return logits_bv
-        tokens = torch.tensor(last, device=self.device)[:, None]
+        """The logits after one more token for each row [B, V]; the cache has it then."""
+        return self.go_on_with(cache, [[token] for token in last], lengths, adapter)[:, -1]
+
+    def go_on_with(
+        self, cache: Any, tokens: Sequence[list[int]], lengths: list[int], adapter: Hashable = None
+    ) -> torch.Tensor:
+        """The logits after each of several more tokens [B, W, V]. Rows with fewer are filled up behind them: what the
+        cache has of that, the caller cuts off. `adapter` tells the modules that are on the model from others that may
+        be put there."""
+        width = max(map(len, tokens))
+        if width == 1 and self._is_capturable:
+            captured = self._captured_for(adapter)
+            if (logits_bv := captured.go_on(cache, [row[0] for row in tokens], lengths)) is not None:
+                return logits_bv[:, None]
+        filled = torch.tensor([[*row, *row[-1:] * (width - len(row))] for row in tokens], device=self.device)
         lengths_b1 = torch.tensor(lengths, device=self.device)[:, None]
         longest = max(lengths)
-        mask = (torch.arange(longest + 1, device=self.device)[None] >= longest - lengths_b1).long()
-        return self._logits(tokens, mask, lengths_b1, cache)
+        mask = (torch.arange(longest + width, device=self.device)[None] >= longest - lengths_b1).long()
+        return self._logits(filled, mask, lengths_b1, cache, {})
 
-    def forget(self, adapter: Hashable) -> None:
-        """The modules of this adapter are gone."""
-        self._captured.pop(adapter, None)
+    def _captured_for(self, adapter: Hashable) -> Captured:
+        captured = self._captured.pop(adapter, None) or Captured(self._step)
+        self._captured[adapter] = captured  # the last used one last
+        if len(self._captured) > ADAPTERS:
+            del self._captured[next(iter(self._captured))]
+        others = sum(one.bytes for one in self._captured.values() if one is not captured)
+        captured.limit = None if self._limit is None else self._limit - others
+        return captured
 
-    def _logits(self, tokens: torch.Tensor, mask: torch.Tensor, start: Any, cache: Any) -> torch.Tensor:
-        options = dict(self._last)
+    def _step(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
+        return self._logits(tokens, mask, positions, cache, self._last)[:, -1]
+
+    def _logits(self, tokens: torch.Tensor, mask: torch.Tensor, start: Any, cache: Any, options: dict) -> torch.Tensor:
+        options = dict(options)
         if self._takes_positions:
             options["position_ids"] = start + torch.arange(tokens.shape[1], device=tokens.device)[None]
         out = self.model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
-        return out.logits[:, -1]
+        return out.logits
 
 
 @dataclass(frozen=True)
@@ -88,6 +105,8 @@ class Tried:
     """Requests may be decoded together."""
     why_not: str
     bytes_per_token: int
+    is_wide: bool = False
+    """Several more tokens at once give what they give one after the other, as speculative decoding needs."""
 
 
 @torch.no_grad()
@@ -111,7 +130,8 @@ def try_out(model: nn.Module) -> Tried:
         else:
             why = f"its logits differ by {worst:.2g} then"
         if worst <= _bound(model):
-            return Tried(is_shared, "" if is_shared else problem, amount)
+            is_wide = is_shared and _is_wide(model, prompts, expected)
+            return Tried(is_shared, "" if is_shared else problem, amount, is_wide)
         problem = why
     raise UserError(f"{type(model).__name__} does not give with a key-value cache what it gives without ({problem}).")
 
@@ -139,6 +159,22 @@ def _with_cache(
     call.go_on(cache, [prompt[-2] for prompt in prompts], lengths)
     logits = call.go_on(cache, [prompt[-1] for prompt in prompts], [length + 1 for length in lengths])
     return [row.float() for row in logits], amount
+
+
+def _is_wide(model: nn.Module, prompts: list[list[int]], expected: list[torch.Tensor]) -> bool:
+    """The last three tokens of each prompt at once, and for the shorter one a filler that is cut off again."""
+    call = Call(model, is_shared=True)
+    begun = [(len(prompt) - 3, call.read(prompt[:-3])[1]) for prompt in prompts]
+    cache = regroup([Row(one, 0, length) for length, one in begun])
+    lengths = [length for length, _ in begun]
+    try:
+        first = call.go_on_with(cache, [prompts[0][-3:-1], prompts[1][-3:]], lengths)
+        rows = [Row(cache, 0, lengths[0] + 2, beyond=1), Row(cache, 1, lengths[1] + 3)]
+        again = call.go_on_with(regroup(rows[:1]), [prompts[0][-1:]], [lengths[0] + 2])
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError):
+        return False
+    found = (again[0, -1].float(), first[1, -1].float())
+    return max(_difference(a, b) for a, b in zip(found, expected, strict=True)) <= _bound(model)
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -241,14 +241,17 @@ class Captured:
             for layer in cache.layers
         ]
         kept = _first(cache.layers).keys
-        if self.limit is not None and (sum(needed) + sum(values)) * kept.element_size() > self.limit:
+        total = (sum(needed) + sum(values)) * kept.element_size()
+        if self.limit is not None and total > self.limit:
             return False
         have = [0 if pair is None else pair[0].numel() for pair in self._flat]
         if len(have) == len(needed) and all(a >= b for a, b in zip(have, needed, strict=True)):
             return True
         self._forget()
+        spare = 2 if self.limit is not None and 2 * total <= self.limit else 1  # graphs outlive a batch that grows
         self._flat = [
-            (kept.new_zeros(a), kept.new_zeros(b)) if a else None for a, b in zip(needed, values, strict=True)
+            (kept.new_zeros(spare * a), kept.new_zeros(spare * b)) if a else None
+            for a, b in zip(needed, values, strict=True)
         ]
         self._heads = [layer.keys.shape[1] if layer.is_initialized else 0 for layer in cache.layers]
         self._sizes = [

@@ -1,7 +1,9 @@
 """The next token of each row of a batch, and the log-probabilities that were asked for.
 
-A request draws one number of its own for each token and takes the token at which the likeliest ones together have
-reached it. So what is drawn depends on the request's seed alone, never on what else is in the batch.
+A request draws one number of its own for each token; it seeds a noise for each token of the vocabulary, and the token
+with the largest probability over noise is taken (exponential noise: the Gumbel-max trick), which is each as often as it
+is likely. So what is drawn depends on the request's seed alone, never on what else is in the batch: logits that differ
+in their last bits, as those of other batches do, choose another token only where the first two are that close.
 
 Legend: B rows, V tokens of the vocabulary.
 """
@@ -33,16 +35,19 @@ class Choice:
     """Uniform in [0, 1)."""
     top: int | None
     """So many of the likeliest tokens are told, with log-probabilities; None tells none."""
+    allowed_v: torch.Tensor | None = None
+    """Tokens that may be chosen (bool); None: all of them."""
 
 
 def choose(logits_bv: torch.Tensor, choices: Sequence[Choice]) -> list[Token | None]:
     """A token for each row; None where the logits are no numbers."""
     logits_bv = logits_bv.float()
-    chosen_b = logits_bv.argmax(-1)
+    open_bv = _masked(logits_bv, choices)
+    chosen_b = open_bv.argmax(-1)
     drawing = [place for place, choice in enumerate(choices) if choice.temperature > 0]
     if drawing:
         at = torch.tensor(drawing, device=logits_bv.device)
-        chosen_b[at] = _drawn(logits_bv[at], [choices[place] for place in drawing])
+        chosen_b[at] = _drawn(open_bv[at], [choices[place] for place in drawing])
     broken = logits_bv.isnan().any(-1).tolist()
     ids = chosen_b.tolist()
     told = _told(logits_bv, chosen_b, choices) if any(choice.top is not None for choice in choices) else {}
@@ -51,20 +56,38 @@ def choose(logits_bv: torch.Tensor, choices: Sequence[Choice]) -> list[Token | N
     ]  # fmt: skip
 
 
+def _masked(logits_bv: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+    bound = [place for place, choice in enumerate(choices) if choice.allowed_v is not None]
+    if not bound:
+        return logits_bv
+    masked_bv = logits_bv.clone()
+    for place in bound:
+        allowed_v = choices[place].allowed_v.to(logits_bv.device)
+        known = min(len(allowed_v), logits_bv.shape[-1])  # an output head may have rows beyond the tokenizer's tokens
+        masked_bv[place, :known].masked_fill_(~allowed_v[:known], float("-inf"))
+        masked_bv[place, known:] = float("-inf")
+    return masked_bv
+
+
 def _drawn(logits_bv: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, device=logits_bv.device)[:, None]
 
     temperatures = column([max(choice.temperature, 1e-4) for choice in choices])
-    probabilities_bv, order_bv = torch.softmax(logits_bv / temperatures, -1).sort(dim=-1, descending=True, stable=True)
-    before_bv = probabilities_bv.cumsum(-1) - probabilities_bv
-    kept_bv = probabilities_bv * (before_bv < column([choice.top_p for choice in choices]))
-    kept_bv[:, 0] = probabilities_bv[:, 0]  # the likeliest one may always be taken
-    reached_bv = kept_bv.cumsum(-1)
-    wanted_b1 = column([choice.drawn for choice in choices]) * reached_bv[:, -1:]
-    last_b1 = (kept_bv > 0).sum(-1, keepdim=True) - 1  # rounding must not lead beyond the tokens that are kept
-    at_b1 = torch.searchsorted(reached_bv, wanted_b1, right=True).minimum(last_b1)
-    return order_bv.gather(-1, at_b1)[:, 0]
+    probabilities_bv = torch.softmax(logits_bv / temperatures, -1)
+    if any(choice.top_p < 1 for choice in choices):
+        sorted_bv, order_bv = probabilities_bv.sort(dim=-1, descending=True, stable=True)
+        kept_bv = (sorted_bv.cumsum(-1) - sorted_bv) < column([choice.top_p for choice in choices])
+        kept_bv[:, 0] = True  # the likeliest one may always be taken
+        probabilities_bv = probabilities_bv * torch.zeros_like(kept_bv).scatter_(-1, order_bv, kept_bv)
+    noise_bv = torch.stack([_noise(choice.drawn, logits_bv) for choice in choices])
+    return (probabilities_bv / noise_bv).argmax(-1)
+
+
+def _noise(drawn: float, like_bv: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator(like_bv.device).manual_seed(int(drawn * 2**53))
+    noise_v = torch.empty(like_bv.shape[-1], device=like_bv.device)
+    return noise_v.exponential_(generator=generator).clamp_(min=1e-30)
 
 
 def _told(logits_bv: torch.Tensor, chosen_b: torch.Tensor, choices: Sequence[Choice]) -> dict[int, Token]:

@@ -29,6 +29,9 @@ Legend: R rows, C columns, K blocks of a row.
 
 from __future__ import annotations
 
+import functools
+import random
+
 import torch
 import torch.nn.functional as F
 
@@ -39,6 +42,8 @@ PIECE = 1 << 16
 HALF, EXPONENT = 0x8000, 0x7F800000
 SPREAD = 0x9E3779B9 - 2**32
 """By which few bits become many, so that neighbours draw apart."""
+TABLE = 1 << 20
+"""Random bits for weights that are rounded once: more than the longest rows have."""
 VISIT = 1 << 22
 """Values that are rounded at a time on a device where there is no kernel for it."""
 
@@ -165,6 +170,29 @@ def copy_half_(copy: torch.Tensor, values: torch.Tensor, *, start: int = 0) -> N
         else:
             to.copy_(round_at_random(piece, _draw(piece, start)))
         start += size
+
+
+@torch.no_grad()
+def halved_once(values: torch.Tensor, *, seed: int) -> torch.Tensor:
+    """fp32 to bf16 on a CPU, stochastically, with the exact value as the mean: for weights that are rounded once, in
+    a fifth of `halved`'s time (3 ns a weight on one core, not 16). Random bits are those of a table, from another place
+    of it for each piece."""
+    if values.sum().isnan():  # adding bits to a NaN may make a number of it
+        return halved(values, torch.bfloat16)
+    made = torch.empty(values.shape, dtype=torch.bfloat16)
+    chance, table, room = random.Random(seed), _table(), torch.empty(PIECE, dtype=torch.int32)
+    bits = values.contiguous().view(-1).view(torch.int32)
+    for to, piece in zip(made.view(-1).view(torch.int16).split(PIECE), bits.split(PIECE), strict=True):
+        start, noisy = chance.randrange(TABLE), room[: piece.numel()]
+        torch.add(piece, table[start : start + piece.numel()], out=noisy)
+        to.copy_(noisy.bitwise_right_shift_(16))
+    return made
+
+
+@functools.cache
+def _table() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1 << 16, (TABLE + PIECE,), generator=generator, dtype=torch.int32)
 
 
 @torch.no_grad()

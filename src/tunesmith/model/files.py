@@ -26,6 +26,7 @@ from tunesmith.model.headers import Entry, read_headers, shortened
 from tunesmith.model.packed import FP8, Packed, logical
 from tunesmith.plan.models import quantization_of, read_config_file
 
+PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 READERS = 4
 """Threads that read files ahead of what is being moved and quantized."""
 MOST_PINNED = 1 << 28
@@ -164,14 +165,16 @@ def read_ahead(
     part: Callable[[str, tuple[int, ...]], Block] = lambda *_: (),
     codes: Mapping[str, str] | None = None,
     content: Content | None = None,
+    mapped: bool = True,
 ) -> Iterator[Read]:
     """All tensors in order, with the shapes they have when whole: `part` says what of them is read, given name and
     shape. Read by threads; in pinned memory, from which they travel beside other work. Of the weights in `codes` the
     codes are read, of the kind it says, nf4 or int8, where the files have them so. What is read is hashed into
-    `content`."""
+    `content`. Unless `mapped`, whole tensors are read into memory of their own: pages of a file that is mapped count
+    as the process's as long as it is open."""
     with ExitStack() as stack:
         opened = _open(stack, held.values())
-        files = Bytes(stack, opened if content is not None else ())
+        files = Bytes(stack, opened)
 
         def read(name: str) -> Read:
             one = held[name]
@@ -182,7 +185,8 @@ def read_ahead(
                 _hash(one, block, files, content)
             if taken:
                 return name, taken(opened), shape
-            tensor = one.read(opened, block)
+            is_own = not mapped and not block and isinstance(one, Tensor) and one.entry.dtype in PLAIN
+            tensor = _read_whole(one.entry, files) if is_own else one.read(opened, block)
             if pin and tensor.nbytes <= MOST_PINNED:
                 tensor = tensor.contiguous().pin_memory()
             return name, tensor, shape
@@ -195,6 +199,12 @@ def read_ahead(
                 yield underway.popleft().result()
         while underway:
             yield underway.popleft().result()
+
+
+def _read_whole(entry: Entry, files: Bytes) -> torch.Tensor:
+    tensor = torch.empty(entry.size, dtype=torch.uint8)
+    files.into(memoryview(tensor.numpy()), entry.path, entry.start)
+    return tensor.view(PLAIN[entry.dtype]).view(entry.shape)
 
 
 class Lazy:

@@ -129,6 +129,9 @@ class LoraLinear(nn.Module):
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
         """The base's weight with the adapter in it, in fp32, in the base's own layout."""
+        if self.lora_m is None and not _is_transposed(self.base):
+            total = weight.to(torch.float32, copy=True)
+            return total.addmm_(self.lora_b.float(), self.lora_a.float(), alpha=self.scale)  # 0.4 of the time
         total = weight.float() + self.delta()
         if self.lora_m is None:
             return total

@@ -54,17 +54,16 @@ class Files:
     """Model files that hold the tensors of the model as they are, experts one by one, or weights that were quantized
     before."""
 
-    is_mapped = True
     knows_dtypes = False
 
-    def __init__(self, held: Mapping[str, Held], content: Content | None = None):
-        self.held, self.content = held, content
+    def __init__(self, held: Mapping[str, Held], content: Content | None = None, *, is_mapped: bool = True):
+        self.held, self.content, self.is_mapped = held, content, is_mapped
         self.names = held.keys()
         self.files = {name: one.entries[0].path.name for name, one in held.items()}
 
     def read(self, names: Collection[str], *, part: Part, pin: bool, codes: Mapping[str, str]) -> Iterator[Read]:
         wanted = {name: self.held[name] for name in names}
-        return read_ahead(wanted, pin=pin, part=part, codes=codes, content=self.content)
+        return read_ahead(wanted, pin=pin, part=part, codes=codes, content=self.content, mapped=self.is_mapped)
 
 
 class StateDict:
@@ -106,10 +105,17 @@ class RandomWeights:
 
 
 def find_source(
-    empty: PreTrainedModel, folder: Path, *, dtype: torch.dtype, storage: Storage, content: Content | None = None
+    empty: PreTrainedModel,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    storage: Storage,
+    content: Content | None = None,
+    is_mapped: bool = True,
 ) -> WeightSource:
-    """For a model built by `build_empty`. What is read from files is hashed into `content`. UserError or ValueError
-    where the files do not fit the model."""
+    """For a model built by `build_empty`. What is read from files is hashed into `content`. Where a model is gone
+    through a layer at a time, files are not mapped, so that what was read leaves memory. UserError or ValueError where
+    the files do not fit the model."""
     held = files_of(empty, folder)
     if held is None:
         is_plain = storage == "plain"
@@ -119,7 +125,7 @@ def find_source(
         few = {f"{name}.weight" for name in linears_of_layers(empty)}
         few |= {f"{name}.{leaf}" for name in experts_of_layers(empty) for leaf in STACKS}
         check_rounding({name: held[name] for name in few & held.keys()}, storage)
-    return Files(held, content)
+    return Files(held, content, is_mapped=is_mapped)
 
 
 def files_of(empty: nn.Module, folder: Path) -> dict[str, Held] | None:

@@ -7,6 +7,7 @@ training does, and know by their content whether it is the base that was trained
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import nn
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
-from tunesmith.kernels.update import halved
+from tunesmith.kernels.update import halved_once
 from tunesmith.model import load, lora
 from tunesmith.model.content import Content
 from tunesmith.model.fake_quantize import FakeQuantization
@@ -121,7 +122,7 @@ def merged_weights(weights: Weights, progress: Progress | None = None) -> Iterat
     run, model, dtype = weights.run, weights.model, getattr(torch, load.DTYPES[_widest(weights)])
     content = Content()
     with load.reading(run, "weights"), load.quiet():
-        source = find_source(model, weights.base, dtype=dtype, storage="plain", content=content)
+        source = find_source(model, weights.base, dtype=dtype, storage="plain", content=content, is_mapped=False)
         work = Preparation(model, run, torch.device("cpu"), dtype, source=source)
         units = work.units
         for number, unit in enumerate(work.each([read, partial(_merge, weights)]), start=1):
@@ -155,7 +156,9 @@ def rounded(weights: Weights, name: str, tensor: torch.Tensor, dtype: torch.dtyp
     if not tensor.is_floating_point() or tensor.dtype == dtype:
         return tensor
     owner, _, leaf = name.rpartition(".")
-    made = halved(tensor, dtype) if leaf == "weight" and owner in weights.adapted else tensor.to(dtype)
+    if dtype == torch.bfloat16 and tensor.dtype == torch.float32 and leaf == "weight" and owner in weights.adapted:
+        return halved_once(tensor, seed=zlib.crc32(name.encode()))
+    made = tensor.to(dtype)
     if dtype == torch.float16 and not made.isfinite().all():
         raise UserError(f"{name} has values beyond what fp16 holds; export in bf16 or fp32.")
     return made
@@ -209,7 +212,9 @@ class StreamedModel:
         self.model, _ = load.load_empty(weights.run, dtype="fp32")
         self.rounded = FakeQuantization.of(self.model, rounded_to) if rounded_to else None
         with load.reading(weights.run, "weights"), load.quiet():
-            self.source: WeightSource = find_source(self.model, weights.base, dtype=torch.float32, storage="plain")
+            self.source: WeightSource = find_source(
+                self.model, weights.base, dtype=torch.float32, storage="plain", is_mapped=False
+            )
         self.tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         for name, tensor, _ in self._from_files([one for one in saved_buffers(self.model) if one in self.source.names]):
             put_tensor(self.model, name, own_copy(tensor))  # few, and needed throughout
@@ -271,7 +276,7 @@ class StreamedModel:
         stored = [self.tied.get(name, name) if name not in self.source.names else name for name in names]
         if missing := [name for name in stored if name not in self.source.names]:
             raise UserError(f"model: the weights of {self.weights.run.model} hold no {missing[0]}.")
-        found = {name: own_copy(tensor).float() for name, tensor, _ in self._from_files(stored)}
+        found = {name: tensor.float() for name, tensor, _ in self._from_files(stored)}
         for name, source in zip(names, stored, strict=True):
             put_tensor(self.model, name, found[source])
 

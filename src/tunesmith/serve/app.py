@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,11 +29,22 @@ from tunesmith.data.types import Origin, RecordError
 from tunesmith.errors import UserError
 from tunesmith.infer.sampling import Token
 from tunesmith.serve.answer import CALL, Answer, Piece, tool_calls
-from tunesmith.serve.engine import Busy, Engine, Job, Reason
+from tunesmith.serve.embed import embed, written
+from tunesmith.serve.engine import Busy, Engine, Grammar, Job, Reason
+from tunesmith.serve.grammar import Grammars
 from tunesmith.serve.metrics import Metrics
 from tunesmith.serve.models import Models, Served
 from tunesmith.serve.openapi import description
-from tunesmith.serve.protocol import ApiError, ChatRequest, Common, CompletionRequest, parse
+from tunesmith.serve.protocol import (
+    ApiError,
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    EmbeddingRequest,
+    LoadRequest,
+    UnloadRequest,
+    parse,
+)
 
 BODY_BYTES = 8 << 20
 BODY_SECONDS = 30.0
@@ -45,6 +57,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 OPEN = ("/health",)
 """What is answered without a key."""
 GONE = object()
+Made = TypeVar("Made")
 log = logging.getLogger("tunesmith.serve")
 
 
@@ -57,8 +70,16 @@ class Access:
     """On a loopback address: a page in a browser may have its name point there (DNS rebinding)."""
 
 
-def make_app(models: Models, engine: Engine, access: Access, *, timeout: float) -> Guard:
-    server = Server(models, engine, timeout)
+def make_app(
+    models: Models,
+    engine: Engine,
+    access: Access,
+    *,
+    timeout: float,
+    load: Callable[[str, Path], Served] | None = None,
+) -> Guard:
+    """`load` reads an adapter in the engine's thread; where it is None, adapters stay as they are."""
+    server = Server(models, engine, timeout, load)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -69,10 +90,16 @@ def make_app(models: Models, engine: Engine, access: Access, *, timeout: float) 
             await asyncio.to_thread(engine.close)
             server.renderer.shutdown(wait=False, cancel_futures=True)
 
+    changing = [
+        Route("/v1/load_lora_adapter", server.load_adapter, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", server.unload_adapter, methods=["POST"]),
+    ]
     app = Starlette(
         routes=[
+            *(changing if load else ()),
             Route("/v1/chat/completions", server.chat, methods=["POST"]),
             Route("/v1/completions", server.complete, methods=["POST"]),
+            Route("/v1/embeddings", server.embed, methods=["POST"]),
             Route("/v1/models", server.list_models, methods=["GET"]),
             Route("/v1/models/{name:path}", server.show_model, methods=["GET"]),
             Route("/health", server.health, methods=["GET"]),
@@ -142,13 +169,15 @@ class Guard:
 
 
 class Server:
-    def __init__(self, models: Models, engine: Engine, timeout: float):
-        self.models, self.engine, self.timeout = models, engine, timeout
+    def __init__(
+        self, models: Models, engine: Engine, timeout: float, load: Callable[[str, Path], Served] | None = None
+    ):
+        self.models, self.engine, self.timeout, self._load = models, engine, timeout, load
+        self.grammars = Grammars()
         self.metrics = Metrics(engine)
         self.is_draining = False
         self.renderer = ThreadPoolExecutor(1, "render")  # one: tokenizers are not made for several threads
-        encoders = [one.encoder for one in models.served.values()]
-        self._longest = max(len(token) for encoder in encoders for token in encoder.tokenizer.get_vocab())
+        self._longest = max(map(_longest_token, models.served.values()))
 
     # Endpoints
 
@@ -157,21 +186,86 @@ class Server:
         served = self._served(asked.model)
         if asked.top_logprobs is not None and not asked.logprobs:
             raise ApiError(400, "top_logprobs: say `logprobs: true` with it.", param="top_logprobs")
+        _check_format(asked)
         prompt = await self._rendered(lambda: self._chat_prompt(served, asked))
+        form, grammar = asked.response_format, None
+        if form is not None:
+            grammar = await self._rendered(lambda: self.grammars.of(served, form))
         told = (asked.top_logprobs or 0) if asked.logprobs else None
         most = asked.max_completion_tokens or asked.max_tokens
         shape = ChatShape(served, bool(asked.tools) and asked.tool_choice != "none", bool(asked.logprobs))
         answer = Answer(served.encoder.tokenizer, asked.stops)
-        return Reply(self, asked, shape, self._job(served, asked, prompt, most, told), answer)
+        return Reply(self, asked, shape, self._job(served, asked, prompt, most, told, grammar), answer)
 
     async def complete(self, request: Request) -> Response:
         asked = parse(CompletionRequest, await _body(request))
         served = self._served(asked.model)
-        prompt = await self._rendered(lambda: self._text_prompt(served, asked))
+        prompt = await self._rendered(lambda: self._text_prompt(served, asked.prompt, "prompt"))
         shape = CompletionShape(served, asked.logprobs is not None)
         answer = Answer(served.encoder.tokenizer, asked.stops, prompt)
         job = self._job(served, asked, prompt, asked.max_tokens or COMPLETION_TOKENS, asked.logprobs)
         return Reply(self, asked, shape, job, answer)
+
+    async def embed(self, request: Request) -> Response:
+        asked = parse(EmbeddingRequest, await _body(request))
+        served = self._served(asked.model)
+        prompts = await self._rendered(lambda: [self._text_prompt(served, text, "input") for text in asked.texts])
+        limit = self.engine.limits.length
+        for prompt in prompts:
+            if not 0 < len(prompt) <= limit:
+                message = f"input: a text has {len(prompt):,} tokens; it can have 1 to {limit:,}."
+                raise ApiError(400, message, param="input", code="context_length_exceeded")
+        vectors = []
+        try:
+            async with asyncio.timeout(self.timeout):
+                for prompt in prompts:  # one after the other: others have their tokens in between
+                    if await request.is_disconnected():
+                        raise ClientDisconnect
+                    vectors.append(await self._between_steps(lambda prompt=prompt: self._embedded(served, prompt)))
+        except TimeoutError:
+            raise _ended("timeout") from None
+        except UserError as error:
+            raise ApiError(400, str(error), param="model") from None
+        form = asked.encoding_format or "float"
+        data = [
+            {"object": "embedding", "index": place, "embedding": written(vector, form)}
+            for place, vector in enumerate(vectors)
+        ]
+        count = sum(map(len, prompts))
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        return JSONResponse({"object": "list", "data": data, "model": served.name, "usage": usage})
+
+    def _embedded(self, served: Served, prompt: list[int]) -> list[float]:
+        self.models.select(served)
+        self.engine.stats.prompt_tokens += len(prompt)
+        return embed(self.engine.model, prompt)
+
+    async def load_adapter(self, request: Request) -> Response:
+        asked, load = parse(LoadRequest, await _body(request)), self._load
+        assert load is not None
+        name, where = asked.lora_name, Path(asked.lora_path)
+        try:
+            await asyncio.to_thread(self.models.check_adapter, name, where)
+            served = await self._between_steps(lambda: load(name, where))
+            self.models.add(served)
+        except UserError as error:
+            raise ApiError(400, f"lora_path: {error}", param="lora_path") from None
+        except OSError:
+            raise ApiError(400, "lora_path: there is nothing that can be read.", param="lora_path") from None
+        self._longest = max(self._longest, _longest_token(served))
+        log.info("the adapter %s was loaded", name)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        asked = parse(UnloadRequest, await _body(request))
+        name = self._served(asked.lora_name, "lora_name").name
+        try:
+            self.models.remove(name)
+        except UserError as error:
+            raise ApiError(400, f"lora_name: {error}", param="lora_name") from None
+        await self._between_steps(self.models.take_off)  # one that still answers is put on again for its next token
+        log.info("the adapter %s was unloaded", name)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def list_models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model(name) for name in self.models.served]})
@@ -184,7 +278,7 @@ class Server:
         return JSONResponse({"status": "ok" if is_well else "unavailable"}, 200 if is_well else 503)
 
     async def describe(self, _: Request) -> Response:
-        return JSONResponse(description(list(self.models.served)))
+        return JSONResponse(description(list(self.models.served), with_loading=self._load is not None))
 
     async def show_metrics(self, _: Request) -> Response:
         return PlainTextResponse(self.metrics.text(), media_type="text/plain; version=0.0.4")
@@ -194,16 +288,28 @@ class Server:
     def _model(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": self.models.created, "owned_by": "tunesmith"}
 
-    def _served(self, name: str) -> Served:
+    def _served(self, name: str, param: str = "model") -> Served:
         served = self.models.served.get(name)
         if served is None:
             known = ", ".join(self.models.served)
             raise ApiError(
-                404, f"model: there is no such model; there are {known}.", param="model", code="model_not_found"
+                404, f"{param}: there is no such model; there are {known}.", param=param, code="model_not_found"
             )
         return served
 
-    async def _rendered(self, work: Callable[[], list[int]]) -> list[int]:
+    async def _between_steps(self, work: Callable[[], Made]) -> Made:
+        if self.is_draining:
+            raise _going_away()
+        try:
+            return await asyncio.wrap_future(self.engine.between_steps(work))
+        except Busy:
+            raise _too_many() from None
+        except asyncio.CancelledError:
+            if self.engine.is_alive:  # it is this request that was cancelled
+                raise
+            raise _going_away() from None
+
+    async def _rendered(self, work: Callable[[], Made]) -> Made:
         if self.is_draining:
             raise _going_away()
         try:
@@ -219,23 +325,32 @@ class Server:
         messages, described = conversation_of(
             [message.model_dump(exclude_none=True) for message in asked.messages], tools, Origin("this request", 1)
         )
-        return served.encoder.prompt(messages, described, reasons=served.reasons)
+        is_bound = asked.response_format is not None and asked.response_format.is_json
+        return served.encoder.prompt(messages, described, reasons=served.reasons and not is_bound)
 
-    def _text_prompt(self, served: Served, asked: CompletionRequest) -> list[int]:
-        if isinstance(asked.prompt, str):
-            self._check_size(len(asked.prompt))
-            return served.encoder.text_prompt(asked.prompt)
+    def _text_prompt(self, served: Served, text: str | list[int], param: str) -> list[int]:
+        if isinstance(text, str):
+            self._check_size(len(text))
+            return served.encoder.text_prompt(text)
         size = self.models.model.get_input_embeddings().weight.shape[0]
-        if max(asked.prompt) >= size:
-            raise ApiError(400, f"prompt: a token is not below {size}, the size of the vocabulary.", param="prompt")
-        return list(asked.prompt)
+        if max(text) >= size:
+            raise ApiError(400, f"{param}: a token is not below {size}, the size of the vocabulary.", param=param)
+        return list(text)
 
     def _check_size(self, characters: int) -> None:
         """Before anything is tokenized: so many characters have more tokens than there is room for."""
         if characters > self.engine.limits.length * self._longest:
             raise _too_long(f"the prompt has {characters:,} characters", self.engine.limits.length)
 
-    def _job(self, served: Served, asked: Common, prompt: list[int], most: int | None, told: int | None) -> Job:
+    def _job(
+        self,
+        served: Served,
+        asked: Common,
+        prompt: list[int],
+        most: int | None,
+        told: int | None,
+        grammar: Grammar | None = None,
+    ) -> Job:
         limit = min(self.engine.limits.length, self.engine.limits.cache_tokens)
         if not prompt:
             raise ApiError(400, "The prompt is empty.", param="prompt")
@@ -244,7 +359,7 @@ class Server:
             wanted = f" and {most:,} are asked for" if most else ""
             raise _too_long(f"the prompt has {len(prompt):,} tokens{wanted}", limit)
         return Job(
-            model=served.name,
+            model=served,
             prompt=prompt,
             max_tokens=most or room,
             stop_ids=served.stop_ids,
@@ -255,6 +370,7 @@ class Server:
             seed=asked.seed,
             top_logprobs=told,
             deadline=time.monotonic() + self.timeout,
+            grammar=grammar,
         )
 
 
@@ -309,9 +425,7 @@ class Reply(Response):
         except Busy:
             if self.server.is_draining or not self.server.engine.is_alive:
                 raise _going_away() from None
-            raise ApiError(
-                429, "Too many requests are waiting; try again soon.", code="queue_full", kind="rate_limit_error"
-            ) from None
+            raise _too_many() from None
         return events
 
     async def _pieces(self, events: asyncio.Queue) -> AsyncIterator[Piece | Reason]:
@@ -503,7 +617,33 @@ class CompletionShape(Shape):
         }
 
 
-KNOWN = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics", "/openapi.json")
+KNOWN = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/models",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/health",
+    "/metrics",
+    "/openapi.json",
+)
+
+
+def _check_format(asked: ChatRequest) -> None:
+    form = asked.response_format
+    if form is None:
+        return
+    if (form.type == "json_schema") != (form.json_schema is not None):
+        message = "response_format: `json_schema` goes with the type json_schema, and with no other."
+        raise ApiError(400, message, param="response_format")
+    if form.is_json and asked.stops:
+        raise ApiError(400, "stop: it would cut an answer that must be JSON; leave one of the two out.", param="stop")
+    if form.is_json and asked.tools and asked.tool_choice != "none":
+        message = (
+            'tools: an answer that must be JSON calls none; leave one of the two out, or say `tool_choice: "none"`.'
+        )
+        raise ApiError(400, message, param="tools")
 
 
 async def _body(request: Request) -> bytes:
@@ -553,6 +693,11 @@ def _going_away() -> ApiError:
     return ApiError(503, "The server is going away.", code="going_away")
 
 
+def _too_many() -> ApiError:
+    message = "Too many requests are waiting; try again soon."
+    return ApiError(429, message, code="queue_full", kind="rate_limit_error")
+
+
 def _too_long(what: str, limit: int) -> ApiError:
     message = f"This server holds {limit:,} tokens of a prompt and its answer together; {what}."
     return ApiError(400, message, param="messages", code="context_length_exceeded")
@@ -577,6 +722,10 @@ def _failed(_: Request, error: Exception) -> Response:
 
 def _left(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
+
+
+def _longest_token(served: Served) -> int:
+    return max(map(len, served.encoder.tokenizer.get_vocab()))
 
 
 def _digest(key: str) -> bytes:

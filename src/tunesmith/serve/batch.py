@@ -40,7 +40,8 @@ def generate(
     if length < 16:
         raise UserError("There is no memory left for a key-value cache beside the model; use a larger device.")
     most = min(max_tokens, length // 2)
-    engine = Engine(model, lambda _: None, Limits(batch, 2 * batch, length, room), is_shared=tried.is_shared)
+    limits = Limits(batch, 2 * batch, length, room, room * tried.bytes_per_token or None)
+    engine = Engine(model, lambda _: None, limits, is_shared=tried.is_shared, is_wide=tried.is_wide)
     done: queue.SimpleQueue[tuple[int, Reason, Answer, list[str]]] = queue.SimpleQueue()
     ends = frozenset(stop_tokens(model, encoder))
 

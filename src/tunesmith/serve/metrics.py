@@ -39,6 +39,8 @@ class Metrics:
             "prompt_tokens_total": ("Tokens of prompts that were read", stats.prompt_tokens),
             "generated_tokens_total": ("Tokens that were generated", stats.generated_tokens),
             "steps_total": ("Decoding steps", stats.steps),
+            "proposed_tokens_total": ("Tokens that speculative decoding proposed", stats.proposed_tokens),
+            "accepted_tokens_total": ("Of these, tokens that the model chose", stats.accepted_tokens),
             "cancelled_total": ("Requests that were cancelled or took too long", stats.cancelled),
             "failed_total": ("Requests on which the model failed", stats.failed),
         }

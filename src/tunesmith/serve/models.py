@@ -1,6 +1,7 @@
 """What is served: one base with several adapters, each by its name, or one model alone.
 
 An adapter is a set of modules that stand in the place of the base's; choosing one exchanges them, which copies nothing.
+Adapters come and go while others are used: a request holds the one it asked, which lasts until its answer has ended.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BASE = "base"
 WRAPPERS = (lora.LoraLinear, lora.LoraEmbedding, lora.TokenRows)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Served:
     """One name that requests may ask for."""
 
@@ -40,24 +41,67 @@ class Served:
     step: int | None = None
     """Of the checkpoint it was taken from; None for a finished result."""
 
+    def __str__(self) -> str:
+        return self.name
+
 
 class Models:
-    def __init__(self, model: nn.Module, served: Sequence[Served], bases: Mapping[str, nn.Module]):
-        self.model, self._bases = model, dict(bases)
+    """The first of `served` is the run itself. `model` is changed by one thread alone, which decodes."""
+
+    def __init__(self, folder: Path, model: nn.Module, served: Sequence[Served], bases: Mapping[str, nn.Module]):
+        self.folder, self.model, self._bases = folder, model, dict(bases)
         self.served = {one.name: one for one in served}
+        self.own = served[0]
         self.created = int(time.time())
-        self._chosen: str | None = None
+        self._chosen: Served | None = None
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.context: int | None = context if isinstance(context, int) and context > 0 else None
 
-    def select(self, name: str) -> None:
-        """Put the adapter of this name on the model."""
-        if name == self._chosen:
+    def select(self, served: Served) -> None:
+        """Put this adapter on the model."""
+        if served is self._chosen:
             return
-        modules = self.served[name].modules
         for place, base in self._bases.items():
-            replace_module(self.model, place, modules.get(place, base))
-        self._chosen = name
+            replace_module(self.model, place, served.modules.get(place, base))
+        self._chosen = served
+
+    def check_adapter(self, name: str, where: Path) -> None:
+        """Before it is read: UserError where it cannot be served here by this name."""
+        if name in (*self.served, BASE):
+            raise UserError(f"the name {name} is taken; give this adapter another one, or unload that one first.")
+        _check_same_base(self.folder, where)
+
+    def read_adapter(self, name: str, where: Path) -> Served:
+        """Read it; by the thread that decodes. It is not served yet."""
+        _put(self.model, self._bases)
+        self._chosen = None
+        try:
+            lora.attach_saved(self.model, where / "adapter")
+            found = {place: module.eval() for place, module in _wrappers(self.model).items()}
+        finally:
+            for place, module in _wrappers(self.model).items():
+                self._bases.setdefault(place, _unwrapped(module))
+            _put(self.model, self._bases)
+        encoder, reasons = _asked_as(where)
+        return _served(name, self.model, encoder, reasons, found, None)
+
+    def add(self, served: Served) -> None:
+        if served.name in self.served:
+            raise UserError(
+                f"the name {served.name} is taken; give this adapter another one, or unload that one first."
+            )
+        self.served[served.name] = served
+
+    def remove(self, name: str) -> None:
+        """From now on there is no such name. Answers under way keep it, and nothing else does."""
+        if name in (self.own.name, BASE):
+            raise UserError(f"{name} is what this server was started with, and cannot be unloaded.")
+        del self.served[name]
+
+    def take_off(self) -> None:
+        """Leave the base alone on the model; by the thread that decodes."""
+        _put(self.model, self._bases)
+        self._chosen = None
 
 
 def open_models(folder: Path, more: Mapping[str, Path]) -> Models:
@@ -73,19 +117,14 @@ def open_models(folder: Path, more: Mapping[str, Path]) -> Models:
     modules = _wrappers(opened.model)
     own = _served(name, opened.model, opened.encoder, opened.reasons, modules, opened.step)
     if not modules:
-        return Models(opened.model, [own], {})
-    served, bases = [own], {place: _unwrapped(module) for place, module in modules.items()}
+        return Models(folder, opened.model, [own], {})
+    models = Models(folder, opened.model, [own], {place: _unwrapped(module) for place, module in modules.items()})
     for other, where in more.items():
-        _put(opened.model, bases)
-        lora.attach_saved(opened.model, where / "adapter")
-        found = {place: module.eval() for place, module in _wrappers(opened.model).items()}
-        bases |= {place: _unwrapped(module) for place, module in found.items()}
-        encoder, reasons = _asked_as(where)
-        served.append(_served(other, opened.model, encoder, reasons, found, None))
-    _put(opened.model, bases)
+        models.add(models.read_adapter(other, where))
+    models.take_off()
     if not _has_changed_base(folder, opened):
-        served.append(_served(BASE, opened.model, opened.encoder, opened.reasons, {}, None))
-    return Models(opened.model, served, bases)
+        models.add(_served(BASE, opened.model, opened.encoder, opened.reasons, {}, None))
+    return models
 
 
 def _served(
@@ -104,17 +143,15 @@ def _check_same_base(folder: Path, other: Path) -> None:
     """Of what training kept of both bases: each tensor's hash."""
     for one in (folder, other):
         if read_identity(one) is None:
-            raise UserError(f"--adapter: {one} is no run, so whether both have the same base is not known.")
+            raise UserError(f"{one} is no run, so whether both have the same base is not known.")
         if not (one / "adapter" / "adapter_config.json").exists() or read_run(one).method == "peft":
-            raise UserError(f"--adapter: {one} holds no finished LoRA adapter; only such can share a base.")
+            raise UserError(f"{one} holds no finished LoRA adapter; only such can share a base.")
     mine, theirs = _base_of(folder), _base_of(other)
     if mine != theirs:
-        raise UserError(
-            f"--adapter: {other} was trained over another base than {folder}; serve it by a server of its own."
-        )
+        raise UserError(f"{other} was trained over another base than {folder}; serve it by a server of its own.")
     if trained_storage(folder) != trained_storage(other):
         raise UserError(
-            f"--adapter: the base of {other} was held in {trained_storage(other)} and that of {folder} in "
+            f"The base of {other} was held in {trained_storage(other)} and that of {folder} in "
             f"{trained_storage(folder)}; serve it by a server of its own."
         )
 
@@ -122,7 +159,7 @@ def _check_same_base(folder: Path, other: Path) -> None:
 def _base_of(folder: Path) -> dict[str, Any]:
     kept = read_json(folder / BASE_FILE)
     if not isinstance(kept, dict) or not isinstance(kept.get("tensors"), dict):
-        raise UserError(f"--adapter: {folder} does not say which base it was trained over ({BASE_FILE} is missing).")
+        raise UserError(f"{folder} does not say which base it was trained over ({BASE_FILE} is missing).")
     config = {
         key: value
         for key, value in kept.get("config", {}).items()

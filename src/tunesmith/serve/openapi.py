@@ -7,7 +7,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from tunesmith import __version__
-from tunesmith.serve.protocol import ChatRequest, CompletionRequest
+from tunesmith.serve.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, LoadRequest, UnloadRequest
 
 REFUSALS = {
     "400": "the request cannot be answered as it is",
@@ -24,13 +24,16 @@ REFUSALS = {
 }
 
 
-def description(models: list[str]) -> dict[str, Any]:
+ASKED = (ChatRequest, CompletionRequest, EmbeddingRequest)
+
+
+def description(models: list[str], *, with_loading: bool = False) -> dict[str, Any]:
     template = "#/components/schemas/{model}"
-    kinds = [(ChatRequest, "validation"), (CompletionRequest, "validation")]
+    kinds = [(kind, "validation") for kind in (*ASKED, *((LoadRequest, UnloadRequest) if with_loading else ()))]
     _, made = models_json_schema(kinds, ref_template=template)  # pyright: ignore[reportArgumentType]
     schemas = dict(made["$defs"])
-    for request in ("ChatRequest", "CompletionRequest"):
-        schemas[request]["properties"]["model"]["enum"] = models
+    for request in ASKED:
+        schemas[request.__name__]["properties"]["model"]["enum"] = models
     schemas["Error"] = {
         "type": "object",
         "required": ["error"],
@@ -61,6 +64,8 @@ def description(models: list[str]) -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": {"post": _asked("ChatRequest", "chat.completion")},
             "/v1/completions": {"post": _asked("CompletionRequest", "text_completion")},
+            "/v1/embeddings": {"post": _told("EmbeddingRequest", listed)},
+            **(_loading() if with_loading else {}),
             "/v1/models": {"get": _got(listed, ("401", "403"))},
             "/v1/models/{name}": {"get": _got(model, ("401", "403", "404")) | {"parameters": [name]}},
             "/health": {"get": _got(_object({"status": {"type": "string"}}), ("403", "503"))},
@@ -82,6 +87,18 @@ def _asked(request: str, kind: str) -> dict[str, Any]:
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
         "responses": {"200": {"description": "the answer, whole or as server-sent events", "content": content}}
         | _refusals(REFUSALS),
+    }
+
+
+def _told(request: str, schema: dict[str, Any] | None) -> dict[str, Any]:
+    body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{request}"}}}
+    return {"requestBody": {"required": True, "content": body}} | _got(schema, tuple(REFUSALS))
+
+
+def _loading() -> dict[str, Any]:
+    return {
+        "/v1/load_lora_adapter": {"post": _told("LoadRequest", None)},
+        "/v1/unload_lora_adapter": {"post": _told("UnloadRequest", None)},
     }
 
 

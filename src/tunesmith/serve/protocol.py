@@ -5,9 +5,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 Request = TypeVar("Request", bound=BaseModel)
+
+
+def _as_written(kind: type) -> BeforeValidator:
+    """Python takes 0 for False and True for 1; JSON does not."""
+
+    def check(value: Any) -> Any:
+        if value is not None and isinstance(value, bool) != (kind is bool):
+            raise ValueError(f"it must be {'true or false' if kind is bool else 'a number'}")
+        return value
+
+    return BeforeValidator(check)
+
+
+Off = Annotated[Literal[False] | None, _as_written(bool)]
+One = Annotated[Literal[1] | None, _as_written(int)]
+Zero = Annotated[Literal[0] | None, _as_written(int)]
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -31,9 +48,22 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None
 
 
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")
+    description: str | None = Field(None, max_length=10_000)
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
 class ResponseFormat(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def is_json(self) -> bool:
+        return self.type != "text"
 
 
 class Common(BaseModel):
@@ -49,9 +79,9 @@ class Common(BaseModel):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=1000)
-    n: Literal[1] | None = 1
-    frequency_penalty: Literal[0] | None = 0
-    presence_penalty: Literal[0] | None = 0
+    n: One = 1
+    frequency_penalty: Zero = 0
+    presence_penalty: Zero = 0
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
     @property
@@ -81,16 +111,52 @@ class ChatRequest(Common):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
     metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
+    store: Off = None
     service_tier: Literal["auto", "default"] | None = None
 
 
 class CompletionRequest(Common):
-    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    prompt: str | Tokens
     logprobs: int | None = Field(None, ge=0, le=5)
-    echo: Literal[False] | None = False
-    best_of: Literal[1] | None = 1
+    echo: Off = False
+    best_of: One = 1
     suffix: None = None
+
+
+class EmbeddingRequest(BaseModel):
+    """`dimensions` has one value that asks for nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str = Field(max_length=200)
+    input: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=2048)]
+        | Tokens
+        | Annotated[list[Tokens], Field(min_length=1, max_length=2048)]
+    )
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: None = None
+    user: str | None = Field(None, max_length=1000)
+
+    @property
+    def texts(self) -> list[str | list[int]]:
+        if isinstance(self.input, str) or isinstance(self.input[0], int):
+            return [self.input]  # pyright: ignore[reportReturnType]
+        return list(self.input)  # pyright: ignore[reportArgumentType]
+
+
+class LoadRequest(BaseModel):
+    """As vLLM's."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    lora_name: str = Field(min_length=1, max_length=100, pattern=r"^[a-zA-Z0-9._-]+$")
+    lora_path: str = Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")
+
+
+class UnloadRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    lora_name: str = Field(min_length=1, max_length=100)
+    lora_int_id: int | None = None
 
 
 def parse(kind: type[Request], body: bytes) -> Request:
@@ -101,7 +167,8 @@ def parse(kind: type[Request], body: bytes) -> Request:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         if first["type"] == "json_invalid":
             raise ApiError(400, "The body is no JSON that can be read.", code="invalid_json") from None
-        fields = {*kind.model_fields, *ChatMessage.model_fields, *StreamOptions.model_fields}
+        parts = (kind, ChatMessage, StreamOptions, ResponseFormat, JsonSchema)
+        fields = {field.alias or name for part in parts for name, field in part.model_fields.items()}
         names = [str(part) for part in first["loc"] if isinstance(part, int) or part in fields]
         param = ".".join(names) or None
         where = ".".join(str(part) for part in first["loc"][:1]) or "the body"

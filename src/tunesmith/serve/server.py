@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import ipaddress
 import logging
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tunesmith.errors import UserError
 from tunesmith.infer.call import Tried, try_out
+from tunesmith.infer.speculate import Draft
+from tunesmith.run.open import open_model, open_plain
 from tunesmith.serve.app import Access, Guard, make_app
 from tunesmith.serve.engine import LONGEST, Engine, Limits, cache_tokens
-from tunesmith.serve.models import Models, open_models
+from tunesmith.serve.models import Models, Served, open_models
 
 DRAIN_SECONDS = 30
 """For answers that are under way when the server is told to end."""
@@ -38,6 +41,11 @@ class Options:
     length: int | None = None
     cache_tokens: int | None = None
     timeout: float = 600.0
+    draft: str | None = None
+    """A smaller model with the same vocabulary, which proposes tokens."""
+    loads_adapters: bool = False
+    """Clients with the key may load and unload adapters."""
+    speculates: bool = True
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,11 @@ def check_options(options: Options) -> None:
             f"--host {options.host} can be reached by others: give a key in TUNESMITH_API_KEY (or --api-key), which "
             "clients then send."
         )
+    if options.loads_adapters and options.api_key is None:
+        raise UserError(
+            "--allow-adapter-loading lets clients name folders of this machine: give a key in TUNESMITH_API_KEY (or "
+            "--api-key), which they then send."
+        )
 
 
 def is_loopback(host: str) -> bool:
@@ -72,31 +85,74 @@ def prepare(folder: Path, adapters: Mapping[str, Path], options: Options) -> Rea
     """The model loaded and tried, behind an app that is not listening yet."""
     check_options(options)
     models = open_models(folder, adapters)
-    for name in models.served:  # adapters must not change how the model is called
-        models.select(name)
-        tried = try_out(models.model)
-        if not tried.is_shared:
-            break
-    limits = limits_of(models, tried, options)
-    engine = Engine(models.model, models.select, limits, is_shared=tried.is_shared)
+    tried = _tried(models)
+    draft, draft_tried = _draft(options.draft, models, tried) if options.draft else (None, None)
+    limits = limits_of(models, tried, options, draft_tried)
+    is_wide = tried.is_wide and options.speculates
+    engine = Engine(models.model, models.select, limits, is_shared=tried.is_shared, is_wide=is_wide, draft=draft)
     access = Access(options.api_key, is_loopback(options.host))
-    return Ready(make_app(models, engine, access, timeout=options.timeout), models, engine, tried)
+
+    def load(name: str, where: Path) -> Served:
+        made = models.read_adapter(name, where)
+        models.select(made)
+        found = try_out(models.model)
+        if found.is_shared < tried.is_shared or found.is_wide < tried.is_wide:
+            raise UserError(f"{where} changes how the model is called; serve it by a server of its own.")
+        return made
+
+    app = make_app(
+        models, engine, access, timeout=options.timeout, load=load if options.loads_adapters else None
+    )  # fmt: skip
+    return Ready(app, models, engine, tried)
 
 
-def limits_of(models: Models, tried: Tried, options: Options) -> Limits:
+def _tried(models: Models) -> Tried:
+    """How the model may be called whichever adapter is on it."""
+    found = []
+    for served in models.served.values():
+        models.select(served)
+        found.append(try_out(models.model))
+        if not found[-1].is_shared:
+            return found[-1]
+    return replace(found[0], is_wide=all(one.is_wide for one in found))
+
+
+def _draft(name: str, models: Models, tried: Tried) -> tuple[Draft, Tried]:
+    """The draft model, loaded and tried. UserError where its tokens are not those of the model."""
+    if not tried.is_wide:
+        raise UserError("--draft: this model is not given several tokens at once, so a draft is of no use to it.")
+    opened = open_model(Path(name)) if Path(name).is_dir() else open_plain(name)
+    if opened.tokenizer.get_vocab() != models.own.encoder.tokenizer.get_vocab():
+        raise UserError(
+            f"--draft: {name} has another vocabulary than {models.folder}; take a model of the same family."
+        )
+    found = try_out(opened.model)
+    if not found.is_shared or not found.is_wide:
+        raise UserError(f"--draft: {name} cannot be decoded in a batch; take a model with a plain key-value cache.")
+    context = getattr(opened.model.config.get_text_config(), "max_position_embeddings", None)
+    limit = context if isinstance(context, int) and context > 0 else None
+    return Draft(opened.model, len(opened.tokenizer), limit), found
+
+
+def limits_of(models: Models, tried: Tried, options: Options, draft: Tried | None = None) -> Limits:
     length = min(options.length or models.context or LONGEST, models.context or 1 << 30)
     room = length * options.batch
     if options.cache_tokens is not None:
         room = options.cache_tokens
-    elif (free := cache_tokens(models.model, tried)) is not None:
+    elif (free := cache_tokens(models.model, tried, draft)) is not None:
         room = min(room, free)
     if room < 16:
         raise UserError("There is no memory left for a key-value cache beside the model; serve it on a larger device.")
-    return Limits(options.batch, options.queue, min(length, room), room)
+    limit = room * tried.bytes_per_token or None
+    return Limits(options.batch, options.queue, min(length, room), room, limit)
 
 
 def listen(ready: Ready, options: Options) -> None:
     """Answer until SIGTERM or Ctrl-C; then finish what is under way, `DRAIN_SECONDS` at most."""
+    # A server lives long: what is loaded is never looked through for garbage again, what requests leave is, and often.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(1000, 10, 10)
     make_server(ready, options).run()
 
 

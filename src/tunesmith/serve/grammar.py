@@ -1,0 +1,120 @@
+"""Answers that are JSON, of any kind or of a schema: tokens that cannot lead to such an answer are masked.
+
+The parser over the tokenizer's bytes is llguidance's, a package of its own. What it cannot hold an answer to, it
+refuses before anything is generated; so what is answered is valid, or was cut by its length.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+from tunesmith.serve.models import Served
+from tunesmith.serve.protocol import ApiError, ResponseFormat
+
+SCHEMA_CHARACTERS = 64 << 10
+OPTIONS = {
+    "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,24}",  # some models would else write spaces until there is no room
+    "item_separator": ",",
+    "key_separator": ":",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+PARAM = "response_format"
+
+
+class JsonGrammar:
+    """One answer's way through its schema."""
+
+    def __init__(self, matcher: Any):
+        self._matcher = matcher
+
+    def allowed(self) -> torch.Tensor:
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        self._check()
+        return torch.from_numpy(bits).bool()
+
+    def take(self, token: int) -> bool:
+        self._matcher.consume_token(token)
+        self._check()
+        return self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():  # its message may quote the answer
+            raise RuntimeError("the grammar of an answer cannot be followed any further")
+
+
+class Grammars:
+    """Made for each model's tokenizer once, which takes a second."""
+
+    def __init__(self) -> None:
+        self._tokenizers: weakref.WeakKeyDictionary[Served, Any] = weakref.WeakKeyDictionary()
+
+    def of(self, served: Served, asked: ResponseFormat) -> JsonGrammar | None:
+        """None where any text will do. ApiError where answers cannot be held to what is asked."""
+        if asked.type == "text":
+            return None
+        try:
+            from llguidance import LLMatcher
+        except ImportError:
+            message = f"{PARAM}: this server makes no JSON answers; install llguidance beside it (tunesmith[serve])."
+            raise ApiError(400, message, param=PARAM) from None
+        text = json.dumps(_schema(asked))
+        if len(text) > SCHEMA_CHARACTERS:
+            message = f"{PARAM}: the schema is longer than {SCHEMA_CHARACTERS >> 10} KiB."
+            raise ApiError(400, message, param=PARAM)
+        matcher = LLMatcher(
+            self._tokenizer(served), LLMatcher.grammar_from_json_schema(text, overrides=OPTIONS), log_level=0
+        )
+        if matcher.is_error():
+            why = matcher.get_error().strip().splitlines()[0][:300].rstrip(".")
+            raise ApiError(400, f"{PARAM}: answers cannot be held to this schema: {why}.", param=PARAM)
+        return JsonGrammar(matcher)
+
+    def _tokenizer(self, served: Served) -> Any:
+        if served not in self._tokenizers:
+            self._tokenizers[served] = _made(served)
+        return self._tokenizers[served]
+
+
+def _schema(asked: ResponseFormat) -> dict[str, Any]:
+    if asked.type == "json_object":
+        return {"type": "object"}
+    assert asked.json_schema is not None
+    schema = {name: part for name, part in asked.json_schema.schema_.items() if name != "x-guidance"}
+    _check(schema)
+    return schema
+
+
+def _check(part: Any) -> None:
+    """A name may come twice in an object, which readers count once: `minProperties` is then not kept."""
+    if isinstance(part, list):
+        for one in part:
+            _check(one)
+    if isinstance(part, dict):
+        least, required = part.get("minProperties"), part.get("required")
+        if isinstance(least, int) and least > (len(required) if isinstance(required, list) else 0):
+            message = f"{PARAM}: answers cannot be held to minProperties beyond the properties that are required."
+            raise ApiError(400, message, param=PARAM)
+        for one in part.values():
+            _check(one)
+
+
+def _made(served: Served) -> Any:
+    from llguidance import LLTokenizer
+
+    backend = getattr(served.encoder.tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ApiError(400, f"{PARAM}: the tokenizer of this model is of a kind that JSON answers do not know.")
+    plain = type(backend).from_str(backend.to_str())  # a copy: the other one stays as it is
+    plain.no_padding()
+    plain.no_truncation()
+    try:
+        return LLTokenizer(plain.to_str(), eos_token=sorted(served.stop_ids) or None)
+    except (ValueError, RuntimeError) as error:
+        why = str(error).strip().splitlines()[0][:200].rstrip(".")
+        raise ApiError(400, f"{PARAM}: JSON answers do not know this model's tokenizer: {why}.", param=PARAM) from None
