@@ -109,6 +109,8 @@ class Case:
     name: str
     shape: str
     settings: dict[str, Any]
+    limit_gib: float | None = None
+    """Of the GPU's memory, what the plan may use; None: all that is free."""
     folder: str = ""
     predicted: dict[str, Any] = field(default_factory=dict)
 
@@ -270,7 +272,7 @@ class Forecast:
         }
         (folder / "run.yaml").write_text(json.dumps(settings))
         done = subprocess.run(
-            [sys.executable, __file__, "--plan-one", str(folder)],
+            [sys.executable, __file__, "--plan-one", str(folder), str(case.limit_gib or 0)],
             env=self.environment, capture_output=True, text=True,
         )  # fmt: skip
         if done.returncode:
@@ -352,19 +354,26 @@ def make(folder: Path, size: str, shapes: list[str]) -> None:
     path.replace(folder / "train.jsonl")
 
 
-def plan_one(folder: Path) -> None:
-    """The plan that `tunesmith train` would make, and what it predicts."""
+def plan_one(folder: Path, limit_gib: float) -> None:
+    """The plan that `tunesmith train` would make, on a GPU with so much memory where a limit is given; and what it
+    predicts."""
     import torch
 
     from tunesmith.config.load import load
     from tunesmith.model import attention
     from tunesmith.model.probe import probe_run
-    from tunesmith.run.choose import make_plan
+    from tunesmith.plan.hardware import probe
+    from tunesmith.run.choose import make_plan, plan_run
 
     run = load(folder / "run.yaml").run
     attention.register()
     probed = probe_run(run, device="cuda" if torch.cuda.is_available() else "cpu")[1]
-    plan, _ = make_plan(run, probed=probed)
+    limited = None
+    if limit_gib:
+        hardware = probe()
+        gpus = tuple(gpu.changed(free=int(limit_gib * GIB)) for gpu in hardware.gpus)
+        limited = plan_run(run, hardware.changed(gpus=gpus), probed=probed)
+    plan, _ = make_plan(run, probed=probed, plan=limited)
     (folder / "plan.json").write_text(plan.model_dump_json())
     kept = ("attention", "is_compiled", "cuda_graphs", "by_length", "micro_batch", "checkpointed_layers",
             "matmul_dtype", "optimizer_states", "master_weights", "sequences_per_step", "kernels")  # fmt: skip
@@ -456,6 +465,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--make"]:
         make(Path(sys.argv[2]), sys.argv[3], sys.argv[4:])
     elif sys.argv[1:2] == ["--plan-one"]:
-        plan_one(Path(sys.argv[2]))
+        plan_one(Path(sys.argv[2]), float(sys.argv[3]))
     else:
         main()

@@ -66,6 +66,27 @@ def test_captured_steps_are_those_of_the_model(kind, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["llama", "mistral"])  # Gemma 2 makes a tensor on the host in every pass
+def test_graphs_give_what_the_model_gives(kind, monkeypatch):
+    monkeypatch.setattr(captured, "COLUMNS", 16)
+    model = made(kind).cuda()
+    plain = decoded(_uncaptured(model))
+    use_decoding_attention(model, own_attention(model))
+    call = Call(model, is_shared=True)
+    found = decoded(call) + decoded(call)
+    assert all(step.graph is not None for step in call._captured[""]._steps.values())
+    assert not call._captured[""].is_off
+    for a, b in zip(plain + plain, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def _uncaptured(model: torch.nn.Module) -> Call:
+    call = Call(model, is_shared=True)
+    call._is_capturable = False
+    return call
+
+
 def test_buffers_stay_within_their_limit(monkeypatch):
     monkeypatch.setattr(captured, "COLUMNS", 16)
     model = made("llama")

@@ -79,6 +79,12 @@ class Call:
         mask = (torch.arange(longest + width, device=self.device)[None] >= longest - lengths_b1).long()
         return self._logits(filled, mask, lengths_b1, cache, {})
 
+    def release(self) -> None:
+        """Free captured steps and their buffers now; others want the memory."""
+        for captured in self._captured.values():
+            captured.release()
+        self._captured.clear()
+
     def _captured_for(self, adapter: Hashable) -> Captured:
         captured = self._captured.pop(adapter, None) or Captured(self._step)
         self._captured[adapter] = captured  # the last used one last

@@ -281,9 +281,16 @@ class Captured:
             if layer.is_initialized:
                 layer.show(layer.columns + 1)
 
+    def release(self) -> None:
+        """Free all graphs and buffers. Caches that lie there are not to be used any more."""
+        self._placed = None
+        self._forget()
+
     def _forget(self) -> None:
-        """All graphs and buffers. Their pool ends with the last graph in it."""
+        """Graphs and their pool, which ends with the last of them, and buffers."""
         self._evict()
+        for step in self._steps.values():
+            step.graph = step.logits = None
         self._steps.clear()
         self._flat, self._pool = [], None
 

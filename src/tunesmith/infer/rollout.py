@@ -75,14 +75,17 @@ def sample(
     call, done = Call(model, is_shared=is_shared), []
     rows = rows if is_shared else 1
     with own_attention(model):
-        for start in range(0, len(wanted), rows):
-            some = [
-                _Row(one, len(prompts[one.prompt]), _draws(one.seed, max_tokens), [])
-                for one in wanted[start : start + rows]
-            ]
-            should_stop(start)
-            _decode(call, prompts, some, max_tokens, temperature, stop_ids, should_stop, start, goes_on)
-            done += some
+        try:
+            for start in range(0, len(wanted), rows):
+                some = [
+                    _Row(one, len(prompts[one.prompt]), _draws(one.seed, max_tokens), [])
+                    for one in wanted[start : start + rows]
+                ]
+                should_stop(start)
+                _decode(call, prompts, some, max_tokens, temperature, stop_ids, should_stop, start, goes_on)
+                done += some
+        finally:
+            call.release()
     return [Sampled(row.ids, row.is_ended) for row in done]
 
 

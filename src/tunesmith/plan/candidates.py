@@ -16,6 +16,8 @@ from tunesmith.plan.plan import Phase, Time
 
 MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 65536}
 """More tokens in one forward pass bring no more speed on these devices."""
+ROLLOUT_TOKENS = 16384
+"""Of a micro-batch of answers."""
 MLP_SLICE = 4096
 """Tokens of a slice of an MLP: enough for its matmuls to be near their full speed."""
 MOST_VALUES = 1 << 31
@@ -81,13 +83,12 @@ def candidates_of(
 ) -> Iterator[Candidate]:
     base = Choice(
         attention=paths.preferred(task),
-        # Padded rows change their shape with every step, rows of a cache with every token; modules of other libraries
-        # are run as they are, and so are layers that are frozen and trained by turns.
+        # Padded rows change their shape with every step; modules of other libraries are run as they are, and so are
+        # layers that are frozen and trained by turns.
         is_compiled=task.device == "cuda"
         and task.facts.packs
         and task.optimizer not in memory.BLOCKWISE
-        and task.method not in ("peft", "loqt")
-        and not task.objective.has_rollouts,
+        and task.method not in ("peft", "loqt"),
         **{name: value for name, value in tier.items() if name != "axes"},
     )
     fixed = {name: value for name, value in pins.items() if name != "checkpointed_layers"}
@@ -245,7 +246,9 @@ def _has_work(task: Task, choice: Choice, *, is_asked_for: bool) -> bool:
 
 def _micro_batches(task: Task, mesh: Mapping[str, Any]) -> list[int]:
     per_rank = -(-task.sequences // (mesh.get("replicate", 1) * mesh.get("shard", 1)))
-    most = max(1, min(per_rank, MICRO_BATCH_TOKENS[task.device] // task.sequence_length))
+    # How many sequences the answers of a step fill is not known before: a micro-batch is one that they fill.
+    most_tokens = ROLLOUT_TOKENS if task.objective.has_rollouts else MICRO_BATCH_TOKENS[task.device]
+    most = max(1, min(per_rank, most_tokens // task.sequence_length))
     sizes = {size for size in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, most) if size <= most}
-    even = [size for size in sizes if per_rank % size == 0]
+    even = [size for size in sizes if per_rank % size == 0 or task.objective.has_rollouts]
     return sorted(even, reverse=True)

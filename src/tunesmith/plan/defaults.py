@@ -109,19 +109,21 @@ def propose(run: Run, width: int, limit: int, size: DataSize | None, decide: Dec
 
 
 def _of_rollouts(run: Run, width: int, limit: int, size: DataSize | None, epochs: float, decide: Decide) -> Amount:
-    """The same where a step is a number of prompts, and its tokens are the model's own: as many as there may be."""
+    """The same where a step is a number of prompts, and its tokens are the model's own: with answers as long as they
+    may be."""
     rollout = run.rollout
     longest = min(limit, rollout.max_answer_tokens + (size.longest if size and size.longest else limit))
-    most = rollout.prompts * rollout.answers * longest
-    length = min(limit, -(-most // ALIGNED) * ALIGNED)
-    sequences = -(-most // length)
+    count = rollout.prompts * rollout.answers
+    length = min(limit, -(-count * longest // ALIGNED) * ALIGNED)
+    mean = size.tokens / max(1.0, size.examples) if size else longest
+    sequences = math.ceil(count * min(longest, rollout.max_answer_tokens + mean) / length)
     if run.batch_tokens not in (None, length * sequences):
         raise UserError(
             f"batch_tokens is not for objective: {run.objective}, whose steps are rollout.prompts times "
             "rollout.answers; leave it out."
         )
     answers = f"{rollout.prompts} prompts x {rollout.answers} answers"
-    decide("batch", f"{answers} a step", f"up to {sequences:,} packed sequences of {length:,} tokens")
+    decide("batch", f"{answers} a step", f"about {sequences:,} packed sequences of {length:,} tokens")
     steps = run.steps
     if size is not None and run.epochs is None and steps is None:
         epochs = min(MAX_EPOCHS, max(epochs, math.ceil(MIN_STEPS * rollout.prompts / max(1.0, size.examples))))

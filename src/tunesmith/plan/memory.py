@@ -595,14 +595,20 @@ def _merging(task: Task, choice: Choice, saved: float, tokens: float) -> dict[st
 
 
 def _rolling_out(task: Task, choice: Choice, rollout: Rollout) -> dict[str, float]:
-    """While the model answers: keys and values of all rows, twice when rows leave the cache, and the last logits."""
+    """While the model answers: keys and values of all rows, twice when rows leave the cache or, on a GPU, when it is
+    copied to where captured steps have it; and the last logits."""
     facts = task.facts
     rows = min(ROLLOUT_ROWS, -(-rollout.prompts // choice.data_ranks) * rollout.answers)
     longest = min(task.sequence_length, rollout.max_answer_tokens + task.document_length)
     cached = 2 * facts.kv_heads * facts.head_dim * facts.layers * task.width * rows * longest
     wide = max(kind.intermediate for kind in facts.kinds)
     read = rows / rollout.answers * task.document_length * (3 * wide + 6 * facts.hidden) * task.width
-    return {"activations": 1.5 * cached, "loss": rows * facts.vocabulary * (task.width + 4 + 4 + 8), "workspace": read}
+    copies = 2.0 if task.device == "cuda" else 1.5
+    return {
+        "activations": copies * cached,
+        "loss": rows * facts.vocabulary * (task.width + 4 + 4 + 8),
+        "workspace": read,
+    }
 
 
 def _last_gradient(task: Task, choice: Choice) -> float:

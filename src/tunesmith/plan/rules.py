@@ -59,9 +59,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "tensor parallelism, zero3, hybrid or hierarchical sharding",
     ),
     (
-        lambda task, choice: task.objective.has_rollouts and (choice.is_compiled or choice.offload_parameters),
-        "objectives with rollouts call layers with another shape for every token, and often: they are neither compiled "
-        "nor offloaded",
+        lambda task, choice: task.objective.has_rollouts and choice.offload_parameters,
+        "objectives with rollouts read all weights for every token: they are not offloaded",
     ),
     (
         lambda task, _: not task.facts.is_causal,
@@ -355,6 +354,7 @@ def may_release(task: Task, choice: Choice) -> bool:
         and task.optimizer in ALONE
         and task.precision != "fp16"
         and choice.accumulation_steps(task) == 1
+        and not task.objective.has_rollouts  # whose answers may be longer than was thought
         and choice.sharding == "none"
         and choice.pipeline == 1
     )

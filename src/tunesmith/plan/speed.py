@@ -102,6 +102,8 @@ DISPATCH = 10e-6
 """Seconds of an operator on a CPU beside its arithmetic; nothing hides them."""
 KERNELS = (60, 130)
 """Kernels of an eager layer, forward and backward."""
+DECODED_LAYER, DECODED_TOKEN = 140e-6, 2e-3
+"""Seconds of a captured decoding step: the small kernels of a layer, and the host between two tokens."""
 STEP = 2e-3
 """Seconds of a step outside of everything: batch, clipping, logging."""
 LINK, NETWORK = 0.75, 0.97
@@ -156,7 +158,7 @@ def step_time(task: Task, choice: Choice) -> Time:
     update = 0.0
     if task.optimizer == "adafactor" and task.device == "cuda":
         update = ADAFACTOR["adapters" if task.has_adapters else "full"] * _matrices(task)
-    time["host"] = _waiting(task, choice, rounds, compute) + update + STEP
+    time["host"] += _waiting(task, choice, rounds, compute) + update + STEP
     return Time(**time)
 
 
@@ -251,7 +253,10 @@ def _rollout(task: Task, choice: Choice, rollout: Rollout) -> Time:
     flops = 2 * (facts.active + facts.embedding) * rows * rollout.max_answer_tokens
     read = (facts.active + facts.embedding) * task.width * batches * rollout.max_answer_tokens
     matmuls = max(flops / (task.rates.fp32 if task.width == 4 else task.rates.half), read / task.rates.bandwidth)
-    return Time(matmuls=matmuls)
+    if task.device != "cuda":
+        return Time(matmuls=matmuls)
+    tokens = batches * rollout.max_answer_tokens
+    return Time(matmuls=matmuls, elementwise=tokens * facts.layers * DECODED_LAYER, host=tokens * DECODED_TOKEN)
 
 
 def _part_of_rank(task: Task, choice: Choice) -> float:

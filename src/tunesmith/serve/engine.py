@@ -1,8 +1,8 @@
 """Continuous batching: one thread decodes all requests, a token each at every step; they join and leave between steps.
 
-Requests for the same adapter are one batch. A prompt is read, on a GPU with others of about its length, and its row then
-joins the batch of its adapter. What a request may take of the cache in the end is reserved when it joins, so that memory
-stays within `Limits.cache_tokens` whatever comes; until there is room it waits, first come, first served.
+Requests for the same adapter are one batch. A prompt is read, on a GPU with others of about its length, and its row
+then joins the batch of its adapter. What a request may take of the cache in the end is reserved when it joins, so that
+memory stays within `Limits.cache_tokens` whatever comes; until there is room it waits, first come, first served.
 
 Where a model allows it, steps are speculative: tokens that a request may well have next are read along with its last
 one (`infer.speculate`), as long as that makes more tokens a second.
@@ -32,7 +32,7 @@ from tunesmith.infer.speculate import MOST, Draft, Drafted, Lookup, Pace
 PROMPT_TOKENS_A_STEP = 2048
 """Prompts are read until they have so many tokens together; then those that wait for their next token have it."""
 SHARE = {"cuda": 0.4, "cpu": 0.25}
-"""Of the memory that is free once the model is loaded, for the cache, of which a copy is made when rows join or leave."""
+"""Of the memory that is free once the model is loaded, for the cache: rows that join or leave have it copied."""
 LONGEST = 8192
 """Tokens of a prompt and its answer, where the model's files name no limit."""
 Reason = Literal["stop", "length", "cancelled", "timeout", "failed"]
