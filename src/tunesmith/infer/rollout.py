@@ -102,9 +102,9 @@ def _decode(
 ) -> None:
     logits_bv, cache = _begin(call, prompts, rows)
     live = list(rows)
+    draws_bt = torch.tensor(np.stack([row.draws for row in rows]), device=logits_bv.device)
     for number in range(max_tokens):
-        draws = torch.tensor([row.draws[number] for row in live], dtype=torch.float64, device=logits_bv.device)
-        for row, token in zip(live, _chosen(logits_bv, temperature, draws), strict=True):
+        for row, token in zip(live, _chosen(logits_bv, temperature, draws_bt[:, number]), strict=True):
             if not row.is_ended:
                 row.ids.append(token)
                 row.is_ended = token in stop_ids
@@ -115,7 +115,7 @@ def _decode(
         if 0 < left < KEPT * len(live):
             places = [place for place, row in enumerate(live) if not row.is_ended]
             cache = regroup([Row(cache, place, live[place].length) for place in places])
-            live = [live[place] for place in places]
+            live, draws_bt = [live[place] for place in places], draws_bt[places]
         last = [row.ids[-1] for row in live]  # of rows that have ended, anything will do
         logits_bv = call.go_on(cache, last, [row.length for row in live])
         for row in live:
@@ -139,14 +139,14 @@ def _chosen(logits_bv: torch.Tensor, temperature: float, draws_b: torch.Tensor) 
         return logits_bv.argmax(-1).tolist()
     reached_bv = torch.softmax(logits_bv.float() / temperature, -1).double().cumsum(-1)
     wanted_b1 = draws_b[:, None] * reached_bv[:, -1:]
-    at_b = torch.searchsorted(reached_bv, wanted_b1, right=True)[:, 0]
-    is_broken, at_b = ~reached_bv[:, -1].isfinite().all(), at_b.clamp(max=logits_bv.shape[-1] - 1)
-    if is_broken:
+    at_b = torch.searchsorted(reached_bv, wanted_b1, right=True)[:, 0].clamp(max=logits_bv.shape[-1] - 1)
+    chosen = at_b.where(reached_bv[:, -1].isfinite(), -1).tolist()  # the one time that the host waits for a GPU
+    if -1 in chosen:
         raise UserError(
             "The model's probabilities are no finite numbers while it answers, so training stopped; a lower "
             "learning_rate or precision: fp32 usually helps."
         )
-    return at_b.tolist()
+    return chosen
 
 
 def _draws(seed: str, count: int) -> np.ndarray:
