@@ -302,8 +302,8 @@ def _objectives(rows: list[dict[str, Any]]) -> list[str]:
 
 def _decoding(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "Random weights, prompts of 128 tokens, answers of 256, one process; prefill included in tokens/s. The last two:",
-        "from token to token, and the captured step alone, over the time in which the weights can be read once.",
+        "Random weights, prompts of 128 tokens, answers of 256, one process; prefill included in tokens/s. The last",
+        "two: from token to token, and the captured step alone, over the time in which the weights can be read once.",
         "",
         "| shape | batch | tokens/s | transformers' generate | ratio | token / read | step / read |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -321,7 +321,9 @@ def _remark(row: dict[str, Any]) -> str:
         return row["failed"]
     told = f"{row['median_seconds']} s a step"
     if "speed_to_trl" in row:
-        told += f", {row['speed_to_trl']} times TRL's speed at {row['memory_to_trl']} of its peak memory, in the same run"
+        told += (
+            f", {row['speed_to_trl']} times TRL's speed at {row['memory_to_trl']} of its peak memory, in the same run"
+        )
     return f"{told}; {row['note']}"
 
 

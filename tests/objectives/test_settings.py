@@ -73,7 +73,7 @@ def test_an_objective_of_its_own_is_for_every_name():
     [
         Choice(tensor=2),
         Choice(shard=2, sharding="zero3"),
-        Choice(is_compiled=True),
+        Choice(offload_parameters=True),
     ],
 )
 def test_what_rollouts_cannot_have_is_refused(choice):

@@ -52,9 +52,9 @@ def test_weights_that_were_changed_after_training_are_not_what_was_evaluated(run
 def test_documents_that_see_each_other_are_found(run, monkeypatch):
     own = forward.packed_hidden_states
 
-    def leaking(model, inputs, embedded=None):
+    def leaking(model, inputs, *others, **named):
         everything = torch.tensor([0, len(inputs.tokens)], dtype=torch.int32)
-        return own(model, replace(inputs, boundaries=everything, longest=len(inputs.tokens)), embedded)
+        return own(model, replace(inputs, boundaries=everything, longest=len(inputs.tokens)), *others, **named)
 
     monkeypatch.setattr(forward, "packed_hidden_states", leaking)
     ended = CliRunner().invoke(app, ["eval", str(run), "--certificate", "--json"])

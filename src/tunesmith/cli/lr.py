@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunesmith.cli.ranks import RanksOption, plan_for_ranks, start_ranks
+from tunesmith.cli.ranks import RanksOption
 
 if TYPE_CHECKING:
     from tunesmith.measure.rate_range import RateRange
@@ -33,63 +33,32 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Train a few steps with growing learning rates, and suggest one. The run itself is not touched."""
-    import tempfile
-
     from tunesmith.cli import output
+    from tunesmith.cli.aside import ADVICE, prepare_aside
+    from tunesmith.disk import writing
 
-    output.stage(f"Reading {config}")
-    from tunesmith.cli import display
-    from tunesmith.config.load import load
-    from tunesmith.disk import check_writable, writing
-    from tunesmith.launch.rank_environment import read_rank_environment
-    from tunesmith.run.folder import check_place
-
-    run = load(config, overrides or ()).run
-    if run.new_tokens:
-        from tunesmith.model.grown import grown
-
-        run = grown(run)
-    check_place(run)
     _check(lowest, highest)
-    plan = display.read_plan_file(plan_file) if plan_file else None
-    folder = Path(run.output) / "lr"
-    advice = "make room there, or set output to another folder"
-    with writing(folder, advice):
-        folder.mkdir(parents=True, exist_ok=True)
-    check_writable(folder / "report.json", advice)
-    environment = read_rank_environment()
-    if not environment.is_started and (chosen := plan_for_ranks(run, plan, ranks)).mesh.ranks > 1:
-        given = {"steps": steps, "lowest": lowest, "highest": highest, "plan": plan_file}
-        flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
-        words = ["lr", str(config), *(overrides or ()), *flags, *(["--json"] if as_json else [])]
-        start_ranks(words, chosen.mesh.ranks, plan=chosen)
+    options = {"steps": steps, "lowest": lowest, "highest": highest}
+    aside = prepare_aside(
+        "lr", config, overrides or (), options, plan_file=plan_file, ranks=ranks, as_json=as_json
+    )  # fmt: skip
+    if aside is None:
         return
-    output.stage("Loading torch and transformers")
-    from tunesmith.measure.rate_range import SPAN, rates_between, try_rates, write
-    from tunesmith.parallel.ranks import connected
-    from tunesmith.run.assemble import assemble
-    from tunesmith.run.start import start_run
+    with aside.job() as (job, others):
+        from tunesmith.measure.rate_range import SPAN, rates_between, try_rates, write
 
-    with tempfile.TemporaryDirectory(prefix="tunesmith-lr-") as own, connected(environment) as others:
-        there = run.model_copy(update={"output": others.tell(own)})
-        how = {"plan": plan, "ranks": None if environment.is_started else 1, "saves": False}
-        setting = start_run(there, others, **how, warn=output.warn, progress=output.progress)
-        output.stage("Loading the model")
-        job = assemble(setting, others)
         planned = job.plan.learning_rate
         first, last = lowest or planned / SPAN, highest or planned * SPAN
         _check(first, last)
         found = try_rates(job, rates_between(first, last, steps), output.progress)
-        others.wait()  # before the folder is gone
-        is_first = others.is_first
-    if not is_first:
+    if not others.is_first:
         return
-    with writing(folder, advice):
-        files = write(found, folder)
+    with writing(aside.folder, ADVICE):
+        files = write(found, aside.folder)
     if as_json:
-        output.print_json(found.as_json() | {"folder": str(folder), "files": files})
+        output.print_json(found.as_json() | {"folder": str(aside.folder), "files": files})
     else:
-        show(found, folder)
+        show(found, aside.folder)
 
 
 def show(found: RateRange, folder: Path) -> None:

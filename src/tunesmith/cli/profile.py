@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunesmith.cli.ranks import RanksOption, plan_for_ranks, start_ranks
+from tunesmith.cli.ranks import RanksOption
 
 if TYPE_CHECKING:
     from tunesmith.measure.profile import Report
@@ -25,59 +25,30 @@ def command(
 ) -> None:
     """Run a few steps and show where their time and memory go. The run itself is not touched."""
     import os
-    import tempfile
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own remarks help nobody
 
     from tunesmith.cli import output
+    from tunesmith.cli.aside import ADVICE, prepare_aside
+    from tunesmith.disk import writing
 
-    output.stage(f"Reading {config}")
-    from tunesmith.cli import display
-    from tunesmith.config.load import load
-    from tunesmith.disk import check_writable, writing
-    from tunesmith.run.folder import check_place
-
-    run = load(config, overrides or ()).run
-    if run.new_tokens:
-        from tunesmith.model.grown import grown
-
-        run = grown(run)
-    check_place(run)
-    plan = display.read_plan_file(plan_file) if plan_file else None
-    folder = Path(run.output) / "profile"
-    advice = "make room there, or set output to another folder"
-    with writing(folder, advice):
-        folder.mkdir(parents=True, exist_ok=True)
-    check_writable(folder / "report.json", advice)
-    from tunesmith.launch.rank_environment import read_rank_environment
-
-    environment = read_rank_environment()
-    if not environment.is_started and (chosen := plan_for_ranks(run, plan, ranks)).mesh.ranks > 1:
-        flags = [f"--steps={steps}", *([f"--plan={plan_file}"] if plan_file else []), *(["--json"] if as_json else [])]
-        start_ranks(["profile", str(config), *(overrides or ()), *flags], chosen.mesh.ranks, plan=chosen)
+    aside = prepare_aside(
+        "profile", config, overrides or (), {"steps": steps}, plan_file=plan_file, ranks=ranks, as_json=as_json
+    )
+    if aside is None:
         return
-    output.stage("Loading torch and transformers")
-    from tunesmith.measure.profile import profile_job
-    from tunesmith.parallel.ranks import connected
-    from tunesmith.run.assemble import assemble
-    from tunesmith.run.start import start_run
+    with aside.job() as (job, _):
+        from tunesmith.measure.profile import profile_job
 
-    with tempfile.TemporaryDirectory(prefix="tunesmith-profile-") as own, connected(environment) as others:
-        there = run.model_copy(update={"output": others.tell(own)})
-        how = {"plan": plan, "ranks": None if environment.is_started else 1, "saves": False}
-        setting = start_run(there, others, **how, warn=output.warn, progress=output.progress)
-        output.stage("Loading the model")
-        job = assemble(setting, others)
         output.stage(f"Profiling {steps} step{'s' if steps > 1 else ''}, after warm-up")
-        with writing(folder, advice):
-            report = profile_job(job, folder, steps=steps)
-        others.wait()  # before the folder is gone
+        with writing(aside.folder, ADVICE):
+            report = profile_job(job, aside.folder, steps=steps)
     if report is None:
         return
     if as_json:
-        output.print_json(report.as_json() | {"folder": str(folder)})
+        output.print_json(report.as_json() | {"folder": str(aside.folder)})
     else:
-        show(report, folder)
+        show(report, aside.folder)
 
 
 def show(report: Report, folder: Path) -> None:
