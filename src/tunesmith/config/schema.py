@@ -108,9 +108,22 @@ FormatName = Literal[
     "prompts",
     "anchors",
     "similar",
+    "tagged",
 ]
 ObjectiveName = Literal[
-    "sft", "dpo", "kto", "orpo", "simpo", "cpo", "distill", "reward", "classify", "embed", "grpo", "rloo"
+    "sft",
+    "dpo",
+    "kto",
+    "orpo",
+    "simpo",
+    "cpo",
+    "distill",
+    "reward",
+    "classify",
+    "classify_tokens",
+    "embed",
+    "grpo",
+    "rloo",
 ]
 
 
@@ -411,7 +424,7 @@ class Run(Settings):
     rewards: Rewards = []
     """With `objective: grpo` and `rloo`: how answers are checked; the reward is the sum."""
     labels: list[Text] = []
-    """With `objective: classify`: the names of the classes, which records give by name or by number from 0."""
+    """With `objective: classify` and `classify_tokens`: the classes' names; records give these, or numbers from 0."""
     peft: dict[Text, Any] = {}
     """With `method: peft`: its `peft_type`, such as `IA3`, and the fields of that type's config in the peft library."""
     adapter: Text | None = None
@@ -590,6 +603,7 @@ _PREFERENCE_SETTINGS: dict[str, tuple[str, ...]] = {
     "distill": (),
     "reward": (),
     "classify": (),
+    "classify_tokens": (),
     "embed": (),
     "grpo": (),
     "rloo": (),
@@ -651,11 +665,13 @@ def _unsuited_teacher(run: Run) -> str | None:
 
 
 def _unsuited_head(run: Run) -> str | None:
-    if run.objective != "classify" and run.labels:
-        return f"labels are for `objective: classify`, and objective is {run.objective}"
-    if run.objective == "classify" and (len(run.labels) < 2 or len(set(run.labels)) < len(run.labels)):
-        return "labels: `objective: classify` needs two names or more, all different, such as `labels: [bad, good]`"
-    if run.objective not in ("reward", "classify"):
+    classifies = run.objective in ("classify", "classify_tokens")
+    if not classifies and run.labels:
+        return f"labels are for `objective: classify` and `classify_tokens`, and objective is {run.objective}"
+    if classifies and (len(run.labels) < 2 or len(set(run.labels)) < len(run.labels)):
+        such = "[bad, good]" if run.objective == "classify" else "[O, B-PER, I-PER]"
+        return f"labels: `objective: {run.objective}` needs two names or more, all different, such as `labels: {such}`"
+    if not classifies and run.objective != "reward":
         return None
     if run.method == "peft" or run.is_merged or run.adapter is not None:
         return f"`objective: {run.objective}` trains a new head; method may be full, lora or qlora, without `adapter`"

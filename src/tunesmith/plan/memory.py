@@ -16,6 +16,7 @@ import functools
 
 from tunesmith.config.schema import Lora, Rollout
 from tunesmith.objectives.grpo import Grpo
+from tunesmith.objectives.head import ClassifyTokens
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import KEPT_RANK, Layer, Linear
 from tunesmith.plan.paths import is_in_full, preferred
@@ -532,9 +533,13 @@ def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, 
 
 def _loss(task: Task, tokens: float, spread: int, head: float, *, in_fp8: bool) -> float:
     """A chunk of logits and the gradient of the head (`kernels.linear_cross_entropy`): in fp32, and its part of it. Of
-    embeddings, the hidden states that are pooled, in fp32, with their gradient (`model.embedding`)."""
+    embeddings, the hidden states that are pooled, in fp32, with their gradient (`model.embedding`). Of words with
+    labels, as if every token were one: hidden states, as they are and in fp32, and scores, with the gradients."""
     if task.objective.has_embeddings:
         return 8 * task.facts.hidden * tokens
+    if isinstance(task.objective, ClassifyTokens):
+        hidden, outputs = task.facts.hidden, len(task.objective.labels)
+        return tokens * (2 * (4 + task.width) * hidden + 3 * 4 * outputs)
     return _logits(task, tokens, in_fp8=in_fp8) / spread + (4 + task.width) * head
 
 

@@ -47,8 +47,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     (
         lambda task, choice: (task.objective.has_head or task.objective.has_embeddings) and choice.tensor > 1,
-        "objective: reward, classify and embed have a head of their own or none, which tensor parallelism cannot cut; "
-        "use data parallelism",
+        "objective: reward, classify, classify_tokens and embed have a head of their own or none, which tensor "
+        "parallelism cannot cut; use data parallelism",
     ),
     (
         lambda task, choice: (

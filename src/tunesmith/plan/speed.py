@@ -208,7 +208,7 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
         elementwise=FORWARD_ELEMENTWISE * elementwise,
         adapter=adapter / 3,
         quantization=quantization / 2,
-        loss=0.0 if task.objective.has_embeddings else head * (1 + head_backward) + logits,
+        loss=0.0 if task.objective.has_embeddings or task.objective.has_head else head * (1 + head_backward) + logits,
     )
     backward = Time(
         matmuls=matmuls * (1 + weight_gradients) * share,

@@ -90,7 +90,7 @@ class Identity:
             kept.pop("preference", None)
         if self.settings.get("objective") != "distill":
             kept.pop("distillation", None)
-        if self.settings.get("objective") != "classify":
+        if self.settings.get("objective") not in ("classify", "classify_tokens"):
             kept.pop("labels", None)
         if self.settings.get("objective") != "embed":
             kept.pop("embedding", None)
