@@ -265,6 +265,8 @@ class Distillation(Settings):
     """Share of the teacher's part in the loss; the rest is the loss of the data's own tokens."""
     top_k: Count | None = None
     """Ask the teacher once, before training, and keep its so many likeliest tokens; when left out, in each step."""
+    on_policy: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    """Share of the steps in which the student itself answers the prompts, and learns there (GKD's lambda)."""
 
 
 class Embedding(Settings):
@@ -279,7 +281,7 @@ class Embedding(Settings):
 
 
 class Rollout(Settings):
-    """Answers of the model itself, which `rewards` check (`objective: grpo` and `rloo`)."""
+    """Answers of the model itself, which `rewards` check (`objective: grpo`, `rloo`) or a teacher does (`distill`)."""
 
     prompts: Count = 8
     """Prompts of an optimizer step, over all devices."""
@@ -420,7 +422,7 @@ class Run(Settings):
     embedding: Embedding = Embedding()
     """Settings of `objective: embed`."""
     rollout: Rollout = Rollout()
-    """Settings of `objective: grpo` and `rloo`."""
+    """Settings of `objective: grpo` and `rloo`, and of answers with `distillation.on_policy`."""
     rewards: Rewards = []
     """With `objective: grpo` and `rloo`: how answers are checked; the reward is the sum."""
     labels: list[Text] = []
@@ -657,6 +659,13 @@ def _unsuited_teacher(run: Run) -> str | None:
         return f"distillation is for `objective: distill`, and objective is {run.objective}" if is_given else None
     if run.distillation.teacher is None:
         return "distillation: `objective: distill` needs a `teacher`, such as `distillation: {teacher: FOLDER}`"
+    if run.distillation.on_policy and run.distillation.top_k is not None:
+        return (
+            "distillation.top_k: with `on_policy` the teacher is asked about answers that do not exist before; leave "
+            "one of them out"
+        )
+    if run.distillation.on_policy and run.profile_steps is not None:
+        return "profile_steps: steps of distillation.on_policy begin with answers, which are not profiled yet"
     if run.new_tokens:
         return "new_tokens: the teacher of `objective: distill` does not know them"
     if run.z_loss:
@@ -701,6 +710,12 @@ def _unsuited_embedding(run: Run) -> str | None:
 
 def _unsuited_rollout(run: Run) -> str | None:
     objective, rollout = run.objective, run.rollout
+    if objective == "distill" and run.distillation.on_policy and not run.rewards:
+        used = {"max_answer_tokens", "temperature"}
+        others = (name for name, field in Rollout.model_fields.items() if getattr(rollout, name) != field.default)
+        unused = next((name for name in others if name not in used), None)
+        known = "distillation.on_policy has one answer to each prompt, with max_answer_tokens and temperature"
+        return f"rollout.{unused}: {known}" if unused else None
     if objective not in ("grpo", "rloo"):
         why = f"rollout and rewards are for `objective: grpo` and `rloo`, and objective is {objective}"
         return why if rollout != Rollout() or run.rewards else None

@@ -97,6 +97,12 @@ class TokenStore:
         return self._whole.format == TAGGED
 
     @property
+    def has_context(self) -> bool:
+        """Whether any document begins with what is no target, such as a prompt. Its first token never is one."""
+        whole, seconds = self._whole, self._starts[self._sizes > 1] + 1
+        return bool((whole.weight_table[whole.codes[seconds]] == 0).any())
+
+    @property
     def document_count(self) -> int:
         return len(self._sizes)
 

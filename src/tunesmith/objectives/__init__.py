@@ -40,6 +40,8 @@ def objective_of(run: Run) -> Objective:
     kind = OBJECTIVES[run.objective]
     if issubclass(kind, Grpo):
         return kind(run.preference, run.rollout)
+    if issubclass(kind, Distill):
+        return kind(run.preference, run.distillation, run.rollout)
     if issubclass(kind, ClassifyTokens):
         return kind(run.preference, tuple(run.labels))
     return Embed(run.preference, run.embedding) if issubclass(kind, Embed) else kind(run.preference)

@@ -161,6 +161,11 @@ class Objective(ABC):
         return False
 
     @property
+    def is_on_policy(self) -> bool:
+        """The model itself answers, in steps of its training."""
+        return self.has_rollouts
+
+    @property
     def rows(self) -> Rows:
         return "ends" if self.has_head else "targets"
 

@@ -87,7 +87,7 @@ def candidates_of(
         and task.facts.packs
         and task.optimizer not in memory.BLOCKWISE
         and task.method not in ("peft", "loqt")
-        and not task.objective.has_rollouts,
+        and not task.objective.is_on_policy,
         **{name: value for name, value in tier.items() if name != "axes"},
     )
     fixed = {name: value for name, value in pins.items() if name != "checkpointed_layers"}

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 from tunesmith.config.schema import Lora, Rollout
+from tunesmith.objectives.distill import Distill
 from tunesmith.objectives.grpo import Grpo
 from tunesmith.objectives.head import ClassifyTokens
 from tunesmith.plan.choice import Choice, Task
@@ -175,8 +177,8 @@ def timeline(task: Task, choice: Choice) -> list[Phase]:
         phases.append(phase("the teacher's forward pass", **_asking(task, choice, static, tokens)))
     if task.is_merged:
         phases.append(phase("merge", **_merging(task, choice, saved, tokens)))
-    if isinstance(task.objective, Grpo):
-        phases.append(phase("rollout", **_rolling_out(task, choice, task.objective.rollout)))
+    if (answers := rolled_out(task, choice)) is not None:
+        phases.append(phase("rollout", **_rolling_out(task, *answers)))
     if not choice.cuda_graphs:
         return phases
     logits = _logits(task, tokens, in_fp8=is_head_fp8)
@@ -599,14 +601,25 @@ def _merging(task: Task, choice: Choice, saved: float, tokens: float) -> dict[st
     return {"activations": saved + share * tokens * kept * task.width, "workspace": 5 * 4 * matrix}
 
 
-def _rolling_out(task: Task, choice: Choice, rollout: Rollout) -> dict[str, float]:
+def rolled_out(task: Task, choice: Choice) -> tuple[Rollout, int, int] | None:
+    """Where the model itself answers in steps: the settings, prompts that a rank has in a step, and answers to each."""
+    objective = task.objective
+    if isinstance(objective, Grpo):
+        return objective.rollout, -(-objective.rollout.prompts // choice.data_ranks), objective.rollout.answers
+    if isinstance(objective, Distill) and objective.is_on_policy:
+        documents = task.sequences * task.sequence_length / max(1, task.document_length)
+        return objective.rollout, math.ceil(documents / choice.data_ranks), 1
+    return None
+
+
+def _rolling_out(task: Task, rollout: Rollout, prompts: int, answers: int) -> dict[str, float]:
     """While the model answers: keys and values of all rows, twice when rows leave the cache, and the last logits."""
     facts = task.facts
-    rows = min(ROLLOUT_ROWS, -(-rollout.prompts // choice.data_ranks) * rollout.answers)
+    rows = min(ROLLOUT_ROWS, prompts * answers)
     longest = min(task.sequence_length, rollout.max_answer_tokens + task.document_length)
     cached = 2 * facts.kv_heads * facts.head_dim * facts.layers * task.width * rows * longest
     wide = max(kind.intermediate for kind in facts.kinds)
-    read = rows / rollout.answers * task.document_length * (3 * wide + 6 * facts.hidden) * task.width
+    read = rows / answers * task.document_length * (3 * wide + 6 * facts.hidden) * task.width
     return {"activations": 1.5 * cached, "loss": rows * facts.vocabulary * (task.width + 4 + 4 + 8), "workspace": read}
 
 

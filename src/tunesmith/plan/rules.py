@@ -52,14 +52,14 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     (
         lambda task, choice: (
-            task.objective.has_rollouts
+            task.objective.is_on_policy
             and (choice.tensor > 1 or choice.sharding not in ("none", "ddp", "zero1", "zero2"))
         ),
         "objectives with rollouts decode on each rank, which needs all weights there: use ddp, zero1 or zero2, not "
         "tensor parallelism, zero3, hybrid or hierarchical sharding",
     ),
     (
-        lambda task, choice: task.objective.has_rollouts and (choice.is_compiled or choice.offload_parameters),
+        lambda task, choice: task.objective.is_on_policy and (choice.is_compiled or choice.offload_parameters),
         "objectives with rollouts call layers with another shape for every token, and often: they are neither compiled "
         "nor offloaded",
     ),
