@@ -4,6 +4,7 @@ a teacher that is asked in each step and from one that was asked before."""
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +28,13 @@ from tunesmith.objectives import objective_of
 from tunesmith.optim.build import Optimizer
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import ForwardSpec
+from tunesmith.run import on_policy
 from tunesmith.run import teacher as teaching
+from tunesmith.run.assemble import assemble
 from tunesmith.run.choose import plan_run
+from tunesmith.run.start import prepare_run
 from tunesmith.train import events
+from tunesmith.train.loop import step_of as step_of_job
 from tunesmith.train.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -220,9 +225,15 @@ def write_run(folder: Path, models: tuple[Path, Path], **changes) -> Path:
     return write_all(folder, models[0], objective="distill", distillation=given, **changes)
 
 
-@pytest.mark.parametrize("top_k", [None, pytest.param(8, marks=pytest.mark.slow)])
-def test_a_killed_run_goes_on_to_the_same_bytes(runs: Runs, models, tmp_path, top_k):
-    options = {"method": "full" if top_k is None else "lora", "distillation": {"top_k": top_k}, "epochs": 2}
+@pytest.mark.parametrize(
+    ("top_k", "on_policy"),
+    [(None, 0.5), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((None, 0.0), (8, 0.0)))],
+)
+def test_a_killed_run_goes_on_to_the_same_bytes(runs: Runs, models, tmp_path, top_k, on_policy):
+    """With steps of both kinds, where the student answers in some."""
+    options = {"method": "full" if top_k is None else "lora", "epochs": 2}
+    options["distillation"] = {"top_k": top_k, "on_policy": on_policy}
+    options |= {"rollout": {"max_answer_tokens": 8}} if on_policy else {}
     whole, killed = (write_run(tmp_path / name, models, **options) for name in ("whole", "killed"))
     assert runs(killed, *TRAIN, die=Die(STEP, 10)).code < 0
     assert any((killed / "run" / "checkpoints").iterdir())
@@ -273,17 +284,129 @@ def test_a_distilled_student_learns_more_from_the_same_tokens(models, tmp_path, 
     assert steps[-1]["figures"]["distillation_loss"] < 0.7 * steps[0]["figures"]["distillation_loss"]
 
 
+def own_answers(models, folder: Path, monkeypatch, **distillation):
+    """A step whose answers are the student's own, its result and its gradients."""
+    changes = {"method": "full", "eval": [], "held_out": 0, "max_grad_norm": 1e9, "batch_tokens": 4096}
+    changes |= {"rollout": {"max_answer_tokens": 12, "temperature": 0.01}, "epochs": 1}
+    folder = write_run(folder, models, **changes, distillation={"on_policy": 1, "temperature": 1.0, **distillation})
+    monkeypatch.chdir(folder)
+    (folder / "run").mkdir()
+    run = from_mapping(json.loads((folder / "run.yaml").read_text()))
+    job = assemble(prepare_run(run, plan=plan_run(run).changed(threads=1, micro_batch=1), warn=print))
+    found = {}
+    job.optimizer.step = lambda _: found.update({n: w.grad.clone() for n, w in job.optimizer.masters.items()})
+    job.model.train()
+    given = job.loader.step(0)
+    batch = job.roll_out(given, lambda *_: None)
+    assert job.model.training
+    assert len(batch.micro_batches) > 1
+    return given, batch, step_of_job(job, None)(batch, 1.0), found
+
+
+def documents(batch) -> dict[str, tuple[torch.Tensor, int]]:
+    """Tokens of each document, and where its answer begins: after the last that is no target."""
+    made = {}
+    for one in batch.micro_batches:
+        for number, (a, b) in enumerate(pairwise(one.boundaries.tolist())):
+            made[one.origins[number]] = one.tokens[a:b], int((one.weights[a:b] == 0)[:-1].nonzero()[-1]) + 2
+    return made
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_a_step_with_own_answers_is_the_divergence_at_their_tokens(models, tmp_path, monkeypatch, kind):
+    """The prompts are the data's, the answers what plain transformers makes the student say, and of the answers' own
+    tokens nothing is learned, whatever the weight."""
+    given, batch, result, gradients = own_answers(models, tmp_path, monkeypatch, loss=kind, weight=0.3)
+    student, teacher = (load(folder, "padded").double() for folder in models)
+    asked, answered = documents(given), documents(batch)
+    assert asked.keys() == answered.keys()
+    total, count = 0.0, 0
+    for number, (origin, (tokens, start)) in enumerate(answered.items()):
+        assert asked[origin][1] == start
+        assert torch.equal(asked[origin][0][:start], tokens[:start])
+        if number < 3:
+            greedy = {"do_sample": False, "max_new_tokens": min(12, 64 - start), "pad_token_id": 0}
+            assert torch.equal(student.generate(tokens[None, :start], **greedy)[0], tokens)
+        q = student(input_ids=tokens[None]).logits[0, start - 1 : -1].softmax(-1)
+        p = teacher(input_ids=tokens[None]).logits[0, start - 1 : -1, :WORDS].softmax(-1).detach()
+        total, count = total + plain_divergence(q, p, kind).sum(), count + len(q)
+    assert batch.target_weight == count
+    (total / count).backward()
+    assert result.loss == pytest.approx((total / count).item(), rel=1e-5)
+    assert result.figures["sft_loss"] == 0
+    assert result.figures["answer_tokens"] == count / len(answered)
+    for name, one in student.named_parameters():
+        wanted = one.grad.float()
+        torch.testing.assert_close(gradients[name], wanted, atol=1e-5 * wanted.abs().max().item(), rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_a_step_with_own_answers_has_the_loss_of_trl(models, tmp_path, monkeypatch, kind):
+    gkd = pytest.importorskip("trl.experimental.gkd")
+    _, batch, result, gradients = own_answers(models, tmp_path, monkeypatch, loss=kind)
+    student, teacher = (load(folder, "padded") for folder in models)
+    rows = list(documents(batch).values())
+    ids = torch.zeros(len(rows), max(len(tokens) for tokens, _ in rows), dtype=torch.long)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for row, (tokens, start) in enumerate(rows):
+        ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
+        labels[row, start : len(tokens)] = tokens[start:]
+    own, taught = (one(input_ids=ids, attention_mask=mask).logits[:, :-1, :WORDS] for one in (student, teacher))
+    beta = {"forward_kl": 0, "reverse_kl": 1, "jsd": 0.5}[kind]
+    loss = gkd.GKDTrainer.generalized_jsd_loss(own, taught.detach(), labels[:, 1:], beta=beta)
+    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+    loss.backward()
+    for name, one in student.named_parameters():
+        torch.testing.assert_close(gradients[name], one.grad, atol=1e-5 * one.grad.abs().max().item(), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("share", "steps"), [(0, []), (1, [0, 1, 2, 3, 4, 5]), (0.5, [1, 3, 5]), (0.7, [1, 2, 4, 5])])
+def test_steps_with_own_answers_are_spread_evenly(share, steps):
+    assert [step for step in range(6) if on_policy.is_answered(step, share)] == steps
+    assert sum(on_policy.is_answered(step, share) for step in range(1000)) == 1000 * share
+
+
+def test_answers_fit_behind_their_prompts():
+    """By the prompt alone, so that it does not matter what is decoded beside it."""
+    assert on_policy.by_limit({0: 10, 1: 100, 2: 40, 3: 127}, 64, 128) == {64: [0, 2], 16: [1], 1: [3]}
+
+
+def test_the_last_answer_is_the_one_that_is_given_anew():
+    starts = {"00011": 3, "0011001": 6, "00110": 2, "11111": None, "01111": 1, "00000": None}
+    for weights, start in starts.items():
+        assert on_policy.answer_start(np.array([*map(float, weights)])) == start
+
+
+def test_texts_without_a_prompt_cannot_be_answered(models, tmp_path, monkeypatch, capsys):
+    folder = write_run(tmp_path, models, distillation={"on_policy": 0.5}, eval=[])
+    (folder / "train.jsonl").write_text('{"text": "red cat"}\n' * 4)
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "run.yaml"])
+    assert ended.value.code
+    assert "the student answers prompts" in capsys.readouterr().err
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize(("method", "way", "top_k"), [("full", "zero3", None), ("lora", "ddp", 8)])
-def test_two_ranks_give_the_losses_of_one(world, models, tmp_path, method, way, top_k):
+@pytest.mark.parametrize(
+    ("method", "way", "top_k", "on_policy"),
+    [
+        ("full", "zero3", None, 0.0),
+        ("lora", "ddp", 8, 0.0),
+        pytest.param("full", "zero2", None, 0.5, marks=pytest.mark.slow),
+        pytest.param("lora", "ddp", None, 1.0, marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_give_the_losses_of_one(world, models, tmp_path, method, way, top_k, on_policy):
     """Five sequences a step, which two ranks cannot share evenly."""
     folder = write_run(tmp_path, models, lora={"rank": 4}, eval=[], held_out=0, batch_tokens=5 * 64)
     settings = json.loads((folder / "run.yaml").read_text())
     options = {"folder": str(folder), "method": method, "data": [{"path": str(folder / "train.jsonl")}]}
-    options["distillation"] = {**settings["distillation"], "top_k": top_k}
+    options["distillation"] = {**settings["distillation"], "top_k": top_k, "on_policy": on_policy}
     call = "parallel.on_ranks:steps"
     alone = world(1)(call, count=3, mesh={}, sharding="none", output=str(tmp_path / "one"), **options)[0]
-    mesh = {"ddp": {"replicate": 2}, "zero3": {"shard": 2}}[way]
+    mesh = {"ddp": {"replicate": 2}, "zero2": {"shard": 2}, "zero3": {"shard": 2}}[way]
     both = world(2)(call, count=3, mesh=mesh, sharding=way, output=str(tmp_path / "two"), **options)
     for number, expected in enumerate(alone):
         found = [steps[number] for steps in both]
@@ -317,6 +440,15 @@ def test_a_teacher_with_another_vocabulary_is_refused(models, tmp_path, monkeypa
         ({"objective": "distill", "distillation": {"teacher": "t"}, "z_loss": 1e-4}, "z_loss is for"),
         ({"objective": "distill", "distillation": {"teacher": "t", "weight": 0}}, "distillation.weight"),
         ({"objective": "distill", "distillation": {"teacher": "t"}, "preference": {"beta": 1}}, "preference.beta"),
+        (
+            {"objective": "distill", "distillation": {"teacher": "t", "on_policy": 0.5, "top_k": 8}},
+            "do not exist before",
+        ),
+        ({"objective": "distill", "distillation": {"teacher": "t"}, "rollout": {"temperature": 0.5}}, "rollout and"),
+        (
+            {"objective": "distill", "distillation": {"teacher": "t", "on_policy": 1}, "rollout": {"answers": 4}},
+            "rollout.answers",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(changes, said):
@@ -355,3 +487,8 @@ def test_the_plan_counts_the_teacher():
     assert 14.9 * GIB < max(phase.memory.weights for phase in cached.plan.phases) < 15.1 * GIB
     choice = Choice(tensor=2, sharding="ddp")
     assert "whole vocabularies" in rules.refused(both.task, choice)
+    own = search(run(objective="distill", distillation={"teacher": "t", "on_policy": 1}), large, hardware)
+    assert "rollout" in [phase.name for phase in own.plan.phases]
+    assert own.plan.time.matmuls > both.plan.time.matmuls
+    assert not own.plan.is_compiled
+    assert "decode on each rank" in rules.refused(own.task, Choice(shard=2, sharding="zero3"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,6 +93,7 @@ def examine(run: Run, tokenizer: Any, *, examples: int = 3, dataset: str | None 
     else:
         sizes = {"sequence_length": plan.sequence_length, "sequences_per_step": plan.sequences_per_step}
         loader = Loader(prepared.train, prepared.weights, **amount, **sizes)
+    shown = partial(seen, tokenizer=tokenizer, names=run.labels)
     few = few_steps(loader.total_steps) if run.steps is None and not has_rollouts else None
     return {
         "prompts_per_step": run.rollout.prompts if has_rollouts else None,
@@ -102,7 +104,7 @@ def examine(run: Run, tokenizer: Any, *, examples: int = 3, dataset: str | None 
         "epochs": loader.epoch_of(loader.total_steps - 1),
         "datasets": [
             _described(store, use, weight, plan.sequence_length)
-            | {"shown": [one.plain() for i in range(min(examples, len(store))) for one in seen(store, i, tokenizer)]}
+            | {"shown": [one.plain() for i in range(min(examples, len(store))) for one in shown(store, i)]}
             for store, use, weight in _chosen(prepared, dataset)
         ],
         "bad": [{"where": str(one.origin), "kind": one.kind, "reason": one.reason} for one in prepared.bad],
@@ -122,19 +124,28 @@ class Seen:
     """Of each token as a target; 0 where it is only context."""
     facts: dict[str, Any] | None = None
     """Of a prompt that the model itself answers: what its record says besides."""
+    labels: list[str | None] | None = None
+    """Of words with labels: that of each token which has one."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def seen(store: TokenStore, index: int, tokenizer: Any) -> list[Seen]:
+def seen(store: TokenStore, index: int, tokenizer: Any, names: Sequence[str] = ()) -> list[Seen]:
     """The documents of an example: of a pair, the answer that is chosen and the one that is rejected."""
     from tunesmith.data import loader
 
     if facts := store.facts(index):
         ids = store.document(store.documents(index)[0])[0].tolist()
         return [Seen(store.origin(index), ids, token_texts(tokenizer, ids), [0.0] * len(ids), facts)]
-    return documents_of(loader.micro_batch_of(loader.documents_of(store, index, 0)), tokenizer)
+    documents = loader.documents_of(store, index, 0)
+    if not store.is_tagged:
+        return documents_of(loader.micro_batch_of(documents), tokenizer)
+    batch = loader.micro_batch_of(documents, rows="tagged")
+    pairs = zip(batch.weights.tolist(), batch.labels.tolist(), strict=True)
+    labels = [names[label] if weight else None for weight, label in pairs]
+    ids = batch.tokens.tolist()
+    return [Seen(store.origin(index), ids, token_texts(tokenizer, ids), batch.weights.tolist(), labels=labels)]
 
 
 def documents_of(batch: MicroBatch, tokenizer: Any) -> list[Seen]:
@@ -263,7 +274,10 @@ def _show(report: dict[str, Any], one_a_line: bool) -> None:
             if one_a_line:
                 say(_token_table(shown))
             else:
-                say(marked(shown["texts"], shown["weights"], has_colour))
+                labels = shown["labels"] or [None] * len(shown["ids"])
+                pairs = zip(shown["texts"], labels, strict=True)
+                texts = [text if label is None else f"{text}/{label}" for text, label in pairs]
+                say(marked(texts, shown["weights"], has_colour))
 
 
 def marked(texts: Sequence[str], weights: Sequence[float], has_colour: bool) -> Text:
@@ -305,11 +319,13 @@ def _token_table(shown: dict[str, Any]) -> Any:
 
     from tunesmith.cli.output import table
 
+    counted = shown["labels"] or [f"{weight:g}" if weight else "" for weight in shown["weights"]]
+    name = "target weight" if shown["labels"] is None else "label"
     rows = [
-        (i, token, Text(repr(text), "green" if weight else ""), f"{weight:g}" if weight else "")
-        for i, (token, text, weight) in enumerate(zip(shown["ids"], shown["texts"], shown["weights"], strict=True))
+        (i, token, Text(repr(text), "green" if said else ""), said or "")
+        for i, (token, text, said) in enumerate(zip(shown["ids"], shown["texts"], counted, strict=True))
     ]
-    return table(("position", "id", "text", "target weight"), rows, right=("position", "id", "target weight"))
+    return table(("position", "id", "text", name), rows, right=("position", "id", "target weight"))
 
 
 def _dropped(one: dict[str, Any]) -> str:

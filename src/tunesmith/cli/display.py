@@ -240,6 +240,7 @@ class Display:
 
 SHOWN_FIGURES = {
     "accuracy": "accuracy {:.0%}",
+    "f1": "F1 {:.3f}",
     "margin": "margin {:.3f}",
     "reward": "reward {:.3f}",
     "answer_tokens": "{:.0f} tokens an answer",

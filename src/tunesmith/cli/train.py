@@ -146,6 +146,6 @@ def _say_outcome(outcome: Outcome, folder: Path, profiler: StepProfiler | None) 
         return
     if profiler and profiler.report:
         output.say(f"{profiler.report.bound} The profile is in {profiler.folder}.")
-    talks = read_run(folder).objective not in ("reward", "classify", "embed")
+    talks = read_run(folder).objective not in ("reward", "classify", "classify_tokens", "embed")
     verb = "chat" if talks else "eval"
     output.say(f"Done. The trained weights are in {outcome.result}; try `tunesmith {verb} {folder}`.")

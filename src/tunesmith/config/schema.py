@@ -109,9 +109,22 @@ FormatName = Literal[
     "prompts",
     "anchors",
     "similar",
+    "tagged",
 ]
 ObjectiveName = Literal[
-    "sft", "dpo", "kto", "orpo", "simpo", "cpo", "distill", "reward", "classify", "embed", "grpo", "rloo"
+    "sft",
+    "dpo",
+    "kto",
+    "orpo",
+    "simpo",
+    "cpo",
+    "distill",
+    "reward",
+    "classify",
+    "classify_tokens",
+    "embed",
+    "grpo",
+    "rloo",
 ]
 
 
@@ -253,6 +266,8 @@ class Distillation(Settings):
     """Share of the teacher's part in the loss; the rest is the loss of the data's own tokens."""
     top_k: Count | None = None
     """Ask the teacher once, before training, and keep its so many likeliest tokens; when left out, in each step."""
+    on_policy: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    """Share of the steps in which the student itself answers the prompts, and learns there (GKD's lambda)."""
 
 
 class Embedding(Settings):
@@ -267,7 +282,7 @@ class Embedding(Settings):
 
 
 class Rollout(Settings):
-    """Answers of the model itself, which `rewards` check (`objective: grpo` and `rloo`)."""
+    """Answers of the model itself, which `rewards` check (`objective: grpo`, `rloo`) or a teacher does (`distill`)."""
 
     prompts: Count = 8
     """Prompts of an optimizer step, over all devices."""
@@ -439,11 +454,11 @@ class Run(Settings):
     embedding: Embedding = Embedding()
     """Settings of `objective: embed`."""
     rollout: Rollout = Rollout()
-    """Settings of `objective: grpo` and `rloo`."""
+    """Settings of `objective: grpo` and `rloo`, and of answers with `distillation.on_policy`."""
     rewards: Rewards = []
     """With `objective: grpo` and `rloo`: how answers are checked; the reward is the sum."""
     labels: list[Text] = []
-    """With `objective: classify`: the names of the classes, which records give by name or by number from 0."""
+    """With `objective: classify` and `classify_tokens`: the classes' names; records give these, or numbers from 0."""
     peft: dict[Text, Any] = {}
     """With `method: peft`: its `peft_type`, such as `IA3`, and the fields of that type's config in the peft library."""
     adapter: Text | None = None
@@ -624,6 +639,7 @@ _PREFERENCE_SETTINGS: dict[str, tuple[str, ...]] = {
     "distill": (),
     "reward": (),
     "classify": (),
+    "classify_tokens": (),
     "embed": (),
     "grpo": (),
     "rloo": (),
@@ -677,6 +693,13 @@ def _unsuited_teacher(run: Run) -> str | None:
         return f"distillation is for `objective: distill`, and objective is {run.objective}" if is_given else None
     if run.distillation.teacher is None:
         return "distillation: `objective: distill` needs a `teacher`, such as `distillation: {teacher: FOLDER}`"
+    if run.distillation.on_policy and run.distillation.top_k is not None:
+        return (
+            "distillation.top_k: with `on_policy` the teacher is asked about answers that do not exist before; leave "
+            "one of them out"
+        )
+    if run.distillation.on_policy and run.profile_steps is not None:
+        return "profile_steps: steps of distillation.on_policy begin with answers, which are not profiled yet"
     if run.new_tokens:
         return "new_tokens: the teacher of `objective: distill` does not know them"
     if run.z_loss:
@@ -685,11 +708,13 @@ def _unsuited_teacher(run: Run) -> str | None:
 
 
 def _unsuited_head(run: Run) -> str | None:
-    if run.objective != "classify" and run.labels:
-        return f"labels are for `objective: classify`, and objective is {run.objective}"
-    if run.objective == "classify" and (len(run.labels) < 2 or len(set(run.labels)) < len(run.labels)):
-        return "labels: `objective: classify` needs two names or more, all different, such as `labels: [bad, good]`"
-    if run.objective not in ("reward", "classify"):
+    classifies = run.objective in ("classify", "classify_tokens")
+    if not classifies and run.labels:
+        return f"labels are for `objective: classify` and `classify_tokens`, and objective is {run.objective}"
+    if classifies and (len(run.labels) < 2 or len(set(run.labels)) < len(run.labels)):
+        such = "[bad, good]" if run.objective == "classify" else "[O, B-PER, I-PER]"
+        return f"labels: `objective: {run.objective}` needs two names or more, all different, such as `labels: {such}`"
+    if not classifies and run.objective != "reward":
         return None
     if run.method == "peft" or run.is_merged or run.adapter is not None:
         return f"`objective: {run.objective}` trains a new head; method may be full, lora or qlora, without `adapter`"
@@ -719,6 +744,12 @@ def _unsuited_embedding(run: Run) -> str | None:
 
 def _unsuited_rollout(run: Run) -> str | None:
     objective, rollout = run.objective, run.rollout
+    if objective == "distill" and run.distillation.on_policy and not run.rewards:
+        used = {"max_answer_tokens", "temperature"}
+        others = (name for name, field in Rollout.model_fields.items() if getattr(rollout, name) != field.default)
+        unused = next((name for name in others if name not in used), None)
+        known = "distillation.on_policy has one answer to each prompt, with max_answer_tokens and temperature"
+        return f"rollout.{unused}: {known}" if unused else None
     if objective not in ("grpo", "rloo"):
         why = f"rollout and rewards are for `objective: grpo` and `rloo`, and objective is {objective}"
         return why if rollout != Rollout() or run.rewards else None

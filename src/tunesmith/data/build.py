@@ -116,13 +116,14 @@ def _chunk(examples: list[Example], records: int) -> Chunk:
         assert len(i) == len(w), f"{example.origin}: {len(i)} tokens, {len(w)} weights"
         assert (np.isfinite(w) & (w >= 0)).all(), f"{example.origin}: weights below 0 or not finite"
     predicted = [_predicted(example) for example in examples]
+    counted = [example.weights > 0 if example.is_tagged else example.weights for example in examples]
     return Chunk(
         records,
         np.concatenate(ids) if ids else np.empty(0, np.int32),
         np.concatenate(weights) if weights else np.empty(0, np.float32),
         [len(i) for i in ids],
-        [float(w[counted].sum(dtype=np.float64)) for w, counted in zip(weights, predicted, strict=True)],
-        [int(np.count_nonzero(w[counted])) for w, counted in zip(weights, predicted, strict=True)],
+        [float(w[at].sum(dtype=np.float64)) for w, at in zip(counted, predicted, strict=True)],
+        [int(np.count_nonzero(w[at])) for w, at in zip(counted, predicted, strict=True)],
         [example_hash(example) for example in examples],
         [example.origin for example in examples],
         [max(1, len(example.sizes)) for example in examples],
@@ -133,7 +134,9 @@ def _chunk(examples: list[Example], records: int) -> Chunk:
 
 
 def _predicted(example: Example) -> np.ndarray | slice:
-    """Which tokens something predicts: all but the first of each document."""
+    """Which tokens count: all that something predicts, which are all but the first of each document, or have labels."""
+    if example.is_tagged:
+        return slice(None)
     if not example.sizes:
         return slice(1, None)
     assert sum(example.sizes) == len(example.ids)

@@ -29,6 +29,7 @@ from tunesmith.data.types import (
     Record,
     RecordError,
     Related,
+    Tagged,
     Tokens,
 )
 from tunesmith.errors import UserError, listed
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from tunesmith.config.schema import Dataset, FormatName
     from tunesmith.objectives.base import Records
 
-Item = Conversation | Document | Completion | Tokens | Preference | Judged | Labelled | Asked | Related
+Item = Conversation | Document | Completion | Tokens | Preference | Judged | Labelled | Asked | Related | Tagged
 
 # What a record must have, in the order in which formats are tried; alternatives in one tuple.
 WANTED: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -56,6 +57,10 @@ WANTED: dict[str, tuple[tuple[str, ...], ...]] = {
         ("prompt", "question", "messages", "conversations", "conversation", "instruction", "query", "problem"),
     ),
     "similar": (("sentence1", "anchor"), ("sentence2", "positive"), ("score", "similarity_score", "similarity")),
+    "tagged": (
+        ("tokens", "words"),
+        ("tags", "ner_tags", "labels", "ner", "pos_tags", "pos", "upos", "chunk_tags"),
+    ),
     "anchors": (
         ("anchor", "query", "question", "sentence1"),
         ("positive", "pos", "positives", "positive_passages", "answer", "answers", "document", "passage", "sentence2"),
@@ -69,6 +74,7 @@ FORMATS: dict[Records, tuple[str, ...]] = {
     "labelled": ("labelled",),
     "prompts": ("prompts",),
     "related": ("similar", "anchors"),
+    "tagged": ("tagged",),
 }
 """Of the records that objectives are trained on (`Objective.records`)."""
 NEEDED: dict[Records, str] = {
@@ -78,6 +84,7 @@ NEEDED: dict[Records, str] = {
     "ranked": "pairs of answers (`chosen` and `rejected`), or answers with a `score`",
     "labelled": "texts or conversations (`text` or `messages`) with a `label`",
     "prompts": "prompts (`prompt`, `question` or `messages`), with an `answer` or what else rewards check answers by",
+    "tagged": "words with a label each (`tokens` and `tags` or `ner_tags`, or `words` and `labels`)",
     "related": "texts that belong together (`anchor` and `positive`, or `query` and `pos`), or two with a `score`",
 }
 MOST = 0.8
@@ -144,6 +151,8 @@ def recognise(sample: Sequence[Record], dataset: Dataset, records: Records = "te
 
 
 def _fields_for(records: Records) -> str:
+    if records == "tagged":
+        return "{tokens: NAME, tags: NAME}"
     if records in ("prompts", "related"):
         return "{prompt: NAME, answer: NAME}" if records == "prompts" else "{anchor: NAME, positive: NAME}"
     return "{text: NAME, label: NAME}" if records == "labelled" else "{prompt: NAME, chosen: NAME, rejected: NAME}"
@@ -440,6 +449,37 @@ def _convert_labelled(fields: dict[str, Any], origin: Origin, dataset: Dataset) 
     return Labelled(Conversation((*_system(fields, messages, origin), *messages), _tools(fields, origin)), label)
 
 
+def _convert_tagged(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Tagged:
+    given, name = _first(fields, *WANTED["tagged"][0])
+    words = [_text(one, name, origin) for one in _split(given, name, origin)]
+    given, tags_name = _first(fields, *WANTED["tagged"][1])
+    tags = [_tag(one, tags_name, origin) for one in _split(given, tags_name, origin)]
+    if len(words) != len(tags):
+        reason = f"`{name}` has {len(words)} words, but `{tags_name}` has {len(tags)}; each word needs its own"
+        raise RecordError("wrong length", origin, reason)
+    if not any(word.strip() for word in words):
+        raise RecordError("empty text", origin, f"`{name}` has no words, so there is nothing to label")
+    return Tagged(tuple(words), tuple(tags))
+
+
+def _split(value: Any, name: str, origin: Origin) -> list[Any]:
+    """A list, or as files of columns have it: JSON text, or words with spaces between them."""
+    if isinstance(value, str) and not value.lstrip().startswith("["):
+        return value.split()
+    return _listed(value, name, origin)
+
+
+def _tag(value: Any, name: str, origin: Origin) -> str | int | None:
+    """A label's name or number; None where there is none, which -100 says in data made for transformers."""
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,9}", value):
+        value = int(value)
+    if value is None or value == -100:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise RecordError("wrong label", origin, f"`{name}` must hold names or numbers, found {json.dumps(value)[:80]}")
+    return value
+
+
 _ANSWERS = (
     "answer", "answers", "solution", "ground_truth", "final_answer", "target", "completion", "response", "output",
     "label",
@@ -546,6 +586,7 @@ _CONVERTERS: dict[str, Callable[[dict[str, Any], Origin, Any], Item]] = {
     "prompts": _convert_prompts,
     "anchors": _convert_anchors,
     "similar": _convert_similar,
+    "tagged": _convert_tagged,
 }
 
 

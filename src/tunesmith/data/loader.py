@@ -323,6 +323,8 @@ def idle(taken: PackedDocument) -> PackedDocument:
 
 def wanted_weights(store: TokenStore, index: int, counts_prompts: bool) -> list[float]:
     """The target weight of each of an example's answers that is wanted; with its prompt's tokens, where these count."""
+    if store.is_tagged:
+        return [float(store.target_weights[index])]
     found = []
     for number in store.documents(index):
         if store.value(number) > 0:
@@ -352,11 +354,14 @@ def micro_batch_of(
         is_counted = [d.value > 0 and d.part >= 0 for d in documents]
         pairs = zip(documents, is_counted, strict=True)
         weights = _shifted([_with_prompt(d.weights) if counted else d.weights for d, counted in pairs], bounds)
-    if rows != "targets":
+    if rows in ("ends", "all"):
         counts_d = np.array([d.part >= 0 for d in documents], dtype=np.float32)
         weights = answers = np.repeat(counts_d, lengths) if rows == "all" else np.zeros(len(tokens), dtype=np.float32)
         weights[bounds[1:] - 1] = counts_d
     labels = np.roll(tokens, -1)
+    if rows == "tagged":
+        labels = np.concatenate([d.weights for d in documents]).astype(np.int64) - 1
+        weights = answers = (labels >= 0).astype(np.float32)
     labels[weights == 0] = 0
     positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths)
     tensor = torch.from_numpy

@@ -28,6 +28,7 @@ from tunesmith.data.types import (
     Preference,
     RecordError,
     Related,
+    Tagged,
     Tokens,
 )
 from tunesmith.objectives.embed import RANKED
@@ -46,6 +47,8 @@ def encode(
     """The examples of an item, and its documents one by one with what each is the tokens of."""
     if records in ("ranked", "labelled"):
         return _to_be_scored(item, encoder, origin)
+    if records == "tagged":
+        return _to_be_tagged(item, encoder, origin)
     if records == "related":
         return _to_be_embedded(item, encoder, origin)
     if records == "prompts":
@@ -95,6 +98,28 @@ def _to_be_embedded(item: Related, encoder: Encoder, origin: Origin) -> tuple[li
             for one, some in zip(ids, weights, strict=True)
         ]
     return made, seen
+
+
+def _to_be_tagged(item: Tagged, encoder: Encoder, origin: Origin) -> tuple[list[Example], list[tuple[Any, Example]]]:
+    """The words as a text, with spaces between them, as the tokenizer by itself reads it; a label is at the first token
+    of its word. A word without a token of its own, such as a joiner that the tokenizer drops, has none."""
+    starts = np.cumsum([0, *(len(word) + 1 for word in item.words)]).tolist()
+    encoded = encoder.tokenizer(" ".join(item.words), verbose=False)
+    ids = np.array(encoded["input_ids"], dtype=np.int32)
+    weights = np.zeros(len(ids), dtype=np.float32)
+    taken = set()
+    for word, tag, start in zip(item.words, item.tags, starts[:-1], strict=True):
+        found = (encoded.char_to_token(start + place) for place, char in enumerate(word) if not char.isspace())
+        token = next((one for one in found if one is not None), None)
+        if token is None or token in taken:  # part of the token of the word before
+            continue
+        taken.add(token)
+        if tag is not None:
+            weights[token] = 1 + _value_of(tag, encoder, origin)
+    if not len(ids):
+        raise RecordError("empty text", origin, "there is no token in it")
+    made = Example(ids, weights, origin, is_tagged=True)
+    return [made], [(Tokens(tuple(ids.tolist()), tuple((weights > 0).tolist())), made)]
 
 
 def _to_be_scored(

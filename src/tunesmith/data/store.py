@@ -18,6 +18,8 @@ from tunesmith.data.types import RecordError
 from tunesmith.errors import UserError
 
 TooLong = Literal["truncate", "split", "drop"]
+TAGGED = "tagged"
+"""The format in which a weight is the number of a token's own label and 1 more (`Example.is_tagged`)."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,16 @@ class TokenStore:
     def documents(self, i: int) -> range:
         """The numbers of an example's documents."""
         return range(int(self._firsts[i]), int(self._firsts[i + 1]))
+
+    @property
+    def is_tagged(self) -> bool:
+        return self._whole.format == TAGGED
+
+    @property
+    def has_context(self) -> bool:
+        """Whether any document begins with what is no target, such as a prompt. Its first token never is one."""
+        whole, seconds = self._whole, self._starts[self._sizes > 1] + 1
+        return bool((whole.weight_table[whole.codes[seconds]] == 0).any())
 
     @property
     def document_count(self) -> int:
@@ -265,8 +277,10 @@ def cut(whole: Whole, title: str, *, sequence_length: int, too_long: TooLong) ->
             keep = np.ones(len(lengths), dtype=bool)
         lengths = np.minimum(lengths, sequence_length)
         for i in np.flatnonzero(is_long):
-            weights = whole.weight_table[whole.codes[starts[i] + 1 : starts[i] + lengths[i]]]
-            sums[i], targets[i] = weights.sum(dtype=np.float64), np.count_nonzero(weights)
+            first = starts[i] if whole.format == TAGGED else starts[i] + 1
+            weights = whole.weight_table[whole.codes[first : starts[i] + lengths[i]]]
+            targets[i] = np.count_nonzero(weights)
+            sums[i] = targets[i] if whole.format == TAGGED else weights.sum(dtype=np.float64)
     without_targets = len(np.unique(owners[keep & ~had_targets]))
     cut_off = int((keep & had_targets & (sums == 0)).sum())
     keep &= sums > 0

@@ -133,6 +133,14 @@ class Related:
 
 
 @dataclass(frozen=True, slots=True)
+class Tagged:
+    """Words, each with the name or number of its label, or None where it has none."""
+
+    words: tuple[str, ...]
+    tags: tuple[str | int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """A prompt that the model itself will answer, and all that its record says besides, for those who check answers."""
 
@@ -161,6 +169,8 @@ class Example:
     number of its label, its score, or the margin of a pair. 1 where it says nothing."""
     facts: str = ""
     """Of a prompt, what its record says besides; as JSON."""
+    is_tagged: bool = False
+    """Tokens have labels of their own: a weight is the number of the label and 1 more, or 0 where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +224,8 @@ class MicroBatch:
     """float64 [D]: by how much each answer is better than others to its prompt, where they are the model's own"""
     compared: Any = None
     """float64 [N]: the log-probability that the reference gives each target token, where ratios are by tokens"""
+    is_sampled: bool = False
+    """Its targets are the model's own answers, and not the data's."""
 
 
 @dataclass(frozen=True, slots=True)

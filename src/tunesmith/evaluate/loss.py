@@ -13,9 +13,10 @@ from tunesmith.data.store import TokenStore
 from tunesmith.data.types import MicroBatch
 from tunesmith.model.embedding import batch_loss, embedded, facts_of, lengths_of, pooled
 from tunesmith.model.forward import Inputs, Shape, moved, to_device, token_losses
-from tunesmith.model.scoring import figures_of, reported, risen, scoring_of
+from tunesmith.model.scoring import TagScoring, figures_of, reported, risen, scoring_of
 from tunesmith.objectives.base import Objective
 from tunesmith.objectives.embed import Embed
+from tunesmith.objectives.head import ClassifyTokens
 from tunesmith.parallel.context import ContextShard
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import ForwardSpec
@@ -100,6 +101,8 @@ def held_out_losses(
     names, is_loss = reported(objective) if objective else (("loss",), (True,))
     for number, store in enumerate(stores):
         sums = torch.zeros(2, len(names), dtype=torch.float64, device=device)
+        is_tagged = isinstance(objective, ClassifyTokens)
+        counts = torch.zeros(3, len(objective.labels) if is_tagged else 0, dtype=torch.float64, device=device)
         baseline = None
         if mismatched:
             above, count = ranks.sum(sum(risen(model, one, spec, device, shape) for one in batches(mismatched[number])))
@@ -118,10 +121,13 @@ def held_out_losses(
             elif scoring.sums is not None and scoring.weights is not None:
                 sums[0] += scoring.sums[:, 0]
                 sums[1] += scoring.weights[:, 0].to(device)
+            if isinstance(scoring, TagScoring) and scoring.counts is not None:
+                counts += scoring.counts
         copies = ranks.count // (share[1] * cut.ranks)  # ranks that share a model all know its losses
         found = Sums(names, is_loss, *(sums if isinstance(objective, Embed) else ranks.sum(sums) / copies).tolist())
         weight = found.weights[0] if objective is None else float(store.target_weights.sum())
-        results.append(HeldOut(store.title, found.loss, weight, len(store), found.figures))
+        figures = found.figures | (objective.f1((ranks.sum(counts) / copies).tolist()) if is_tagged else {})
+        results.append(HeldOut(store.title, found.loss, weight, len(store), figures))
     return results
 
 

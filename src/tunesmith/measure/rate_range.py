@@ -68,6 +68,11 @@ def try_rates(
     job: Job, rates: Sequence[float], progress: Callable[[str, int, int | None], None] = lambda *_: None
 ) -> RateRange:
     """Train a step with each of the rates, until the loss diverges. The job's weights change; nothing is saved."""
+    if job.roll_out is not None and job.run.objective == "distill":
+        raise UserError(
+            "`lr` looks at how the loss falls, and with distillation.on_policy each step has another one; try rates "
+            "with on_policy: 0."
+        )
     if job.roll_out is not None:
         raise UserError(
             f"`lr` looks at how the loss falls, and the loss of objective: {job.run.objective} is about 0 at any rate; "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.config.schema import Run
+from tunesmith.model.head import form, has_head
 
 LEFT_OUT = frozenset(
     {
@@ -74,13 +75,13 @@ def card(run: Run, facts: Facts) -> str:
         rows.append(("held-out loss after training", f"{facts.after:.4f}"))
     rows += [("versions", ", ".join(f"{name} {version}" for name, version in facts.versions.items()))]
     lines += ["| | |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in rows), ""]
-    has_head = run.objective in ("reward", "classify")
-    code = _scoring(run, is_adapter) if has_head else _ADAPTER if is_adapter else _MODEL
+    is_headed = has_head(run)
+    code = _scoring(run, is_adapter) if is_headed else _ADAPTER if is_adapter else _MODEL
     if run.objective == "embed":
         code = _EMBEDDING
     usage = ["```python", *code, "```"] if facts.usage is None else facts.usage
     lines += ["## How to use it", "", *usage, ""]
-    ends = "" if has_head or run.objective == "embed" else ", ".join(f"`{token}`" for token in facts.ends)
+    ends = "" if is_headed or run.objective == "embed" else ", ".join(f"`{token}`" for token in facts.ends)
     notes = [*([f"Its answers end with {ends}."] if ends else []), *facts.notes]
     lines += [*(f"- {note}" for note in notes), ""]
     if not facts.is_trained:
@@ -94,6 +95,7 @@ _LIBRARIES = {"embed": "sentence-transformers"}
 _PIPELINES = {
     "reward": "text-classification",
     "classify": "text-classification",
+    "classify_tokens": "token-classification",
     "embed": "sentence-similarity",
 }
 _EMBEDDING = (
@@ -132,18 +134,19 @@ _ADAPTER = (
 
 def _scoring(run: Run, is_adapter: bool) -> tuple[str, ...]:
     """How a model with a head of its own is asked."""
-    loaded = ("model = AutoModelForSequenceClassification.from_pretrained(folder)",)
+    loaded_by = f"AutoModelFor{form(run)}"
+    loaded = (f"model = {loaded_by}.from_pretrained(folder)",)
     if is_adapter:
         base, labels = json.dumps(run.model), max(1, len(run.labels))
         loaded = (
-            f"base = AutoModelForSequenceClassification.from_pretrained({base}, num_labels={labels})",
+            f"base = {loaded_by}.from_pretrained({base}, num_labels={labels})",
             "padding = tokenizer.pad_token_id",
             "base.config.pad_token_id = tokenizer.eos_token_id if padding is None else padding",
             "model = PeftModel.from_pretrained(base, folder)",
         )
     return (
         *(("from peft import PeftModel",) if is_adapter else ()),
-        "from transformers import AutoModelForSequenceClassification, AutoTokenizer",
+        f"from transformers import {loaded_by}, AutoTokenizer",
         "",
         'folder = "."  # this one',
         "tokenizer = AutoTokenizer.from_pretrained(folder)",

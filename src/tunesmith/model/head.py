@@ -1,4 +1,4 @@
-"""A head of its own for objectives that score documents: transformers' form of the model for sequence classification.
+"""A head of its own for objectives that score documents or words: transformers' form of the model for classification.
 
 The model is built as that class, so that what is saved loads in plain transformers; its weights are the base's, but for
 the head, which is drawn once into the run's folder and read from there like any other tensor. What calls models asks
@@ -20,10 +20,18 @@ if TYPE_CHECKING:
 FOLDER = "head"
 """In the run's folder."""
 FILE = "model.safetensors"
+NAMES = {"TokenClassification": "token classification", "SequenceClassification": "sequence classification"}
+TASKS = {"TokenClassification": "TOKEN_CLS", "SequenceClassification": "SEQ_CLS"}
+"""In peft."""
 
 
 def has_head(run: Run) -> bool:
-    return run.objective in ("reward", "classify")
+    return run.objective in ("reward", "classify", "classify_tokens")
+
+
+def form(run: Run) -> str:
+    """The form of models with such a head, in the names that transformers gives its classes."""
+    return "TokenClassification" if run.objective == "classify_tokens" else "SequenceClassification"
 
 
 def set_labels(config: Any, run: Run, padding: int | None) -> None:
@@ -32,16 +40,17 @@ def set_labels(config: Any, run: Run, padding: int | None) -> None:
     if run.labels:
         config.id2label = dict(enumerate(run.labels))
         config.label2id = {name: number for number, name in enumerate(run.labels)}
-        config.problem_type = "single_label_classification"
+        if run.objective == "classify":
+            config.problem_type = "single_label_classification"
     elif run.objective == "reward":
         config.id2label, config.label2id, config.problem_type = {0: "reward"}, {"reward": 0}, "regression"
     config.pad_token_id = config.get_text_config().pad_token_id = padding
 
 
 def model_class(run: Run) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    import transformers
 
-    return AutoModelForSequenceClassification if has_head(run) else AutoModelForCausalLM
+    return getattr(transformers, f"AutoModelFor{form(run)}" if has_head(run) else "AutoModelForCausalLM")
 
 
 def build(run: Run, config: Any, **options: Any) -> Any:
@@ -52,11 +61,12 @@ def build(run: Run, config: Any, **options: Any) -> Any:
         model = model_class(run).from_config(config, **options)
     except ValueError as error:
         raise UserError(
-            f"objective: {run.objective} needs a form for sequence classification, which transformers has not for "
+            f"objective: {run.objective} needs a form for {NAMES[form(run)]}, which transformers has not for "
             f"{config.model_type} models; choose another model."
         ) from error
     name = head_name(model)
     model.head_files = Path(run.output) / FOLDER / FILE
+    model.head_task = TASKS[form(run)]
     model.get_output_embeddings = lambda: model.get_submodule(name)
     return model
 

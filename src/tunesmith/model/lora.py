@@ -439,7 +439,7 @@ def adapter_config(model: nn.Module, settings: Lora, base: str) -> dict[str, obj
         rank, alpha = 2 * rank, alpha * (math.sqrt(2) if settings.rank_stabilised else 2)
     return {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if is_headed(model) else "CAUSAL_LM",
+        "task_type": model.head_task if is_headed(model) else "CAUSAL_LM",
         **({"modules_to_save": [head_name(model)]} if is_headed(model) else {}),
         "base_model_name_or_path": base,
         "r": rank,

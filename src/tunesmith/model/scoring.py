@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tunesmith.model.forward import Documents, Shape, moved, to_device, token_losses
-from tunesmith.objectives.base import Answers, Column, Objective, Scores
+from tunesmith.objectives.base import Answers, Column, Objective, Scores, Tags
 from tunesmith.objectives.embed import IS_LOSS, NAMES
 from tunesmith.plan.plan import ForwardSpec
 
@@ -139,12 +139,15 @@ class HeadScoring(Scoring):
         """To call backward on; 0 where no document counts or no gradient is wanted."""
         if not self.is_counted.any():
             return scores_dl.float().sum() * 0.0
-        columns = self.objective.columns_of_scores(self._scores(scores_dl.float()))
+        columns = self._columns(scores_dl.float())
         self._keep(columns)
         if self.divisors is None:
             return scores_dl.new_zeros((), dtype=torch.float32)
         parts = [one.each_e.sum() / self.divisors[one.divisor] for one in columns.values() if one.is_loss]
         return torch.stack(parts).sum().float()
+
+    def _columns(self, scores_dl: torch.Tensor) -> Mapping[str, Column]:
+        return self.objective.columns_of_scores(self._scores(scores_dl))
 
     def _scores(self, scores_dl: torch.Tensor) -> Scores:
         batch, count = self.batch, int(self.is_counted.sum())
@@ -161,8 +164,29 @@ class HeadScoring(Scoring):
         return {"examples": torch.ones_like(is_pair_e), "pairs": is_pair_e, "scored": 1 - is_pair_e}
 
 
+class TagScoring(HeadScoring):
+    """The same over tokens that have labels of their own."""
+
+    counts: torch.Tensor | None = None
+    """int64 [3, L], on the device: how often each label was given rightly, was given, and was right to give; None where
+    no document counts"""
+
+    def _columns(self, scores_dl: torch.Tensor) -> Mapping[str, Column]:
+        rows_n, lengths_d = targets_of(self.batch)
+        labels_n = moved(self.batch.labels[rows_n], self.device)
+        if self.divisors is None:  # an evaluation
+            given_n, outputs = scores_dl.detach().argmax(-1), scores_dl.shape[1]
+            ways = (given_n[given_n == labels_n], given_n, labels_n)
+            self.counts = torch.stack([torch.bincount(one, minlength=outputs) for one in ways])
+        return self.objective.columns_of_tags(Tags(scores_dl, labels_n, moved(lengths_d, self.device)))
+
+    def _divisors(self, firsts_d: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"tokens": targets_of(self.batch)[1].double()}
+
+
 def scoring_of(objective: Objective, *arguments: Any, **options: Any) -> Scoring:
-    return (HeadScoring if objective.has_head else Scoring)(objective, *arguments, **options)
+    kind = TagScoring if objective.rows == "tagged" else HeadScoring if objective.has_head else Scoring
+    return kind(objective, *arguments, **options)
 
 
 def reported(objective: Objective) -> tuple[tuple[str, ...], tuple[bool, ...]]:
@@ -172,7 +196,10 @@ def reported(objective: Objective) -> tuple[tuple[str, ...], tuple[bool, ...]]:
     none = torch.zeros(0, dtype=torch.float64)
     nothing = Answers(none, none, none, none.long(), none, none, torch.zeros((), dtype=torch.float64))
     unscored = Scores(torch.zeros(0, 2), none, none.long(), none.bool())
-    columns = objective.columns_of_scores(unscored) if objective.has_head else objective.columns(nothing)
+    if objective.rows == "tagged":
+        columns = objective.columns_of_tags(Tags(torch.zeros(0, 2), none.long(), none.long()))
+    else:
+        columns = objective.columns_of_scores(unscored) if objective.has_head else objective.columns(nothing)
     return tuple(columns), tuple(one.is_loss for one in columns.values())
 
 

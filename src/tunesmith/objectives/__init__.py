@@ -14,7 +14,7 @@ from tunesmith.objectives.distill import Distill
 from tunesmith.objectives.dpo import Dpo
 from tunesmith.objectives.embed import Embed
 from tunesmith.objectives.grpo import Grpo, Rloo
-from tunesmith.objectives.head import Classify, Reward
+from tunesmith.objectives.head import Classify, ClassifyTokens, Reward
 from tunesmith.objectives.kto import Kto
 from tunesmith.objectives.orpo import Orpo
 from tunesmith.objectives.sft import Sft
@@ -29,6 +29,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "distill": Distill,
     "reward": Reward,
     "classify": Classify,
+    "classify_tokens": ClassifyTokens,
     "embed": Embed,
     "grpo": Grpo,
     "rloo": Rloo,
@@ -39,4 +40,8 @@ def objective_of(run: Run) -> Objective:
     kind = OBJECTIVES[run.objective]
     if issubclass(kind, Grpo):
         return kind(run.preference, run.rollout)
+    if issubclass(kind, Distill):
+        return kind(run.preference, run.distillation, run.rollout)
+    if issubclass(kind, ClassifyTokens):
+        return kind(run.preference, tuple(run.labels))
     return Embed(run.preference, run.embedding) if issubclass(kind, Embed) else kind(run.preference)

@@ -25,11 +25,13 @@ from tunesmith.config.schema import Preference
 if TYPE_CHECKING:
     from torch import Tensor
 
-Records = Literal["texts", "pairs", "judged", "ranked", "labelled", "prompts", "related"]
+Records = Literal["texts", "pairs", "judged", "ranked", "labelled", "prompts", "related", "tagged"]
 """Texts and conversations; two answers to a prompt, one of them better; answers that are wanted or not; pairs or
-answers with a score; texts with a label; prompts, with what an answer is checked by; texts that belong together."""
-Rows = Literal["targets", "ends", "all"]
-"""The tokens whose hidden states count: those that predict a target, the last of each document, or all."""
+answers with a score; texts with a label; prompts, with what an answer is checked by; texts that belong together;
+words, each with a label."""
+Rows = Literal["targets", "ends", "all", "tagged"]
+"""The tokens whose hidden states count: those that predict a target, the last of each document, all, or those that have
+a label of their own."""
 Divisor = Literal["examples", "tokens", "wanted", "unwanted", "pairs", "scored"]
 """What a sum is divided by: examples, target tokens of wanted answers, answers of one kind, or examples of one kind."""
 
@@ -103,6 +105,18 @@ class Scores:
     """Whether it has another one"""
 
 
+@dataclass(frozen=True)
+class Tags:
+    """What a head gives the labelled tokens of a micro-batch, document after document."""
+
+    scores_nl: Tensor
+    """fp32; what the gradient is taken by"""
+    labels_n: Tensor
+    """int64: the number of each one's label"""
+    lengths_d: Tensor
+    """int64: how many of them each document has"""
+
+
 class Column(NamedTuple):
     """A sum over examples [E], and what it is to be divided by."""
 
@@ -129,7 +143,7 @@ class Objective(ABC):
     has_rollouts: ClassVar[bool] = False
     """It is trained on answers that the model gives while it is trained, and that are checked."""
     has_head: ClassVar[bool] = False
-    """It trains a new head over the last token of each document, in place of the one for tokens."""
+    """It trains a new head over some tokens of each document (`rows`), in place of the one that predicts tokens."""
     has_embeddings: ClassVar[bool] = False
     """It compares what the model makes of whole texts, over a whole step, and needs no head (`model.embedding`)."""
     has_baseline: ClassVar[bool] = False
@@ -147,6 +161,11 @@ class Objective(ABC):
         return False
 
     @property
+    def is_on_policy(self) -> bool:
+        """The model itself answers, in steps of its training."""
+        return self.has_rollouts
+
+    @property
     def rows(self) -> Rows:
         return "ends" if self.has_head else "targets"
 
@@ -155,7 +174,11 @@ class Objective(ABC):
         raise NotImplementedError
 
     def columns_of_scores(self, scores: Scores) -> Mapping[str, Column]:
-        """The same of an objective with a head of its own."""
+        """The same of an objective with a head of its own over the last token."""
+        raise NotImplementedError
+
+    def columns_of_tags(self, tags: Tags) -> Mapping[str, Column]:
+        """The same of one whose head is over tokens with labels."""
         raise NotImplementedError
 
 

@@ -1,11 +1,12 @@
-"""Objectives with a head of their own over the last token of each document: reward models and classifiers."""
+"""Objectives with a head of their own, over the last token of each document or over words: scores and labels."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from tunesmith.objectives.base import Column, Objective, Scores, share_above_0
+from tunesmith.objectives.base import Column, Objective, Rows, Scores, Tags, share_above_0
 
 
 def padding_id(tokenizer: Any) -> int | None:
@@ -61,3 +62,38 @@ class Classify(Objective):
         losses_e = cross_entropy(scores.scores_dl, labels_e, reduction="none").double()
         is_right_e = (scores.scores_dl.detach().argmax(-1) == labels_e).double()
         return {"loss": Column(losses_e, "examples", is_loss=True), "accuracy": Column(is_right_e, "examples")}
+
+
+@dataclass(frozen=True)
+class ClassifyTokens(Objective):
+    """The cross-entropy of each word's label, at the first token of the word; the mean over words."""
+
+    labels: tuple[str, ...] = ()
+
+    name = "classify_tokens"
+    why = "a head with an output a label is trained over the first token of each word; there are no logits of tokens"
+    records = "tagged"
+    has_head = True
+    rate = 0.3
+
+    @property
+    def rows(self) -> Rows:
+        return "tagged"
+
+    def columns_of_tags(self, tags: Tags) -> Mapping[str, Column]:
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        losses_n = cross_entropy(tags.scores_nl, tags.labels_n, reduction="none").double()
+        is_right_n = (tags.scores_nl.detach().argmax(-1) == tags.labels_n).double()
+        each_e = [
+            torch.segment_reduce(one, "sum", lengths=tags.lengths_d, unsafe=True) for one in (losses_n, is_right_n)
+        ]
+        return {"loss": Column(each_e[0], "tokens", is_loss=True), "accuracy": Column(each_e[1], "tokens")}
+
+    def f1(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Of each label that was met or given, and their mean, from how often each was given rightly, was given, and
+        was right to give. Counts words: of a name of three words, each by itself."""
+        rows = zip(self.labels, *counts, strict=True)
+        found = {f"f1_{name}": 2 * both / (given + true) for name, both, given, true in rows if given + true}
+        return {"f1": sum(found.values()) / len(found), **found} if found else {}

@@ -185,6 +185,7 @@ def _batch(run: Run, limit: int, size: DataSize | None, epochs: float, decide: D
     length = limit
     if wanted < limit:
         longest = size.longest if size and size.longest else limit
+        longest += run.rollout.max_answer_tokens if objective_of(run).is_on_policy else 0  # in the place of its answer
         length = min(limit, max(wanted, -(-longest // ALIGNED) * ALIGNED))
         if run.batch_tokens is not None and length > wanted and (size is None or size.is_exact):
             raise UserError(

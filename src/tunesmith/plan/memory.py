@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 from tunesmith.config.schema import Lora, Rollout
+from tunesmith.objectives.distill import Distill
 from tunesmith.objectives.grpo import Grpo
+from tunesmith.objectives.head import ClassifyTokens
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import KEPT_RANK, Layer, Linear
 from tunesmith.plan.paths import is_in_full, preferred
@@ -174,8 +177,8 @@ def timeline(task: Task, choice: Choice) -> list[Phase]:
         phases.append(phase("the teacher's forward pass", **_asking(task, choice, static, tokens)))
     if task.is_merged:
         phases.append(phase("merge", **_merging(task, choice, saved, tokens)))
-    if isinstance(task.objective, Grpo):
-        phases.append(phase("rollout", **_rolling_out(task, choice, task.objective.rollout)))
+    if (answers := rolled_out(task, choice)) is not None:
+        phases.append(phase("rollout", **_rolling_out(task, *answers)))
     if not choice.cuda_graphs:
         return phases
     logits = _logits(task, tokens, in_fp8=is_head_fp8)
@@ -532,9 +535,13 @@ def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, 
 
 def _loss(task: Task, tokens: float, spread: int, head: float, *, in_fp8: bool) -> float:
     """A chunk of logits and the gradient of the head (`kernels.linear_cross_entropy`): in fp32, and its part of it. Of
-    embeddings, the hidden states that are pooled, in fp32, with their gradient (`model.embedding`)."""
+    embeddings, the hidden states that are pooled, in fp32, with their gradient (`model.embedding`). Of words with
+    labels, as if every token were one: hidden states, as they are and in fp32, and scores, with the gradients."""
     if task.objective.has_embeddings:
         return 8 * task.facts.hidden * tokens
+    if isinstance(task.objective, ClassifyTokens):
+        hidden, outputs = task.facts.hidden, len(task.objective.labels)
+        return tokens * (2 * (4 + task.width) * hidden + 3 * 4 * outputs)
     return _logits(task, tokens, in_fp8=in_fp8) / spread + (4 + task.width) * head
 
 
@@ -594,15 +601,26 @@ def _merging(task: Task, choice: Choice, saved: float, tokens: float) -> dict[st
     return {"activations": saved + share * tokens * kept * task.width, "workspace": 5 * 4 * matrix}
 
 
-def _rolling_out(task: Task, choice: Choice, rollout: Rollout) -> dict[str, float]:
+def rolled_out(task: Task, choice: Choice) -> tuple[Rollout, int, int] | None:
+    """Where the model itself answers in steps: the settings, prompts that a rank has in a step, and answers to each."""
+    objective = task.objective
+    if isinstance(objective, Grpo):
+        return objective.rollout, -(-objective.rollout.prompts // choice.data_ranks), objective.rollout.answers
+    if isinstance(objective, Distill) and objective.is_on_policy:
+        documents = task.sequences * task.sequence_length / max(1, task.document_length)
+        return objective.rollout, math.ceil(documents / choice.data_ranks), 1
+    return None
+
+
+def _rolling_out(task: Task, rollout: Rollout, prompts: int, answers: int) -> dict[str, float]:
     """While the model answers: keys and values of all rows, twice when rows leave the cache or, on a GPU, when it is
     copied to where captured steps have it; and the last logits."""
     facts = task.facts
-    rows = min(ROLLOUT_ROWS, -(-rollout.prompts // choice.data_ranks) * rollout.answers)
+    rows = min(ROLLOUT_ROWS, prompts * answers)
     longest = min(task.sequence_length, rollout.max_answer_tokens + task.document_length)
     cached = 2 * facts.kv_heads * facts.head_dim * facts.layers * task.width * rows * longest
     wide = max(kind.intermediate for kind in facts.kinds)
-    read = rows / rollout.answers * task.document_length * (3 * wide + 6 * facts.hidden) * task.width
+    read = rows / answers * task.document_length * (3 * wide + 6 * facts.hidden) * task.width
     copies = 2.0 if task.device == "cuda" else 1.5
     return {
         "activations": copies * cached,

@@ -47,19 +47,19 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     (
         lambda task, choice: (task.objective.has_head or task.objective.has_embeddings) and choice.tensor > 1,
-        "objective: reward, classify and embed have a head of their own or none, which tensor parallelism cannot cut; "
-        "use data parallelism",
+        "objective: reward, classify, classify_tokens and embed have a head of their own or none, which tensor "
+        "parallelism cannot cut; use data parallelism",
     ),
     (
         lambda task, choice: (
-            task.objective.has_rollouts
+            task.objective.is_on_policy
             and (choice.tensor > 1 or choice.sharding not in ("none", "ddp", "zero1", "zero2"))
         ),
         "objectives with rollouts decode on each rank, which needs all weights there: use ddp, zero1 or zero2, not "
         "tensor parallelism, zero3, hybrid or hierarchical sharding",
     ),
     (
-        lambda task, choice: task.objective.has_rollouts and choice.offload_parameters,
+        lambda task, choice: task.objective.is_on_policy and choice.offload_parameters,
         "objectives with rollouts read all weights for every token: they are not offloaded",
     ),
     (
@@ -354,7 +354,7 @@ def may_release(task: Task, choice: Choice) -> bool:
         and task.optimizer in ALONE
         and task.precision != "fp16"
         and choice.accumulation_steps(task) == 1
-        and not task.objective.has_rollouts  # whose answers may be longer than was thought
+        and not task.objective.is_on_policy  # whose answers may be longer than was thought
         and choice.sharding == "none"
         and choice.pipeline == 1
     )

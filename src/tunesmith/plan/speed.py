@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from tunesmith.config.schema import Rollout
+from tunesmith.objectives.distill import Distill
 from tunesmith.objectives.grpo import Grpo
 from tunesmith.plan import memory, stages
 from tunesmith.plan.choice import Choice, Task
@@ -143,9 +144,11 @@ def step_time(task: Task, choice: Choice) -> Time:
     if task.teacher_in_steps:
         taught = _teacher(task, choice)
         time = {part: seconds + rounds * getattr(taught, part) for part, seconds in time.items()}
-    if isinstance(task.objective, Grpo):
-        rolled, updates = _rollout(task, choice, task.objective.rollout), task.objective.rollout.updates
-        time = {part: updates * seconds + getattr(rolled, part) for part, seconds in time.items()}
+    if (answers := memory.rolled_out(task, choice)) is not None:
+        rolled, objective = _rollout(task, *answers), task.objective
+        updates = objective.rollout.updates if isinstance(objective, Grpo) else 1
+        share = objective.distillation.on_policy if isinstance(objective, Distill) else 1.0
+        time = {part: updates * seconds + share * getattr(rolled, part) for part, seconds in time.items()}
     time["recomputation"] = rounds * checkpointed
     time["optimizer"], host_update = _optimizer(task, choice)
     if choice.offload_optimizer == "host" and choice.ranks == 1 and not choice.optimizer_in_backward:
@@ -210,7 +213,7 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
         elementwise=FORWARD_ELEMENTWISE * elementwise,
         adapter=adapter / 3,
         quantization=quantization / 2,
-        loss=0.0 if task.objective.has_embeddings else head * (1 + head_backward) + logits,
+        loss=0.0 if task.objective.has_embeddings or task.objective.has_head else head * (1 + head_backward) + logits,
     )
     backward = Time(
         matmuls=matmuls * (1 + weight_gradients) * share,
@@ -245,10 +248,10 @@ def _teacher(task: Task, choice: Choice) -> Time:
     return Time(**{**dict(forward), "loss": forward.loss / 2})
 
 
-def _rollout(task: Task, choice: Choice, rollout: Rollout) -> Time:
+def _rollout(task: Task, rollout: Rollout, prompts: int, answers: int) -> Time:
     """Of answers as long as they may be, by the weights that each token has to read and the matmuls of all rows."""
     facts = task.facts
-    rows = -(-rollout.prompts // choice.data_ranks) * rollout.answers
+    rows = prompts * answers
     batches = -(-rows // memory.ROLLOUT_ROWS)
     flops = 2 * (facts.active + facts.embedding) * rows * rollout.max_answer_tokens
     read = (facts.active + facts.embedding) * task.width * batches * rollout.max_answer_tokens

@@ -8,6 +8,7 @@ from typing import cast
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.objectives import objective_of
+from tunesmith.objectives.distill import Distill
 from tunesmith.plan import rules
 from tunesmith.plan.choice import OF_PEFT, Task
 from tunesmith.plan.defaults import Amount, DataSize, Decide, propose
@@ -40,6 +41,9 @@ def make_task(
     objective = objective_of(run)
     if objective.why:
         decide("objective", objective.name, objective.why)
+    if isinstance(objective, Distill) and objective.is_on_policy:
+        why = "there the student itself answers, and is compared with the teacher at the tokens that it gave"
+        decide("own answers", f"{objective.distillation.on_policy:.0%} of the steps", why)
     lengths = [max(1, length // objective.documents) for length in lengths]
     task = Task(
         facts=facts,

@@ -20,6 +20,7 @@ from tunesmith.model.merges import Merges
 from tunesmith.model.structure import decoder_layers
 from tunesmith.objectives import objective_of
 from tunesmith.objectives.base import Objective
+from tunesmith.objectives.distill import Distill
 from tunesmith.objectives.grpo import Grpo
 from tunesmith.optim.blocks import BlockOptimizer, BlockSchedule
 from tunesmith.optim.build import Optimizer, build
@@ -36,9 +37,10 @@ from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder
 from tunesmith.run.base import keep_base
 from tunesmith.run.evaluate import Evaluator, held_out_while_training, with_known_start
+from tunesmith.run.on_policy import OnPolicy, check_prompts
 from tunesmith.run.reference import Progress, Reference
 from tunesmith.run.result import ResultWriter
-from tunesmith.run.rollout import Generator, RewardEvaluator, Rollouts, at_temperature
+from tunesmith.run.rollout import Generator, RewardEvaluator, Rollouts, Sampler, at_temperature
 from tunesmith.run.shape import make_reproducible, micro_batch_shape
 from tunesmith.run.start import Setting
 from tunesmith.run.state import Share, TrainingState
@@ -77,6 +79,7 @@ def assemble(
     objective = objective_of(run)
     loader = _prompt_loader(setting, objective) if isinstance(objective, Grpo) else _loader(setting, ranks, objective)
     teach = None
+    check_prompts(run.distillation.on_policy, setting.data.train)
     if isinstance(loader, Loader):
         teach = teach_of(run, plan, setting.data.train, loader.seen, device, ranks, progress)
     ways = {"content": content, "meanwhile": _imports_for(plan), "steps": loader.total_steps}
@@ -111,7 +114,10 @@ def assemble(
         spec = at_temperature(plan.forward, run.rollout.temperature)
         longest = max(int(store.lengths.max()) for store in setting.data.train)
         roll_out = Rollouts(generator, objective, spec, plan, device, ranks, Path(run.output), longest)
-    elif evals:
+    elif isinstance(objective, Distill) and objective.is_on_policy:
+        sampler = Sampler(called, setting.data.encoder, run.rollout, run.seed)
+        roll_out = OnPolicy(sampler, objective, spec, plan, ranks, Path(run.output))
+    if evals and evaluate is None:
         told = (state.losses, objective, eval_mismatched, rule)
         evaluate = Evaluator(called, plan.forward, plan, evals, device, ranks, cut, *told)
         if shared is not None and rule is None and SharedBase.suits(run, plan) and run.adapter is None:

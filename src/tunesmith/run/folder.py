@@ -91,15 +91,19 @@ class Identity:
         if self.settings.get("objective", "sft") == "sft":  # as runs were known before there were others
             kept.pop("objective", None)
             kept.pop("preference", None)
+        is_on_policy = (self.settings.get("distillation") or {}).get("on_policy")
         if self.settings.get("objective") != "distill":
             kept.pop("distillation", None)
-        if self.settings.get("objective") != "classify":
+        elif not is_on_policy:  # as runs were known before it was a setting
+            kept["distillation"] = {name: one for name, one in kept["distillation"].items() if name != "on_policy"}
+        if self.settings.get("objective") not in ("classify", "classify_tokens"):
             kept.pop("labels", None)
         if self.settings.get("objective") != "embed":
             kept.pop("embedding", None)
         if self.settings.get("objective") not in ("grpo", "rloo"):
-            kept.pop("rollout", None)
             kept.pop("rewards", None)
+            if not is_on_policy:
+                kept.pop("rollout", None)
         return kept
 
 

@@ -17,7 +17,7 @@ from tunesmith.model import adapters, load, lora, quantized, side_files
 from tunesmith.model.content import Content
 from tunesmith.model.fake_quantize import FakeQuantization
 from tunesmith.model.grown import new_ids
-from tunesmith.model.head import has_head
+from tunesmith.model.head import form, has_head
 from tunesmith.optim.build import weight_of
 from tunesmith.parallel.prepare import load_model
 from tunesmith.plan.plan import Device, Plan, Precision, Storage
@@ -95,9 +95,10 @@ def refuse_head(folder: Path, what: str) -> None:
     if not has_head(run):
         return
     where = "adapter, over its base by peft" if run.has_adapters else "model"
+    verb = "labels words" if run.objective == "classify_tokens" else "scores texts"
     raise UserError(
-        f"{folder} was trained with objective: {run.objective} and scores texts; it cannot {what}. Load it with "
-        f"transformers' AutoModelForSequenceClassification, from {folder}/{where}."
+        f"{folder} was trained with objective: {run.objective} and {verb}; it cannot {what}. Load it with "
+        f"transformers' AutoModelFor{form(run)}, from {folder}/{where}."
     )
 
 

@@ -62,14 +62,50 @@ class Answer:
     reward: float
 
 
-class Generator:
+class Sampler:
     """The model as it answers."""
 
-    def __init__(self, called: nn.Module, encoder: Encoder, settings: Rollout, rewards: Rewards, seed: int):
-        self.called, self.encoder, self.settings, self.rewards, self.seed = called, encoder, settings, rewards, seed
+    def __init__(self, called: nn.Module, encoder: Encoder, settings: Rollout, seed: int):
+        self.called, self.encoder, self.settings, self.seed = called, encoder, settings, seed
         self.model: nn.Module = called.model if isinstance(called, Entrance) else called
         self.stop_ids = frozenset(stop_tokens(self.model, encoder))
         self._is_shared: bool | None = None
+
+    def sampled(
+        self,
+        prompts: Sequence[list[int]],
+        wanted: Sequence[Wanted],
+        *,
+        temperature: float,
+        max_tokens: int | None = None,
+        should_stop: Callable[[int], None] = lambda _: None,
+    ) -> list[Sampled]:
+        """`max_tokens`: of an answer, where that is less than the settings say."""
+        was_training = self.called.training
+        self.called.eval()
+        most = max_tokens or self.settings.max_answer_tokens
+        options = {"max_tokens": most, "temperature": temperature, "rows": ROWS}
+        options |= {"stop_ids": self.stop_ids, "should_stop": should_stop}
+        work = partial(self._sample, prompts=prompts, wanted=wanted, **options)
+        try:
+            return self.called(work) if isinstance(self.called, Entrance) else work(self.called)
+        finally:
+            if isinstance(self.called, Sharded):
+                self.called.free_full_weights()
+            self.called.train(was_training)
+
+    def _sample(self, model: nn.Module, **options: Any) -> list[Sampled]:
+        if self._is_shared is None:
+            self._is_shared = _shares(model)
+        return sample(model, **options, is_shared=self._is_shared)
+
+
+class Generator(Sampler):
+    """With what its answers are checked by."""
+
+    def __init__(self, called: nn.Module, encoder: Encoder, settings: Rollout, rewards: Rewards, seed: int):
+        super().__init__(called, encoder, settings, seed)
+        self.rewards = rewards
 
     def answers(
         self,
@@ -79,18 +115,8 @@ class Generator:
         temperature: float,
         should_stop: Callable[[int], None] = lambda _: None,
     ) -> list[Answer]:
-        was_training = self.called.training
-        self.called.eval()
-        options = {"max_tokens": self.settings.max_answer_tokens, "temperature": temperature, "rows": ROWS}
-        options |= {"stop_ids": self.stop_ids, "should_stop": should_stop}
         ids = [prompt.ids.tolist() for prompt in prompts]
-        work = partial(self._sample, prompts=ids, wanted=wanted, **options)
-        try:
-            made = self.called(work) if isinstance(self.called, Entrance) else work(self.called)
-        finally:
-            if isinstance(self.called, Sharded):
-                self.called.free_full_weights()
-            self.called.train(was_training)
+        made = self.sampled(ids, wanted, temperature=temperature, should_stop=should_stop)
         texts = [self.text_of(one) for one in made]
         asked = [prompts[one.prompt] for one in wanted]
         found = self.rewards([(text, one.facts, one.origin) for text, one in zip(texts, asked, strict=True)])
@@ -102,11 +128,6 @@ class Generator:
     def text_of(self, one: Sampled) -> str:
         ids = one.ids[:-1] if one.is_ended else one.ids
         return self.encoder.tokenizer.decode(ids, skip_special_tokens=True).strip()
-
-    def _sample(self, model: nn.Module, **options: Any) -> list[Sampled]:
-        if self._is_shared is None:
-            self._is_shared = _shares(model)
-        return sample(model, **options, is_shared=self._is_shared)
 
 
 def _shares(model: nn.Module) -> bool:

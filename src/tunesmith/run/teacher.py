@@ -97,10 +97,12 @@ def teach_of(
     teacher = load.teacher_run(run)
     vocabulary = min(load.vocabulary_size(load.load_config(one)) for one in (run, teacher))
     form = (settings.loss, settings.temperature, settings.weight, vocabulary)
+    # The student's own tokens are nothing to learn: at these the divergence is all there is.
+    own = (*form[:2], 1.0, vocabulary)
     open_teacher = partial(Teacher.open, teacher, plan, device, settings.temperature, vocabulary)
     if settings.top_k is None:
         asked = open_teacher()
-        return lambda batch, inputs: Lesson(asked.taught(batch, inputs), *form)
+        return lambda batch, inputs: Lesson(asked.taught(batch, inputs), *(own if batch.is_sampled else form))
     kept = [Answers(store, teacher, plan, settings.temperature, settings.top_k, vocabulary) for store in stores]
     _ask(kept, seen(), open_teacher, ranks, progress)
     return lambda batch, _: Lesson(_read_for(batch, kept, device), *form)

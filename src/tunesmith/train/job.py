@@ -13,7 +13,7 @@ from torch import nn
 from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Saving
 from tunesmith.config.schema import Run
 from tunesmith.data.loader import Loader
-from tunesmith.data.prompts import PromptBatch, PromptLoader
+from tunesmith.data.prompts import PromptLoader
 from tunesmith.data.types import StepBatch
 from tunesmith.model.adapters import RankSchedule
 from tunesmith.model.forward import Shape
@@ -30,9 +30,9 @@ Progress = Callable[[int, int | None], None]
 """Told how far something is, and out of how much (None: not known)."""
 
 
-RollOut = Callable[[PromptBatch, Callable[[int, int], None]], StepBatch]
-"""From the prompts of a step to its micro-batches. Tells how many answers there are, of how many; may be stopped by an
-exception then."""
+RollOut = Callable[[Any, Callable[[int, int], None]], StepBatch]
+"""From the prompts of a step (`PromptBatch`), or from a step of the data (`StepBatch`), to its micro-batches. Tells how
+many answers there are, of how many; may be stopped by an exception then."""
 
 
 class Save(Protocol):

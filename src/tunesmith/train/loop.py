@@ -39,7 +39,7 @@ from tunesmith.train.alerts import SHORT, Alerts
 from tunesmith.train.documents import DocumentLog
 from tunesmith.train.graph import EAGER_STEPS, GraphCapture
 from tunesmith.train.hang import HangWatch
-from tunesmith.train.job import Job
+from tunesmith.train.job import Job, RollOut
 from tunesmith.train.machine import Machine
 from tunesmith.train.phases import OutOfMemory, PhaseMemory, is_out_of_memory
 from tunesmith.train.speed import Speed
@@ -312,8 +312,8 @@ class _Loop:
                     batch = next(batches)
                 waited = time.monotonic() - began
                 try:
-                    if isinstance(batch, PromptBatch):
-                        batch = self._roll_out(batch, is_stopping)
+                    if job.roll_out is not None:
+                        batch = self._roll_out(job.roll_out, batch, is_stopping)
                     result = self.step_of.launch(batch, rate, self._before_micro_batch(batch, is_stopping))
                 except Interrupted:
                     reason = asked_to_stop()
@@ -349,9 +349,10 @@ class _Loop:
 
         return tell
 
-    def _roll_out(self, batch: PromptBatch, is_stopping: Callable[[], bool]) -> StepBatch:
+    def _roll_out(
+        self, roll_out: RollOut, batch: PromptBatch | StepBatch, is_stopping: Callable[[], bool]
+    ) -> StepBatch:
         """The model's own answers to the prompts of a step."""
-        assert self.job.roll_out is not None
 
         def tell(done: int, total: int) -> None:
             self.progress("Answering", done, total)
@@ -359,7 +360,7 @@ class _Loop:
                 raise Interrupted
 
         with record_function("rollout"):
-            return self.job.roll_out(batch, tell)
+            return roll_out(batch, tell)
 
     def _settle(self) -> bool:
         """Wait for the step that is under way, if one is, and say how it went; whether it had to be waited for."""
