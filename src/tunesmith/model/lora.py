@@ -34,7 +34,7 @@ from tunesmith.kernels.rounding import Rounding
 from tunesmith.model.head import head_name, is_headed
 from tunesmith.model.local import local
 from tunesmith.model.quantized import QuantizedLinear
-from tunesmith.model.structure import is_transposed, replace_module
+from tunesmith.model.structure import is_encoder_decoder, is_transposed, replace_module
 from tunesmith.plan.facts import choose_layers, matches
 
 PREFIX = "base_model.model."
@@ -78,6 +78,11 @@ class LoraLinear(nn.Module):
     @property
     def rank(self) -> int:
         return self.lora_a.shape[0]
+
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """The base's, for models that look at its type before they call it (T5); None where it is not held as one."""
+        return getattr(self.base, "weight", None)
 
     def reset(self, generator: torch.Generator) -> None:
         """A as PEFT draws it (uniform within sqrt(1 / I)), B zero: the model starts as the base."""
@@ -436,7 +441,7 @@ def adapter_config(model: nn.Module, settings: Lora, base: str) -> dict[str, obj
         rank, alpha = 2 * rank, alpha * (math.sqrt(2) if settings.rank_stabilised else 2)
     return {
         "peft_type": "LORA",
-        "task_type": "SEQ_CLS" if is_headed(model) else "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if is_headed(model) else "SEQ_2_SEQ_LM" if is_encoder_decoder(model) else "CAUSAL_LM",
         **({"modules_to_save": [head_name(model)]} if is_headed(model) else {}),
         "base_model_name_or_path": base,
         "r": rank,

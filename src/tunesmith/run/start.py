@@ -22,6 +22,7 @@ from tunesmith.model.save import remove_leftovers
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import Plan
 from tunesmith.rewards import Rewards
+from tunesmith.plan.pairs import check_pairs
 from tunesmith.run import folder as run_folder
 from tunesmith.run.choose import Progress, make_plan, tokenize, will_write
 from tunesmith.run.initial import make_start
@@ -65,6 +66,7 @@ def prepare_run(
     folder = Path(run.output)
     before = run_folder.read_identity(folder)
     planned = run_folder.read_plan(folder) if before else None
+    check_pairs(run)
     check_teacher(run)
     rewards = Rewards(run.rewards)  # mistakes in them are found before anything is read
     if has_head(run):
