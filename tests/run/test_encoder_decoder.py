@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from encoder_decoders import FAMILIES, make_encoder_decoder, write_pairs
@@ -27,6 +26,7 @@ from tunesmith.train.loop import step_of
 
 TRAIN = ("train", "run.yaml", "--plan", "plan.json")
 HERE = Origin("pairs.jsonl", 1)
+SHORT = {"batch_tokens": 192, "save_every": 1, "lora": {"rank": 4, "dropout": 0.1}}
 QUICK = ("t5", "marian")
 """A tied head that scales, and one with a bias that nobody trains."""
 
@@ -51,11 +51,11 @@ def tunesmith(*arguments: str) -> None:
     assert not ended.value.code
 
 
-def one_step(folder: Path):
+def one_step(folder: Path, **planned):
     """Loss and gradients of a step that has all records, and the number of its micro-batches."""
     run = from_mapping(json.loads((folder / "run.yaml").read_text()))
     (folder / "run").mkdir()
-    setting = prepare_run(run, plan=plan_run(run).changed(threads=1, micro_batch=1), warn=print)
+    setting = prepare_run(run, plan=plan_run(run).changed(threads=1, micro_batch=1, **planned), warn=print)
     job = assemble(setting)
     found = {}
     job.optimizer.step = lambda _: found.update(
@@ -155,17 +155,18 @@ def test_a_long_example_loses_the_end_of_its_source_and_keeps_its_answer(models,
 
 @pytest.fixture(scope="module")
 def trained(models, tmp_path_factory, runs: Runs) -> Path:
-    folder = write_run(tmp_path_factory.mktemp("trained") / "whole", models["t5"])
-    ended = runs.run(folder, *TRAIN)
+    folder = write_run(tmp_path_factory.mktemp("trained") / "whole", models["t5"], **SHORT)
+    ended = runs(folder, *TRAIN)
     assert ended.code == 0, ended.err
     return folder
 
 
 def test_a_killed_run_goes_on_to_the_same_bytes(models, trained, tmp_path, runs: Runs):
-    folder = write_run(tmp_path / "killed", models["t5"])
-    ended = runs.run(folder, *TRAIN, die=Die("tunesmith.train.step:TrainStep.__call__", 4))
-    assert ended.code != 0
-    assert runs.run(folder, *TRAIN).code == 0
+    folder = write_run(tmp_path / "killed", models["t5"], **SHORT)
+    assert runs(folder, *TRAIN, die=Die("tunesmith.train.step:TrainStep._forward_backward", 14)).code < 0
+    assert any((folder / "run" / "checkpoints").iterdir())
+    ended = runs(folder, *TRAIN)
+    assert ended.code == 0, ended.err
     assert_same(folder / "run", trained / "run")
     plan = json.loads((folder / "run" / "plan.json").read_text())
     assert plan["forward"]["layout"] == "encoder-decoder"
@@ -174,7 +175,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(models, trained, tmp_path, runs:
 def test_adapter_and_merged_model_load_elsewhere(models, trained, tmp_path, monkeypatch, capsys):
     peft = pytest.importorskip("peft")
     monkeypatch.chdir(trained)
-    tunesmith("merge", "run", str(tmp_path / "merged"))
+    tunesmith("merge", "run", "--to", str(tmp_path / "merged"))
     tunesmith("eval", "run", "--json")
     tunesmith("chat", "run", "--prompt", "3 red", "--temperature", "0", "--max-tokens", "4")
     base = AutoModelForSeq2SeqLM.from_pretrained(models["t5"])
@@ -192,11 +193,46 @@ def test_adapter_and_merged_model_load_elsewhere(models, trained, tmp_path, monk
     answer = merged.generate(input_ids=tokens, max_new_tokens=4)
     assert answer[0, 0] == base.config.decoder_start_token_id
     for verb, why in (("serve", "be served"), ("quantize", "be quantized"), ("export", "be exported")):
-        more = {"serve": ("--port", "0"), "quantize": ("out",), "export": ("--to", "gguf")}[verb]
+        more = {"serve": ("--port", "0"), "quantize": ("--to", "out"), "export": ("--to", "gguf")}[verb]
         with pytest.raises(SystemExit) as ended:
             main([verb, "run", *more])
         assert ended.value.code
         assert why in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("family", "method", "way"), [("t5", "full", "zero3"), ("bart", "lora", "ddp"), ("flan", "qlora", "zero3")]
+)
+def test_two_ranks_give_the_losses_of_one(world, models, tmp_path, family, method, way):
+    """Five sequences a step, which two ranks cannot share evenly."""
+    changes = {"method": method, "eval": [], "held_out": 0, "sequence_length": 64, "batch_tokens": 5 * 64, "epochs": 4}
+    folder = write_run(tmp_path, models[family], **changes)
+    options = {"folder": str(folder), "data": [{"path": str(folder / "train.jsonl")}]}
+    call = "parallel.on_ranks:steps"
+    alone = world(1)(call, count=2, mesh={}, sharding="none", output=str(tmp_path / "one"), **options)[0]
+    mesh = {"replicate": 2} if way == "ddp" else {"shard": 2}
+    both = world(2)(call, count=2, mesh=mesh, sharding=way, output=str(tmp_path / "two"), **options)
+    for number, expected in enumerate(alone):
+        found = [steps[number] for steps in both]
+        assert found[0]["loss"] == found[1]["loss"]
+        assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert found[0]["norm"] == pytest.approx(expected["norm"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_checkpointed_layers_give_the_same_gradients(models, tmp_path, monkeypatch, family):
+    found = []
+    for layers in (0, 4):
+        changes = {"batch_tokens": 4096, "epochs": 1, "held_out": 0, "lora": {"rank": 4}}
+        folder = write_run(tmp_path / str(layers), models[family], **changes)
+        monkeypatch.chdir(folder)
+        found.append(one_step(folder, checkpointed_layers=layers)[:2])
+    assert found[0][0].loss == pytest.approx(found[1][0].loss, rel=1e-6)
+    for name, gradient in found[0][1].items():
+        assert torch.allclose(gradient, found[1][1][name], atol=1e-6), name
 
 
 @pytest.mark.parametrize(
