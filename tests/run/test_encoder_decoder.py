@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from encoder_decoders import FAMILIES, make_encoder_decoder, write_pairs
 from tiny import Die, Runs, assert_same, write_all
 from tunesmith.cli.main import main
 from tunesmith.config.load import from_mapping
+from tunesmith.config.schema import Dataset
+from tunesmith.data import formats
 from tunesmith.data.paired import PairEncoder
-from tunesmith.data.types import Completion, Conversation, Document, Message, Origin, RecordError
+from tunesmith.data.types import Completion, Conversation, Document, Message, Origin, Record, RecordError
 from tunesmith.errors import UserError
 from tunesmith.model import load
 from tunesmith.plan.documents import like_lengths
@@ -100,7 +103,7 @@ def test_loss_and_gradients_are_transformers_own(family, models, tmp_path, monke
 def test_a_step_is_cut_into_rows_of_like_length():
     sides = [(40, 5), (39, 4), (5, 5), (4, 5), (38, 30)]
     groups = like_lengths(sides, 200)
-    assert sorted(sum(groups, [])) == list(range(5))
+    assert sorted(i for group in groups for i in group) == list(range(5))
     for group in groups:
         longest = [max(sides[i][side] for i in group) for side in (0, 1)]
         assert len(group) * sum(longest) <= 200
@@ -130,7 +133,9 @@ def test_with_a_chat_template_every_answer_is_a_target_of_what_came_before_it(mo
     template = "{% for m in messages %}{{ m.role + ':' + m.content + '</s>' }}{% endfor %}"
     template += "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
     encoder = PairEncoder(tokenizer, start=0, template=template, train_on="assistant")
-    said = [Message(role, text) for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))]
+    said = [
+        Message(role, text) for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+    ]
     made = encoder.encode_all(Conversation(tuple(said)), HERE)
     read = [tokenizer.decode(one.ids[1 + int(one.weights.sum()) :]) for one in made]
     assert read == ["user:a</s>assistant:", "user:a</s>assistant:b</s>user:c</s>assistant:"]
@@ -259,3 +264,29 @@ def test_what_cuts_layers_or_rows_is_refused(models, tmp_path, axis):
     (tmp_path / "run").mkdir()
     with pytest.raises(UserError, match="two stacks"):
         prepare_run(run, plan=plan.changed(mesh={axis: 2}, sharding="ddp"), warn=print)
+
+
+def test_the_run_of_the_docs_can_be_planned(models, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "encoder-decoders.md").read_text()
+    settings = yaml.safe_load(page.split("```yaml")[1].split("```")[0])
+    for dataset in (*settings["data"], *settings["eval"]):
+        dataset["path"] = str(write_pairs(tmp_path / dataset["path"], 8))
+    plan = plan_run(from_mapping(settings | {"model": str(models["flan"]), "device": "cpu"}))
+    assert plan.by_length
+
+
+@pytest.mark.parametrize(
+    ("fields", "mapping"),
+    [
+        ({"source": "ask", "target": "say"}, {}),
+        ({"translation": {"en": "ask", "de": "say"}}, {"prompt": "translation.en", "completion": "translation.de"}),
+        ({"instruction": "ask", "output": "say"}, {}),
+        ({"question": "ask", "answer": "say"}, {}),
+    ],
+)
+def test_shapes_that_people_have_become_pairs(models, fields, mapping):
+    tokenizer = load.load_tokenizer(from_mapping({"model": str(models["t5"]), "data": "x"}))
+    encoder = PairEncoder(tokenizer, start=0, template=None, train_on="assistant")
+    record, dataset = Record(fields, HERE), Dataset(path="f", fields=mapping)
+    item = formats.convert(record, formats.recognise([record], dataset), dataset)
+    assert encoder.encode(item, HERE).ids.tolist() == encoder.encode(Completion("ask", "say"), HERE).ids.tolist()

@@ -3,9 +3,9 @@
     start  target ... end  |  source ...
       0      1 ...    1    |    0 ...          weights
 
-The decoder's tokens stand first, so that the token that stands before each target predicts it as everywhere else, and an
-example that is too long loses the end of its source, never its answer. Where one side ends is known from the weights:
-every target counts, and nothing else does.
+The decoder's tokens stand first, so that the token before each target predicts it as everywhere else, and an example
+that is too long loses the end of its source, never its answer. Where one side ends is known from the weights: every
+target counts, and nothing else does.
 
 Both sides get what the model's own tokenizer puts around texts (an end, a language), as it puts it around sources and
 around targets. A model with a chat template is asked by it; any other by the text alone.

@@ -3,8 +3,8 @@
 Three layouts. `packed`: documents end to end in one row, with attention that keeps them apart; nothing is padded.
 `padded`: one document a row with the model's own attention, for architectures that cannot do the first; the loader
 gives them documents of like length. `encoder-decoder`: the same with two rows for each document, its source and its
-target (`data.paired` lays such documents out). `find_forward_spec` tries them on a proxy in fp32 (`model.probe`) and compares with
-the model's own plain call, so that an architecture nobody has seen is either computed rightly or refused;
+target (`data.paired` lays such documents out). `find_forward_spec` tries them on a proxy in fp32 (`model.probe`) and
+compares with the model's own plain call, so that an architecture nobody has seen is either computed rightly or refused;
 `confirm_forward_spec` tries what was found in another precision.
 
 Legend: T tokens, N target tokens, D documents, H hidden, V vocabulary.

@@ -63,6 +63,7 @@ class LoraLinear(nn.Module):
         self.base = base.requires_grad_(False)
         self.joint: nn.Module | None = None
         self.index = 0
+        self.shows_weight = False
         self.is_head = False
         """The model's output head, which the loss calls a few rows at a time."""
         self.rounding: Rounding | None = None
@@ -81,7 +82,10 @@ class LoraLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor | None:
-        """The base's, for models that look at its type before they call it (T5); None where it is not held as one."""
+        """The base's, for encoder-decoders, which look at its type before they call it (T5); None where it is not held
+        as one. To others it is not there: what they would compute with it would be without the adapter."""
+        if not self.shows_weight:
+            raise AttributeError("an adapter has no weight")
         return getattr(self.base, "weight", None)
 
     def reset(self, generator: torch.Generator) -> None:

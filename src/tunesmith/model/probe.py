@@ -481,11 +481,14 @@ def _shrink_stacks(config: Any) -> None:
     heads = {getattr(config, f"{side}_attention_heads", None) for side in ("encoder", "decoder")}
     if _is_size(getattr(config, "d_kv", None)) and _is_size(getattr(config, "num_heads", None)):
         _put(config, "num_heads", min(2, config.num_heads))
-    elif len(heads) == 1 and _is_size(many := heads.pop()) and _is_size(hidden := getattr(config, "d_model", None)):
-        if many > 2 and hidden % many == 0:
-            _put(config, "d_model", max(2, -(-64 // (hidden // many))) * (hidden // many))
-            for side in ("encoder", "decoder"):
-                _put(config, f"{side}_attention_heads", config.d_model // (hidden // many))
+        return
+    many, hidden = heads.pop() if len(heads) == 1 else None, getattr(config, "d_model", None)
+    if _is_size(many) and _is_size(hidden) and many > 2 and hidden % many == 0:
+        size = hidden // many
+        fewer = max(2, -(-64 // size))
+        _put(config, "d_model", fewer * size)
+        for side in ("encoder", "decoder"):
+            _put(config, f"{side}_attention_heads", fewer)
 
 
 def _lower_switches(config: Any) -> tuple[int | None, int | None]:

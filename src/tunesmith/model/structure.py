@@ -48,6 +48,8 @@ def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put `module` in the place of the one that has this name."""
     parent, _, leaf = name.rpartition(".")
+    if hasattr(module, "shows_weight"):
+        module.shows_weight = is_encoder_decoder(model)
     setattr(model.get_submodule(parent), leaf, module.train(model.training))
 
 

@@ -20,9 +20,9 @@ from tunesmith.model.head import has_head, make_head
 from tunesmith.model.probe import probe_run
 from tunesmith.model.save import remove_leftovers
 from tunesmith.parallel.ranks import Ranks
+from tunesmith.plan.pairs import check_pairs
 from tunesmith.plan.plan import Plan
 from tunesmith.rewards import Rewards
-from tunesmith.plan.pairs import check_pairs
 from tunesmith.run import folder as run_folder
 from tunesmith.run.choose import Progress, make_plan, tokenize, will_write
 from tunesmith.run.initial import make_start

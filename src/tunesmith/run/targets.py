@@ -18,7 +18,16 @@ from tunesmith.plan.models import check_there, find
 from tunesmith.plan.plan import ForwardSpec
 from tunesmith.run.base import FILE as BASE_FILE
 from tunesmith.run.folder import read_identity, read_plan, read_run
-from tunesmith.run.open import Opened, open_base, open_plain, open_run, own_placement, placement, refuse_encoder_decoder, refuse_head
+from tunesmith.run.open import (
+    Opened,
+    open_base,
+    open_plain,
+    open_run,
+    own_placement,
+    placement,
+    refuse_encoder_decoder,
+    refuse_head,
+)
 
 BASE = "base"
 FOLDER = "evaluations"
