@@ -41,17 +41,26 @@ def _scores(folder: Path) -> bool:
     return "Classification" in json.loads((folder / "config.json").read_text())["architectures"][0]
 
 
+def _is_encoder_decoder(folder: Path) -> bool:
+    adapter = folder / "adapter_config.json"
+    if adapter.exists():
+        return json.loads(adapter.read_text()).get("task_type") == "SEQ_2_SEQ_LM"
+    return bool(json.loads((folder / "config.json").read_text()).get("is_encoder_decoder"))
+
+
 def load_plain(folder: Path) -> tuple[Any, Any, Any]:
     """Model, tokenizer and generation config, as anybody loads them."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
     if (folder / "adapter_config.json").exists():
-        from peft import AutoPeftModelForCausalLM
+        from peft import AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM
 
-        model = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        kind = AutoPeftModelForSeq2SeqLM if _is_encoder_decoder(folder) else AutoPeftModelForCausalLM
+        model = kind.from_pretrained(folder, dtype=torch.float32)
     else:
-        model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        kind = AutoModelForSeq2SeqLM if _is_encoder_decoder(folder) else AutoModelForCausalLM
+        model, report = kind.from_pretrained(folder, output_loading_info=True)
         assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     return model.eval(), AutoTokenizer.from_pretrained(folder), GenerationConfig.from_pretrained(folder)
 
@@ -86,7 +95,7 @@ def _check_whole(folder: Path) -> None:
     model, tokenizer, generation = load_plain(folder)
     encoder = Encoder(tokenizer, template=None, train_on="assistant")
     stops = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
-    assert encoder.has_template
+    assert encoder.has_template or _is_encoder_decoder(folder)
     assert encoder.end_ids <= set(stops), (encoder.end_ids, stops)
     generation.validate(strict=True)
     generation.update(max_new_tokens=2)

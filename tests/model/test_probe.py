@@ -109,8 +109,8 @@ def test_outputs_that_the_model_clamps_in_place_train_as_by_the_plain_loop(tmp_p
 
 
 OTHERS = {
-    "an encoder-decoder model": {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}
-    | {"is_encoder_decoder": True, "vocab_size": 100, "d_model": 8, "num_layers": 1},
+    "a vision model (Vision": {"model_type": "vision-encoder-decoder", "architectures": ["VisionEncoderDecoderModel"]}
+    | {"is_encoder_decoder": True},
     "an encoder of BERT's kind": {"model_type": "bert", "architectures": ["BertForMaskedLM"], "vocab_size": 100},
     "a vision model": {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 224},
     "a speech model": {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], "vocab_size": 32},

@@ -290,10 +290,14 @@ def test_unusual_learning_rates_and_batches_are_pointed_out():
         assert "unusual" in " ".join(reason.why for reason in make_plan(run(**wanted), SMOL, machine()).reasons)
 
 
-def test_encoder_decoder_models_are_refused_in_a_sentence():
+def test_encoder_decoder_models_are_planned_with_padded_rows_over_data_ranks_alone():
     t5 = from_config({"model_type": "t5", "d_model": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 100, "d_ff": 9})
-    with pytest.raises(UserError, match="encoder-decoder"):
-        make_plan(run(), t5, machine())
+    plan = make_plan(run(), t5, machine())
+    assert plan.by_length
+    assert not plan.is_compiled
+    assert "both stacks" in " ".join(reason.why for reason in plan.reasons)
+    with pytest.raises(UserError, match="two stacks"):
+        search(run(), t5, machine().changed(gpus=(gpu(80),) * 2), pins={"tensor": 2})
 
 
 def test_pins_are_obeyed():

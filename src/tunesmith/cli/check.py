@@ -7,7 +7,7 @@ anywhere on the way would be seen here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -140,12 +140,20 @@ def seen(store: TokenStore, index: int, tokenizer: Any, names: Sequence[str] = (
         return [Seen(store.origin(index), ids, token_texts(tokenizer, ids), [0.0] * len(ids), facts)]
     documents = loader.documents_of(store, index, 0)
     if not store.is_tagged:
-        return documents_of(loader.micro_batch_of(documents), tokenizer)
+        found = documents_of(loader.micro_batch_of(documents), tokenizer)
+        return [_source_first(one) for one in found] if store.is_paired else found
     batch = loader.micro_batch_of(documents, rows="tagged")
     pairs = zip(batch.weights.tolist(), batch.labels.tolist(), strict=True)
     labels = [names[label] if weight else None for weight, label in pairs]
     ids = batch.tokens.tolist()
     return [Seen(store.origin(index), ids, token_texts(tokenizer, ids), batch.weights.tolist(), labels=labels)]
+
+
+def _source_first(one: Seen) -> Seen:
+    """An encoder-decoder's example as it is read and written: the source, then the start and its targets."""
+    at = 1 + sum(weight > 0 for weight in one.weights)
+    parts = {name: [*getattr(one, name)[at:], *getattr(one, name)[:at]] for name in ("ids", "texts", "weights")}
+    return replace(one, **parts)
 
 
 def documents_of(batch: MicroBatch, tokenizer: Any) -> list[Seen]:

@@ -860,10 +860,31 @@ def _key(item: dict[str, Any], *names: str) -> str | None:
 
 def _renamed(record: Record, dataset: Dataset) -> dict[str, Any]:
     if not dataset.fields:
-        return record.fields
+        return _with_prompt(record.fields)
     kept = {k: v for k, v in record.fields.items() if k not in dataset.fields.values()}
-    found = {w: record.fields[f] for w, f in dataset.fields.items() if f in record.fields}
+    found = {w: value[0] for w, f in dataset.fields.items() if (value := _at(record.fields, f))}
     return {**kept, **found}
+
+
+def _with_prompt(fields: dict[str, Any]) -> dict[str, Any]:
+    """A source and a target, as records of encoder-decoders call them, are a prompt and its completion; but where
+    there is more to learn from, a `source` is where a text is from."""
+    if not ({"source", "target"} <= fields.keys()) or fields.keys() & _LEARNED:
+        return fields
+    others = {name: value for name, value in fields.items() if name not in ("source", "target")}
+    return {**others, "prompt": fields["source"], "completion": fields["target"]}
+
+
+def _at(fields: dict[str, Any], name: str) -> tuple[Any] | tuple[()]:
+    """The value of a field, if there is one; `translation.en` is one within another."""
+    if name in fields:
+        return (fields[name],)
+    outer, _, inner = name.partition(".")
+    within = fields.get(outer)
+    return _at(within, inner) if inner and isinstance(within, dict) else ()
+
+
+_LEARNED = frozenset(name for wanted in WANTED.values() for names in wanted for name in names)
 
 
 def _missing(fields: dict[str, Any], format: str) -> str:
@@ -880,7 +901,7 @@ def _check_mapping(sample: Sequence[Record], dataset: Dataset) -> None:
             near = difflib.get_close_matches(wanted, known, n=1)
             hint = f"did you mean `{near[0]}`?" if near else f"known are {listed(sorted(known))}."
             raise UserError(f"fields of {dataset.title}: no format wants a field `{wanted}`; {hint}")
-        if wanted not in ("role", "content") and not any(found in record.fields for record in sample):
+        if wanted not in ("role", "content") and not any(_at(record.fields, found) for record in sample):
             raise UserError(
                 f"{sample[0].origin}: `fields` maps {wanted} to `{found}`, but the record has "
                 f"{_names(sample[0].fields)}."
@@ -944,6 +965,10 @@ def _suggestion(rows: list[tuple[dict[str, Any], Origin]]) -> str:
         mapping = f"prompt: {first}, completion: {second}"
     elif text or (len(texts) == 1 and (len(fields) == 1 or len(fields[texts[0]]) > 100)):
         mapping = f"text: {text or texts[0]}"
+    elif nested := [(k, [i for i in v if isinstance(v[i], str)]) for k, v in fields.items() if isinstance(v, dict)]:
+        name, inner = nested[0]
+        first, second = inner if len(inner) == 2 else ("NAME", "NAME")
+        mapping = f"prompt: {name}.{first}, completion: {name}.{second}"
     else:
         return "; say which is which, e.g. `fields: {prompt: NAME, completion: NAME}`"
     return f"; say `fields: {{{mapping}}}`"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -33,6 +33,7 @@ from tunesmith.data import (
 )
 from tunesmith.data.build import Progress
 from tunesmith.data.held_out import split
+from tunesmith.data.paired import PairEncoder
 from tunesmith.data.store import TokenStore, Whole, cut
 from tunesmith.data.token_cache import stored
 from tunesmith.data.types import Example, Record, RecordError
@@ -121,6 +122,7 @@ def prepare(
     max_length: int | None = None,
     held_out: int | None = None,
     eval_length: int | None = None,
+    decoder_start: tuple[int | None] | None = None,
     progress: Progress | None = None,
     workers: int | None = None,
 ) -> Prepared:
@@ -128,7 +130,8 @@ def prepare(
 
     `vocab_size` and `max_length` (its number of positions) are the model's. Of the training records so many are
     `held_out`; as many as the settings, or the size of the data, say where that is None. Held-out data sets are cut to
-    `eval_length`, where that is less.
+    `eval_length`, where that is less. Of an encoder-decoder, `decoder_start` has the token that its decoder begins with
+    (`PairEncoder.start`).
     """
     length = run.sequence_length
     if max_length is not None and length > max_length:
@@ -136,7 +139,11 @@ def prepare(
             f"sequence_length {length} is beyond the model's {max_length} positions; set it to {max_length} or less."
         )
     text = chat.read_template(run.chat_template) if run.chat_template else None
-    encoder = chat.Encoder(tokenizer, template=text, train_on=run.train_on, special_tokens=run.special_tokens)
+    options = {"template": text, "train_on": run.train_on, "special_tokens": run.special_tokens}
+    if decoder_start is None:
+        encoder = chat.Encoder(tokenizer, **options)
+    else:
+        encoder = PairEncoder(tokenizer, start=decoder_start[0], **options)
     encoder.labels = tuple(run.labels)
     warnings = list(guard.check_encoder(encoder, tokenizer, vocab_size))
 
@@ -163,7 +170,8 @@ def prepare(
         longest = length if number < len(run.data) else min(length, eval_length or length)
         if records_of == "prompts":  # answers need room behind them, and a part of a question is another question
             too_long, longest = run.too_long or "drop", length - run.rollout.max_answer_tokens
-        stores.append(cut(whole, title, sequence_length=longest, too_long=too_long))
+        made = cut(whole, title, sequence_length=longest, too_long=too_long)
+        stores.append(made if decoder_start is None else _with_sources(made, longest))
     train, evals = tuple(stores[: len(run.data)]), tuple(stores[len(run.data) :])
     if run.exclude is not None:
         train, said = excluded.leave_out(train, Path(run.exclude))
@@ -179,6 +187,22 @@ def prepare(
     weights = tuple(dataset.weight for dataset in run.data)
     fingerprint = _hash([s.fingerprint for s in train], [float(w) for w in weights])
     return Prepared(train, weights, evals, warnings, fingerprint, encoder, tuple(bad), held_out, tuple(leaks))
+
+
+def _with_sources(store: TokenStore, longest: int) -> TokenStore:
+    """Without the examples of which the target alone fills the sequence."""
+    store = replace(store, is_paired=True)
+    has_source = store.widths[:, 0] >= 1
+    if not has_source.any():
+        raise UserError(
+            f"{store.title}: the targets of all examples have {longest:,} tokens or more, which leaves no room for "
+            "their sources; raise sequence_length."
+        )
+    if has_source.all():
+        return store
+    lost = int((~has_source).sum())
+    said = f"{store.title}: {lost} examples were left out, whose targets alone have {longest:,} tokens or more."
+    return replace(store.part(has_source, store.title), warnings=(*store.warnings, said))
 
 
 def check_output(run: Run) -> None:

@@ -84,6 +84,8 @@ class TokenStore:
     """float32 [D]: what the data say of it"""
     references: np.ndarray | None = field(default=None, repr=False)
     """float64 [D]: the log-probability that a reference gives its targets, once that is known"""
+    is_paired: bool = False
+    """Each example is a target and a source (`data.paired`)."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -143,7 +145,10 @@ class TokenStore:
 
     @cached_property
     def widths(self) -> np.ndarray:
-        """int64 [N]: tokens of an example whose documents are padded to the longest of them."""
+        """int64 [N]: tokens of an example whose documents are padded to the longest of them; [N, 2] where it has two
+        sides: tokens of its source and of its target."""
+        if self.is_paired:
+            return np.stack([self.lengths - 1 - self.target_counts, self.target_counts], axis=1)
         if self.document_count == len(self):
             return self.lengths
         return np.maximum.reduceat(self._sizes, self._firsts[:-1]) * np.diff(self._firsts)
@@ -193,6 +198,7 @@ class TokenStore:
             self._sizes[documents],
             self._values[documents],
             None if self.references is None else self.references[documents],
+            self.is_paired,
         )
         report = replace(
             self.report,

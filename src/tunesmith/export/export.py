@@ -32,7 +32,7 @@ from tunesmith.run.certificate import certify
 from tunesmith.run.evaluate import held_out_of
 from tunesmith.run.folder import read_plan
 from tunesmith.run.merge import BITS, put_side_files
-from tunesmith.run.open import refuse_head, trained_storage
+from tunesmith.run.open import refuse_encoder_decoder, refuse_head, trained_storage
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,7 @@ def export_run(
     if push is not None and not hub.is_reachable():
         raise UserError(f"--push {push}: {hub.unreachable()}; export without --push and upload the folder later.")
     refuse_head(folder, "be exported here")
+    refuse_encoder_decoder(folder, "be exported here; `tunesmith merge` writes it as one model")
     source = Source.of(folder)
     kind = kind or _usual(form, chosen, source)
     chosen.check(source, kind)

@@ -11,6 +11,7 @@ import transformers
 from tunesmith import __version__
 from tunesmith.config.schema import Run
 from tunesmith.data.chat import TEMPLATE_DATE, Encoder
+from tunesmith.data.paired import PairEncoder
 from tunesmith.data.prepare import unique
 from tunesmith.model.card import Facts, card
 from tunesmith.model.side_files import ASKED, CARD
@@ -27,6 +28,8 @@ def facts_of(run: Run, encoder: Encoder, *, reasons: bool) -> Facts:
         versions=versions(),
         ends=[str(encoder.tokenizer.convert_ids_to_tokens(end)) for end in sorted(encoder.end_ids)],
         notes=_notes(encoder, reasons),
+        is_encoder_decoder=isinstance(encoder, PairEncoder),
+        has_template=encoder.has_template,
     )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from tunesmith.data.chat import Encoder
 from tunesmith.data.types import Message
+from tunesmith.model.structure import is_encoder_decoder
 
 Conversation = Sequence[dict[str, str]]
 
@@ -33,13 +34,20 @@ def answers(
     longest = max(len(prompt) for prompt in prompts)
     filler = _padding_token(encoder)
     device = next(model.parameters()).device
-    tokens = torch.tensor([[filler] * (longest - len(p)) + p for p in prompts], device=device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+    is_read = is_encoder_decoder(model)  # its prompts end where they end, and answers begin anew
+
+    def row(content: list[int], filler: int) -> list[int]:
+        padding = [filler] * (longest - len(content))
+        return content + padding if is_read else padding + content
+
+    tokens = torch.tensor([row(p, filler) for p in prompts], device=device)
+    mask = torch.tensor([row([1] * len(p), 0) for p in prompts], device=device)
     torch.manual_seed(seed)
     output = model.generate(
         input_ids=tokens, attention_mask=mask, **_options(model, encoder, max_new_tokens, temperature)
     )
-    return [encoder.tokenizer.decode(row[longest:], skip_special_tokens=True).strip() for row in output]
+    begin = 0 if is_read else longest
+    return [encoder.tokenizer.decode(one[begin:], skip_special_tokens=True).strip() for one in output]
 
 
 def stream(

@@ -42,6 +42,8 @@ class Facts:
     """Of the base, as its card calls it."""
     is_trained: bool = True
     """By a run of ours; else it was only quantized."""
+    is_encoder_decoder: bool = False
+    has_template: bool = True
 
 
 def card(run: Run, facts: Facts) -> str:
@@ -56,7 +58,9 @@ def card(run: Run, facts: Facts) -> str:
         kind = f"a model, {'a LoRA' if run.has_lora else 'an'} adapter merged into its base"
     front = {
         "library_name": _LIBRARIES.get(run.objective, "peft" if is_adapter else "transformers"),
-        "pipeline_tag": _PIPELINES.get(run.objective, "text-generation"),
+        "pipeline_tag": "text2text-generation"
+        if facts.is_encoder_decoder
+        else _PIPELINES.get(run.objective, "text-generation"),
         "tags": ["tunesmith", *([run.method] if facts.is_trained else [])],
     }
     if facts.licence:
@@ -79,6 +83,8 @@ def card(run: Run, facts: Facts) -> str:
     code = _scoring(run, is_adapter) if is_headed else _ADAPTER if is_adapter else _MODEL
     if run.objective == "embed":
         code = _EMBEDDING
+    if facts.is_encoder_decoder:
+        code = _paired(is_adapter, facts.has_template)
     usage = ["```python", *code, "```"] if facts.usage is None else facts.usage
     lines += ["## How to use it", "", *usage, ""]
     ends = "" if is_headed or run.objective == "embed" else ", ".join(f"`{token}`" for token in facts.ends)
@@ -130,6 +136,24 @@ _ADAPTER = (
     "model = AutoPeftModelForCausalLM.from_pretrained(folder)",
     *_COMMON,
 )
+
+
+def _paired(is_adapter: bool, has_template: bool) -> tuple[str, ...]:
+    """How an encoder-decoder is asked."""
+    name = "AutoPeftModelForSeq2SeqLM" if is_adapter else "AutoModelForSeq2SeqLM"
+    asked = ('inputs = tokenizer("...", return_tensors="pt")',)
+    return (
+        *((f"from peft import {name}",) if is_adapter else ()),
+        f"from transformers import {'' if is_adapter else name + ', '}AutoTokenizer, GenerationConfig",
+        "",
+        'folder = "."  # this one',
+        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        f"model = {name}.from_pretrained(folder)",
+        *(_COMMON[:3] if has_template else asked),
+        *_COMMON[3:5],
+        "answer = model.generate(**inputs, generation_config=generation)[0]",
+        "print(tokenizer.decode(answer, skip_special_tokens=True))",
+    )
 
 
 def _scoring(run: Run, is_adapter: bool) -> tuple[str, ...]:

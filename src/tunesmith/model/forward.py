@@ -1,9 +1,10 @@
 """From packed documents to the loss of their target tokens: the one way models are called, in training and evaluation.
 
-Two layouts. `packed`: documents end to end in one row, with attention that keeps them apart; nothing is padded.
+Three layouts. `packed`: documents end to end in one row, with attention that keeps them apart; nothing is padded.
 `padded`: one document a row with the model's own attention, for architectures that cannot do the first; the loader
-gives them documents of like length. `find_forward_spec` tries them on a proxy in fp32 (`model.probe`) and compares with
-the model's own plain call, so that an architecture nobody has seen is either computed rightly or refused;
+gives them documents of like length. `encoder-decoder`: the same with two rows for each document, its source and its
+target (`data.paired` lays such documents out). `find_forward_spec` tries them on a proxy in fp32 (`model.probe`) and
+compares with the model's own plain call, so that an architecture nobody has seen is either computed rightly or refused;
 `confirm_forward_spec` tries what was found in another precision.
 
 Legend: T tokens, N target tokens, D documents, H hidden, V vocabulary.
@@ -33,6 +34,7 @@ from tunesmith.kernels.linear_distillation import Lesson, distillation_by_module
 from tunesmith.model.attention import NAME as PACKED_ATTENTION
 from tunesmith.model.inline_attention import inline_attention
 from tunesmith.model.local import local
+from tunesmith.model.structure import is_encoder_decoder, stacks_of
 from tunesmith.plan.plan import ForwardSpec
 
 LEAKS = "documents see each other"
@@ -185,7 +187,7 @@ def losses_of_hidden(
     weigh: Weigh | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`token_losses` from what the output head sees; its logits may use `room` (`loss_bytes`)."""
-    head = model.get_output_embeddings()
+    head, added_v = model.get_output_embeddings(), logit_bias(model)
     with record_function("loss"):
         if (total_of := getattr(weigh, "total", None)) is not None:  # a head of its own, over a row of each document
             scores_dl = head(hidden_th.index_select(0, inputs.rows).to(head.weight.dtype))
@@ -195,11 +197,17 @@ def losses_of_hidden(
             # Once without a gradient: what a token counts depends on the losses of all. The logits of a chunk are made
             # again below, which is one matmul more of the head; keeping them would be most of the memory of a step.
             with torch.no_grad():
-                total, losses_n = _losses_of_head(head, hidden_th.detach(), inputs, weights_n, spec, 0.0, room)
+                total, losses_n = _losses_of_head(head, hidden_th.detach(), inputs, weights_n, spec, 0.0, room, added_v)
             weights_n = weigh(losses_n)
             if not torch.is_grad_enabled():
                 return total, losses_n
-        return _losses_of_head(head, hidden_th, inputs, weights_n, spec, z_loss, room)
+        return _losses_of_head(head, hidden_th, inputs, weights_n, spec, z_loss, room, added_v)
+
+
+def logit_bias(model: nn.Module) -> torch.Tensor | None:
+    """[V], which some encoder-decoders (BART, Marian) keep apart from their head, and do not train."""
+    found = getattr(model, "final_logits_bias", None)
+    return found.reshape(-1) if isinstance(found, torch.Tensor) else None
 
 
 def _losses_of_head(
@@ -210,11 +218,13 @@ def _losses_of_head(
     spec: ForwardSpec,
     z_loss: float,
     room: torch.Tensor | None,
+    added_v: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if is_adapted(head):
-        return _losses_by_module(head, hidden_th, inputs, weights_n, spec, z_loss)
+        return _losses_by_module(head, hidden_th, inputs, weights_n, spec, z_loss, added_v)
     weight_vh, bias = local(head.weight), getattr(head, "bias", None)
-    bias_v = None if bias is None else local(bias)
+    bias_v = added_v if bias is None else local(bias) if added_v is None else local(bias) + added_v
+    bias_v = None if bias_v is None else bias_v.to(weight_vh.dtype)
     if not torch.is_grad_enabled():  # the kernel would make gradients of what could have one
         weight_vh, bias_v = weight_vh.detach(), None if bias_v is None else bias_v.detach()
     return linear_cross_entropy(
@@ -266,11 +276,13 @@ def _losses_by_module(
     weights_n: torch.Tensor,
     spec: ForwardSpec,
     z_loss: float,
+    added_v: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The losses of a head that must be called, a few rows at a time, whose logits backward makes again."""
 
     def of(rows_ch: torch.Tensor, labels_c: torch.Tensor, weights_c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits_cv = head(rows_ch).float() * spec.logit_scale
+        logits_cv = logits_cv if added_v is None else logits_cv + added_v
         if spec.softcap is not None:
             logits_cv = torch.tanh(logits_cv / spec.softcap) * spec.softcap
         totals_c = logits_cv.logsumexp(-1)
@@ -303,6 +315,8 @@ def hidden_states(model: nn.Module, inputs: Inputs, spec: ForwardSpec) -> torch.
     """What the output head sees, for every token: [T, H]."""
     if spec.layout == "packed":
         return packed_hidden_states(model, inputs, seq_idx=spec.seq_idx).squeeze(0)
+    if spec.layout == "encoder-decoder":
+        return _decoder_states(model, inputs)
     documents = torch.repeat_interleave(
         torch.arange(inputs.boundaries.shape[0] - 1, device=inputs.tokens.device), inputs.boundaries.diff()
     )
@@ -316,6 +330,40 @@ def hidden_states(model: nn.Module, inputs: Inputs, spec: ForwardSpec) -> torch.
     mask[documents, inputs.positions] = 1
     output = body(model)(input_ids=tokens, attention_mask=mask, use_cache=False)
     return output[0][documents, inputs.positions]
+
+
+def _decoder_states(model: nn.Module, inputs: Inputs) -> torch.Tensor:
+    """What the output head sees where the decoder has a token, and 0 elsewhere: [T, H]. A document begins with the
+    decoder's: a start and all its targets, of which the last one is only predicted. The encoder's stand behind them."""
+    ends = inputs.boundaries.long()
+    # A document of a rank that has nothing to do has no target: one token for each side.
+    targets_d = torch.searchsorted(inputs.rows, ends).diff()
+    starts_d, written_d, read_d = ends[:-1], targets_d.clamp(min=1), ends.diff() - targets_d - 1
+    most_read, most_written = torch.stack([read_d.max(), written_d.max()]).tolist()
+    sources, is_read, _ = _rows_of(inputs.tokens, starts_d + targets_d + 1, read_d, most_read)
+    targets, is_written, places = _rows_of(inputs.tokens, starts_d, written_d, most_written)
+    encoder, decoder = stacks_of(model)
+    mask = is_read.long()
+    read = encoder(input_ids=sources, attention_mask=mask)[0]
+    written = decoder(
+        input_ids=targets,
+        attention_mask=is_written.long(),
+        encoder_hidden_states=read,
+        encoder_attention_mask=mask,
+        use_cache=False,
+    )[0]
+    states_th = written.new_zeros(inputs.tokens.shape[0], written.shape[-1])
+    return states_th.index_copy(0, places[is_written], written[is_written])
+
+
+def _rows_of(
+    tokens: torch.Tensor, starts_d: torch.Tensor, lengths_d: torch.Tensor, longest: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A stretch of each document as a row, which of its places have a token, and where in `tokens` they are from."""
+    along = torch.arange(longest, device=tokens.device)
+    is_there = along < lengths_d[:, None]
+    places = starts_d[:, None] + along
+    return torch.where(is_there, tokens[places.clamp(max=tokens.shape[0] - 1)], 0), is_there, places
 
 
 def body(model: nn.Module) -> nn.Module:
@@ -365,6 +413,8 @@ def confirm_forward_spec(
     if hasattr(model, "head_files"):  # it has no logits of tokens to compare; its layers are those that were tried
         model.set_attn_implementation(PACKED_ATTENTION if known.layout == "packed" else own_attention(model))
         return known, None
+    if is_encoder_decoder(model):
+        return _find_encoder_decoder_spec(model, vocabulary, known), None
     inputs = trial_inputs(vocabulary, next(model.parameters()).device)
     was_training = model.training
     model.eval()
@@ -397,6 +447,8 @@ def find_forward_spec(
     """`confirm_forward_spec` where nothing is known yet: how the head's logits become the model's, whether the model is
     causal, and which layout gives its own results. Above `long` tokens its code may compute by other rules: such
     documents are tried beside shorter ones, and by themselves."""
+    if is_encoder_decoder(model):
+        return _find_encoder_decoder_spec(model, vocabulary), None
     device = next(model.parameters()).device
     inputs = trial_inputs(vocabulary, device)
     was_training = model.training
@@ -431,6 +483,85 @@ def find_forward_spec(
     finally:
         model.train(was_training)
     raise _cannot(model, reasons)
+
+
+def _find_encoder_decoder_spec(model: nn.Module, vocabulary: int, known: ForwardSpec | None = None) -> ForwardSpec:
+    """How an encoder-decoder is called: UserError where its losses over padded rows are not the model's own."""
+    inputs, was_training = paired_inputs(vocabulary, next(model.parameters()).device), model.training
+    model.eval()
+    try:
+        logits_nv = _own_paired_logits(model, inputs)
+        is_exact = logits_nv.dtype == torch.float64
+        _check_decoder_causal(model, inputs, vocabulary, logits_nv, is_exact)
+        spec = known
+        if spec is None:
+            with torch.no_grad():
+                try:
+                    hidden_nh = _decoder_states(model, inputs)[inputs.rows]
+                except Exception as error:  # the model's own code, called as it may not expect
+                    raise _cannot(model, [str(error).splitlines()[0][:200] or type(error).__name__]) from error
+            form = _form_of(model, logits_nv, hidden_nh) if is_exact else _form_by_config(model)
+            spec = ForwardSpec("encoder-decoder", *form)
+        expected = F.cross_entropy(logits_nv, inputs.labels, reduction="none")
+        if not expected.isfinite().all():  # the weights' fault, which is found elsewhere
+            return spec
+        with torch.no_grad():
+            found = token_losses(model, inputs, spec)[1].to(expected.dtype)
+    finally:
+        model.train(was_training)
+    largest = max(1.0, expected.abs().max().item())
+    if not (worst := (found - expected).abs().max().item()) <= (1e-4 if is_exact else 0.05) * largest:
+        raise _cannot(model, [f"padded: losses differ by {worst:.2g}"])
+    return spec
+
+
+@torch.no_grad()
+def _own_paired_logits(model: nn.Module, inputs: Inputs) -> torch.Tensor:
+    """Of every target by the model's own forward pass, one document at a time: [N, V], float64 where it is in fp32."""
+    found, bounds = [], inputs.boundaries.tolist()
+    for start, end in itertools.pairwise(bounds):
+        count = int(((inputs.rows >= start) & (inputs.rows < end)).sum())
+        given = {"input_ids": inputs.tokens[None, start + count + 1 : end], "use_cache": False}
+        found.append(model(**given, decoder_input_ids=inputs.tokens[None, start : start + count]).logits[0])
+    logits_nv = torch.cat(found).float()
+    return logits_nv.double() if next(model.parameters()).dtype == torch.float32 else logits_nv
+
+
+def _check_decoder_causal(
+    model: nn.Module, inputs: Inputs, vocabulary: int, logits_nv: torch.Tensor, is_exact: bool
+) -> None:
+    """UserError where a target is predicted from targets behind it; the last document's are changed from the third."""
+    last = int((inputs.rows >= inputs.boundaries[-2]).sum())
+    changed = inputs.tokens.clone()
+    start = int(inputs.boundaries[-2])
+    changed[start + 3 : start + last] = (changed[start + 3 : start + last] + 1) % vocabulary
+    after = _own_paired_logits(model, replace(inputs, tokens=changed))
+    place = len(inputs.rows) - last
+    differ = (after - logits_nv)[place : place + 3].abs().max().item()
+    if differ > (1e-4 if is_exact else 0.05) * max(1.0, logits_nv.abs().max().item()):
+        raise UserError(
+            f"{type(model).__name__} cannot be trained: what its decoder predicts for a token depends on the tokens "
+            "after it."
+        )
+
+
+def paired_inputs(
+    vocabulary: int, device: torch.device, sizes: tuple[tuple[int, int], ...] = ((4, 9), (1, 3), (7, 5))
+) -> Inputs:
+    """Some short documents with so many targets and so many tokens of their source each."""
+    lengths = [1 + targets + source for targets, source in sizes]
+    starts = [0, *itertools.accumulate(lengths)]
+    tokens = torch.randint(vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    rows = torch.cat([start + torch.arange(targets) for start, (targets, _) in zip(starts, sizes, strict=False)])
+    return Inputs(
+        tokens=tokens.to(device),
+        positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
+        boundaries=torch.tensor(starts, dtype=torch.int32, device=device),
+        longest=max(lengths),
+        rows=rows.to(device),
+        labels=tokens[rows + 1].to(device),
+        weights=torch.ones(len(rows), device=device),
+    )
 
 
 def own_attention(model: nn.Module) -> str:
@@ -470,24 +601,37 @@ def _check_causal(model: nn.Module, inputs: Inputs, vocabulary: int, is_exact: b
 def _logit_form(model: nn.Module, inputs: Inputs, is_exact: bool) -> tuple[float, float | None]:
     """Factor and soft cap between what the output head gives and the model's logits: found by comparing the two in
     fp32, read from the config otherwise."""
-    config = model.config.get_text_config()
-    caps = [value for name, value in vars(config).items() if "softcap" in name and isinstance(value, int | float)]
     if not is_exact:
-        scale = getattr(config, "logit_scale", None) or 1.0
-        if getattr(config, "logits_scaling", None):
-            scale = 1.0 / config.logits_scaling
-        return scale, getattr(config, "final_logit_softcapping", None)
-    head = model.get_output_embeddings()
-    if head is None or getattr(head, "weight", None) is None:
-        raise _no_head(model)
+        return _form_by_config(model)
     tokens = inputs.tokens[None, -12:]
     logits = model(input_ids=tokens, use_cache=False).logits[0].double()
-    hidden = body(model)(input_ids=tokens, use_cache=False)[0][0]
+    return _form_of(model, logits, body(model)(input_ids=tokens, use_cache=False)[0][0])
+
+
+def _form_by_config(model: nn.Module) -> tuple[float, float | None]:
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0
+    if getattr(config, "logits_scaling", None):
+        scale = 1.0 / config.logits_scaling
+    if is_encoder_decoder(model) and getattr(config, "scale_decoder_outputs", False):  # T5
+        scale = config.hidden_size**-0.5
+    return scale, getattr(config, "final_logit_softcapping", None)
+
+
+@torch.no_grad()
+def _form_of(model: nn.Module, logits: torch.Tensor, hidden: torch.Tensor) -> tuple[float, float | None]:
+    """Factor and soft cap that make these logits of these hidden states."""
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    caps = [value for name, value in vars(config).items() if "softcap" in name and isinstance(value, int | float)]
+    if head is None or getattr(head, "weight", None) is None:
+        raise _no_head(model)
     weight = local(head.weight)
     if hidden.ndim != 2 or hidden.shape[1] != weight.shape[-1] or weight.shape[0] != logits.shape[-1]:
         raise _no_head(model)
     bias = getattr(head, "bias", None)
     raw = F.linear(hidden, weight, None if bias is None else local(bias)).double()
+    if (added := logit_bias(model)) is not None:
+        raw += added.double()
     for cap in (None, *(float(cap) for cap in caps if cap)):
         wanted = logits if cap is None else cap * torch.atanh((logits / cap).clamp(-1 + 1e-7, 1 - 1e-7))
         scale = ((raw * wanted).sum() / (raw * raw).sum()).item()

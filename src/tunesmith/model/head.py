@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.errors import UserError
+from tunesmith.plan.models import is_encoder_decoder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,18 +48,25 @@ def set_labels(config: Any, run: Run, padding: int | None) -> None:
     config.pad_token_id = config.get_text_config().pad_token_id = padding
 
 
-def model_class(run: Run) -> Any:
+def language_model_class(config: Any) -> Any:
+    """transformers' class for models of this config that write text."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM if is_encoder_decoder(config.to_dict()) else AutoModelForCausalLM
+
+
+def model_class(run: Run, config: Any) -> Any:
     import transformers
 
-    return getattr(transformers, f"AutoModelFor{form(run)}" if has_head(run) else "AutoModelForCausalLM")
+    return getattr(transformers, f"AutoModelFor{form(run)}") if has_head(run) else language_model_class(config)
 
 
 def build(run: Run, config: Any, **options: Any) -> Any:
     """The model without its weights, with the head that the run's objective needs as its output embeddings."""
     if not has_head(run):
-        return model_class(run).from_config(config, **options)
+        return model_class(run, config).from_config(config, **options)
     try:
-        model = model_class(run).from_config(config, **options)
+        model = model_class(run, config).from_config(config, **options)
     except ValueError as error:
         raise UserError(
             f"objective: {run.objective} needs a form for {NAMES[form(run)]}, which transformers has not for "

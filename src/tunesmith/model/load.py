@@ -21,7 +21,7 @@ from tunesmith.errors import UserError, first_line, listed
 from tunesmith.model import head
 from tunesmith.model.gguf import converted_folder
 from tunesmith.objectives.head import padding_id
-from tunesmith.plan.models import check_quantization, find, read_config_file
+from tunesmith.plan.models import check_quantization, find, is_encoder_decoder, read_config_file
 
 if TYPE_CHECKING:
     import torch
@@ -180,27 +180,33 @@ def build_small_proxy(run: Run, *, dtype: str, device: torch.device, layers: int
     vocabulary, and random weights that are the same every time. What would take the whole model to try is tried on it.
     A model that cannot be made smaller is its own proxy in size."""
     import torch
-    from transformers import AutoModelForCausalLM
+
+    from tunesmith.model.structure import plain_call
 
     small = load_config(run)
+    kind = head.language_model_class(small)
     text = small.get_text_config()
     depth = text.num_hidden_layers
     for name, value in vars(text).items():
         if isinstance(value, list) and len(value) == depth:  # what each layer is
             setattr(text, name, value[:layers])
     text.num_hidden_layers = min(layers, depth)
+    for name in ("decoder_layers", "num_decoder_layers"):  # of an encoder-decoder
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, min(layers, getattr(text, name)))
     if isinstance(getattr(text, "intermediate_size", None), int):
         text.intermediate_size = min(text.intermediate_size, 2 * width)
     text.vocab_size = min(text.vocab_size, PROXY_TOKENS)
-    text.pad_token_id = None
+    if not (is_encoder_decoder(small.to_dict()) and (text.pad_token_id or 0) < text.vocab_size):
+        text.pad_token_id = None
     options = {"trust_remote_code": run.trust_remote_code}
     with quiet():
         for config in (small, load_config(run)):
             try:
-                model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, DTYPES[dtype]), **options)
+                model = kind.from_config(config, dtype=getattr(torch, DTYPES[dtype]), **options)
                 _draw_weights(model)
                 model = model.to(device).eval()
-                model(input_ids=torch.arange(4, device=device)[None], use_cache=False)
+                model(**plain_call(model, torch.arange(4, device=device)[None]))
                 break
             except Exception as error:  # the model's own code: whatever it raises, its config is at fault
                 if config is not small:
@@ -242,6 +248,8 @@ def _draw_weights(model: PreTrainedModel) -> None:
 def max_positions(config: PreTrainedConfig) -> int | None:
     """Longest sequence the model was made for, where its config says so."""
     text = config.get_text_config()
+    if hasattr(text, "relative_attention_num_buckets"):  # T5: relative positions, of which none is the last
+        return None
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(text, name, None)
         if isinstance(value, int) and value > 0:
@@ -251,6 +259,27 @@ def max_positions(config: PreTrainedConfig) -> int | None:
 
 def vocabulary_size(config: PreTrainedConfig) -> int:
     return int(config.get_text_config().vocab_size)
+
+
+def decoder_start(config: PreTrainedConfig) -> int | None:
+    """The token that the decoder of an encoder-decoder begins with; None where its code takes the last one of the
+    targets for it, as mBART's does."""
+    import inspect
+
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+
+    if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        code = inspect.getmodule(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING[type(config)])
+        shift = getattr(code, "shift_tokens_right", None)
+        if shift is not None and "decoder_start_token_id" not in inspect.signature(shift).parameters:
+            return None
+    parts = [config, getattr(config, "decoder", None)]
+    found = [getattr(part, name, None) for name in ("decoder_start_token_id", "bos_token_id") for part in parts]
+    if not (ids := [one for one in found if isinstance(one, int)]):
+        raise UserError(
+            "model: its config.json names no decoder_start_token_id, the token that its decoder begins with; add it."
+        )
+    return ids[0]
 
 
 def teacher_run(run: Run) -> Run:

@@ -34,7 +34,7 @@ from tunesmith.kernels.rounding import Rounding
 from tunesmith.model.head import head_name, is_headed
 from tunesmith.model.local import local
 from tunesmith.model.quantized import QuantizedLinear
-from tunesmith.model.structure import is_transposed, replace_module
+from tunesmith.model.structure import is_encoder_decoder, is_transposed, replace_module
 from tunesmith.plan.facts import choose_layers, matches
 
 PREFIX = "base_model.model."
@@ -63,6 +63,7 @@ class LoraLinear(nn.Module):
         self.base = base.requires_grad_(False)
         self.joint: nn.Module | None = None
         self.index = 0
+        self.shows_weight = False
         self.is_head = False
         """The model's output head, which the loss calls a few rows at a time."""
         self.rounding: Rounding | None = None
@@ -78,6 +79,14 @@ class LoraLinear(nn.Module):
     @property
     def rank(self) -> int:
         return self.lora_a.shape[0]
+
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """The base's, for encoder-decoders, which look at its type before they call it (T5); None where it is not held
+        as one. To others it is not there: what they would compute with it would be without the adapter."""
+        if not self.shows_weight:
+            raise AttributeError("an adapter has no weight")
+        return getattr(self.base, "weight", None)
 
     def reset(self, generator: torch.Generator) -> None:
         """A as PEFT draws it (uniform within sqrt(1 / I)), B zero: the model starts as the base."""
@@ -431,6 +440,13 @@ def peft_name(name: str) -> str:
     return f"{PREFIX}{module}.{PEFT_NAMES.get(leaf, leaf)}"  # of a head that is trained whole, its own
 
 
+def task_type(model: nn.Module) -> str:
+    """By peft's names."""
+    if is_headed(model):
+        return model.head_task
+    return "SEQ_2_SEQ_LM" if is_encoder_decoder(model) else "CAUSAL_LM"
+
+
 def adapter_config(model: nn.Module, settings: Lora, base: str) -> dict[str, object]:
     """The fields of PEFT's adapter_config.json that describe these adapters."""
     found = adapters(model)
@@ -439,7 +455,7 @@ def adapter_config(model: nn.Module, settings: Lora, base: str) -> dict[str, obj
         rank, alpha = 2 * rank, alpha * (math.sqrt(2) if settings.rank_stabilised else 2)
     return {
         "peft_type": "LORA",
-        "task_type": model.head_task if is_headed(model) else "CAUSAL_LM",
+        "task_type": task_type(model),
         **({"modules_to_save": [head_name(model)]} if is_headed(model) else {}),
         "base_model_name_or_path": base,
         "r": rank,

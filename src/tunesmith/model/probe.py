@@ -28,18 +28,20 @@ from tunesmith.config.schema import Lora, Run
 from tunesmith.errors import UserError
 from tunesmith.kernels import flash4
 from tunesmith.model import adapters, attention, load, lora
-from tunesmith.model.forward import confirm_forward_spec, find_forward_spec, installed_kernels
+from tunesmith.model.forward import confirm_forward_spec, find_forward_spec, installed_kernels, logit_bias
 from tunesmith.model.fuse import fuse
 from tunesmith.model.gated import use_memory_efficient_gates
+from tunesmith.model.head import language_model_class
 from tunesmith.model.kept import count_kept
 from tunesmith.model.rotary import fuse_rope
-from tunesmith.model.structure import replace_module
+from tunesmith.model.structure import is_encoder_decoder, plain_call, replace_module
 from tunesmith.plan.facts import Kept
 from tunesmith.plan.families import family_of
 from tunesmith.plan.models import check_kind, read_config
+from tunesmith.plan.models import is_encoder_decoder as is_encoder_decoder_config
 from tunesmith.plan.plan import Attention, ForwardSpec, Gate, Kernel
 
-VERSION = 6
+VERSION = 7
 """Of what is tried; results of another are not read."""
 TOKENS = 500
 """The proxy's vocabulary."""
@@ -260,7 +262,10 @@ def probe_config(config: Any, *, device: torch.device, trust_remote_code: bool =
     own = model.config._attn_implementation
     spec, note = find_forward_spec(model, vocabulary=proxy.vocabulary, long=proxy.long)
     model.set_attn_implementation(own)
-    scale = _real_scale(spec.logit_scale, model.config.get_text_config(), config.get_text_config())
+    if is_encoder_decoder(model):
+        scale = _real_scale(spec.logit_scale, model.config, config)
+    else:
+        scale = _real_scale(spec.logit_scale, model.config.get_text_config(), config.get_text_config())
     spec = replace(spec, logit_scale=scale)
     if spec.switch:
         spec = replace(spec, switch=proxy.switch)
@@ -274,7 +279,10 @@ def probe_config(config: Any, *, device: torch.device, trust_remote_code: bool =
 
 
 def equal_kernels(model: nn.Module) -> tuple[Kernel, ...]:
-    """Which of the model's modules ours can take the place of."""
+    """Which of the model's modules ours can take the place of; none of an encoder-decoder's, which has dropout between
+    what they would compute as one."""
+    if is_encoder_decoder(model):
+        return ()
     found: list[Kernel] = []
     with contextlib.suppress(Exception):  # the model's own code, called with what it does not expect
         found += ["rope"] if fuse_rope(copy.deepcopy(model), torch.float32) else []
@@ -302,7 +310,7 @@ def _reuses_weights(model: nn.Module) -> bool:
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     hooks = [module.register_forward_hook(lambda one, *_: calls.update([one])) for module in linears]
     try:
-        model(input_ids=torch.arange(8, device=model.device)[None], use_cache=False)
+        model(**plain_call(model, torch.arange(8, device=model.device)[None]))
     finally:
         for hook in hooks:
             hook.remove()
@@ -335,6 +343,7 @@ def build_proxy(config: Any, *, device: torch.device, trust_remote_code: bool = 
         small = copy.deepcopy(config)
         _set_dropouts(small)
         if shrinks:
+            _shrink_stacks(small)
             _shrink(small, depth)
         long, switch = _lower_switches(small) if lowers else (None, None)
         made = _skeleton(small, trust_remote_code)
@@ -348,32 +357,30 @@ def build_proxy(config: Any, *, device: torch.device, trust_remote_code: bool = 
 
 
 def _skeleton(config: Any, trust_remote_code: bool) -> nn.Module | None:
-    from transformers import AutoModelForCausalLM
-
     with load.quiet(), torch.device("meta"):
         try:
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+            return language_model_class(config).from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
         except Exception:  # the model's own code: whatever it raises, this is no way to build it
             return None
 
 
 def _drawn(config: Any, device: torch.device, trust_remote_code: bool, vocabulary: int) -> nn.Module | None:
     """The model with random weights, the same every time, in evaluation mode; None where it does not compute."""
-    from transformers import AutoModelForCausalLM
-
     tokens = torch.arange(24, device=device)[None] % vocabulary
     for draws in (True, False):
         try:
             with load.quiet(), torch.random.fork_rng():
                 torch.manual_seed(0)
-                model = AutoModelForCausalLM.from_config(
+                model = language_model_class(config).from_config(
                     copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
                 )
                 if draws:
                     load._draw_weights(model)
+                if (bias := logit_bias(model)) is not None:
+                    bias.normal_()  # so that leaving it out would show
                 model = model.to(device).eval()
                 with torch.no_grad():
-                    logits = model(input_ids=tokens, use_cache=False).logits
+                    logits = model(**plain_call(model, tokens)).logits
             if logits.isfinite().all() and logits.std() > 1e-3:
                 return model
         except Exception:  # the model's own code: it cannot be called like this
@@ -410,7 +417,7 @@ def _texts(config: Any) -> Iterator[Any]:
 def _put(config: Any, name: str, value: Any) -> None:
     try:
         setattr(config, name, value)
-    except (AttributeError, TypeError, ValueError):  # a property, or a value it does not allow
+    except (AttributeError, TypeError, ValueError, NotImplementedError):  # a property, or a value it does not allow
         return
 
 
@@ -457,6 +464,33 @@ def _shrink(config: Any, depth: int) -> None:
                 _put(text, "num_key_value_heads", kv_heads // factor)
 
 
+def _shrink_stacks(config: Any) -> None:
+    """What of an encoder-decoder has names of its own: two counts of layers and of heads."""
+    if not is_encoder_decoder_config(config.to_dict()):
+        return
+    stacks = [one for side in ("encoder", "decoder") if hasattr(one := getattr(config, side, None), "to_dict")]
+    for stack in stacks:
+        _shrink(stack, 2)
+    if len(stacks) == 2 and hasattr(stacks[1], "cross_attention_hidden_size"):
+        _put(stacks[1], "cross_attention_hidden_size", stacks[0].hidden_size)
+    if stacks and _is_size(getattr(config, "vocab_size", None)):
+        _put(config, "vocab_size", min(config.vocab_size, TOKENS))
+    for name in ("encoder_layers", "decoder_layers", "num_layers", "num_encoder_layers", "num_decoder_layers"):
+        if _is_size(value := getattr(config, name, None)):
+            _put(config, name, min(value, 2))
+    heads = {getattr(config, f"{side}_attention_heads", None) for side in ("encoder", "decoder")}
+    if _is_size(getattr(config, "d_kv", None)) and _is_size(getattr(config, "num_heads", None)):
+        _put(config, "num_heads", min(2, config.num_heads))
+        return
+    many, hidden = heads.pop() if len(heads) == 1 else None, getattr(config, "d_model", None)
+    if _is_size(many) and _is_size(hidden) and many > 2 and hidden % many == 0:
+        size = hidden // many
+        fewer = max(2, -(-64 // size))
+        _put(config, "d_model", fewer * size)
+        for side in ("encoder", "decoder"):
+            _put(config, f"{side}_attention_heads", fewer)
+
+
 def _lower_switches(config: Any) -> tuple[int | None, int | None]:
     """Windows and chunks of a few tokens, RoPE that changes early. Returns where, in this config and as it was."""
     real: list[int] = []
@@ -486,6 +520,8 @@ def _real_scale(found: float, small: Any, real: Any) -> float:
     """The factor of the logits in the model itself: the proxy's, or what of the config makes the proxy's."""
     if found == 1.0:
         return 1.0
+    if is_encoder_decoder_config(real.to_dict()) and abs(found * small.hidden_size**0.5 - 1) < 1e-5:
+        return real.hidden_size**-0.5  # T5
 
     def expressions(config: Any) -> dict[str, float]:
         hidden = getattr(config, "hidden_size", None)
@@ -568,6 +604,8 @@ def _try(model: nn.Module, members: list[str], tokens: torch.Tensor, plain: torc
     if effect <= 1e-6 * max(1.0, plain.abs().max().item()):
         return "text does not pass through it"
     if (found.detach() - expected).abs().max().item() > 0.02 * effect + 1e-4:
+        if torch.equal(found.detach(), plain):
+            return "the model reads its weight itself"
         return "the model uses its weight otherwise than as a linear"
     return None if has_gradient else "no gradient reaches it"
 
@@ -629,7 +667,7 @@ def _logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """The same draws every time, for models that draw in training."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return model(input_ids=tokens, use_cache=False).logits.float()
+        return model(**plain_call(model, tokens)).logits.float()
 
 
 # What is kept

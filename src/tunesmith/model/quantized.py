@@ -38,6 +38,9 @@ class Reading:
 class QuantizedLinear(nn.Module):
     """A frozen linear in few bits a weight; computes in the precision of its input."""
 
+    weight = None
+    """Models that look at its type before they call it (T5) find none."""
+
     def __init__(self, shape_nk: tuple[int, int], bias_n: torch.Tensor | None, *, is_transposed: bool):
         super().__init__()
         self.out_features, self.in_features = shape_nk

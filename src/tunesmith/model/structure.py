@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,10 +11,30 @@ from torch import nn
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a decoder: the longest list of modules that lies in no other list. Empty where it has
-    none."""
+    none. Of an encoder-decoder those of its encoder, then those of its decoder."""
+    if is_encoder_decoder(model):
+        stacks = [max(_outermost_lists(one), key=len, default=nn.ModuleList()) for one in stacks_of(model)]
+        return list(dict.fromkeys(layer for stack in stacks for layer in stack))
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     lists = [*_outermost_lists(decoder or model)] or [*_outermost_lists(model)]
     return list(dict.fromkeys(max(lists, key=len, default=nn.ModuleList())))
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether it is called with what is read and what is written apart."""
+    is_pair = getattr(getattr(model, "config", None), "is_encoder_decoder", False) is True
+    return is_pair and not type(model).__name__.endswith(("ForCausalLM", "Decoder"))
+
+
+def stacks_of(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """Encoder and decoder."""
+    return model.get_encoder(), model.get_decoder()
+
+
+def plain_call(model: nn.Module, tokens: torch.Tensor) -> dict[str, Any]:
+    """Arguments with which a model is given these tokens, [B, T]; an encoder-decoder on both sides."""
+    both = {"decoder_input_ids": tokens} if is_encoder_decoder(model) else {}
+    return {"input_ids": tokens, **both, "use_cache": False}
 
 
 def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
@@ -27,6 +48,8 @@ def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put `module` in the place of the one that has this name."""
     parent, _, leaf = name.rpartition(".")
+    if hasattr(module, "shows_weight"):
+        module.shows_weight = is_encoder_decoder(model)
     setattr(model.get_submodule(parent), leaf, module.train(model.training))
 
 

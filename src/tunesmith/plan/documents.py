@@ -93,22 +93,28 @@ def mean_length(lengths: Sequence[int], sequence_length: int) -> int:
     return round(sum(length**2 for length in cut) / sum(cut)) if cut else sequence_length
 
 
-def like_lengths(lengths: Sequence[int], tokens: int, *, alone: int | None = None) -> list[list[int]]:
+def like_lengths(
+    lengths: Sequence[int] | Sequence[Sequence[int]], tokens: int, *, alone: int | None = None
+) -> list[list[int]]:
     """Which documents share a padded micro-batch: those of like length, longest first, no more than `tokens` with
-    their padding (but one document always); above `alone` tokens each by itself."""
+    their padding (but one document always); above `alone` tokens each by itself. A document may have several sides,
+    each padded by itself: then its length is one number for each."""
+    sides = [(length,) if isinstance(length, int) else tuple(length) for length in lengths]
     groups: list[list[int]] = []
-    longest = real = 0
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length = lengths[index]
+    longest: tuple[int, ...] = ()
+    real = 0
+    for index in sorted(range(len(sides)), key=lambda i: [-side for side in sides[i]]):
+        own = sides[index]
         rows = len(groups[-1]) + 1 if groups else 0
-        padded = rows * longest
-        is_alike = padded - real - length <= PADDING * padded or padded <= PADDING * tokens
-        if groups and padded <= tokens and is_alike and not (alone is not None and longest > alone):
+        wider = tuple(map(max, longest, own)) if groups else own
+        padded = rows * sum(wider)
+        is_alike = padded - real - sum(own) <= PADDING * padded or padded <= PADDING * tokens
+        if groups and padded <= tokens and is_alike and not (alone is not None and sum(longest) > alone):
             groups[-1].append(index)
-            real += length
+            longest, real = wider, real + sum(own)
         else:
             groups.append([index])
-            longest, real = length, length
+            longest, real = own, sum(own)
     return groups
 
 

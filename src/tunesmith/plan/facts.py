@@ -161,7 +161,8 @@ class ModelFacts(Part):
     reuses_weights: bool = False
     """A forward pass uses some weights more than once, as the probe has found."""
     is_causal: bool = True
-    """A decoder alone; encoder-decoder models are known but cannot be trained."""
+    """A decoder alone; an encoder-decoder is planned as if every token passed through both its stacks, which is more
+    than happens."""
     note: str | None = None
     """What is not certain about these facts; plans then keep a larger margin."""
     adapter: int | None = None

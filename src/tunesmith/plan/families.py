@@ -435,7 +435,10 @@ def _t5(c: _Config) -> ModelFacts:
     layers = c.number("num_layers", default=c.layers)
     pattern = [0] * layers + [1] * c.number("num_decoder_layers", default=layers)
     relative = 2 * c.number("relative_attention_num_buckets", default=32) * c.heads
-    return c.facts([encoder, decoder], pattern, tied=True, extra=2 * c.hidden + relative, is_causal=False)
+    # Its own attention adds a bias to every pair of tokens, and its positions are relative: none is the last.
+    how = {"is_causal": False, "packs": False, "has_fused_attention": False}
+    facts = c.facts([encoder, decoder], pattern, tied=True, extra=2 * c.hidden + relative, **how)
+    return facts.changed(positions=None)
 
 
 FAMILIES: dict[str, Callable[[_Config], ModelFacts]] = {

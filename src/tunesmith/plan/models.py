@@ -155,16 +155,22 @@ def check_quantization(config: Mapping[str, Any]) -> None:
 
 
 def check_kind(model: str, config: Mapping[str, Any]) -> None:
-    """UserError where the model is no causal language model, as far as its config says."""
+    """UserError where the model is no language model that writes text, as far as its config says."""
     if (kind := other_kind(config)) is not None:
         raise UserError(
-            f"model: {model} is {kind}, and only causal language models, which predict the next token, can be "
-            "fine-tuned here."
+            f"model: {model} is {kind}, and only causal language models, which predict the next token, and "
+            "encoder-decoders of text can be fine-tuned here."
         )
 
 
+def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
+    """Whether a model reads with one stack of layers and writes with another, as far as its config says."""
+    return config.get("is_encoder_decoder") is True and not architecture_of(config).endswith(("ForCausalLM", "Decoder"))
+
+
 def other_kind(config: Mapping[str, Any]) -> str | None:
-    """What a model is by its config where it is no causal language model; None where it may be one."""
+    """What a model is by its config where it is neither a causal language model nor an encoder-decoder of text; None
+    where it may be one."""
     name = architecture_of(config)
     has_text = any(isinstance(one.get("vocab_size"), int) for one in (config, config.get("text_config") or {}))
     keys = set(config) | {key for one in config.values() if isinstance(one, dict) for key in one}
@@ -172,8 +178,6 @@ def other_kind(config: Mapping[str, Any]) -> str | None:
     is_seen = bool(keys & {"image_size", "patch_size", "vision_config", "num_channels"})
     if re.search(r"ForCTC$|Audio|Speech|Wav2Vec|Whisper|Hubert|XVector", name) or (is_heard and not has_text):
         return f"a speech model ({name})"
-    if config.get("is_encoder_decoder") is True and not name.endswith(("ForCausalLM", "Decoder")):
-        return f"an encoder-decoder model of T5's kind ({name})"
     if re.search(r"Image|Vision|ObjectDetection|Segmentation|Depth|^CLIP|^Siglip", name) or (is_seen and not has_text):
         return f"a vision model ({name})"
     if re.search(r"MaskedLM$|ForPreTraining$|TokenClassification$|QuestionAnswering$|MultipleChoice$", name):
@@ -187,16 +191,18 @@ def build_facts(config: Mapping[str, Any], *, trust_remote_code: bool = False, s
     """Facts of an architecture without a formula, from the model itself, built without weights. Where its code lies
     beside its config, that of `source` is read, if it is trusted."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+    is_pair = is_encoder_decoder(config)
     plain = {name: value for name, value in config.items() if name not in ("quantization_config", "compression_config")}
     if "auto_map" in plain and trust_remote_code and source:
         made = AutoConfig.from_pretrained(source, trust_remote_code=True)
     else:
         made = AutoConfig.for_model(**plain)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(made, trust_remote_code=trust_remote_code)
-    rough = from_config(made.to_dict())
+        kind = AutoModelForSeq2SeqLM if is_pair else AutoModelForCausalLM
+        model = kind.from_config(made, trust_remote_code=trust_remote_code)
+    rough = from_config(_as_decoder(made) if is_pair else made.to_dict())
     layers: dict[str, list[tuple[str, Any]]] = {}
     for name, parameter in model.named_parameters():
         prefix, index = _layer(name)
@@ -238,13 +244,35 @@ def build_facts(config: Mapping[str, Any], *, trust_remote_code: bool = False, s
         pattern=tuple(pattern),
         tied=tied,
         has_head=head is not None,
-        packs=_packs(model),
+        packs=not is_pair and _packs(model),
+        is_causal=not is_pair,
+        has_fused_attention=rough.has_fused_attention and not is_pair,
         extra=0,
         note=f"{rough.architecture} has no formula here: its sizes are those of the model built without weights, and "
         "what its layers keep for backward is an estimate",
     )
     everything = sum(parameter.numel() for parameter in model.parameters())
     return facts.changed(extra=everything - inside - facts.embedding - facts.head)
+
+
+def _as_decoder(config: Any) -> dict[str, Any]:
+    """Sizes of an encoder-decoder in the words of a decoder's config; those of the wider stack, where they differ."""
+    parts = [config, *(getattr(config, name, None) for name in ("encoder", "decoder"))]
+    found = {"architectures": config.architectures, "model_type": config.model_type}
+    names = {
+        "hidden_size": ("hidden_size",),
+        "num_hidden_layers": ("num_hidden_layers",),
+        "num_attention_heads": ("num_attention_heads", "encoder_attention_heads"),
+        "intermediate_size": ("intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim"),
+        "head_dim": ("d_kv", "head_dim"),
+        "vocab_size": ("vocab_size",),
+        "max_position_embeddings": ("max_position_embeddings",),
+    }
+    for name, others in names.items():
+        values = [getattr(part, other, None) for part in parts if part is not None for other in others]
+        if values := [value for value in values if isinstance(value, int)]:
+            found[name] = max(values)
+    return found
 
 
 def _attention_of(config: Any, layer: int, names: list[str]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ OffloadTo = Literal["none", "host", "disk"]
 Sharding = Literal["none", "ddp", "zero1", "zero2", "zero3", "hybrid", "hierarchical"]
 TrafficDtype = Literal["plain", "int8", "int4"]
 Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
-Layout = Literal["packed", "padded"]
+Layout = Literal["packed", "padded", "encoder-decoder"]
 Gate = Literal["swiglu", "geglu", "clamped_swiglu"]
 GATES: tuple[Gate, ...] = get_args(Gate)
 Kernel = Literal["rope", "swiglu", "geglu", "clamped_swiglu", "fp8_head"]
@@ -152,7 +152,7 @@ class ForwardSpec:
 
     layout: Layout
     """`packed`: documents end to end in one row, with attention that keeps them apart. `padded`: one document a row,
-    with the model's own attention."""
+    with the model's own attention. `encoder-decoder`: the same, with two rows for each: its source and its target."""
     logit_scale: float = 1.0
     softcap: float | None = None
     switch: int | None = None
@@ -166,7 +166,7 @@ class ForwardSpec:
         """How documents, of `sequence_length` tokens at most, are dealt out to micro-batches: whether those in one must
         be of like length, and above how many tokens each is by itself; None where their lengths do not matter."""
         single = self.switch if self.switch is not None and self.switch < sequence_length else None
-        return None if self.layout == "packed" and single is None else (self.layout == "padded", single)
+        return None if self.layout == "packed" and single is None else (self.layout != "packed", single)
 
 
 class Plan(Part):

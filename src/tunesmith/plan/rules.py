@@ -63,8 +63,17 @@ REFUSALS: tuple[Refusal, ...] = (
         "objectives with rollouts read all weights for every token: they are not offloaded",
     ),
     (
-        lambda task, _: not task.facts.is_causal,
-        "encoder-decoder models cannot be trained here, decoders only",
+        lambda task, choice: not task.facts.is_causal and max(choice.tensor, choice.context, choice.pipeline) > 1,
+        "an encoder-decoder has two stacks and padded rows, which tensor, context and pipeline parallelism do not cut; "
+        "use data parallelism",
+    ),
+    (
+        lambda task, choice: not task.facts.is_causal and (choice.matmul_dtype == "fp8" or choice.mlp_slice > 0),
+        "layers of an encoder-decoder are run as they are: not in fp8, nor with MLPs in slices",
+    ),
+    (
+        lambda task, choice: not task.facts.is_causal and choice.offload_activations,
+        "layers of an encoder-decoder share what the encoder gives, so their inputs stay on the device",
     ),
     (
         lambda task, choice: not task.facts.packs and max(choice.tensor, choice.context, choice.pipeline) > 1,

@@ -70,12 +70,13 @@ def make_task(
     )
     if not facts.packs:
         share = f"{task.padding - 1:.0%} more tokens are computed, by the data's own lengths" if lengths else ""
-        decide(
-            "layout",
-            "padded",
-            f"{facts.architecture} does not take packed documents; those of like length share a "
-            f"micro-batch{', and ' if share else ''}{share}",
-        )
+        why = f"{facts.architecture} does not take packed documents; those of like length share a micro-batch"
+        if not facts.is_causal:
+            why = (
+                "an encoder-decoder: sources and targets are padded rows, those of like length share a micro-batch; "
+                "memory and time are an upper bound, as if every token passed through both stacks"
+            )
+        decide("layout", "padded", f"{why}{', and ' if share and facts.is_causal else '; ' if share else ''}{share}")
     if device == "cpu" and hardware.rates is None:
         decide(
             "speed",

@@ -35,7 +35,7 @@ from tunesmith.quantize.walk import LayerWork, Measured, Walk
 from tunesmith.run.choose import tokenize
 from tunesmith.run.evaluate import held_out_of
 from tunesmith.run.folder import read_identity, read_plan
-from tunesmith.run.open import refuse_head
+from tunesmith.run.open import refuse_encoder_decoder, refuse_head
 from tunesmith.run.streamed import rounded
 
 SAMPLES, LENGTH = 64, 512
@@ -109,6 +109,7 @@ def quantize_model(
 @contextmanager
 def open_target(target: str, data: Sequence[str]) -> Iterator[Source]:
     folder = Path(target)
+    refuse_encoder_decoder(target, "be quantized here")
     if folder.is_dir() and read_identity(folder) is not None:
         refuse_head(folder, "be quantized here")
         yield Source.of(folder)

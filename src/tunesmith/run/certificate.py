@@ -149,6 +149,8 @@ def _moved(folder: Path, run: Run) -> Check:
     before, after = files_of(model, base), files_of(model, load.load_empty(trained, dtype="fp32")[1])
     if before is None or after is None:
         return _unknown("only transformers knows the layout of its files")
+    trainable = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    before = {name: held for name, held in before.items() if name in trainable}  # and no buffers
     if (as_trained := read_trained_run(folder)).is_merged:  # only the linears that had adapters
         plan = read_plan(folder)
         chosen = {"targets": list(plan.adapted)} if plan is not None and plan.adapted else {}

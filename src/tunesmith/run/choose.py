@@ -18,6 +18,7 @@ from tunesmith.objectives import objective_of
 from tunesmith.plan.documents import guess_held_out, measure, sample_lengths
 from tunesmith.plan.hardware import Hardware, probe, shared
 from tunesmith.plan.models import read_facts
+from tunesmith.plan.pairs import check_pairs
 from tunesmith.plan.plan import Plan
 from tunesmith.plan.search import Written, refusal, search, written
 from tunesmith.plan.task import check_rate
@@ -35,6 +36,7 @@ Progress = Callable[[str, int, int | None], None]
 
 def facts_of(run: Run) -> ModelFacts:
     """The model's sizes, those of its teacher, and how many parameters an adapter of peft's trains."""
+    check_pairs(run)
     facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
     if run.distillation.teacher is not None:
         teacher = read_facts(run.distillation.teacher, trust_remote_code=run.trust_remote_code)
@@ -133,7 +135,9 @@ def tokenize(run: Run, plan: Plan | None, progress: Progress | None = None, toke
     if positions is not None and positions < run.sequence_length and "sequence_length" not in run.model_fields_set:
         run = run.model_copy(update={"sequence_length": positions})
     planned = {"held_out": plan.held_out, "eval_length": plan.sequence_length} if plan else {}
-    sizes = {"vocab_size": load.vocabulary_size(config), "max_length": positions}
+    sizes: dict[str, Any] = {"vocab_size": load.vocabulary_size(config), "max_length": positions}
+    if check_pairs(run):
+        sizes["decoder_start"] = (load.decoder_start(config),)
     try:
         data = prepare(run, tokenizer, **sizes, **planned, progress=progress)
     except BadRecords as errors:

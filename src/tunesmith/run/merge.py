@@ -24,18 +24,17 @@ from torch import nn
 from tunesmith.checkpoint.codec import ShardSlice
 from tunesmith.checkpoint.result import stored_parts, stored_shapes, write_on_all_ranks
 from tunesmith.config.schema import Run
-from tunesmith.data.chat import Encoder
 from tunesmith.errors import UserError
 from tunesmith.infer.described import beside, facts_of
 from tunesmith.kernels.update import halved
 from tunesmith.model import adapters, load, lora, side_files
 from tunesmith.model.card import card
 from tunesmith.model.save import MODEL_FILES, saved_buffers, write_model
-from tunesmith.model.structure import put_tensor
+from tunesmith.model.structure import plain_call, put_tensor
 from tunesmith.parallel.prepare import load_model
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.run.folder import read_run, read_summary
-from tunesmith.run.open import Opened, open_run, refuse_head, tokenizer_of, trained_storage
+from tunesmith.run.open import Opened, encoder_of, open_run, refuse_head, trained_storage
 from tunesmith.run.streamed import (
     NotStreamed,
     Progress,
@@ -164,7 +163,7 @@ class _Whole:
 
 @torch.no_grad()
 def _logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=tokens, use_cache=False).logits.float()
+    return model(**plain_call(model, tokens)).logits.float()
 
 
 def _logits_of_base(opened: Opened, tokens: torch.Tensor) -> torch.Tensor:
@@ -218,7 +217,7 @@ def put_side_files(folder: Path, to: Path, *, dtype: torch.dtype | None, card: s
         side_files.put_beside(side, to, dtype=dtype, card=card)
         return
     run = read_run(folder)  # of an earlier version
-    encoder = Encoder(tokenizer_of(folder), template=None, train_on=run.train_on, special_tokens=run.special_tokens)
+    encoder = encoder_of(folder)
     with tempfile.TemporaryDirectory(dir=to.parent) as made:
         side_files.make(run, Path(made) / "side", **beside(run, encoder, reasons=False))
         side_files.put_beside(Path(made) / "side", to, dtype=dtype, card=card)
@@ -237,7 +236,7 @@ def _proved(weights: Weights, merged: Path) -> tuple[float, float]:
 
 def _card(run: Run, folder: Path, step: int | None) -> str:
     summary = read_summary(folder) or {}
-    encoder = Encoder(tokenizer_of(folder), template=None, train_on=run.train_on, special_tokens=run.special_tokens)
+    encoder = encoder_of(folder)
     facts = facts_of(run, encoder, reasons=bool(side_files.read_asked(folder / side_files.FOLDER).get("reasons")))
     before, after = summary.get("held_out_before"), summary.get("held_out_after")
     steps = summary.get("steps", step)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from torch import nn
 from tunesmith.checkpoint.store import CheckpointStore
 from tunesmith.config.schema import Run
 from tunesmith.data.chat import Encoder, read_template
+from tunesmith.data.paired import PairEncoder
 from tunesmith.errors import UserError
 from tunesmith.kernels.update import undo_preround_
 from tunesmith.model import adapters, load, lora, quantized, side_files
@@ -20,6 +23,7 @@ from tunesmith.model.grown import new_ids
 from tunesmith.model.head import form, has_head
 from tunesmith.optim.build import weight_of
 from tunesmith.parallel.prepare import load_model
+from tunesmith.plan.models import is_encoder_decoder, read_config
 from tunesmith.plan.plan import Device, Plan, Precision, Storage
 from tunesmith.run.base import check_base
 from tunesmith.run.folder import check_merged, read_identity, read_plan, read_run
@@ -58,9 +62,9 @@ def open_plain(name: str) -> Opened:
     model = load_model(alone, dtype=dtype, device=place)
     source = load.locate(name)
     asked = side_files.read_asked(Path(source.location)) if source.is_local else {}
-    encoder = Encoder(
+    encoder = make_encoder(
+        alone,
         load.load_tokenizer(alone),
-        template=None,
         train_on=asked.get("train_on", alone.train_on),
         special_tokens=asked.get("special_tokens", ()),
     )
@@ -79,7 +83,7 @@ def open_base(folder: Path) -> Opened:
     place, dtype = placement(read_plan(folder))
     model = load_model(run, dtype=dtype, device=place, storage=trained_storage(folder), content=content)
     check_base(folder, run, content)
-    encoder = Encoder(tokenizer_of(folder), template=None, train_on=run.train_on, special_tokens=run.special_tokens)
+    encoder = encoder_of(folder)
     reasons = bool(side_files.read_asked(folder / side_files.FOLDER).get("reasons"))
     return Opened(model.eval(), encoder, torch.device(place), None, reasons)
 
@@ -182,7 +186,26 @@ def tokenizer_of(folder: Path):
 def encoder_of(folder: Path) -> Encoder:
     """What asks the model of the run in `folder` as in training."""
     run = read_run(folder)
-    return Encoder(tokenizer_of(folder), template=None, train_on=run.train_on, special_tokens=run.special_tokens)
+    return make_encoder(run, tokenizer_of(folder), train_on=run.train_on, special_tokens=run.special_tokens)
+
+
+def make_encoder(run: Run, tokenizer: Any, *, train_on: str, special_tokens: Sequence[str]) -> Encoder:
+    """What asks the run's model with this tokenizer, by the chat template that this has."""
+    options = {"template": None, "train_on": train_on, "special_tokens": special_tokens}
+    if is_encoder_decoder(read_config(run.model)):
+        return PairEncoder(tokenizer, start=load.decoder_start(load.load_config(run)), **options)
+    return Encoder(tokenizer, **options)
+
+
+def refuse_encoder_decoder(target: Path | str, what: str) -> None:
+    """UserError where a run's model, or one by itself, reads with an encoder, which `what` has no way to call."""
+    folder = Path(target).expanduser()
+    is_run = folder.is_dir() and read_identity(folder) is not None
+    if is_encoder_decoder(read_config(read_run(folder).model if is_run else str(target))):
+        raise UserError(
+            f"{target} is an encoder-decoder, which cannot {what}; `tunesmith chat` asks it, and transformers' "
+            "AutoModelForSeq2SeqLM loads it."
+        )
 
 
 def trained_adapter(folder: Path) -> tuple[lora.AdapterFiles, int | None]:

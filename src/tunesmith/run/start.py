@@ -20,6 +20,7 @@ from tunesmith.model.head import has_head, make_head
 from tunesmith.model.probe import probe_run
 from tunesmith.model.save import remove_leftovers
 from tunesmith.parallel.ranks import Ranks
+from tunesmith.plan.pairs import check_pairs
 from tunesmith.plan.plan import Plan
 from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder
@@ -65,6 +66,7 @@ def prepare_run(
     folder = Path(run.output)
     before = run_folder.read_identity(folder)
     planned = run_folder.read_plan(folder) if before else None
+    check_pairs(run)
     check_teacher(run)
     rewards = Rewards(run.rewards)  # mistakes in them are found before anything is read
     if has_head(run):

@@ -27,7 +27,7 @@ from tunesmith.model.fake_quantize import FakeQuantization
 from tunesmith.model.files import Held, Read, own_copy, read_tensors
 from tunesmith.model.save import saved_buffers
 from tunesmith.model.source import WeightSource, files_of, find_source
-from tunesmith.model.structure import decoder_layers, put_tensor, replace_module
+from tunesmith.model.structure import decoder_layers, plain_call, put_tensor, replace_module
 from tunesmith.parallel.prepare import Preparation, Unit, read
 from tunesmith.run.base import check_base
 from tunesmith.run.folder import read_run
@@ -223,7 +223,7 @@ class StreamedModel:
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """[B, T] -> [B, T, V], in fp32."""
         with self._streaming(), load.quiet():
-            return self.model(input_ids=tokens, use_cache=False).logits.float()
+            return self.model(**plain_call(self.model, tokens)).logits.float()
 
     def _from_files(self, names: Iterable[str]) -> Iterator[Read]:
         return self.source.read(dict.fromkeys(names), part=lambda *_: (), pin=False, codes={})

@@ -18,7 +18,16 @@ from tunesmith.plan.models import check_there, find
 from tunesmith.plan.plan import ForwardSpec
 from tunesmith.run.base import FILE as BASE_FILE
 from tunesmith.run.folder import read_identity, read_plan, read_run
-from tunesmith.run.open import Opened, open_base, open_plain, open_run, own_placement, placement, refuse_head
+from tunesmith.run.open import (
+    Opened,
+    open_base,
+    open_plain,
+    open_run,
+    own_placement,
+    placement,
+    refuse_encoder_decoder,
+    refuse_head,
+)
 
 BASE = "base"
 FOLDER = "evaluations"
@@ -39,6 +48,7 @@ class Target:
 
 def find_target(text: str) -> Target:
     """A run's folder, a model's folder, a GGUF file or a hub name. UserError before anything is loaded."""
+    refuse_encoder_decoder(text, "be given tasks here; `tunesmith eval` without them measures its held-out loss")
     folder = Path(text).expanduser()
     if folder.is_dir() and (read_identity(folder) is not None or not _is_model(folder)):
         return _run(folder)

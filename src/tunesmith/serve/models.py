@@ -22,7 +22,7 @@ from tunesmith.model import lora, side_files
 from tunesmith.model.structure import replace_module
 from tunesmith.run.base import FILE as BASE_FILE
 from tunesmith.run.folder import read_identity, read_json, read_run
-from tunesmith.run.open import Opened, open_model, tokenizer_of, trained_storage
+from tunesmith.run.open import Opened, open_model, refuse_encoder_decoder, tokenizer_of, trained_storage
 
 BASE = "base"
 WRAPPERS = (lora.LoraLinear, lora.LoraEmbedding, lora.TokenRows)
@@ -111,6 +111,7 @@ def open_models(folder: Path, more: Mapping[str, Path]) -> Models:
     _check_names(name, more)
     for other in more.values():
         _check_same_base(folder, other)
+    refuse_encoder_decoder(folder, "be served here, whose engine is for decoders alone")
     opened = open_model(folder)
     if opened.tuned is not None and opened.tuned.is_prompt:
         raise UserError(f"{folder} trained a prompt, not weights; it can be talked to with `tunesmith chat` alone.")
