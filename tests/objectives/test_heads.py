@@ -107,7 +107,9 @@ def test_loss_and_gradients_are_transformers_own(tiny_model, tmp_path, monkeypat
     result = step(batch, 1.0)
     (store,) = setting.data.train
     examples = [documents_of(store, index, 0) for index in range(len(store))]
-    plain = load.head.model_class(run).from_pretrained(tiny_model, num_labels=len(run.labels) or 1, dtype=torch.float32)
+    plain = load.head.model_class(run, None).from_pretrained(
+        tiny_model, num_labels=len(run.labels) or 1, dtype=torch.float32
+    )
     plain.config.pad_token_id = 0
     weight = job.model.get_output_embeddings().weight
     plain.score.weight.data.copy_(weight)
