@@ -42,6 +42,7 @@ from tunesmith.run.shape import make_reproducible, micro_batch_shape
 from tunesmith.run.start import Setting
 from tunesmith.run.state import Share, TrainingState
 from tunesmith.run.stop import StopRule
+from tunesmith.run.task_scores import with_tasks
 from tunesmith.run.teacher import teach_of
 from tunesmith.train.job import Job
 
@@ -95,8 +96,11 @@ def assemble(setting: Setting, ranks: Ranks | None = None, progress: Progress | 
         longest = max(int(store.lengths.max()) for store in setting.data.train)
         roll_out = Rollouts(generator, objective, spec, plan, device, ranks, Path(run.output), longest)
     elif evals:
-        told = (state.losses, objective, eval_mismatched, rule)
+        told = (state.losses, objective, eval_mismatched, rule if rule and rule.task is None else None)
         evaluate = Evaluator(called, plan.forward, plan, evals, device, ranks, cut, *told)
+    if run.eval_tasks:
+        evaluate = with_tasks(evaluate, run, plan, setting.data, called, device, ranks, loader.total_steps, rule)
+        notes += [evaluate.note] if evaluate.note else []
     return Job(
         run=run,
         plan=plan,

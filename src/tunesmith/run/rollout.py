@@ -79,18 +79,9 @@ class Generator:
         temperature: float,
         should_stop: Callable[[int], None] = lambda _: None,
     ) -> list[Answer]:
-        was_training = self.called.training
-        self.called.eval()
         options = {"max_tokens": self.settings.max_answer_tokens, "temperature": temperature, "rows": ROWS}
-        options |= {"stop_ids": self.stop_ids, "should_stop": should_stop}
         ids = [prompt.ids.tolist() for prompt in prompts]
-        work = partial(self._sample, prompts=ids, wanted=wanted, **options)
-        try:
-            made = self.called(work) if isinstance(self.called, Entrance) else work(self.called)
-        finally:
-            if isinstance(self.called, Sharded):
-                self.called.free_full_weights()
-            self.called.train(was_training)
+        made = self.sampled(ids, wanted, should_stop=should_stop, **options)
         texts = [self.text_of(one) for one in made]
         asked = [prompts[one.prompt] for one in wanted]
         found = self.rewards([(text, one.facts, one.origin) for text, one in zip(texts, asked, strict=True)])
@@ -98,6 +89,18 @@ class Generator:
             Answer(one.ids, one.is_ended, text, values, self.rewards.total(values))
             for one, text, values in zip(made, texts, found, strict=True)
         ]
+
+    def sampled(self, prompts: Sequence[list[int]], wanted: Sequence[Wanted], **options: Any) -> list[Sampled]:
+        """As `infer.rollout.sample` does, by the model as it lies over ranks."""
+        was_training = self.called.training
+        self.called.eval()
+        work = partial(self._sample, prompts=prompts, wanted=wanted, stop_ids=self.stop_ids, **options)
+        try:
+            return self.called(work) if isinstance(self.called, Entrance) else work(self.called)
+        finally:
+            if isinstance(self.called, Sharded):
+                self.called.free_full_weights()
+            self.called.train(was_training)
 
     def text_of(self, one: Sampled) -> str:
         ids = one.ids[:-1] if one.is_ended else one.ids
