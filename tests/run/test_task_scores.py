@@ -33,10 +33,11 @@ def asked(runs, tiny_model, tmp_path_factory):
         for path, records in (("quiz", quiz), ("sums", sums)):
             (folder / f"{path}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
         die = Die("tunesmith.run.task_scores:Asking.__call__", count=2) if name == "killed" else ()
-        done = runs(folder, "train", "run.yaml", die=die)
+        short = {"constants": {"tunesmith.run.task_scores:ANSWER_TOKENS": 8}}
+        done = runs(folder, "train", "run.yaml", die=die, **short)
         if name == "killed":
             assert done.code < 0
-            done = runs(folder, "train", "run.yaml")
+            done = runs(folder, "train", "run.yaml", **short)
         assert done.code == 0, done.err
         folders.append((folder, done.out))
     return folders

@@ -38,6 +38,12 @@ def command(
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Continue a run whose settings or data have changed since.")
     ] = False,
+    track: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--track", envvar="TUNESMITH_TRACK", help="Tell a tracker, too: tensorboard, wandb, mlflow, trackio."
+        ),
+    ] = None,
 ) -> None:
     """Fine-tune. On a folder that holds an unfinished run: continue it."""
     import time
@@ -48,7 +54,9 @@ def command(
     output.stage(f"Reading {config}")
     from tunesmith.cli import display
     from tunesmith.launch.rank_environment import read_rank_environment
+    from tunesmith.train.trackers import read_names
 
+    trackers = read_names(track or ())
     run, environment = _read(config, overrides or ()), read_rank_environment()
     folder, is_first = Path(run.output), environment.rank == 0
     _leave_finished(run, folder, accept_changes=accept_changes, speaks=is_first)
@@ -60,12 +68,13 @@ def command(
         chosen = plan_for_ranks(run, plan, ranks)
         if (count := chosen.mesh.ranks) > 1:
             again = ["train", str(config), *(overrides or ()), *(["--plan", str(plan_file)] if plan_file else [])]
+            again += [f"--track={name}" for name in trackers]
             once = ["--accept-changes"] if accept_changes else []
             start_ranks(again, count, plan=chosen, restarts=restarts, once=once, folder=folder)
             return
         output.stage("Loading torch and transformers")
     how = {"plan": plan, "ranks": ranks, "accept_changes": accept_changes}
-    outcome, profiler = _train(run, environment, screen, started, how)
+    outcome, profiler = _train(run, environment, screen, started, how, trackers if is_first else ())
     if is_first:
         _say_outcome(outcome, folder, profiler)
     if not outcome.is_finished:
@@ -118,7 +127,12 @@ def _leave_finished(run: Run, folder: Path, *, accept_changes: bool, speaks: boo
 
 
 def _train(
-    run: Run, environment: RankEnvironment, screen: Display, started: float, how: dict[str, Any]
+    run: Run,
+    environment: RankEnvironment,
+    screen: Display,
+    started: float,
+    how: dict[str, Any],
+    trackers: Sequence[str] = (),
 ) -> tuple[Outcome, StepProfiler | None]:
     """One rank's part of the run, or all of it. `how`: what is passed on to `prepare_run`."""
     from tunesmith.checkpoint.lock import RunLock
@@ -129,6 +143,7 @@ def _train(
     from tunesmith.run.start import start_run
     from tunesmith.train import events
     from tunesmith.train.loop import train
+    from tunesmith.train.trackers import Trackers
 
     folder, is_first = Path(run.output), environment.rank == 0
     with ExitStack() as stack:
@@ -136,14 +151,22 @@ def _train(
             stack.enter_context(RunLock(folder, warn=output.warn))
         stack.enter_context(screen)
         log = events.EventLog(folder) if is_first else None
+        if log:
+            stack.callback(log.close)
 
-        def observe(event: events.Event) -> None:
+        def write(event: events.Event) -> None:
             if log:
                 log.write(event)
                 screen.show(event)
 
         def warn(message: str) -> None:
-            observe(events.Warned(message))
+            write(events.Warned(message))
+
+        told = stack.enter_context(Trackers(trackers, folder, run.model_dump(mode="json"), warn))
+
+        def observe(event: events.Event) -> None:
+            write(event)
+            told.see(event)
 
         others = stack.enter_context(connected(environment))
         setting = start_run(run, others, **how, warn=warn, progress=screen.progress)
@@ -164,8 +187,6 @@ def _train(
         outcome = train(job, observe, started=started, watch=profiler, progress=screen.progress)
         if profiler:
             profiler.close()  # where the run ended before the last of its steps
-        if log:
-            log.close()
     return outcome, profiler
 
 
