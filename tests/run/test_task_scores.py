@@ -77,6 +77,13 @@ def test_the_last_scores_are_those_of_the_result(asked, runs):
     assert last["choice_loss"] == pytest.approx(by_eval["choice_loss"], abs=1e-4)
 
 
+def test_check_counts_the_items_of_tasks(asked, runs):
+    done = runs(asked[0][0], "check", "run.yaml", "--json")
+    assert done.code == 0, done.err
+    found = {one["title"]: (one["kind"], one["items"]) for one in json.loads(done.out)["tasks"]}
+    assert found == {"quiz": ("choices", 7), "lettered": ("letters", 7), "sums": ("answers", 3)}
+
+
 def test_the_page_has_a_curve_for_each_measure(asked):
     from tunesmith.ui.read import curves
 

@@ -46,7 +46,9 @@ const sleep = (ms) => new Promise((done) => setTimeout(done, ms));
       const unnamed = tree.nodes.filter((one) => !one.ignored && controls.includes(one.role?.value) && !(one.name?.value || "").trim()).map((one) => one.role.value);
       const paint = await evaluate("performance.getEntriesByName('first-contentful-paint').map((one) => one.startTime)[0]");
       const overflow = await evaluate("document.documentElement.scrollWidth - innerWidth");
-      seen.pages.push({ page: order.page, isReady, ready, found, unnamed, paint, overflow });
+      const text = await evaluate("document.body.innerText");
+      const odd = text.split("\n").filter((line) => line.includes("[object") || ["null", "undefined", "NaN"].includes(line.trim()));
+      seen.pages.push({ page: order.page, isReady, ready, found, unnamed, paint, overflow, odd });
       if (shots) {
         const picture = await call("Page.captureScreenshot", { captureBeyondViewport: false });
         fs.writeFileSync(`${shots}/${seen.pages.length}.png`, Buffer.from(picture.data, "base64"));

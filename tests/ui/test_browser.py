@@ -84,6 +84,7 @@ def test_all_pages_work_in_a_browser_and_nothing_leaves_the_machine(folder, tmp_
     assert all(page["isReady"] for page in pages), pages
     assert not any(page["unnamed"] for page in pages), pages
     assert all(page["overflow"] <= 0 for page in pages if page["page"] != "#/"), pages
+    assert not any(page["odd"] for page in pages), pages
     assert pages[0]["paint"] < 1000
     assert "run.yaml" in pages[3]["found"]
     assert pages[4]["found"].startswith("It fits|Speed and cost|Why")

@@ -165,7 +165,7 @@
       if (!isOpen()) return;
       last = run;
       document.title = `${run.name} - Tunesmith`;
-      top.replaceChildren(h("h1", {}, run.name), ...T.title(run).flat(), tagsOf(run), T.cards(run));
+      top.replaceChildren(h("h1", {}, run.name), ...[T.title(run), tagsOf(run), T.cards(run)].flat(2).filter(Boolean));
       stop.hidden = !(run.state === "running");
       resume.hidden = !(run.state === "stopped" || run.state === "failed");
       archive.textContent = run.is_archived ? "Take out of the archive" : "Archive";
