@@ -26,6 +26,9 @@ from results import write_result
 FUNCTIONS = {
     "tunesmith.train.events:EventLog.write": "events",
     "tunesmith.train.documents:DocumentLog.write": "losses of documents",
+    "tunesmith.train.step:_Documents.add": "sums by document",
+    "tunesmith.train.step:_Documents.send": "sums by document",
+    "tunesmith.train.step:_Documents.found": "sums by document",
     "tunesmith.train.alerts:Alerts.see": "alerts",
     "tunesmith.train.alerts:Alerts.see_machine": "alerts",
     "tunesmith.train.machine:Machine.after_step": "machine",
@@ -34,7 +37,12 @@ FUNCTIONS = {
     "tunesmith.train.vitals:Vitals.see_weights": "vitals",
 }
 """All that is recorded or looked at in a step; and what it is called in the results."""
-NOTHING: dict[str, Any] = {"Alerts.see": [], "Alerts.see_machine": [], "PhaseMemory.now": {}}
+NOTHING: dict[str, Any] = {
+    "Alerts.see": [],
+    "Alerts.see_machine": [],
+    "PhaseMemory.now": {},
+    "_Documents.found": (None, []),
+}
 """What those return that must return something, in a run that records nothing."""
 
 
