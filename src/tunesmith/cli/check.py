@@ -73,6 +73,7 @@ def examine(run: Run, tokenizer: Any, *, examples: int = 3, dataset: str | None 
     from tunesmith.cli import output
     from tunesmith.data.loader import Loader
     from tunesmith.data.prompts import PromptLoader
+    from tunesmith.evaluate.tasks import task_of
     from tunesmith.objectives import objective_of
     from tunesmith.plan.defaults import few_steps
     from tunesmith.rewards import Rewards
@@ -83,6 +84,7 @@ def examine(run: Run, tokenizer: Any, *, examples: int = 3, dataset: str | None 
     # Bad records are shown beside the good ones, whatever a run would do about them.
     run = run.model_copy(update={"device": "auto", "precision": "auto", "bad_records": "skip"})
     plan_run(run)
+    tasks = [task_of(one) for one in run.eval_tasks]
     prepared = tokenize(run, None, output.progress)
     plan = plan_run(run, data=prepared)
     has_rollouts = objective_of(run).has_rollouts
@@ -107,6 +109,7 @@ def examine(run: Run, tokenizer: Any, *, examples: int = 3, dataset: str | None 
             | {"shown": [one.plain() for i in range(min(examples, len(store))) for one in shown(store, i)]}
             for store, use, weight in _chosen(prepared, dataset)
         ],
+        "tasks": [{"title": one.title, "kind": one.kind, "items": len(one.items)} for one in tasks],
         "bad": [{"where": str(one.origin), "kind": one.kind, "reason": one.reason} for one in prepared.bad],
         "warnings": [*prepared.warnings, *([f"{loader.total_steps} steps are {few}."] if few else [])],
     }
@@ -240,6 +243,10 @@ def _show(report: dict[str, Any], one_a_line: bool) -> None:
     ]
     say(table(columns, rows, title="Data", right=("weight", *columns[4:8])))
     say()
+    if report["tasks"]:
+        rows = [(one["title"], one["kind"], f"{one['items']:,}") for one in report["tasks"]]
+        say(table(("task", "kind", "items"), rows, title="Asked while it trains", right=("items",)))
+        say()
     columns = ("data set", "shortest", "median", "95%", "longest", "tokens", "targets", "sequences", "full")
     rows = [
         (

@@ -145,6 +145,7 @@ class Display:
                 for title, loss in event.losses.items()
             )
             parts.append(listed(each, "; "))
+        parts += [f"\n  {title}: {_scores(found)}" for title, found in event.tasks.items()]
         self._last_evaluation = event.loss
         if event.step > self._first_step:
             self._between_steps += event.seconds
@@ -252,6 +253,15 @@ SHOWN_FIGURES = {
 
 def _figures(figures: Mapping[str, float]) -> list[str]:
     return [form.format(figures[name]) for name, form in SHOWN_FIGURES.items() if name in figures]
+
+
+def _scores(found: Mapping[str, events.Score]) -> str:
+    """Of a task: a share is a percentage, with its interval of 95%."""
+    shown = []
+    for name, (value, low, high) in found.items():
+        interval = "" if low is None or high is None else f" ({low:.1%} to {high:.1%})"
+        shown.append(f"{name} {value:.4f}" if "loss" in name else f"{name} {value:.1%}{interval}")
+    return ", ".join(shown)
 
 
 def _flow(pieces: list[Text], width: int) -> Iterator[Text]:

@@ -97,7 +97,7 @@ def _held_out(
         return
     if data:
         run = run.model_copy(update={"eval": [Dataset(path=path) for path in data], "held_out": 0})
-    if not run.eval and not run.held_out:
+    if not run.eval_texts and not run.held_out:
         raise UserError(f"The run in {folder} has no held-out data; name some with --data FILE.")
     from tunesmith.plan.models import check_there
 

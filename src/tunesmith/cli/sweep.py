@@ -30,7 +30,7 @@ def check_alone(plan_file: Path | None, ranks: int) -> None:
         raise UserError(f"A sweep is one process on one device, and --ranks is {ranks}; leave --ranks or sweep out.")
 
 
-def train_sweep(run: Run, *, accept_changes: bool) -> None:
+def train_sweep(run: Run, trackers: Sequence[str] = (), *, accept_changes: bool) -> None:
     """Train the variants that are not finished, one after the other, and compare them all."""
     from tunesmith.checkpoint.lock import RunLock
     from tunesmith.cli import output
@@ -58,7 +58,7 @@ def train_sweep(run: Run, *, accept_changes: bool) -> None:
         for variant in left:
             output.say()
             output.say(f"Variant {found.index(variant) + 1} of {len(found)}: {variant.name}", style="bold")
-            outcome = _train_variant(*prepared.pop(variant.name), shared, failures, variant.name)
+            outcome = _train_variant(*prepared.pop(variant.name), shared, failures, variant.name, trackers)
             sweep.write(folder, sweep.rows_of(found, failures))
             if outcome is not None and not outcome.is_finished:
                 break
@@ -124,7 +124,12 @@ def _prepare(variant: Variant, *, accept_changes: bool) -> tuple[Setting, list[s
 
 
 def _train_variant(
-    setting: Setting, warnings: Sequence[str], shared: Shared, failures: dict[str, str], name: str
+    setting: Setting,
+    warnings: Sequence[str],
+    shared: Shared,
+    failures: dict[str, str],
+    name: str,
+    trackers: Sequence[str],
 ) -> Outcome | None:
     """To its end; None where its losses were no finite numbers, which is no reason to end the sweep."""
     import gc
@@ -141,7 +146,8 @@ def _train_variant(
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     try:
-        with display.Display() as screen, observed(Path(setting.run.output), screen) as observe:
+        own = setting.run
+        with display.Display() as screen, observed(Path(own.output), screen, own, trackers) as observe:
             for message in warnings:
                 observe(events.Warned(message))
             outcome, _ = train_prepared(setting, Ranks(), screen, observe, started, shared)

@@ -33,6 +33,12 @@ def command(
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Continue a run whose settings or data have changed since.")
     ] = False,
+    track: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--track", envvar="TUNESMITH_TRACK", help="Tell a tracker, too: tensorboard, wandb, mlflow, trackio."
+        ),
+    ] = None,
 ) -> None:
     """Fine-tune. On a folder that holds an unfinished run: continue it."""
     import time
@@ -43,13 +49,15 @@ def command(
     output.stage(f"Reading {config}")
     from tunesmith.cli import display
     from tunesmith.launch.rank_environment import read_rank_environment
+    from tunesmith.train.trackers import read_names
 
+    trackers = read_names(track or ())
     run, environment = _read(config, overrides or ()), read_rank_environment()
     if run.sweep:
         from tunesmith.cli.sweep import check_alone, train_sweep
 
         check_alone(plan_file, max(ranks or 1, environment.ranks))
-        train_sweep(run, accept_changes=accept_changes)
+        train_sweep(run, trackers, accept_changes=accept_changes)
         return
     folder, is_first = Path(run.output), environment.rank == 0
     _leave_finished(run, folder, accept_changes=accept_changes, speaks=is_first)
@@ -61,12 +69,13 @@ def command(
         chosen = plan_for_ranks(run, plan, ranks)
         if (count := chosen.mesh.ranks) > 1:
             again = ["train", str(config), *(overrides or ()), *(["--plan", str(plan_file)] if plan_file else [])]
+            again += [f"--track={name}" for name in trackers]
             once = ["--accept-changes"] if accept_changes else []
             start_ranks(again, count, plan=chosen, restarts=restarts, once=once, folder=folder)
             return
         output.stage("Loading torch and transformers")
     how = {"plan": plan, "ranks": ranks, "accept_changes": accept_changes}
-    outcome, profiler = _train(run, environment, screen, started, how)
+    outcome, profiler = _train(run, environment, screen, started, how, trackers if is_first else ())
     if is_first:
         _say_outcome(outcome, folder, profiler)
     if not outcome.is_finished:
@@ -111,7 +120,12 @@ def _leave_finished(run: Run, folder: Path, *, accept_changes: bool, speaks: boo
 
 
 def _train(
-    run: Run, environment: RankEnvironment, screen: Display, started: float, how: dict[str, Any]
+    run: Run,
+    environment: RankEnvironment,
+    screen: Display,
+    started: float,
+    how: dict[str, Any],
+    trackers: Sequence[str] = (),
 ) -> tuple[Outcome, StepProfiler | None]:
     """One rank's part of the run, or all of it. `how`: what is passed on to `prepare_run`."""
     from tunesmith.checkpoint.lock import RunLock
@@ -125,7 +139,7 @@ def _train(
         if is_first:
             stack.enter_context(RunLock(folder, warn=output.warn))
         stack.enter_context(screen)
-        observe = stack.enter_context(observed(folder, screen, is_first=is_first))
+        observe = stack.enter_context(observed(folder, screen, run, trackers, is_first=is_first))
 
         def warn(message: str) -> None:
             observe(events.Warned(message))

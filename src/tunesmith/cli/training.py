@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,20 +38,34 @@ def check_run(run: Run) -> Run:
 
 
 @contextmanager
-def observed(folder: Path, screen: Display, *, is_first: bool = True) -> Iterator[Callable[[events.Event], None]]:
-    """What is told of each event: the run's log and the screen, on the first rank."""
+def observed(
+    folder: Path, screen: Display, run: Run, trackers: Sequence[str] = (), *, is_first: bool = True
+) -> Iterator[Callable[[events.Event], None]]:
+    """What is told of each event: the run's log, the screen and trackers, on the first rank."""
     from tunesmith.train import events
+    from tunesmith.train.trackers import Trackers
 
     log = events.EventLog(folder) if is_first else None
 
-    def observe(event: events.Event) -> None:
+    def write(event: events.Event) -> None:
         if log:
             log.write(event)
             screen.show(event)
 
-    yield observe
-    if log:
-        log.close()
+    def warn(message: str) -> None:
+        write(events.Warned(message))
+
+    try:
+        with Trackers(trackers if is_first else (), folder, run.model_dump(mode="json"), warn) as told:
+
+            def observe(event: events.Event) -> None:
+                write(event)
+                told.see(event)
+
+            yield observe
+    finally:
+        if log:
+            log.close()
 
 
 def train_prepared(

@@ -16,7 +16,7 @@ def command(
         bool, typer.Option("--open-to-network", help="Needed with a --host that others can reach.")
     ] = False,
 ) -> None:
-    """Show the runs of a folder in a browser: live curves, comparison, stop."""
+    """Show the runs of a folder in a browser: live curves, comparison, start, stop, plans."""
     from tunesmith.cli import output
     from tunesmith.errors import UserError
     from tunesmith.ui.runs import Runs
@@ -27,8 +27,9 @@ def command(
     if not is_loopback(host) and not open_to_network:
         raise UserError(
             f"--host {host} opens these pages to everybody who can reach this machine, unencrypted: with the link they "
-            "can see all runs of the folder, their settings and data names, and stop them. Say --open-to-network to do "
-            "so, or leave --host out and use an SSH tunnel (ssh -L 7860:localhost:7860 HOST)."
+            "can see all runs of the folder, their settings and data names, stop and resume them, and start the "
+            "run.yaml files below this directory. Say --open-to-network to do so, or leave --host out and use an SSH "
+            "tunnel (ssh -L 7860:localhost:7860 HOST)."
         )
 
     def tell_link() -> None:
@@ -42,7 +43,7 @@ def command(
     if not is_loopback(host):
         output.warn(
             f"{host}, port {server.port}, is open to the network, unencrypted: who has the link, or listens in, sees "
-            f"all runs of {folder} and can stop them."
+            f"all runs of {folder}, can stop and resume them, and can start the run.yaml files below this directory."
         )
     output.say(f"Runs of {folder}: open this link, which works once; Ctrl-C ends.\n{server.link}")
     try:

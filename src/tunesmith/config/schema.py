@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import (
     AfterValidator,
@@ -79,13 +79,27 @@ def _not_blank(text: str) -> str:
 Text = Annotated[str, AfterValidator(_not_blank)]
 
 
-def stop_rule(text: str) -> tuple[Literal["no gain", "below"], float]:
-    """What `stop_when` says: after how many evaluations without a gain, or below which loss."""
-    if found := re.fullmatch(r"no gain in ([1-9]\d{0,5}) evaluations?", text.strip()):
-        return "no gain", int(found[1])
+class Stop(NamedTuple):
+    """What `stop_when` says."""
+
+    kind: Literal["no gain", "below", "above"]
+    number: float
+    """Of evaluations without a gain; or the loss, or a task's score, that is enough."""
+    task: str | None = None
+    """By which the run is judged, instead of its held-out loss."""
+
+
+def stop_rule(text: str) -> Stop:
+    if found := re.fullmatch(r"no gain in ([1-9]\d{0,5}) evaluations?(?: of (\S.*))?", text.strip()):
+        return Stop("no gain", int(found[1]), found[2])
     if found := re.fullmatch(r"loss below (\d{1,6}(?:\.\d{1,12})?)", text.strip()):
-        return "below", float(found[1])
-    raise ValueError("it must be `no gain in N evaluations` or `loss below X`")
+        return Stop("below", float(found[1]))
+    if found := re.fullmatch(r"(\S.*?) above (0?\.\d{1,12}|0)", text.strip()):
+        return Stop("above", float(found[2]), found[1])
+    raise ValueError(
+        "it must be `no gain in N evaluations`, `no gain in N evaluations of TASK`, `loss below X` or `TASK above X` "
+        "(a share, such as 0.6)"
+    )
 
 
 def _is_stop_rule(text: str) -> str:
@@ -111,6 +125,9 @@ FormatName = Literal[
     "similar",
     "tagged",
 ]
+TaskFormat = Literal["choices", "letters", "answers", "instructions"]
+"""Of `eval` alone: records that are asked as tasks, as `tunesmith eval --tasks` asks them."""
+TASK_FORMATS: tuple[TaskFormat, ...] = get_args(TaskFormat)
 ObjectiveName = Literal[
     "sft",
     "dpo",
@@ -141,8 +158,8 @@ class Dataset(Settings):
     """Split of the hub data set."""
     name: Text | None = None
     """Name in reports; the file's or data set's name when left out."""
-    format: FormatName | None = None
-    """Record format; recognised from the records when left out."""
+    format: FormatName | TaskFormat | None = None
+    """Record format; recognised when left out. In `eval`, `choices`, `letters`, `answers`, `instructions`: a task."""
     fields: dict[Text, Text] = {}
     """Field names of this data, as `wanted: found`, e.g. `{prompt: question_text}`."""
     weight: Annotated[Number, Field(gt=0, le=1000)] = 1.0
@@ -466,7 +483,7 @@ class Run(Settings):
     data: Annotated[Datasets, Field(min_length=1)]
     """Data sets to train on."""
     eval: Datasets = []
-    """Held-out data sets; their loss is measured before, during and after training."""
+    """Held-out data sets, and tasks (by `format`): losses and scores before, during and after training."""
     held_out: Annotated[Number, Field(ge=0)] | None = None
     """Training records held out for evaluation: a share when below 1, else a number; a few without `eval`; 0: none."""
     chat_template: Text | None = None
@@ -531,7 +548,7 @@ class Run(Settings):
     eval_every: Count | None = None
     """Steps between evaluations; ten or fewer when left out, in a tenth of training's time, of a sample if need be."""
     stop_when: StopRule | None = None
-    """End the run, with its result, by held-out loss: `no gain in 3 evaluations` (beyond chance), `loss below 1.2`."""
+    """End the run, with its result: `no gain in 3 evaluations` (beyond chance), or that `of TASK`, `loss below 1.2`."""
     save_every: Count | None = None
     """Steps between checkpoints; every ten minutes and at the end of each epoch when left out."""
     keep: Count = 2
@@ -546,6 +563,21 @@ class Run(Settings):
     """Several adapters over one base: settings with lists of values, all combined, or a list of variants."""
     output: Text = "runs/default"
     """Folder of the run: plan, events, checkpoints and the trained weights."""
+
+    @model_validator(mode="after")
+    def _tasks_are_evaluated(self) -> Run:
+        if trained := next((one for one in self.data if one.format in TASK_FORMATS), None):
+            raise ValueError(f"data: `format: {trained.format}` is a task's, which is evaluated; put it under `eval`")
+        if self.eval_tasks and self.objective in ("reward", "classify", "embed"):
+            raise ValueError(f"eval: tasks need a model that predicts tokens, and objective is {self.objective}")
+        task = stop_rule(self.stop_when).task if self.stop_when else None
+        known = [one.title for one in self.eval_tasks]
+        if task is not None and task not in known:
+            named = f"it has {', '.join(known)}" if known else "none of its data sets has the `format` of a task"
+            raise ValueError(f"stop_when: {task} is no task of `eval`: {named}")
+        if twice := next((one for one in known if known.count(one) > 1), None):
+            raise ValueError(f"eval: two tasks are called {twice}; give each a `name`")
+        return self
 
     @model_validator(mode="after")
     def _suits_objective(self) -> Run:
@@ -598,6 +630,16 @@ class Run(Settings):
             named = "dora" if self.lora.dora else "dropout" if self.lora.dropout else f"init: {self.lora.init}"
             raise ValueError(f"quantization_aware: it rounds the merged weight, which goes without `lora.{named}`")
         return self
+
+    @property
+    def eval_texts(self) -> list[Dataset]:
+        """The held-out data sets whose loss is measured."""
+        return [one for one in self.eval if one.format not in TASK_FORMATS]
+
+    @property
+    def eval_tasks(self) -> list[Dataset]:
+        """Those that are asked as tasks."""
+        return [one for one in self.eval if one.format in TASK_FORMATS]
 
     @property
     def has_adapters(self) -> bool:

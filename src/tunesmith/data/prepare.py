@@ -148,8 +148,8 @@ def prepare(
     warnings = list(guard.check_encoder(encoder, tokenizer, vocab_size))
 
     records_of = objective_of(run).records
-    works = [_Work(dataset, encoder, vocab_size, records_of) for dataset in (*run.data, *run.eval)]
-    titles = [*unique([d.title for d in run.data]), *unique([d.title for d in run.eval])]
+    works = [_Work(dataset, encoder, vocab_size, records_of) for dataset in (*run.data, *run.eval_texts)]
+    titles = [*unique([d.title for d in run.data]), *unique([d.title for d in run.eval_texts])]
     _each(works, _Work.look)
     check_output(run)
     wholes, bad, records = [], [], 0

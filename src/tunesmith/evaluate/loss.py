@@ -114,7 +114,7 @@ def held_out_losses(
             inputs = to_device(batch, device, shape)
             total, losses_n = token_losses(model, inputs, spec, weigh=scoring)
             if documents is not None and objective is None:
-                documents |= _by_document(number, batch, inputs, losses_n)
+                documents |= by_document(number, batch, inputs, losses_n)
             if scoring is None:
                 sums[0] += total.double()
                 sums[1] += batch.weights.double().sum().item()
@@ -163,7 +163,7 @@ def _embedding_sums(
     return sums
 
 
-def _by_document(
+def by_document(
     store: int, batch: MicroBatch, inputs: Inputs, losses_n: torch.Tensor
 ) -> dict[str, tuple[float, float]]:
     """By the numbers of the data set and of the document in it."""

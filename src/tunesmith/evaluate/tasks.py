@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tunesmith.config.schema import Dataset
+from tunesmith.config.schema import TASK_FORMATS, Dataset
 from tunesmith.data import formats, source
 from tunesmith.data.types import Origin, Record, RecordError
 from tunesmith.errors import UserError, listed
@@ -129,7 +129,21 @@ def read_task(name: str, kind: Kind | None = None, *, limit: int | None = None) 
             f"--tasks: {name} is neither a file nor a task known here ({', '.join(OWN)}; lm-eval:NAME for those of "
             "lm-eval)."
         ) from error
-    found = kind or recognise(records)
+    return _task_of(records, dataset, kind or recognise(records))
+
+
+def task_of(dataset: Dataset) -> Task:
+    """A data set of `eval` whose `format` is a task's."""
+    assert dataset.format in TASK_FORMATS
+    if dataset.fields:
+        raise UserError(f"eval: {dataset.title}: tasks know their fields by name; leave `fields` out.")
+    if dataset.path in OWN and not Path(dataset.path).exists():
+        named = {"path": str(Path(__file__).with_name(f"{dataset.path}.jsonl")), "name": dataset.title}
+        dataset = dataset.model_copy(update=named)
+    return _task_of(list(source.read(dataset)), dataset, dataset.format)
+
+
+def _task_of(records: Sequence[Record], dataset: Dataset, found: Kind) -> Task:
     rule: Rule | None = None
     if found == "loss":
         make = _texts(records, dataset)

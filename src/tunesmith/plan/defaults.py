@@ -154,7 +154,7 @@ def held_out_records(run: Run, records: Sequence[int]) -> int:
                 f"held_out asks for {count:,} records, and the training data have {sum(records):,}; lower it."
             )
         return count
-    if run.eval:
+    if run.eval_texts:
         return 0
     return min(HELD_OUT_MOST, math.ceil(HELD_OUT_SHARE * sum(one for one in records if one >= HELD_OUT_FROM)))
 

@@ -45,6 +45,7 @@ from tunesmith.run.shape import make_reproducible, micro_batch_shape
 from tunesmith.run.start import Setting
 from tunesmith.run.state import Share, TrainingState
 from tunesmith.run.stop import StopRule
+from tunesmith.run.task_scores import with_tasks
 from tunesmith.run.teacher import teach_of
 from tunesmith.train.events import Evaluation
 from tunesmith.train.job import Job
@@ -118,10 +119,13 @@ def assemble(
         sampler = Sampler(called, setting.data.encoder, run.rollout, run.seed)
         roll_out = OnPolicy(sampler, objective, spec, plan, ranks, Path(run.output))
     if evals and evaluate is None:
-        told = (state.losses, objective, eval_mismatched, rule)
+        told = (state.losses, objective, eval_mismatched, rule if rule and rule.task is None else None)
         evaluate = Evaluator(called, plan.forward, plan, evals, device, ranks, cut, *told)
         if shared is not None and rule is None and SharedBase.suits(run, plan) and run.adapter is None:
             evaluate = with_known_start(evaluate, run, shared.evaluated)
+    if run.eval_tasks:
+        evaluate = with_tasks(evaluate, run, plan, setting.data, called, device, ranks, loader.total_steps, rule)
+        notes += [evaluate.note] if evaluate.note else []
     return Job(
         run=run,
         plan=plan,

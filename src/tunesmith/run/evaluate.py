@@ -142,9 +142,9 @@ def evaluate_run(
     progress: Progress | None = None,
     ranks: Ranks | None = None,
 ) -> tuple[list[HeldOut] | None, list[HeldOut], int | None]:
-    """Held-out losses of the run in `folder` on `run.eval` and what `run.held_out` takes of its data: before training
-    if asked for, after it, and the checkpoint's step where the run is not finished. Several ranks share the documents;
-    each has the whole model."""
+    """Held-out losses of the run in `folder` on the texts of `run.eval` and what `run.held_out` takes of its data:
+    before training if asked for, after it, and the checkpoint's step where the run is not finished. Several ranks share
+    the documents; each has the whole model."""
     ranks = ranks or Ranks()
     plan = run_folder.read_plan(folder) or plan_run(run)
     if plan.forward is None:  # planned by an earlier version, or not at all
@@ -195,9 +195,9 @@ def held_out_of(folder: Path, run: Run, plan: Plan | None, progress: Progress | 
     """What the run in `folder` was not trained on; of a run without held-out data, what it was trained on."""
     tokenizer = tokenizer_of(folder)
     run = run.model_copy(update={"chat_template": None})  # the tokenizer has it
-    if run.held_out or not run.eval:
+    if run.held_out or not run.eval_texts:
         found = tokenize(run, plan, progress, tokenizer)
         return found.evals or found.train
-    only = {"data": run.eval, "eval": [], "held_out": 0}
+    only = {"data": run.eval_texts, "eval": [], "held_out": 0}
     only |= {"sequence_length": plan.sequence_length} if plan is not None else {}
     return tokenize(run.model_copy(update=only), None, progress, tokenizer).train

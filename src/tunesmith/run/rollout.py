@@ -78,13 +78,14 @@ class Sampler:
         *,
         temperature: float,
         max_tokens: int | None = None,
+        rows: int = ROWS,
         should_stop: Callable[[int], None] = lambda _: None,
     ) -> list[Sampled]:
-        """`max_tokens`: of an answer, where that is less than the settings say."""
+        """`max_tokens`: of an answer, where that is less than the settings say. `rows`: answers at a time."""
         was_training = self.called.training
         self.called.eval()
         most = max_tokens or self.settings.max_answer_tokens
-        options = {"max_tokens": most, "temperature": temperature, "rows": ROWS}
+        options = {"max_tokens": most, "temperature": temperature, "rows": rows}
         options |= {"stop_ids": self.stop_ids, "should_stop": should_stop}
         work = partial(self._sample, prompts=prompts, wanted=wanted, **options)
         try:

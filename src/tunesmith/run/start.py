@@ -27,6 +27,7 @@ from tunesmith.run import folder as run_folder
 from tunesmith.run.choose import Progress, make_plan, tokenize, will_write
 from tunesmith.run.initial import make_start
 from tunesmith.run.rollout import check_rewards
+from tunesmith.run.task_scores import read_tasks
 from tunesmith.run.teacher import check_teacher
 
 
@@ -78,6 +79,7 @@ def prepare_run(
         lora.find_targets(load.load_skeleton(run), run.lora)
     chosen, data = make_plan(run, probed=probed, plan=plan, ranks=ranks, progress=progress)
     check_rewards(rewards, (*data.train, *data.evals))
+    read_tasks(run, chosen)
     if data.bad:
         warn(f"All records that were left out are in {run_folder.write_bad_records(folder, data.bad)}.")
     identity = run_folder.identify(run_folder.decided(run, chosen), data=data.fingerprint, model=model)

@@ -28,7 +28,7 @@ class StopRule:
 
     def __init__(self, text: str):
         self.text = text
-        self.kind, self.number = stop_rule(text)
+        self.kind, self.number, self.task = stop_rule(text)
         self.reason: str | None = None
         self._best: Documents = {}
         self._since = 0
@@ -41,6 +41,8 @@ class StopRule:
         rule = cls(run.stop_when)
         if not has_held_out:
             raise UserError("stop_when needs held-out data; set eval or held_out, or leave stop_when out.")
+        if rule.task is not None:
+            return rule
         if rule.kind == "no gain" and not objective.is_token_sum:
             raise UserError(
                 f"stop_when: with objective: {run.objective} there is no loss of each document to compare; use "
@@ -54,18 +56,23 @@ class StopRule:
         return rule
 
     def tell(self, step: int, loss: float, documents: Documents) -> None:
-        """Of an evaluation; the one before the first step is what the others begin with."""
+        """Of an evaluation; the one before the first step is what the others begin with. Of a task, `loss` is minus its
+        score, and its items are the documents."""
         if step == 0:
             self._best = dict(documents)
         elif self.kind == "below":
             if loss < self.number:
                 self.reason = f"the held-out loss is {loss:.4f}, below {self.number:g}"
+        elif self.kind == "above":
+            if -loss > self.number:
+                self.reason = f"{self.task} scores {-loss:.4f}, above {self.number:g}"
         elif self._is_gain(documents):
             self._best, self._since = dict(documents), 0
         else:
             self._since += 1
             if self._since >= self.number:
-                self.reason = f"{self._since} evaluations in a row have brought no gain beyond chance"
+                of = f" on {self.task}" if self.task else ""
+                self.reason = f"{self._since} evaluations in a row have brought no gain beyond chance{of}"
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""

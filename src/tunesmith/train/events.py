@@ -22,6 +22,10 @@ from tunesmith.disk import writing
 FILE = "events.jsonl"
 
 
+Score = tuple[float, float | None, float | None]
+"""Of a task, and the ends of its interval of 95%, where there is one."""
+
+
 @dataclass(frozen=True)
 class Event:
     kind: ClassVar[str]
@@ -93,6 +97,8 @@ class Evaluation(Event):
     seconds: float
     figures: dict[str, float] = field(default_factory=dict, metadata={"is_optional": True})
     figures_of: dict[str, dict[str, float]] = field(default_factory=dict, metadata={"is_optional": True})
+    tasks: dict[str, dict[str, Score]] = field(default_factory=dict, metadata={"is_optional": True})
+    """By task and measure."""
 
 
 @dataclass(frozen=True)

@@ -233,6 +233,7 @@ def curves(records: Sequence[Mapping[str, Any]], *, steps: tuple[int, int] | Non
         "memory_by": {name: _points([values[place] for place in places]) for name, values in memory_by.items()},
         "held_out": {name: _points(values) for name, values in by_name(held_out, "losses", "loss").items()},
         "held_out_figures": {name: _points(values) for name, values in by_name(held_out, "figures").items()},
+        "tasks": _task_points(held_out),
         "skipped": [step for step, one in done.items() if one.get("skipped") is True][-1000:],
         "is_thinned": len(kept) < end - begin,
         "whole": {
@@ -258,6 +259,20 @@ def by_name(rows: Sequence[Mapping[str, Any]], field: str, overall: str = "") ->
 def _points(values: Sequence[float]) -> list[list[float | None]]:
     """Of a column that has few values: place and value of each."""
     return [[place, compact(value)] for place, value in enumerate(values) if math.isfinite(value)]
+
+
+def _task_points(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[list[float | None]]]]:
+    """By task and measure: place and score, with its interval, of each evaluation that has them."""
+    found: dict[str, dict[str, list[list[float | None]]]] = {}
+    for place, row in enumerate(rows):
+        tasks = row.get("tasks")
+        for title, measures in itertools.islice(tasks.items() if isinstance(tasks, Mapping) else (), FIGURES):
+            for name, score in itertools.islice(measures.items() if isinstance(measures, Mapping) else (), FIGURES):
+                numbers = [number(one) for one in score] if isinstance(score, list) and len(score) == 3 else [None]
+                if numbers[0] is not None:
+                    each = found.setdefault(str(title), {}).setdefault(str(name), [])
+                    each.append([place, *(one if one is None else compact(one) for one in numbers)])
+    return found
 
 
 def prediction(plan: Mapping[str, Any]) -> dict[str, Any]:

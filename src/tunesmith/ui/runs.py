@@ -17,6 +17,8 @@ from typing import Any
 
 from tunesmith.evaluate import verdicts
 from tunesmith.train import events
+from tunesmith.ui.labels import FILE as LABELS
+from tunesmith.ui.labels import read_labels
 from tunesmith.ui.log import Digest, GrowingLog, digest, glance
 from tunesmith.ui.read import Settled, differences, is_held, overview, page, read_settled, text
 
@@ -51,6 +53,7 @@ class Runs:
         self._incomplete: deque[str] = deque()
         self._is_completing = False
         self._completed = 0
+        self._labelled: dict[str, tuple[Any, dict[str, Any]]] = {}
 
     def find(self) -> dict[str, Found]:
         """The runs that there are now, by id."""
@@ -68,7 +71,8 @@ class Runs:
     def listing(self) -> list[dict[str, Any]]:
         """What the list says of each run; those that run first, then the newest."""
         rows = [
-            {"id": run, "name": text(found.name), **self._overview(run, found)} for run, found in self.find().items()
+            {"id": run, "name": text(found.name), **self._overview(run, found), **self._labels(run, found)}
+            for run, found in self.find().items()
         ]
         self._begin_completing()
         return sorted(
@@ -85,7 +89,8 @@ class Runs:
             while len(self._logs) > OPEN_LOGS:
                 self._logs.popitem(last=False)
             log.update()
-            return {"id": run, "name": text(found.name), **page(found.folder, log, steps=steps)}
+            shown = page(found.folder, log, steps=steps) | _as_text(read_labels(found.folder))
+            return {"id": run, "name": text(found.name), **shown}
 
     def compare(self, runs: list[str]) -> dict[str, Any] | None:
         pages = [self.page(run) for run in runs]
@@ -114,6 +119,14 @@ class Runs:
                 self._incomplete.append(run)
         return overview(found.folder, known[1], known[2])
 
+    def _labels(self, run: str, found: Found) -> dict[str, Any]:
+        now = _status(found.folder / LABELS)
+        known = self._labelled.get(run)
+        if known is None or known[0] != now:
+            known = (now, _as_text(read_labels(found.folder)) if now else {"tags": [], "is_archived": False})
+            self._labelled[run] = known
+        return known[1]
+
     def _begin_completing(self) -> None:
         with self._lock:
             if self._incomplete and not self._is_completing:
@@ -134,13 +147,17 @@ class Runs:
                 self._completed += 1
 
 
+def _as_text(labels: dict[str, Any]) -> dict[str, Any]:
+    return labels | {"tags": [text(one) for one in labels["tags"]]}
+
+
 def run_id(name: str) -> str:
     return hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
 
 
 def signature_of(folder: Path) -> Signature:
     """Of the files that a page is made from."""
-    names = (events.FILE, "run.json", "plan.json", "summary.json", f"evaluations/{verdicts.FILE}")
+    names = (events.FILE, "run.json", "plan.json", "summary.json", f"evaluations/{verdicts.FILE}", LABELS)
     return tuple(_status(folder / name) for name in names)
 
 

@@ -27,8 +27,11 @@ import psutil
 
 from tunesmith.errors import UserError
 from tunesmith.ui.documents import Documents
+from tunesmith.ui.explore import Explorer
+from tunesmith.ui.labels import write_archived, write_tags
 from tunesmith.ui.report import asset, report
 from tunesmith.ui.runs import Runs
+from tunesmith.ui.start import Starter
 from tunesmith.ui.stop import Stopper
 
 POLICY = (
@@ -92,6 +95,8 @@ class Server(ThreadingHTTPServer):
         self.runs = runs
         self.stopper = Stopper()
         self.documents = Documents()
+        self.starter = Starter(runs.folder)
+        self.explorer = Explorer()
         self.access = Access()
         self.opened = opened
         self.streams = threading.BoundedSemaphore(STREAMS)
@@ -225,6 +230,12 @@ class Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, asset(name).encode(), ASSETS[name])
         elif path == "/api/runs":
             self._send_json({"folder": str(runs.folder), "runs": runs.listing()})
+        elif path == "/api/configs":
+            self._send_json({"configs": self.server.starter.configs(), "starts": self.server.starter.starts()})
+        elif path == "/api/starts":
+            self._send_json({"starts": self.server.starter.starts()})
+        elif path == "/api/choices":
+            self._send_json(self.server.explorer.choices())
         elif path == "/api/compare":
             wanted = list(dict.fromkeys(given.get("runs", "").split(",")))[:COMPARED]
             self._send_json(self._there(runs.compare(wanted)))
@@ -244,16 +255,29 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(HTTPStatus.NOT_FOUND, "There is no such page.")
 
     def _post(self, path: str, given: dict[str, str]) -> None:
-        match = re.fullmatch(rf"{RUN}/(stop|exclude)", path)
+        server = self.server
+        if path == "/api/plan":
+            self._send_json(server.explorer.plan(given))
+            return
+        if match := re.fullmatch(r"/api/configs/([0-9a-f]{16})/start", path):
+            self._send_json(server.starter.start(match[1]))
+            return
+        match = re.fullmatch(rf"{RUN}/(stop|exclude|resume|tags|archive)", path)
         if match is None:
             raise Refused(HTTPStatus.NOT_FOUND, "There is no such page.")
-        found = self._there(self.server.runs.get(match[1]))
+        found = self._there(server.runs.get(match[1]))
         if match[2] == "exclude":
             records = given["records"].split(",")[:MARKED]
-            self._send_json(self.server.documents.exclude(found.folder, records, int(given["step"])))
-            return
-        self.server.stopper.stop(found.folder)
-        self._send_json({"said": "Asked to stop; it saves first."})
+            self._send_json(server.documents.exclude(found.folder, records, int(given["step"])))
+        elif match[2] == "resume":
+            self._send_json(server.starter.resume(found.folder, found.name))
+        elif match[2] == "tags":
+            self._send_json(write_tags(found.folder, given.get("tags", "").split(",")))
+        elif match[2] == "archive":
+            self._send_json(write_archived(found.folder, {"yes": True, "no": False}[given["archived"]]))
+        else:
+            server.stopper.stop(found.folder)
+            self._send_json({"said": "Asked to stop; it saves first."})
 
     def _no_such_method(self, path: str, given: dict[str, str]) -> None:
         raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, "There is no such method here.")
@@ -274,10 +298,10 @@ class Handler(BaseHTTPRequestHandler):
                 self.send_header(name, value)
             self.end_headers()
             self._say("retry: 2000\n\n")
-            seen, said = self.server.runs.signature(run), time.monotonic()
+            seen, said = self._signature(run), time.monotonic()
             while True:
                 time.sleep(POLL_S)
-                now = self.server.runs.signature(run)
+                now = self._signature(run)
                 if now != seen:
                     seen, said = now, time.monotonic()
                     self._say("event: changed\ndata: {}\n\n")
@@ -286,6 +310,9 @@ class Handler(BaseHTTPRequestHandler):
                     self._say(": here\n\n")
         finally:
             self.server.streams.release()
+
+    def _signature(self, run: str | None) -> tuple[Any, ...]:
+        return (*self.server.runs.signature(run), self.server.starter.signature)
 
     def _say(self, message: str) -> None:
         self.wfile.write(message.encode())

@@ -1,11 +1,11 @@
 "use strict";
-// The live pages: #/ the list, #/run/ID one run, #/compare/ID,ID several. A stream says when there is something new, and
+// The live pages: #/ the list, #/run/ID one run, #/compare/ID,ID several, #/start settings files, #/plan the explorer. A stream says when there is something new, and
 // the page fetches it.
 (() => {
   const T = Tunesmith, { h } = T;
   const main = document.getElementById("page"), link = document.getElementById("link"), where = document.getElementById("where");
   const chosen = new Set();
-  let search = "", page = null;
+  let search = "", page = null, showsArchived = false;
 
   async function ask(path, given) {
     const answer = await fetch(path, { credentials: "same-origin", ...given });
@@ -14,6 +14,8 @@
     if (!answer.ok) throw new Error(content.problem || answer.statusText);
     return content;
   }
+
+  const change = (path) => ask(path, { method: "POST" });
 
   // At most one fetch a second, and none while one is under way
   function follower(path, fetchAndShow) {
@@ -32,6 +34,8 @@
     return { run, close: () => { isOver = true; source.close(); } };
   }
 
+  const tagsOf = (run) => [...run.tags, ...(run.is_archived ? ["archived"] : [])].map((tag) => h("span", { class: "tag" }, tag));
+
   // The list
 
   function listPage() {
@@ -42,8 +46,9 @@
     const count = h("span", { class: "soft small", role: "status" });
     const tell = () => { compare.disabled = chosen.size < 2; compare.textContent = chosen.size < 2 ? "Compare" : `Compare ${chosen.size} runs`; };
     const heads = [["", ""], ["Run", ""], ["State", ""], ["Model", ""], ["Method", ""], ["Data", ""], ["Step", "n"], ["Best held-out", "n"], ["Last loss", "n"], ["Tokens/s", "n"], ["Memory", "n"], ["Left", "n"], ["Loss", ""]];
-    const field = h("input", { type: "search", value: search, "aria-label": "Search runs", placeholder: "Search: name, model, data, state", oninput: (e) => { search = e.target.value; filter(); } });
-    main.replaceChildren(h("h1", {}, "Runs"), h("div", { class: "controls" }, field, compare, count),
+    const field = h("input", { type: "search", value: search, "aria-label": "Search runs", placeholder: "Search: name, model, data, state, tag", oninput: (e) => { search = e.target.value; filter(); } });
+    const archived = h("label", {}, h("input", { type: "checkbox", checked: showsArchived, onchange: (e) => { showsArchived = e.target.checked; filter(); } }), "archived too");
+    main.replaceChildren(h("h1", {}, "Runs"), h("div", { class: "controls" }, field, compare, archived, count),
       h("div", { class: "scroll" }, h("table", { class: "runs" }, h("caption", { class: "skip" }, "All runs of the folder"),
         h("thead", {}, h("tr", {}, heads.map(([name, kind]) => h("th", { scope: "col", class: kind || null }, name || h("span", { class: "skip" }, "Compare"))))), body)));
     let runs = [];
@@ -53,7 +58,7 @@
       const method = run.objective === "sft" ? run.method : `${run.method}, ${run.objective.toUpperCase()}`;
       return h("tr", {},
         h("td", {}, h("input", { type: "checkbox", checked: chosen.has(run.id), "data-at": `box${run.id}`, "aria-label": `Compare ${run.name}`, onchange: (e) => { e.target.checked ? chosen.add(run.id) : chosen.delete(run.id); tell(); } })),
-        h("th", { scope: "row" }, h("a", { href: `#/run/${run.id}`, "data-at": `link${run.id}` }, run.name)),
+        h("th", { scope: "row" }, h("a", { href: `#/run/${run.id}`, "data-at": `link${run.id}` }, run.name), tagsOf(run)),
         h("td", {}, T.state(run)), cell("model", clip(run.model)), cell("method", method), cell("data", run.data.slice(0, 3).map(clip)),
         cell("step", run.total_steps ? `${T.number(run.step, 9)} / ${T.number(run.total_steps, 9)}` : T.number(run.step, 9), "n"),
         cell("best held-out", run.is_exact ? T.loss(run.best) : "…", "n"), cell("last loss", T.loss(run.loss), "n"), cell("tokens/s", T.number(run.tokens_per_second), "n"),
@@ -63,8 +68,8 @@
       const words = search.toLowerCase().split(/\s+/).filter(Boolean);
       let visible = 0;
       for (const run of runs) {
-        const text = [run.name, run.model, run.method, run.objective, run.state, ...run.data].join(" ").toLowerCase();
-        const isShown = words.every((word) => text.includes(word));
+        const text = [run.name, run.model, run.method, run.objective, run.state, ...run.data, ...run.tags].join(" ").toLowerCase();
+        const isShown = (showsArchived || !run.is_archived) && words.every((word) => text.includes(word));
         rows.get(run.id).element.hidden = !isShown;
         visible += isShown ? 1 : 0;
       }
@@ -100,6 +105,16 @@
       stop.disabled = true;
       try { said.textContent = (await ask(`/api/runs/${id}/stop`, { method: "POST" })).said; } catch (problem) { said.textContent = problem.message; stop.disabled = false; }
     } }, "Stop (saves first)");
+    const resume = h("button", { type: "button", hidden: true, onclick: async () => {
+      resume.disabled = true;
+      try { await change(`/api/runs/${id}/resume`); location.hash = "#/start"; } catch (problem) { said.textContent = problem.message; resume.disabled = false; }
+    } }, "Resume");
+    const archive = h("button", { type: "button", onclick: async () => {
+      try { await change(`/api/runs/${id}/archive?archived=${last && last.is_archived ? "no" : "yes"}`); page.run(); } catch (problem) { said.textContent = problem.message; }
+    } }, "Archive");
+    const tags = h("input", { type: "text", size: "24", maxlength: "500", "aria-label": "Tags, with commas between them", placeholder: "tags, with commas", onchange: async () => {
+      try { await change(`/api/runs/${id}/tags?tags=${encodeURIComponent(tags.value)}`); said.textContent = "Tags kept."; } catch (problem) { said.textContent = problem.message; }
+    } });
     const other = h("select", { onchange: async () => {
       against.replaceChildren();
       if (!other.value) return;
@@ -118,7 +133,7 @@
       if (place >= 0) showRecords(last.curves.step[place]);
     };
     const panel = T.section("Curves", panels.controls(), h("p", { class: "soft small" }, "Click on a point of the loss, or press Enter at the cursor, to see the documents of that step."), panels.root, records);
-    main.replaceChildren(top, h("div", { class: "controls" }, stop, h("a", { href: `/api/runs/${id}/report`, download: "report.html" }, "Save as one file"), said), panel, below,
+    main.replaceChildren(top, h("div", { class: "controls" }, stop, resume, archive, tags, h("a", { href: `/api/runs/${id}/report`, download: "report.html" }, "Save as one file"), said), panel, below,
       T.section("Settings that differ", h("div", { class: "controls" }, h("label", {}, "from those of", other)), against), settings);
     ask("/api/runs").then((found) => { for (const run of found.runs) if (run.id !== id) other.append(h("option", { value: run.id }, run.name)); where.textContent = found.folder; }).catch(() => {});
 
@@ -150,8 +165,11 @@
       if (!isOpen()) return;
       last = run;
       document.title = `${run.name} - Tunesmith`;
-      top.replaceChildren(h("h1", {}, run.name), ...T.title(run).flat(), T.cards(run));
+      top.replaceChildren(h("h1", {}, run.name), ...[T.title(run), tagsOf(run), T.cards(run)].flat(2).filter(Boolean));
       stop.hidden = !(run.state === "running");
+      resume.hidden = !(run.state === "stopped" || run.state === "failed");
+      archive.textContent = run.is_archived ? "Take out of the archive" : "Archive";
+      if (document.activeElement !== tags) tags.value = run.tags.join(", ");
       panels.bounds = run.curves.whole;
       panels.show(T.panelsOf(run));
       const { curves, settings: given, sparks, ...rest } = run;
@@ -232,13 +250,97 @@
     });
   }
 
+  // Settings files, and what has been started here
+
+  function startPage() {
+    document.title = "Start - Tunesmith";
+    const files = h("div"), starts = h("div", { "aria-live": "polite" }), said = h("p", { role: "status", class: "any" });
+    main.replaceChildren(h("h1", {}, "Start a run"), h("p", { class: "soft" }, "Settings files below the folder in which these pages were started. A run is checked and planned first; it goes on when these pages end."), files, said, starts);
+    let shownFiles = "", wasOpen = new Set();
+    const row = (one) => [one.name, one.model, one.method, one.output, one.problem ? h("span", { class: "any" }, one.problem) : h("button", { type: "button", onclick: async (e) => {
+      e.target.disabled = true;
+      try { await change(`/api/configs/${one.id}/start`); said.textContent = ""; } catch (problem) { said.textContent = problem.message; }
+      e.target.disabled = false;
+      page.run();
+    } }, "Check, plan and start")];
+    return follower("/api/stream", async (isOpen) => {
+      const found = await ask("/api/configs");
+      if (!isOpen()) return;
+      if (JSON.stringify(found.configs) !== shownFiles) {
+        shownFiles = JSON.stringify(found.configs);
+        files.replaceChildren(found.configs.length ? T.table("Settings files", ["file", "model", "method", "output", ""], found.configs.map(row)) : h("p", {}, "There are none here; `tunesmith init` writes one."));
+      }
+      wasOpen = new Set([...starts.querySelectorAll("details[open]")].map((one) => one.dataset.id));
+      starts.replaceChildren(found.starts.length ? T.section("Started here", T.table("The newest first", ["run", "phase", "what it says"], found.starts.map((one) => [one.name,
+        one.phase === "ended" ? (one.code === 0 ? "ended" : `ended with code ${one.code}`) : one.phase,
+        h("details", { "data-id": one.id, open: wasOpen.has(one.id) || one.phase === "refused" }, h("summary", {}, one.said.trim().split("\n").pop().slice(0, 160) || "nothing yet"), h("pre", { class: "any" }, one.said))]))) : h("span"));
+    });
+  }
+
+  // What a model, a method and hardware come to
+
+  function planPage() {
+    document.title = "Plan - Tunesmith";
+    const shown = h("div", { "aria-live": "polite" }), given = {};
+    const field = (name, label, made) => { given[name] = made; return h("label", {}, label, made); };
+    const number = (value, more) => h("input", { type: "number", value, min: "0", ...more });
+    const button = h("button", { type: "submit", disabled: true }, "Plan");
+    const form = h("form", { class: "controls", onsubmit: (e) => { e.preventDefault(); plan(); } },
+      field("model", "Model", h("select")), field("method", "Method", h("select")), field("hardware", "Hardware", h("select")),
+      field("gpus", "GPUs", number("1", { min: "1", max: "64" })), field("sequence_length", "Sequence length", number("2048", { min: "8", step: "8" })),
+      field("tokens", "Tokens of the run", number("10000000", { min: "1" })), field("price", "Price of a GPU hour", number("0", { step: "any" })), button);
+    main.replaceChildren(h("h1", {}, "Plan explorer"), h("p", { class: "soft" }, "What fits, how fast, and what it costs, before anything is loaded; nothing leaves this machine."), form, shown);
+    ask("/api/choices").then((found) => {
+      const options = (select, all) => select.replaceChildren(...all.map(([value, name]) => h("option", { value }, name)));
+      options(given.model, found.models.map((one) => [one.id, one.name]));
+      options(given.hardware, found.hardware.map((one) => [one, one]));
+      options(given.method, found.methods.map((one) => [one, one]));
+      given.method.value = "lora";
+      button.disabled = false;
+    }).catch((problem) => { shown.textContent = problem.message; });
+    async function plan() {
+      button.disabled = true;
+      shown.replaceChildren(h("p", { class: "soft" }, "Planning…"));
+      const asked = new URLSearchParams(Object.entries(given).map(([name, one]) => [name, one.value]));
+      try { shown.replaceChildren(...planned(await change(`/api/plan?${asked}`))); } catch (problem) { shown.replaceChildren(h("p", { class: "notice" }, problem.message)); }
+      button.disabled = false;
+    }
+    return { run: () => {}, close: () => {} };
+  }
+  function planned(found) {
+    const total = Object.values(found.memory).reduce((a, b) => a + b, 0), most = Math.max(total, found.memory_limit || 0);
+    const bar = h("div", { class: "bar", role: "img", "aria-label": `${T.bytes(total)} of ${T.bytes(found.memory_limit)}` });
+    const parts = Object.entries(found.memory).sort((a, b) => b[1] - a[1]);
+    parts.forEach(([name, size], n) => {
+      const part = h("span", { title: `${name}: ${T.bytes(size)}` });
+      part.style.width = `${100 * size / most}%`;
+      part.style.background = `var(${T.COLORS[n % T.COLORS.length]})`;
+      bar.append(part);
+    });
+    const key = (name, n) => { const made = h("span", { class: "key" }, name); made.style.setProperty("--color", `var(${T.COLORS[n % T.COLORS.length]})`); return made; };
+    const facts = [["parameters", T.number(found.parameters, 12)], ["trained", T.number(found.trained, 12)], ["tokens/s", T.number(found.tokens_per_second)], ["step", `${T.number(found.step_seconds)} s`],
+      ["the run", found.run.hours === null ? "–" : T.clock(3600 * found.run.hours)], ["GPU hours", T.number(found.run.gpu_hours)], ["cost", found.run.money === null ? "–" : T.number(found.run.money)]];
+    const copied = h("span", { role: "status", class: "soft small" });
+    const copy = h("button", { type: "button", onclick: async () => { try { await navigator.clipboard.writeText(found.yaml); copied.textContent = "Copied."; } catch (problem) { copied.textContent = "Select the text below and copy it."; } } }, "Copy run.yaml");
+    return [
+      T.section(found.fits ? "It fits" : "It does not fit", h("p", {}, `${T.bytes(total)} of ${T.bytes(found.memory_limit)} of each rank at the peak${found.peak ? ` (${found.peak})` : ""}`), bar,
+        T.table("Memory of each rank", ["for", "bytes"], parts.map(([name, size], n) => [key(name, n), T.bytes(size)]), ["", "n"]),
+        found.changes_that_fit.length ? h("div", {}, h("p", {}, "What would make it fit, the smallest change first:"), h("ul", {}, found.changes_that_fit.map((one) => h("li", {}, one)))) : null,
+        found.beyond.length ? h("p", { class: "notice" }, `This version cannot run this plan yet: ${found.beyond.join("; ")}.`) : null),
+      T.section("Speed and cost", h("dl", { class: "cards" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))))),
+      T.section("Why", T.table("The plan with its reasons", ["", "choice", "why"], found.plan.map((one) => [one.topic, one.choice, one.why]), ["", "", "why"])),
+      found.alternatives.length ? T.section("Alternatives", T.table("What else is possible", ["", "tokens/s", "memory", ""], found.alternatives.map((one) => [one.what, T.number(one.tokens_per_second), T.bytes(one.bytes), one.remark]), ["", "n", "n"])) : null,
+      T.section("run.yaml", h("div", { class: "controls" }, copy, copied), h("pre", { class: "any", tabindex: "0" }, found.yaml)),
+    ].filter(Boolean);
+  }
+
   function route() {
     const [path, viewText] = location.hash.slice(1).split("?");
     if (path === "page") return;  // the link that skips to the page
     if (page) page.close();
     link.textContent = "";
     const run = /^\/run\/([0-9a-f]{16})$/.exec(path), several = /^\/compare\/([0-9a-f]{16}(?:,[0-9a-f]{16})*)$/.exec(path);
-    page = run ? runPage(run[1], viewText) : several ? comparePage(several[1].split(","), viewText) : listPage();
+    page = run ? runPage(run[1], viewText) : several ? comparePage(several[1].split(","), viewText) : path === "/start" ? startPage() : path === "/plan" ? planPage() : listPage();
     scrollTo(0, 0);
   }
   document.getElementById("skip").addEventListener("click", (event) => { event.preventDefault(); main.focus(); });

@@ -306,6 +306,17 @@ const Tunesmith = (() => {
       if (c.held_out_figures[name]) series.push({ label: "held-out", ...points(c, c.held_out_figures[name]), color: "--b", points: true });
       panels.push({ title: `Objective: ${name.replaceAll("_", " ")}`, series });
     }
+    for (const [title, measures] of Object.entries(c.tasks || {})) {
+      const kinds = [["", ([name]) => !name.includes("loss")], [", loss", ([name]) => name.includes("loss")]];
+      for (const [what, fits] of kinds) {
+        const shown = Object.entries(measures).filter(fits);
+        if (!shown.length) continue;
+        panels.push({ title: `Task: ${title}${what}`, series: shown.flatMap(([name, pairs], n) => [
+          { label: name.replaceAll("_", " "), ...points(c, pairs), color: color(n), points: true },
+          ...(n ? [] : [["lowest (95%)", 2], ["highest (95%)", 3]].filter(() => !what).map(([label, at]) => (
+            { label, ...points(c, pairs.map((one) => [one[0], one[at]])), color: "--faint", faint: true, dashed: true })))]) });
+      }
+    }
     panels.push({ title: "Learning rate", isLog: true, fromZero: true, series: [{ label: "learning rate", x, y: c.learning_rate, color: "--c" }] });
     panels.push({ title: "Gradient norm", isLog: true, fromZero: true, series: [
       { label: "gradient norm", x, y: c.grad_norm, color: "--d" },

@@ -5,7 +5,7 @@
   const view = T.view(location.hash.slice(1));
   const panels = new T.Panels(view, () => history.replaceState(null, "", `#${T.viewText(view)}`));
   document.getElementById("page").replaceChildren(
-    T.h("h1", {}, run.name), ...T.title(run).flat(), T.cards(run),
+    T.h("h1", {}, run.name), ...T.title(run).flat().filter(Boolean), T.cards(run),
     T.section("Curves", panels.controls(), panels.root), ...T.tables(run), T.settings(run));
   panels.show(T.panelsOf(run));
 })();
