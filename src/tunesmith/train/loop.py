@@ -309,11 +309,11 @@ class _Loop:
             with self.hang_watch(), self.watch(launched + 1):
                 began = time.monotonic()
                 with record_function("data"):
-                    batch = next(batches)
+                    given = next(batches)
                 waited = time.monotonic() - began
                 try:
-                    if job.roll_out is not None:
-                        batch = self._roll_out(job.roll_out, batch, is_stopping)
+                    batch = given if job.roll_out is None else self._roll_out(job.roll_out, given, is_stopping)
+                    assert isinstance(batch, StepBatch)
                     result = self.step_of.launch(batch, rate, self._before_micro_batch(batch, is_stopping))
                 except Interrupted:
                     reason = asked_to_stop()
