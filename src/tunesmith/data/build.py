@@ -116,7 +116,7 @@ def _chunk(examples: list[Example], records: int) -> Chunk:
         assert len(i) == len(w), f"{example.origin}: {len(i)} tokens, {len(w)} weights"
         assert (np.isfinite(w) & (w >= 0)).all(), f"{example.origin}: weights below 0 or not finite"
     predicted = [_predicted(example) for example in examples]
-    counted = [example.weights > 0 if example.is_tagged else example.weights for example in examples]
+    counted = [w > 0 if example.is_tagged else w for example, w in zip(examples, weights, strict=True)]
     return Chunk(
         records,
         np.concatenate(ids) if ids else np.empty(0, np.int32),
