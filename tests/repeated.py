@@ -117,6 +117,8 @@ REPEATED = (
     "test_store.py::test_killed_at_random_moments_nothing_acknowledged_is_lost[writers0-0.06]",
     "test_store.py::test_killed_at_every_file_operation_nothing_acknowledged_is_lost[True]",
     "test_shard.py::test_every_way_of_sharing_gives_the_steps_of_one_rank[full-ddp]",
+    "test_distillation.py::test_two_ranks_give_the_losses_of_one[full-zero3-None-0.0]",
+    "test_axes.py::test_what_ranks_save_together_is_what_one_would_save[full-tensor 2 x shard 2]",
     "test_embeddings.py::test_a_killed_run_goes_on_to_the_same_bytes[lora]",
     "test_distillation.py::test_two_ranks_give_the_losses_of_one[lora-ddp-8]",
     "test_sweep.py::test_a_variant_that_diverges_does_not_end_the_sweep",
