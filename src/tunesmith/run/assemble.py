@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ from tunesmith.parallel.prepare import SharedBase, is_cut, prepare
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.defaults import few_steps
 from tunesmith.plan.memory import BLOCKWISE
-from tunesmith.plan.plan import Plan
+from tunesmith.plan.plan import ForwardSpec, Plan
 from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder
 from tunesmith.run.base import keep_base
@@ -48,7 +49,7 @@ from tunesmith.run.stop import StopRule
 from tunesmith.run.task_scores import with_tasks
 from tunesmith.run.teacher import teach_of
 from tunesmith.train.events import Evaluation
-from tunesmith.train.job import Job
+from tunesmith.train.job import Job, RollOut
 
 
 @dataclass
@@ -108,17 +109,11 @@ def assemble(
     state = TrainingState(optimizer, share, setting.checkpoints, schedule or merges, rule=rule)
     told = {"steps": loader.total_steps, "losses": state.losses}
     result = ResultWriter.of(run, plan, model, optimizer, share, setting.data, **told, tuned=prepared.tuned)
-    evaluate, roll_out, spec = None, None, plan.forward
-    if isinstance(objective, Grpo):
-        generator = Generator(called, setting.data.encoder, run.rollout, Rewards(run.rewards), run.seed)
-        evaluate = RewardEvaluator(generator, evals, ranks, state.losses) if evals else None
-        spec = at_temperature(plan.forward, run.rollout.temperature)
-        longest = max(int(store.lengths.max()) for store in setting.data.train)
-        roll_out = Rollouts(generator, objective, spec, plan, device, ranks, Path(run.output), longest)
-    elif isinstance(objective, Distill) and objective.is_on_policy:
-        sampler = Sampler(called, setting.data.encoder, run.rollout, run.seed)
-        roll_out = OnPolicy(sampler, objective, spec, plan, ranks, Path(run.output))
-    if evals and evaluate is None:
+    answering = _answering(setting, called, objective, device, ranks)
+    evaluate = None
+    if answering.generator is not None and evals:
+        evaluate = RewardEvaluator(answering.generator, evals, ranks, state.losses)
+    elif evals:
         told = (state.losses, objective, eval_mismatched, rule if rule and rule.task is None else None)
         evaluate = Evaluator(called, plan.forward, plan, evals, device, ranks, cut, *told)
         if shared is not None and rule is None and SharedBase.suits(run, plan) and run.adapter is None:
@@ -132,7 +127,7 @@ def assemble(
         folder=Path(run.output),
         device=device,
         model=called,
-        spec=spec,
+        spec=answering.spec,
         loader=loader,
         titles=tuple(store.title for store in setting.data.train),
         sets=tuple((store.title, store.key) for store in setting.data.train),
@@ -153,8 +148,31 @@ def assemble(
         schedule=schedule,
         merges=merges,
         teach=teach,
-        roll_out=roll_out,
+        roll_out=answering.roll_out,
     )
+
+
+class _Answering(NamedTuple):
+    """Where the model itself answers in steps."""
+
+    spec: ForwardSpec
+    roll_out: RollOut | None = None
+    generator: Generator | None = None
+
+
+def _answering(
+    setting: Setting, called: nn.Module, objective: Objective, device: torch.device, ranks: Ranks
+) -> _Answering:
+    run, plan, encoder, folder = setting.run, setting.plan, setting.data.encoder, Path(setting.run.output)
+    if isinstance(objective, Grpo):
+        generator = Generator(called, encoder, run.rollout, Rewards(run.rewards), run.seed)
+        spec = at_temperature(plan.forward, run.rollout.temperature)
+        longest = max(int(store.lengths.max()) for store in setting.data.train)
+        return _Answering(spec, Rollouts(generator, objective, spec, plan, device, ranks, folder, longest), generator)
+    if isinstance(objective, Distill) and objective.is_on_policy:
+        sampler = Sampler(called, encoder, run.rollout, run.seed)
+        return _Answering(plan.forward, OnPolicy(sampler, objective, plan.forward, plan, ranks, folder))
+    return _Answering(plan.forward)
 
 
 def _optimizer(setting: Setting, model: nn.Module, steps: int) -> Optimizer:
