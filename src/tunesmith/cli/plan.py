@@ -105,19 +105,24 @@ def command(
     if what_if:
         settings, pins, other = explain.apart(_pairs(what_if))
         changed = load(config, [*(overrides or ()), *settings]).run if settings else run
-        changed_facts = facts_of(changed)
-        after = searched(changed, changed_facts, named(other) if other else where, pins).plan
-        rows = explain.differences(plan, after)
-        if as_json:
-            output.print_json({"before": plan.model_dump(mode="json"), "after": after.model_dump(mode="json")})
-        else:
-            output.say(output.table(("what if", "as it is", "then"), rows, right=("as it is", "then")))
+        _differences(plan, searched(changed, facts_of(changed), named(other) if other else where, pins).plan, as_json)
         return
     length = (round(tokens), "as given") if tokens else total_tokens(run, plan, documents.measure(run))
     if as_json:
         output.print_json(_document(run, facts, where, found, length, price))
     else:
         _page(run, facts, where, found, length, price)
+
+
+def _differences(plan: Plan, after: Plan, as_json: bool) -> None:
+    from tunesmith.cli import output
+    from tunesmith.plan import explain
+
+    if as_json:
+        output.print_json({"before": plan.model_dump(mode="json"), "after": after.model_dump(mode="json")})
+        return
+    rows = explain.differences(plan, after)
+    output.say(output.table(("what if", "as it is", "then"), rows, right=("as it is", "then")))
 
 
 def _sweep(run: Run, hardware: str | None, *, as_json: bool, other: bool) -> None:

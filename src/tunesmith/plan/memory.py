@@ -92,7 +92,6 @@ HOST_PROCESS = 3 * 2**30
 def timeline(task: Task, choice: Choice) -> list[Phase]:
     """The memory of one rank at each moment of a step that may be its peak."""
     facts, width = task.facts, task.width
-    trained = "adapters" if task.has_adapters else "full"
     is_full = not task.has_adapters
     static = _static(task, choice)
     is_head_fp8 = has_fp8_head(task, choice)
@@ -106,23 +105,19 @@ def timeline(task: Task, choice: Choice) -> list[Phase]:
     gathered, gathered_head, unit = _gathered(task, choice)
     spread = choice.tensor
     hidden = tokens * facts.hidden * width
-    has_logits = not task.objective.has_embeddings
-    head = facts.embedding / spread if is_full and facts.has_head and has_logits else 0.0
+    has_logits = facts.has_head and not task.objective.has_embeddings
+    head = facts.embedding / spread if is_full and has_logits else 0.0
     forward, backward, again = _workspaces(task, choice, hidden)
     is_all_again = choice.checkpointed_layers == facts.layers
     is_some_again = 0 < choice.checkpointed_layers < facts.layers
     inputs = _recomputed(task, choice, tokens)
-    ends = ENDS[trained] * hidden / spread
-    layer = max(kind.parameters for kind in facts.kinds) / choice.tensor
-    late = (0.0 if facts.tied else facts.embedding / spread) + layer if is_full else 0.0
-    single = gradients / max(1.0, _held(task, choice)[1])  # bytes of gradient for each parameter
-    upper = (head + (facts.layers - choice.checkpointed_layers) * layer) * single if is_full else 0.0
+    ends = ENDS["full" if is_full else "adapters"] * hidden / spread
+    upper, late = _late_gradients(task, choice, gradients, head) if is_full else (0.0, 0.0)
+    last = _last_gradient(task, choice)
     dequantized = _dequantized(task, choice)
-
     received = _received(task, choice, tokens)
     # Captured passes have a place for the gradient they are given, and make theirs beside the sum of several.
     placed = {"workspace": hidden, "gradients": gradients if kept_gradients else 0.0} if choice.cuda_graphs else {}
-
     phase = functools.partial(_phase, task, choice, static, {"gathered": received, **placed})
     phases = [
         phase("loading", **_loading(task, choice, static)),
@@ -160,30 +155,45 @@ def timeline(task: Task, choice: Choice) -> list[Phase]:
         phase(
             "last layer of the backward pass",
             activations=one_layer,
-            gradients=max(kept_gradients, gradients - single * late),
+            gradients=max(kept_gradients, gradients - late),
             gathered=gathered + unit,
             quantization=dequantized,
             workspace=backward + (again if choice.checkpointed_layers else 0.0),
         ),
-        phase(
-            "end of the backward pass",
-            gradients=gradients,
-            gathered=gathered,
-            workspace=_last_gradient(task, choice) / spread,
-        ),
+        phase("end of the backward pass", gradients=gradients, gathered=gathered, workspace=last / spread),
         phase("optimizer step", gradients=gradients, workspace=_optimizer_workspace(task, choice)),
     ]
-    if facts.teacher is not None:
-        phases.append(phase("the teacher's forward pass", **_asking(task, choice, static, tokens)))
-    if task.is_merged:
-        phases.append(phase("merge", **_merging(task, choice, saved, tokens)))
-    if (answers := rolled_out(task, choice)) is not None:
-        phases.append(phase("rollout", **_rolling_out(task, *answers)))
+    phases += [phase(name, **parts) for name, parts in _besides(task, choice, static, saved, tokens).items()]
     if not choice.cuda_graphs:
         return phases
     logits = _logits(task, tokens, in_fp8=is_head_fp8)
     more = POOLS[0]["plain" if choice.matmul_dtype == choice.storage == "plain" else "rounded"]
     return _with_pool(phases, summed=round(kept_gradients + head * width), logits=round(logits), more=more)
+
+
+def _late_gradients(task: Task, choice: Choice, gradients: float, head: float) -> tuple[float, float]:
+    """Bytes of the gradients that are there when the backward pass comes to the first checkpointed layer, and of those
+    that are missing before its last layer."""
+    facts = task.facts
+    layer = max(kind.parameters for kind in facts.kinds) / choice.tensor
+    for_each = gradients / max(1.0, _held(task, choice)[1])
+    upper = head + (facts.layers - choice.checkpointed_layers) * layer
+    late = (0.0 if facts.tied else facts.embedding / choice.tensor) + layer
+    return upper * for_each, late * for_each
+
+
+def _besides(
+    task: Task, choice: Choice, static: dict[str, float], saved: float, tokens: float
+) -> dict[str, dict[str, float]]:
+    """The moments that only some runs have."""
+    phases = {}
+    if task.facts.teacher is not None:
+        phases["the teacher's forward pass"] = _asking(task, choice, static, tokens)
+    if task.is_merged:
+        phases["merge"] = _merging(task, choice, saved, tokens)
+    if (answers := rolled_out(task, choice)) is not None:
+        phases["rollout"] = _rolling_out(task, *answers)
+    return phases
 
 
 def _phase(

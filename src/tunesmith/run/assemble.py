@@ -29,7 +29,7 @@ from tunesmith.parallel import compile
 from tunesmith.parallel.check import check_parallelism
 from tunesmith.parallel.context import cut_of
 from tunesmith.parallel.mesh import check_ranks
-from tunesmith.parallel.prepare import SharedBase, is_cut, prepare
+from tunesmith.parallel.prepare import Prepared, SharedBase, is_cut, prepare
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.defaults import few_steps
 from tunesmith.plan.memory import BLOCKWISE
@@ -46,7 +46,7 @@ from tunesmith.run.shape import make_reproducible, micro_batch_shape
 from tunesmith.run.start import Setting
 from tunesmith.run.state import Share, TrainingState
 from tunesmith.run.stop import StopRule
-from tunesmith.run.task_scores import with_tasks
+from tunesmith.run.task_scores import Evaluate, with_tasks
 from tunesmith.run.teacher import teach_of
 from tunesmith.train.events import Evaluation
 from tunesmith.train.job import Job, RollOut
@@ -69,25 +69,16 @@ def assemble(
 ) -> Job:
     """Prepare the model by the plan, and put the job together."""
     run, plan, ranks = setting.run, setting.plan, ranks or Ranks()
-    check_ranks(plan, ranks)
-    device = torch.device(plan.device)
-    if ranks.count > 1 and plan.device == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    make_reproducible(plan)
-    attention.register(plan.attention)
-    check_parallelism(run, plan, device)
-    base = shared.base if shared else None
-    content = (base.content(run, plan) if base else None) or Content()
+    device = _device(plan, ranks)
+    _make_ready(run, plan, device, ranks)
     objective = objective_of(run)
     loader = _prompt_loader(setting, objective) if isinstance(objective, Grpo) else _loader(setting, ranks, objective)
     teach = None
     check_prompts(run.distillation.on_policy, setting.data.train)
     if isinstance(loader, Loader):
         teach = teach_of(run, plan, setting.data.train, loader.seen, device, ranks, progress)
-    ways = {"content": content, "meanwhile": _imports_for(plan), "steps": loader.total_steps}
-    prepared = prepare(run, plan, device, **ways, base=base)
+    prepared = _prepare(setting, device, ranks, loader.total_steps, shared.base if shared else None)
     model, called = prepared.model, prepared.called
-    _keep_base(setting, content, plan, ranks)
     merges = Merges.of(model, run, loader.total_steps)
     optimizer = _optimizer(setting, model, loader.total_steps)
     if called is model:
@@ -116,8 +107,7 @@ def assemble(
     elif evals:
         told = (state.losses, objective, eval_mismatched, rule if rule and rule.task is None else None)
         evaluate = Evaluator(called, plan.forward, plan, evals, device, ranks, cut, *told)
-        if shared is not None and rule is None and SharedBase.suits(run, plan) and run.adapter is None:
-            evaluate = with_known_start(evaluate, run, shared.evaluated)
+        evaluate = _knowing_the_base(evaluate, setting, shared) if rule is None else evaluate
     if run.eval_tasks:
         evaluate = with_tasks(evaluate, run, plan, setting.data, called, device, ranks, loader.total_steps, rule)
         notes += [evaluate.note] if evaluate.note else []
@@ -150,6 +140,38 @@ def assemble(
         teach=teach,
         roll_out=answering.roll_out,
     )
+
+
+def _device(plan: Plan, ranks: Ranks) -> torch.device:
+    if ranks.count > 1 and plan.device == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(plan.device)
+
+
+def _make_ready(run: Run, plan: Plan, device: torch.device, ranks: Ranks) -> None:
+    """The process as the plan needs it: its ranks, its random numbers, its attention; UserError where it cannot be."""
+    check_ranks(plan, ranks)
+    make_reproducible(plan)
+    attention.register(plan.attention)
+    check_parallelism(run, plan, device)
+
+
+def _prepare(setting: Setting, device: torch.device, ranks: Ranks, steps: int, base: SharedBase | None) -> Prepared:
+    """The model, whose base is known by its content from here on."""
+    run, plan = setting.run, setting.plan
+    content = (base.content(run, plan) if base else None) or Content()
+    ways = {"content": content, "meanwhile": _imports_for(plan), "steps": steps}
+    prepared = prepare(run, plan, device, **ways, base=base)
+    _keep_base(setting, content, plan, ranks)
+    return prepared
+
+
+def _knowing_the_base(evaluate: Evaluator, setting: Setting, shared: Shared | None) -> Evaluate:
+    """In a sweep, what the base's losses were found to be once is not computed again."""
+    run = setting.run
+    if shared is None or run.adapter is not None or not SharedBase.suits(run, setting.plan):
+        return evaluate
+    return with_known_start(evaluate, run, shared.evaluated)
 
 
 class _Answering(NamedTuple):
