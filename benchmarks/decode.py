@@ -96,10 +96,13 @@ def by_engine(model: nn.Module, prompts: list[list[int]]) -> tuple[float, float,
     """Seconds for all, between two tokens of the last request, and of a captured step alone."""
     length = PROMPT + ANSWER
     limits = Limits(len(prompts), 2 * len(prompts), length, length * len(prompts))
-    engine = Engine(model, lambda _: None, limits, is_shared=True)
+    engine = Engine(model, lambda _: None, limits, is_shared=True, compiles=True)
+    began = time.perf_counter()
+    engine.warm_up("")
+    print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
     engine.start()
     try:
-        answered(engine, prompts, 8)
+        answered(engine, prompts, ANSWER)  # steps of all sizes are captured before
         return *answered(engine, prompts, ANSWER), replayed(engine)
     finally:
         engine.close()

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch._dynamo
+from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunesmith.infer import captured
@@ -30,7 +32,7 @@ def made(kind: str) -> torch.nn.Module:
 def decoded(call: Call, adapter: str = "") -> list[torch.Tensor]:
     """Logits of 30 steps, in the middle of which the second row leaves and another one joins."""
     found = []
-    with torch.no_grad():
+    with torch.inference_mode():
         read, cache = call.read_all(PROMPTS)
         lengths = [len(prompt) for prompt in PROMPTS]
         last = read.argmax(-1).tolist()
@@ -66,15 +68,61 @@ def test_captured_steps_are_those_of_the_model(kind, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma2", "mistral"))]
+)
+def test_layers_are_compiled_once_for_one_row_and_once_for_several(kind, monkeypatch):
+    monkeypatch.setattr(captured, "COLUMNS", 16)
+    counter = CompileCounter()
+    own = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda layer, *, fullgraph, options: own(layer, backend=counter, fullgraph=fullgraph)
+    )
+    model = made(kind)
+    names = dict(model.named_modules())
+    plain = decoded(Call(model, is_shared=True))
+    use_decoding_attention(model, own_attention(model))
+    call = Call(model, is_shared=True, compiles=True)
+    call._is_capturable = True
+    found = decoded(call)
+    assert dict(model.named_modules()) == names
+    assert call._captured[""]._compiled is not None
+    for a, b in zip(plain, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1  # three rows, two, then three again, with ever more columns
+    call.warm_up()
+    assert counter.frame_count == 2
+
+
+def test_layers_that_cannot_be_compiled_are_captured_as_they_are(monkeypatch):
+    monkeypatch.setattr(captured, "COLUMNS", 16)
+    model = made("llama")
+    plain = decoded(Call(model, is_shared=True))
+
+    def broken(*_, **__):
+        raise torch._dynamo.exc.Unsupported("something of this model")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: broken)
+    call = Call(model, is_shared=True, compiles=True)
+    call._is_capturable = True
+    found = decoded(call)
+    assert call._captured[""]._compiled is None
+    assert not call._captured[""].is_off
+    for a, b in zip(plain, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mistral"])  # Gemma 2 makes a tensor on the host in every pass
-def test_graphs_give_what_the_model_gives(kind, monkeypatch):
+def test_graphs_give_what_the_model_gives(kind, compiles, monkeypatch):
     monkeypatch.setattr(captured, "COLUMNS", 16)
     model = made(kind).cuda()
     plain = decoded(_uncaptured(model))
     use_decoding_attention(model, own_attention(model))
-    call = Call(model, is_shared=True)
+    call = Call(model, is_shared=True, compiles=compiles)
     found = decoded(call) + decoded(call)
+    assert (call._captured[""]._compiled is not None) == compiles
     assert all(step.graph is not None for step in call._captured[""]._steps.values())
     assert not call._captured[""].is_off
     for a, b in zip(plain + plain, found, strict=True):

@@ -302,7 +302,7 @@ def check_lowrank_mlp(device: str, dtype=torch.float32, fp8: bool = False, gatin
     direction = torch.randn(found.shape, generator=generator).to(found)
     tolerance = 0.12 if fp8 else {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     if gating.limit and dtype == torch.bfloat16:  # what rounding takes across the limit has another gradient
-        tolerance = max(tolerance, 8e-2)
+        tolerance = 0.2 if fp8 else 8e-2
     wanted = torch.autograd.grad(expected, exact, direction.double())
     pairs = [(found, expected), *zip(torch.autograd.grad(found, leaves, direction), wanted, strict=True)]
     pairs += [(sliced, expected), *zip(torch.autograd.grad(sliced, leaves, direction), wanted, strict=True)]

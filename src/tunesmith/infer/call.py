@@ -14,6 +14,7 @@ from tunesmith.errors import UserError, first_line
 from tunesmith.infer.attention import use_decoding_attention
 from tunesmith.infer.cache import Row, bytes_of, is_shareable, new_cache, regroup
 from tunesmith.infer.captured import Captured, is_capturable
+from tunesmith.infer.compiled import CompiledLayers
 from tunesmith.model.forward import own_attention
 
 ADAPTERS = 8
@@ -22,9 +23,10 @@ ADAPTERS = 8
 
 class Call:
     """How the model is called: a prompt read, or one more token for each row of a cache. On a GPU the latter is
-    captured, in buffers of no more than `limit` bytes."""
+    captured, in buffers of no more than `limit` bytes; `compiles`: of compiled layers, which takes half a minute the
+    first time and pays where many tokens follow."""
 
-    def __init__(self, model: nn.Module, *, is_shared: bool, limit: int | None = None):
+    def __init__(self, model: nn.Module, *, is_shared: bool, limit: int | None = None, compiles: bool = False):
         takes = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in takes
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
@@ -33,6 +35,7 @@ class Call:
         self._limit = limit
         self._captured: dict[Hashable, Captured] = {}
         self._is_capturable = is_shared and is_capturable(model)
+        self._compiles = compiles
 
     @property
     def device(self) -> torch.device:
@@ -79,6 +82,14 @@ class Call:
         mask = (torch.arange(longest + width, device=self.device)[None] >= longest - lengths_b1).long()
         return self._logits(filled, mask, lengths_b1, cache, {})
 
+    @torch.inference_mode()
+    def warm_up(self, adapter: Hashable = None) -> None:
+        """Steps of one row and of two are compiled now, and not while somebody waits for an answer."""
+        if self._is_capturable and self._compiles:
+            for count in (1, 2):
+                _, cache = self.read_all([[0]] * count)
+                self.go_on(cache, [0] * count, [1] * count, adapter)
+
     def release(self) -> None:
         """Free captured steps and their buffers now; others want the memory."""
         for captured in self._captured.values():
@@ -86,13 +97,17 @@ class Call:
         self._captured.clear()
 
     def _captured_for(self, adapter: Hashable) -> Captured:
-        captured = self._captured.pop(adapter, None) or Captured(self._step)
+        captured = self._captured.pop(adapter, None) or self._new_captured()
         self._captured[adapter] = captured  # the last used one last
         if len(self._captured) > ADAPTERS:
             del self._captured[next(iter(self._captured))]
         others = sum(one.bytes for one in self._captured.values() if one is not captured)
         captured.limit = None if self._limit is None else self._limit - others
         return captured
+
+    def _new_captured(self) -> Captured:
+        compiled = CompiledLayers(self.model) if self._compiles and CompiledLayers.suits(self.model) else None
+        return Captured(self._step, compiled)
 
     def _step(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
         return self._logits(tokens, mask, positions, cache, self._last)[:, -1]

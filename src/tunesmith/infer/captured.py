@@ -3,7 +3,8 @@
 A captured step reads and writes the same memory every time, so the rows of a cache are copied into buffers that stay
 where they are: as many rows and columns as one of a few sizes has. Attention goes over all columns, and the mask hides
 those that are not a row's own. Rows that leave or join are copied once more; the graph of their new number is kept as
-well. A model whose step cannot be captured, or gives something else then, is called as ever.
+well. Where layers may be compiled, steps are captured of compiled ones, and of plain ones where that fails. A model
+whose step cannot be captured, or gives something else then, is called as ever.
 
 Legend: B rows, C columns, H heads, D head dim, V tokens of the vocabulary.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from tunesmith.errors import first_line
 from tunesmith.infer.cache import RoomyLayer
+from tunesmith.infer.compiled import CompiledLayers, NotCompiledError
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 COLUMNS = 256
@@ -63,10 +66,16 @@ class FixedLayer(StaticLayer):
 class Step:
     """One decoding step of B rows with C columns."""
 
-    def __init__(self, forward: Forward, layers: Sequence[tuple[torch.Tensor, torch.Tensor] | None], rows: int):
+    def __init__(
+        self,
+        forward: Forward,
+        layers: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
+        rows: int,
+        compiled: CompiledLayers | None = None,
+    ):
         device = next(pair[0].device for pair in layers if pair is not None)
         columns = next(pair[0].shape[2] for pair in layers if pair is not None)
-        self.forward, self.rows, self.columns = forward, rows, columns
+        self.forward, self.rows, self.columns, self.compiled = forward, rows, columns, compiled
         self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=device)
         self.positions = torch.zeros_like(self.tokens)
         self.mask = torch.zeros(rows, columns, dtype=torch.int64, device=device)
@@ -91,7 +100,8 @@ class Step:
 
     def run(self) -> torch.Tensor:
         self.mask.index_fill_(1, self.at.reshape(1), 1)
-        logits_bv = self.forward(self.tokens, self.mask, self.positions, self.cache)
+        with self.compiled.in_place() if self.compiled is not None else nullcontext():
+            logits_bv = self.forward(self.tokens, self.mask, self.positions, self.cache)
         self.at.add_(1)
         self.positions.add_(1)
         return logits_bv
@@ -129,7 +139,7 @@ class Step:
 class Captured:
     """The steps of one model, with the adapter that it has on. Buffers take no more than `limit` bytes."""
 
-    def __init__(self, forward: Forward):
+    def __init__(self, forward: Forward, compiled: CompiledLayers | None = None):
         self.is_off = False
         self.limit: int | None = None
         self._forward = forward
@@ -137,7 +147,10 @@ class Captured:
         self._flat: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         """By layer: what the buffers of all steps are views of. None: a layer that uses the keys of another one."""
         self._pool: Any = None
-        self._is_proved, self._tries = False, TRIES
+        self._compiled = compiled
+        self._proved: set[bool] = set()
+        """Steps of one row (False) and of several (True), which are compiled apart."""
+        self._tries = TRIES
         self._placed: tuple[weakref.ref[Cache], Step] | None = None
 
     @property
@@ -166,10 +179,21 @@ class Captured:
         except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
             self._tries -= 1
             self._pool = self._pool if self._steps else None
+            if self._compiled is not None and (isinstance(error, NotCompiledError) or not self._tries):
+                return self._placed_uncompiled(cache, last, lengths, first_line(error))
             if not self._tries:
                 log.warning("decoding steps could not be captured (%s); they take longer", first_line(error))
                 self._give_up()
             return None
+
+    def _placed_uncompiled(
+        self, cache: Cache, last: Sequence[int], lengths: Sequence[int], why: str
+    ) -> Step | None:  # fmt: skip
+        log.info("decoding steps are captured of layers as they are, which could not be compiled (%s)", why)
+        self._compiled, self._tries = None, TRIES
+        self._proved.clear()
+        self._forget()
+        return self._placed_in(cache, last, lengths)
 
     def _step_of(self, cache: Cache, longest: int) -> Step | None:
         """The step whose buffers the cache lies in, with a column left."""
@@ -189,7 +213,8 @@ class Captured:
         step = self._steps.get((rows, columns))
         is_new = step is None
         if step is None:
-            step = Step(self._forward, [self._views(number, rows, columns) for number in range(len(self._flat))], rows)
+            views = [self._views(number, rows, columns) for number in range(len(self._flat))]
+            step = Step(self._forward, views, rows, self._compiled)
         for layer, own in zip(cache.layers, step.cache.layers, strict=True):
             if layer.is_initialized:
                 own.keys[:count, :, :longest] = layer.keys
@@ -200,7 +225,9 @@ class Captured:
             if self._pool is None and torch.cuda.is_available():
                 self._pool = torch.cuda.graph_pool_handle()
             found = step.capture(self._pool)
-            if not self._is_proved and not self._is_right(cache, found[:count], last, lengths, step):
+            if (rows > 1) not in self._proved and not self._is_right(cache, found[:count], last, lengths, step):
+                if self._compiled is not None:
+                    return self._placed_uncompiled(cache, last, lengths, "they give something else then")
                 return self._give_up()
             self._steps[rows, columns] = step
         for layer, own in zip(cache.layers, step.cache.layers, strict=True):
@@ -225,10 +252,11 @@ class Captured:
         step.set(lengths)
         spread = expected_bv.float().std().clamp(min=1e-6)
         worst = max((one.float() - expected_bv.float()).abs().max() / spread for one in (found_bv, replayed_bv))
-        self._is_proved = bool(worst <= BOUND)
-        if not self._is_proved:
-            log.warning("a captured decoding step differs by %.2g from the model's own, and is not used", float(worst))
-        return self._is_proved
+        if worst <= BOUND:
+            self._proved.add(step.rows > 1)
+            return True
+        log.warning("a captured decoding step differs by %.2g from the model's own, and is not used", float(worst))
+        return False
 
     def _has_room(self, cache: Cache, rows: int, columns: int) -> bool:
         """Make the buffers larger where they must be, which ends all graphs so far."""

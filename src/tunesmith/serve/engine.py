@@ -149,7 +149,8 @@ class Group:
 
 class Engine:
     """`select(name)` puts the adapter of this name on the model. `model` is called by the engine's thread alone.
-    `is_wide`: it may be given several tokens at once (`Tried.is_wide`); then steps are speculative."""
+    `is_wide`: it may be given several tokens at once (`Tried.is_wide`); then steps are speculative. `compiles`:
+    decoding steps are compiled on a GPU."""
 
     def __init__(
         self,
@@ -159,12 +160,13 @@ class Engine:
         *,
         is_shared: bool,
         is_wide: bool = False,
+        compiles: bool = False,
         draft: Draft | None = None,
     ):
         self.model, self.limits, self.stats = model, limits, Stats()
         self._select, self._is_shared = select, is_shared
         self._speculates, self._draft, self._pace = is_wide and is_shared, draft, Pace()
-        self._call = Call(model, is_shared=is_shared, limit=limits.cache_bytes)
+        self._call = Call(model, is_shared=is_shared, limit=limits.cache_bytes, compiles=compiles)
         self._reads_batches = is_shared and self._call.device.type == "cuda"
         self._groups: list[Group] = []
         self._waiting: deque[Job] = deque()
@@ -175,6 +177,11 @@ class Engine:
 
     def start(self) -> None:
         self._thread.start()
+
+    def warm_up(self, name: Hashable) -> None:
+        """Before the start: what takes long the first time is done with this adapter on the model."""
+        self._select(name)
+        self._call.warm_up(name)
 
     def submit(self, job: Job) -> None:
         """Raises Busy. The job must fit within `limits`."""

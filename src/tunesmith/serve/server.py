@@ -89,7 +89,9 @@ def prepare(folder: Path, adapters: Mapping[str, Path], options: Options) -> Rea
     draft, draft_tried = _draft(options.draft, models, tried) if options.draft else (None, None)
     limits = limits_of(models, tried, options, draft_tried)
     is_wide = tried.is_wide and options.speculates
-    engine = Engine(models.model, models.select, limits, is_shared=tried.is_shared, is_wide=is_wide, draft=draft)
+    ways = {"is_shared": tried.is_shared, "is_wide": is_wide, "compiles": True}
+    engine = Engine(models.model, models.select, limits, **ways, draft=draft)
+    engine.warm_up(next(iter(models.served.values())))
     access = Access(options.api_key, is_loopback(options.host))
 
     def load(name: str, where: Path) -> Served:
