@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import typer
@@ -11,6 +12,7 @@ import yaml
 
 from tunesmith.cli.main import app
 from tunesmith.config.load import from_mapping
+from tunesmith.config.schema import ObjectiveName
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -52,6 +54,14 @@ def test_every_whole_run_yaml_is_valid(page):
         if "model" in settings:
             settings.pop("adapter", None)  # it would have to be there
             from_mapping(settings)
+
+
+def test_every_objective_has_a_section_with_a_whole_run_yaml():
+    sections = re.split(r"^## ", (ROOT / "docs" / "objectives.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    texts = {text.split("\n", 1)[0]: text for text in sections}
+    for objective in get_args(ObjectiveName):
+        found = [yaml.safe_load(one) for one in re.findall(r"```yaml\n(.*?)```", texts[objective], re.DOTALL)]
+        assert objective in {one.get("objective", "sft") for one in found if {"model", "data", "output"} <= one.keys()}
 
 
 def test_the_index_lists_every_page():
