@@ -296,7 +296,8 @@ def _objectives(rows: list[dict[str, Any]]) -> list[str]:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += _predicted_rows([row for row in rows if "failed" not in row and "predicted" in row])
-    others = [row for row in rows if "failed" in row or row.get("note")]
+    told = ("failed", "note", "speed_to_trl", "share_of_teacher", "memory_to_one")
+    others = [row for row in rows if any(row.get(name) is not None for name in told)]
     return [*lines, "", *(f"- {row['name']}: {_remark(row)}." for row in others)]
 
 
@@ -319,12 +320,15 @@ def _decoding(rows: list[dict[str, Any]]) -> list[str]:
 def _remark(row: dict[str, Any]) -> str:
     if "failed" in row:
         return row["failed"]
-    told = f"{row['median_seconds']} s a step"
+    told = [f"{row['median_seconds']} s a step"] if "median_seconds" in row else []
     if "speed_to_trl" in row:
-        told += (
-            f", {row['speed_to_trl']} times TRL's speed at {row['memory_to_trl']} of its peak memory, in the same run"
-        )
-    return f"{told}; {row['note']}"
+        ratios = f"{row['speed_to_trl']} times TRL's speed at {row['memory_to_trl']} of its peak memory"
+        told.append(f"{ratios}, in the same run")
+    if "share_of_teacher" in row:
+        told.append(f"of which the teacher has {row['share_of_teacher']:.0%}")
+    if row.get("memory_to_one") is not None:
+        told.append(f"{row['peak_bytes'] / 2**30:.1f} GiB at the peak, {row['memory_to_one']} times one adapter's")
+    return "; ".join([", ".join(told), *([row["note"]] if row.get("note") else [])])
 
 
 def _predicted_rows(rows: list[dict[str, Any]]) -> list[str]:

@@ -60,6 +60,41 @@ class Worlds:
         return [one["result"] for one in answers]
 
 
+MESHES = {way: {"shard": 2} for way in ("zero1", "zero2", "zero3")} | {"ddp": {"replicate": 2}, "tensor": {"tensor": 2}}
+
+
+def assert_two_give_the_losses_of_one(
+    worlds: Worlds,
+    folder: Path,
+    way: str,
+    *,
+    count: int = 2,
+    rel: float = 1e-5,
+    places: Path | None = None,
+    **options: Any,
+) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
+    """Steps of the run in `folder` on one rank and on two: losses, norms (to ten times `rel`) and figures. Returns them
+    for what else should hold."""
+    import pytest
+
+    call = "parallel.on_ranks:steps"
+    options = {"folder": str(folder), "data": [{"path": str(folder / "train.jsonl")}], "count": count, **options}
+    alone = worlds(1)(call, mesh={}, sharding="none", output=str((places or folder) / "one"), **options)[0]
+    sharding = "ddp" if way == "tensor" else way
+    both = worlds(2)(call, mesh=MESHES[way], sharding=sharding, output=str((places or folder) / "two"), **options)
+    assert len(alone) == count
+    for number, expected in enumerate(alone):
+        found = [steps[number] for steps in both]
+        assert found[0]["loss"] == found[1]["loss"]
+        assert found[0]["loss"] == pytest.approx(expected["loss"], rel=rel, abs=1e-6)
+        assert found[0]["norm"] == pytest.approx(expected["norm"], rel=10 * rel)
+        # Before the first update the answers of a pair are as likely as the reference has them, up to rounding.
+        is_open = {"accuracy"} if number == 0 and options.get("objective") else set()
+        figures = [{k: v for k, v in one["figures"].items() if k not in is_open} for one in (found[0], expected)]
+        assert figures[0] == pytest.approx(figures[1], rel=10 * rel, abs=1e-5)
+    return alone, both
+
+
 class _World:
     """The ranks of one world, as their parent sees them."""
 

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+TRAIN = ("train", "run.yaml", "--plan", "plan.json")
 END = "end\n"
 """Said to a warm process that is not needed any more."""
 SETTINGS: dict[str, Any] = {
@@ -191,6 +192,19 @@ def assert_same(found: Path, expected: Path) -> None:
     assert mine.keys() == theirs.keys()
     assert mine["history"] == theirs["history"]
     assert [name for name in mine if mine[name] != theirs[name]] == []
+
+
+def assert_resumes(runs: Runs, killed: Path, whole: Path, *deaths: Die) -> None:
+    """The run in `killed`, which dies so often and goes on each time, ends as the one in `whole`, which was trained in
+    one piece or is now. The last death is after a checkpoint."""
+    for die in deaths:
+        assert runs(killed, *TRAIN, die=die).code == -signal.SIGKILL
+    assert any((killed / "run" / "checkpoints").iterdir())
+    ended = runs(killed, *TRAIN)
+    assert ended.code == 0, ended.err
+    if not (whole / "run" / "summary.json").exists():
+        assert runs(whole, *TRAIN).code == 0
+    assert_same(killed / "run", whole / "run")
 
 
 def wait_until_stopped(pid: int) -> None:

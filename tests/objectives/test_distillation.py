@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from tiny import Die, Runs, assert_same, write_all
+from ranks import assert_two_give_the_losses_of_one
+from tiny import Die, Runs, assert_resumes, write_all
 from tiny_model import make_tiny_model
 from tunesmith.cli.main import main
 from tunesmith.config.load import from_mapping
@@ -41,7 +42,6 @@ CPU = torch.device("cpu")
 WORDS = 259
 """Tokens of the student; the teacher's head has some rows more, as heads are padded."""
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
-TRAIN = ("train", "run.yaml", "--plan", "plan.json")
 STEP = "tunesmith.train.step:TrainStep._forward_backward"
 
 
@@ -235,12 +235,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(runs: Runs, models, tmp_path, to
     options["distillation"] = {"top_k": top_k, "on_policy": on_policy}
     options |= {"rollout": {"max_answer_tokens": 8}} if on_policy else {}
     whole, killed = (write_run(tmp_path / name, models, **options) for name in ("whole", "killed"))
-    assert runs(killed, *TRAIN, die=Die(STEP, 10)).code < 0
-    assert any((killed / "run" / "checkpoints").iterdir())
-    ended = runs(killed, *TRAIN)
-    assert ended.code == 0, ended.err
-    assert runs(whole, *TRAIN).code == 0
-    assert_same(killed / "run", whole / "run")
+    assert_resumes(runs, killed, whole, Die(STEP, 10))
 
 
 def tunesmith(*arguments: str) -> None:
@@ -402,18 +397,8 @@ def test_two_ranks_give_the_losses_of_one(world, models, tmp_path, method, way, 
     """Five sequences a step, which two ranks cannot share evenly."""
     folder = write_run(tmp_path, models, lora={"rank": 4}, eval=[], held_out=0, batch_tokens=5 * 64)
     settings = json.loads((folder / "run.yaml").read_text())
-    options = {"folder": str(folder), "method": method, "data": [{"path": str(folder / "train.jsonl")}]}
-    options["distillation"] = {**settings["distillation"], "top_k": top_k, "on_policy": on_policy}
-    call = "parallel.on_ranks:steps"
-    alone = world(1)(call, count=3, mesh={}, sharding="none", output=str(tmp_path / "one"), **options)[0]
-    mesh = {"ddp": {"replicate": 2}, "zero2": {"shard": 2}, "zero3": {"shard": 2}}[way]
-    both = world(2)(call, count=3, mesh=mesh, sharding=way, output=str(tmp_path / "two"), **options)
-    for number, expected in enumerate(alone):
-        found = [steps[number] for steps in both]
-        assert found[0]["loss"] == found[1]["loss"]
-        assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert found[0]["norm"] == pytest.approx(expected["norm"], rel=1e-4)
-        assert found[0]["figures"] == pytest.approx(expected["figures"], rel=1e-5)
+    given = {**settings["distillation"], "top_k": top_k, "on_policy": on_policy}
+    assert_two_give_the_losses_of_one(world, folder, way, count=3, method=method, distillation=given)
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(models, tmp_path, monkeypatch, capsys):

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import embedding_cases as cases
-from tiny import Die, Runs, assert_same, write_all
+from ranks import assert_two_give_the_losses_of_one
+from tiny import Die, Runs, assert_resumes, write_all
 from tiny_model import make_tiny_model
 from tunesmith.cli.main import main
 from tunesmith.config.load import from_mapping
@@ -29,7 +30,6 @@ from tunesmith.run.start import prepare_run
 from tunesmith.train import events
 from tunesmith.train.loop import step_of
 
-TRAIN = ("train", "run.yaml", "--plan", "plan.json")
 EMBED = "tunesmith.train.step:TrainStep._embed"
 ORACLE = json.loads(Path(__file__).with_name("sentence_transformers.json").read_text())
 CUTS = {"packed": (512, 64), "accumulated": (128, 1), "padded": (256, 1)}
@@ -175,12 +175,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(runs: Runs, untied, tmp_path, me
     """With dropout, in the middle of the second pass over a step."""
     options = {"method": method, "output": "run", "eval_every": 100, "steps": 4, "batch_tokens": 512}
     whole, killed = (write_run(tmp_path / name, untied, "negatives", **options) for name in ("whole", "killed"))
-    assert runs(killed, *TRAIN, die=Die(EMBED, 22)).code < 0
-    assert any((killed / "run" / "checkpoints").iterdir())
-    ended = runs(killed, *TRAIN)
-    assert ended.code == 0, ended.err
-    assert runs(whole, *TRAIN).code == 0
-    assert_same(killed / "run", whole / "run")
+    assert_resumes(runs, killed, whole, Die(EMBED, 22))
 
 
 @pytest.mark.distributed
@@ -192,17 +187,7 @@ def test_two_ranks_give_the_losses_of_one(world, untied, tmp_path, kind, method,
     """Five sequences a step, which two ranks cannot share evenly; an anchor meets the negatives of both."""
     changes = {"method": method, "lora": {"rank": 4}, "eval": [], "held_out": 0, "batch_tokens": 5 * 128, "epochs": 8}
     folder = write_run(tmp_path, untied, kind, **changes)
-    options = {"folder": str(folder), "data": [{"path": str(folder / "train.jsonl")}]}
-    call = "parallel.on_ranks:steps"
-    alone = world(1)(call, count=2, mesh={}, sharding="none", output=str(tmp_path / "one"), **options)[0]
-    mesh = {"replicate": 2} if way == "ddp" else {"shard": 2}
-    both = world(2)(call, count=2, mesh=mesh, sharding=way, output=str(tmp_path / "two"), **options)
-    for number, expected in enumerate(alone):
-        found = [steps[number] for steps in both]
-        assert found[0]["loss"] == found[1]["loss"]
-        assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert found[0]["norm"] == pytest.approx(expected["norm"], rel=1e-4)
-        assert found[0]["figures"] == pytest.approx(expected["figures"], rel=1e-4, abs=1e-5)
+    assert_two_give_the_losses_of_one(world, folder, way)
 
 
 def test_a_text_that_belongs_to_an_anchor_is_no_negative_of_it():

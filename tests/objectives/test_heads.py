@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tiny import Die, Runs, assert_same, write_all
+from ranks import assert_two_give_the_losses_of_one
+from tiny import Die, Runs, assert_resumes, write_all
 from tunesmith.cli.main import main
 from tunesmith.config.load import from_mapping
 from tunesmith.data.loader import documents_of
@@ -24,7 +25,6 @@ from tunesmith.run.start import prepare_run
 from tunesmith.train import events
 from tunesmith.train.loop import step_of
 
-TRAIN = ("train", "run.yaml", "--plan", "plan.json")
 STEP = "tunesmith.train.step:TrainStep._forward_backward"
 WORDS = ["red", "blue", "seven", "ten", "cat", "tree", "sun"]
 KINDS = {"pairs": "reward", "scores": "reward", "texts": "classify", "messages": "classify"}
@@ -184,12 +184,7 @@ def test_what_is_saved_loads_in_transformers_with_the_same_scores(
 def test_a_killed_run_goes_on_to_the_same_bytes(runs: Runs, tiny_model, tmp_path, kind, method):
     options = {"method": method, "output": "run", "save_every": 2, "eval_every": 100, "steps": 12}
     whole, killed = (write_run(tmp_path / name, tiny_model, kind, **options) for name in ("whole", "killed"))
-    assert runs(killed, *TRAIN, die=Die(STEP, 10)).code < 0
-    assert any((killed / "run" / "checkpoints").iterdir())
-    ended = runs(killed, *TRAIN)
-    assert ended.code == 0, ended.err
-    assert runs(whole, *TRAIN).code == 0
-    assert_same(killed / "run", whole / "run")
+    assert_resumes(runs, killed, whole, Die(STEP, 10))
 
 
 @pytest.mark.distributed
@@ -198,17 +193,7 @@ def test_two_ranks_give_the_losses_of_one(world, tiny_model, tmp_path, kind, met
     """Five sequences a step, which two ranks cannot share evenly."""
     changes = {"method": method, "lora": {"rank": 4}, "eval": [], "held_out": 0, "batch_tokens": 5 * 128, "epochs": 8}
     folder = write_run(tmp_path, tiny_model, kind, **changes)
-    options = {"folder": str(folder), "data": [{"path": str(folder / "train.jsonl")}]}
-    call = "parallel.on_ranks:steps"
-    alone = world(1)(call, count=2, mesh={}, sharding="none", output=str(tmp_path / "one"), **options)[0]
-    mesh = {"replicate": 2} if way == "ddp" else {"shard": 2}
-    both = world(2)(call, count=2, mesh=mesh, sharding=way, output=str(tmp_path / "two"), **options)
-    for number, expected in enumerate(alone):
-        found = [steps[number] for steps in both]
-        assert found[0]["loss"] == found[1]["loss"]
-        assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert found[0]["norm"] == pytest.approx(expected["norm"], rel=1e-4)
-        assert found[0]["figures"] == pytest.approx(expected["figures"], rel=1e-4, abs=1e-5)
+    assert_two_give_the_losses_of_one(world, folder, way)
 
 
 @pytest.mark.parametrize(

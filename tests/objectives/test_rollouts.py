@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 from objectives.test_runs import tunesmith
+from ranks import assert_two_give_the_losses_of_one
 from rollout_tasks import settings_of, write_prompts, write_run
-from tiny import Die, Runs, assert_same
+from tiny import TRAIN, Die, Runs, assert_resumes
 from tunesmith.infer.rollout import Wanted, sample
 from tunesmith.train import events
 
-TRAIN = ("train", "run.yaml", "--plan", "plan.json")
 STEP = "tunesmith.train.step:TrainStep._forward_backward"
 CHOSEN = "tunesmith.infer.rollout:_chosen"
 
@@ -33,13 +32,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(runs: Runs, tiny_model, tmp_path
     settings = {"objective": objective, **changes}
     whole, killed = (write_run(tmp_path / name, tiny_model, **settings) for name in ("whole", "killed"))
     updates = changes.get("rollout", {}).get("updates", 1)
-    assert runs(killed, *TRAIN, die=Die(CHOSEN, 30)).code == -signal.SIGKILL
-    assert runs(killed, *TRAIN, die=Die(STEP, 2 * updates)).code == -signal.SIGKILL
-    assert any((killed / "run" / "checkpoints").iterdir())
-    ended = runs(killed, *TRAIN)
-    assert ended.code == 0, ended.err
-    assert runs(whole, *TRAIN).code == 0
-    assert_same(killed / "run", whole / "run")
+    assert_resumes(runs, killed, whole, Die(CHOSEN, 30), Die(STEP, 2 * updates))
     assert (killed / "run" / "rollouts.jsonl").read_bytes() == (whole / "run" / "rollouts.jsonl").read_bytes()
 
 
@@ -81,19 +74,10 @@ def test_two_ranks_give_the_losses_of_one(world, tiny_model, tmp_path, objective
     rollout = {"prompts": 3, "updates": 2, **beta}
     folder = write_run(tmp_path / "settings", tiny_model, objective=objective, rollout=rollout, eval=[], held_out=0)
     rewards = [{"kind": "function", "function": f"{folder}/rewards.py:letters"}]
-    options = {"folder": str(folder), "method": method, "data": [{"path": str(folder / "train.jsonl")}]}
-    options |= {"rewards": rewards, "count": 3}
-    call = "parallel.on_ranks:steps"
-    alone = world(1)(call, mesh={}, sharding="none", output=str(tmp_path / "one"), **options)[0]
-    mesh = {"replicate": 2} if way == "ddp" else {"shard": 2}
-    both = world(2)(call, mesh=mesh, sharding=way, output=str(tmp_path / "two"), **options)
+    options = {"count": 3, "rel": 1e-4, "method": method, "rewards": rewards}
+    alone, both = assert_two_give_the_losses_of_one(world, folder, way, **options)
     for number, expected in enumerate(alone):
-        found = [steps[number] for steps in both]
-        assert found[0]["loss"] == found[1]["loss"]
-        assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-6)
-        assert found[0]["norm"] == pytest.approx(expected["norm"], rel=1e-3)
-        assert found[0]["figures"] == pytest.approx(expected["figures"], rel=1e-3, abs=1e-5)
-        assert sorted(found[0]["data"] + found[1]["data"]) == sorted(expected["data"])
+        assert sorted(both[0][number]["data"] + both[1][number]["data"]) == sorted(expected["data"])
 
 
 @pytest.fixture(scope="module")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 from pathlib import Path
 
 import pytest
 
-from tiny import SETTINGS, Die, Runs, assert_same, write_all
+from ranks import assert_two_give_the_losses_of_one
+from tiny import SETTINGS, Die, Runs, assert_resumes, write_all
 from tunesmith.cli.main import main
 from tunesmith.train import events
 
-TRAIN = ("train", "run.yaml", "--plan", "plan.json")
 STEP = "tunesmith.train.step:TrainStep._forward_backward"
 COMPUTE = "tunesmith.run.reference:Reference._compute"
 WORDS = ["red", "blue", "seven", "ten", "cat", "tree", "sun"]
@@ -59,13 +58,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(runs: Runs, tiny_model, tmp_path
     """In the middle of a step, and while the reference is asked."""
     settings = {"objective": objective, "method": method, "lora": {"rank": 4}, "output": "run"}
     whole, killed = (write_run(tmp_path / name, tiny_model, **settings) for name in ("whole", "killed"))
-    assert runs(killed, *TRAIN, die=Die(COMPUTE, 2)).code == -signal.SIGKILL
-    assert runs(killed, *TRAIN, die=Die(STEP, 10)).code == -signal.SIGKILL
-    assert any((killed / "run" / "checkpoints").iterdir())
-    ended = runs(killed, *TRAIN)
-    assert ended.code == 0, ended.err
-    assert runs(whole, *TRAIN).code == 0
-    assert_same(killed / "run", whole / "run")
+    assert_resumes(runs, killed, whole, Die(COMPUTE, 2), Die(STEP, 10))
 
 
 def test_a_run_with_adapters_learns_what_is_preferred(tiny_model, tmp_path, monkeypatch, capsys):
@@ -151,21 +144,8 @@ REST = [
 )
 def test_two_ranks_give_the_losses_of_one(world, shared, tmp_path, objective, method, way):
     data = [{"path": str(shared / ("judged.jsonl" if objective == "kto" else "pairs.jsonl"))}]
-    options = {"folder": str(shared), "method": method, "objective": objective, "data": data}
-    call = "parallel.on_ranks:steps"
-    alone = world(1)(call, count=3, mesh={}, sharding="none", output=str(tmp_path / "one"), **options)[0]
-    mesh = {"ddp": {"replicate": 2}, "zero3": {"shard": 2}, "tensor": {"tensor": 2}}[way]
-    sharding = "ddp" if way == "tensor" else way
-    both = world(2)(call, count=3, mesh=mesh, sharding=sharding, output=str(tmp_path / "two"), **options)
+    options = {"method": method, "objective": objective, "data": data, "places": tmp_path}
+    alone, both = assert_two_give_the_losses_of_one(world, shared, way, count=3, **options)
     for number, expected in enumerate(alone):
-        found = [steps[number] for steps in both]
-        assert found[0]["loss"] == found[1]["loss"]
-        assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert found[0]["norm"] == pytest.approx(expected["norm"], rel=1e-4)
-        # Before the first update the answers of a pair are as likely as the reference has them, up to rounding.
-        figures = [
-            {k: v for k, v in one["figures"].items() if number or k != "accuracy"} for one in (found[0], expected)
-        ]
-        assert figures[0] == pytest.approx(figures[1], rel=1e-4, abs=1e-5)
-        data = found[0]["data"] if way == "tensor" else found[0]["data"] + found[1]["data"]
-        assert sorted(data) == sorted(expected["data"])
+        found = both[0][number]["data"] + ([] if way == "tensor" else both[1][number]["data"])
+        assert sorted(found) == sorted(expected["data"])

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 
-from tiny import Die, Runs, assert_same, write_all
+from ranks import assert_two_give_the_losses_of_one
+from tiny import Die, Runs, assert_resumes, write_all
 from tunesmith.cli.check import examine
 from tunesmith.cli.main import main
 from tunesmith.config.load import from_mapping
@@ -29,7 +30,6 @@ from tunesmith.run.start import prepare_run
 from tunesmith.train import events
 from tunesmith.train.loop import step_of
 
-TRAIN = ("train", "run.yaml", "--plan", "plan.json")
 STEP = "tunesmith.train.step:TrainStep._forward_backward"
 LABELS = ["O", "B-COLOUR", "B-THING"]
 WORDS = {"red": 1, "blue": 1, "one": 0, "nine": 0, "cat": 2, "tree": 2, "sun": 2, "unbelievable": 0}
@@ -181,12 +181,7 @@ def test_a_label_is_at_the_first_token_of_its_word(tiny_model, tmp_path, monkeyp
 def test_a_killed_run_goes_on_to_the_same_bytes(runs: Runs, tiny_model, tmp_path):
     options = {"method": "lora", "output": "run", "save_every": 2, "eval_every": 100, "steps": 8}
     whole, killed = (write_run(tmp_path / name, tiny_model, **options) for name in ("whole", "killed"))
-    assert runs(killed, *TRAIN, die=Die(STEP, 10)).code < 0
-    assert any((killed / "run" / "checkpoints").iterdir())
-    ended = runs(killed, *TRAIN)
-    assert ended.code == 0, ended.err
-    assert runs(whole, *TRAIN).code == 0
-    assert_same(killed / "run", whole / "run")
+    assert_resumes(runs, killed, whole, Die(STEP, 10))
 
 
 @pytest.mark.slow
@@ -196,17 +191,7 @@ def test_two_ranks_give_the_losses_of_one(world, tiny_model, tmp_path, method, w
     """Three sequences a step, which two ranks cannot share evenly."""
     changes = {"method": method, "lora": {"rank": 4}, "eval": [], "held_out": 0, "batch_tokens": 3 * 128, "epochs": 8}
     folder = write_run(tmp_path, tiny_model, **changes)
-    options = {"folder": str(folder), "data": [{"path": str(folder / "train.jsonl")}]}
-    call = "parallel.on_ranks:steps"
-    alone = world(1)(call, count=2, mesh={}, sharding="none", output=str(tmp_path / "one"), **options)[0]
-    mesh = {"replicate": 2} if way == "ddp" else {"shard": 2}
-    both = world(2)(call, count=2, mesh=mesh, sharding=way, output=str(tmp_path / "two"), **options)
-    for number, expected in enumerate(alone):
-        found = [steps[number] for steps in both]
-        assert found[0]["loss"] == found[1]["loss"]
-        assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert found[0]["norm"] == pytest.approx(expected["norm"], rel=1e-4)
-        assert found[0]["figures"] == pytest.approx(expected["figures"], rel=1e-4, abs=1e-5)
+    assert_two_give_the_losses_of_one(world, folder, way)
 
 
 @pytest.mark.parametrize(

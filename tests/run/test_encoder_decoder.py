@@ -12,7 +12,8 @@ import yaml
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from encoder_decoders import FAMILIES, make_encoder_decoder, write_pairs
-from tiny import Die, Runs, assert_same, write_all
+from ranks import assert_two_give_the_losses_of_one
+from tiny import TRAIN, Die, Runs, assert_resumes, write_all
 from tunesmith.cli.main import main
 from tunesmith.config.load import from_mapping
 from tunesmith.config.schema import Dataset
@@ -27,7 +28,6 @@ from tunesmith.run.choose import plan_run
 from tunesmith.run.start import prepare_run
 from tunesmith.train.loop import step_of
 
-TRAIN = ("train", "run.yaml", "--plan", "plan.json")
 HERE = Origin("pairs.jsonl", 1)
 SHORT = {"batch_tokens": 192, "save_every": 1, "lora": {"rank": 4, "dropout": 0.1}}
 QUICK = ("t5", "marian")
@@ -168,11 +168,7 @@ def trained(models, tmp_path_factory, runs: Runs) -> Path:
 
 def test_a_killed_run_goes_on_to_the_same_bytes(models, trained, tmp_path, runs: Runs):
     folder = write_run(tmp_path / "killed", models["t5"], **SHORT)
-    assert runs(folder, *TRAIN, die=Die("tunesmith.train.step:TrainStep._forward_backward", 14)).code < 0
-    assert any((folder / "run" / "checkpoints").iterdir())
-    ended = runs(folder, *TRAIN)
-    assert ended.code == 0, ended.err
-    assert_same(folder / "run", trained / "run")
+    assert_resumes(runs, folder, trained, Die("tunesmith.train.step:TrainStep._forward_backward", 14))
     plan = json.loads((folder / "run" / "plan.json").read_text())
     assert plan["forward"]["layout"] == "encoder-decoder"
 
@@ -214,16 +210,7 @@ def test_two_ranks_give_the_losses_of_one(world, models, tmp_path, family, metho
     """Five sequences a step, which two ranks cannot share evenly."""
     changes = {"method": method, "eval": [], "held_out": 0, "sequence_length": 64, "batch_tokens": 5 * 64, "epochs": 4}
     folder = write_run(tmp_path, models[family], **changes)
-    options = {"folder": str(folder), "data": [{"path": str(folder / "train.jsonl")}]}
-    call = "parallel.on_ranks:steps"
-    alone = world(1)(call, count=2, mesh={}, sharding="none", output=str(tmp_path / "one"), **options)[0]
-    mesh = {"replicate": 2} if way == "ddp" else {"shard": 2}
-    both = world(2)(call, count=2, mesh=mesh, sharding=way, output=str(tmp_path / "two"), **options)
-    for number, expected in enumerate(alone):
-        found = [steps[number] for steps in both]
-        assert found[0]["loss"] == found[1]["loss"]
-        assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        assert found[0]["norm"] == pytest.approx(expected["norm"], rel=1e-4)
+    assert_two_give_the_losses_of_one(world, folder, way)
 
 
 @pytest.mark.slow

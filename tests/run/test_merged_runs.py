@@ -8,10 +8,9 @@ import signal
 
 import pytest
 
-from tiny import Die, assert_same, write_all
+from tiny import TRAIN, Die, assert_same, write_all
 from tunesmith.run.certificate import certify
 
-TRAIN = ("train", "run.yaml", "--plan", "plan.json")
 STEP = "tunesmith.train.step:TrainStep._forward_backward"
 
 
