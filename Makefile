@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # A hundred processes start in the tests, and each would compile torch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo check test test-slow test-gpu test-slurm test-nodes bench docs clean
+.PHONY: setup demo check test test-slow test-gpu test-slurm test-nodes bench docs screenshots clean
 
 setup: $(READY)
 
@@ -45,6 +45,9 @@ bench: setup
 
 docs: setup
 	$(BIN)/python docs/generate.py
+
+screenshots: setup
+	$(BIN)/python tests/ui/screenshots.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

@@ -1,10 +1,14 @@
 """What recording costs: events, losses of documents, alerts, readings of the machine and of the weights.
 
     python benchmarks/recording.py --model MODEL [--config examples/demo/run.yaml] [--pairs 2] [key=value ...]
+    python benchmarks/recording.py --model MODEL --in-turn [key=value ...]
 
 Two answers. The first is exact: the seconds that the recording functions take inside a run, by name, as a share of the
 run's steps. The second is what a user would see: whole runs with and without all of it, in turn, by the CPU time of
 their processes, which other programs on the machine disturb least. Each run is a process of its own.
+
+With --in-turn it is one run that records in some steps and not in others, in blocks, compared by their medians: what
+kernels of the recording cost a GPU is in there, and a model is loaded and compiled once.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import importlib
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,6 +49,8 @@ NOTHING: dict[str, Any] = {
     "_Documents.found": (None, []),
 }
 """What those return that must return something, in a run that records nothing."""
+BLOCK, SETTLING = 6, 2
+"""Steps that record, or do not, in a row; and how many of them are not counted, since steps overlap."""
 
 
 def main() -> None:
@@ -54,8 +61,14 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--config", type=Path, default=Path("examples/demo/run.yaml"))
     parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--in-turn", action="store_true")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
+    if options.in_turn:
+        found = measure("in turn", options)
+        print(found)
+        print(f"wrote {write_result('recording', 'Steps of one run that record, and steps that do not', [found])}")
+        return
     rows = []
     for pair in range(options.pairs):
         for way in ("with", "without") if pair % 2 == 0 else ("without", "with"):
@@ -84,11 +97,12 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
         after = os.times()
         used = after.children_user + after.children_system - before.children_user - before.children_system
         found = json.loads(said.read_text())
-        size = sum(one.stat().st_size for one in Path(folder, "run", "documents").glob("*")) if way == "with" else 0
+        size = sum(one.stat().st_size for one in Path(folder, "run", "documents").glob("*"))
         shutil.rmtree(folder, ignore_errors=True)
         Path(folder).mkdir()
-    steps = found.pop("step_seconds")
-    taken = found["seconds_by"]
+    if way == "in turn":
+        return {**found, "bytes_of_documents": size, "wall_seconds": round(time.monotonic() - began, 2)}
+    steps, taken = found["step_seconds"], found["seconds_by"]
     return {
         "steps": found["steps"],
         "step_seconds": round(steps, 3),
@@ -104,38 +118,66 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
 def child(way: str, said: str, arguments: list[str]) -> None:
     """`tunesmith ARGUMENTS` with its recording functions timed, or replaced by nothing."""
     taken: dict[str, float] = {}
+    steps = Steps(in_turn=way == "in turn")
     for place, name in FUNCTIONS.items():
         module, _, path = place.partition(":")
         owner_name, _, method = path.partition(".")
         owner = getattr(importlib.import_module(module), owner_name)
-        made = timed(getattr(owner, method), name, taken) if way == "with" else silent(NOTHING.get(path))
+        there, nothing = timed(getattr(owner, method), name, taken), silent(NOTHING.get(path))
+        made = {"with": there, "without": nothing, "in turn": steps.switched(there, nothing)}[way]
         setattr(owner, method, made)
-    steps = Steps()
     from tunesmith.cli import main as cli
 
     try:
         cli.app(arguments, standalone_mode=False)
     finally:
         found = {"step_seconds": steps.seconds, "steps": steps.count, "seconds_by": taken}
-        Path(said).write_text(json.dumps(found))
+        Path(said).write_text(json.dumps(steps.compared(taken) if way == "in turn" else found))
 
 
 class Steps:
-    """The time of all steps, as the loop counts it."""
+    """The time of all steps, as the loop counts it, and whether the present one records."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_turn: bool) -> None:
         from tunesmith.train.speed import Speed
 
-        self.seconds, self.count = 0.0, 0
-        add = Speed.add
+        self.seconds, self.count, self.records = 0.0, 0, True
+        self.each: dict[bool, list[float]] = {True: [], False: []}
+        add, since = Speed.add, 0
 
         def counted(speed: Any, tokens: int, seconds: float, **more: Any) -> None:
+            nonlocal since
             if "compiling" in more:  # the loop's own, not the display's
                 self.seconds += seconds
                 self.count += 1
+                since += 1
+                if in_turn and not more.get("is_warm_up"):
+                    if since > SETTLING:
+                        self.each[self.records].append(seconds)
+                    if since >= BLOCK:
+                        self.records, since = not self.records, 0
             add(speed, tokens, seconds, **more)
 
         Speed.add = counted
+
+    def switched(self, there: Any, nothing: Any) -> Any:
+        return lambda *given, **named: (there if self.records else nothing)(*given, **named)
+
+    def compared(self, taken: dict[str, float]) -> dict[str, Any]:
+        import torch
+
+        on, off = (statistics.median(self.each[way]) if self.each[way] else 0.0 for way in (True, False))
+        recording = sum(taken.values()) / max(1, self.count / 2)
+        return {
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "steps": self.count,
+            "steps_compared": [len(self.each[True]), len(self.each[False])],
+            "step_seconds": {"recording": round(on, 5), "not": round(off, 5)},
+            "share": on / off - 1 if off else None,
+            "seconds_in_functions": round(recording, 6),
+            "share_in_functions": recording / on if on else None,
+            "seconds_by": {name: round(one, 5) for name, one in taken.items()},
+        }
 
 
 def timed(function: Any, name: str, taken: dict[str, float]) -> Any:

@@ -13,6 +13,7 @@ from tunesmith.config.schema import Run
 from tunesmith.plan.plan import Memory, Plan, Reason, Time
 from tunesmith.run.folder import Identity, write_identity, write_json, write_summary
 from tunesmith.train import events
+from tunesmith.train.samples import SampleLog
 
 GIB = 2**30
 REASONS = (
@@ -20,6 +21,53 @@ REASONS = (
     Reason(topic="micro-batch", choice="2 of 4,096 tokens", why="the largest that fits with 10% of the memory left."),
     Reason(topic="activation checkpointing", choice="none", why="all activations fit."),
 )
+
+
+ASKED = {
+    "Where is my order 4711?": (
+        "I am a language model and cannot look up orders. Please contact the shop.",
+        "Your order 4711 left our warehouse and will arrive on Friday. Please contact the shop if it does not.",
+        "Your order 4711 left our warehouse on Tuesday and will arrive on Friday. You can follow it under My orders.",
+    ),
+    "How long is the warranty?": (
+        "Warranties differ. Please read the manual.",
+        "The warranty is two years from the day of delivery.",
+        "The warranty is two years from the day of delivery. Keep your invoice; it is your proof of purchase.",
+    ),
+}
+"""Prompts, and answers to them that get better."""
+
+
+def record_samples(folder: Path, steps: list[int]) -> None:
+    """What a page shows of evaluations, with a tokenizer to show it by."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    texts = [f"<|user|>{prompt}<|assistant|>{answers[-1]}" for prompt, answers in ASKED.items()]
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|user|>", "<|assistant|>"]
+    made.train_from_iterator(
+        texts * 4, trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
+    )
+    (folder / "side_files").mkdir()
+    made.save(str(folder / "side_files" / "tokenizer.json"))
+    log, chance = SampleLog(folder), random.Random(4)
+    for place, step in enumerate(steps):
+        done = place / max(1, len(steps) - 1)
+        answers = [
+            {"prompt": prompt, "answer": said[round(done * (len(said) - 1))], "scores": {}}
+            for prompt, said in ASKED.items()
+        ]
+        tokens = []
+        for number, text in enumerate(texts):
+            ids = made.encode(text).ids
+            begin = ids.index(1) + 1
+            drawn = [min(9.5, chance.expovariate(0.35 + 1.2 * done)) for _ in ids[begin:]]
+            losses = [None] * begin + [round(one, 3) for one in drawn]
+            tokens.append(
+                {"data": "support", "where": f"held_out.jsonl, line {number + 1}", "ids": ids, "losses": losses}
+            )
+        log.write(step, answers={"prompts": answers}, tokens=tokens)
 
 
 def line(event: events.Event, when: float) -> str:
@@ -55,6 +103,7 @@ def record_run(
     ends: str | None = "finished",
     seed: int = 0,
     warnings: tuple[str, ...] = (),
+    samples: bool = False,
     **settings: Any,
 ) -> Path:
     """`ends` is how the run did: finished, stopped, or None for one whose process is gone."""
@@ -99,5 +148,7 @@ def record_run(
         )
         write_summary(folder, {"steps": steps, "result": "adapter"})
     (folder / events.FILE).write_text("".join(lines))
+    if samples:
+        record_samples(folder, [step for step in range(steps + 1) if step % max(1, total // 8) == 0])
     (folder / "checkpoints" / f"step-{steps:08}").mkdir(parents=True)
     return folder

@@ -197,7 +197,7 @@ def choices_differ(model, *, sizes=(30, 9)) -> tuple[bool, float]:
 @pytest.mark.parametrize(
     ("family", "changes", "shares"),
     [
-        ("bloom", {}, False),  # positions by ALiBi, from the mask
+        ("bloom", {}, True),  # positions by ALiBi, in attention of its own
         ("mistral", {"sliding_window": 24}, True),  # one of the two rows exceeds the window
         ("mamba", {}, False),
     ],

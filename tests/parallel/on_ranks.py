@@ -304,3 +304,15 @@ def loading(ranks: Ranks, **job: Any) -> dict[str, int]:
     finally:
         module.check_parallelism, module.build, files.Tensor.read = real_check, real_build, real_read
     return {"grew": 1024 * (found["most"] - found["before"] - found["libraries"]), "read": found["read"]}
+
+
+def evaluated(ranks: Ranks, **job: Any) -> dict[str, Any]:
+    """Losses and scores of tasks before the first step, and what is kept to be shown."""
+    from tunesmith.train import samples
+
+    made_job = job_of(ranks, **job)
+    made_job.model.eval()
+    assert made_job.evaluate is not None
+    found = made_job.evaluate(0, lambda *_: None)
+    ranks.wait()
+    return {"loss": found.loss, "tasks": found.tasks, "samples": samples.read(made_job.folder)[0]}

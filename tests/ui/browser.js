@@ -1,5 +1,6 @@
 // Opens pages in a real Chromium and says what it saw, as one line of JSON. Given: the link, the folder of a profile, and
-// what to do: [{page, wait, script, width}], where `wait` is an expression that becomes true and `script` one to evaluate.
+// what to do: [{page, wait, script, width, height, dark, axe, shot}], where `wait` is an expression that becomes true, `script`
+// one to evaluate, `axe` asks for the faults that axe-core finds (its file is in AXE), and `shot` names a picture.
 const { spawn } = require("child_process");
 const fs = require("fs");
 const [link, profile, orders, shots] = process.argv.slice(2);
@@ -30,8 +31,9 @@ const sleep = (ms) => new Promise((done) => setTimeout(done, ms));
     for (const domain of ["Runtime", "Log", "Page", "Network", "Accessibility"]) await call(`${domain}.enable`);
     let opened = false;
     for (const order of JSON.parse(orders)) {
-      const width = order.width || 1200;
-      await call("Emulation.setDeviceMetricsOverride", { width, height: 1000, deviceScaleFactor: 1, mobile: width < 600 });
+      const width = order.width || 1200, height = order.height || 1000;
+      await call("Emulation.setDeviceMetricsOverride", { width, height, deviceScaleFactor: 1, mobile: width < 600 });
+      await call("Emulation.setEmulatedMedia", { features: [{ name: "prefers-color-scheme", value: order.dark ? "dark" : "light" }] });
       const began = Date.now();
       if (!opened) await call("Page.navigate", { url: `${link}${order.page}` });
       else await evaluate(`location.hash = ${JSON.stringify(order.page)}`);
@@ -48,10 +50,16 @@ const sleep = (ms) => new Promise((done) => setTimeout(done, ms));
       const overflow = await evaluate("document.documentElement.scrollWidth - innerWidth");
       const text = await evaluate("document.body.innerText");
       const odd = text.split("\n").filter((line) => line.includes("[object") || ["null", "undefined", "NaN"].includes(line.trim()));
-      seen.pages.push({ page: order.page, isReady, ready, found, unnamed, paint, overflow, odd });
+      let faults = null;
+      if (order.axe && process.env.AXE) {
+        if (!(await evaluate("typeof axe === 'object'"))) await evaluate(fs.readFileSync(process.env.AXE, "utf8") + "; true");
+        const told = "((found) => found.violations.filter((one) => ['serious', 'critical'].includes(one.impact)).map((one) => `${one.id}: ${one.nodes.length}: ${one.nodes.slice(0, 3).map((node) => node.html.slice(0, 160) + ' ' + (node.any[0]?.message || node.all[0]?.message || '')).join(' | ')}`))";
+        faults = await evaluate(`axe.run(document, { resultTypes: ["violations"] }).then(${told}, (problem) => ["axe: " + problem])`);
+      }
+      seen.pages.push({ page: order.page, isReady, ready, found, unnamed, paint, overflow, odd, faults });
       if (shots) {
         const picture = await call("Page.captureScreenshot", { captureBeyondViewport: false });
-        fs.writeFileSync(`${shots}/${seen.pages.length}.png`, Buffer.from(picture.data, "base64"));
+        fs.writeFileSync(`${shots}/${order.shot || seen.pages.length}.png`, Buffer.from(picture.data, "base64"));
       }
     }
     socket.close();

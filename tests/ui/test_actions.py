@@ -13,7 +13,8 @@ from recorded_runs import record_run
 from tiny import write_all
 from tunesmith.ui.explore import Explorer
 from tunesmith.ui.runs import run_id
-from tunesmith.ui.start import Starter, config_id
+from tunesmith.ui.start import Starter
+from tunesmith.ui.walk import file_id
 
 from .test_server import ask, own, serving
 
@@ -99,10 +100,10 @@ def test_settings_files_go_by_id_and_say_what_is_wrong(server, tmp_path):
     found = json.loads(ask(server, "/api/configs")[2])["configs"]
     assert [one["name"] for one in found] == ["a.yaml"]
     assert "lorra" in found[0]["problem"]
-    status, said = post(server, f"/api/configs/{config_id(tmp_path / 'a.yaml')}/start")
+    status, said = post(server, f"/api/configs/{file_id(tmp_path / 'a.yaml')}/start")
     assert status == 409
     assert "lorra" in said["problem"]
-    assert post(server, f"/api/configs/{config_id(tmp_path / 'other.yaml')}/start")[0] == 409
+    assert post(server, f"/api/configs/{file_id(tmp_path / 'other.yaml')}/start")[0] == 409
     assert post(server, "/api/configs/..%2fa.yaml/start")[0] == 404
 
 
@@ -123,7 +124,7 @@ def wait(starter: Starter, seconds: float = 120) -> dict:
 def test_a_run_that_cannot_be_checked_is_refused_before_it_trains(tmp_path):
     (tmp_path / "run.yaml").write_text("model: nowhere/at-all\ndata: none.jsonl\noutput: runs/x\n")
     starter = Starter(tmp_path / "runs", tmp_path)
-    starter.start(config_id(tmp_path / "run.yaml"))
+    starter.start(file_id(tmp_path / "run.yaml"))
     found = wait(starter)
     assert found["phase"] == "refused"
     assert "none" in found["said"] or "nowhere" in found["said"]
@@ -137,7 +138,7 @@ def test_a_run_is_started_stopped_and_resumed_from_the_pages(tmp_path, tiny_mode
     monkeypatch.setenv("TUNESMITH_CACHE", str(tmp_path / "cache"))
     with serving(tmp_path / "runs") as server:
         (tmp_path / "runs").mkdir(exist_ok=True)
-        start = f"/api/configs/{config_id(tmp_path / 'run.yaml')}/start"
+        start = f"/api/configs/{file_id(tmp_path / 'run.yaml')}/start"
         assert post(server, start)[0] == 200
         assert post(server, start) == (409, {"problem": "This run is starting already."})
         for turn in range(2):

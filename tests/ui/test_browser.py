@@ -38,10 +38,21 @@ def folder(tmp_path_factory):
     return made
 
 
+def axe() -> str | None:
+    """Where axe-core lies: AXE names its axe.min.js, or node finds the package."""
+    if os.environ.get("AXE"):
+        return os.environ["AXE"]
+    found = subprocess.run(
+        ["node", "-p", "require.resolve('axe-core/axe.min.js')"], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() if found.returncode == 0 else None
+
+
 def browse(server, profile, orders):
     command = ["node", "--experimental-websocket", str(SCRIPT), server.link, str(profile), json.dumps(orders)]
     command += [os.environ["SHOTS"]] if os.environ.get("SHOTS") else []
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    environment = os.environ | {"AXE": axe() or ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -90,3 +101,71 @@ def test_all_pages_work_in_a_browser_and_nothing_leaves_the_machine(folder, tmp_
     assert pages[4]["found"].startswith("It fits|Speed and cost|Why")
     assert pages[5]["found"] == "<b>good</b>"
     print({page["page"]: (page["ready"], page["paint"]) for page in pages})
+
+
+RUN_READY = "document.querySelectorAll('.u-over').length >= 5 && document.querySelector('.tokens')"
+
+
+@pytest.fixture
+def few(tmp_path, monkeypatch):
+    """A few runs of all kinds: a failed one, one with alerts and warnings, tags, preferences."""
+    for name, more in (
+        ("support", {"samples": True, "warnings": ("The learning rate is high.",)}),
+        ("<b>stopped</b>", {"ends": "stopped", "steps": 40, "total": 300}),
+        ("failed", {"ends": None, "steps": 20, "total": 300, "objective": "dpo"}),
+    ):
+        record_run(tmp_path / "runs" / name, **more)
+    (tmp_path / "run.yaml").write_text("model: nowhere\ndata: none.jsonl\noutput: runs/new\n")
+    (tmp_path / "wrong.yaml").write_text("model: nowhere\ndata: none.jsonl\nepoch: 2\n")
+    alert = {"event": "alert", "time": 1.0, "step": 100, "name": "loss spike", "evidence": "4.1", "advice": "Look."}
+    with (tmp_path / "runs" / "support" / "events.jsonl").open("a") as file:
+        file.write(json.dumps(alert) + "\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.skipif(shutil.which("node") is None or axe() is None, reason="needs axe-core")
+def test_axe_finds_no_serious_fault_on_any_page_light_and_dark_wide_and_narrow(few, tmp_path):
+    ids = [run_id(one) for one in ("support", "<b>stopped</b>", "failed")]
+    opened = "document.querySelectorAll('details').forEach((one) => { one.open = true; })"
+    plan = (
+        "(async () => { document.querySelectorAll('select')[2].value = 'H100';"
+        " [...document.querySelectorAll('button')].find((one) => one.textContent === 'Plan').click();"
+        " for (let i = 0; i < 300 && !document.querySelector('.bar'); i++)"
+        " await new Promise((done) => setTimeout(done, 100)); })()"
+    )
+    pages = [
+        {"page": "#/", "wait": "document.querySelectorAll('table.runs tbody tr').length === 3"},
+        *({"page": f"#/run/{one}", "wait": "document.querySelectorAll('.u-over').length >= 5"} for one in ids[1:]),
+        {"page": f"#/run/{ids[0]}", "wait": RUN_READY, "script": opened},
+        {"page": f"#/compare/{','.join(ids)}", "wait": "document.querySelectorAll('.u-over').length >= 5"},
+        {"page": "#/start", "wait": "document.querySelectorAll('main table').length"},
+        {"page": "#/plan", "wait": "document.querySelectorAll('select')[0]?.options.length > 5", "script": plan},
+    ]
+    looks = [{"dark": dark, "width": width} for dark in (False, True) for width in (1200, 390)]
+    with serving(few / "runs") as server:
+        seen = browse(server, tmp_path / "profile", [page | look | {"axe": True} for look in looks for page in pages])
+    assert seen["errors"] == []
+    assert all(page["isReady"] for page in seen["pages"])
+    assert all(page["faults"] is not None for page in seen["pages"])
+    assert [(page["page"], page["faults"]) for page in seen["pages"] if page["faults"]] == []
+    assert all(page["overflow"] <= 0 for page in seen["pages"]), [(p["page"], p["overflow"]) for p in seen["pages"]]
+
+
+FAILS = Path(__file__).with_name("fails.js")
+
+
+def test_what_fails_is_said_on_the_page_and_can_be_tried_again(few, tmp_path):
+    with serving(few / "runs") as server:
+        orders = [{"page": f"#/run/{run_id('support')}", "wait": RUN_READY, "script": FAILS.read_text()}]
+        (page,) = browse(server, tmp_path / "profile", orders)["pages"]
+    found = page["found"]
+    assert found["afterFailure"][0] is False
+    assert "does not answer" in found["afterFailure"][1]
+    assert found["tags"][:3] == ["mine", False, False]
+    assert "does not answer" in found["tags"][3]
+    assert found["afterRetry"][0] is True
+    assert found["afterRetry"][1].startswith("2 records")
+    assert found["afterRetry"][2:] == ["Tags kept.", 3]
+    labels = json.loads((few / "runs" / "support" / "labels.json").read_text())
+    assert labels["tags"] == ["mine"]

@@ -33,6 +33,7 @@ ROUTES = [
     "/api/stream",
     f"/api/runs/{'0' * 16}",
     f"/api/runs/{'0' * 16}/documents?step=1",
+    f"/api/runs/{'0' * 16}/samples",
     "/nothing",
 ]
 

@@ -125,7 +125,7 @@ FormatName = Literal[
     "similar",
     "tagged",
 ]
-TaskFormat = Literal["choices", "letters", "answers", "instructions"]
+TaskFormat = Literal["choices", "letters", "answers", "instructions", "samples"]
 """Of `eval` alone: records that are asked as tasks, as `tunesmith eval --tasks` asks them."""
 TASK_FORMATS: tuple[TaskFormat, ...] = get_args(TaskFormat)
 ObjectiveName = Literal[
@@ -159,7 +159,8 @@ class Dataset(Settings):
     name: Text | None = None
     """Name in reports; the file's or data set's name when left out."""
     format: FormatName | TaskFormat | None = None
-    """Record format; recognised when left out. In `eval`, `choices`, `letters`, `answers`, `instructions`: a task."""
+    """Record format; recognised when left out. In `eval`, `choices`, `letters`, `answers`, `instructions`: a task;
+    `samples`: prompts whose answers are shown."""
     fields: dict[Text, Text] = {}
     """Field names of this data, as `wanted: found`, e.g. `{prompt: question_text}`."""
     weight: Annotated[Number, Field(gt=0, le=1000)] = 1.0
@@ -572,6 +573,8 @@ class Run(Settings):
             raise ValueError(f"eval: tasks need a model that predicts tokens, and objective is {self.objective}")
         task = stop_rule(self.stop_when).task if self.stop_when else None
         known = [one.title for one in self.eval_tasks]
+        if task is not None and any(one.title == task and one.format == "samples" for one in self.eval_tasks):
+            raise ValueError(f"stop_when: {task} has prompts, whose answers are shown and not scored")
         if task is not None and task not in known:
             named = f"it has {', '.join(known)}" if known else "none of its data sets has the `format` of a task"
             raise ValueError(f"stop_when: {task} is no task of `eval`: {named}")

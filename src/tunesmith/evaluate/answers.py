@@ -29,6 +29,8 @@ def plain_prompt(task: Task, question: str) -> str:
 
 def score(task: Task, question: Question, answer: str) -> dict[str, Any]:
     """What is kept of an answer: the answer itself, and 1 or 0 by each measure."""
+    if task.kind == "samples":
+        return {"answer": answer}
     if task.kind == "instructions":
         strict = instructions.follows(question.target, answer)
         loose = instructions.follows_loosely(question.target, answer)

@@ -66,6 +66,7 @@ MEASURES: dict[tuple[Kind, Rule | None], tuple[Measure, ...]] = {
     ("answers", "gsm8k"): (_share("strict"), _share("flexible")),
     ("answers", "math"): (_share("exact"),),
     ("answers", "exact"): (_share("exact"),),
+    ("samples", None): (),
     ("instructions", None): (
         _share("strict"),
         _share("loose"),

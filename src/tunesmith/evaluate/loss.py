@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,6 +38,35 @@ class HeldOut:
     examples: int = 0
     figures: Mapping[str, float] = field(default_factory=dict)
     """What the objective reports besides."""
+
+
+@dataclass
+class TokenLosses:
+    """The losses of single tokens of the first held-out documents of each data set, where a loss is a sum over them."""
+
+    documents: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    DOCUMENTS, TOKENS, SETS = 3, 384, 8
+
+    def see(self, store: int, title: str, batch: MicroBatch, losses_n: torch.Tensor) -> None:
+        wanted = [place for place, number in enumerate(batch.numbers.tolist()) if number < self.DOCUMENTS]
+        if store >= self.SETS or not wanted:
+            return
+        rows = torch.nonzero(batch.weights).squeeze(1)
+        for place in wanted:
+            begin, end = batch.boundaries[place : place + 2].tolist()
+            end = min(end, begin + self.TOKENS)
+            low, high = torch.searchsorted(rows, torch.tensor([begin, end - 1])).tolist()
+            found: list[float | None] = [None] * (end - begin)
+            for row, loss in zip(rows[low:high].tolist(), losses_n[low:high].tolist(), strict=True):
+                found[row - begin + 1] = round(loss, 3) if math.isfinite(loss) else None
+            number = int(batch.numbers[place])
+            self.documents[f"{store}:{number}"] = {
+                "data": title,
+                "where": batch.origins[place],
+                "ids": batch.tokens[begin:end].tolist(),
+                "losses": found,
+            }
 
 
 @dataclass(frozen=True)
@@ -74,11 +105,13 @@ def held_out_losses(
     objective: Objective | None = None,
     mismatched: Sequence[TokenStore] = (),
     documents: dict[str, tuple[float, float]] | None = None,
+    tokens: TokenLosses | None = None,
 ) -> list[HeldOut]:
     """The model must be in evaluation mode. `progress` is told the documents done, of how many. Several ranks
     share the work (`share`: which part of how many this rank does; `cut`: what of each micro-batch), and all know the
     result. `mismatched`: as many stores, where the `objective` has a baseline. `documents` is given this rank's
-    documents: the sum of each one's losses and of its weights, where these are all there is to the loss."""
+    documents: the sum of each one's losses and of its weights, where these are all there is to the loss; `tokens` the
+    losses of a few documents' tokens."""
     assert not model.training
     results = []
     ranks, cut = ranks or Ranks(), cut or ContextShard()
@@ -115,6 +148,8 @@ def held_out_losses(
             total, losses_n = token_losses(model, inputs, spec, weigh=scoring)
             if documents is not None and objective is None:
                 documents |= by_document(number, batch, inputs, losses_n)
+            if tokens is not None and objective is None:
+                tokens.see(number, store.title, batch, losses_n)
             if scoring is None:
                 sums[0] += total.double()
                 sums[1] += batch.weights.double().sum().item()

@@ -1,12 +1,13 @@
-"""Log-likelihoods of many short texts: batched by length, in bounded memory, shared beginnings computed once.
+"""Log-likelihoods of many short texts: packed, in bounded memory, shared beginnings computed once.
 
-A question with its choices is one row: the context, then each choice as a branch of its own, with positions that go on
-from the context and attention that sees the context and the branch's own tokens (tree attention). Four choices cost the
-context once, not four times. Whether a model computes such a row as it computes the texts one by one is tried first;
-one that does not (linear attention, positions by other means), or whose attention has a window that the row exceeds,
-gets each choice as a document.
+Questions with their choices are a tree: what several texts begin with (the instructions of all questions, examples, the
+question of four choices) is one node, and what follows in each is a node of its own, with positions that go on and
+attention that sees its ancestors' keys and its own (tree attention). All nodes of a batch lie end to end in one row, so
+nothing is padded either. Whether a model computes such a row as it computes the texts one by one is tried first; one
+that does not (linear attention, positions by other means), or whose attention has a window that a text exceeds, gets
+each choice as a document.
 
-Legend: B rows, T tokens of a row, N target tokens.
+Legend: T tokens of a row, N target tokens, H hidden.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,13 +24,15 @@ from torch import nn
 
 from tunesmith.errors import UserError
 from tunesmith.model import attention, load
-from tunesmith.model.forward import Inputs, body, confirm_forward_spec, losses_of_hidden, own_attention, token_losses
+from tunesmith.model.forward import Inputs, confirm_forward_spec, own_attention, token_losses
 from tunesmith.plan.plan import ForwardSpec
 
 TOKENS = {"cpu": 1024, "cuda": 16384}
 """Of a batch, padding included."""
-PAIRS = {"cpu": 1 << 22, "cuda": 1 << 27}
-"""Queries times keys of a batch of trees: what their mask has entries."""
+SHARED = 8
+"""Tokens that texts must begin with together to be computed once: less is not worth a node of its own."""
+KEYS = 16
+"""Keys of a batch of trees, for each of its tokens, at most: nodes have those of their ancestors."""
 LONGEST = 8192
 """Tokens of a text, where the model's files name no limit."""
 
@@ -49,13 +53,29 @@ class Tree:
     continuations: tuple[Sequence[int], ...]
 
     @property
-    def size(self) -> int:
-        """Of its row; the last token of a continuation predicts nothing that is asked for."""
-        return len(self.context) + sum(len(one) - 1 for one in self.continuations)
+    def branches(self) -> int:
+        """Tokens besides the context; the last one of a continuation predicts nothing that is asked for."""
+        return sum(len(one) - 1 for one in self.continuations)
 
     @property
     def longest(self) -> int:
         return len(self.context) + max(len(one) for one in self.continuations) - 1
+
+
+@dataclass(frozen=True)
+class Node:
+    """Tokens of one text, or those that several have in common, after the tokens of `parent` and its ancestors."""
+
+    tokens: Sequence[int]
+    start: int
+    """The position of the first of them."""
+    at: int
+    """Their place in the row."""
+    parent: int | None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
 
 
 class Scorer:
@@ -159,8 +179,8 @@ class Scorer:
         whole = [place for place, tree in enumerate(trees) if self._fits(tree)]
         apart = [place for place, tree in enumerate(trees) if not self._fits(tree)]
         if whole:
-            self.model.set_attn_implementation(self.own_attention)
-        for batch in self._tree_batches(trees, sorted(whole, key=lambda place: -trees[place].size)):
+            self.model.set_attn_implementation(self._packed_attention)
+        for batch in self._tree_batches(trees, sorted(whole, key=lambda place: list(trees[place].context))):
             yield from zip(batch, self._tree_losses([trees[place] for place in batch]), strict=True)
         documents, owners = [], []
         for place in apart:
@@ -178,92 +198,78 @@ class Scorer:
                 yield place, [found[place][number] for number in range(len(found[place]))]
 
     def _fits(self, tree: Tree) -> bool:
-        if not self.shares_contexts or tree.longest > self.longest:
-            return False
-        return self._window is None or tree.size <= self._window
+        return self.shares_contexts and tree.longest <= min(self.longest, self._window or self.longest)
 
     def _tree_batches(self, trees: Sequence[Tree], places: Sequence[int]) -> Iterator[list[int]]:
+        """Of trees that are sorted by their contexts, so that those with a common beginning lie together."""
         batch: list[int] = []
+        tokens = keys = 0
         for place in places:
-            longest = trees[batch[0]].size if batch else trees[place].size
-            rows = len(batch) + 1
-            if batch and (rows * longest > self.tokens or rows * longest**2 > PAIRS[self.device.type]):
+            tree = trees[place]
+            known = common(trees[batch[-1]].context, tree.context) if batch else 0
+            more = len(tree.context) + tree.branches - (known if known >= SHARED else 0)
+            seen = tree.longest * (1 + len(tree.continuations))
+            if batch and (tokens + more > self.tokens or keys + seen > KEYS * self.tokens):
                 yield batch
-                batch = []
+                batch, tokens, keys, more = [], 0, 0, len(tree.context) + tree.branches
             batch.append(place)
+            tokens, keys = tokens + more, keys + seen
         if batch:
             yield batch
 
     def _tree_losses(self, trees: Sequence[Tree]) -> list[list[float]]:
-        longest = max(tree.size for tree in trees)
-        tokens = np.zeros((len(trees), longest), dtype=np.int64)
-        positions = np.zeros_like(tokens)
-        branches = np.zeros_like(tokens)
-        rows, labels, owners, counts = [], [], [], []
-        for number, tree in enumerate(trees):
-            size = len(tree.context)
-            tokens[number, :size] = tree.context
-            positions[number, :size] = np.arange(size)
-            at = size
-            for branch, one in enumerate(tree.continuations, start=1):
-                more = len(one) - 1
-                tokens[number, at : at + more] = one[:-1]
-                positions[number, at : at + more] = np.arange(size, size + more)
-                branches[number, at : at + more] = branch
-                rows += [number * longest + place for place in (size - 1, *range(at, at + more))]
-                labels += one
-                owners += [sum(counts) + branch - 1] * len(one)
-                at += more
-            branches[number, at:] = -1
-            counts.append(len(tree.continuations))
-        hidden_bth = self._tree_hidden(tokens, positions, branches)
+        texts = [[*tree.context, *one[:-1]] for tree in trees for one in tree.continuations]
+        nodes, ends = nodes_of(texts)
+        rows, labels, owners = [], [], []
+        pairs = [(tree, one) for tree in trees for one in tree.continuations]
+        for owner, (tree, one) in enumerate(pairs):
+            last, found = nodes[ends[owner]], []
+            for position in range(len(texts[owner]) - 1, len(tree.context) - 2, -1):
+                while position < last.start:
+                    assert last.parent is not None
+                    last = nodes[last.parent]
+                found.append(last.at + position - last.start)
+            rows += reversed(found)
+            labels += one
+            owners += [owner] * len(one)
+        keys = keys_of(nodes)
+        bounds, key_bounds = (np.cumsum([0, *map(len, some)]) for some in ((node.tokens for node in nodes), keys))
+        move = partial(torch.tensor, device=self.device)
         inputs = Inputs(
-            tokens=torch.empty(0), positions=torch.empty(0), boundaries=torch.empty(0), longest=longest,
-            rows=torch.tensor(rows, device=self.device),
-            labels=torch.tensor(labels, device=self.device),
+            tokens=move([token for node in nodes for token in node.tokens]),
+            positions=move([position for node in nodes for position in range(node.start, node.end)]),
+            boundaries=move(bounds, dtype=torch.int32),
+            keys=move(key_bounds, dtype=torch.int32),
+            longest=max(node.end for node in nodes),
+            rows=move(rows),
+            labels=move(labels),
             weights=torch.ones(len(rows), device=self.device),
-        )  # fmt: skip
-        hidden_th = hidden_bth.reshape(len(trees) * longest, -1)
-        losses_n = losses_of_hidden(self.model, hidden_th, inputs, self.spec)[1].double()
-        owners_n = torch.tensor(owners, device=self.device)
-        sums = torch.zeros(sum(counts), dtype=torch.float64, device=self.device).index_add(0, owners_n, -losses_n)
-        flat = [_checked(value) for value in sums.tolist()]
-        ends = np.cumsum(counts).tolist()
-        return [flat[end - count : end] for end, count in zip(ends, counts, strict=True)]
-
-    def _tree_hidden(self, tokens: np.ndarray, positions: np.ndarray, branches: np.ndarray) -> torch.Tensor:
-        """[B, T, H]. Without branches a row is causal and its padding comes last, so no mask is needed."""
-        tokens_bt, positions_bt, branch_bt = (
-            torch.from_numpy(one).to(self.device) for one in (tokens, positions, branches)
         )
-        options = {}
-        if (branches > 0).any():
-            length = tokens.shape[1]
-            is_past = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
-            keys, queries = branch_bt[:, None, :], branch_bt[:, :, None]
-            is_seen_btt = is_past & ((keys == 0) | (keys == queries))
-            dtype = next(self.model.parameters()).dtype
-            dtype = dtype if dtype.is_floating_point else torch.float32
-            mask = torch.zeros(is_seen_btt.shape, dtype=dtype, device=self.device)
-            mask.masked_fill_(~is_seen_btt, torch.finfo(dtype).min)
-            options = {"attention_mask": mask[:, None]}
-        return body(self.model)(input_ids=tokens_bt, position_ids=positions_bt, use_cache=False, **options)[0]
+        with attention.shared_keys(move(np.concatenate(keys))):
+            losses_n = token_losses(self.model, inputs, self.spec)[1].double()
+        sums = torch.zeros(len(texts), dtype=torch.float64, device=self.device).index_add(0, move(owners), -losses_n)
+        rest = iter([_checked(value) for value in sums.tolist()])
+        return [[next(rest) for _ in tree.continuations] for tree in trees]
 
     @torch.no_grad()
     def _tries_trees(self, vocabulary: int) -> bool:
         """Whether a row with branches gives what its texts give one by one, and no branch sees another."""
-        drawn = np.random.default_rng(0).integers(vocabulary, size=24).tolist()
+        if self.spec.layout != "packed":
+            return False
+        drawn = np.random.default_rng(0).integers(vocabulary, size=32).tolist()
         trees = [
-            Tree(drawn[:9], (drawn[9:13], drawn[13:14], drawn[14:20])),
-            Tree(drawn[:5], (drawn[20:22], drawn[22:24])),
+            Tree(drawn[:12], (drawn[12:16], drawn[16:17], drawn[17:23])),
+            Tree([*drawn[:9], *drawn[28:32]], (drawn[23:25], drawn[25:27])),
+            Tree(drawn[3:6], (drawn[23:25], drawn[27:28])),
         ]
-        changed = replace(trees[0], continuations=([*drawn[10:13], drawn[9]], *trees[0].continuations[1:]))
+        changed = replace(trees[0], continuations=([*drawn[13:16], drawn[12]], *trees[0].continuations[1:]))
         is_exact = next(self.model.parameters()).dtype == torch.float32
         self.model.set_attn_implementation(self.own_attention)
         try:
             expected = [[self._own(tree.context, one) for one in tree.continuations] for tree in trees]
+            self.model.set_attn_implementation(self._packed_attention)
             found = self._tree_losses(trees)
-            others = self._tree_losses([changed, trees[1]])[0]
+            others = self._tree_losses([changed, *trees[1:]])[0]
         except UserError:
             raise
         except Exception:  # the model's own code, called as it may not expect
@@ -281,6 +287,56 @@ class Scorer:
         ids = torch.tensor([[*context, *continuation]], device=self.device)
         logits = self.model(input_ids=ids, use_cache=False).logits[0, len(context) - 1 : -1].float()
         return float(logits.log_softmax(-1).gather(1, ids[0, len(context) :, None]).double().sum())
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+
+
+def nodes_of(texts: Sequence[list[int]]) -> tuple[list[Node], list[int]]:
+    """The texts as a radix tree, parents first, and the node that each text ends with."""
+    order = sorted(range(len(texts)), key=texts.__getitem__)
+    nodes: list[Node] = []
+    ends = [0] * len(texts)
+
+    def add(tokens: Sequence[int], start: int, parent: int | None) -> int:
+        nodes.append(Node(tokens, start, nodes[-1].at + len(nodes[-1].tokens) if nodes else 0, parent))
+        return len(nodes) - 1
+
+    waiting: list[tuple[int, int, int, int | None]] = [(0, len(order), 0, None)]
+    while waiting:  # texts from low to high, which agree up to `start` and are in the tree as far as that
+        low, high, start, parent = waiting.pop()
+        first, last = texts[order[low]], texts[order[high - 1]]
+        until = common(first, last)
+        here = parent
+        if until > start and (until - start >= SHARED or until == len(last)):
+            here = parent = add(first[start:until], start, parent)
+            start = until
+        elif len(first) == until > start:  # a text that others go on from, too short to be shared
+            here = add(first[start:until], start, parent)
+        while low < high and len(texts[order[low]]) == until:
+            assert here is not None
+            ends[order[low]] = here
+            low += 1
+        while low < high:
+            end = low + 1
+            while end < high and texts[order[end]][until] == texts[order[low]][until]:
+                end += 1
+            waiting.append((low, end, start, parent))
+            low = end
+    return nodes, ends
+
+
+def keys_of(nodes: Sequence[Node]) -> list[np.ndarray]:
+    """Of each node the places in the row of all tokens that its last one sees."""
+    found: list[np.ndarray] = []
+    for node in nodes:
+        own = np.arange(node.at, node.at + len(node.tokens))
+        found.append(own if node.parent is None else np.concatenate([found[node.parent], own]))
+    return found
 
 
 def _window(config: Any) -> int | None:

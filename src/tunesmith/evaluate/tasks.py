@@ -27,7 +27,7 @@ from tunesmith.data.types import Origin, Record, RecordError
 from tunesmith.errors import UserError, listed
 from tunesmith.evaluate import instructions
 
-Kind = Literal["loss", "choices", "letters", "answers", "instructions", "judge", "lm-eval"]
+Kind = Literal["loss", "choices", "letters", "answers", "instructions", "judge", "lm-eval", "samples"]
 KINDS: tuple[Kind, ...] = ("loss", "choices", "letters", "answers", "instructions", "judge", "lm-eval")
 Rule = Literal["gsm8k", "math", "exact"]
 OWN = {"general": "choices"}
@@ -150,7 +150,8 @@ def _task_of(records: Sequence[Record], dataset: Dataset, found: Kind) -> Task:
     elif found == "answers":
         rule, make = _rule_of(records)
     else:
-        make = {"choices": _by_text, "letters": _by_letter, "instructions": _instructed, "judge": _asked}[found]
+        asked = {"instructions": _instructed, "judge": _asked, "samples": _asked}
+        make = ({"choices": _by_text, "letters": _by_letter} | asked)[found]
     return Task(found, dataset.title, tuple(_items(records, make)), rule, dataset)
 
 

@@ -88,6 +88,8 @@ def packed_attention(
     if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
         raise NotPackable("this model does not pass document boundaries to its attention")
     assert query.shape[0] == 1, "packed documents lie end to end in one row"
+    if _shared is not None:
+        key, value = (one.index_select(2, _shared) for one in (key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     bounds, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
     is_cut = key.shape[2] != query.shape[2]
@@ -142,6 +144,21 @@ class Asked(NamedTuple):
         return self.path in ("by document", "memory-efficient") or (
             has_less and self.path != "flex-attention" and (is_narrow or self.path == "varlen")
         )
+
+
+_shared: torch.Tensor | None = None
+
+
+@contextmanager
+def shared_keys(places: torch.Tensor) -> Iterator[None]:
+    """While this lasts, a row's keys and values are those at `places` (int64 [S]) of what its tokens give: pieces of
+    documents then see the beginnings that they share with others, which the row has once."""
+    global _shared
+    _shared = places
+    try:
+        yield
+    finally:
+        _shared = None
 
 
 _watched: dict[Asked, None] | None = None

@@ -50,6 +50,7 @@ from tunesmith.run.task_scores import Evaluate, with_tasks
 from tunesmith.run.teacher import teach_of
 from tunesmith.train.events import Evaluation
 from tunesmith.train.job import Job, RollOut
+from tunesmith.train.samples import SampleLog
 
 
 @dataclass
@@ -101,15 +102,16 @@ def assemble(
     told = {"steps": loader.total_steps, "losses": state.losses}
     result = ResultWriter.of(run, plan, model, optimizer, share, setting.data, **told, tuned=prepared.tuned)
     answering = _answering(setting, called, objective, device, ranks)
-    evaluate = None
+    evaluate, samples = None, SampleLog(Path(run.output), is_first=ranks.is_first)
     if answering.generator is not None and evals:
         evaluate = RewardEvaluator(answering.generator, evals, ranks, state.losses)
     elif evals:
         told = (state.losses, objective, eval_mismatched, rule if rule and rule.task is None else None)
-        evaluate = Evaluator(called, plan.forward, plan, evals, device, ranks, cut, *told)
+        evaluate = Evaluator(called, plan.forward, plan, evals, device, ranks, cut, *told, samples)
         evaluate = _knowing_the_base(evaluate, setting, shared) if rule is None else evaluate
     if run.eval_tasks:
-        evaluate = with_tasks(evaluate, run, plan, setting.data, called, device, ranks, loader.total_steps, rule)
+        given = (called, device, ranks, loader.total_steps, rule, samples)
+        evaluate = with_tasks(evaluate, run, plan, setting.data, *given)
         notes += [evaluate.note] if evaluate.note else []
     return Job(
         run=run,

@@ -19,7 +19,7 @@ from tunesmith.data import excluded
 from tunesmith.disk import sync_folder, writing
 from tunesmith.errors import UserError, listed
 from tunesmith.run.folder import read_identity, read_plan, write_identity
-from tunesmith.train import events
+from tunesmith.train import events, samples
 
 COPIED = ("plan.json", "base.json", "start", "grown_base")
 ADVICE = "make room there or choose another output"
@@ -71,6 +71,9 @@ def branch(folder: Path, before: int, output: Path, exclude: Path | None = None)
                 shutil.copy2(folder / part, output / part)
         history = [one for one in events.read(folder) if one.get("step", 0) <= step]
         write_atomic(output / events.FILE, "".join(json.dumps(one) + "\n" for one in history).encode())
+        kept = [{"step": at, **one} for at, one in samples.read(folder).items() if at <= step]
+        if kept:
+            write_atomic(output / samples.FILE, "".join(json.dumps(one) + "\n" for one in kept).encode())
         partial.rename(output / "checkpoints" / name)
         sync_folder(output / "checkpoints")
         if exclude is not None:

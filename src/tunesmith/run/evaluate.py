@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from torch import nn
 from tunesmith.config.schema import Run
 from tunesmith.data.held_out import in_proportion
 from tunesmith.data.store import TokenStore
-from tunesmith.evaluate.loss import HeldOut, held_out_losses, overall, overall_figures
+from tunesmith.evaluate.loss import HeldOut, TokenLosses, held_out_losses, overall, overall_figures
 from tunesmith.model import attention, load
 from tunesmith.model.content import Content
 from tunesmith.model.forward import confirm_forward_spec
@@ -37,6 +39,7 @@ from tunesmith.run.rollout import Generator, held_out_rewards
 from tunesmith.run.shape import make_reproducible, micro_batch_shape
 from tunesmith.run.stop import StopRule, together
 from tunesmith.train.events import Evaluation
+from tunesmith.train.samples import SampleLog
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,14 @@ class Evaluator:
     mismatched: Sequence[TokenStore] = ()
     rule: StopRule | None = None
     """Told of each evaluation."""
+    samples: SampleLog | None = None
 
     def __call__(self, step: int, progress: Callable[[int, int], None]) -> Evaluation:
         began = time.monotonic()
         documents: dict[str, tuple[float, float]] | None = {} if self.rule else None
+        mesh = self.plan.mesh
+        is_whole = mesh.pipeline == mesh.context == 1 and self.spec.layout != "encoder-decoder"
+        tokens = TokenLosses() if self.samples is not None and is_whole else None
         results = held_out_losses(
             self.called,
             self.spec,
@@ -75,6 +82,7 @@ class Evaluator:
             objective=self.objective,
             mismatched=self.mismatched,
             documents=documents,
+            tokens=tokens,
         )
         inner = self.called.model if isinstance(self.called, Pipelined) else self.called
         if isinstance(inner, Sharded):
@@ -82,6 +90,11 @@ class Evaluator:
         self.losses[step] = overall(results)
         if self.rule is not None and documents is not None:
             self.rule.tell(step, self.losses[step], together(documents, self.ranks))
+        if tokens is not None and self.samples is not None:
+            every: dict[str, Any] = {}
+            for said in self.ranks.gather(json.dumps(tokens.documents)):
+                every |= json.loads(said)
+            self.samples.write(step, tokens=[every[key] for key in sorted(every)])
         return Evaluation(
             step=step,
             loss=self.losses[step],

@@ -41,6 +41,7 @@ from tunesmith.run.rollout import Generator
 from tunesmith.run.shape import micro_batch_shape
 from tunesmith.run.stop import StopRule
 from tunesmith.train.events import Evaluation
+from tunesmith.train.samples import PROMPTS, SampleLog, answered
 
 Evaluate = Callable[[int, Callable[[int, int], None]], Evaluation]
 Results = dict[str, list[dict[str, Any]]]
@@ -62,6 +63,7 @@ class TaskEvaluator:
     rule: StopRule | None = None
     """Told of its task, where it is by one that the run is judged."""
     note: str | None = None
+    samples: SampleLog | None = None
 
     def __call__(self, step: int, progress: Callable[[int, int], None]) -> Evaluation:
         began = time.monotonic()
@@ -69,6 +71,8 @@ class TaskEvaluator:
         results = self.asking(progress)
         found = {}
         for task in self.asking.tasks:
+            if not measures_of(task):
+                continue
             figures = [figure(measure, results[task.title]) for measure in measures_of(task)]
             found[task.title] = {
                 one.measure.name: (one.value, _finite(one.low), _finite(one.high)) for one in figures if one
@@ -76,7 +80,17 @@ class TaskEvaluator:
             if self.rule is not None and self.rule.task == task.title:
                 first = measures_of(task)[0].name
                 self.rule.tell(step, -found[task.title][first][0], _lacking(task, results[task.title]))
+        if self.samples is not None:
+            self.samples.write(step, answers=self._answers(results))
         return replace(evaluation, tasks=found, seconds=round(time.monotonic() - began, 3))
+
+    def _answers(self, results: Results) -> dict[str, list[dict[str, Any]]]:
+        """Of tasks that are answered in words, to be kept."""
+        asked = [task for task in self.asking.tasks if task.kind not in ("choices", "letters")]
+        return {
+            task.title: answered([_question(item).turns[0] for item in task.items[:PROMPTS]], results[task.title])
+            for task in asked
+        }
 
 
 def with_tasks(
@@ -89,6 +103,7 @@ def with_tasks(
     ranks: Ranks,
     total_steps: int,
     rule: StopRule | None,
+    samples: SampleLog | None = None,
 ) -> TaskEvaluator:
     """UserError where a task cannot be asked of this run, before its first step."""
     if evaluate is None:
@@ -99,7 +114,7 @@ def with_tasks(
     tasks, note = sampled(run, tasks, total_steps * plan.sequences_per_step * plan.sequence_length)
     reasons = answers_reason(data.encoder, data.train)
     asking = Asking(called, data.encoder, plan, device, ranks, tasks, reasons=reasons)
-    return TaskEvaluator(evaluate, asking, rule, note)
+    return TaskEvaluator(evaluate, asking, rule, note, samples)
 
 
 def read_tasks(run: Run, plan: Plan) -> list[Task]:
@@ -112,7 +127,7 @@ def read_tasks(run: Run, plan: Plan) -> list[Task]:
                 "afterwards with `tunesmith eval --tasks`."
             )
         is_spread = mesh.tensor > 1 or plan.sharding not in ("none", "ddp", "zero1", "zero2")
-        if task.kind in ("answers", "instructions") and (is_spread or plan.offload_parameters):
+        if task.kind not in ("choices", "letters") and (is_spread or plan.offload_parameters):
             raise UserError(
                 f"eval: {task.title}: answers are decoded on each rank, which needs all weights there: use ddp, zero1 "
                 "or zero2, or ask it afterwards with `tunesmith eval --tasks`."
@@ -124,7 +139,7 @@ def read_tasks(run: Run, plan: Plan) -> list[Task]:
 
 
 def _with_title(task: Task, dataset: Dataset) -> Task:
-    settings = {"max_tokens": ANSWER_TOKENS} if task.kind in ("answers", "instructions") else {}
+    settings = {} if task.kind in ("choices", "letters") else {"max_tokens": ANSWER_TOKENS}
     return replace(task, title=dataset.title).with_settings(**settings)
 
 

@@ -22,6 +22,7 @@ from tunesmith.errors import UserError
 from tunesmith.run.branch import checkpoint_before
 from tunesmith.train.documents import read, read_sets
 from tunesmith.ui.read import compact, text
+from tunesmith.ui.samples import read_tokenizer, shown
 
 SHOWN, OUTLIERS = 40, 20
 """Documents of a step, and of the whole run, that are listed."""
@@ -52,16 +53,21 @@ class Documents:
             keys = [(int(row["source"]), int(row["record"])) for row in rows[order]]
             far = outliers(kept)
             seen = _sightings(kept, {*keys, *(key for key, _ in far)})
-            shown = _Shown(self, folder, seen)
+            each = _Shown(self, folder, seen)
             return {
                 "step": step,
                 "count": len(rows),
                 "median": compact(float(np.median(rows["loss"].astype(np.float64)))),
-                "documents": [shown(key, float(loss)) for key, loss in zip(keys, rows["loss"][order], strict=True)],
-                "outliers": [shown(key, dict(seen[key])[at], at) for key, at in far],
+                "documents": [each(key, float(loss)) for key, loss in zip(keys, rows["loss"][order], strict=True)],
+                "outliers": [each(key, dict(seen[key])[at], at) for key, at in far],
                 "checkpoint": _checkpoint(folder, step),
                 "excluded": excluded_hashes(folder),
             }
+
+    def samples(self, folder: Path) -> dict[str, Any]:
+        """What is shown of each evaluation."""
+        with self._lock:
+            return shown(folder, self.tokenizer(folder))
 
     def exclude(self, folder: Path, records: Sequence[str], step: int) -> dict[str, Any]:
         """Mark records (`SET-NUMBER`) as bad: write them into the run's file."""
@@ -95,18 +101,11 @@ class Documents:
         return self._stores[key]
 
     def tokenizer(self, folder: Path) -> Any:
-        path = folder / "side_files" / "tokenizer.json"
-        if path not in self._tokenizers:
-            try:
-                from tokenizers import Tokenizer
-
-                made = Tokenizer.from_file(str(path))
-            except Exception:  # the library raises nothing more special
-                made = None
-            self._tokenizers[path] = made
+        if folder not in self._tokenizers:
+            self._tokenizers[folder] = read_tokenizer(folder)
             while len(self._tokenizers) > 4:
                 self._tokenizers.popitem(last=False)
-        return self._tokenizers[path]
+        return self._tokenizers[folder]
 
 
 Key = tuple[int, int]

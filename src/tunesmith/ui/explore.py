@@ -6,7 +6,7 @@ is the catalogue's, or this machine. Nothing is loaded and nothing is asked of t
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import json
 import math
 import os
@@ -24,6 +24,7 @@ from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.plan.catalogue import GPUS, MODELS
 from tunesmith.ui.read import flat, number, reasons, text
+from tunesmith.ui.walk import Entries, file_id, is_run, walk
 
 DEPTH, MOST_FOLDERS, MOST_MODELS = 4, 5_000, 200
 SECONDS = 60.0
@@ -43,7 +44,7 @@ class Explorer:
 
     def choices(self) -> dict[str, Any]:
         known = [{"id": f"known-{place}", "name": f"{one.name} (catalogue)"} for place, one in enumerate(MODELS)]
-        local = [{"id": model_id(path), "name": text(os.path.relpath(path, self.here))} for path in self._folders()]
+        local = [{"id": file_id(path), "name": text(os.path.relpath(path, self.here))} for path in self._folders()]
         return {
             "models": local + known,
             "hardware": [HERE, *(gpu.name for gpu in GPUS)],
@@ -86,7 +87,7 @@ class Explorer:
                 (folder / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
                 return str(folder / "model"), MODELS[place].name
         for path in self._folders():
-            if model_id(path) == id:
+            if file_id(path) == id:
                 return str(path), os.path.relpath(path, self.here)
         raise UserError("There is no such model any more; load the page again.")
 
@@ -111,30 +112,14 @@ class Explorer:
 
     def _folders(self) -> list[Path]:
         """Folders with a model's config and weights."""
-        found: list[Path] = []
-        waiting, looked_at = [(self.here, 0)], 0
-        while waiting and looked_at < MOST_FOLDERS and len(found) < MOST_MODELS:
-            folder, depth = waiting.pop(0)
-            looked_at += 1
-            try:
-                entries = sorted(os.scandir(folder), key=lambda one: one.name)
-            except OSError:
-                continue
-            names = {one.name for one in entries}
-            if "config.json" in names and any(
-                name.endswith((".safetensors", ".safetensors.index.json")) for name in names
-            ):
-                found.append(folder)
-                continue
-            if "run.json" in names:  # what a run has made is found by its own page
-                continue
-            below = (one for one in entries if not one.name.startswith(".") and one.is_dir(follow_symlinks=False))
-            waiting += [(Path(one.path), depth + 1) for one in below if depth < DEPTH]
-        return found
+        below = walk(self.here, depth=DEPTH, folders=MOST_FOLDERS, ends=lambda some: _is_model(some) or is_run(some))
+        return list(itertools.islice((folder for folder, entries in below if _is_model(entries)), MOST_MODELS))
 
 
-def model_id(path: Path) -> str:
-    return hashlib.sha256(os.fsencode(os.path.abspath(path))).hexdigest()[:16]
+def _is_model(entries: Entries) -> bool:
+    names = {one.name for one in entries}
+    weights = (".safetensors", ".safetensors.index.json")
+    return "config.json" in names and any(name.endswith(weights) for name in names)
 
 
 def _asked(given: Mapping[str, str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from string import Template
 from typing import Any
 
 from tunesmith.ui.read import open_log, page, text
+from tunesmith.ui.samples import read_tokenizer, shown
 
 
 def asset(name: str) -> str:
@@ -23,6 +24,7 @@ def report(folder: Path) -> str:
     """The page of the run in `folder`."""
     folder = Path(folder)
     run = {"name": text(folder.resolve().name), **page(folder, open_log(folder))}
+    run["samples"] = shown(folder, read_tokenizer(folder), steps=4, documents=6)
     style = asset("uplot.css") + asset("page.css")
     licence = "/*! uPlot 1.6.32\n" + asset("uplot.LICENSE") + "*/\n"
     script = licence + "\n".join(asset(name) for name in ("uplot.js", "page.js", "report.js"))

@@ -21,6 +21,7 @@ from tunesmith.ui.labels import FILE as LABELS
 from tunesmith.ui.labels import read_labels
 from tunesmith.ui.log import Digest, GrowingLog, digest, glance
 from tunesmith.ui.read import Settled, differences, is_held, overview, page, read_settled, text
+from tunesmith.ui.walk import is_run, walk
 
 DEPTH = 4
 """Folders below the folder of runs in which runs are looked for."""
@@ -171,20 +172,9 @@ def _status(path: Path) -> tuple[int, int] | None:
 
 def find_runs(folder: Path) -> list[Found]:
     """Every folder with a run.json in or below `folder`; those that symbolic links lead to are not looked at."""
-    found: list[Found] = []
-    looked_at = 0
-    waiting = [(Path(folder), 0)]
-    while waiting and looked_at < MOST_FOLDERS:
-        here, depth = waiting.pop(0)
-        looked_at += 1
-        try:
-            entries = list(os.scandir(here))
-        except OSError:
-            continue
-        if any(entry.name == "run.json" for entry in entries):
-            name = os.path.relpath(here, folder) if depth else here.resolve().name
+    found = []
+    for here, entries in walk(folder, depth=DEPTH, folders=MOST_FOLDERS, ends=is_run):
+        if is_run(entries):
+            name = here.resolve().name if here == Path(folder) else os.path.relpath(here, folder)
             found.append(Found(name, here))
-        elif depth < DEPTH:
-            below = (one for one in entries if one.is_dir(follow_symlinks=False) and not one.name.startswith("."))
-            waiting += [(Path(one.path), depth + 1) for one in sorted(below, key=lambda one: one.name)]
     return found

@@ -247,6 +247,9 @@ class Handler(BaseHTTPRequestHandler):
         elif match := re.fullmatch(rf"{RUN}/documents", path):
             found = self._there(runs.get(match[1]))
             self._send_json(self.server.documents.of_step(found.folder, int(given["step"])))
+        elif match := re.fullmatch(rf"{RUN}/samples", path):
+            found = self._there(runs.get(match[1]))
+            self._send_json(self.server.documents.samples(found.folder))
         elif match := re.fullmatch(rf"{RUN}/report", path):
             found = self._there(runs.get(match[1]))
             kept = {"Content-Disposition": 'attachment; filename="report.html"'}

@@ -6,7 +6,7 @@ nothing else can be started. A run that was started here goes on when the pages 
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -25,6 +25,7 @@ from tunesmith.config.load import load
 from tunesmith.disk import writing
 from tunesmith.errors import UserError
 from tunesmith.ui.read import is_held, read_settled, text
+from tunesmith.ui.walk import file_id, walk
 
 DEPTH = 3
 """Folders below the one the pages were started in, in which settings files are looked for."""
@@ -84,7 +85,7 @@ class Starter:
         """The settings files that can be started, with what is wrong with them."""
         found = []
         for path in self._files():
-            shown = {"id": config_id(path), "name": text(os.path.relpath(path, self.here))}
+            shown = {"id": file_id(path), "name": text(os.path.relpath(path, self.here))}
             try:
                 run = load(path).run
                 more = {"model": text(run.model), "method": run.method, "output": text(run.output), "problem": None}
@@ -101,7 +102,7 @@ class Starter:
 
     def start(self, config: str) -> dict[str, Any]:
         """Check, plan and train what is in a settings file."""
-        path = next((one for one in self._files() if config_id(one) == config), None)
+        path = next((one for one in self._files() if file_id(one) == config), None)
         if path is None:
             raise UserError("There is no such settings file any more.")
         run = load(path).run
@@ -184,27 +185,14 @@ class Starter:
             return process.wait()
 
     def _files(self) -> list[Path]:
-        found: list[Path] = []
-        waiting, looked_at = [(self.here, 0)], 0
-        while waiting and looked_at < MOST_FOLDERS and len(found) < MOST_FILES:
-            folder, depth = waiting.pop(0)
-            looked_at += 1
-            try:
-                entries = sorted(os.scandir(folder), key=lambda one: one.name)
-            except OSError:
-                continue
-            for one in entries:
-                if one.name.startswith(".") or one.is_symlink():
-                    continue
-                if one.is_dir() and depth < DEPTH:
-                    waiting.append((Path(one.path), depth + 1))
-                elif one.name.endswith((".yaml", ".yml")) and _is_settings(Path(one.path)):
-                    found.append(Path(one.path))
-        return found[:MOST_FILES]
-
-
-def config_id(path: Path) -> str:
-    return hashlib.sha256(os.fsencode(os.path.abspath(path))).hexdigest()[:16]
+        below = walk(self.here, depth=DEPTH, folders=MOST_FOLDERS)
+        named = (
+            Path(one.path)
+            for _, entries in below
+            for one in entries
+            if one.name.endswith((".yaml", ".yml")) and not one.name.startswith(".") and not one.is_symlink()
+        )
+        return list(itertools.islice(filter(_is_settings, named), MOST_FILES))
 
 
 def _is_settings(path: Path) -> bool:

@@ -8,7 +8,9 @@
   let search = "", page = null, showsArchived = false;
 
   async function ask(path, given) {
-    const answer = await fetch(path, { credentials: "same-origin", ...given });
+    let answer;
+    try { answer = await fetch(path, { credentials: "same-origin", ...given }); }
+    catch { throw new Error("`tunesmith ui` does not answer; try again when it does."); }
     const isJson = (answer.headers.get("Content-Type") || "").startsWith("application/json");
     const content = isJson ? await answer.json() : { problem: await answer.text() };
     if (!answer.ok) throw new Error(content.problem || answer.statusText);
@@ -17,6 +19,21 @@
 
   const change = (path) => ask(path, { method: "POST" });
 
+  // What a control does: not twice at a time, and what fails is said beside it, so that it can be tried again.
+  // `work` gives what to say, or null where the control has nothing more to do.
+  async function act(control, said, work) {
+    control.disabled = true;
+    said.textContent = "";
+    try {
+      const done = await work();
+      if (done === null) return;
+      said.replaceChildren(...[done || ""].flat());
+    } catch (problem) { said.textContent = problem.message; said.classList.add("failed"); control.disabled = false; return; }
+    said.classList.remove("failed");
+    control.disabled = false;
+  }
+  addEventListener("unhandledrejection", (event) => { link.textContent = String(event.reason && event.reason.message || event.reason); });
+
   // At most one fetch a second, and none while one is under way
   function follower(path, fetchAndShow) {
     let isBusy = false, isDue = false, isOver = false;
@@ -24,7 +41,7 @@
       if (isOver) return;
       if (isBusy) { isDue = true; return; }
       isBusy = true; isDue = false;
-      try { await fetchAndShow(() => !isOver); } catch (problem) { if (!isOver) link.textContent = problem.message; }
+      try { await fetchAndShow(() => !isOver); if (!isOver) link.textContent = ""; } catch (problem) { if (!isOver) link.textContent = problem.message; }
       setTimeout(() => { isBusy = false; if (isDue) run(); }, 600);
     };
     const source = new EventSource(path);
@@ -96,31 +113,24 @@
   // One run
 
   function runPage(id, viewText) {
-    const view = T.view(viewText), top = h("div"), below = h("div"), settings = h("div"), against = h("div", { "aria-live": "polite" });
+    const view = T.view(viewText), top = h("div"), below = h("div"), settings = h("div"), evaluations = h("div"), against = h("div", { "aria-live": "polite" });
     let last = null, steps = null;
     const panels = new T.Panels(view, () => { history.replaceState(null, "", `#/run/${id}?${T.viewText(view)}`); zoomed(); });
     const said = h("span", { class: "soft small", role: "status" });
-    const stop = h("button", { type: "button", class: "stop", onclick: async () => {
+    const stop = h("button", { type: "button", class: "stop", onclick: () => {
       if (!confirm("Stop this run? What has been trained is saved first.")) return;
-      stop.disabled = true;
-      try { said.textContent = (await ask(`/api/runs/${id}/stop`, { method: "POST" })).said; } catch (problem) { said.textContent = problem.message; stop.disabled = false; }
+      act(stop, said, async () => (await change(`/api/runs/${id}/stop`)).said);
     } }, "Stop (saves first)");
-    const resume = h("button", { type: "button", hidden: true, onclick: async () => {
-      resume.disabled = true;
-      try { await change(`/api/runs/${id}/resume`); location.hash = "#/start"; } catch (problem) { said.textContent = problem.message; resume.disabled = false; }
-    } }, "Resume");
-    const archive = h("button", { type: "button", onclick: async () => {
-      try { await change(`/api/runs/${id}/archive?archived=${last && last.is_archived ? "no" : "yes"}`); page.run(); } catch (problem) { said.textContent = problem.message; }
-    } }, "Archive");
-    const tags = h("input", { type: "text", size: "24", maxlength: "500", "aria-label": "Tags, with commas between them", placeholder: "tags, with commas", onchange: async () => {
-      try { await change(`/api/runs/${id}/tags?tags=${encodeURIComponent(tags.value)}`); said.textContent = "Tags kept."; } catch (problem) { said.textContent = problem.message; }
-    } });
-    const other = h("select", { onchange: async () => {
-      against.replaceChildren();
-      if (!other.value) return;
-      const found = await ask(`/api/compare?runs=${id},${other.value}`);
-      against.replaceChildren(settingsTable(found));
-    } }, h("option", { value: "" }, "none"));
+    const resume = h("button", { type: "button", hidden: true, onclick: () => act(resume, said, async () => { await change(`/api/runs/${id}/resume`); location.hash = "#/start"; }) }, "Resume");
+    const archive = h("button", { type: "button", onclick: () => act(archive, said, async () => { await change(`/api/runs/${id}/archive?archived=${last && last.is_archived ? "no" : "yes"}`); page.run(); }) }, "Archive");
+    let unkept = null;  // tags that could not be kept yet
+    const tags = h("input", { type: "text", size: "24", maxlength: "500", "aria-label": "Tags, with commas between them", placeholder: "tags, with commas", onchange: () => {
+      unkept = tags.value;
+      act(tags, said, async () => { await change(`/api/runs/${id}/tags?tags=${encodeURIComponent(unkept)}`); unkept = null; return "Tags kept."; });
+    }, onkeydown: (e) => { if (e.key === "Enter" && unkept !== null) tags.dispatchEvent(new Event("change")); } });
+    const other = h("select", { onchange: () => act(other, against, async () => {
+      if (other.value) return settingsTable(await ask(`/api/compare?runs=${id},${other.value}`));
+    }) }, h("option", { value: "" }, "none"));
     const records = h("div", { "aria-live": "polite", tabindex: "-1" });
     const showRecords = async (step) => {
       try { records.replaceChildren(documentsSection(await ask(`/api/runs/${id}/documents?step=${step}`), id, showRecords)); }
@@ -133,7 +143,7 @@
       if (place >= 0) showRecords(last.curves.step[place]);
     };
     const panel = T.section("Curves", panels.controls(), h("p", { class: "soft small" }, "Click on a point of the loss, or press Enter at the cursor, to see the documents of that step."), panels.root, records);
-    main.replaceChildren(top, h("div", { class: "controls" }, stop, resume, archive, tags, h("a", { href: `/api/runs/${id}/report`, download: "report.html" }, "Save as one file"), said), panel, below,
+    main.replaceChildren(top, h("div", { class: "controls" }, stop, resume, archive, tags, h("a", { href: `/api/runs/${id}/report`, download: "report.html" }, "Save as one file"), said), panel, evaluations, below,
       T.section("Settings that differ", h("div", { class: "controls" }, h("label", {}, "from those of", other)), against), settings);
     ask("/api/runs").then((found) => { for (const run of found.runs) if (run.id !== id) other.append(h("option", { value: run.id }, run.name)); where.textContent = found.folder; }).catch(() => {});
 
@@ -159,7 +169,7 @@
       root.replaceChildren(...content);
       for (const one of root.querySelectorAll("summary")) if (wasOpen.has(one.textContent)) one.parentElement.open = true;
     }
-    let shownBelow = "", shownSettings = "";
+    let shownBelow = "", shownSettings = "", shownSamples = "";
     return follower(`/api/stream?run=${id}`, async (isOpen) => {
       const run = await ask(`/api/runs/${id}${steps ? `?from=${steps[0]}&to=${steps[1]}` : ""}`);
       if (!isOpen()) return;
@@ -169,12 +179,19 @@
       stop.hidden = !(run.state === "running");
       resume.hidden = !(run.state === "stopped" || run.state === "failed");
       archive.textContent = run.is_archived ? "Take out of the archive" : "Archive";
-      if (document.activeElement !== tags) tags.value = run.tags.join(", ");
+      if (document.activeElement !== tags && unkept === null) tags.value = run.tags.join(", ");
       panels.bounds = run.curves.whole;
       panels.show(T.panelsOf(run));
       const { curves, settings: given, sparks, ...rest } = run;
       const text = JSON.stringify(rest);
       if (text !== shownBelow) { shownBelow = text; replace(below, ...T.tables(run, showRecords)); }
+      const evaluated = JSON.stringify([run.curves.held_out, run.curves.tasks]);
+      if (evaluated !== shownSamples) {
+        const found = await ask(`/api/runs/${id}/samples`);
+        if (!isOpen()) return;
+        shownSamples = evaluated;
+        replace(evaluations, ...T.samples(found));
+      }
       if (JSON.stringify(given) !== shownSettings) { shownSettings = JSON.stringify(given); replace(settings, T.settings(run)); }
     });
   }
@@ -184,13 +201,12 @@
   function documentsSection(found, id, again) {
     const marked = new Set(), known = new Set(found.excluded);
     const said = h("p", { role: "status", class: "any" });
-    const mark = h("button", { type: "button", disabled: true, onclick: async () => {
-      mark.disabled = true;
-      try {
-        const done = await ask(`/api/runs/${id}/exclude?step=${found.step}&records=${[...marked].join(",")}`, { method: "POST" });
-        said.replaceChildren(`${done.said} `, found.checkpoint === null ? "No checkpoint from before this step is kept; to train anew without them, set " : `To go on without them from the checkpoint of step ${found.checkpoint}: `, h("code", {}, done.command));
-      } catch (problem) { said.textContent = problem.message; mark.disabled = false; }
-    } }, "Mark as bad");
+    const mark = h("button", { type: "button", disabled: true, onclick: () => act(mark, said, async () => {
+      const done = await change(`/api/runs/${id}/exclude?step=${found.step}&records=${[...marked].join(",")}`);
+      said.replaceChildren(`${done.said} `, found.checkpoint === null ? "No checkpoint from before this step is kept; to train anew without them, set " : `To go on without them from the checkpoint of step ${found.checkpoint}: `, h("code", {}, done.command));
+      said.classList.remove("failed");
+      return null;  // until others are chosen
+    }) }, "Mark as bad");
     const row = (one) => [
       h("label", {}, h("input", { type: "checkbox", disabled: one.hash === null || known.has(one.hash), checked: known.has(one.hash), onchange: (e) => { e.target.checked ? marked.add(one.id) : marked.delete(one.id); mark.disabled = !marked.size; } }), T.loss(one.loss)),
       h("span", {}, one.where || `${one.data}, not in the token cache any more`, known.has(one.hash) ? h("span", { class: "soft" }, " (marked as bad)") : null,
@@ -257,12 +273,7 @@
     const files = h("div"), starts = h("div", { "aria-live": "polite" }), said = h("p", { role: "status", class: "any" });
     main.replaceChildren(h("h1", {}, "Start a run"), h("p", { class: "soft" }, "Settings files below the folder in which these pages were started. A run is checked and planned first; it goes on when these pages end."), files, said, starts);
     let shownFiles = "", wasOpen = new Set();
-    const row = (one) => [one.name, one.model, one.method, one.output, one.problem ? h("span", { class: "any" }, one.problem) : h("button", { type: "button", onclick: async (e) => {
-      e.target.disabled = true;
-      try { await change(`/api/configs/${one.id}/start`); said.textContent = ""; } catch (problem) { said.textContent = problem.message; }
-      e.target.disabled = false;
-      page.run();
-    } }, "Check, plan and start")];
+    const row = (one) => [one.name, one.model, one.method, one.output, one.problem ? h("span", { class: "any" }, one.problem) : h("button", { type: "button", onclick: (e) => act(e.target, said, async () => { await change(`/api/configs/${one.id}/start`); page.run(); }) }, "Check, plan and start")];
     return follower("/api/stream", async (isOpen) => {
       const found = await ask("/api/configs");
       if (!isOpen()) return;

@@ -395,6 +395,74 @@ const Tunesmith = (() => {
     made.push(section("Checkpoints", run.checkpoints.length ? table("Written, the newest first", ["step", "when", "took", ""], [...run.checkpoints].reverse().map((one) => [number(one.step, 9), day(one.time), clock(one.seconds), one.is_there ? "kept" : "removed since"]), ["n"]) : h("p", { class: "soft" }, "None yet.")));
     return made;
   }
+
+  // Each evaluation: answers side by side, and held-out records with the loss of each token
+
+  const words = (text) => text.match(/\s+|[^\s]+/g) || [];
+  // The words that two texts have in common, in their order (longest common subsequence); of each, which are not
+  function changed(before, after) {
+    const a = words(before).slice(0, 1500), b = words(after).slice(0, 1500), width = b.length + 1;
+    const longest = new Uint16Array((a.length + 1) * width);
+    for (let i = a.length - 1; i >= 0; i--) for (let j = b.length - 1; j >= 0; j--) {
+      longest[i * width + j] = a[i] === b[j] ? longest[(i + 1) * width + j + 1] + 1 : Math.max(longest[(i + 1) * width + j], longest[i * width + j + 1]);
+    }
+    const left = [], right = [];
+    const put = (side, text, isOther) => { const last = side[side.length - 1]; if (last && last.isOther === isOther) last.text += text; else side.push({ text, isOther }); };
+    let i = 0, j = 0;
+    while (i < a.length || j < b.length) {
+      if (i < a.length && j < b.length && a[i] === b[j]) { put(left, a[i++], false); put(right, b[j++], false); }
+      else if (j >= b.length || (i < a.length && longest[(i + 1) * width + j] >= longest[i * width + j + 1])) put(left, a[i++], true);
+      else put(right, b[j++], true);
+    }
+    return [left, right];
+  }
+  const marked = (parts, tag) => h("div", { class: "any said" }, parts.map((one) => (one.isOther && one.text.trim() ? h(tag, {}, one.text) : one.text)));
+  const stepChoice = (label, steps, chosen, tell) => h("label", {}, label, h("select", { onchange: (e) => tell(Number(e.target.value)) }, steps.map((step) => h("option", { value: step, selected: step === chosen }, String(step)))));
+
+  function answers(found) {
+    const steps = [...new Set(found.answers.map((one) => one.step))];
+    if (!steps.length) return null;
+    const body = h("div");
+    let [from, to] = [steps[0], steps[steps.length - 1]];
+    const of = (step) => new Map(found.answers.filter((one) => one.step === step).map((one) => [JSON.stringify([one.task, one.prompt]), one]));
+    const scores = (one) => Object.entries(one.scores).map(([name, value]) => `${name.replaceAll("_", " ")} ${number(value)}`).join(", ");
+    const draw = () => {
+      const before = of(from), after = of(to);
+      body.replaceChildren(...[...after].map(([key, now]) => {
+        const was = before.get(key), [left, right] = was ? changed(was.answer, now.answer) : [[], [{ text: now.answer, isOther: false }]];
+        const side = (step, parts, tag, one) => h("div", {}, h("p", { class: "soft small" }, `step ${number(step, 9)}${one && scores(one) ? `: ${scores(one)}` : ""}`), one ? marked(parts, tag) : h("p", { class: "soft" }, "not asked then"));
+        return h("article", { class: "answer" }, h("p", { class: "any" }, h("span", { class: "soft small" }, `${now.task}: `), now.prompt),
+          h("div", { class: "pair" }, side(from, left, "del", was), side(to, right, "ins", now)),
+          was && was.answer === now.answer ? h("p", { class: "soft small" }, "The same answer.") : null);
+      }));
+    };
+    draw();
+    return section("Answers", h("p", { class: "soft small" }, "To the same prompts at two evaluations; what only the earlier one says is struck through, what only the later one says is underlined."),
+      h("div", { class: "controls" }, stepChoice("step", steps, from, (step) => { from = step; draw(); }), stepChoice("beside step", steps, to, (step) => { to = step; draw(); })), body);
+  }
+
+  const LEVELS = [0.5, 1, 2, 4, 8];
+  const levelOf = (value) => LEVELS.filter((one) => value >= one).length;
+  function tokenLosses(found) {
+    const steps = found.steps.filter((step) => found.tokens.some((one) => one.losses[step]));
+    if (!steps.length) return null;
+    const body = h("div");
+    let chosen = steps[steps.length - 1];
+    const draw = () => body.replaceChildren(...found.tokens.filter((one) => one.losses[chosen]).map((one) => {
+      const losses = one.losses[chosen], counted = losses.filter((value) => value !== null);
+      const mean = counted.reduce((a, b) => a + b, 0) / (counted.length || 1);
+      const worst = losses.map((value, n) => [value, n]).filter(([value]) => value !== null).sort((a, b) => b[0] - a[0]).slice(0, 8);
+      return h("article", { class: "answer" }, h("p", { class: "soft small any" }, `${one.data}: ${one.where}; ${counted.length} target tokens of ${losses.length}, mean loss ${loss(mean)}`),
+        h("p", { class: "tokens any" }, one.pieces.map((piece, n) => h("span", losses[n] === null ? { class: "masked" } : { class: `l${levelOf(losses[n])}`, title: loss(losses[n]) }, piece))),
+        h("details", {}, h("summary", {}, "Highest losses"), table("Tokens with the highest losses", ["token", "loss", "after"], worst.map(([value, n]) => [JSON.stringify(one.pieces[n]), loss(value), one.pieces.slice(Math.max(0, n - 6), n).join("")]), [null, "n"])));
+    }));
+    draw();
+    const legend = h("p", { class: "tokens small", "aria-hidden": "true" }, h("span", { class: "masked" }, "not a target"), " ", ["below 0.5", ...LEVELS.map((one) => `from ${one}`)].map((name, n) => [h("span", { class: `l${n}` }, name), " "]));
+    return section("Held-out records, token by token", h("p", { class: "soft small" }, "As the model sees them: tokens that count in the loss, coloured by it, and those that do not in grey."),
+      h("div", { class: "controls" }, stepChoice("at step", steps, chosen, (step) => { chosen = step; draw(); })), legend, body);
+  }
+  const samples = (found) => (found ? [answers(found), tokenLosses(found)].filter(Boolean) : []);
+
   function settings(run) {
     const rows = Object.entries(run.settings).map(([name, value]) => [name, shown(value)]);
     const versions = Object.entries(run.versions).map(([name, value]) => `${name} ${value}`).join(", ");
@@ -404,5 +472,5 @@ const Tunesmith = (() => {
   const view = (text) => { const given = new URLSearchParams(text); return { axis: given.get("axis") in AXES ? given.get("axis") : "step", log: given.get("log") === "1", raw: given.get("raw") !== "0" }; };
   const viewText = (one) => `axis=${one.axis}&log=${one.log ? 1 : 0}&raw=${one.raw ? 1 : 0}`;
 
-  return { h, table, section, state, sparkline, number, bytes, clock, day, loss, shown, COLORS, Panels, panelsOf, cards, title, tables, verdicts, settings, view, viewText };
+  return { h, table, section, state, sparkline, number, bytes, clock, day, loss, shown, COLORS, Panels, panelsOf, cards, title, tables, verdicts, samples, settings, view, viewText };
 })();
