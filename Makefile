@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # A hundred processes start in the tests, and each would compile torch's modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo check test test-slow test-gpu test-slurm test-nodes bench docs screenshots clean
+.PHONY: setup demo check test test-slow test-gpu test-slurm test-nodes bench docs screenshots image clean
 
 setup: $(READY)
 
@@ -48,6 +48,16 @@ docs: setup
 
 screenshots: setup
 	$(BIN)/python tests/ui/screenshots.py
+
+# A builder of containers, the first that is here; buildah builds and has another way to run.
+BUILDER ?= $(firstword $(foreach one,podman docker buildah,$(if $(shell command -v $(one)),$(one))))
+IMAGE ?= tunesmith:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+
+image:
+	@test -n "$(BUILDER)" || { echo "No podman, docker or buildah is here to build an image with."; exit 1; }
+	$(BUILDER) build --file Containerfile --tag $(IMAGE) .
+	if [ "$(BUILDER)" = buildah ]; then made=$$(buildah from $(IMAGE)) && buildah run $$made -- tunesmith doctor; \
+	else $(BUILDER) run --rm $(IMAGE) doctor; fi
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache

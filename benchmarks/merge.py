@@ -144,12 +144,14 @@ def worker(run: Path, to: Path) -> None:
         work = getattr(merge._Streamed, name)
 
         def call(*given, **named):
-            began = time.monotonic()
+            began, busy = time.monotonic(), time.process_time()
             try:
                 return work(*given, **named)
             finally:
                 seconds[f"{name}_s"] = round(time.monotonic() - began, 1)
+                seconds[f"{name}_cpu_s"] = round(time.process_time() - busy, 1)
                 seconds[f"after_{name}_peak_gb"] = peak()
+                print(json.dumps(seconds), flush=True)
 
         setattr(merge._Streamed, name, call)
 
@@ -189,7 +191,7 @@ def main() -> None:
         leave_cache(folder / "base")
         command = [sys.executable, __file__, str(folder), "--worker", str(run), str(folder / "merged")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
         merged = json.loads(done.stdout.splitlines()[-1])
         print(json.dumps(merged), flush=True)
         shutil.rmtree(folder / "merged")

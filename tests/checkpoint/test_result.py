@@ -88,7 +88,7 @@ def test_large_models_are_several_files_with_an_index(tmp_path, monkeypatch):
         assert torch.equal(files[file][name], TENSORS[name])
 
 
-@pytest.mark.parametrize("fails", ["describing", "writing"])
+@pytest.mark.parametrize("fails", ["describing", "writing", "syncing"])
 def test_where_one_cannot_write_all_fail_and_nothing_is_left(tmp_path, monkeypatch, fails):
     def full(*_) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -97,6 +97,9 @@ def test_where_one_cannot_write_all_fail_and_nothing_is_left(tmp_path, monkeypat
         calls = iter(range(100))
         real = result._write_at
         monkeypatch.setattr(result, "_write_at", lambda *more: full() if next(calls) == 2 else real(*more))
+    if fails == "syncing":  # of what was written a while ago
+        monkeypatch.setattr(result, "WRITE_BACK", 1)
+        monkeypatch.setattr(result.os, "fdatasync", full)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/old").touch()
     found = write(tmp_path / "model", full if fails == "describing" else lambda _: None)

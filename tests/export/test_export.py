@@ -18,9 +18,9 @@ from export.models import FAMILIES, make_model, make_run, write_chats
 from tunesmith.cli.main import app
 from tunesmith.errors import UserError
 from tunesmith.export import gguf, gguf_architectures, gguf_tokenizer, onnx, quantized
-from tunesmith.export.adapter import vllm_notes
 from tunesmith.export.export import FORMATS, export_run, push_folder
 from tunesmith.export.gguf_tokenizer import pre_tokenizer_name
+from tunesmith.model.vllm import vllm_notes
 
 slow = pytest.mark.slow
 ENGINES = {"adapter": "peft", "gguf": "xllamacpp", "gguf-adapter": "xllamacpp", "onnx": "onnxruntime"}

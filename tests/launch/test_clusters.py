@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
+from tiny import write_all
 from tunesmith.cli.main import main
 from tunesmith.errors import UserError
-from tunesmith.launch.clusters import Task, host_commands, kubernetes_manifest, ray_driver, slurm_script
+from tunesmith.launch.clusters import (
+    Task,
+    host_commands,
+    kubeflow_manifest,
+    kubernetes_manifest,
+    ray_driver,
+    skypilot_task,
+    slurm_script,
+)
 
 COMMAND = ["python", "-m", "tunesmith", "train", "my run.yaml", "learning_rate=1e-4"]
 
@@ -82,11 +93,77 @@ def test_a_kubernetes_manifest_has_a_pod_for_each_node_which_find_each_other():
         kubernetes_manifest(task(name="My_Run"), image="i", claim="c", mount="/m")
 
 
-def test_a_ray_driver_is_a_program_that_starts_each_node_once():
+def test_a_train_job_and_its_runtime_have_the_nodes_the_ranks_and_the_volume():
+    runtime, job = yaml.safe_load_all(kubeflow_manifest(task(), image="here/tunesmith:1", claim="data", mount="/data"))
+    assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob")
+    assert job["spec"]["runtimeRef"]["kind"] == runtime["kind"]
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    trainer = job["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 4)
+    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == 4
+    assert trainer["command"] == ["python", "-m", "torch.distributed.run", "--max-restarts=3", *COMMAND[1:]]
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    assert replicated["name"] == pod["containers"][0]["name"] == "node"  # what the Trainer looks for
+    assert {one["name"] for one in pod["volumes"]} == {one["name"] for one in pod["containers"][0]["volumeMounts"]}
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "data"
+    with pytest.raises(UserError, match="no name for Kubernetes"):
+        kubeflow_manifest(task(name="My_Run"), image="i", claim="c", mount="/m")
+
+
+def test_a_skypilot_task_runs_torchrun_by_the_places_that_skypilot_tells():
+    given = {"accelerator": "A100-80GB", "image": "here/tunesmith:1", "volume": "data", "mount": "/data"}
+    made = yaml.safe_load(skypilot_task(task(options=["infra=kubernetes", "use_spot=true"]), **given))
+    assert made["num_nodes"] == 2
+    assert made["resources"]["accelerators"] == "A100-80GB:4"
+    assert made["resources"]["infra"] == "kubernetes"
+    assert made["resources"]["use_spot"] is True
+    assert made["volumes"] == {"/data": "data"}
+    echoing = made["run"].replace("exec python", "exec echo").replace("cd '/data/my work'", "true")
+    places = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"}
+    said = subprocess.run(["bash", "-c", echoing], env=places, capture_output=True, text=True, check=True).stdout
+    assert "--nnodes=2 --nproc-per-node=4 --node-rank=1 --master-addr=10.0.0.1 " in said
+    assert said.endswith("-m tunesmith train my run.yaml learning_rate=1e-4\n")
+    assert "cpus" in yaml.safe_load(skypilot_task(task(has_gpus=False), **given))["resources"]
+
+
+def test_a_ray_driver_is_a_program_with_a_worker_for_each_rank():
     source = ray_driver(task(folder='/data/a "b"'))
     compile(source, "driver.py", "exec")
-    assert "NODES = 2" in source
-    assert '"GPU": 4' in source
+    assert "RANKS = 8\n" in source
+    assert "RANKS_OF_A_NODE = 4\n" in source
+    assert "HAS_GPUS = True\n" in source
+
+
+def test_the_page_has_the_files_as_they_are_written():
+    page = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
+    run = {"command": [*COMMAND[:4], "run.yaml"], "nodes": 2, "ranks": 8}
+    there, mounted = task(**run, folder="/data/support"), task(**run, folder="/work")
+    image = "registry.example/tunesmith:0.1.0"
+    places = {"image": image, "claim": "work", "mount": "/work"}
+    for text in (
+        slurm_script(there, hours=4),
+        kubernetes_manifest(mounted, **places),
+        kubeflow_manifest(mounted, **places),
+        ray_driver(there),
+        skypilot_task(mounted, accelerator="H100", image=image, volume="work", mount="/work"),
+    ):
+        assert f"\n{text}```\n" in page
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_ray_train_starts_two_ranks_which_train_as_one_would(runs, tiny_model, tmp_path):
+    pytest.importorskip("ray")
+    whole, spread = (write_all(tmp_path / name, tiny_model, steps=3) for name in ("whole", "spread"))
+    assert runs(whole, "train", "run.yaml").code == 0
+    assert runs(spread, "launch", "ray", "run.yaml", "--ranks", "2", "--cpu", "--out", "driver.py").code == 0
+    done = subprocess.run([sys.executable, "driver.py"], cwd=spread, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    plan = json.loads((spread / "run" / "plan.json").read_text())
+    assert plan["mesh"]["replicate"] * plan["mesh"]["shard"] == 2, plan["mesh"]
+    one, two = (json.loads((folder / "run" / "summary.json").read_text()) for folder in (whole, spread))
+    assert two["held_out_after"] == pytest.approx(one["held_out_after"], rel=1e-4)
 
 
 def test_hosts_are_reached_as_said_and_the_first_one_leads():

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,8 @@ from tunesmith.checkpoint.store import Together
 from tunesmith.model.files import Held, Stack
 from tunesmith.model.save import LARGEST_FILE, whole_folder
 
+WRITE_BACK = 1 << 26
+"""Bytes of a file that the disk is told to begin with."""
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Of tensors, by name: shape and precision."""
 
@@ -137,6 +141,7 @@ def _error(problem: str) -> OSError:
 def _write_rows(folder: Path | None, parts: Iterable[tuple[str, ShardSlice]], places: Mapping[str, Place]) -> None:
     opened: dict[str, int] = {}
     problem: OSError | None = None
+    behind = _WriteBack()
     try:
         for name, rows in parts:
             if folder is None or problem is not None:
@@ -148,15 +153,49 @@ def _write_rows(folder: Path | None, parts: Iterable[tuple[str, ShardSlice]], pl
                 if place.file not in opened:
                     opened[place.file] = os.open(folder / place.file, os.O_WRONLY)
                 _write_at(opened[place.file], value, place.start + rows.start * row_bytes)
+                behind.wrote(opened[place.file], value.nbytes)
             except OSError as error:
                 problem = error
+            del value, rows
+        behind.finish()
         for file in opened.values():
             os.fsync(file)
     finally:
+        behind.end()
         for file in opened.values():
             os.close(file)
     if problem is not None:
         raise problem
+
+
+class _WriteBack:
+    """Has the disk begin with what was written while more of it is made: by itself the system waits for a tenth of the
+    memory to fill up, and a disk that has rested then has all of it to write at the end."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._underway: Future[None] | None = None
+        self._written: Counter[int] = Counter()
+
+    def wrote(self, file: int, size: int) -> None:
+        """OSError where the disk could not take what was written before."""
+        self._written[file] += size
+        if self._underway is not None and self._underway.done():
+            self._underway.result()
+            self._underway = None
+        most = max(self._written, key=lambda one: self._written[one])
+        if self._underway is None and self._written[most] >= WRITE_BACK:
+            self._written[most] = 0
+            self._underway = self._thread.submit(getattr(os, "fdatasync", os.fsync), most)
+
+    def finish(self) -> None:
+        """The same for what is under way. The rest is for the caller to sync."""
+        if self._underway is not None:
+            self._underway.result()
+
+    def end(self) -> None:
+        """Files may be closed now."""
+        self._thread.shutdown(wait=True)
 
 
 def _write_at(file: int, value: torch.Tensor, start: int) -> None:

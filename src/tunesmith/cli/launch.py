@@ -1,4 +1,4 @@
-"""`tunesmith launch`: the same run on several machines, by ssh, Slurm, Kubernetes or Ray."""
+"""`tunesmith launch`: the same run on several machines, by ssh, Slurm, Kubernetes, Kubeflow, Ray or SkyPilot."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ PerNode = Annotated[int, typer.Option(help="Ranks on each machine: its GPUs.")]
 OnCpu = Annotated[bool, typer.Option("--cpu", help="Ranks on CPUs instead of GPUs.")]
 Name = Annotated[str | None, typer.Option(help="Of the job; the output folder's when left out.")]
 Out = Annotated[Path | None, typer.Option(help="The file to write.", show_default=False)]
+Image = Annotated[str, typer.Option(help="A container image with tunesmith in it.")]
+Claim = Annotated[str, typer.Option(help="The volume claim that holds settings, data and output.")]
+Mount = Annotated[str, typer.Option(help="Where it is mounted; the run starts there.")]
 Submit = Annotated[bool, typer.Option("--submit", help="Submit it, too.")]
 
 
@@ -92,9 +95,9 @@ def slurm(
 def kubernetes(
     config: Config,
     overrides: Overrides = None,
-    image: Annotated[str, typer.Option(help="A container image with tunesmith in it.")] = "tunesmith",
-    claim: Annotated[str, typer.Option(help="The volume claim that holds settings, data and output.")] = "work",
-    mount: Annotated[str, typer.Option(help="Where it is mounted; the run starts there.")] = "/work",
+    image: Image = "tunesmith",
+    claim: Claim = "work",
+    mount: Mount = "/work",
     nodes: Nodes = 1,
     ranks: PerNode = 8,
     cpu: OnCpu = False,
@@ -103,14 +106,57 @@ def kubernetes(
     submit: Submit = False,
 ) -> None:
     """Write a manifest for kubectl."""
-    import dataclasses
-
     from tunesmith.launch.clusters import kubernetes_manifest
 
-    task = _task(config, overrides, name, nodes, ranks, has_gpus=not cpu)
-    task = dataclasses.replace(task, folder=mount, command=["python", *task.command[1:]], name=task.name.lower())
+    task = _in_image(_task(config, overrides, name, nodes, ranks, has_gpus=not cpu), mount)
     made = kubernetes_manifest(task, image=image, claim=claim, mount=mount)
     _write(made, out or config.with_suffix(".kubernetes.yaml"), ["kubectl", "apply", "-f"], submit)
+
+
+@app.command()
+def kubeflow(
+    config: Config,
+    overrides: Overrides = None,
+    image: Image = "tunesmith",
+    claim: Claim = "work",
+    mount: Mount = "/work",
+    nodes: Nodes = 1,
+    ranks: PerNode = 8,
+    cpu: OnCpu = False,
+    name: Name = None,
+    out: Out = None,
+    submit: Submit = False,
+) -> None:
+    """Write a TrainJob for Kubeflow's Trainer."""
+    from tunesmith.launch.clusters import kubeflow_manifest
+
+    task = _in_image(_task(config, overrides, name, nodes, ranks, has_gpus=not cpu), mount)
+    made = kubeflow_manifest(task, image=image, claim=claim, mount=mount)
+    _write(made, out or config.with_suffix(".kubeflow.yaml"), ["kubectl", "apply", "-f"], submit)
+
+
+@app.command()
+def skypilot(
+    config: Config,
+    overrides: Overrides = None,
+    accelerator: Annotated[str, typer.Option(help="The GPU, as `sky show-gpus` calls it.")] = "H100",
+    image: Image = "tunesmith",
+    volume: Annotated[str, typer.Option(help="SkyPilot's volume that holds settings, data and output.")] = "work",
+    mount: Mount = "/work",
+    nodes: Nodes = 1,
+    ranks: PerNode = 8,
+    option: Annotated[list[str] | None, typer.Option(help="Further resources, as infra=kubernetes.")] = None,
+    cpu: OnCpu = False,
+    name: Name = None,
+    out: Out = None,
+    submit: Submit = False,
+) -> None:
+    """Write a task for `sky jobs launch`."""
+    from tunesmith.launch.clusters import skypilot_task
+
+    task = _task(config, overrides, name, nodes, ranks, has_gpus=not cpu, options=option or ())
+    made = skypilot_task(_in_image(task, mount), accelerator=accelerator, image=image, volume=volume, mount=mount)
+    _write(made, out or config.with_suffix(".skypilot.yaml"), ["sky", "jobs", "launch", "--yes"], submit)
 
 
 @app.command()
@@ -124,11 +170,18 @@ def ray(
     out: Out = None,
     submit: Submit = False,
 ) -> None:
-    """Write a program for `ray job submit`."""
+    """Write a program for `ray job submit`, with Ray Train."""
     from tunesmith.launch.clusters import ray_driver
 
     task = _task(config, overrides, name, nodes, ranks, has_gpus=not cpu)
     _write(ray_driver(task), out or config.with_suffix(".ray.py"), ["ray", "job", "submit", "--", "python"], submit)
+
+
+def _in_image(task: Task, mount: str) -> Task:
+    """The same in a container: with its Python, from where the volume is mounted."""
+    import dataclasses
+
+    return dataclasses.replace(task, folder=mount, command=["python", *task.command[1:]], name=task.name.lower())
 
 
 def _task(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from tunesmith.serve.server import Options
 
 
 def command(
@@ -37,6 +41,9 @@ def command(
         bool,
         typer.Option("--allow-adapter-loading", help="Let clients with the key load and unload adapters."),
     ] = False,
+    engine: Annotated[
+        str, typer.Option(help="own, vllm or sglang; auto: vllm or sglang where installed and a GPU is here, else own.")
+    ] = "auto",
 ) -> None:
     """Serve a run, or a merged model, over HTTP as OpenAI's API: chat, JSON, embeddings, streaming. Ctrl-C ends it."""
     from tunesmith.cli import output
@@ -44,7 +51,7 @@ def command(
 
     adapters = _adapters(adapter or [])
     output.stage(f"Loading the model of {folder}")
-    from tunesmith.serve.server import Options, listen, prepare
+    from tunesmith.serve.server import Options, check_options, listen, prepare
 
     options = Options(
         host=host,
@@ -58,6 +65,9 @@ def command(
         draft=draft,
         loads_adapters=allow_adapter_loading,
     )
+    check_options(options)
+    if engine != "own" and (code := _elsewhere(engine, folder, adapters, options)) is not None:
+        raise typer.Exit(code)
     ready = prepare(folder, adapters, options)
     output.clear_bottom()
     for served in ready.models.served.values():
@@ -77,6 +87,38 @@ def command(
     except SystemExit as problem:  # uvicorn has logged why it cannot listen
         if problem.code:
             raise UserError(f"It cannot listen on {host}:{port}; choose another --host or --port.") from None
+
+
+def _elsewhere(engine: str, folder: Path, adapters: dict[str, Path], options: Options) -> int | None:
+    """The exit code of another engine; None where there is none."""
+    import torch
+
+    from tunesmith.cli import output
+    from tunesmith.errors import UserError
+    from tunesmith.serve.external import NAMES, engine_command, find_engine, run_engine
+
+    gpus = torch.cuda.device_count()
+    found = find_engine(engine, has_gpu=gpus > 0)
+    if found is None:
+        return None
+    try:
+        command = engine_command(found, folder, adapters, options, gpus=max(1, gpus))
+    except UserError as why:
+        if engine != "auto":
+            raise
+        output.note(f"{NAMES[found]} is installed and does not serve this, so Tunesmith does: {why}")
+        return None
+    output.clear_bottom()
+    output.note(f"Starting {NAMES[found]}: {shlex.join(_without_key(command.words, options.api_key))}")
+
+    def ready() -> None:
+        output.say(f"Serving {', '.join(command.names)} on http://{_shown(options.host)}:{options.port}/v1")
+
+    return run_engine(found, command, options, ready)
+
+
+def _without_key(words: list[str], key: str | None) -> list[str]:
+    return ["***" if key and word == key else word for word in words]
 
 
 def _adapters(given: list[str]) -> dict[str, Path]:

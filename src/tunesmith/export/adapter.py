@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from tunesmith.errors import UserError
 from tunesmith.export.source import Progress, Source
 from tunesmith.model import lora
 from tunesmith.model.save import ADAPTER_CONFIG, ADAPTER_FILE
+from tunesmith.model.vllm import vllm_notes
 from tunesmith.run.merge import put_side_files
 
 TYPES = ("fp32", "bf16", "fp16")
-LARGEST_RANK = 16
-"""Of what vLLM loads when it is not told `--max-lora-rank`."""
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def check(source: Source, kind: str) -> None:
@@ -60,33 +57,3 @@ def write(source: Source, folder: Path, kind: str, progress: Progress) -> None:
 def notes(source: Source) -> list[str]:
     files = source.weights.adapter
     return vllm_notes(files.config, list(files.tensors)) if files is not None else []
-
-
-def vllm_notes(config: dict[str, Any], tensors: list[str]) -> list[str]:
-    """What vLLM would reject or ignore of an adapter with this config, one sentence each."""
-    found = []
-    if config.get("use_dora") or any(name.endswith("lora_magnitude_vector") for name in tensors):
-        found.append("vLLM rejects DoRA: merge it with --to safetensors to serve it there.")
-    if config.get("bias", "none") != "none":
-        found.append(f"vLLM rejects adapters with trained biases (bias: {config['bias']}): merge it.")
-    if config.get("modules_to_save"):
-        found.append(f"vLLM rejects fully trained modules (modules_to_save: {', '.join(config['modules_to_save'])}).")
-    if config.get("trainable_token_indices"):
-        found.append("vLLM ignores trained token embeddings (trainable_token_indices): merge it.")
-    if config.get("alpha_pattern"):
-        found.append(
-            "vLLM ignores alpha_pattern and scales every module by lora_alpha: its answers would differ; merge it."
-        )
-    ranks = {config.get("r", 8), *(config.get("rank_pattern") or {}).values()}
-    if config.get("rank_pattern"):
-        found.append(
-            "vLLM scales by the rank `r` of the config, and ranks differ (rank_pattern), so that its answers would: "
-            "merge it."
-        )
-    largest = max(ranks)
-    if largest > VLLM_RANKS[-1]:
-        found.append(f"vLLM loads ranks of {VLLM_RANKS[-1]} at most, and this adapter has {largest}.")
-    elif largest > LARGEST_RANK:
-        fitting = next(rank for rank in VLLM_RANKS if rank >= largest)
-        found.append(f"vLLM needs `--max-lora-rank {fitting}` for this adapter's rank of {largest}.")
-    return found

@@ -1,5 +1,5 @@
-"""Cluster templates: one job on several machines, as text. Commands for hosts, a script for Slurm, a manifest
-for Kubernetes, a driver for Ray. Nothing is started here.
+"""Cluster templates: one job on several machines, as text. Commands for hosts, a script for Slurm, manifests
+for Kubernetes and Kubeflow, a driver for Ray Train, a task for SkyPilot. Nothing is started here.
 
 In each the ranks get torchrun's environment and run `tunesmith train`, which continues an unfinished run; so whatever
 starts them again after a pre-emption or a failure resumes it.
@@ -12,6 +12,8 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
 
 from tunesmith.errors import UserError
 
@@ -110,10 +112,7 @@ def kubernetes_manifest(task: Task, *, image: str, claim: str, mount: str) -> st
     """For `kubectl apply`: an indexed job, a pod for each node, and the service by which the pods find each other."""
     import yaml
 
-    if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?", task.name):
-        raise UserError(
-            f"'{task.name}' is no name for Kubernetes: small letters, digits and dashes, at most 52; say --name."
-        )
+    _check_kubernetes_name(task)
     resources = {"limits": {"nvidia.com/gpu": task.ranks}} if task.has_gpus else {}
     container = {
         "name": "train",
@@ -122,17 +121,14 @@ def kubernetes_manifest(task: Task, *, image: str, claim: str, mount: str) -> st
         "workingDir": task.folder,
         "ports": [{"containerPort": PORT}],
         "resources": resources,
-        "volumeMounts": [{"name": "work", "mountPath": mount}, {"name": "shared-memory", "mountPath": "/dev/shm"}],
+        "volumeMounts": _mounts(mount),
     }
     pod = {
         "subdomain": task.name,
         "restartPolicy": "OnFailure",
         "terminationGracePeriodSeconds": WARNING_SECONDS,
         "containers": [container],
-        "volumes": [
-            {"name": "work", "persistentVolumeClaim": {"claimName": claim}},
-            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
-        ],
+        "volumes": _volumes(claim),
     }
     service = {
         "apiVersion": "v1",
@@ -163,61 +159,181 @@ def kubernetes_manifest(task: Task, *, image: str, claim: str, mount: str) -> st
     return head + "---\n".join(yaml.safe_dump(part, sort_keys=False, width=110) for part in (service, job))
 
 
+def kubeflow_manifest(task: Task, *, image: str, claim: str, mount: str) -> str:
+    """For `kubectl apply` where Kubeflow's Trainer is installed: a TrainJob, and the runtime that it runs in, which
+    has the volumes. The Trainer tells torchrun of nodes, ranks and where they meet (PET_NNODES and others)."""
+    import yaml
+
+    _check_kubernetes_name(task)
+    group = "trainer.kubeflow.org"
+    pod = {
+        "terminationGracePeriodSeconds": WARNING_SECONDS,
+        "containers": [{"name": "node", "image": image, "workingDir": task.folder, "volumeMounts": _mounts(mount)}],
+        "volumes": _volumes(claim),
+    }
+    node = {
+        "name": "node",
+        "template": {
+            "metadata": {"labels": {f"{group}/trainjob-ancestor-step": "trainer"}},
+            "spec": {"template": {"spec": pod}},
+        },
+    }
+    runtime = {
+        "apiVersion": f"{group}/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": {"name": task.name, "labels": {f"{group}/framework": "torch"}},
+        "spec": {
+            "mlPolicy": {"numNodes": task.nodes, "torch": {"numProcPerNode": task.ranks}},
+            # A pod that is lost, pre-empted too, has all of them started again: ranks of a run begin together.
+            "template": {"spec": {"failurePolicy": {"maxRestarts": 100}, "replicatedJobs": [node]}},
+        },
+    }
+    python, *rest = task.command
+    trainer = {
+        "numNodes": task.nodes,
+        "numProcPerNode": task.ranks,
+        "image": image,
+        "command": [python, "-m", "torch.distributed.run", f"--max-restarts={RESTARTS}", *rest],
+        **({"resourcesPerNode": {"limits": {"nvidia.com/gpu": task.ranks}}} if task.has_gpus else {}),
+    }
+    job = {
+        "apiVersion": f"{group}/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": task.name},
+        "spec": {"runtimeRef": {"apiGroup": group, "kind": "TrainingRuntime", "name": task.name}, "trainer": trainer},
+    }
+    head = "# Written by `tunesmith launch kubeflow`. Pods that are ended and started again continue the run.\n"
+    return head + "---\n".join(yaml.safe_dump(part, sort_keys=False, width=110) for part in (runtime, job))
+
+
+def _check_kubernetes_name(task: Task) -> None:
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?", task.name):
+        raise UserError(
+            f"'{task.name}' is no name for Kubernetes: small letters, digits and dashes, at most 52; say --name."
+        )
+
+
+def _mounts(mount: str) -> list[dict[str, str]]:
+    return [{"name": "work", "mountPath": mount}, {"name": "shared-memory", "mountPath": "/dev/shm"}]
+
+
+def _volumes(claim: str) -> list[dict[str, object]]:
+    return [
+        {"name": "work", "persistentVolumeClaim": {"claimName": claim}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+    ]
+
+
+def skypilot_task(task: Task, *, accelerator: str, image: str, volume: str, mount: str) -> str:
+    """For `sky jobs launch`, which brings machines up again that were taken away."""
+    import yaml
+
+    python, *rest = task.command
+    ranks = [
+        *(python, "-m", "torch.distributed.run", "--nnodes=$SKYPILOT_NUM_NODES", f"--nproc-per-node={task.ranks}"),
+        *("--node-rank=$SKYPILOT_NODE_RANK", "--master-addr=$FIRST", f"--master-port={PORT}"),
+        *(f"--max-restarts={RESTARTS}", *map(shlex.quote, rest)),
+    ]
+    wanted = {"accelerators": f"{accelerator}:{task.ranks}"} if task.has_gpus else {"cpus": f"{task.ranks}+"}
+    run = f"""cd {shlex.quote(task.folder)}
+FIRST=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
+exec {" ".join(ranks)}
+"""
+    made = {
+        "name": task.name,
+        "num_nodes": task.nodes,
+        "resources": {
+            **wanted,
+            "image_id": f"docker:{image}",
+            # Machines that are taken away are no errors: they are always replaced.
+            "job_recovery": {"max_restarts_on_errors": RESTARTS},
+            **{name: yaml.safe_load(value or "true") for name, value in _pairs(task.options).items()},
+        },
+        "volumes": {mount: volume},
+        "run": run,
+    }
+    blocks = type("Blocks", (yaml.SafeDumper,), {})
+    blocks.add_representer(str, _as_block)
+    head = "# Written by `tunesmith launch skypilot`. Machines that are replaced continue the run.\n"
+    return head + yaml.dump(made, Dumper=blocks, sort_keys=False, width=110)
+
+
 def ray_driver(task: Task) -> str:
-    """For `ray job submit`: a program that starts the ranks of a node on each of so many nodes."""
-    resources = {"CPU": task.ranks} | ({"GPU": task.ranks} if task.has_gpus else {})
-    command = _torchrun(task, "{address}", "--rdzv-conf=is_host={leads}")
+    """For `ray job submit`: a program that has Ray Train start the ranks, and again where they fail."""
     return f'''"""Written by `tunesmith launch ray`. Started again after a failure, it continues the run."""
 
 import os
-import signal
+import socket
 import subprocess
-import sys
 
 import ray
-from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+import torch.distributed
+from ray import train
+from ray.train.torch import TorchConfig, TorchTrainer
 
-NODES = {task.nodes}
-RESOURCES = {json.dumps(resources)}
-COMMAND = {json.dumps(command)}
+RANKS = {task.nodes * task.ranks}
+RANKS_OF_A_NODE = {task.ranks}
+HAS_GPUS = {task.has_gpus}
+COMMAND = {json.dumps(list(task.command))}
 FOLDER = {json.dumps(task.folder)}
+STORAGE = {json.dumps(_below(task.folder, task.output, "ray"))}
 
 
-@ray.remote(max_restarts=0)
-class Node:
-    """The ranks of one node; ended together with it."""
-
-    def address(self):
-        return ray.util.get_node_ip_address()
-
-    def run(self, leads, address):
-        command = [part.replace("{{leads}}", str(int(leads))).replace("{{address}}", address) for part in COMMAND]
-        ranks = subprocess.Popen(command, cwd=FOLDER)
-        signal.signal(signal.SIGTERM, lambda number, _: ranks.send_signal(number))
-        return ranks.wait()
+def rank():
+    """What each worker of Ray Train does: one rank of the run, in a process of its own."""
+    context = train.get_context()
+    place = [None, None]
+    if context.get_world_rank() == 0:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            place = [ray.util.get_node_ip_address(), free.getsockname()[1]]
+    torch.distributed.broadcast_object_list(place)
+    if context.get_local_world_size() != RANKS_OF_A_NODE:
+        raise RuntimeError(f"A node got {{context.get_local_world_size()}} ranks, not {{RANKS_OF_A_NODE}}.")
+    environment = {{
+        "MASTER_ADDR": place[0],
+        "MASTER_PORT": place[1],
+        "RANK": context.get_world_rank(),
+        "WORLD_SIZE": context.get_world_size(),
+        "LOCAL_RANK": context.get_local_rank(),
+        "LOCAL_WORLD_SIZE": context.get_local_world_size(),
+    }}
+    environment = {{name: str(value) for name, value in environment.items()}}
+    code = subprocess.run(COMMAND, cwd=FOLDER, env=os.environ | environment).returncode
+    if code:
+        raise RuntimeError(f"Rank {{context.get_world_rank()}} ended with {{code}}.")
 
 
 def main():
     ray.init()
-    group = placement_group([RESOURCES] * NODES, strategy="STRICT_SPREAD" if NODES > 1 else "PACK")
-    ray.get(group.ready())
-    nodes = [
-        Node.options(
-            num_cpus=RESOURCES["CPU"],
-            num_gpus=RESOURCES.get("GPU", 0),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
-        ).remote()
-        for number in range(NODES)
-    ]
-    address = ray.get(nodes[0].address.remote())
-    codes = ray.get([node.run.remote(number == 0, address) for number, node in enumerate(nodes)])
-    sys.exit(max(codes, key=abs))
+    TorchTrainer(
+        rank,
+        torch_config=TorchConfig(backend="gloo"),  # by which the workers agree on a port; the ranks have their own
+        scaling_config=train.ScalingConfig(
+            num_workers=RANKS,
+            use_gpu=HAS_GPUS,
+            resources_per_worker={{"CPU": 1, **({{"GPU": 1}} if HAS_GPUS else {{}})}},
+        ),
+        run_config=train.RunConfig(
+            name={json.dumps(task.name)},
+            storage_path=STORAGE,
+            failure_config=train.FailureConfig(max_failures={RESTARTS}),
+        ),
+    ).fit()
 
 
 if __name__ == "__main__":
     main()
 '''
+
+
+def _below(folder: str, output: str, name: str) -> str:
+    return str(PurePosixPath(folder) / output / name)
+
+
+def _as_block(dumper: Any, text: str) -> Any:
+    """Text of several lines as it is, one below the other."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
 def _torchrun(task: Task, address: str, *options: str) -> list[str]:

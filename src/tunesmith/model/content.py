@@ -34,6 +34,14 @@ class Content:
         self.files: dict[str, str] = {}
         """The file of each tensor."""
 
+    def add_read(self, entry: Entry, content: memoryview) -> None:
+        """Hash a tensor that has been read whole, from memory."""
+        self._pieces[entry.name] = {
+            number: xxhash.xxh3_128_hexdigest(content[number * PIECE : (number + 1) * PIECE])
+            for number in range(max(1, -(-entry.size // PIECE)))
+        }
+        self._note(entry)
+
     def add(self, entry: Entry, files: Bytes, span: tuple[int, int] | None = None) -> None:
         """Hash the pieces of a tensor that begin in `span`, from byte to byte of it; all of them when left out."""
         first, last = span or (0, max(1, entry.size))
@@ -44,6 +52,9 @@ class Content:
             for start in range(number * PIECE, end, ROOM):
                 digest.update(files.into(room[: end - start], entry.path, entry.start + start))
             self._pieces.setdefault(entry.name, {})[number] = digest.hexdigest()
+        self._note(entry)
+
+    def _note(self, entry: Entry) -> None:
         self._described[entry.name] = f"{entry.dtype} {list(entry.shape)}"
         self.files[entry.name] = entry.path.name
 

@@ -13,7 +13,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ READERS = 4
 """Threads that read files ahead of what is being moved and quantized."""
 MOST_PINNED = 1 << 28
 """Bytes of a tensor that is pinned: pinned memory is kept for the next one, and embeddings would keep gigabytes."""
+LARGE_PAGE = 1 << 21
 SINGLE_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)\.weight")
 STACKS = {
     "w1": ("gate_up_proj", 0),
@@ -181,12 +182,12 @@ def read_ahead(
             shape, kind = one.shape(), (codes or {}).get(name)
             taken = _codes_of(one, kind)
             block = () if taken else part(name, shape)
-            if content is not None:
+            is_own = not (mapped or block or taken) and isinstance(one, Tensor) and one.entry.dtype in PLAIN
+            if content is not None and not is_own:
                 _hash(one, block, files, content)
             if taken:
                 return name, taken(opened), shape
-            is_own = not mapped and not block and isinstance(one, Tensor) and one.entry.dtype in PLAIN
-            tensor = _read_whole(one.entry, files) if is_own else one.read(opened, block)
+            tensor = _read_whole(one.entry, files, content) if is_own else one.read(opened, block)
             if pin and tensor.nbytes <= MOST_PINNED:
                 tensor = tensor.contiguous().pin_memory()
             return name, tensor, shape
@@ -201,10 +202,25 @@ def read_ahead(
             yield underway.popleft().result()
 
 
-def _read_whole(entry: Entry, files: Bytes) -> torch.Tensor:
-    tensor = torch.empty(entry.size, dtype=torch.uint8)
-    files.into(memoryview(tensor.numpy()), entry.path, entry.start)
+def _read_whole(entry: Entry, files: Bytes, content: Content | None) -> torch.Tensor:
+    """Into memory of its own, where it is hashed."""
+    tensor = large_pages(entry.size)
+    room = memoryview(tensor.numpy())
+    files.into(room, entry.path, entry.start)
+    if content is not None:
+        content.add_read(entry, room)
     return tensor.view(PLAIN[entry.dtype]).view(entry.shape)
+
+
+def large_pages(size: int) -> torch.Tensor:
+    """Memory for so many bytes, in pages of 2 MiB where the system has them: first touched, small ones cost as much
+    time as reading a file into them does (0.74 s a GB in all, and 0.42 with large ones)."""
+    if size < LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 class Lazy:

@@ -69,7 +69,7 @@ class Models:
         """Before it is read: UserError where it cannot be served here by this name."""
         if name in (*self.served, BASE):
             raise UserError(f"the name {name} is taken; give this adapter another one, or unload that one first.")
-        _check_same_base(self.folder, where)
+        check_same_base(self.folder, where)
 
     def read_adapter(self, name: str, where: Path) -> Served:
         """Read it; by the thread that decodes. It is not served yet."""
@@ -110,7 +110,7 @@ def open_models(folder: Path, more: Mapping[str, Path]) -> Models:
     name = folder.resolve().name
     _check_names(name, more)
     for other in more.values():
-        _check_same_base(folder, other)
+        check_same_base(folder, other)
     refuse_encoder_decoder(folder, "be served here, whose engine is for decoders alone")
     opened = open_model(folder)
     if opened.tuned is not None and opened.tuned.is_prompt:
@@ -140,7 +140,7 @@ def _check_names(name: str, more: Mapping[str, Path]) -> None:
             raise UserError(f"--adapter: the name {other} is taken; give this adapter another one.")
 
 
-def _check_same_base(folder: Path, other: Path) -> None:
+def check_same_base(folder: Path, other: Path) -> None:
     """Of what training kept of both bases: each tensor's hash."""
     for one in (folder, other):
         if read_identity(one) is None:
