@@ -49,6 +49,11 @@ LEAST = 1 << 20
 """A disk with less is full: what was refused need not have taken the last byte."""
 
 
+def expanded(path: str | Path) -> Path:
+    """With the home folder in place of `~`; `~name` stays as it is where there is no such user."""
+    return Path(os.path.expanduser(path))
+
+
 def reason(error: BaseException) -> str | None:
     """Why the file system refused something, in words; None where it was not the file system."""
     number = _number(error)
@@ -81,7 +86,7 @@ def writing(path: Path | str, advice: str = "make room there, or name another pl
         if (why := reason(error)) is None:
             raise
         named = getattr(error, "filename", None)
-        if isinstance(named, str) and not Path(named).is_relative_to(Path(path).parent):
+        if isinstance(named, str) and not Path(named).absolute().is_relative_to(Path(path).absolute().parent):
             path = named  # a temporary folder, say
         raise UserError(f"{path} cannot be written: {why}; {advice}.") from error
 

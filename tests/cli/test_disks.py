@@ -155,6 +155,7 @@ def test_what_a_verb_cannot_write_is_one_sentence(verb, fault, finished, tunesmi
         assert "there is no folder" in ended.err or "is a file, and a run needs a folder" in ended.err
     else:
         assert_one_sentence(ended, "there")
+        assert not re.search(r"/\.|trial|partial", ended.err), "names that the user gave, not ours"
     if verb not in ("train", "profile") and fault is not file_in_the_way:
         assert sorted(Path("there").rglob("*")) == before, "nothing half written is left"
 

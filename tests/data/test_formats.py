@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tunesmith.config.schema import Dataset
 from tunesmith.data import formats, source
-from tunesmith.data.types import Completion, Conversation, Document, Message, Origin, Record, Tokens
+from tunesmith.data.types import Completion, Conversation, Document, Message, Origin, Record, RecordError, Tokens
 from tunesmith.errors import UserError
 
 PLAIN = Dataset(path="data.jsonl")
@@ -140,9 +140,10 @@ def test_null_arguments_of_tool_calls_are_kept_but_for_those_that_columns_were_f
     ],
 )
 def test_nan_and_infinity_are_called_by_their_names(fields, said):
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(RecordError) as caught:
         converted(fields)
     assert said in str(caught.value)
+    assert caught.value.kind == "NaN or Infinity"
 
 
 def test_nan_in_a_field_that_may_be_missing_is_nothing():

@@ -289,7 +289,9 @@ def test_hub_data_sets_come_through_the_datasets_library(monkeypatch):
     ]
     assert source.fingerprint(dataset) != source.fingerprint(Dataset(hub="org/some", subset="en", split="test"))
     assert asked == [("org/some", "en", "test")]
-    with pytest.raises(UserError, match=r"org/none .*Couldn't reach the hub; check the name and the connection"):
+    with pytest.raises(
+        UserError, match=r"org/none .* is not in the hub's cache, and the hub cannot be reached \(HF_HUB_"
+    ):
         list(source.read(Dataset(hub="org/none")))
     source._load_hub_cached.cache_clear()
 

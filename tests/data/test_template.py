@@ -6,8 +6,13 @@ import json
 import resource
 import threading
 import time
+import tomllib
+from importlib.metadata import requires, version
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from tunesmith.data import allowance
 from tunesmith.data.allowance import TemplateRunaway
@@ -117,6 +122,16 @@ def test_a_template_cannot_get_out(text):
     except (TemplateRefusal, UserError):
         written = ""
     assert written in ("", "[Undefined, Undefined]")
+
+
+def test_the_lowest_jinja2_that_is_allowed_has_the_hardened_sandbox_and_is_one_that_transformers_takes():
+    """Up to 3.1.5 a template gets at `str.format` through `|attr` and from there to anything (CVE-2025-27516)."""
+    settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    (lowest,) = (one.removeprefix("jinja2>=") for one in settings["project"]["dependencies"] if "jinja2" in one)
+    asked = [Requirement(one) for one in requires("transformers") or () if one.lower().startswith("jinja2")]
+    assert Version(lowest) >= Version("3.1.6")
+    assert all(one.specifier.contains(lowest) for one in asked)
+    assert Version(version("jinja2")) >= Version(lowest)
 
 
 def test_counting_changes_nothing_that_templates_write():

@@ -21,6 +21,7 @@ from tiny import SETTINGS, write_all, write_data
 from tiny_model import CHATML, make_tiny_model
 from tunesmith.config.load import from_mapping
 from tunesmith.data.chat import read_template
+from tunesmith.errors import UserError
 from tunesmith.infer.generate import answers
 from tunesmith.run.assemble import assemble
 from tunesmith.run.merge import merge_run
@@ -121,6 +122,7 @@ ODD = {
     "a cache nobody knows": {"cache_implementation": "of its own", "eos_token_id": [2, 0]},
     "an argument of generate": {"stopping_criteria": 1},
     "no object": [1, 2],
+    "endless brackets": "[" * 100_000,
 }
 
 
@@ -128,7 +130,8 @@ ODD = {
 def test_an_odd_generation_config_of_the_base_does_not_cost_the_result(runs, tiny_model, tmp_path, kind):
     base = tmp_path / "base"
     shutil.copytree(tiny_model, base)
-    (base / "generation_config.json").write_text(json.dumps(ODD[kind]))
+    content = ODD[kind]
+    (base / "generation_config.json").write_text(content if isinstance(content, str) else json.dumps(content))
     folder = write_all(tmp_path / "run", base, method="full", steps=1, eval=[])
     ended = runs(folder, "train", "run.yaml")
     assert ended.code == 0, ended
@@ -201,3 +204,27 @@ def test_a_template_under_the_home_folder_is_read_from_there(tmp_path, monkeypat
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "chat.jinja").write_text(CHATML, encoding="utf-8-sig")
     assert read_template("~/chat.jinja") == CHATML
+    with pytest.raises(UserError, match=r"chat_template: ~nobody-here/chat\.jinja cannot be read"):
+        read_template("~nobody-here/chat.jinja")
+
+
+NAMED = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TEMPLATE}]
+
+
+@pytest.mark.parametrize("name", ["chat.json", "chat.jinja", "chat"])
+def test_a_template_in_json_is_read_whatever_its_file_is_called(tmp_path, name):
+    file = tmp_path / name
+    for content in (CHATML, {"chat_template": CHATML, "eos_token": END}):
+        file.write_text(json.dumps(content), encoding="utf-8-sig")
+        assert read_template(str(file)) == CHATML
+    for content in (NAMED, {"chat_template": NAMED}):
+        file.write_text(json.dumps(content))
+        assert read_template(str(file)) == {"default": CHATML, "tool_use": TEMPLATE}
+    for content in (None, 7, [], {}, {"chat_template": 7}, [{"name": "default"}], [[]], " ", {"chat_template": ""}):
+        file.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=r"without a text `chat_template`|holds no template"):
+            read_template(str(file))
+    for content in ("", " \n"):
+        file.write_text(content)
+        with pytest.raises(UserError, match=r"holds no template|not valid JSON"):
+            read_template(str(file))

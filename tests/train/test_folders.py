@@ -44,6 +44,7 @@ def train(tmp_path, tiny_model, monkeypatch, capsys):
         ("base", "base/runs/one", True),
         ("run/model", "run", True),
         ("run/adapter", "run", True),
+        ("base", "~/base", True),
         ("run/base", "run", False),
         ("base", "base-tuned", False),
         ("base", "run", False),
@@ -53,6 +54,7 @@ def train(tmp_path, tiny_model, monkeypatch, capsys):
 )
 def test_an_output_that_would_be_mixed_up_with_its_model_is_refused(tmp_path, monkeypatch, model, output, is_refused):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     for folder in ("base", "other", "run/model", "run/adapter", "run/base"):
         Path(folder).mkdir(parents=True)
     Path("base/a.gguf").touch()
@@ -63,6 +65,16 @@ def test_an_output_that_would_be_mixed_up_with_its_model_is_refused(tmp_path, mo
         return
     with pytest.raises(UserError, match=r"^output: .* model.*; set output to another folder\.$"):
         check_place(run)
+
+
+def test_a_run_under_the_home_folder_lies_there_and_names_with_a_tilde_are_names(train, monkeypatch):
+    monkeypatch.setenv("HOME", str(Path("home").absolute()))
+    Path("train.jsonl").rename("~nobody.jsonl")
+    code, out, err = train("output=~/my runs/one", "data=~nobody.jsonl", "steps=1")
+    assert code == 0, err
+    assert Path("home/my runs/one/adapter/adapter_config.json").exists()
+    assert not Path("~").exists()
+    assert f"`tunesmith chat '{Path('home/my runs/one').absolute()}'`" in out
 
 
 def test_such_an_output_is_refused_before_anything_is_written_there(train):

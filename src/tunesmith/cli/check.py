@@ -62,9 +62,10 @@ def command(
     for warning in report["warnings"]:
         warn(warning)
     if report["bad"] and run.bad_records == "stop":
+        count = len(report["bad"])
         raise UserError(
-            f"{len(report['bad']):,} records cannot be trained on; mend them, or leave them out with "
-            "`bad_records: skip`."
+            f"{count:,} record{'s' * (count > 1)} cannot be trained on; mend {'them' if count > 1 else 'it'}, or leave "
+            f"{'them' if count > 1 else 'it'} out with `bad_records: skip`."
         )
 
 

@@ -257,7 +257,9 @@ def _wrong_method(method: str) -> str | None:
 
 def _expand(path: str) -> str:
     """A shell turns ~ into the home folder; a prompt and a settings file do not."""
-    return str(Path(path).expanduser()) if path.startswith("~") else path
+    from tunesmith.disk import expanded
+
+    return str(expanded(path)) if path.startswith("~") else path
 
 
 def _run_name(data: str) -> str:

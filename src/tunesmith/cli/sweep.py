@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -176,5 +177,5 @@ def _show_results(folder: Path, found: Sequence[Variant], failures: dict[str, st
     if note := sweep.note_on(rows):
         output.note(note)
     best = next((row.name for row in rows if row.is_best), None)
-    tried = f"; try `tunesmith chat {folder / best}`" if best else ""
+    tried = f"; try `tunesmith chat {shlex.quote(str(folder / best))}`" if best else ""
     output.say(f"The table is in {folder / sweep.TABLE}{tried}.")

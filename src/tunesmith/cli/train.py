@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -162,4 +163,4 @@ def _say_outcome(outcome: Outcome, folder: Path, profiler: StepProfiler | None) 
         output.say(f"{profiler.report.bound} The profile is in {profiler.folder}.")
     talks = read_run(folder).objective not in ("reward", "classify", "classify_tokens", "embed")
     verb = "chat" if talks else "eval"
-    output.say(f"Done. The trained weights are in {outcome.result}; try `tunesmith {verb} {folder}`.")
+    output.say(f"Done. The trained weights are in {outcome.result}; try `tunesmith {verb} {shlex.quote(str(folder))}`.")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.config.schema import Run
+from tunesmith.disk import expanded
 from tunesmith.errors import UserError, listed
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -29,7 +30,7 @@ def with_adapter(run: Run) -> Run:
         return run
     if not run.adapter.isprintable():
         raise UserError(f"adapter: {run.adapter!r} has characters that no folder's name should have.")
-    folder = Path(run.adapter).expanduser()
+    folder = expanded(run.adapter)
     config = _read_config(folder)
     if run.method == "peft":
         return run.model_copy(update={"peft": _same_peft(run, folder, config)})

@@ -8,6 +8,7 @@ Cross-field rules that need the machine, the model or the data live where those 
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -77,6 +78,8 @@ def _not_blank(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_not_blank)]
+Folder = Annotated[Text, AfterValidator(os.path.expanduser)]
+"""Here, for it is made: what is only read is looked for where it is read."""
 
 
 class Stop(NamedTuple):
@@ -488,7 +491,7 @@ class Run(Settings):
     held_out: Annotated[Number, Field(ge=0)] | None = None
     """Training records held out for evaluation: a share when below 1, else a number; a few without `eval`; 0: none."""
     chat_template: Text | None = None
-    """File with a chat template (Jinja) to use instead of the model's own."""
+    """File with a chat template (Jinja, or JSON with one) to use instead of the model's own."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Which tokens are targets: all assistant turns, the last one only, or everything."""
     special_tokens: list[Text] = []
@@ -562,7 +565,7 @@ class Run(Settings):
     """Run Python code that comes with the model. Only for models whose code you have read."""
     sweep: Sweep = {}
     """Several adapters over one base: settings with lists of values, all combined, or a list of variants."""
-    output: Text = "runs/default"
+    output: Folder = "runs/default"
     """Folder of the run: plan, events, checkpoints and the trained weights."""
 
     @model_validator(mode="after")

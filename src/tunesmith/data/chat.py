@@ -15,7 +15,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from tunesmith.data.marked import TextTokenizer, any_of, clean, marked
 from tunesmith.data.messages import REFUSED, as_dict, fold_system, tool_parts_of, with_thoughts_apart, write_tools
 from tunesmith.data.template import TemplateRefusal
 from tunesmith.data.types import Completion, Conversation, Document, Example, Message, Origin, RecordError, Tokens
+from tunesmith.disk import expanded
 from tunesmith.errors import UserError
 
 VERSION = "encoder 2"  # part of every fingerprint: raise it when the same input gives other tokens or targets
@@ -36,21 +36,39 @@ LONGEST_CHAT = 1 << 22
 """Characters of a conversation, a million tokens or more, which no sequence holds."""
 
 
-def read_template(path: str) -> str:
-    """The text of a chat template file (`chat_template:` of the run), for `Encoder(template=...)`."""
+def read_template(path: str) -> str | dict[str, str]:
+    """The chat template in a file (`chat_template:` of the run), for `Encoder(template=...)`: Jinja, or JSON as in
+    tokenizer_config.json, whatever the file is called. No template is valid JSON, so the two cannot be mixed up."""
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8-sig")
+        text = expanded(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise UserError(f"chat_template: {path} cannot be read ({reason}).") from error
-    if path.endswith(".json"):
-        try:
-            text = json.loads(text)["chat_template"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"chat_template: {path} is JSON without a text `chat_template`.") from error
-    if not isinstance(text, str) or not text.strip():
+    try:
+        found = _in_json(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        found = text
+        if path.endswith(".json"):
+            raise UserError(f"chat_template: {path} is not valid JSON: {error}.") from error
+    if found is None:
+        raise UserError(f"chat_template: {path} is JSON without a text `chat_template`.")
+    if not all(one.strip() for one in ([found] if isinstance(found, str) else found.values())):
         raise UserError(f"chat_template: {path} holds no template.")
-    return text
+    return found
+
+
+def _in_json(content: Any) -> str | dict[str, str] | None:
+    """The template itself, an object with `chat_template`, or a list of `name` and `template`."""
+    if isinstance(content, dict):
+        content = content.get("chat_template")
+    if isinstance(content, str):
+        return content
+    try:
+        named = {one["name"]: one["template"] for one in content}
+    except (TypeError, KeyError):
+        return None
+    is_whole = named and all(isinstance(text, str) for pair in named.items() for text in pair)
+    return named if is_whole else None
 
 
 class Encoder:
@@ -59,7 +77,14 @@ class Encoder:
     `special_tokens` are those that the data may write out and mean.
     """
 
-    def __init__(self, tokenizer: Any, *, template: str | None, train_on: str, special_tokens: Sequence[str] = ()):
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        template: str | dict[str, str] | None,
+        train_on: str,
+        special_tokens: Sequence[str] = (),
+    ):
         self.labels: tuple[str, ...] = ()
         """Names of classes, for records with a label."""
         if getattr(tokenizer, "backend_tokenizer", None) is None:

@@ -226,7 +226,7 @@ def _convert_prompt_completion(fields: dict[str, Any], origin: Origin, dataset: 
         return _conversation([*_system(fields, messages, origin), *messages], origin, _tools(fields, origin))
     if _given(prompt) is None:
         reason = f'`prompt` is {_found(prompt)}; write "" where the completion stands alone'
-        raise RecordError("missing value", origin, reason)
+        raise RecordError(_lacks(prompt), origin, reason)
     prompt = _text(prompt, "prompt", origin)
     answer = _answer(completion, name, origin)
     system = _system(fields, [], origin)
@@ -751,7 +751,9 @@ def _weight(item: dict[str, Any], where: str, origin: Origin) -> float | None:
         if not isinstance(value, bool | int | float) or not math.isfinite(value) or value < 0:
             found = _found(value) if _is_odd(value) else repr(value)
             raise RecordError(
-                "wrong weight", origin, f"`{key}` of {where} must be a number from 0 up or true/false, not {found}"
+                _ODD if _is_odd(value) else "wrong weight",
+                origin,
+                f"`{key}` of {where} must be a number from 0 up or true/false, not {found}",
             )
         return float(value)
     return None
@@ -775,7 +777,7 @@ def _user(text: str) -> Message:
 
 def _answer(value: Any, name: str, origin: Origin) -> Message:
     if _given(value) is None:
-        raise RecordError("missing value", origin, f"`{name}` is {_found(value)}; an answer is needed")
+        raise RecordError(_lacks(value), origin, f"`{name}` is {_found(value)}; an answer is needed")
     text = _text(value, name, origin)
     if not text.strip():
         raise RecordError("empty answer", origin, f"`{name}` is empty, which would teach the model to be silent")
@@ -807,6 +809,11 @@ def _given(value: Any) -> Any:
     return None if _is_odd(value) else value
 
 
+def _lacks(value: Any) -> str:
+    """The kind of fault where something must be given."""
+    return _ODD if _is_odd(value) else "missing value"
+
+
 def _found(value: Any) -> str:
     if value is None or _is_odd(value):
         return json.dumps(value)  # null, NaN, Infinity, -Infinity
@@ -818,7 +825,8 @@ def _listed(value: Any, name: str, origin: Origin) -> list[Any]:
     if isinstance(value, str):
         value = _parsed(value, f"`{name}`", origin)
     if not isinstance(value, list | tuple):
-        raise RecordError("wrong type", origin, f"`{name}` must be a list, found {_found(value)}")
+        kind = _ODD if _is_odd(value) else "wrong type"
+        raise RecordError(kind, origin, f"`{name}` must be a list, found {_found(value)}")
     return list(value)
 
 

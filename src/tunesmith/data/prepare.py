@@ -37,6 +37,7 @@ from tunesmith.data.paired import PairEncoder
 from tunesmith.data.store import TokenStore, Whole, cut
 from tunesmith.data.token_cache import stored
 from tunesmith.data.types import Example, Record, RecordError
+from tunesmith.disk import expanded
 from tunesmith.errors import UserError, UserErrors
 from tunesmith.objectives import objective_of
 from tunesmith.objectives.base import Records
@@ -207,7 +208,7 @@ def _with_sources(store: TokenStore, longest: int) -> TokenStore:
 
 def check_output(run: Run) -> None:
     """Refuse an output below a folder of data: the run's own files would be trained on."""
-    output = Path(run.output).expanduser().resolve()
+    output = expanded(run.output).resolve()
     for dataset in (*run.data, *run.eval):
         folder = source.searched_folder(dataset)
         if folder is not None and output.is_relative_to(folder.resolve()):

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from tunesmith import hub
 from tunesmith.data.types import Origin, Record, RecordError
-from tunesmith.errors import UserError, listed
+from tunesmith.disk import expanded
+from tunesmith.errors import UserError, first_line, listed
 
 if TYPE_CHECKING:
     from tunesmith.config.schema import Dataset
@@ -54,7 +55,7 @@ def files(dataset: Dataset) -> list[Path]:
     beside record files. Symbolic links are followed; a file that several of them lead to is there once.
     """
     assert dataset.path
-    path = Path(dataset.path).expanduser()
+    path = expanded(dataset.path)
     try:
         if path.is_file():
             found = [path]
@@ -76,7 +77,7 @@ def files(dataset: Dataset) -> list[Path]:
 
 def searched_folder(dataset: Dataset) -> Path | None:
     """The folder of which everything below is read, where the data are given so."""
-    path = Path(dataset.path or "").expanduser()
+    path = expanded(dataset.path or "")
     if dataset.path is None or path.is_file():
         return None
     if path.is_dir():
@@ -541,7 +542,7 @@ def _read_text(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Recor
 
 def _load_hub(dataset: Dataset) -> Any:
     assert dataset.hub
-    if Path(dataset.hub).expanduser().exists():
+    if expanded(dataset.hub).exists():
         raise UserError(f"hub: {dataset.hub} is a file or folder here; say `path: {dataset.hub}`.")
     return _load_hub_cached(dataset.hub, dataset.subset, dataset.split)
 
@@ -558,9 +559,10 @@ def _load_hub_cached(name: str, subset: str | None, split: str) -> Any:
     try:
         return datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # the hub's libraries raise errors of many kinds; all mean the same to the user
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        what = f"could not be loaded: {first_line(error)[:300]}"
+        if is_offline and isinstance(error, ConnectionError):
+            what = f"is not in the hub's cache, and {hub.unreachable()}"
         raise UserError(
-            f"hub: {name} (split {split}) could not be loaded: {reason[:300]}; "
-            f"check the name and the connection{f' ({hub.unreachable()})' if is_offline else ''}, or give the data as "
-            "a file with `path:`."
+            f"hub: {name} (split {split}) {what}; check the name and the connection, or give the data as a file with "
+            "`path:`."
         ) from error

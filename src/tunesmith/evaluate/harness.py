@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import yaml
 from torch import nn
 
+from tunesmith.disk import expanded
 from tunesmith.errors import UserError, first_line
 from tunesmith.evaluate.tasks import Task
 
@@ -47,7 +47,7 @@ def scores(model: nn.Module, tokenizer: Any, task: Task) -> Iterator[tuple[str, 
 
 def _named(title: str) -> Any:
     """One of lm-eval's tasks, or a YAML file that describes one, without code of its own."""
-    path = Path(title).expanduser()
+    path = expanded(title)
     if path.suffix not in (".yaml", ".yml"):
         return title
     try:

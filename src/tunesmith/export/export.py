@@ -156,7 +156,7 @@ def export_run(
     for note in notes:
         say(note)
     to = out or folder / "export" / f"{form}-{kind}"
-    check_place(to, folder, chosen.size(source, kind))
+    check_place(to, chosen.size(source, kind))
     compared = {"eval": [Dataset(path=path) for path in data], "held_out": 0} if data else {}
     stores = held_out_of(folder, source.run.model_copy(update=compared), read_plan(folder), progress)
     context = load.max_positions(source.weights.model.config) or LONGEST
@@ -245,14 +245,14 @@ def _usual(form: str, chosen: Format, source: Source) -> str:
     return chosen.types[0]
 
 
-def check_place(to: Path, run: Path, size: int) -> None:
+def check_place(to: Path, size: int, option: str = "--out") -> None:
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise UserError(f"{to} exists and is not empty; give --out another folder.")
+        raise UserError(f"{to} exists and is not empty; give {option} another folder.")
     needed, free = with_slack(size), disk.free(to)
     if free is not None and free < needed:
         raise UserError(
-            f"The export needs {disk.size(needed)}, and the disk of {to} has {disk.size(free)} free; make room there, "
-            "or give --out a folder on another disk."
+            f"{to} needs {disk.size(needed)}, and its disk has {disk.size(free)} free; make room there, or give "
+            f"{option} a folder on another disk."
         )
 
 

@@ -154,8 +154,12 @@ def _write_special(writer: Any, tokenizer: Any, ends: list[int], begins: bool) -
         add(stop)
     if tokenizer.pad_token_id is not None:
         writer.add_pad_token_id(tokenizer.pad_token_id)
-    if isinstance(tokenizer.chat_template, str):
-        writer.add_chat_template(tokenizer.chat_template)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # of several, the first is asked with where none is called default
+        named = {"default": next(iter(template.values()))} | template
+        writer.add_chat_template([{"name": name, "template": text} for name, text in named.items()])
+    elif template:
+        writer.add_chat_template(template)
 
 
 def _merges(found: dict[str, Any]) -> list[Any]:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from tunesmith.config.schema import Run
+from tunesmith.disk import expanded
 from tunesmith.errors import UserError, first_line, listed
 from tunesmith.model.load import load_config, load_shallow, load_skeleton, locate, quiet
 
@@ -50,7 +51,7 @@ def make_config(run: Run, *, steps: int = STEPS) -> PeftConfig:
     kinds = _kinds()
     given = dict(run.peft)
     if run.adapter is not None:
-        given = json.loads((Path(run.adapter).expanduser() / "adapter_config.json").read_text()) | given
+        given = json.loads((expanded(run.adapter) / "adapter_config.json").read_text()) | given
     wanted = str(given.pop("peft_type")).upper().replace("-", "_")
     if wanted not in kinds:
         near = get_close_matches(wanted, kinds, n=1, cutoff=0.5)

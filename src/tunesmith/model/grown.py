@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.schema import Run
+from tunesmith.disk import expanded
 from tunesmith.errors import UserError
 from tunesmith.model import load
 from tunesmith.model.save import whole_folder
@@ -30,7 +31,7 @@ def grown(run: Run) -> Run:
     none. The data may write the new tokens out."""
     if not run.new_tokens or Path(run.model).name == FOLDER:
         return run
-    folder = Path(run.output).expanduser().resolve() / FOLDER
+    folder = expanded(run.output).resolve() / FOLDER
     wanted = {"tokens": list(run.new_tokens), "base": load.model_fingerprint(run)}
     made = _read(folder)
     if any(made.get(key) != value for key, value in wanted.items()):

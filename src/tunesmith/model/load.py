@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tunesmith import hub
 from tunesmith.cache import cache_folder
 from tunesmith.config.schema import Run
+from tunesmith.disk import expanded
 from tunesmith.errors import UserError, first_line, listed
 from tunesmith.model import head
 from tunesmith.model.gguf import converted_folder
@@ -128,7 +129,7 @@ def generation_settings(folder: Path, model: PreTrainedModel) -> tuple[dict[str,
         found = json.loads(file.read_text(encoding="utf-8-sig"))
         if not isinstance(found, dict):
             raise ValueError("no JSON object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return {}, [f"the base's {file.name} cannot be read ({error}) and is left out of the result."]
     return _without_faults(found, f"the base's {file.name}")
 
@@ -299,7 +300,7 @@ def model_fingerprint(run: Run) -> str:
 
     source = locate(run.model)
     parts: list[Any] = []
-    files = sorted(Path(run.adapter).expanduser().glob("adapter_model*")) if run.adapter is not None else []
+    files = sorted(expanded(run.adapter).glob("adapter_model*")) if run.adapter is not None else []
     if not source.is_local:
         found = f"hub:{source.location}:{getattr(load_config(run), '_commit_hash', None)}"
         return found + "".join(f":{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}" for file in files)

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tunesmith.config.schema import Lora, Run
-from tunesmith.errors import UserError, listed
+from tunesmith.errors import UserError, first_line, listed
 from tunesmith.kernels.fake_quantize import fake_quantized_lowrank
 from tunesmith.kernels.rounding import Rounding
 from tunesmith.model.head import head_name, is_headed
@@ -545,12 +545,14 @@ def read_adapter(folder: Path) -> AdapterFiles:
     from safetensors.torch import load_file
 
     try:
-        config = json.loads((folder / "adapter_config.json").read_text())
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("adapter_config.json holds no settings")
         tensors = load_file(folder / "adapter_model.safetensors")
     except FileNotFoundError as error:
         raise UserError(f"{folder} holds no adapter: {Path(error.filename or '').name} is missing.") from error
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"The adapter in {folder} cannot be read: {error}.") from error
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        raise UserError(f"The adapter in {folder} cannot be read: {first_line(error)}.") from error
     return AdapterFiles(config, tensors)
 
 

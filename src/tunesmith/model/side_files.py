@@ -80,7 +80,7 @@ def read_asked(folder: Path) -> dict[str, Any]:
     """How the model whose side files are in `folder` was asked in training; empty where nobody wrote it down."""
     try:
         found = json.loads((folder / ASKED).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

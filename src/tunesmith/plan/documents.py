@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tunesmith.config.schema import Dataset, Run
+from tunesmith.disk import expanded
 from tunesmith.plan.defaults import DataSize, held_out_records
 from tunesmith.plan.plan import Plan
 
@@ -138,7 +139,7 @@ def padding(lengths: Sequence[int], sequence_length: int, step: int, micro_batch
 def _files(dataset: Dataset) -> list[Path]:
     if dataset.path is None:
         return []
-    path = Path(dataset.path).expanduser()
+    path = expanded(dataset.path)
     names = [path] if path.is_file() else [*path.rglob("*")] if path.is_dir() else glob.glob(dataset.path)
     return sorted(Path(name) for name in names if Path(name).is_file())
 

@@ -23,7 +23,7 @@ import psutil
 from pydantic import ValidationError
 
 from tunesmith.cache import cache_folder
-from tunesmith.disk import writing
+from tunesmith.disk import expanded, writing
 from tunesmith.errors import UserError
 from tunesmith.launch.rank_environment import read_rank_environment
 from tunesmith.plan import catalogue
@@ -154,7 +154,7 @@ def host_memory() -> tuple[int, int]:
 
 def named(text: str) -> Hardware:
     """Hardware from a description in words, or from the small YAML file of this name."""
-    path = Path(text).expanduser()
+    path = expanded(text)
     if path.suffix in (".yaml", ".yml", ".json"):
         return _from_file(path)
     nodes, count, gpu, options = 1, 1, "", {}

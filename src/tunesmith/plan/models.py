@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from tunesmith import hub
+from tunesmith.disk import expanded
 from tunesmith.errors import UserError
 from tunesmith.plan.facts import Layer, Linear, ModelFacts, is_attention
 from tunesmith.plan.families import architecture_of, family_of, from_config
@@ -30,7 +31,7 @@ class Found:
 
 def find(model: str) -> Found:
     """Find the model, without reading it; raise UserError when it cannot be one."""
-    path = Path(model).expanduser()
+    path = expanded(model)
     if path.is_file():
         if path.suffix == ".gguf":
             return Found("gguf", str(path))

@@ -80,7 +80,8 @@ def quantize_model(
         check_linears(source)
         asked = Asked.of(source, method, bits, group, act_order)
         recipe = Recipe(source, asked)
-        check_place(to, source.folder, size(source, "int8") if asked.method != "kmeans" else 3 * source.weights.count)
+        needed = size(source, "int8") if asked.method != "kmeans" else 3 * source.weights.count
+        check_place(to, needed, option="--to")
         calibration, held_out, notes = _data(source, asked, data, (samples, measured, length), progress)
         notes = (*_notes_of(source), *notes)
         for note in notes:

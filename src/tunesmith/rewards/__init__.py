@@ -13,10 +13,10 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from tunesmith.config.schema import Reward
+from tunesmith.disk import expanded
 from tunesmith.errors import UserError, first_line
 from tunesmith.plan.hardware import usable_cores
 from tunesmith.rewards.exact import is_right
@@ -87,7 +87,7 @@ def _check_of(settings: Reward) -> Check:
         wanted = re.compile(settings.pattern or "", re.S)
         return lambda answer, _: float(wanted.search(answer) is not None)
     if settings.kind == "json_schema":
-        schema = Schema.read(Path(settings.file or "").expanduser())
+        schema = Schema.read(expanded(settings.file or ""))
         return lambda answer, _: float(schema.fits(answer))
     if settings.kind == "tests":
         limits = {"seconds": settings.seconds, "memory": settings.memory_mb << 20}
@@ -101,7 +101,7 @@ def _function(name: str) -> Check:
     where, _, attribute = name.rpartition(":")
     try:
         if where.endswith(".py"):
-            path = Path(where).expanduser().resolve()
+            path = expanded(where).resolve()
             spec = importlib.util.spec_from_file_location(f"tunesmith_rewards_{path.stem}", path)
             assert spec is not None
             assert spec.loader is not None

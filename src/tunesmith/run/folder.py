@@ -27,7 +27,7 @@ from typing import Any
 
 from tunesmith.checkpoint.files import write_atomic
 from tunesmith.config.schema import Lora, Run
-from tunesmith.disk import writing
+from tunesmith.disk import expanded, writing
 from tunesmith.errors import UserError
 from tunesmith.plan.plan import Plan, first_problem, upgraded
 
@@ -109,7 +109,7 @@ class Identity:
 
 def check_place(run: Run) -> None:
     """Refuse an output that would be mixed up with the model it is made from, or overwrite it."""
-    model, output = Path(run.model).expanduser(), Path(run.output).expanduser()
+    model, output = expanded(run.model), expanded(run.output)
     if (output / SWEEP).exists():
         raise UserError(f"output: {run.output} is the folder of a sweep; set output to another folder.")
     if not model.exists():
@@ -327,7 +327,7 @@ def read_json(path: Path) -> Any:
         return None
     except NotADirectoryError as error:
         raise UserError(f"{path.parent} is a file, and a run needs a folder; choose another output.") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}; repair it or choose another output folder.") from error
 
 

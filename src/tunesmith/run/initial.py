@@ -21,6 +21,7 @@ from torch import nn
 from tunesmith.config.adapter import CONFIG, WEIGHTS
 from tunesmith.config.schema import Lora, Run
 from tunesmith.data.store import TokenStore
+from tunesmith.disk import expanded
 from tunesmith.errors import UserError
 from tunesmith.model import load, lora, quantized
 from tunesmith.model.save import adapter_config_text, whole_folder
@@ -47,7 +48,7 @@ def make_start(run: Run, plan: Plan, stores: Iterable[TokenStore], *, is_continu
     with whole_folder(folder) as partial:
         if run.adapter is not None:
             for name in (CONFIG, WEIGHTS):
-                shutil.copyfile(Path(run.adapter).expanduser() / name, partial / name)
+                shutil.copyfile(expanded(run.adapter) / name, partial / name)
             return
         _require_peft(run.lora.init)
         by_data = run.lora.init in ("eva", "lora-ga")

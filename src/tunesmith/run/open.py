@@ -14,6 +14,7 @@ from tunesmith.checkpoint.store import CheckpointStore
 from tunesmith.config.schema import Run
 from tunesmith.data.chat import Encoder, read_template
 from tunesmith.data.paired import PairEncoder
+from tunesmith.disk import expanded
 from tunesmith.errors import UserError
 from tunesmith.kernels.update import undo_preround_
 from tunesmith.model import adapters, load, lora, quantized, side_files
@@ -199,7 +200,7 @@ def make_encoder(run: Run, tokenizer: Any, *, train_on: str, special_tokens: Seq
 
 def refuse_encoder_decoder(target: Path | str, what: str) -> None:
     """UserError where a run's model, or one by itself, reads with an encoder, which `what` has no way to call."""
-    folder = Path(target).expanduser()
+    folder = expanded(target)
     is_run = folder.is_dir() and read_identity(folder) is not None
     if is_encoder_decoder(read_config(read_run(folder).model if is_run else str(target))):
         raise UserError(

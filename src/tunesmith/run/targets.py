@@ -12,6 +12,7 @@ from tunesmith.cache import cache_folder
 from tunesmith.checkpoint.files import digest_file
 from tunesmith.checkpoint.store import CheckpointStore
 from tunesmith.config.schema import Run
+from tunesmith.disk import expanded
 from tunesmith.errors import UserError
 from tunesmith.model import load, side_files
 from tunesmith.plan.models import check_there, find
@@ -49,7 +50,7 @@ class Target:
 def find_target(text: str) -> Target:
     """A run's folder, a model's folder, a GGUF file or a hub name. UserError before anything is loaded."""
     refuse_encoder_decoder(text, "be given tasks here; `tunesmith eval` without them measures its held-out loss")
-    folder = Path(text).expanduser()
+    folder = expanded(text)
     if folder.is_dir() and (read_identity(folder) is not None or not _is_model(folder)):
         return _run(folder)
     check_there(text)
@@ -60,7 +61,7 @@ def find_target(text: str) -> Target:
 
 def base_of(text: str) -> Target:
     """The model that a run was trained from."""
-    folder = Path(text).expanduser()
+    folder = expanded(text)
     if read_identity(folder) is None:
         raise UserError(f"{text} is no run, so it has no base here; name another model with --against.")
     run = read_run(folder)
