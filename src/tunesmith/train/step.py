@@ -77,39 +77,46 @@ class StepResult:
 
 
 class _Documents:
-    """Sums of the losses of a step's documents, on their way from the device."""
+    """Losses of a step's documents, on their way from the device. They are summed by document on the host, which waits
+    for the step anyway: kernels for it would cost the device more than the copy does."""
 
     def __init__(self) -> None:
-        self._sums: list[torch.Tensor] = []
-        self._known: list[torch.Tensor] = []
-        self._origins: list[str] = []
-        self._read: Callable[[], list[float]] | None = None
+        self._batches: list[MicroBatch] = []
+        self._losses: list[torch.Tensor] = []
+        self._read: Callable[[], torch.Tensor] | None = None
 
     def add(self, batch: MicroBatch, weighted_n: torch.Tensor) -> None:
-        if batch.records is None:
-            return
-        is_target, count = batch.weights > 0, len(batch.sources)
-        owners_n = torch.arange(count).repeat_interleave(batch.boundaries.diff().long())[is_target]
-        losses_n = weighted_n.detach() if weighted_n.ndim == 1 else weighted_n.detach().sum(1)
-        sums_d = torch.zeros(count, dtype=losses_n.dtype, device=losses_n.device)
-        self._sums.append(sums_d.index_add(0, moved(owners_n, losses_n.device), losses_n))
-        weights_d = torch.zeros(count).index_add(0, owners_n, batch.weights[is_target])
-        self._known.append(torch.stack([one.double() for one in (batch.sources, batch.records, weights_d)]))
-        self._origins += batch.origins
+        if batch.records is not None:
+            self._batches.append(batch)
+            self._losses.append(weighted_n.detach() if weighted_n.ndim == 1 else weighted_n.detach().sum(1))
 
     def send(self) -> None:
         """Begin to copy them to the host."""
-        if self._sums:
-            self._read = reader(torch.cat(self._sums).float())
+        if self._losses:
+            self._read = sent(torch.cat(self._losses).float())
 
     def found(self) -> tuple[np.ndarray | None, list[str]]:
         """Rows of `train.documents`, and where those documents came from whose losses are no finite numbers."""
         if self._read is None:
             return None, []
-        sums = np.array(self._read(), dtype=np.float64)
-        sources, records, weights = torch.cat(self._known, dim=1).numpy()
-        bad = [self._origins[place] for place in np.flatnonzero(~np.isfinite(sums))]
+        known = [_sums_by_document(*pair) for pair in zip(self._batches, self._split(self._read()), strict=True)]
+        sources, records, sums, weights = torch.cat(known, dim=1).numpy()
+        origins = [origin for batch in self._batches for origin in batch.origins]
+        bad = [origins[place] for place in np.flatnonzero(~np.isfinite(sums))]
         return rows_of(sources.astype(np.int64), records.astype(np.int64), sums, weights), bad
+
+    def _split(self, losses: torch.Tensor) -> Sequence[torch.Tensor]:
+        return losses.double().split([len(one) for one in self._losses])
+
+
+def _sums_by_document(batch: MicroBatch, losses_n: torch.Tensor) -> torch.Tensor:
+    """Source, record, sum of the losses and of the weights of each document [4, D]."""
+    is_target, count = batch.weights > 0, len(batch.sources)
+    owners_n = torch.arange(count).repeat_interleave(batch.boundaries.diff().long())[is_target]
+    sums = torch.zeros(2, count, dtype=torch.float64)
+    sums.index_add_(1, owners_n, torch.stack([losses_n, batch.weights[is_target].double()]))
+    assert batch.records is not None
+    return torch.cat([torch.stack([batch.sources.double(), batch.records.double()]), sums])
 
 
 class Tally:
@@ -556,16 +563,22 @@ class TrainStep:
 
 
 def reader(values: torch.Tensor) -> Callable[[], list[float]]:
-    """Start copying a few numbers to the host; what is returned waits for them, and for nothing queued later."""
+    """The numbers of `sent`."""
+    read = sent(values)
+    return lambda: read().tolist()
+
+
+def sent(values: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Start copying numbers to the host; what is returned waits for them, and for nothing queued later."""
     if values.device.type == "cpu":
-        return values.tolist
+        return lambda: values
     numbers = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
 
-    def read() -> list[float]:
+    def read() -> torch.Tensor:
         with record_function("wait"):
             arrived.synchronize()
-        return numbers.tolist()
+        return numbers
 
     return read
