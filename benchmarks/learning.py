@@ -111,7 +111,7 @@ def instructions(data: Path, folder: Path, seed: int) -> None:
 
 
 def sums(data: Path, folder: Path, seed: int) -> None:
-    write(folder, lines(data / "gsm8k_train.jsonl")[:2000], lines(data / "gsm8k_test.jsonl")[:200])
+    write(folder, lines(data / "gsm8k_train.jsonl")[:3000], lines(data / "gsm8k_test.jsonl")[:200])
 
 
 def subjects(data: Path, folder: Path, seed: int) -> None:
@@ -179,24 +179,24 @@ TASKS = (
         "classify, LoRA, seven fields of MMLU",
         {
             "objective": "classify", "method": "lora", "lora": {"rank": 16}, "labels": list(FIELDS), "steps": 60,
-            "learning_rate": 1e-3, **SMALL,
+            "learning_rate": 5e-4, **SMALL,
         },
         subjects, "accuracy", "above 80%", _above(0.8),
     ),
-    Task(FULL, {"method": "full", "learning_rate": 5e-5, "steps": 60, **SMALL}, sums),
+    Task(FULL, {"method": "full", "learning_rate": 5e-5, "steps": 100, **SMALL}, sums),
     Task(
         "all weights, GaLore, GSM8K",
-        {"method": "full", "optimizer": "galore", "learning_rate": 2e-4, "steps": 60, **SMALL},
+        {"method": "full", "optimizer": "galore", "learning_rate": 3e-4, "steps": 100, **SMALL},
         sums, "loss", "within 5% of AdamW's", _within(0.05, FULL),
     ),
     Task(
         "LoQT, 8 bits, GSM8K",
-        {"method": "loqt", "lora": {"rank": 64, "bits": 8}, "learning_rate": 1e-3, "steps": 60, **SMALL},
+        {"method": "loqt", "lora": {"rank": 64, "bits": 8}, "learning_rate": 3e-4, "steps": 100, **SMALL},
         sums, "loss", "within 5% of AdamW's", _within(0.05, FULL), {"lora": {"rank": 4, "bits": 8}},
     ),
     Task(
         "LoQT, 4 bits, GSM8K",
-        {"method": "loqt", "lora": {"rank": 64, "bits": 4}, "learning_rate": 1e-3, "steps": 60, **SMALL},
+        {"method": "loqt", "lora": {"rank": 64, "bits": 4}, "learning_rate": 3e-4, "steps": 100, **SMALL},
         sums, "loss", "", None, {"lora": {"rank": 4, "bits": 4}},
     ),
 )  # fmt: skip

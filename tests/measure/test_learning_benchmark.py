@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tunesmith.config.load import from_mapping
+
 ROOT = Path(__file__).parents[2]
 ABOUT = {"what": "w", "date": "d", "commit": "c", "device": "D", "versions": {}}
 
@@ -82,6 +84,8 @@ def test_twenty_configurations_are_drawn_over_all_objectives(objectives):
     cases = objectives.draw_new(Path("folder"), tiny=False)
     assert len({case.name for case in cases}) == 20
     assert cases == objectives.draw_new(Path("folder"), tiny=False)
+    for case in cases:
+        from_mapping({"model": "m", **case.settings})  # or it says what does not go together
     used = {case.settings.get("objective", "sft") for case in cases}
     assert used >= {"kto", "reward", "classify", "classify_tokens", "embed", "distill", "grpo", "sft"}
 

@@ -84,6 +84,8 @@ def test_a_narrow_model_has_a_higher_rate_and_adapters_ten_times_that_of_all_wei
     assert rates[2] == 2e-4
     assert proposed(None, width=4096, method="full")[0].learning_rate == 2e-5
     assert proposed(None, width=4096, optimizer="lion")[0].learning_rate < 1e-4
+    rates = [proposed(None, width=4096, method="full", optimizer=one)[0].learning_rate for one in ("adamw", "galore")]
+    assert rates[1] == pytest.approx(4 * rates[0])
 
 
 def test_without_knowledge_of_the_data_the_plan_says_that_it_is_still_to_be_decided():

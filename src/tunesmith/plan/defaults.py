@@ -37,8 +37,8 @@ PEFT_RATES = {
 """Of methods of peft that train few parameters, or start from none, and need a higher one."""
 WIDTH, WIDTH_POWER, MOST_WIDER = 4096, 0.75, 5.0
 """A narrower model wants a higher rate: by the ratio of the widths to this power, and at most so many times."""
-LION = 0.2
-"""Of AdamW's rate: each step of Lion is as large as AdamW's largest."""
+OF_ADAMW = {"lion": 0.2, "galore": 4.0}
+"""Rates by AdamW's: each step of Lion is as large as AdamW's largest, and GaLore takes a quarter of each."""
 HELD_OUT_FROM = 100
 """Records below which a data set is too small to hold any out."""
 HELD_OUT_SHARE, HELD_OUT_MOST = 0.05, 200
@@ -223,7 +223,7 @@ def _steps(size: DataSize | None, batch: int, epochs: float) -> int | None:
 def _rate(run: Run, width: int, batch: int, decide: Decide) -> float:
     wider = min(MOST_WIDER, (WIDTH / width) ** WIDTH_POWER)
     objective = objective_of(run)
-    factor = wider * objective.rate * (LION if run.algorithm == "lion" else 1)
+    factor = wider * objective.rate * OF_ADAMW.get(run.algorithm, 1.0)
     common = PEFT_RATES.get(str(run.peft.get("peft_type", "")).upper(), RATES[run.method])
     usual = float(f"{common * factor:.0e}")
     rate = usual if run.learning_rate is None else run.learning_rate
