@@ -148,7 +148,8 @@ def test_axe_finds_no_serious_fault_on_any_page_light_and_dark_wide_and_narrow(f
     assert seen["errors"] == []
     assert all(page["isReady"] for page in seen["pages"])
     assert all(page["faults"] is not None for page in seen["pages"])
-    assert [(page["page"], page["faults"]) for page in seen["pages"] if page["faults"]] == []
+    faults = [json.dumps([page["page"], page["faults"]]) for page in seen["pages"] if page["faults"]]
+    assert not faults, "\n".join(faults)
     assert all(page["overflow"] <= 0 for page in seen["pages"]), [(p["page"], p["overflow"]) for p in seen["pages"]]
 
 

@@ -66,7 +66,7 @@
     const field = h("input", { type: "search", value: search, "aria-label": "Search runs", placeholder: "Search: name, model, data, state, tag", oninput: (e) => { search = e.target.value; filter(); } });
     const archived = h("label", {}, h("input", { type: "checkbox", checked: showsArchived, onchange: (e) => { showsArchived = e.target.checked; filter(); } }), "archived too");
     main.replaceChildren(h("h1", {}, "Runs"), h("div", { class: "controls" }, field, compare, archived, count),
-      h("div", { class: "scroll" }, h("table", { class: "runs" }, h("caption", { class: "skip" }, "All runs of the folder"),
+      T.scrolling(h("table", { class: "runs" }, h("caption", { class: "skip" }, "All runs of the folder"),
         h("thead", {}, h("tr", {}, heads.map(([name, kind]) => h("th", { scope: "col", class: kind || null }, name || h("span", { class: "skip" }, "Compare"))))), body)));
     let runs = [];
     const clip = (name) => h("span", { class: "clip", title: name }, name.split("/").pop() || name);
@@ -217,8 +217,8 @@
     const heads = ["loss", "record", "steps that had it (loss)", "what the model saw"], here = new Set(found.documents.map((one) => one.id));
     const others = found.outliers.filter((one) => !here.has(one.id));
     return T.section(`Documents of step ${found.step}`,
-      T.table(`${found.documents.length} of ${found.count} documents, worst first; their median is ${T.loss(found.median)}`, heads, found.documents.map(row), ["n"]),
-      others.length ? T.table("Documents of other steps that stand out, farthest first", heads, others.map(row), ["n"]) : null,
+      T.table(`${found.documents.length} of ${found.count} documents, worst first; their median is ${T.loss(found.median)}`, heads, found.documents.map(row), ["n"], true),
+      others.length ? T.table("Documents of other steps that stand out, farthest first", heads, others.map(row), ["n"], true) : null,
       h("div", { class: "controls" }, mark), said);
   }
 

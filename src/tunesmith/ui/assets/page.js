@@ -3,7 +3,7 @@
 // text nodes and by CSSOM, never as HTML.
 
 const Tunesmith = (() => {
-  const COLORS = ["--a", "--b", "--c", "--d", "--e", "--f"];
+  const COLORS = ["--a", "--b", "--c", "--d", "--e", "--f", "--g", "--h", "--i"];
   const BINARY = Array.from({ length: 46 }, (_, n) => 2 ** n);
   const AXES = { step: "step", tokens: "tokens", seconds: "time" };
 
@@ -49,11 +49,23 @@ const Tunesmith = (() => {
   const shown = (value) => (value === null || value === undefined ? "not set" : typeof value === "string" ? value : JSON.stringify(value));
   const loss = (value) => (value === null || value === undefined ? "–" : Math.abs(value) < 1000 ? value.toFixed(4) : number(value));
 
-  function table(caption, heads, rows, kinds = []) {
-    return h("div", { class: "scroll" }, h("table", {}, h("caption", {}, caption),
+  // What is wider than its place can be scrolled by the keyboard, too; what is not is no stop of the Tab key
+  const widths = new ResizeObserver((all) => {
+    for (const { target } of all) {
+      const box = target.closest(".scroll");
+      if (!box) continue;
+      const given = { tabindex: "0", role: "region", "aria-label": (box.querySelector("caption") || box).textContent.slice(0, 120) };
+      for (const [name, value] of Object.entries(given)) if (box.scrollWidth > box.clientWidth) box.setAttribute(name, value); else box.removeAttribute(name);
+    }
+  });
+  const scrolling = (made) => { const box = h("div", { class: "scroll" }, made); widths.observe(box); widths.observe(made); return box; };
+
+  // `isStacked`: on a phone each row is a card
+  function table(caption, heads, rows, kinds = [], isStacked = false) {
+    return scrolling(h("table", { class: isStacked ? "stacked" : null }, h("caption", {}, caption),
       h("thead", {}, h("tr", {}, heads.map((head, place) => h("th", { scope: "col", class: kinds[place] }, head)))),
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, place) =>
-        place === 0 ? h("th", { scope: "row", class: kinds[0] }, cell) : h("td", { class: kinds[place] }, cell)))))));
+        place === 0 ? h("th", { scope: "row", class: kinds[0] }, cell) : h("td", { class: kinds[place], "data-name": isStacked ? heads[place] : null }, cell)))))));
   }
   const section = (title, ...content) => {
     const id = "s-" + title.toLowerCase().replace(/[^a-z]+/g, "-");
@@ -472,5 +484,5 @@ const Tunesmith = (() => {
   const view = (text) => { const given = new URLSearchParams(text); return { axis: given.get("axis") in AXES ? given.get("axis") : "step", log: given.get("log") === "1", raw: given.get("raw") !== "0" }; };
   const viewText = (one) => `axis=${one.axis}&log=${one.log ? 1 : 0}&raw=${one.raw ? 1 : 0}`;
 
-  return { h, table, section, state, sparkline, number, bytes, clock, day, loss, shown, COLORS, Panels, panelsOf, cards, title, tables, verdicts, samples, settings, view, viewText };
+  return { h, table, section, state, sparkline, number, bytes, clock, day, loss, shown, COLORS, Panels, panelsOf, cards, title, tables, verdicts, samples, scrolling, settings, view, viewText };
 })();
