@@ -45,7 +45,7 @@ def evaluated(world, folder, count, mesh, sharding, asked):
     [
         ({"replicate": 2}, "ddp", [*CHOICES, *ANSWERS]),
         ({"shard": 2}, "zero3", CHOICES),
-        pytest.param({"tensor": 2}, "none", CHOICES, marks=pytest.mark.slow),
+        pytest.param({"tensor": 2}, "ddp", CHOICES, marks=pytest.mark.slow),
         pytest.param({"shard": 2}, "zero2", [*CHOICES, *ANSWERS], marks=pytest.mark.slow),
     ],
 )

@@ -279,12 +279,12 @@
       if (!isOpen()) return;
       if (JSON.stringify(found.configs) !== shownFiles) {
         shownFiles = JSON.stringify(found.configs);
-        files.replaceChildren(found.configs.length ? T.table("Settings files", ["file", "model", "method", "output", ""], found.configs.map(row)) : h("p", {}, "There are none here; `tunesmith init` writes one."));
+        files.replaceChildren(found.configs.length ? T.table("Settings files", ["file", "model", "method", "output", ""], found.configs.map(row), [], true) : h("p", {}, "There are none here; `tunesmith init` writes one."));
       }
       wasOpen = new Set([...starts.querySelectorAll("details[open]")].map((one) => one.dataset.id));
       starts.replaceChildren(found.starts.length ? T.section("Started here", T.table("The newest first", ["run", "phase", "what it says"], found.starts.map((one) => [one.name,
         one.phase === "ended" ? (one.code === 0 ? "ended" : `ended with code ${one.code}`) : one.phase,
-        h("details", { "data-id": one.id, open: wasOpen.has(one.id) || one.phase === "refused" }, h("summary", {}, one.said.trim().split("\n").pop().slice(0, 160) || "nothing yet"), h("pre", { class: "any" }, one.said))]))) : h("span"));
+        h("details", { "data-id": one.id, open: wasOpen.has(one.id) || one.phase === "refused" }, h("summary", {}, one.said.trim().split("\n").pop().slice(0, 160) || "nothing yet"), h("pre", { class: "any" }, one.said))]), [], true)) : h("span"));
     });
   }
 
@@ -329,7 +329,7 @@
       bar.append(part);
     });
     const key = (name, n) => { const made = h("span", { class: "key" }, name); made.style.setProperty("--color", `var(${T.COLORS[n % T.COLORS.length]})`); return made; };
-    const facts = [["parameters", T.number(found.parameters, 12)], ["trained", T.number(found.trained, 12)], ["tokens/s", T.number(found.tokens_per_second)], ["step", `${T.number(found.step_seconds)} s`],
+    const facts = [["parameters", T.count(found.parameters)], ["trained", T.count(found.trained)], ["tokens/s", T.number(found.tokens_per_second)], ["step", `${T.number(found.step_seconds)} s`],
       ["the run", found.run.hours === null ? "–" : T.clock(3600 * found.run.hours)], ["GPU hours", T.number(found.run.gpu_hours)], ["cost", found.run.money === null ? "–" : T.number(found.run.money)]];
     const copied = h("span", { role: "status", class: "soft small" });
     const copy = h("button", { type: "button", onclick: async () => { try { await navigator.clipboard.writeText(found.yaml); copied.textContent = "Copied."; } catch (problem) { copied.textContent = "Select the text below and copy it."; } } }, "Copy run.yaml");
