@@ -365,12 +365,12 @@ const Tunesmith = (() => {
   }
   function cards(run) {
     const done = run.total_steps ? `${number(run.step, 9)} of ${number(run.total_steps, 9)}` : number(run.step, 9);
-    const p = run.predicted, m = run.measured;
+    const p = run.predicted, m = run.measured, speed = m ? m.tokens_per_second : run.tokens_per_second;
     const rows = [
       ["Step", done, run.left !== null ? `${clock(run.left)} left` : m ? `took ${clock(m.seconds)}` : null],
       ["Training loss", loss(run.loss), "the last step's"],
       ["Held-out loss", loss(run.held_out), run.best !== null ? `best ${loss(run.best)}` : "none measured"],
-      ["Tokens per second", number(m ? m.tokens_per_second : run.tokens_per_second), p.tokens_per_second ? `predicted ${number(p.tokens_per_second)}` : null],
+      ["Tokens per second", number(speed), p.tokens_per_second ? `predicted ${number(p.tokens_per_second)}${speed && p.arithmetic_tokens_per_second ? `; ${Math.round(100 * speed / p.arithmetic_tokens_per_second)}% of what the hardware's matmul rate allows` : ""}` : null],
       ["Peak memory", bytes(run.memory), p.memory ? `predicted ${bytes(p.memory)}${p.memory_limit ? `, limit ${bytes(p.memory_limit)}` : ""}` : null],
       ["Trained parameters", count(run.trained_parameters), run.result ? `in ${run.result}/` : null],
     ];
