@@ -1,4 +1,4 @@
-"""What recording costs: events, losses of documents, alerts, readings of the machine and of the weights.
+"""What recording costs: events, losses of documents and of tokens, alerts, readings of the machine and of the weights.
 
     python benchmarks/recording.py --model MODEL [--config examples/demo/run.yaml] [--pairs 2] [key=value ...]
     python benchmarks/recording.py --model MODEL --in-turn [key=value ...]
@@ -38,6 +38,8 @@ FUNCTIONS = {
     "tunesmith.train.alerts:Alerts.see_machine": "alerts",
     "tunesmith.train.machine:Machine.after_step": "machine",
     "tunesmith.train.phases:PhaseMemory.now": "memory by category",
+    "tunesmith.train.samples:SampleLog.write": "answers and token losses",
+    "tunesmith.evaluate.loss:TokenLosses.see": "answers and token losses",
     "tunesmith.train.vitals:Vitals.see_step": "vitals",
     "tunesmith.train.vitals:Vitals.see_weights": "vitals",
 }

@@ -76,7 +76,9 @@ def line(event: events.Event, when: float) -> str:
     return json.dumps(record) + "\n"
 
 
-def step_event(step: int, total: int, chance: random.Random, *, objective: str = "sft") -> events.Step:
+def step_event(
+    step: int, total: int, chance: random.Random, *, objective: str = "sft", rate: float = 2e-4
+) -> events.Step:
     done = step / total
     loss = 0.9 + 1.6 * math.exp(-4 * done) + chance.gauss(0, 0.06) + (1.5 if step == total // 3 else 0.0)
     figures = {"accuracy": min(1.0, 0.5 + 0.4 * done + chance.gauss(0, 0.03)), "margin": 2 * done}
@@ -84,7 +86,7 @@ def step_event(step: int, total: int, chance: random.Random, *, objective: str =
         step=step,
         epoch=round(2 * done, 6),
         loss=loss,
-        learning_rate=2e-4 * min(1.0, done / 0.03 + 1e-3) * (0.5 + 0.5 * math.cos(math.pi * done)),
+        learning_rate=rate * min(1.0, done / 0.03 + 1e-3) * (0.5 + 0.5 * math.cos(math.pi * done)),
         grad_norm=0.5 + abs(chance.gauss(0, 0.25)),
         tokens=8192,
         target_tokens=5120.0,
@@ -111,6 +113,7 @@ def record_run(
     total, chance, now = total or steps, random.Random(seed), 1794932816.0
     given = {"model": "meta-llama/Llama-3.1-8B", "data": ["support.jsonl", "alpaca.jsonl"], **settings}
     run = Run.model_validate({**given, "output": str(folder)})
+    rate = run.learning_rate if isinstance(run.learning_rate, float) else 2e-4
     write_identity(folder, Identity(run.model_dump(mode="json"), "data", "weights"))
     memory = Memory(weights=16 * GIB, adapter=GIB // 8, activations=2 * GIB, workspace=GIB // 4, context=GIB // 2)
     plan = Plan(
@@ -125,9 +128,9 @@ def record_run(
     for step in range(steps + 1):
         now += 0.5
         if step:
-            lines.append(line(step_event(step, total, chance, objective=run.objective), now))
+            lines.append(line(step_event(step, total, chance, objective=run.objective, rate=rate), now))
         if step % max(1, total // 8) == 0:
-            held_out = 1.1 + 1.5 * math.exp(-4 * step / total) + 0.2 * max(0.0, step / total - 0.7)
+            held_out = 1.1 + 0.05 * seed + 1.5 * math.exp(-4 * step / total) + 0.2 * max(0.0, step / total - 0.7)
             by_data = {"support": held_out + 0.05, "alpaca": held_out - 0.05}
             figures = {"accuracy": 0.5 + 0.3 * step / total} if run.objective != "sft" else {}
             lines.append(line(events.Evaluation(step, held_out, by_data, 9000.0, 3.2, figures), now))

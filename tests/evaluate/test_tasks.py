@@ -8,13 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import lm_eval_oracle as oracle
 from tunesmith.errors import UserError
 from tunesmith.evaluate import answers, choices, instructions
 from tunesmith.evaluate.results import Results
-from tunesmith.evaluate.score import Document, Scorer
+from tunesmith.evaluate.score import SHARED, Document, Scorer, Tree, common, keys_of, nodes_of
 from tunesmith.evaluate.tasks import read_task, read_tasks
+from tunesmith.model.forward import token_losses
 
 
 @pytest.fixture(scope="module")
@@ -158,9 +161,9 @@ def test_a_record_that_cannot_be_scored_is_told_with_its_line(tmp_path, record, 
 
 
 def test_what_is_no_task_is_told(tmp_path):
-    for given, words in (("no_such", "neither a file nor a task"), ("wrong:x", "before the colon"), ("a,,b", "commas")):
+    for named, words in (("no_such", "neither a file nor a task"), ("wrong:x", "before the colon"), ("a,,b", "commas")):
         with pytest.raises(UserError, match=words):
-            read_tasks([given])
+            read_tasks([named])
 
 
 def test_results_survive_a_kill_in_the_middle_of_a_line(tmp_path):
@@ -180,8 +183,6 @@ def test_results_survive_a_kill_in_the_middle_of_a_line(tmp_path):
 
 def choices_differ(model, *, sizes=(30, 9)) -> tuple[bool, float]:
     """Whether contexts are shared, and by how much likelihoods then differ from the model's own, text by text."""
-    from tunesmith.evaluate.score import Tree
-
     chance = np.random.default_rng(3)
     trees = [
         Tree(chance.integers(3, 99, size).tolist(), tuple(chance.integers(3, 99, n).tolist() for n in (1, 5, 2)))
@@ -192,6 +193,41 @@ def choices_differ(model, *, sizes=(30, 9)) -> tuple[bool, float]:
     scorer.as_it_was()
     own = [[scorer._own(tree.context, one) for one in tree.continuations] for tree in trees]
     return scorer.shares_contexts, max(abs(np.subtract(found[place], own[place])).max() for place in found)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=12))
+def test_texts_are_their_paths_through_the_tree_and_long_beginnings_are_there_once(texts):
+    nodes, ends = nodes_of(texts)
+    keys, row = keys_of(nodes), [token for node in nodes for token in node.tokens]
+    assert [node.at for node in nodes] == np.cumsum([0, *(len(node.tokens) for node in nodes)])[:-1].tolist()
+    for text, end in zip(texts, ends, strict=True):
+        assert [row[place] for place in keys[end]] == text
+        assert nodes[end].end == len(text)
+    children: dict[int | None, list[list[int]]] = {}
+    for node in nodes:
+        assert node.tokens
+        children.setdefault(node.parent, []).append(list(node.tokens))
+    for some in children.values():  # siblings have no long beginning in common
+        assert all(common(a, b) < SHARED for n, a in enumerate(some) for b in some[n + 1 :])
+
+
+def test_what_questions_begin_with_is_computed_once(opened, scorer, monkeypatch):
+    from tunesmith.evaluate import score
+
+    chance = np.random.default_rng(4)
+    examples = chance.integers(3, 99, 40).tolist()
+
+    def drawn(count):
+        return chance.integers(3, 99, count).tolist()
+
+    trees = [Tree([*examples, *drawn(10)], (drawn(1), drawn(3))) for _ in range(4)]
+    seen = []
+    monkeypatch.setattr(score, "token_losses", lambda *given: seen.append(given[1]) or token_losses(*given))
+    found = dict(scorer.choices(trees))
+    assert [len(one.tokens) for one in seen] == [40 + 4 * (10 + 2)]
+    scorer.as_it_was()
+    for place, tree in enumerate(trees):
+        assert found[place] == pytest.approx([scorer._own(tree.context, one) for one in tree.continuations], abs=2e-4)
 
 
 @pytest.mark.parametrize(

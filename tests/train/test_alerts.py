@@ -302,3 +302,17 @@ def test_memory_that_ran_out_is_told_by_category_beside_what_was_predicted(job, 
 
 def test_healthy_training_raises_none(job):
     assert alerts_of(job(steps=20)) == []
+
+
+@pytest.mark.parametrize("is_duplicated", [True, False])
+def test_held_out_examples_among_the_training_data_are_an_alert(runs, tiny_model, tmp_path, is_duplicated):
+    folder = write_all(tmp_path, tiny_model, steps=1)
+    train, held_out = folder / "train.jsonl", folder / "held_out.jsonl"
+    if is_duplicated:
+        lines = train.read_text().splitlines(keepends=True)
+        held_out.write_text(held_out.read_text() + "".join(lines[:3]))
+    done = runs(folder, "train", "run.yaml")
+    assert done.code == 0, done.err
+    said = [one for one in events.read(folder / "run") if one["event"] == "alert"]
+    assert [one["name"] for one in said] == (["leak"] if is_duplicated else [])
+    assert not is_duplicated or (said[0]["evidence"] and "Take them out" in said[0]["advice"])

@@ -56,8 +56,15 @@ def train_with_corrupt_records(work: Path) -> None:
     from tunesmith.config.load import from_mapping
     from ui.test_documents import trained, write_records
 
-    model, data = make_tiny_model(work.parent / "tiny"), write_records(work / "train.jsonl", 240)
-    given = {"model": str(model), "data": [{"path": str(data)}], "eval": [], "held_out": 0, "epochs": 1}
+    model = make_tiny_model(work.parent / "tiny")
+    os.chdir(work)
+    given = {
+        "model": str(model),
+        "data": [{"path": str(write_records(Path("train.jsonl"), 240))}],
+        "eval": [],
+        "held_out": 0,
+        "epochs": 1,
+    }
     given |= {"batch_tokens": 512, "learning_rate": 2e-2, "save_every": 10, "keep": 9, "eval_every": 1000}
     trained(from_mapping(SETTINGS | given | {"output": str(work / "runs" / "corrupt-records")}))
 
@@ -75,7 +82,8 @@ def take(here: Path) -> None:
     charts = "document.querySelectorAll('.u-over').length >= 4"
     samples = f"{charts} && document.querySelector('.tokens')"
     scroll = (
-        "(() => {{ [...document.querySelectorAll('h2')].find((one) => one.textContent === '{}').scrollIntoView(); }})()"
+        "(async () => { await new Promise((done) => setTimeout(done, 800));"
+        " document.getElementById('s-answers').scrollIntoView(); })()"
     )
     choose = (
         "(async () => { const plot = document.querySelector('.plot');"
@@ -85,7 +93,8 @@ def take(here: Path) -> None:
         " document.querySelector('[id^=s-documents]').scrollIntoView(); })()"
     )
     plan = (
-        "(async () => { document.querySelectorAll('select')[2].value = 'H100';"
+        "(async () => { const [models, , hardware] = document.querySelectorAll('select'); hardware.value = 'H100';"
+        " models.value = [...models.options].find((one) => one.text.includes('8B')).value;"
         " [...document.querySelectorAll('button')].find((one) => one.textContent === 'Plan').click();"
         " for (let i = 0; i < 300 && !document.querySelector('.bar'); i++)"
         " await new Promise((done) => setTimeout(done, 100)); })()"
@@ -99,7 +108,7 @@ def take(here: Path) -> None:
         ),
         ("run", {"page": f"#/run/{one}", "wait": samples}),
         ("answers", {"page": f"#/run/{one}", "wait": samples, "script": scroll, "height": 900}),
-        ("spike", {"page": f"#/run/{spike}", "wait": charts, "script": choose, "height": 800}),
+        ("spike", {"page": f"#/run/{spike}", "wait": charts, "script": choose, "height": 600}),
         ("compare", {"page": f"#/compare/{one},{two}", "wait": charts}),
         ("start", {"page": "#/start", "wait": "document.querySelectorAll('main table').length", "height": 420}),
         ("plan", {"page": "#/plan", "wait": listed, "script": plan}),

@@ -57,6 +57,7 @@ def test_a_page_has_what_was_predicted_measured_decided_and_said(tmp_path):
     assert made["predicted"]["memory"] == made["measured"]["predicted_memory"]
     assert made["predicted"]["memory_limit"] == 24 * GIB
     assert made["predicted"]["tokens_per_second"] == pytest.approx(8192 / 0.45)
+    assert made["predicted"]["arithmetic_tokens_per_second"] == pytest.approx(8192 / 0.43)
     assert made["measured"]["memory"]["weights"][0] == 16 * GIB
     assert made["plan"][0]["choice"] == "bf16"
     assert made["warnings"][0]["message"] == "look"

@@ -93,10 +93,12 @@ def train_prepared(
         for message in job.warnings:
             if message not in setting.data.leaks:
                 observe(events.Warned(message))
-            elif not setting.is_continued:
-                observe(events.Alert(0, "leak", message, LEAK_ADVICE))
         trained = sum(parameter.numel() for parameter in job.optimizer.weights.values())
         observe(events.Started(job.loader.total_steps, trained, versions()))
+        for message in (
+            setting.data.leaks if not setting.is_continued else ()
+        ):  # a start forgets what was at steps before
+            observe(events.Alert(0, "leak", message, LEAK_ADVICE))
         profiler = _profiler(job, lambda message: observe(events.Warned(message))) if others.is_first else None
         outcome = train(job, observe, started=started, watch=profiler, progress=screen.progress)
         if profiler:

@@ -162,8 +162,7 @@ class Dataset(Settings):
     name: Text | None = None
     """Name in reports; the file's or data set's name when left out."""
     format: FormatName | TaskFormat | None = None
-    """Record format; recognised when left out. In `eval`, `choices`, `letters`, `answers`, `instructions`: a task;
-    `samples`: prompts whose answers are shown."""
+    """Record format; recognised when left out. The last five are tasks, for `eval`; `samples` are shown, not scored."""
     fields: dict[Text, Text] = {}
     """Field names of this data, as `wanted: found`, e.g. `{prompt: question_text}`."""
     weight: Annotated[Number, Field(gt=0, le=1000)] = 1.0

@@ -31,6 +31,7 @@ from tunesmith.evaluate.loss import by_document
 from tunesmith.evaluate.tasks import Choices, Item, Question, Task, task_of
 from tunesmith.infer.rollout import Wanted
 from tunesmith.model.forward import to_device, token_losses
+from tunesmith.parallel.context import cut_of
 from tunesmith.parallel.pipeline import Pipelined
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.parallel.shard import Sharded
@@ -205,6 +206,7 @@ class Asking:
             for task in tasks
             if task.title not in self._documents
         }
+        self._fill = cut_of(plan, ranks.rank, micro_batch_shape(plan))  # to tokens that tensor ranks share evenly
         self._generator: Generator | None = None
 
     def __call__(self, progress: Callable[[int, int], None]) -> Results:
@@ -270,6 +272,7 @@ class Asking:
         return made
 
     def _losses(self, batch: MicroBatch) -> dict[int, float]:
+        batch = self._fill(batch)
         inputs = to_device(batch, self.device, micro_batch_shape(self.plan))
         assert self.plan.forward is not None
         losses_n = token_losses(self.called, inputs, self.plan.forward)[1]

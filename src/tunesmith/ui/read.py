@@ -281,6 +281,7 @@ def prediction(plan: Mapping[str, Any]) -> dict[str, Any]:
     seconds = {name: value for name, one in flat(plan.get("time")).items() if (value := number(one))}
     on_gpu = plan.get("device") == "cuda"  # whose allocator counts neither context nor fragmentation
     beyond = sum(memory.get(name, 0.0) for name in ("context", "fragmentation")) if on_gpu else 0.0
+    arithmetic = sum(seconds.get(name, 0.0) for name in ("matmuls", "attention"))
     a_step = (number(plan.get("sequences_per_step")) or 0.0) * (number(plan.get("sequence_length")) or 0.0)
     return {
         "memory": sum(memory.values()) - beyond if memory else None,
@@ -290,6 +291,7 @@ def prediction(plan: Mapping[str, Any]) -> dict[str, Any]:
         "step_seconds": sum(seconds.values()) or None,
         "seconds_by": seconds,
         "tokens_per_second": a_step / sum(seconds.values()) if seconds else None,
+        "arithmetic_tokens_per_second": a_step / arithmetic if arithmetic else None,
     }
 
 

@@ -66,7 +66,7 @@
     const field = h("input", { type: "search", value: search, "aria-label": "Search runs", placeholder: "Search: name, model, data, state, tag", oninput: (e) => { search = e.target.value; filter(); } });
     const archived = h("label", {}, h("input", { type: "checkbox", checked: showsArchived, onchange: (e) => { showsArchived = e.target.checked; filter(); } }), "archived too");
     main.replaceChildren(h("h1", {}, "Runs"), h("div", { class: "controls" }, field, compare, archived, count),
-      h("div", { class: "scroll" }, h("table", { class: "runs" }, h("caption", { class: "skip" }, "All runs of the folder"),
+      T.scrolling(h("table", { class: "runs" }, h("caption", { class: "skip" }, "All runs of the folder"),
         h("thead", {}, h("tr", {}, heads.map(([name, kind]) => h("th", { scope: "col", class: kind || null }, name || h("span", { class: "skip" }, "Compare"))))), body)));
     let runs = [];
     const clip = (name) => h("span", { class: "clip", title: name }, name.split("/").pop() || name);
@@ -217,8 +217,8 @@
     const heads = ["loss", "record", "steps that had it (loss)", "what the model saw"], here = new Set(found.documents.map((one) => one.id));
     const others = found.outliers.filter((one) => !here.has(one.id));
     return T.section(`Documents of step ${found.step}`,
-      T.table(`${found.documents.length} of ${found.count} documents, worst first; their median is ${T.loss(found.median)}`, heads, found.documents.map(row), ["n"]),
-      others.length ? T.table("Documents of other steps that stand out, farthest first", heads, others.map(row), ["n"]) : null,
+      T.table(`${found.documents.length} of ${found.count} documents, worst first; their median is ${T.loss(found.median)}`, heads, found.documents.map(row), ["n"], true),
+      others.length ? T.table("Documents of other steps that stand out, farthest first", heads, others.map(row), ["n"], true) : null,
       h("div", { class: "controls" }, mark), said);
   }
 
@@ -279,12 +279,12 @@
       if (!isOpen()) return;
       if (JSON.stringify(found.configs) !== shownFiles) {
         shownFiles = JSON.stringify(found.configs);
-        files.replaceChildren(found.configs.length ? T.table("Settings files", ["file", "model", "method", "output", ""], found.configs.map(row)) : h("p", {}, "There are none here; `tunesmith init` writes one."));
+        files.replaceChildren(found.configs.length ? T.table("Settings files", ["file", "model", "method", "output", ""], found.configs.map(row), [], true) : h("p", {}, "There are none here; `tunesmith init` writes one."));
       }
       wasOpen = new Set([...starts.querySelectorAll("details[open]")].map((one) => one.dataset.id));
       starts.replaceChildren(found.starts.length ? T.section("Started here", T.table("The newest first", ["run", "phase", "what it says"], found.starts.map((one) => [one.name,
         one.phase === "ended" ? (one.code === 0 ? "ended" : `ended with code ${one.code}`) : one.phase,
-        h("details", { "data-id": one.id, open: wasOpen.has(one.id) || one.phase === "refused" }, h("summary", {}, one.said.trim().split("\n").pop().slice(0, 160) || "nothing yet"), h("pre", { class: "any" }, one.said))]))) : h("span"));
+        h("details", { "data-id": one.id, open: wasOpen.has(one.id) || one.phase === "refused" }, h("summary", {}, one.said.trim().split("\n").pop().slice(0, 160) || "nothing yet"), h("pre", { class: "any" }, one.said))]), [], true)) : h("span"));
     });
   }
 
@@ -329,7 +329,7 @@
       bar.append(part);
     });
     const key = (name, n) => { const made = h("span", { class: "key" }, name); made.style.setProperty("--color", `var(${T.COLORS[n % T.COLORS.length]})`); return made; };
-    const facts = [["parameters", T.number(found.parameters, 12)], ["trained", T.number(found.trained, 12)], ["tokens/s", T.number(found.tokens_per_second)], ["step", `${T.number(found.step_seconds)} s`],
+    const facts = [["parameters", T.count(found.parameters)], ["trained", T.count(found.trained)], ["tokens/s", T.number(found.tokens_per_second)], ["step", `${T.number(found.step_seconds)} s`],
       ["the run", found.run.hours === null ? "–" : T.clock(3600 * found.run.hours)], ["GPU hours", T.number(found.run.gpu_hours)], ["cost", found.run.money === null ? "–" : T.number(found.run.money)]];
     const copied = h("span", { role: "status", class: "soft small" });
     const copy = h("button", { type: "button", onclick: async () => { try { await navigator.clipboard.writeText(found.yaml); copied.textContent = "Copied."; } catch (problem) { copied.textContent = "Select the text below and copy it."; } } }, "Copy run.yaml");

@@ -3,7 +3,7 @@
 // text nodes and by CSSOM, never as HTML.
 
 const Tunesmith = (() => {
-  const COLORS = ["--a", "--b", "--c", "--d", "--e", "--f"];
+  const COLORS = ["--a", "--b", "--c", "--d", "--e", "--f", "--g", "--h", "--i"];
   const BINARY = Array.from({ length: 46 }, (_, n) => 2 ** n);
   const AXES = { step: "step", tokens: "tokens", seconds: "time" };
 
@@ -28,6 +28,7 @@ const Tunesmith = (() => {
     if (size >= 1000) return Math.round(value).toLocaleString("en");
     return String(Number(value.toPrecision(digits)));
   }
+  const count = (value) => (value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en"));
   function bytes(value) {
     if (value === null || value === undefined) return "–";
     const units = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -49,11 +50,23 @@ const Tunesmith = (() => {
   const shown = (value) => (value === null || value === undefined ? "not set" : typeof value === "string" ? value : JSON.stringify(value));
   const loss = (value) => (value === null || value === undefined ? "–" : Math.abs(value) < 1000 ? value.toFixed(4) : number(value));
 
-  function table(caption, heads, rows, kinds = []) {
-    return h("div", { class: "scroll" }, h("table", {}, h("caption", {}, caption),
+  // What is wider than its place can be scrolled by the keyboard, too; what is not is no stop of the Tab key
+  const widths = new ResizeObserver((all) => {
+    for (const { target } of all) {
+      const box = target.closest(".scroll");
+      if (!box) continue;
+      const given = { tabindex: "0", role: "region", "aria-label": (box.querySelector("caption") || box).textContent.slice(0, 120) };
+      for (const [name, value] of Object.entries(given)) if (box.scrollWidth > box.clientWidth) box.setAttribute(name, value); else box.removeAttribute(name);
+    }
+  });
+  const scrolling = (made) => { const box = h("div", { class: "scroll" }, made); widths.observe(box); widths.observe(made); return box; };
+
+  // `isStacked`: on a phone each row is a card
+  function table(caption, heads, rows, kinds = [], isStacked = false) {
+    return scrolling(h("table", { class: isStacked ? "stacked" : null }, h("caption", {}, caption),
       h("thead", {}, h("tr", {}, heads.map((head, place) => h("th", { scope: "col", class: kinds[place] }, head)))),
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, place) =>
-        place === 0 ? h("th", { scope: "row", class: kinds[0] }, cell) : h("td", { class: kinds[place] }, cell)))))));
+        place === 0 ? h("th", { scope: "row", class: kinds[0] }, cell) : h("td", { class: kinds[place], "data-name": isStacked ? heads[place] : null }, cell)))))));
   }
   const section = (title, ...content) => {
     const id = "s-" + title.toLowerCase().replace(/[^a-z]+/g, "-");
@@ -352,14 +365,14 @@ const Tunesmith = (() => {
   }
   function cards(run) {
     const done = run.total_steps ? `${number(run.step, 9)} of ${number(run.total_steps, 9)}` : number(run.step, 9);
-    const p = run.predicted, m = run.measured;
+    const p = run.predicted, m = run.measured, speed = m ? m.tokens_per_second : run.tokens_per_second;
     const rows = [
       ["Step", done, run.left !== null ? `${clock(run.left)} left` : m ? `took ${clock(m.seconds)}` : null],
       ["Training loss", loss(run.loss), "the last step's"],
       ["Held-out loss", loss(run.held_out), run.best !== null ? `best ${loss(run.best)}` : "none measured"],
-      ["Tokens per second", number(m ? m.tokens_per_second : run.tokens_per_second), p.tokens_per_second ? `predicted ${number(p.tokens_per_second)}` : null],
+      ["Tokens per second", number(speed), p.tokens_per_second ? `predicted ${number(p.tokens_per_second)}${speed && p.arithmetic_tokens_per_second ? `; ${Math.round(100 * speed / p.arithmetic_tokens_per_second)}% of what the hardware's matmul rate allows` : ""}` : null],
       ["Peak memory", bytes(run.memory), p.memory ? `predicted ${bytes(p.memory)}${p.memory_limit ? `, limit ${bytes(p.memory_limit)}` : ""}` : null],
-      ["Trained parameters", number(run.trained_parameters), run.result ? `in ${run.result}/` : null],
+      ["Trained parameters", count(run.trained_parameters), run.result ? `in ${run.result}/` : null],
     ];
     return h("dl", { class: "cards" }, rows.map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, more ? h("span", { class: "small soft" }, more) : null))));
   }
@@ -398,19 +411,19 @@ const Tunesmith = (() => {
 
   // Each evaluation: answers side by side, and held-out records with the loss of each token
 
-  const words = (text) => text.match(/\s+|[^\s]+/g) || [];
+  const words = (text) => text.match(/^\s+|\S+\s*/g) || [];  // with the space behind them
   // The words that two texts have in common, in their order (longest common subsequence); of each, which are not
   function changed(before, after) {
-    const a = words(before).slice(0, 1500), b = words(after).slice(0, 1500), width = b.length + 1;
+    const a = words(before).slice(0, 1500), b = words(after).slice(0, 1500), width = b.length + 1, isSame = (i, j) => a[i].trim() === b[j].trim();
     const longest = new Uint16Array((a.length + 1) * width);
     for (let i = a.length - 1; i >= 0; i--) for (let j = b.length - 1; j >= 0; j--) {
-      longest[i * width + j] = a[i] === b[j] ? longest[(i + 1) * width + j + 1] + 1 : Math.max(longest[(i + 1) * width + j], longest[i * width + j + 1]);
+      longest[i * width + j] = isSame(i, j) ? longest[(i + 1) * width + j + 1] + 1 : Math.max(longest[(i + 1) * width + j], longest[i * width + j + 1]);
     }
     const left = [], right = [];
     const put = (side, text, isOther) => { const last = side[side.length - 1]; if (last && last.isOther === isOther) last.text += text; else side.push({ text, isOther }); };
     let i = 0, j = 0;
     while (i < a.length || j < b.length) {
-      if (i < a.length && j < b.length && a[i] === b[j]) { put(left, a[i++], false); put(right, b[j++], false); }
+      if (i < a.length && j < b.length && isSame(i, j)) { put(left, a[i++], false); put(right, b[j++], false); }
       else if (j >= b.length || (i < a.length && longest[(i + 1) * width + j] >= longest[i * width + j + 1])) put(left, a[i++], true);
       else put(right, b[j++], true);
     }
@@ -457,7 +470,7 @@ const Tunesmith = (() => {
         h("details", {}, h("summary", {}, "Highest losses"), table("Tokens with the highest losses", ["token", "loss", "after"], worst.map(([value, n]) => [JSON.stringify(one.pieces[n]), loss(value), one.pieces.slice(Math.max(0, n - 6), n).join("")]), [null, "n"])));
     }));
     draw();
-    const legend = h("p", { class: "tokens small", "aria-hidden": "true" }, h("span", { class: "masked" }, "not a target"), " ", ["below 0.5", ...LEVELS.map((one) => `from ${one}`)].map((name, n) => [h("span", { class: `l${n}` }, name), " "]));
+    const legend = h("p", { class: "tokens legend small", "aria-hidden": "true" }, h("span", { class: "masked" }, "not a target"), " ", ["below 0.5", ...LEVELS.map((one) => `from ${one}`)].map((name, n) => [h("span", { class: `l${n}` }, name), " "]));
     return section("Held-out records, token by token", h("p", { class: "soft small" }, "As the model sees them: tokens that count in the loss, coloured by it, and those that do not in grey."),
       h("div", { class: "controls" }, stepChoice("at step", steps, chosen, (step) => { chosen = step; draw(); })), legend, body);
   }
@@ -472,5 +485,5 @@ const Tunesmith = (() => {
   const view = (text) => { const given = new URLSearchParams(text); return { axis: given.get("axis") in AXES ? given.get("axis") : "step", log: given.get("log") === "1", raw: given.get("raw") !== "0" }; };
   const viewText = (one) => `axis=${one.axis}&log=${one.log ? 1 : 0}&raw=${one.raw ? 1 : 0}`;
 
-  return { h, table, section, state, sparkline, number, bytes, clock, day, loss, shown, COLORS, Panels, panelsOf, cards, title, tables, verdicts, samples, settings, view, viewText };
+  return { h, table, section, state, sparkline, number, count, bytes, clock, day, loss, shown, COLORS, Panels, panelsOf, cards, title, tables, verdicts, samples, scrolling, settings, view, viewText };
 })();
