@@ -162,8 +162,26 @@ def test_a_fault_in_what_was_written_is_found(trained, tmp_path, monkeypatch, fe
     assert list(tmp_path.iterdir()) == []
 
 
+def drop_the_adapter(monkeypatch):
+    def alone(weights, name, tensor, dtype, **_):
+        return tensor if dtype is None else tensor.to(dtype)
+
+    monkeypatch.setattr("tunesmith.run.streamed._merged", alone)
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [("safetensors", "fp32"), pytest.param("gguf", "f16", marks=slow), pytest.param("onnx", "fp32", marks=slow)],
+)
+def test_a_dropped_adapter_is_found(trained, tmp_path, monkeypatch, few, form, kind):
+    engine_is_here(form)
+    drop_the_adapter(monkeypatch)
+    with pytest.raises(UserError, match="of what the adapter learned"):
+        export_run(trained, form, kind=kind, out=tmp_path / "out")
+
+
 def test_a_dropped_adapter_is_found_under_the_noise_of_four_bits(trained, tmp_path, monkeypatch, few):
-    monkeypatch.setattr("tunesmith.run.streamed._merge", lambda *_: None)
+    drop_the_adapter(monkeypatch)
     with pytest.raises(UserError) as caught:
         export_run(trained, "compressed-tensors", kind="int4", out=tmp_path / "out")
     found = re.search(r"(-?\d+)% of what the adapter learned are in it", str(caught.value))
@@ -199,6 +217,15 @@ def other_way_of_splitting(monkeypatch):
     monkeypatch.setattr(gguf_tokenizer, "pre_tokenizer_name", lambda found: "gpt-2")
 
 
+def template_of_another(monkeypatch):
+    from gguf import GGUFWriter
+
+    own = GGUFWriter.add_chat_template
+    monkeypatch.setattr(
+        GGUFWriter, "add_chat_template", lambda self, text: own(self, text.replace("assistant", "model"))
+    )
+
+
 def unscaled_factors(monkeypatch):
     own = gguf._factors
     monkeypatch.setattr(gguf, "_factors", lambda source: ((name, a, b / 2) for name, a, b in own(source)))
@@ -209,6 +236,7 @@ GGUF_FAULTS = {
     "lost special token": ("gguf", plain_token, "becomes other tokens"),
     "untied head": ("gguf", other_head, "likeliest token"),
     "other pre-tokenizer": ("gguf", other_way_of_splitting, "the tokens of training|becomes other"),
+    "wrong template": ("gguf", template_of_another, "chat template does not make the tokens of training"),
     "unscaled adapter": ("gguf-adapter", unscaled_factors, "of what the adapter learned"),
 }
 

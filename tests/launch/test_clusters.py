@@ -111,6 +111,21 @@ def test_a_train_job_and_its_runtime_have_the_nodes_the_ranks_and_the_volume():
         kubeflow_manifest(task(name="My_Run"), image="i", claim="c", mount="/m")
 
 
+@pytest.mark.slow
+def test_kubeflows_own_types_know_all_that_a_train_job_says():
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    kinds = (models.TrainerV1alpha1TrainingRuntime, models.TrainerV1alpha1TrainJob)
+    made = yaml.safe_load_all(kubeflow_manifest(task(), image="here/tunesmith:1", claim="data", mount="/data"))
+    for content, kind in zip(made, kinds, strict=True):
+        assert without_empty(kind.from_dict(content).to_dict()) == without_empty(content)
+
+
+def without_empty(value):
+    if isinstance(value, dict):
+        return {name: without_empty(one) for name, one in value.items() if one not in (None, {}, [])}
+    return [without_empty(one) for one in value] if isinstance(value, list) else value
+
+
 def test_a_skypilot_task_runs_torchrun_by_the_places_that_skypilot_tells():
     given = {"accelerator": "A100-80GB", "image": "here/tunesmith:1", "volume": "data", "mount": "/data"}
     made = yaml.safe_load(skypilot_task(task(options=["infra=kubernetes", "use_spot=true"]), **given))

@@ -183,7 +183,7 @@ def kubeflow_manifest(task: Task, *, image: str, claim: str, mount: str) -> str:
         "kind": "TrainingRuntime",
         "metadata": {"name": task.name, "labels": {f"{group}/framework": "torch"}},
         "spec": {
-            "mlPolicy": {"numNodes": task.nodes, "torch": {"numProcPerNode": task.ranks}},
+            "mlPolicy": {"numNodes": task.nodes, "torch": {}},  # ranks are the job's to say
             # A pod that is lost, pre-empted too, has all of them started again: ranks of a run begin together.
             "template": {"spec": {"failurePolicy": {"maxRestarts": 100}, "replicatedJobs": [node]}},
         },
