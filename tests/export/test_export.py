@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from export.models import FAMILIES, make_model, make_run, write_chats
+from export.models import FAMILIES, make_model, make_run, make_tokenizer, write_chats
 from tunesmith.cli.main import app
 from tunesmith.errors import UserError
 from tunesmith.export import gguf, gguf_architectures, gguf_tokenizer, onnx, quantized
@@ -436,3 +436,25 @@ def test_an_export_of_a_checkpoint_says_so(trained, tmp_path, few):
     made = export_run(tmp_path / "run", "adapter", out=tmp_path / "out")
     assert made.step == 12
     assert made.proof is None or made.proof.agreement == 1.0
+
+
+@pytest.mark.parametrize(
+    ("templates", "expected"),
+    [
+        ({"default": "a", "tool_use": "b"}, {"chat_template": "a", "chat_template.tool_use": "b"}),
+        (
+            {"rag": "c", "tool_use": "b"},
+            {"chat_template": "c", "chat_template.rag": "c", "chat_template.tool_use": "b"},
+        ),
+    ],
+)
+def test_of_a_model_with_several_templates_all_are_in_its_gguf(tmp_path, templates, expected):
+    library = pytest.importorskip("gguf")
+    tokenizer = make_tokenizer("gpt-2")
+    tokenizer.chat_template = templates
+    writer = library.GGUFWriter(tmp_path / "a.gguf", "llama")
+    gguf_tokenizer.write_tokenizer(writer, tokenizer, vocabulary=len(tokenizer), ends=[])
+    found = {name: one.value for name, one in writer.kv_data[0].items() if "chat_template" in name}
+    assert {f"tokenizer.{name}": text for name, text in expected.items()} == {
+        name: text for name, text in found.items() if isinstance(text, str)
+    }
