@@ -102,7 +102,8 @@ class Scorer:
         self.model.set_attn_implementation(self.own_attention)
 
     def _fast(self) -> AbstractContextManager[Any]:
-        """On a GPU a model that is not compiled spends a tenth of a batch in its norms' many passes over memory."""
+        """The norms of a model that is not compiled make several passes over memory each, which is what a GPU waits
+        for."""
         return self._norms.swapped() if self._norms is not None else nullcontext()
 
     # Documents
