@@ -124,6 +124,10 @@ def few(tmp_path, monkeypatch):
     alert = {"event": "alert", "time": 1.0, "step": 100, "name": "loss spike", "evidence": "4.1", "advice": "Look."}
     with (tmp_path / "runs" / "support" / "events.jsonl").open("a") as file:
         file.write(json.dumps(alert) + "\n")
+    analysis = {"step_seconds": 0.5, "host_seconds": {"forward": 0.2}, "kernels": [{"name": "gemm", "seconds": 0.2}]}
+    profile = tmp_path / "runs" / "support" / "profile"
+    profile.mkdir()
+    (profile / "report.json").write_text(json.dumps({"step": 5, "device": "H200", "analysis": analysis}))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

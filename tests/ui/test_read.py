@@ -57,6 +57,7 @@ def test_a_page_has_what_was_predicted_measured_decided_and_said(tmp_path):
     assert made["predicted"]["memory"] == made["measured"]["predicted_memory"]
     assert made["predicted"]["memory_limit"] == 24 * GIB
     assert made["predicted"]["tokens_per_second"] == pytest.approx(8192 / 0.45)
+    assert made["profile"] is None
     assert made["predicted"]["arithmetic_tokens_per_second"] == pytest.approx(8192 / 0.43)
     assert made["measured"]["memory"]["weights"][0] == 16 * GIB
     assert made["plan"][0]["choice"] == "bf16"
@@ -159,3 +160,20 @@ def test_settings_that_differ_are_named_and_outputs_are_not():
         {"name": "data.2.path", "values": {"1": None, "2": "b"}},
         {"name": "lora.rank", "values": {"1": 8, "2": 16}},
     ]
+
+
+def test_a_profile_is_shown_as_far_as_it_can_be_read(tmp_path):
+    folder = record_run(tmp_path / "run", steps=3)
+    path = folder / "profile" / "report.json"
+    path.parent.mkdir()
+    kernel = {"name": "gemm", "calls": 3, "seconds": 0.2, "share": 0.4}
+    analysis = {"step_seconds": 0.5, "host_seconds": {"forward": 0.2}, "device_seconds": {}, "kernels": [kernel, 3]}
+    path.write_text(
+        json.dumps({"step": 2, "device": "cpu", "bound_by": "Compute.", "share_of_peak": 0.5, "analysis": analysis})
+    )
+    found = page(folder, open_log(folder))["profile"]
+    assert (found["step"], found["share_of_peak"], found["regions"]) == (2, 0.5, {"forward": 0.2})
+    assert found["kernels"] == [kernel]
+    for damaged in ("[1]", "{", '{"analysis": [], "step": "x"}'):
+        path.write_text(damaged)
+        json.dumps(page(folder, open_log(folder)), allow_nan=False)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from torch import nn
 from tunesmith.errors import UserError
 from tunesmith.model import attention, load
 from tunesmith.model.forward import Inputs, confirm_forward_spec, own_attention, token_losses
+from tunesmith.model.norms import FusedNorms
 from tunesmith.plan.plan import ForwardSpec
 
 TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -92,11 +94,17 @@ class Scorer:
         self.longest = min(load.max_positions(config) or LONGEST, 1 << 20)
         self.tokens = max(TOKENS[self.device.type], 1)
         self._window = _window(config)
+        self._norms = FusedNorms(model) if self.device.type == "cuda" else None
         self.shares_contexts = self._tries_trees(vocabulary)
 
     def as_it_was(self) -> None:
         """The model with its own attention, for generation."""
         self.model.set_attn_implementation(self.own_attention)
+
+    def _fast(self) -> AbstractContextManager[Any]:
+        """The norms of a model that is not compiled make several passes over memory each, which is what a GPU waits
+        for."""
+        return self._norms.swapped() if self._norms is not None else nullcontext()
 
     # Documents
 
@@ -113,7 +121,9 @@ class Scorer:
         yield from ((place, 0.0) for place, count in left.items() if not count)
         pieces.sort(key=lambda piece: piece[1] - piece[2])
         for batch in self._batches(pieces):
-            for (place, *_), loss in zip(batch, self._piece_losses(documents, batch), strict=True):
+            with self._fast():
+                losses = self._piece_losses(documents, batch)
+            for (place, *_), loss in zip(batch, losses, strict=True):
                 sums[place] += loss
                 left[place] -= 1
                 if not left[place]:
@@ -181,7 +191,9 @@ class Scorer:
         if whole:
             self.model.set_attn_implementation(self._packed_attention)
         for batch in self._tree_batches(trees, sorted(whole, key=lambda place: list(trees[place].context))):
-            yield from zip(batch, self._tree_losses([trees[place] for place in batch]), strict=True)
+            with self._fast():
+                likelihoods = self._tree_losses([trees[place] for place in batch])
+            yield from zip(batch, likelihoods, strict=True)
         documents, owners = [], []
         for place in apart:
             for one in trees[place].continuations:

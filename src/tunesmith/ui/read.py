@@ -146,6 +146,7 @@ def page(folder: Path, log: GrowingLog, *, steps: tuple[int, int] | None = None)
         "checkpoints": checkpoints(folder, records),
         "alerts": alerts(records),
         "verdicts": verdicts_of(folder),
+        "profile": profile_of(folder),
         "warnings": [
             {"time": number(one.get("time")), "message": text(one.get("message"))}
             for one in records
@@ -184,6 +185,34 @@ def verdicts_of(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+def profile_of(folder: Path) -> dict[str, Any] | None:
+    """What `profile_steps` has recorded of a step."""
+    try:
+        found = read_json(folder / PROFILE)
+    except UserError:
+        return None
+    if not isinstance(found, Mapping):
+        return None
+    analysis = found.get("analysis")
+    analysis = analysis if isinstance(analysis, Mapping) else {}
+    kernels = analysis.get("kernels")
+    kernels = [one for one in kernels if isinstance(one, Mapping)] if isinstance(kernels, list) else []
+    regions = flat(analysis.get("device_seconds")) or flat(analysis.get("host_seconds"))
+    names = ("step", "tokens_per_second", "tflops", "share_of_peak")
+    return {name: number(found.get(name)) for name in names} | {
+        "device": text(found.get("device")),
+        "bound": text(found.get("bound_by")),
+        "step_seconds": number(analysis.get("step_seconds")),
+        "busy": number(analysis.get("busy")),
+        "regions": {text(name): number(seconds) for name, seconds in regions.items()},
+        "kernels": [
+            {"name": text(one.get("name"))} | {name: number(one.get(name)) for name in ("calls", "seconds", "share")}
+            for one in kernels[:12]
+        ],
+    }
+
+
+PROFILE = "profile/report.json"
 PREDICTIONS = frozenset(
     {"memory", "phases", "time", "reasons", "version", "peak", "memory_limit", "host_memory", "disk"}
 )

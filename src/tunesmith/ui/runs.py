@@ -20,7 +20,7 @@ from tunesmith.train import events
 from tunesmith.ui.labels import FILE as LABELS
 from tunesmith.ui.labels import read_labels
 from tunesmith.ui.log import Digest, GrowingLog, digest, glance
-from tunesmith.ui.read import Settled, differences, is_held, overview, page, read_settled, text
+from tunesmith.ui.read import PROFILE, Settled, differences, is_held, overview, page, read_settled, text
 from tunesmith.ui.walk import is_run, walk
 
 DEPTH = 4
@@ -158,7 +158,7 @@ def run_id(name: str) -> str:
 
 def signature_of(folder: Path) -> Signature:
     """Of the files that a page is made from."""
-    names = (events.FILE, "run.json", "plan.json", "summary.json", f"evaluations/{verdicts.FILE}", LABELS)
+    names = (events.FILE, "run.json", "plan.json", "summary.json", f"evaluations/{verdicts.FILE}", PROFILE, LABELS)
     return tuple(_status(folder / name) for name in names)
 
 

@@ -402,6 +402,11 @@ const Tunesmith = (() => {
     const told = verdicts(run);
     if (told) made.push(told);
     if (m && Object.keys(m.spent).length) made.push(section("Where the time went", table("All the time of the last sitting", ["", "time"], Object.entries(m.spent).map(([name, value]) => [name, clock(value)]), [null, "n"])));
+    const f = run.profile, share100 = (value) => (value === null ? "–" : `${(100 * value).toFixed(0)}%`);
+    if (f) made.push(section("Profile", h("p", { class: "any" }, `Step ${number(f.step, 9)} on ${f.device}: ${number(f.tokens_per_second)} tokens/s, ${number(f.tflops)} TFLOP/s${f.share_of_peak === null ? "" : `, ${share100(f.share_of_peak)} of the hardware's peak`}${f.busy === null ? "" : `; the GPU computes in ${share100(f.busy)} of the step`}. ${f.bound}`),
+      table("Where the step's time goes, by region", ["region", "seconds"], Object.entries(f.regions).map(([name, seconds]) => [name, number(seconds, 3)]), [null, "n"]),
+      h("details", {}, h("summary", {}, "Kernels that take longest"), table("Kernels, by time", ["kernel", "calls", "seconds", "of the step"], f.kernels.map((one) => [one.name, number(one.calls, 9), number(one.seconds, 3), share100(one.share)]), [null, "n", "n", "n"])),
+      h("p", { class: "soft small" }, "The trace for Perfetto and the picture of memory lie in the run's folder, under profile/.")));
     made.push(section("Warnings", run.warnings.length ? h("ul", { class: "warnings" }, run.warnings.map((one) => h("li", {}, h("span", { class: "soft small" }, `${day(one.time)} `), one.message))) : h("p", { class: "soft" }, "None.")));
     made.push(section("Plan", run.plan.length ? table("What was decided, and why", ["", "choice", "why"], run.plan.map((one) => [one.topic, one.choice, one.why]), [null, null, "why"]) : h("p", { class: "soft" }, "There is no plan."),
       Object.keys(run.plan_facts).length ? h("details", {}, h("summary", {}, "All of the plan"), table("plan.json", ["field", "value"], Object.entries(run.plan_facts).map(([name, value]) => [name, shown(value)]))) : null));
