@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tunesmith.checkpoint import result
 from tunesmith.checkpoint.codec import ShardSlice
+from tunesmith.parallel.ranks import Ranks
 
 TENSORS = {
     "a.weight": torch.randn(10, 6).bfloat16(),
@@ -86,6 +89,37 @@ def test_large_models_are_several_files_with_an_index(tmp_path, monkeypatch):
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in TENSORS.values())
     for name, file in index["weight_map"].items():
         assert torch.equal(files[file][name], TENSORS[name])
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_large_files_go_past_the_page_cache_where_the_disk_takes_it(tmp_path, monkeypatch, is_refused):
+    monkeypatch.setattr(result, "LARGE_FILE", 0)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "a.odd": torch.randn(1000, 3, generator=generator),
+        "b.weight": torch.randn(2**19 + 16, generator=generator)[16:].view(512, 1024),  # beside blocks of memory
+        "c.weight": torch.randn(300, 4096, generator=generator),
+    }
+    asked, real = [], result.os.pwrite
+
+    def pwrite(file, view, start):
+        is_direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+        asked.append((is_direct, len(view)))
+        if is_direct and is_refused:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(file, view, start)
+
+    monkeypatch.setattr(result.os, "pwrite", pwrite)
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    parts = ((name, ShardSlice(tensor, 0, len(tensor))) for name, tensor in tensors.items())
+    options = {"pattern": "model{suffix}.safetensors", "describe": lambda _: None}
+    result.write_on_all_ranks(tmp_path / "model", shapes, parts, Ranks(), **options)
+    file = tmp_path / "model" / "model.safetensors"
+    found = load_file(file)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert (8 + int.from_bytes(file.read_bytes()[:8], "little")) % 4096 == 0
+    direct = sum(size for is_direct, size in asked if is_direct)
+    assert direct == (2**21 if is_refused else 2**21 + 300 * 4096 * 4) or not direct  # a disk that refuses is not asked
 
 
 @pytest.mark.parametrize("fails", ["describing", "writing", "syncing"])

@@ -82,7 +82,8 @@ def description(models: list[str], *, with_loading: bool = False) -> dict[str, A
 def _asked(request: str, kind: str) -> dict[str, Any]:
     schema = {"$ref": f"#/components/schemas/{request}"}
     answer = _object({"id": {"type": "string"}, "object": {"const": kind}, "choices": {"type": "array"}})
-    content = {"application/json": {"schema": answer}, "text/event-stream": {"schema": {"type": "string"}}}
+    event = _object({"data": {"type": "string", "description": "a chunk as JSON; at the end [DONE]"}})
+    content = {"application/json": {"schema": answer}, "text/event-stream": {"schema": event}}
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
         "responses": {"200": {"description": "the answer, whole or as server-sent events", "content": content}}
