@@ -170,7 +170,8 @@ def test_the_page_has_the_files_as_they_are_written():
 @pytest.mark.distributed
 def test_ray_train_starts_two_ranks_which_train_as_one_would(runs, tiny_model, tmp_path):
     pytest.importorskip("ray")
-    whole, spread = (write_all(tmp_path / name, tiny_model, steps=3) for name in ("whole", "spread"))
+    settings = {"steps": 3, "lora": {"rank": 4}}  # dropout is drawn on each rank
+    whole, spread = (write_all(tmp_path / name, tiny_model, **settings) for name in ("whole", "spread"))
     assert runs(whole, "train", "run.yaml").code == 0
     assert runs(spread, "launch", "ray", "run.yaml", "--ranks", "2", "--cpu", "--out", "driver.py").code == 0
     done = subprocess.run([sys.executable, "driver.py"], cwd=spread, capture_output=True, text=True, timeout=600)
