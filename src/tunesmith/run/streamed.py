@@ -8,7 +8,6 @@ training does, and know by their content whether it is the base that was trained
 from __future__ import annotations
 
 import copy
-import functools
 import random
 import zlib
 from collections import deque
@@ -25,7 +24,7 @@ from torch import nn
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
-from tunesmith.kernels.update import halved
+from tunesmith.kernels.update import halve_into
 from tunesmith.model import load, lora
 from tunesmith.model.content import Content
 from tunesmith.model.fake_quantize import FakeQuantization
@@ -43,8 +42,6 @@ Progress = Callable[[str, int, int | None], None]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 MERGERS = 2
 """Threads that merge tensors, each with the cores that torch takes for one operation."""
-TABLE = 1 << 20
-"""Places of the table of random bits that a piece may begin at."""
 
 
 @dataclass(frozen=True)
@@ -217,30 +214,14 @@ def rounded(weights: Weights, name: str, tensor: torch.Tensor, dtype: torch.dtyp
 
 
 def _halved(name: str, to: torch.Tensor, piece: Callable[[slice, torch.Tensor], Any]) -> torch.Tensor:
-    """Fill the matrix `to`, in bf16, with values that `piece` puts into room for some rows of it in fp32, rounded
-    stochastically with the exact value as the mean. Random bits are those of a table, from another place of it for each
-    piece; a piece stays in a core's cache (1.5 ns a weight with the adapter's matmul, not 14)."""
-    chance, table, room = random.Random(zlib.crc32(name.encode())), _random_bits(), None
+    """Fill the matrix `to`, in bf16, with values that `piece` puts into room for some rows of it in fp32, which stay in
+    a core's cache: 1.5 ns a weight with the adapter's matmul, not 14."""
+    chance, room = random.Random(zlib.crc32(name.encode())), None
     for rows in lora.row_pieces(to):
         room = torch.empty(to[rows].shape) if room is None else room[: rows.stop - rows.start]
         piece(rows, room)
-        if room.sum().isnan():  # adding bits to a NaN may make a number of it
-            to[rows] = halved(room, torch.bfloat16)
-            continue
-        for bits, half in zip(
-            room.view(-1).view(torch.int32).split(lora.MERGED_PIECE),
-            to[rows].view(-1).view(torch.int16).split(lora.MERGED_PIECE),
-            strict=True,
-        ):
-            start = chance.randrange(TABLE)
-            half.copy_(bits.add_(table[start : start + bits.numel()]).bitwise_right_shift_(16))
+        halve_into(to[rows], room, chance)
     return to
-
-
-@functools.cache
-def _random_bits() -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(1 << 16, (TABLE + lora.MERGED_PIECE,), generator=generator, dtype=torch.int32)
 
 
 def written_weights(folder: Path, run: Run) -> Weights:
