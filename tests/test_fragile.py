@@ -34,12 +34,12 @@ def test_the_first_line_counts_them():
 @cache
 def used() -> set[tuple[str, str]]:
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
-    own = {name for tree in trees.values() for name in defined(tree)}
+    known = PUBLIC | {name for tree in trees.values() for name in defined(tree)}
     return {
         (name, str(path.relative_to(SOURCE)))
         for path, tree in trees.items()
         for name in private_names(tree)
-        if name.split(".")[-1] not in own | PUBLIC
+        if name.split(".")[-1] not in known
     }
 
 

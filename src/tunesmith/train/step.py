@@ -268,7 +268,8 @@ class TrainStep:
 
             def result() -> StepResult:
                 totals, weights, grad_norm, measured = read()
-                rows, bad = documents.found()
+                with record_function("loss"):
+                    rows, bad = documents.found()
                 overflowed = self._check(batch, totals, grad_norm, bad)
                 whole: list[list[float]] = [
                     [sum(some) for some in zip(*one.values(), strict=True)] for one in (totals, weights)
