@@ -155,7 +155,7 @@ TASKS = (
         "GRPO, LoRA, answers of three words at most",
         {
             "objective": "grpo", "method": "lora", "lora": {"rank": 8}, "learning_rate": 2e-3, "schedule": "constant",
-            "rewards": [SHORT], "rollout": {"prompts": 3, "answers": 8, "max_answer_tokens": 12}, "steps": 14,
+            "rewards": [SHORT], "rollout": {"prompts": 3, "answers": 8, "max_answer_tokens": 12}, "steps": 24,
             "sequence_length": 512,
         },
         questions, "reward", "from below 20% to above 60%",
