@@ -179,7 +179,7 @@ TASKS = (
         "classify, LoRA, seven fields of MMLU",
         {
             "objective": "classify", "method": "lora", "lora": {"rank": 16}, "labels": list(FIELDS), "steps": 60,
-            "learning_rate": 5e-4, **SMALL,
+            "learning_rate": 1e-3, **SMALL,
         },
         subjects, "accuracy", "above 80%", _above(0.8),
     ),
@@ -318,9 +318,12 @@ def make_student(model: Path, folder: Path) -> None:
 
 def collect(files: list[Path]) -> Path:
     """A row for each task, of each seed the newest run that was finished."""
-    found = [line for file in files for line in lines(file)]
-    about = next(line["document"] for line in found if "document" in line) | {"what": WHAT}
-    runs = {(one["name"], one["seed"]): one for one in found if "after" in one}
+    about: dict[str, Any] = {}
+    runs: dict[tuple[str, int], dict[str, Any]] = {}
+    for line in (line for file in files for line in lines(file)):
+        about = line.get("document", about)
+        if "after" in line:
+            runs[line["name"], line["seed"]] = line | {"commit": about["commit"]}
     rows: dict[str, dict[str, Any]] = {}
     for task in TASKS:
         own = [runs[key] for key in sorted(runs) if key[0] == task.name]
@@ -328,13 +331,14 @@ def collect(files: list[Path]) -> Path:
             row: dict[str, Any] = {"what": task.name, "held_out": task.figure, "seeds": [one["seed"] for one in own]}
             row |= {name: [one[name] for one in own] for name in ("before", "after")}
             row |= {f"mean_{name}": round(statistics.fmean(row[name]), 4) for name in ("before", "after")}
-            rows[task.name] = row | {name: own[0][name] for name in ("steps", "tokens")}
+            rows[task.name] = row | {name: own[0][name] for name in ("steps", "tokens", "commit")}
+            rows[task.name]["learning_rate"] = task.settings.get("learning_rate")
     for task in TASKS:
         if task.name in rows and task.is_met:
             rows[task.name] |= {"wanted": task.wanted, "is_met": task.is_met(rows[task.name], rows)}
     for row in rows.values():
         print(row)
-    return write_result("learning", WHAT, list(rows.values()), about=about)
+    return write_result("learning", WHAT, list(rows.values()), about=about | {"what": WHAT, "commit": "by row"})
 
 
 if __name__ == "__main__":

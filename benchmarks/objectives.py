@@ -426,8 +426,10 @@ def _compare(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> None:
         row["speed_to_trl"] = round(speed or theirs["median_seconds"] / row["median_seconds"], 3)
         if theirs.get("peak_bytes"):
             row["memory_to_trl"] = round(row["peak_bytes"] / theirs["peak_bytes"], 3)
-    if row["name"].startswith("8B into 1B, teacher") and (alone := measured("8B into 1B, no teacher")):
+    if row["name"].endswith("teacher in each step") and (alone := measured("8B into 1B, no teacher")):
         row["share_of_teacher"] = round(1 - alone["median_seconds"] / row["median_seconds"], 3)
+    if row["name"].endswith("teacher asked once") and (live := measured("8B into 1B, teacher in each step")):
+        row["time_to_live"] = round(row["median_seconds"] / live["median_seconds"], 3)
     if row["name"].endswith("sweep of four") and (alone := measured(f"{row['name']}, one alone")):
         row["memory_to_one"] = round(row["peak_bytes"] / alone["peak_bytes"], 3) if alone["peak_bytes"] else None
 

@@ -296,7 +296,7 @@ def _objectives(rows: list[dict[str, Any]]) -> list[str]:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += _predicted_rows([row for row in rows if "failed" not in row and "predicted" in row])
-    told = ("failed", "note", "speed_to_trl", "share_of_teacher", "memory_to_one")
+    told = ("failed", "note", "speed_to_trl", "share_of_teacher", "time_to_live", "memory_to_one")
     others = [row for row in rows if any(row.get(name) is not None for name in told)]
     return [*lines, "", *(f"- {row['name']}: {_remark(row)}." for row in others)]
 
@@ -326,6 +326,8 @@ def _remark(row: dict[str, Any]) -> str:
         told.append(f"{ratios}, in the same run")
     if "share_of_teacher" in row:
         told.append(f"of which the teacher has {row['share_of_teacher']:.0%}")
+    if "time_to_live" in row:
+        told.append(f"{row['time_to_live']:.0%} of a step that asks the teacher")
     if row.get("memory_to_one") is not None:
         told.append(f"{row['peak_bytes'] / 2**30:.1f} GiB at the peak, {row['memory_to_one']} times one adapter's")
     return "; ".join([", ".join(told), *([row["note"]] if row.get("note") else [])])
