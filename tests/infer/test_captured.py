@@ -68,6 +68,29 @@ def test_captured_steps_are_those_of_the_model(kind, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("expected", "shape"), [(5, (3, 16)), (200, (3, 48))])
+def test_buffers_have_the_size_of_what_is_to_come(expected, shape, monkeypatch):
+    """And grow where more comes after all."""
+    monkeypatch.setattr(captured, "COLUMNS", 32)
+    monkeypatch.setattr(captured, "FINE_COLUMNS", 16)
+    model = made("llama")
+    plain = decoded(Call(model, is_shared=True))
+    call = Call(model, is_shared=True, expected=expected)
+    call._is_capturable = True
+    sizes, place = [], captured.Captured._size
+
+    def size(self, count, longest):
+        sizes.append(place(self, count, longest))
+        return sizes[-1]
+
+    monkeypatch.setattr(captured.Captured, "_size", size)
+    found = decoded(call)
+    assert not call._captured[""].is_off
+    assert sizes[0] == shape
+    for a, b in zip(plain, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma2", "mistral"))]
 )

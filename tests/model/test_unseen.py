@@ -93,10 +93,12 @@ def test_it_trains_as_by_a_plain_loop_packed(unseen, tmp_path, method):
 def test_what_its_layers_keep_is_counted_and_stands_in_the_plan(unseen, tmp_path):
     """Its memory is predicted from the count, not by a larger margin; the plan says which kernels were found equal."""
     from tunesmith.config.schema import Run
+    from tunesmith.model import attention
     from tunesmith.model.probe import probe
     from tunesmith.plan.hardware import named
     from tunesmith.run.choose import facts_of, plan_run
 
+    attention.register()
     parity.write_documents(tmp_path / "train.jsonl")
     run = Run(model=str(unseen), data=str(tmp_path / "train.jsonl"), method="full", sequence_length=64, **TRUSTED)
     found = probe(run)

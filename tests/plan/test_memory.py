@@ -153,6 +153,12 @@ def test_the_loss_holds_as_many_logits_as_its_kernel_says():
     assert memory.FP8_MULTIPLE == FP8_MULTIPLE
 
 
+def test_a_cache_has_the_room_that_it_is_made_with():
+    from tunesmith.infer import cache, captured
+
+    assert memory.CACHE_ROOM == cache.ROOM == captured.FINE_COLUMNS
+
+
 @pytest.mark.parametrize(
     ("method", "choice", "is_there"),
     [

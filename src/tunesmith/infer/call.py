@@ -23,16 +23,24 @@ ADAPTERS = 8
 
 class Call:
     """How the model is called: a prompt read, or one more token for each row of a cache. On a GPU the latter is
-    captured, in buffers of no more than `limit` bytes; `compiles`: of compiled layers, which takes half a minute the
-    first time and pays where many tokens follow."""
+    captured, in buffers of no more than `limit` bytes, made for as many tokens as are `expected` where that is known;
+    `compiles`: of compiled layers, which takes half a minute the first time and pays where many tokens follow."""
 
-    def __init__(self, model: nn.Module, *, is_shared: bool, limit: int | None = None, compiles: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        is_shared: bool,
+        limit: int | None = None,
+        expected: int | None = None,
+        compiles: bool = False,
+    ):
         takes = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in takes
         self._last = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
         """For a prompt; a few more tokens have all of their logits."""
         self.model, self.is_shared = model, is_shared
-        self._limit = limit
+        self._limit, self._expected = limit, expected
         self._captured: dict[Hashable, Captured] = {}
         self._is_capturable = is_shared and is_capturable(model)
         self._compiles = compiles
@@ -107,7 +115,7 @@ class Call:
 
     def _new_captured(self) -> Captured:
         compiled = CompiledLayers(self.model) if self._compiles and CompiledLayers.suits(self.model) else None
-        return Captured(self._step, compiled)
+        return Captured(self._step, compiled, self._expected)
 
     def _step(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
         return self._logits(tokens, mask, positions, cache, self._last)[:, -1]

@@ -29,6 +29,8 @@ from tunesmith.infer.compiled import CompiledLayers, NotCompiledError
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 COLUMNS = 256
 """Buffers have a multiple of so many columns."""
+FINE_COLUMNS = 64
+"""The same where it is known how many tokens are to come."""
 TRIES = 3
 """To capture a step: a kernel that is loaded meanwhile spoils one."""
 BOUND = 0.3
@@ -137,11 +139,14 @@ class Step:
 
 
 class Captured:
-    """The steps of one model, with the adapter that it has on. Buffers take no more than `limit` bytes."""
+    """The steps of one model, with the adapter that it has on. Buffers take no more than `limit` bytes. `expected`: how
+    many tokens are to come for rows that begin together and only leave; buffers then have just their number, and no
+    more columns than those tokens need."""
 
-    def __init__(self, forward: Forward, compiled: CompiledLayers | None = None):
+    def __init__(self, forward: Forward, compiled: CompiledLayers | None = None, expected: int | None = None):
         self.is_off = False
         self.limit: int | None = None
+        self.expected = expected
         self._forward = forward
         self._steps: dict[tuple[int, int], Step] = {}
         self._flat: list[tuple[torch.Tensor, torch.Tensor] | None] = []
@@ -205,8 +210,7 @@ class Captured:
     def _place(self, cache: Cache, last: Sequence[int], lengths: Sequence[int]) -> Step | None:
         """Copy the cache into a step's buffers, where there is room."""
         count, longest = len(lengths), max(lengths)
-        rows = next((size for size in ROWS if size >= count), None)
-        columns = (longest // COLUMNS + 1) * COLUMNS
+        rows, columns = self._size(count, longest)
         if rows is None or not self._has_room(cache, rows, columns):
             return None
         self._evict()
@@ -236,6 +240,13 @@ class Captured:
                 layer.show(longest)
         self._placed = (weakref.ref(cache), step)
         return step
+
+    def _size(self, count: int, longest: int) -> tuple[int | None, int]:
+        """Rows and columns of the buffers for a cache with so many; None: too many rows."""
+        if self.expected is None:
+            return next((size for size in ROWS if size >= count), None), (longest // COLUMNS + 1) * COLUMNS
+        columns = longest + max(1, min(COLUMNS, self.expected))
+        return count if count <= ROWS[-1] else None, -(-columns // FINE_COLUMNS) * FINE_COLUMNS
 
     def _is_right(
         self, cache: Cache, found_bv: torch.Tensor, last: Sequence[int], lengths: Sequence[int], step: Step

@@ -72,7 +72,7 @@ def sample(
     """The answers that are wanted, so many `rows` at a time; a temperature of 0 takes the likeliest tokens. The model
     must be in evaluation mode. `should_stop` is told how many answers are done, and may raise. `goes_on`: whether any
     rank still has something to do, where all must call the model as often."""
-    call, done = Call(model, is_shared=is_shared), []
+    call, done = Call(model, is_shared=is_shared, expected=max_tokens - 1), []
     rows = rows if is_shared else 1
     with own_attention(model):
         try:

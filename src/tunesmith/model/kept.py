@@ -1,4 +1,4 @@
-"""What layers keep for their backward pass, counted: for architectures that the planner has no formula of.
+"""What layers keep for their backward pass, counted: for architectures and adapters that the planner has no formula of.
 
 The model's own layers, at their own widths and without memory (meta tensors), are prepared as training prepares them,
 and what autograd saves of each is counted. On a GPU layers are compiled: the compiler's own partition of the graph into
@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from tunesmith.config.schema import Run
 from tunesmith.kernels.operator import operator, register_backward
-from tunesmith.model import load, lora
+from tunesmith.model import adapters, load, lora
 from tunesmith.model.forward import Inputs, packed_hidden_states
 from tunesmith.model.fuse import fuse
 from tunesmith.model.gated import use_memory_efficient_gates
 from tunesmith.model.rotary import fuse_rope
 from tunesmith.model.structure import decoder_layers, replace_module
-from tunesmith.plan.facts import KEPT_RANK, Kept
+from tunesmith.plan.facts import KEPT_RANK, Kept, KeptByOwn
 
 TOKENS = 1031
 """A prime, so that no width is taken for it."""
@@ -38,9 +39,11 @@ def count_kept(
 ) -> tuple[Kept, ...] | None:
     """Of each layer. None where that cannot be said: layers that do not run without data, or whose attention is their
     own and keeps a value for each pair of tokens."""
+    case = {"compiles": compiles, "on_gpu": compiles, "fuses": fuses, "kernels": kernels}
     try:
         found = [
-            _Counting(compiles, fuses, kernels, method).run(config, trust_remote_code) for method in ("full", "lora")
+            _Counting(adapt, is_full=adapt is _train_all, **case).run(config, trust_remote_code)
+            for adapt in (_train_all, _adapt_all)
         ]
     except Exception:  # the model's own code, run on tensors that hold nothing
         return None
@@ -53,26 +56,81 @@ def count_kept(
     )
 
 
+def count_own(run: Run, *, on_gpu: bool, kernels: tuple[str, ...]) -> tuple[KeptByOwn, ...] | None:
+    """Of each layer, with adapters of the run's own kind: those of the peft library, DoRA, dropout. None where there is
+    a formula, or they cannot be put on layers without weights, or are none of the layers'."""
+    is_prompt = adapters.is_prompt(run)
+    if is_prompt or not (run.method == "peft" or (run.has_lora and (run.lora.dora or run.lora.dropout))):
+        return None
+    key = run.model_dump_json(include={"model", "peft", "adapter", "lora", "method", "trust_remote_code"})
+    if (key, on_gpu, kernels) not in _counted:
+        compiles = on_gpu and run.method != "peft"
+        case = {"compiles": compiles, "on_gpu": on_gpu, "fuses": True, "kernels": kernels}
+        counting = _Counting(lambda model: _adapt_as(run, model), is_full=False, **case)
+        try:
+            found = counting.run(load.load_config(run), run.trust_remote_code)
+        except Exception:  # other people's code, as above
+            found = None
+        width = 2 if on_gpu else 4
+        _counted[key, on_gpu, kernels] = found and tuple(
+            KeptByOwn(bytes=one, width=width, is_compiled=compiles) for one in found
+        )
+    return _counted[key, on_gpu, kernels]
+
+
+_counted: dict[Any, tuple[KeptByOwn, ...] | None] = {}
+"""A plan asks more than once."""
+
+
+def _train_all(model: nn.Module) -> None:
+    model.requires_grad_(True)
+
+
+def _adapt_all(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    head = model.get_output_embeddings()
+    for name, module in list(model.named_modules()):
+        if lora._is_linear(module) and module is not head:
+            replace_module(model, name, lora.LoraLinear(module, KEPT_RANK, 1.0).to("meta"))
+
+
+def _adapt_as(run: Run, model: nn.Module) -> None:
+    model.requires_grad_(False)
+    if run.method == "peft":
+        with torch.device("meta"):
+            adapters.put_on(model, run, empty=True)
+        return
+    for name in lora.find_targets(model, run.lora):
+        linear = model.get_submodule(name)
+        if lora._is_linear(linear):
+            one = lora.LoraLinear(linear, run.lora.rank, 1.0, run.lora.dropout, dora=run.lora.dora)
+            replace_module(model, name, one.to("meta"))
+
+
 @dataclass
 class _Counting:
+    adapt: Callable[[nn.Module], None]
+    """Puts adapters on, and says what is trained."""
+    is_full: bool
     compiles: bool
+    on_gpu: bool
     fuses: bool
     kernels: tuple[str, ...]
-    method: str
     known: dict[Any, int | None] = field(default_factory=dict)
     """Bytes for each token, by kind of layer."""
 
     def run(self, config: Any, trust_remote_code: bool) -> list[int] | None:
         from transformers import AutoModelForCausalLM
 
-        dtype = torch.bfloat16 if self.compiles else torch.float32
+        dtype = torch.bfloat16 if self.on_gpu else torch.float32
         with load.quiet(), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code).train()
+        self.adapt(model)
+        model.get_input_embeddings().requires_grad_(True)  # so that the first layer is like the others
         layers = decoder_layers(model)
         kinds = [_kind(layer) for layer in layers]
         if not layers or len(set(kinds)) > MOST_KINDS:
             return None
-        self._adapt(model)
         for layer, kind in zip(layers, kinds, strict=True):
             if kind in self.known:
                 layer.forward = _passed_on
@@ -80,28 +138,18 @@ class _Counting:
             self.known[kind] = None
             self._prepare(layer, dtype)
             layer.forward = self._counted(layer, kind)
-        with _attention_of(model, on_gpu=self.compiles):
+        with _attention_of(model, on_gpu=self.on_gpu):
             packed_hidden_states(model, _inputs())
         counts = [self.known[kind] for kind in kinds]
         return None if None in counts else counts  # pyright: ignore
 
-    def _adapt(self, model: nn.Module) -> None:
-        model.requires_grad_(self.method == "full")
-        model.get_input_embeddings().requires_grad_(True)  # so that the first layer is like the others
-        if self.method == "full":
-            return
-        head = model.get_output_embeddings()
-        for name, module in list(model.named_modules()):
-            if lora._is_linear(module) and module is not head:
-                replace_module(model, name, lora.LoraLinear(module, KEPT_RANK, 1.0).to("meta"))
-
     def _prepare(self, layer: nn.Module, dtype: torch.dtype) -> None:
         """As `parallel.prepare` does."""
-        if self.method == "lora" and self.fuses:
+        if not self.is_full and self.fuses:
             fuse(layer, fp8=False, fuse_mlps=self.compiles)
-        if self.compiles and self.method == "full":
+        if self.on_gpu and self.is_full:
             use_memory_efficient_gates(layer, self.kernels)
-        if self.compiles and "rope" in self.kernels:
+        if self.on_gpu and "rope" in self.kernels:
             fuse_rope(layer, dtype, torch.device("cpu"))
 
     def _counted(self, layer: nn.Module, kind: Any) -> Callable:

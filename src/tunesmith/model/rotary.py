@@ -92,7 +92,7 @@ def _options(module: nn.Module, dtype: torch.dtype, device: torch.device | None)
         return None
     held = list(itertools.chain(module.parameters(), module.buffers()))
     if any(tensor.is_meta for tensor in held):
-        if device is None or not all(tensor.is_meta for tensor in held):
+        if device is None or not all(tensor.is_meta and tensor.is_floating_point() for tensor in held):
             return None  # nothing to try
         module = _stand_in_for(module, dtype, device)
         held = list(module.parameters())

@@ -54,6 +54,10 @@ class Task:
     """Tokens computed for each token of a document, where the model does not take packed ones."""
     longest_document: int | None = None
     """Of which the attention of a padded micro-batch keeps its scores; None: that of the usual one."""
+    mean_document: int | None = None
+    """Tokens of a document, on average over documents; None: not known."""
+    longest_sampled: int | None = None
+    """Of the documents that were looked at; None: none was."""
     clips: bool = True
     """Gradients are scaled by the norm of them all."""
     has_new_tokens: bool = False

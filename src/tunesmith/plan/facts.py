@@ -53,6 +53,14 @@ class Kept(Part):
     is_compiled: bool
 
 
+class KeptByOwn(Part):
+    """The same with adapters of the run's own kind, where the planner has no formula for them."""
+
+    bytes: int
+    width: int
+    is_compiled: bool
+
+
 class Layer(Part):
     """One kind of layer."""
 
@@ -104,6 +112,7 @@ class Layer(Part):
     compute again (`model.gated`)."""
     kept: Kept | None = None
     """None: what layers of this structure keep, by `plan.memory`."""
+    kept_by_own: KeptByOwn | None = None
     copies: int = 0
     """MoE models: how often a token's hidden state is copied, once for each of its experts."""
 
@@ -170,9 +179,14 @@ class ModelFacts(Part):
     teacher: ModelFacts | None = None
     """Of the model that this one learns from, with `objective: distill`."""
 
-    def with_findings(self, kernels: tuple[str, ...] | None, kept: tuple[Kept, ...] | None) -> ModelFacts:
-        """With what the probe has found of its layers, if it has; counts are for architectures that have no formula
-        here."""
+    def with_findings(
+        self,
+        kernels: tuple[str, ...] | None,
+        kept: tuple[Kept, ...] | None,
+        own: tuple[KeptByOwn, ...] | None = None,
+    ) -> ModelFacts:
+        """With what the probe has found of its layers, if it has; counts are for architectures, and for adapters (those
+        of the run's `own` kind), that have no formula here."""
         kinds = []
         for index, kind in enumerate(self.kinds):
             found: dict[str, Any] = {}
@@ -181,6 +195,10 @@ class ModelFacts(Part):
                 found = {"is_rope_fused": "rope" in kernels, "gate": gate}
             if self.note is not None and kept is not None and len(kept) == self.layers:
                 found["kept"] = kept[self.pattern.index(index)]
+            if own is not None and len(own) == self.layers:
+                of_kind = [one for one, at in zip(own, self.pattern, strict=True) if at == index]
+                mean = sum(one.bytes for one in of_kind) // len(of_kind)  # not every layer has an adapter
+                found["kept_by_own"] = of_kind[0].changed(bytes=mean)
             kinds.append(kind.changed(**found))
         note = self.note if any(kind.kept is None for kind in kinds) else None
         return self.changed(kinds=tuple(kinds), note=note)

@@ -49,8 +49,9 @@ PINNED = 1.25
 """Host memory of pinned tensors: their sizes are rounded up to powers of two."""
 LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits the loss holds at a time; the same as `kernels.linear_cross_entropy.CHUNK_ELEMENTS`."""
-DISTILLED = 8
-"""Tensors in fp32, as large as a chunk of logits, while two models are compared; of a quarter of the usual chunk."""
+DISTILLED = {"every": 8, "likeliest": 4}
+"""Tensors in fp32, as large as a chunk of logits, while two models are compared, by all tokens or by the teacher's
+likeliest; of a quarter of the usual chunk. One more where the student's probabilities are not those of its own loss."""
 FP8_MULTIPLE = 16
 """Sizes of fp8 matmuls are multiples of this; the same as in `kernels.fp8`."""
 LOGIT_BYTES = {"cpu": 8, "cuda": 2}
@@ -79,6 +80,8 @@ FRAGMENTATION = {"cpu": 0.08, "cuda": 0.01}
 """Of what comes and goes. On a GPU 0.4% was enough where memory was short; it takes up to 10% where there is plenty."""
 ROLLOUT_ROWS = 256
 """Answers that are decoded at once, at most."""
+CACHE_ROOM = 64
+"""Columns of their cache that nothing is in yet, the same as in `infer.cache`; captured steps have a multiple."""
 OUTSIDE = frozenset({"loss", "optimizer step"})
 """Moments whose workspace is not that of the layers' passes."""
 POOLS = {"plain": 0.015, "rounded": 0.05}, 128 * MIB
@@ -134,7 +137,7 @@ def timeline(task: Task, choice: Choice) -> list[Phase]:
             activations=saved,
             gradients=kept_gradients,
             gathered=gathered_head,
-            loss=_loss(task, tokens, spread, head, in_fp8=is_head_fp8) + hidden + _teacher_logits(task, tokens),
+            loss=_loss(task, tokens, spread, head, in_fp8=is_head_fp8) + hidden,
         ),
         phase(
             "first layer of the backward pass",
@@ -552,6 +555,8 @@ def _loss(task: Task, tokens: float, spread: int, head: float, *, in_fp8: bool) 
     if isinstance(task.objective, ClassifyTokens):
         hidden, outputs = task.facts.hidden, len(task.objective.labels)
         return tokens * (2 * (4 + task.width) * hidden + 3 * 4 * outputs)
+    if isinstance(task.objective, Distill):  # the head's gradient is added when the comparison is over
+        return _compared(task, task.objective, tokens) + 4 * head
     return _logits(task, tokens, in_fp8=in_fp8) / spread + (4 + task.width) * head
 
 
@@ -576,11 +581,12 @@ def _taught(task: Task, tokens: float) -> float:
     return tokens * teacher.hidden * task.width if teacher is not None and task.teacher_in_steps else 0.0
 
 
-def _teacher_logits(task: Task, tokens: float) -> float:
-    """What stands beside the student's logits: both models' probabilities in fp32 (`kernels.linear_distillation`)."""
-    if task.facts.teacher is None:
-        return 0.0
-    return DISTILLED * 4 * min(LOGITS[task.device] / 4, tokens * task.facts.vocabulary)
+def _compared(task: Task, objective: Distill, tokens: float) -> float:
+    """The student's logits beside the teacher's (`kernels.linear_distillation`)."""
+    facts, teacher = task.facts, task.facts.teacher
+    is_own = objective.distillation.temperature == 1 and (teacher or facts).vocabulary >= facts.vocabulary
+    tensors = DISTILLED["every" if task.teacher_in_steps else "likeliest"] + (not is_own)
+    return tensors * 4 * min(LOGITS[task.device] / 4, tokens * facts.vocabulary)
 
 
 def _asking(task: Task, choice: Choice, static: dict[str, float], tokens: float) -> dict[str, float]:
@@ -593,7 +599,7 @@ def _asking(task: Task, choice: Choice, static: dict[str, float], tokens: float)
         workspace += task.width * max(one.inputs * one.outputs for kind in teacher.kinds for one in kind.linears)
     if task.teacher_in_steps:
         return {"gradients": _kept_gradients(task, choice), "workspace": workspace}
-    logits = _teacher_logits(task, tokens)
+    logits = DISTILLED["likeliest"] * 4 * min(LOGITS[task.device] / 4, tokens * teacher.vocabulary)
     return {"weights": teacher_bytes(task, choice), **dict.fromkeys(static.keys() - {"weights"}, 0.0)} | {
         "workspace": workspace,
         "loss": logits,
@@ -617,25 +623,28 @@ def rolled_out(task: Task, choice: Choice) -> tuple[Rollout, int, int] | None:
     if isinstance(objective, Grpo):
         return objective.rollout, -(-objective.rollout.prompts // choice.data_ranks), objective.rollout.answers
     if isinstance(objective, Distill) and objective.is_on_policy:
-        documents = task.sequences * task.sequence_length / max(1, task.document_length)
+        documents = task.sequences * task.sequence_length / max(1, task.mean_document or task.document_length)
         return objective.rollout, math.ceil(documents / choice.data_ranks), 1
     return None
 
 
 def _rolling_out(task: Task, rollout: Rollout, prompts: int, answers: int) -> dict[str, float]:
-    """While the model answers: keys and values of all rows, twice when rows leave the cache or, on a GPU, when it is
-    copied to where captured steps have it; and the last logits."""
+    """While the model answers: keys and values of all rows, each with as many columns as the longest has, twice when
+    rows leave the cache or, on a GPU, when they are copied to where captured steps have them; and the last logits."""
     facts = task.facts
     rows = min(ROLLOUT_ROWS, prompts * answers)
-    longest = min(task.sequence_length, rollout.max_answer_tokens + task.document_length)
-    cached = 2 * facts.kv_heads * facts.head_dim * facts.layers * task.width * rows * longest
+    prompt, answer = task.longest_sampled or task.document_length, rollout.max_answer_tokens
+    if isinstance(task.objective, Distill):  # the student's answer takes the place of one in the data
+        prompt = max(1, prompt - answer)
+    longest = min(task.sequence_length, prompt + answer)
+    cached = rows * (longest + CACHE_ROOM)
+    copied = rows * (longest + CACHE_ROOM / 2) if task.device == "cuda" else 0.5 * cached
     wide = max(kind.intermediate for kind in facts.kinds)
-    read = rows / answers * task.document_length * (3 * wide + 6 * facts.hidden) * task.width
-    copies = 2.0 if task.device == "cuda" else 1.5
+    read = rows / answers * prompt * (3 * wide + 6 * facts.hidden) * task.width
     return {
-        "activations": copies * cached,
+        "activations": 2 * facts.kv_heads * facts.head_dim * facts.layers * task.width * (cached + copied),
         "loss": rows * facts.vocabulary * (task.width + 4 + 4 + 8),
-        "workspace": read,
+        "workspace": 0.0 if task.device == "cuda" else read,
     }
 
 
@@ -702,6 +711,10 @@ def layer_bytes(
     options = {"is_sliced": is_sliced, "crowded": crowded, "attention_kernel": attention_kernel, "is_frozen": is_frozen}
     case = {"is_compiled": is_compiled, "matmul_dtype": matmul_dtype, "storage": storage, "tensor": tensor}
     found = _structured_bytes(task, kind, **case, **options)
+    if (own := kind.kept_by_own) is not None:
+        precision = task.precision if task.width == own.width else "fp32" if own.width == 4 else "bf16"
+        counted = dataclasses.replace(task, precision=precision)
+        return found * own.bytes / _structured_bytes(counted, kind, is_compiled=own.is_compiled)
     if kind.kept is None:
         return found
     precision = task.precision if task.width == kind.kept.width else "fp32" if kind.kept.width == 4 else "bf16"

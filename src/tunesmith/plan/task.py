@@ -45,6 +45,7 @@ def make_task(
         why = "there the student itself answers, and is compared with the teacher at the tokens that it gave"
         decide("own answers", f"{objective.distillation.on_policy:.0%} of the steps", why)
     lengths = [max(1, length // objective.documents) for length in lengths]
+    cut = [min(length, sequence_length) for length in lengths]
     task = Task(
         facts=facts,
         hardware=hardware,
@@ -58,6 +59,8 @@ def make_task(
         sequence_length=sequence_length,
         sequences=amount.sequences,
         document_length=mean_length(lengths, sequence_length),
+        mean_document=_mean_document(size, cut),
+        longest_sampled=size.longest if size and size.is_exact else max(cut, default=None),
         clips=run.max_grad_norm is not None,
         is_quantization_aware=run.quantization_aware is not None,
         is_exact=run.deterministic,
@@ -87,6 +90,12 @@ def make_task(
         why = "the data's own lengths, roughly: attention costs by them, and sequences are packed with several"
         decide("documents", f"about {task.document_length:,} tokens", why)
     return task, matmul_dtype, amount
+
+
+def _mean_document(size: DataSize | None, lengths: Sequence[int]) -> int | None:
+    if size is not None and size.is_exact:
+        return max(1, round(size.tokens / size.examples))
+    return round(sum(lengths) / len(lengths)) if lengths else None
 
 
 def margin_of(task: Task, decide: Decide) -> float:

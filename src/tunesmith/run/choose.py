@@ -56,17 +56,21 @@ def plan_run(
     """The plan for a run on this machine (or the hardware given). Reads the model's config, not its weights, and a
     little of the data: roughly what its files tell, unless it is tokenized already. Without what the probe has found,
     the model is taken for what its family usually is."""
-    facts = facts_of(run)
+    facts, hardware = facts_of(run), hardware or probe()
     if probed is not None:
         packs = probed.spec.lengths(run.sequence_length) is None
         found = {"reuses_weights": probed.reuses_weights, "wrong_paths": probed.wrong_paths}
         facts = facts.changed(packs=packs, runs_along=probed.spec.seq_idx, **found)
-        facts = facts.with_findings(probed.kernels, probed.kept)
+        from tunesmith.model.kept import count_own
+
+        on_gpu = bool(hardware.gpus) and run.device != "cpu"
+        own = count_own(run, on_gpu=on_gpu, kernels=probed.kernels or ())
+        facts = facts.with_findings(probed.kernels, probed.kept, own)
     size = data.size if data else measure(run)
     return search(
         run,
         facts,
-        hardware or probe(),
+        hardware,
         lengths=sample_lengths(run),
         size=size,
         held_out=data.held_out if data else guess_held_out(run, size),

@@ -1,0 +1,98 @@
+"""What layers keep with adapters of a run's own kind is counted as autograd keeps it, and the plan goes by it."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tunesmith.config.schema import Run
+from tunesmith.model import adapters, attention, lora
+from tunesmith.model.forward import Inputs, packed_hidden_states
+from tunesmith.model.fuse import fuse
+from tunesmith.model.kept import count_own
+from tunesmith.model.probe import probe
+from tunesmith.model.structure import decoder_layers
+from tunesmith.plan.hardware import named
+from tunesmith.run.choose import plan_run
+
+TOKENS = 300
+VERA = {"peft_type": "VERA", "r": 16, "target_modules": ["q_proj", "v_proj"]}
+OWN = {
+    "vera": {"method": "peft", "peft": VERA},
+    "ia3": {"method": "peft", "peft": {"peft_type": "IA3"}},
+    "oft": {"method": "peft", "peft": {"peft_type": "OFT", "oft_block_size": 8, "target_modules": "all-linear"}},
+    "loha": {"method": "peft", "peft": {"peft_type": "LOHA", "r": 4, "target_modules": ["down_proj"]}},
+    "dora": {"method": "lora", "lora": {"rank": 8, "dora": True}},
+    "dropout": {"method": "lora", "lora": {"rank": 8, "dropout": 0.1}},
+}
+
+
+def a_run(folder, data, **settings) -> Run:
+    return Run(model=str(folder), data=str(data), sequence_length=64, **settings)
+
+
+def really_kept(run: Run) -> float:
+    """By a layer for each token: a model with one more layer against one without."""
+    attention.register()
+    config, sizes = AutoConfig.from_pretrained(run.model), []
+    for layers in (2, 3):
+        config.num_hidden_layers = layers
+        model = AutoModelForCausalLM.from_config(config).train()
+        model.set_attn_implementation(attention.NAME)
+        model.requires_grad_(False)
+        if run.method == "peft":
+            model = adapters.put_on(model, run).model
+        else:
+            lora.attach(model, run.lora, seed=0)
+        model.get_input_embeddings().requires_grad_(True)
+        for layer in decoder_layers(model):
+            fuse(layer, fp8=False, fuse_mlps=False)
+        sizes.append(_saved(model))
+    return (sizes[1] - sizes[0]) / TOKENS
+
+
+def _saved(model: torch.nn.Module) -> int:
+    own = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own and TOKENS in tensor.shape:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    places = torch.arange(TOKENS)
+    inputs = Inputs(places % 40, places, torch.tensor([0, TOKENS]).int(), TOKENS, places, places, places.float())
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        packed_hidden_states(model, inputs)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_the_count_is_what_autograd_keeps(kind, llama, tmp_path):
+    run = a_run(llama, tmp_path / "none.jsonl", **OWN[kind])
+    counted = count_own(run, on_gpu=False, kernels=())
+    assert counted is not None
+    assert counted[0].bytes == pytest.approx(really_kept(run), rel=0.05)
+
+
+def test_what_has_a_formula_is_not_counted(llama, tmp_path):
+    for settings in (
+        {"method": "lora"},
+        {"method": "full"},
+        {"method": "peft", "peft": {"peft_type": "PROMPT_TUNING"}},
+    ):
+        assert count_own(a_run(llama, tmp_path / "none.jsonl", **settings), on_gpu=True, kernels=()) is None
+
+
+def test_the_plan_goes_by_the_count(llama, tmp_path):
+    """IA3 keeps less than adapters on every linear layer."""
+    attention.register()
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps({"text": f"a record, number {number}"}) + "\n" for number in range(50)))
+    sizes = {}
+    for kind in ("ia3", "dora"):
+        run = a_run(llama, data, **OWN[kind])
+        found = plan_run(run, named("H200"), probed=probe(run))
+        sizes[kind] = found.memory.activations
+    assert sizes["ia3"] < sizes["dora"]
