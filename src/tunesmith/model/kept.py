@@ -51,8 +51,8 @@ def count_kept(
     if not all(found):
         return None
     return tuple(
-        Kept(full=full, adapters=adapters, width=width, is_compiled=compiles)
-        for full, adapters in zip(*found, strict=True)
+        Kept(full=full[0], adapters=adapted[0], width=width, is_compiled=compiles)
+        for full, adapted in zip(*found, strict=True)
     )
 
 
@@ -73,7 +73,7 @@ def count_own(run: Run, *, on_gpu: bool, kernels: tuple[str, ...]) -> tuple[Kept
             found = None
         width = 2 if on_gpu else 4
         _counted[key, on_gpu, kernels] = found and tuple(
-            KeptByOwn(bytes=one, width=width, is_compiled=compiles) for one in found
+            KeptByOwn(bytes=of_tokens, fixed=fixed, width=width, is_compiled=compiles) for of_tokens, fixed in found
         )
     return _counted[key, on_gpu, kernels]
 
@@ -116,10 +116,10 @@ class _Counting:
     on_gpu: bool
     fuses: bool
     kernels: tuple[str, ...]
-    known: dict[Any, int | None] = field(default_factory=dict)
-    """Bytes for each token, by kind of layer."""
+    known: dict[Any, tuple[int, int] | None] = field(default_factory=dict)
+    """By kind of layer: bytes for each token, and those that are kept for any number of them."""
 
-    def run(self, config: Any, trust_remote_code: bool) -> list[int] | None:
+    def run(self, config: Any, trust_remote_code: bool) -> list[tuple[int, int]] | None:
         from transformers import AutoModelForCausalLM
 
         dtype = torch.bfloat16 if self.on_gpu else torch.float32
@@ -150,7 +150,7 @@ class _Counting:
         if self.on_gpu and self.is_full:
             use_memory_efficient_gates(layer, self.kernels)
         if self.on_gpu and "rope" in self.kernels:
-            fuse_rope(layer, dtype, torch.device("cpu"))
+            fuse_rope(layer, dtype, torch.device("meta"))
 
     def _counted(self, layer: nn.Module, kind: Any) -> Callable:
         forward = torch.compile(layer.forward, backend=PARTITION) if self.compiles else layer.forward
@@ -169,8 +169,9 @@ class _Counting:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 result = forward(*arguments, **named)
             if not any(tensor.shape.count(TOKENS) > 1 for tensor in kept.values()):
-                of_tokens = [tensor for tensor in kept.values() if TOKENS in tensor.shape]
-                self.known[kind] = sum(tensor.untyped_storage().nbytes() for tensor in of_tokens) // TOKENS
+                sizes = [(TOKENS in tensor.shape, tensor.untyped_storage().nbytes()) for tensor in kept.values()]
+                of_tokens, fixed = (sum(size for is_own, size in sizes if is_own is one) for one in (True, False))
+                self.known[kind] = of_tokens // TOKENS, fixed
             return result
 
         return count

@@ -57,6 +57,8 @@ class KeptByOwn(Part):
     """The same with adapters of the run's own kind, where the planner has no formula for them."""
 
     bytes: int
+    fixed: int = 0
+    """For any number of tokens: what a method makes of the weights in each pass."""
     width: int
     is_compiled: bool
 
@@ -197,8 +199,10 @@ class ModelFacts(Part):
                 found["kept"] = kept[self.pattern.index(index)]
             if own is not None and len(own) == self.layers:
                 of_kind = [one for one, at in zip(own, self.pattern, strict=True) if at == index]
-                mean = sum(one.bytes for one in of_kind) // len(of_kind)  # not every layer has an adapter
-                found["kept_by_own"] = of_kind[0].changed(bytes=mean)
+                means = {  # not every layer has an adapter
+                    name: sum(getattr(one, name) for one in of_kind) // len(of_kind) for name in ("bytes", "fixed")
+                }
+                found["kept_by_own"] = of_kind[0].changed(**means)
             kinds.append(kind.changed(**found))
         note = self.note if any(kind.kept is None for kind in kinds) else None
         return self.changed(kinds=tuple(kinds), note=note)

@@ -808,17 +808,23 @@ def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, floa
 
     def of(kind: Layer, *, is_frozen: bool = False) -> float:
         gathered = 2 * kind.key * task.width * (choice.context - 1) / choice.tensor  # keys and values of the others
-        return tokens * gathered + tokens * layer_bytes(
-            task,
-            kind,
-            is_compiled=choice.is_compiled,
-            matmul_dtype=choice.matmul_dtype,
-            storage=choice.storage,
-            tensor=choice.tensor,
-            is_sliced=choice.mlp_slice > 0,
-            attention_kernel=choice.attention,
-            is_frozen=is_frozen,
-            crowded=CROWDED if choice.expert > 1 and kind_experts(kind) else 1.0,
+        fixed = kind.kept_by_own.fixed if kind.kept_by_own is not None else 0
+        return (
+            fixed
+            + tokens * gathered
+            + tokens
+            * layer_bytes(
+                task,
+                kind,
+                is_compiled=choice.is_compiled,
+                matmul_dtype=choice.matmul_dtype,
+                storage=choice.storage,
+                tensor=choice.tensor,
+                is_sliced=choice.mlp_slice > 0,
+                attention_kernel=choice.attention,
+                is_frozen=is_frozen,
+                crowded=CROWDED if choice.expert > 1 and kind_experts(kind) else 1.0,
+            )
         )
 
     boundary = tokens * facts.hidden * task.width / choice.tensor
