@@ -121,6 +121,7 @@ ODD = {
     "beams that are not searched": {"early_stopping": True, "num_beams": 1, "max_new_tokens": 7},
     "a cache nobody knows": {"cache_implementation": "of its own", "eos_token_id": [2, 0]},
     "an argument of generate": {"stopping_criteria": 1},
+    "tokens that nobody has": {"eos_token_id": [2, 10**9], "pad_token_id": -1, "top_k": 2.5, "max_new_tokens": 7},
     "no object": [1, 2],
     "endless brackets": "[" * 100_000,
 }
@@ -140,6 +141,10 @@ def test_an_odd_generation_config_of_the_base_does_not_cost_the_result(runs, tin
     found.validate(strict=True)
     if kind == "a temperature without do_sample":
         assert (found.do_sample, found.temperature, found.top_p) == (True, 0.6, 0.9)
+    if kind == "tokens that nobody has":
+        assert (found.pad_token_id, found.max_new_tokens) == (None, 7)
+        assert found.eos_token_id == 2
+        assert "`pad_token_id: -1`" in ended.err + ended.out
     if kind == "beams that are not searched":
         assert found.max_new_tokens == 7
 

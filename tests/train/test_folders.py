@@ -85,6 +85,18 @@ def test_such_an_output_is_refused_before_anything_is_written_there(train):
     assert sorted(Path("base").rglob("*")) == before
 
 
+def test_a_run_does_not_lie_loose_in_the_root_or_the_home_folder(train, monkeypatch):
+    monkeypatch.setenv("HOME", str(Path("home").absolute()))
+    Path("home").mkdir()
+    root, home = "the root of the file system", "the home folder"
+    for output, name in {"/": root, "~/": home, "home/.": home}.items():
+        code, _, err = train(f"output={output}")
+        assert code == 1
+        assert err.startswith("error: output: ")
+        assert f" is {name}; set output to" in err
+    assert not list(Path("home").iterdir())
+
+
 @pytest.mark.parametrize("loss", ["damaged", "gone"])
 def test_a_run_whose_checkpoints_are_all_lost_says_so_before_it_starts_again(train, loss):
     assert train()[0] == 0

@@ -45,8 +45,14 @@ def stored(key: str, *, is_checked: bool = True) -> Whole | None:
             os.utime(folder)
         return found
     except Damaged as damage:
-        log.warning("The token cache %s is damaged (%s); it is made again.", folder, damage)
+        if folder not in _told:  # a run looks more than once
+            log.warning("The token cache %s is damaged (%s); it is made again.", folder, damage)
+        _told.add(folder)
         return None
+
+
+_told: set[Path] = set()
+"""Damaged ones."""
 
 
 def install(partial_folder: Path, folder: Path) -> None:

@@ -124,20 +124,27 @@ def generation_settings(folder: Path, model: PreTrainedModel) -> tuple[dict[str,
     file = folder / "generation_config.json"
     if not file.exists():
         own = getattr(model, "generation_config", None)
-        return _without_faults(own.to_diff_dict() if own is not None else {}, "what the config says of generation")
+        known = own.to_diff_dict() if own is not None else {}
+        return _without_faults(known, "what the config says of generation", model)
     try:
         found = json.loads(file.read_text(encoding="utf-8-sig"))
         if not isinstance(found, dict):
             raise ValueError("no JSON object")
     except (OSError, ValueError, RecursionError) as error:
         return {}, [f"the base's {file.name} cannot be read ({error}) and is left out of the result."]
-    return _without_faults(found, f"the base's {file.name}")
+    return _without_faults(found, f"the base's {file.name}", model)
 
 
-def _without_faults(settings: dict[str, Any], origin: str) -> tuple[dict[str, Any], list[str]]:
+def _without_faults(
+    settings: dict[str, Any], origin: str, model: PreTrainedModel
+) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
     from transformers import GenerationConfig
 
+    tokens = vocabulary_size(model.config)
+
     def is_valid(candidate: dict[str, Any]) -> bool:
+        if not all(_is_possible(name, value, tokens) for name, value in candidate.items()):
+            return False
         try:
             GenerationConfig.from_dict(dict(candidate)).validate(strict=True)
         except (ValueError, TypeError, AttributeError, KeyError):
@@ -151,10 +158,23 @@ def _without_faults(settings: dict[str, Any], origin: str) -> tuple[dict[str, An
         return sampled, [f"{origin} has values for sampling without `do_sample`: the result says `do_sample: true`."]
     kept: dict[str, Any] = {}
     for name in sorted(settings, key=lambda name: name not in ("do_sample", "num_beams", "return_dict_in_generate")):
-        if is_valid({**kept, name: settings[name]}):
-            kept[name] = settings[name]
-    lost = listed(f"`{name}`" for name in settings if name not in kept)
-    return kept, [f"{origin} has values that transformers refuses to save, and the result is without them: {lost}."]
+        value = settings[name]
+        if name.endswith("_token_id") and isinstance(value, list):
+            value = [one for one in value if _is_possible(name, one, tokens)] or None
+        if is_valid({**kept, name: value}):
+            kept[name] = value
+    lost = listed(f"`{name}: {settings[name]}`" for name in settings if kept.get(name) != settings[name])
+    return kept, [f"{origin} has values that generation cannot use, and the result is without them: {lost}."]
+
+
+def _is_possible(name: str, value: Any, tokens: int) -> bool:
+    """What transformers takes without a look: ids of tokens that the model has, and whole numbers."""
+    if value is None:
+        return True
+    if name.endswith("_token_id"):
+        ids = value if isinstance(value, list) else [value]
+        return all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < tokens for one in ids)
+    return name != "top_k" or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
 
 
 def weights_folder(source: Source) -> Path:

@@ -112,6 +112,9 @@ def check_place(run: Run) -> None:
     model, output = expanded(run.model), expanded(run.output)
     if (output / SWEEP).exists():
         raise UserError(f"output: {run.output} is the folder of a sweep; set output to another folder.")
+    for place, name in ((Path(output.anchor or "/"), "the root of the file system"), (Path.home(), "the home folder")):
+        if os.path.realpath(output) == os.path.realpath(place):
+            raise UserError(f"output: {run.output} is {name}; set output to a folder of the run's own in it.")
     if not model.exists():
         return  # a name on the hub, or a mistake that is told later
     model, output = (Path(os.path.realpath(path)) for path in (model, output))
