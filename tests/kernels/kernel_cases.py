@@ -84,6 +84,54 @@ def check_cross_entropy_fp8(device: str, values_dtype=torch.float32) -> None:
     print(f"cross_entropy in fp8: {cases} cases")
 
 
+def check_distillation(device: str, dtypes=(torch.float32, torch.float16)) -> None:
+    """Losses and gradients of the kernels against the plain version, in fp64 up to the kernel's rounding."""
+    from tunesmith.kernels import distillation
+    from tunesmith.kernels.linear_distillation import Lesson, Taught, rest_of, weighted_losses_
+
+    cases = 0
+    forms = ((1.0, 0, 1.0, None), (2.5, 3, 0.5, 20.0))  # temperature, padding of the head, scale, soft cap
+    for dtype in dtypes:
+        for rows, vocabulary, count in ((2, 8, 8), (3, 300, 7), (2, 4099, 64)):
+            for kind in distillation.KINDS if dtype == torch.float32 or vocabulary == 300 else ():
+                for temperature, padding, scale, softcap in forms:
+                    generator = torch.Generator().manual_seed(rows)
+                    width = vocabulary + padding
+                    logits = (torch.randn(rows, width, generator=generator) * 4).to(dtype).to(device)
+                    labels = torch.randint(vocabulary, (rows,), generator=generator).to(device)
+                    weights = torch.rand(rows, generator=generator).to(device)
+                    teacher = (torch.randn(rows, vocabulary, generator=generator) * 4).to(dtype).to(device)
+                    teacher[-1, 0] = -torch.inf
+                    exact = torch.log_softmax(teacher.double() / temperature, -1).float()
+                    top_ck, ids_ck = exact.topk(count, -1)
+                    rest = [rest_of(exact, ids_ck)] if count < vocabulary else []
+                    labels[-1] = ids_ck[-1, 0]  # a label among the likeliest
+                    lesson = Lesson(lambda *_: None, kind, temperature, 0.6, vocabulary)
+                    form = distillation.Form(kind, temperature, 0.6, vocabulary, scale, softcap)
+                    for ids in (None, ids_ck):
+                        taught = Taught(exact) if ids is None else Taught(torch.cat([top_ck, *rest], 1), ids)
+                        plain = (logits.float().cpu(), labels.cpu(), weights.cpu())
+                        host = Taught(taught.logps.cpu(), None if ids is None else ids.cpu())
+                        parts, gradient = weighted_losses_(*plain, host, lesson, scale, softcap)
+                        found, unchanged = logits.clone(), logits.clone()
+                        if ids is None:
+                            given = (labels, weights, teacher, temperature, form)
+                            own = distillation.of_all_(found, *given)
+                            again = distillation.of_all_(unchanged, *given, needs_gradient=False)
+                            assert torch.equal(unchanged, logits)
+                        else:
+                            given = (labels, weights, taught.logps, ids, form)
+                            own = distillation.of_likeliest_(found, *given)
+                            again = distillation.of_likeliest_(unchanged, *given, needs_gradient=False)
+                        case = (dtype, rows, vocabulary, kind, temperature, ids is None)
+                        torch.testing.assert_close(own.cpu(), parts, rtol=1e-4, atol=1e-5, msg=str(case))
+                        assert torch.equal(own, again), case
+                        error = (found.float().cpu() - gradient).norm() / gradient.norm().clamp(min=1e-3)
+                        assert error < TOLERANCE[dtype], (case, error)
+                        cases += 1
+    print(f"distillation: {cases} cases")
+
+
 def check_add_lowrank(device: str, dtypes=(torch.float32, torch.float16)) -> None:
     from tunesmith.kernels.add_lowrank import add_lowrank_
 

@@ -159,3 +159,20 @@ def test_rotary_positions(back):
     constants = {"H": 32, "G": 8, "V": 8, "D": 128, "HEADS": 64, "HALF": 64, "BACK": back}
     for capability in (HOPPER, AMPERE):
         compile_for(capability, module._rotate, types, constants, num_warps=module.WARPS)
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("name", ["_all_row", "_likeliest_row"])
+def test_distillation(name, kind):
+    from tunesmith.kernels import distillation as module
+
+    types = dict.fromkeys(("logits", "owns", "likely"), "*bf16") | dict.fromkeys(("labels", "ids"), "*i64")
+    types |= {"teacher": "*fp32", "weights": "*fp32", "parts": "*fp32"}
+    types |= dict.fromkeys(("stride", "teacher_stride", "width", "vocabulary", "count"), "i32")
+    types |= dict.fromkeys(("scale", "softcap", "heat", "share", "teacher_scale"), "fp32")
+    kernel = getattr(module, name)
+    constants = {"KIND": kind, "HAS_SOFTCAP": kind == 1, "IS_SAME": kind == 0, "NEEDS_GRADIENT": True}
+    constants |= {"LOWEST": module.LOWEST, "LEAST": module.LEAST, "BLOCK": module.BLOCK}
+    constants |= {"HAS_REST": True, "BLOCK_K": 64} if name == "_likeliest_row" else {}
+    types = {key: value for key, value in types.items() if key in kernel.arg_names}
+    compile_for(HOPPER, kernel, types, constants, num_warps=8)

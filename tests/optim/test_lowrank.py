@@ -34,7 +34,7 @@ def galore(weight: torch.Tensor, given: list[torch.Tensor]) -> torch.Tensor:
     for t, gradient in enumerate(given, 1):
         g = gradient.T if tall else gradient
         if (t - 1) % EVERY == 0:
-            p = torch.linalg.svd(g)[0][:, : max(1, g.shape[0] // 4)]
+            p = torch.linalg.svd(g.T)[2][: max(1, g.shape[0] // 4)].T  # of the transposed one: the signs are then ours
         step, m, v = adam(p.T @ g, m, v, t)
         update = 0.25 * p @ step
         weight = weight - RATE * (update.T if tall else update)
@@ -75,3 +75,41 @@ def test_its_steps_are_those_of_the_paper(monkeypatch, plain, shape):
     torch.testing.assert_close(vector.detach(), torch.full((3,), 1 - STEPS * RATE), rtol=1e-4, atol=1e-5)  # AdamW's
     held = sum(value.numel() for name, value in optimizer.tensors().items() if name.startswith("optimizer/exp_avg"))
     assert held == 2 * (projected_rank(plain.__name__, 8) * 24 + 3)
+
+
+@pytest.mark.parametrize("together", [1, 2.5, 100])
+@pytest.mark.parametrize("plain", [galore, apollo])
+def test_matrices_that_are_updated_together_take_the_steps_of_each_alone(monkeypatch, plain, together):
+    monkeypatch.setattr(lowrank, "EVERY", EVERY)
+    monkeypatch.setattr(lowrank, "TOGETHER", together)
+    shapes = [(8, 24), (24, 8), (16, 16), (8, 24), (4, 40)]
+    drawn = torch.Generator().manual_seed(2)
+    weights = [nn.Parameter(torch.randn(shape, generator=drawn)) for shape in shapes]
+    starts = [weight.detach().clone() for weight in weights]
+    run = Run(model="m", data="d", method="full", optimizer=plain.__name__)
+    named = {f"w{number}": weight for number, weight in enumerate(weights)}
+    optimizer = Optimizer(named.items(), run, master_weights=False)
+    skipped = weights[3]  # which has no gradient in the first step, and so is a step behind the others
+    for step in range(STEPS):
+        for number, weight in enumerate(weights):
+            weight.grad = (1 + number) * gradients(weight.shape)[step]
+        if step == 0:
+            skipped.grad = None
+        optimizer.step(RATE)
+    for number, (weight, start) in enumerate(zip(weights, starts, strict=True)):
+        given = [(1 + number) * gradient for gradient in gradients(weight.shape)][weight is skipped :]
+        torch.testing.assert_close(weight.detach(), plain(start, given), rtol=1e-5, atol=1e-6)
+
+
+def test_apollo_draws_its_projection_once_in_an_interval_for_all_matrices_with_the_same_sides(monkeypatch):
+    monkeypatch.setattr(lowrank, "EVERY", EVERY)
+    drawn, randn = [], torch.randn
+    monkeypatch.setattr(lowrank.torch, "randn", lambda *size, **more: drawn.append(size) or randn(*size, **more))
+    weights = {f"w{number}": nn.Parameter(torch.ones(shape)) for number, shape in enumerate([(8, 24), (32, 8), (8, 9)])}
+    run = Run(model="m", data="d", method="full", optimizer="apollo")
+    optimizer = Optimizer(weights.items(), run, master_weights=False)
+    for _ in range(2 * EVERY):
+        for weight in weights.values():
+            weight.grad = torch.ones_like(weight)
+        optimizer.step(RATE)
+    assert drawn == [(2, 8), (2, 8)]

@@ -1,9 +1,10 @@
 """Output head, cross-entropy and a divergence from a teacher together, a few rows at a time.
 
 As `kernels.linear_cross_entropy` does it: only rows that are targets are computed, the gradient is taken while the
-logits of a chunk are there, and those of student and teacher never exist as a whole. The teacher's log-probabilities
-are those of the whole vocabulary, or of its likeliest tokens; all others are then one class, on both sides, so that the
-divergence is that of K + 1 classes: no more than the one of all, and the same where K is the vocabulary.
+logits of a chunk are there (on a GPU by `kernels.distillation`), and those of student and teacher never exist as a
+whole. The teacher's log-probabilities are those of the whole vocabulary, or of its likeliest tokens; all others are
+then one class, on both sides, so that the divergence is that of K + 1 classes: no more than the one of all, and the
+same where K is the vocabulary.
 
 Gradients are written out. By the logits of its classes, divided by the temperature, that of a divergence is
 
@@ -30,6 +31,8 @@ from torch.utils.checkpoint import checkpoint
 from tunesmith.kernels.linear_cross_entropy import chunk_rows, scaled_gradients
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
+MOST = 4096
+"""Likeliest tokens that the kernel takes."""
 LOWEST = -1e4
 """Of a log-probability; one of minus infinity times a probability of zero would be no number."""
 
@@ -40,6 +43,13 @@ class Taught(NamedTuple):
     logps: torch.Tensor
     """float32 [C, V]; or [C, K] of `ids_ck`, and in one column more that of all other tokens, where there are any"""
     ids_ck: torch.Tensor | None = None
+    heat: float | None = None
+    """Given where `logps` are logits [C, V] in any precision: they are divided by it, and normalised, as they are
+    used."""
+
+    @property
+    def normalised(self) -> torch.Tensor:
+        return self.logps if self.heat is None else torch.log_softmax(self.logps.float() / self.heat, -1)
 
 
 @dataclass(frozen=True)
@@ -122,28 +132,22 @@ class _LinearDistillation(torch.autograd.Function):
         for start in range(0, n, chunk):
             some = slice(start, min(start + chunk, n))
             rows_ch = hidden_th.index_select(0, rows_n[some])
-            logits_cv = F.linear(rows_ch, weight_vh, bias_v).float()
-            if scale != 1.0:
-                logits_cv *= scale
-            if softcap is not None:
-                logits_cv = torch.tanh(logits_cv.div_(softcap)).mul_(softcap)
+            logits_cv = F.linear(rows_ch, weight_vh, bias_v)
             taught = lesson.taught(some.start, some.stop)
-            parts_c2, d_logits_cv = losses_of_logits(logits_cv, labels_n[some], taught, lesson)
+            given = (logits_cv, labels_n[some], weights_n[some], taught, lesson)
+            needs_gradient = needs_hidden or needs_weight or needs_bias
+            parts_c2, d_logits_cv = weighted_losses_(*given, scale, softcap, needs_gradient=needs_gradient)
             parts_n2[some] = parts_c2
             total += (parts_c2.sum(-1) * weights_n[some]).sum()
-            if not (needs_hidden or needs_weight or needs_bias):
+            if not needs_gradient:
                 continue
-            d_logits_cv *= (weights_n[some] * scale)[:, None]
-            if softcap is not None:
-                d_logits_cv *= 1 - (logits_cv / softcap) ** 2
-            d_logits_cv = d_logits_cv.to(rows_ch.dtype)
             if d_hidden is not None:
                 d_hidden.index_copy_(0, rows_n[some], d_logits_cv @ weight_vh)
             if d_weight is not None:
                 d_weight += d_logits_cv.t() @ rows_ch
             if d_bias is not None:
                 d_bias += d_logits_cv.float().sum(0)
-            del logits_cv, taught, d_logits_cv  # before the next chunk is made
+            del logits_cv, taught, given, d_logits_cv  # before the next chunk is made
         ctx.gradients = (d_hidden, d_weight, d_bias)
         ctx.dtypes = (hidden_th.dtype, weight_vh.dtype, bias_v.dtype if bias_v is not None else None)
         ctx.mark_non_differentiable(parts_n2)
@@ -157,14 +161,50 @@ class _LinearDistillation(torch.autograd.Function):
 class _OfLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits_cv, labels_c, weights_c, taught, lesson):
-        parts_c2, d_logits_cv = losses_of_logits(logits_cv, labels_c, taught, lesson)
-        ctx.save_for_backward(d_logits_cv.mul_(weights_c[:, None]))
+        given = (logits_cv.clone() if logits_cv.is_cuda else logits_cv, labels_c, weights_c, taught, lesson)
+        parts_c2, d_logits_cv = weighted_losses_(*given, 1.0, None)
+        ctx.save_for_backward(d_logits_cv)
         ctx.mark_non_differentiable(parts_c2)
         return (parts_c2.sum(-1) * weights_c).sum(), parts_c2
 
     @staticmethod
     def backward(ctx, d_total, _):
         return ctx.saved_tensors[0] * d_total, None, None, None, None
+
+
+def weighted_losses_(
+    logits_cv: torch.Tensor,
+    labels_c: torch.Tensor,
+    weights_c: torch.Tensor,
+    taught: Taught,
+    lesson: Lesson,
+    scale: float,
+    softcap: float | None,
+    *,
+    needs_gradient: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both parts of each row's loss [C, 2], and the gradient of their weighted sum by the raw logits, in their
+    precision. On a GPU by a kernel, which writes it over them."""
+    if logits_cv.is_cuda and (taught.ids_ck is None or taught.ids_ck.shape[1] <= MOST):
+        from tunesmith.kernels import distillation
+
+        settings = (lesson.divergence, lesson.temperature, lesson.weight, lesson.vocabulary)
+        form, given = distillation.Form(*settings, scale, softcap), (logits_cv, labels_c, weights_c, taught.logps)
+        if taught.ids_ck is None:
+            parts_c2 = distillation.of_all_(*given, taught.heat or 1.0, form, needs_gradient=needs_gradient)
+        else:
+            parts_c2 = distillation.of_likeliest_(*given, taught.ids_ck, form, needs_gradient=needs_gradient)
+        return parts_c2, logits_cv
+    raw_dtype = logits_cv.dtype
+    logits_cv = logits_cv.float() * scale
+    if softcap is not None:
+        logits_cv = torch.tanh(logits_cv.div_(softcap)).mul_(softcap)
+    parts_c2, d_logits_cv = losses_of_logits(logits_cv, labels_c, taught, lesson)
+    if needs_gradient:
+        d_logits_cv *= (weights_c * scale)[:, None]
+        if softcap is not None:
+            d_logits_cv *= 1 - (logits_cv / softcap) ** 2
+    return parts_c2, d_logits_cv.to(raw_dtype)
 
 
 def losses_of_logits(
@@ -178,7 +218,7 @@ def losses_of_logits(
     common_cv = logits_cv[:, : lesson.vocabulary]
     logps_cv = own_logps_cv if is_same else torch.log_softmax(common_cv / heat, -1)
     if taught.ids_ck is None:
-        divergence_c, d_common_cv = divergence_of(logps_cv, taught.logps, lesson.divergence)
+        divergence_c, d_common_cv = divergence_of(logps_cv, taught.normalised, lesson.divergence)
     else:
         divergence_c, d_common_cv = _of_likeliest(logps_cv, taught.logps, taught.ids_ck, lesson.divergence)
     d_logits_cv = own_logps_cv.exp_()

@@ -22,6 +22,7 @@ from torch import nn
 
 from tunesmith.config.schema import Run
 from tunesmith.kernels import int8, nf4
+from tunesmith.kernels.directions import right_directions
 from tunesmith.kernels.update import copy_half_
 from tunesmith.model.lora import LoraLinear, generator_of
 from tunesmith.model.quantized import Int8Linear, Nf4Linear, QuantizedLinear
@@ -34,9 +35,6 @@ LOQT = (10, 100, 1.2)
 before, since directions change less and less."""
 REWARM = (10, 10)
 """ReLoRA: after a merge the rate warms up for so many steps, and for at most this part of the interval."""
-EXACT = 256
-"""Gradients with a smaller side get all their singular values; of larger ones the first are found by iteration, four
-times as fast at 1536 x 576 for rank 64, and with 0.9997 of the norm that the exact ones keep."""
 AT = "at"
 
 
@@ -149,10 +147,13 @@ class Merges:
 
     @torch.no_grad()
     def _find(self, name: str, step: int, x: torch.Tensor, gradient: torch.Tensor) -> None:
-        gradient_oi = gradient.flatten(0, -2).float().t() @ x.flatten(0, -2).float()
+        gradient_to, x_ti = gradient.flatten(0, -2), x.flatten(0, -2)
+        if gradient.dtype == torch.float16:  # sums over tokens could be too large for it
+            gradient_to, x_ti = gradient_to.float(), x_ti.float()
+        gradient_oi = (gradient_to.t() @ x_ti.to(gradient_to.dtype)).float()
         if gradient_oi.isfinite().all() and gradient_oi.any():
             rank = self.adapters[name].rank
-            self._found[name] = _directions(gradient_oi, rank, generator_of(self.seed, f"{name}:{step}"))
+            self._found[name] = right_directions(gradient_oi, rank, generator_of(self.seed, f"{name}:{step}"))
 
     def _merge_quantized(self, name: str, adapter: LoraLinear, *, is_first: bool) -> None:
         base = adapter.base
@@ -165,19 +166,6 @@ class Merges:
             lost_oi = merged_oi - base.dequantize()
         adapter.lora_a.copy_(a_ri)
         adapter.lora_b.copy_(lost_oi @ a_ri.t() / adapter.scale if lost_oi is not None else 0.0)
-
-
-def _directions(gradient_oi: torch.Tensor, rank: int, generator: torch.Generator) -> torch.Tensor:
-    """The largest right singular directions, as rows [R, I]; zeros where the gradient has fewer."""
-    if min(gradient_oi.shape) <= EXACT:
-        rows = torch.linalg.svd(gradient_oi, full_matrices=False)[2][:rank]
-    else:
-        with torch.random.fork_rng():
-            torch.manual_seed(generator.initial_seed())
-            rows = torch.svd_lowrank(gradient_oi, q=rank, niter=4)[2].t()
-    found = gradient_oi.new_zeros(rank, gradient_oi.shape[1])
-    found[: len(rows)] = rows
-    return found
 
 
 def _codes(base: nn.Module) -> dict[str, torch.Tensor]:

@@ -134,7 +134,7 @@ class Teacher:
     def taught(self, batch: MicroBatch, inputs: Inputs) -> Callable[[int, int], Taught]:
         """The forward pass up to the head; its logits are made a chunk at a time."""
         hidden_nh = self._hidden(batch, inputs)
-        return lambda start, stop: Taught(self._logps(hidden_nh[start:stop]))
+        return lambda start, stop: Taught(self._logits(hidden_nh[start:stop]), heat=self.temperature)
 
     @torch.no_grad()
     def likeliest(self, batch: MicroBatch, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -144,7 +144,7 @@ class Teacher:
         chunk = chunk_rows(self.device, self.vocabulary, is_shared=True)
         ids, logps = [], []
         for start in range(0, hidden_nh.shape[0], chunk):
-            logps_cv = self._logps(hidden_nh[start : start + chunk])
+            logps_cv = Taught(self._logits(hidden_nh[start : start + chunk]), heat=self.temperature).normalised
             top_ck, ids_ck = logps_cv.topk(count, -1)
             rest = [rest_of(logps_cv, ids_ck)] if count < self.vocabulary else []
             logps.append(torch.cat([top_ck, *rest], 1).cpu().numpy())
@@ -152,9 +152,8 @@ class Teacher:
         return np.concatenate(ids), np.concatenate(logps)
 
     @torch.no_grad()
-    def _logps(self, rows_ch: torch.Tensor) -> torch.Tensor:
-        logits_cv = logits_of(self.model, rows_ch, self.spec)[:, : self.vocabulary]
-        return torch.log_softmax(logits_cv / self.temperature, -1)
+    def _logits(self, rows_ch: torch.Tensor) -> torch.Tensor:
+        return logits_of(self.model, rows_ch, self.spec)[:, : self.vocabulary]
 
     def _hidden(self, batch: MicroBatch, inputs: Inputs) -> torch.Tensor:
         """What the teacher's head sees at the targets: [N, H]."""
