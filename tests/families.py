@@ -65,9 +65,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 6},
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {**MAMBA2, "layer_types": ["mamba", "attention"]},
-    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 8}
+    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16}
     | {"num_kv_shared_layers": 0},
-    "gemma4_unified_text": {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 8},
+    "gemma4_unified_text": {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16},
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
     "longcat_flash": {"head_dim": 4},
     "blt": {"encoder_hash_byte_group_vocab": 100, "patch_in_forward": False},
@@ -84,6 +84,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 """What single families want besides."""
+NAMED = tuple(
+    """llama llama4_text llama4 qwen2 qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text gemma2 gemma3_text
+    gemma3n_text gemma4_text phi3 mistral ministral ministral3 mixtral gpt_oss deepseek_v2 deepseek_v3 glm glm4 glm4_moe
+    smollm3 olmo2 olmo3 granite granitemoe granitemoehybrid falcon_h1 nemotron_h lfm2 cohere2 starcoder2 exaone4
+    seed_oss gpt2 gpt_neox opt bloom mpt falcon""".split()
+)
+"""Those that people tune most: a refusal of one of these is a fault."""
 LARGEST = 2_000_000
 """Parameters of a model that is still tiny."""
 DROPOUTS = ("dropout", "drop", "pdrop")
@@ -111,8 +118,7 @@ def _sizes_of(made: type) -> dict[str, Any]:
     if "per_layer_config" in vars(usual) or hasattr(made, "per_layer_config"):
         given.pop("global_head_dim", None)
     for name in known:
-        value = getattr(usual, name, None)
-        if any(word in name for word in DROPOUTS) and isinstance(value, float):
+        if any(word in name for word in DROPOUTS) and isinstance(getattr(usual, name, None), float):
             given[name] = 0.0
     if hasattr(usual, "initializer_range") and "initializer_range" in known:
         given["initializer_range"] = 0.2

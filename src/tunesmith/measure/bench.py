@@ -25,7 +25,7 @@ from tunesmith.kernels import flash4
 from tunesmith.model import attention
 from tunesmith.model.quantized import build_empty
 from tunesmith.model.source import RandomWeights
-from tunesmith.model.structure import decoder_layers
+from tunesmith.model.structure import body, decoder_layers
 from tunesmith.optim.build import Optimizer
 from tunesmith.optim.build import build as build_optimizer
 from tunesmith.parallel.prepare import TRANSFORMS, Preparation
@@ -201,7 +201,7 @@ def build(workload: Workload, plan: Plan, *, rank: int = 16, optimizer: str = "a
         has_masters = plan.master_weights and plan.sharding == "none"
         updates = Optimizer(model.named_parameters(), run, master_weights=has_masters)
     if called is model:
-        updates.overlap_update(model, decoder_layers(model))
+        updates.overlap_update(body(model), decoder_layers(model))
     spec = ForwardSpec("packed")
     return TrainStep(
         called.train(),
