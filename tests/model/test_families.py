@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import parity
-from families import NAMED, causal_families
+from families import NAMED, ODD, causal_families
 
 USUAL = {
     "bloom": "packed",
@@ -36,3 +36,14 @@ def test_every_family_is_right_or_refused_in_one_sentence(tmp_path, family, meth
     if row.outcome == "refused":
         assert "\n" not in row.reason
         assert row.reason.endswith(".")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_configs_are_right(tmp_path, odd, method):
+    family, changes = ODD[odd]
+    row = parity.compare(family, method, tmp_path / "run", **changes)
+    assert row.outcome == "right", row
+    assert row.layout == "packed"
+    assert row.is_acceptable
