@@ -1,13 +1,20 @@
 """A forecast over families that no constant of the planner was chosen by: predicted, and measured in training.
 
-    python benchmarks/forecast.py [--seed N] [--out FOLDER] [--deadline SECONDS] [--list] [--tiny]
-    python benchmarks/forecast.py --collect FOLDER/forecast.jsonl
+    python benchmarks/forecast.py [--seed N] [--layers N] [--count N] [--out FOLDER] [--deadline SECONDS] [--list]
+    python benchmarks/forecast.py --collect FOLDER/forecast.jsonl ...
 
 The first draws configurations by a seed that was not used before (the one in the result file is spent), makes their
 plans while nothing else uses the GPU, and trains by them: each with random weights at a published shape, read from
 files, on documents of many lengths. Several start and compile at once; each is timed alone, the others being stopped.
 Predictions are those that stand in the plans, and are kept beside what was measured: they are not made again when the
 planner changes. The second makes benchmarks/results/forecast.json.
+
+Where time is short, models are cut to their first `--layers`, and `--count` configurations are drawn of all: plans are
+made for the models as they are cut, so their predictions are as hard. On an H200 with 16 cores
+
+    python benchmarks/forecast.py --layers 8 --count 28 --workers 12 --out forecast --deadline 500
+
+takes 6 to 8 minutes for 28 configurations of 14 families (36 of whole models took more than 9).
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -92,13 +100,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model_type": "gpt_neox", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
         "num_attention_heads": 16, "vocab_size": 50304,
     },
+    "EXAONE-4-1.2B": {
+        "model_type": "exaone4", "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 30,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 102400,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3-MoE-4B-A0.6B": {
+        "model_type": "qwen3_moe", "hidden_size": 1024, "intermediate_size": 3072, "moe_intermediate_size": 512,
+        "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
+        "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936,
+    },
     "Cohere2-2B": {
         "model_type": "cohere2", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
         "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 128000,
     },
 }  # fmt: skip
 SMALL = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
 }  # fmt: skip
 """What `--tiny` makes of a shape, to try all of this on a CPU."""
@@ -111,6 +130,8 @@ class Case:
     settings: dict[str, Any]
     limit_gib: float | None = None
     """Of the GPU's memory, what the plan may use; None: all that is free."""
+    layers: int | None = None
+    """Of its model; None: all."""
     folder: str = ""
     predicted: dict[str, Any] = field(default_factory=dict)
 
@@ -118,19 +139,23 @@ class Case:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("forecast"))
-    parser.add_argument("--seed", type=int, default=20261117)
+    parser.add_argument("--seed", type=int, default=20261121)
     parser.add_argument("--deadline", type=float, default=540.0)
     parser.add_argument("--workers", type=int, default=10)
+    parser.add_argument("--layers", type=int, help="of each model; all where nothing is said")
+    parser.add_argument("--count", type=int, help="configurations; three of each shape where nothing is said")
     parser.add_argument("--only", nargs="*", default=[], help="cases whose name contains one of these")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the benchmark itself")
     parser.add_argument("--list", action="store_true", help="only say what would be measured")
-    parser.add_argument("--collect", type=Path, help="a file to make the result of")
+    parser.add_argument("--collect", type=Path, nargs="+", help="files to make the result of")
     options = parser.parse_args()
     if options.collect:
         print(f"wrote {collect(options.collect)}")
         return
     cases = [
-        case for case in draw(options.seed, tiny=options.tiny) if any(one in case.name for one in options.only or [""])
+        case
+        for case in draw(options.seed, tiny=options.tiny, layers=options.layers, count=options.count)
+        if any(one in case.name for one in options.only or [""])
     ]
     if options.list:
         print(*(case.name for case in cases), sep="\n")
@@ -140,12 +165,13 @@ def main() -> None:
         Forecast(cases, Path(folder), options).run()
 
 
-def draw(seed: int, *, tiny: bool = False) -> list[Case]:
-    """Each shape with each method once; the rest by chance."""
+def draw(seed: int, *, tiny: bool = False, layers: int | None = None, count: int | None = None) -> list[Case]:
+    """Each shape with each method once, or with so many methods as make up `count`; the rest by chance."""
     chance = random.Random(seed)
     cases = []
-    for shape in SHAPES:
-        for method in ("full", "lora", "qlora"):
+    for number, shape in enumerate(SHAPES):
+        most = 3 if count is None else count // len(SHAPES) + (number < count % len(SHAPES))
+        for method in chance.sample(("full", "lora", "qlora"), most) if most < 3 else ("full", "lora", "qlora"):
             length = chance.choice((1024, 2048, 4096, 8192))
             settings: dict[str, Any] = {
                 "method": method,
@@ -160,7 +186,8 @@ def draw(seed: int, *, tiny: bool = False) -> list[Case]:
             if tiny:
                 settings |= {"sequence_length": 64, "batch_tokens": 128, "precision": "auto"}
             said = [f"{value['rank']}" if name == "lora" else str(value) for name, value in settings.items()]
-            cases.append(Case(", ".join([shape, *said]), shape, settings))
+            said += [f"{layers} layers"] if layers else []
+            cases.append(Case(", ".join([shape, *said]), shape, settings, layers=layers))
     return cases
 
 
@@ -251,7 +278,8 @@ class Forecast:
 
     def make_models(self) -> None:
         shapes = list(dict.fromkeys(case.shape for case in self.cases))
-        command = [sys.executable, __file__, "--make", str(self.folder), "tiny" if self.options.tiny else "whole"]
+        size = "tiny" if self.options.tiny else str(self.options.layers or "whole")
+        command = [sys.executable, __file__, "--make", str(self.folder), size]
         groups = [shapes[start::4] for start in range(4)]
         with (self.options.out / "make.log").open("w") as log:
             for process in [subprocess.Popen([*command, *group], stderr=log, stdout=log) for group in groups if group]:
@@ -337,6 +365,8 @@ def make(folder: Path, size: str, shapes: list[str]) -> None:
             shape = {key: SMALL.get(key, value) for key, value in shape.items()}
             if "num_key_value_heads" in shape:
                 shape["num_key_value_heads"] = min(2, shape["num_key_value_heads"])
+        if size.isdecimal():
+            shape["num_hidden_layers"] = min(int(size), shape["num_hidden_layers"])
         shape |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
         config = AutoConfig.for_model(**shape, max_position_embeddings=16384)
         with torch.device(device):
@@ -417,6 +447,11 @@ def _as_it_was(facts: Any, said: dict[str, Any]) -> Any:
     return facts.changed(kinds=tuple(map(changed, facts.kinds)))
 
 
+def shape_of(row: dict[str, Any]) -> dict[str, Any]:
+    shape = SHAPES[row["shape"]]
+    return shape | {"num_hidden_layers": min(row.get("layers") or math.inf, shape["num_hidden_layers"])}
+
+
 def predicted_now(row: dict[str, Any]) -> tuple[int, float]:
     """Bytes and tokens a second that the formulas say today of a row's configuration, by the plan that it was run by.
     Which weights in fp8 had a transposed copy, and how long documents were, is not in the row."""
@@ -429,7 +464,7 @@ def predicted_now(row: dict[str, Any]) -> tuple[int, float]:
     said, settings = row["predicted"], row["settings"]
     full, lora = settings["method"] == "full", settings.get("lora", {})
     task = Task(
-        facts=_as_it_was(from_config({"max_position_embeddings": 16384, **SHAPES[row["shape"]]}), said),
+        facts=_as_it_was(from_config({"max_position_embeddings": 16384, **shape_of(row)}), said),
         hardware=named("H200"),
         device="cuda",
         precision="bf16",
@@ -452,10 +487,13 @@ def predicted_now(row: dict[str, Any]) -> tuple[int, float]:
     return peaks[at].allocated, task.step_tokens / seconds
 
 
-def collect(file: Path) -> Path:
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+def collect(files: list[Path]) -> Path:
+    lines = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     about = next(line["document"] for line in lines if "document" in line)
-    rows = {line["name"]: line for line in lines if "name" in line}
+    rows: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        if "name" in line and ("failed" not in line or line["name"] not in rows):
+            rows[line["name"]] = line
     for row in rows.values():
         print(f"{row['name']}: {words(row)}")
     return write_result("forecast", WHAT, list(rows.values()), about=about)

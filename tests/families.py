@@ -65,9 +65,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 6},
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {**MAMBA2, "layer_types": ["mamba", "attention"]},
-    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 8}
+    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16}
     | {"num_kv_shared_layers": 0},
-    "gemma4_unified_text": {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 8},
+    "gemma4_unified_text": {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16},
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
     "longcat_flash": {"head_dim": 4},
     "blt": {"encoder_hash_byte_group_vocab": 100, "patch_in_forward": False},
@@ -84,6 +84,45 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 """What single families want besides."""
+NAMED = (
+    "llama", "llama4_text", "llama4", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "phi3", "mistral", "ministral", "ministral3", "mixtral",
+    "gpt_oss", "deepseek_v2", "deepseek_v3", "glm", "glm4", "glm4_moe", "smollm3", "olmo2", "olmo3", "granite",
+    "granitemoe", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "cohere2", "starcoder2", "exaone4", "seed_oss",
+    "gpt2", "gpt_neox", "opt", "bloom", "mpt", "falcon",
+)  # fmt: skip
+"""Those that people tune most: a refusal of one of these is a fault."""
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16} | {
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+}
+ODD: dict[str, tuple[str, dict[str, Any]]] = {
+    "wide heads, one of keys, biases": ("llama", {"head_dim": 24, "num_key_value_heads": 1, "vocab_size": 113}
+        | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    "q and k norms, tied": ("qwen3", {"head_dim": 20, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "windows around a full layer": ("gemma3_text", {"head_dim": 12, "num_key_value_heads": 1, "vocab_size": 131}
+        | {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"sliding_window": 4, "query_pre_attn_scalar": 5}),
+    "yarn": ("llama", {"rope_parameters": YARN}),
+    "longrope": ("phi3", {"rope_parameters": LONG, "max_position_embeddings": 64}
+        | {"original_max_position_embeddings": 16}),
+    "MLA, shared experts in groups": ("deepseek_v3", {"n_shared_experts": 2, "n_group": 2, "q_lora_rank": None}
+        | {"num_hidden_layers": 3, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}}),
+    "multipliers": ("granite", {"embedding_multiplier": 7.0, "logits_scaling": 3.0, "residual_multiplier": 0.3}
+        | {"attention_multiplier": 0.2, "tie_word_embeddings": True, "vocab_size": 103}),
+    "half rotary": ("gpt_neox", {"rotary_pct": 0.5, "use_parallel_residual": False, "tie_word_embeddings": True}),
+    "dense first layer": ("glm4_moe", {"n_shared_experts": 1, "first_k_dense_replace": 1, "num_hidden_layers": 3}
+        | {"use_qk_norm": True, "attention_bias": True}),
+    "some layers dense": ("qwen2_moe", {"mlp_only_layers": [0], "num_hidden_layers": 3, "norm_topk_prob": True}
+        | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "scaled logits": ("cohere2", {"logit_scale": 0.31, "num_hidden_layers": 4, "sliding_window": 5, "head_dim": 6}),
+    "narrow window": ("mistral", {"sliding_window": 4, "head_dim": 10, "num_key_value_heads": 1}),
+    "sinks, five experts": ("gpt_oss", {"num_key_value_heads": 1, "num_local_experts": 5, "num_experts_per_tok": 3}),
+    "yarn and windows": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 5}
+        | {"rope_parameters": {**YARN, "attention_factor": 1.2}}),
+}  # fmt: skip
+"""Configs that nobody has published, by what is odd about them."""
 LARGEST = 2_000_000
 """Parameters of a model that is still tiny."""
 DROPOUTS = ("dropout", "drop", "pdrop")
@@ -111,8 +150,7 @@ def _sizes_of(made: type) -> dict[str, Any]:
     if "per_layer_config" in vars(usual) or hasattr(made, "per_layer_config"):
         given.pop("global_head_dim", None)
     for name in known:
-        value = getattr(usual, name, None)
-        if any(word in name for word in DROPOUTS) and isinstance(value, float):
+        if any(word in name for word in DROPOUTS) and isinstance(getattr(usual, name, None), float):
             given[name] = 0.0
     if hasattr(usual, "initializer_range") and "initializer_range" in known:
         given["initializer_range"] = 0.2

@@ -82,7 +82,9 @@ def write_model(family: str, folder: Path, **changes: Any) -> Path:
     with quiet():
         model.generation_config = type(model.generation_config)() if model.generation_config is not None else None
         model.save_pretrained(folder)
-    words = {f"w{i}": i for i in range(VOCABULARY)}
+    words = {f"w{i}": i for i in range(VOCABULARY - 1)} | {
+        "<|endoftext|>": VOCABULARY - 1
+    }  # Qwen's class adds that one
     backend = Tokenizer(models.WordLevel(words, unk_token="w0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="w1", eos_token="w2", pad_token="w0").save_pretrained(
@@ -251,6 +253,7 @@ def loads_in_peft(model: Path, job) -> str:
     from peft import PeftModel
 
     from tunesmith.model.forward import hidden_states, to_device
+    from tunesmith.model.structure import body
 
     try:
         folder = job.write_result()
@@ -266,7 +269,7 @@ def loads_in_peft(model: Path, job) -> str:
             worst = 0.0
             for first, last in islice(pairwise(batch.boundaries.tolist()), 3):
                 tokens = batch.tokens[None, first:last]
-                expected = adapted.base_model.model.base_model(input_ids=tokens, use_cache=False)[0][0]
+                expected = body(adapted.base_model.model)(input_ids=tokens, use_cache=False)[0][0]
                 scale = max(1.0, expected.abs().max().item())
                 worst = max(worst, (found[first:last] - expected).abs().max().item() / scale)
     except Exception as error:

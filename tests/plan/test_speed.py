@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from tunesmith.plan import speed
+from tunesmith.plan import memory, speed
 from tunesmith.plan.choice import Choice
+from tunesmith.plan.families import from_config
 
-from .shapes import MODEL, task
+from .shapes import MIXTRAL, MODEL, task
 
 COMPILED = Choice(is_compiled=True, attention="varlen")
 EAGER = Choice(attention="varlen")
@@ -223,3 +224,21 @@ def test_a_step_on_a_slow_cpu_is_near_what_was_measured():
 def test_cost_is_hours_times_gpus_times_price():
     found = speed.cost(7200, 4, 2.5)
     assert (found.hours, found.gpu_hours, found.money) == (2.0, 8.0, 20.0)
+
+
+def test_a_joint_gate_and_up_is_as_much_of_the_mlp_as_two():
+    sizes = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 4, "num_attention_heads": 32}
+    sizes |= {"num_key_value_heads": 32, "vocab_size": 32064, "max_position_embeddings": 4096}
+    models = [from_config({"model_type": kind, **sizes}) for kind in ("phi3", "llama")]
+    joint, apart = (speed._mlp_share(task(model, "H200", "lora", 4096, 4)) for model in models)
+    assert joint == pytest.approx(apart, rel=1e-3)
+
+
+def test_others_wait_for_the_rank_of_the_most_popular_experts(monkeypatch):
+    given, choice = task(MIXTRAL, "8xH100", "lora", 4096, 8), Choice(micro_batch=1, expert=8)
+    monkeypatch.setattr(memory, "CROWDED", 1.0)
+    even = speed._passes(given, choice)[0].matmuls
+    monkeypatch.setattr(memory, "CROWDED", 2.0)
+    crowded = speed._passes(given, choice)[0].matmuls
+    assert crowded / even == pytest.approx(1 + speed._expert_share(given))
+    assert speed._expert_share(given) > 0.8

@@ -27,6 +27,7 @@ from tunesmith.errors import UserError
 from tunesmith.model import attention, load
 from tunesmith.model.forward import Inputs, confirm_forward_spec, own_attention, token_losses
 from tunesmith.model.norms import FusedNorms
+from tunesmith.model.structure import set_attention
 from tunesmith.plan.plan import ForwardSpec
 
 TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -99,7 +100,7 @@ class Scorer:
 
     def as_it_was(self) -> None:
         """The model with its own attention, for generation."""
-        self.model.set_attn_implementation(self.own_attention)
+        set_attention(self.model, self.own_attention)
 
     def _fast(self) -> AbstractContextManager[Any]:
         """The norms of a model that is not compiled make several passes over memory each, which is what a GPU waits
@@ -112,7 +113,7 @@ class Scorer:
     def losses(self, documents: Sequence[Document]) -> Iterator[tuple[int, float]]:
         """The place of each document and the weighted sum of its tokens' losses, batch by batch. What is longer than
         the model can see is cut into windows; each token is predicted once."""
-        self.model.set_attn_implementation(self._packed_attention)
+        set_attention(self.model, self._packed_attention)
         pieces = [(place, *ends) for place, one in enumerate(documents) for ends in self._windows(one)]
         left = dict.fromkeys(range(len(documents)), 0)
         for place, *_ in pieces:
@@ -189,7 +190,7 @@ class Scorer:
         whole = [place for place, tree in enumerate(trees) if self._fits(tree)]
         apart = [place for place, tree in enumerate(trees) if not self._fits(tree)]
         if whole:
-            self.model.set_attn_implementation(self._packed_attention)
+            set_attention(self.model, self._packed_attention)
         for batch in self._tree_batches(trees, sorted(whole, key=lambda place: list(trees[place].context))):
             with self._fast():
                 likelihoods = self._tree_losses([trees[place] for place in batch])
@@ -276,10 +277,10 @@ class Scorer:
         ]
         changed = replace(trees[0], continuations=([*drawn[13:16], drawn[12]], *trees[0].continuations[1:]))
         is_exact = next(self.model.parameters()).dtype == torch.float32
-        self.model.set_attn_implementation(self.own_attention)
+        set_attention(self.model, self.own_attention)
         try:
             expected = [[self._own(tree.context, one) for one in tree.continuations] for tree in trees]
-            self.model.set_attn_implementation(self._packed_attention)
+            set_attention(self.model, self._packed_attention)
             found = self._tree_losses(trees)
             others = self._tree_losses([changed, *trees[1:]])[0]
         except UserError:
@@ -287,7 +288,7 @@ class Scorer:
         except Exception:  # the model's own code, called as it may not expect
             return False
         finally:
-            self.model.set_attn_implementation(self._packed_attention)
+            set_attention(self.model, self._packed_attention)
         pairs = [pair for a, b in zip(expected, found, strict=True) for pair in zip(a, b, strict=True)]
         bound = (1e-4 if is_exact else 0.05) * max(1.0, max(abs(value) for value, _ in pairs))
         leak = (1e-5 if is_exact else 0.005) * max(1.0, max(abs(value) for value, _ in pairs))

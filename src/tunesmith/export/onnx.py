@@ -23,7 +23,7 @@ from tunesmith import disk
 from tunesmith.errors import UserError, first_line
 from tunesmith.export.source import Progress, Source, needs
 from tunesmith.model import load
-from tunesmith.model.structure import decoder_layers, put_tensor
+from tunesmith.model.structure import decoder_layers, put_tensor, set_attention
 from tunesmith.run.merge import put_side_files
 from tunesmith.run.streamed import merged_weights
 
@@ -129,5 +129,5 @@ def _whole(source: Source, progress: Progress) -> nn.Module:
     for name, tensor in merged_weights(source.weights, progress):
         put_tensor(model, name, tensor.float().clone() if tensor.is_floating_point() else tensor.clone())
     model.tie_weights()
-    model.set_attn_implementation("eager")
+    set_attention(model, "eager")
     return model.eval()

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tunesmith.model.structure import set_attention
+
 NAME = "tunesmith_decode"
 
 
@@ -25,7 +27,7 @@ def use_decoding_attention(model: nn.Module, own: str) -> None:
         AttentionMaskInterface.register(NAME, sdpa_mask)
         own = NAME
     if model.config._attn_implementation != own:
-        model.set_attn_implementation(own)
+        set_attention(model, own)
 
 
 def decoding_attention(

@@ -24,6 +24,7 @@ from tunesmith.infer.attention import use_decoding_attention
 from tunesmith.infer.cache import Row, regroup
 from tunesmith.infer.call import Call
 from tunesmith.model.forward import own_attention as own_attention_of
+from tunesmith.model.structure import set_attention
 
 KEPT = 0.5
 """Share of the rows that are still going on, below which the others leave the cache."""
@@ -165,4 +166,4 @@ def own_attention(model: nn.Module) -> Iterator[None]:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        model.set_attn_implementation(found)
+        set_attention(model, found)

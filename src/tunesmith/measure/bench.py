@@ -25,7 +25,7 @@ from tunesmith.kernels import flash4
 from tunesmith.model import attention
 from tunesmith.model.quantized import build_empty
 from tunesmith.model.source import RandomWeights
-from tunesmith.model.structure import decoder_layers
+from tunesmith.model.structure import body, decoder_layers, set_attention
 from tunesmith.optim.build import Optimizer
 from tunesmith.optim.build import build as build_optimizer
 from tunesmith.parallel.prepare import TRANSFORMS, Preparation
@@ -182,14 +182,23 @@ def run_of(workload: Workload, *, rank: int = 16, optimizer: str = "adamw") -> R
 
 def build(workload: Workload, plan: Plan, *, rank: int = 16, optimizer: str = "adamw") -> TrainStep:
     """The training step of a workload: prepared as a run's model is, from random weights made on the device."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import LlamaConfig
 
     run = run_of(workload, rank=rank, optimizer=optimizer)
+    return build_step(LlamaConfig(**SHAPES[workload.shape]), run, plan)
+
+
+def build_step(config: Any, run: Run, plan: Plan) -> TrainStep:
+    """The training step of a run whose model has this config and random weights, by its plan."""
+    from transformers import AutoModelForCausalLM
+
     dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
-    config = LlamaConfig(**SHAPES[workload.shape], use_cache=False)
-    device = torch.device(plan.device)
+    device, spec = torch.device(plan.device), plan.forward or ForwardSpec("packed")
     packed = attention.register(plan.attention)
-    model = build_empty(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=packed))
+    model = build_empty(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype))
+    model.config.use_cache = False
+    if spec.layout == "packed":
+        set_attention(model, packed)
     work = Preparation.for_training(model, run, plan, device, RandomWeights(model, dtype, device))
     work.apply(TRANSFORMS)
     called = work.called()
@@ -201,8 +210,7 @@ def build(workload: Workload, plan: Plan, *, rank: int = 16, optimizer: str = "a
         has_masters = plan.master_weights and plan.sharding == "none"
         updates = Optimizer(model.named_parameters(), run, master_weights=has_masters)
     if called is model:
-        updates.overlap_update(model, decoder_layers(model))
-    spec = ForwardSpec("packed")
+        updates.overlap_update(body(model), decoder_layers(model))
     return TrainStep(
         called.train(),
         spec,

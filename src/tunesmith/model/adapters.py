@@ -26,6 +26,7 @@ from tunesmith.config.schema import Run
 from tunesmith.disk import expanded
 from tunesmith.errors import UserError, first_line, listed
 from tunesmith.model.load import load_config, load_shallow, load_skeleton, locate, quiet
+from tunesmith.model.structure import body
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -273,7 +274,7 @@ class _PromptedBody(nn.Module):
         if attention_mask is not None:
             before_bp = attention_mask.new_ones(count, config.num_virtual_tokens)
             options["attention_mask"] = torch.cat([before_bp, attention_mask], dim=1)
-        found = model.base_model if model.base_model is not model else model.get_decoder()
+        found = body(model)
         if config.peft_type.value == "PREFIX_TUNING":
             prefix = peft.get_prompt(count, max_cache_len=length + config.num_virtual_tokens)
             output = found(input_ids=input_ids, past_key_values=prefix, use_cache=True, **options)

@@ -34,7 +34,7 @@ from tunesmith.kernels.linear_distillation import Lesson, distillation_by_module
 from tunesmith.model.attention import NAME as PACKED_ATTENTION
 from tunesmith.model.inline_attention import inline_attention
 from tunesmith.model.local import local
-from tunesmith.model.structure import is_encoder_decoder, stacks_of
+from tunesmith.model.structure import body, is_encoder_decoder, set_attention, stacks_of
 from tunesmith.plan.plan import ForwardSpec
 
 LEAKS = "documents see each other"
@@ -146,7 +146,7 @@ class Entrance(nn.Module):
 
     @property
     def base_model(self) -> nn.Module:
-        return self.model.base_model
+        return body(self.model)
 
     def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(self.model, *arguments)
@@ -366,12 +366,6 @@ def _rows_of(
     return torch.where(is_there, tokens[places.clamp(max=tokens.shape[0] - 1)], 0), is_there, places
 
 
-def body(model: nn.Module) -> nn.Module:
-    """All of a model but its head. Some have it under another name than they say."""
-    found = model.base_model
-    return model.get_decoder() if found is model else found
-
-
 def packed_hidden_states(
     model: nn.Module, inputs: Inputs, embedded: torch.Tensor | None = None, *, seq_idx: bool = False
 ) -> torch.Tensor:
@@ -411,7 +405,7 @@ def confirm_forward_spec(
     if known is None:
         return find_forward_spec(model, vocabulary=vocabulary, longest=longest)
     if hasattr(model, "head_files"):  # it has no logits of tokens to compare; its layers are those that were tried
-        model.set_attn_implementation(PACKED_ATTENTION if known.layout == "packed" else own_attention(model))
+        set_attention(model, PACKED_ATTENTION if known.layout == "packed" else own_attention(model))
         return known, None
     if is_encoder_decoder(model):
         return _find_encoder_decoder_spec(model, vocabulary, known), None
@@ -421,10 +415,10 @@ def confirm_forward_spec(
     own = own_attention(model)
     reasons = []
     try:
-        model.set_attn_implementation(own)
+        set_attention(model, own)
         expected = _own_losses(model, inputs)
         if not expected.isfinite().all():  # the weights' fault, which is found elsewhere, and not the layout's
-            model.set_attn_implementation(PACKED_ATTENTION if known.layout == "packed" else own)
+            set_attention(model, PACKED_ATTENTION if known.layout == "packed" else own)
             return known, None
         # In half precision a model's own losses on random tokens are off by some percent, whichever way it is called.
         is_exact = expected.dtype == torch.float64
@@ -455,7 +449,7 @@ def find_forward_spec(
     model.eval()
     own = own_attention(model)
     try:
-        model.set_attn_implementation(own)
+        set_attention(model, own)
         expected = _own_losses(model, inputs)
         is_exact = expected.dtype == torch.float64
         _check_causal(model, inputs, vocabulary, is_exact)
@@ -476,7 +470,7 @@ def find_forward_spec(
                 reasons.append(f"{layout}: {why}")
             before = why
         spec = ForwardSpec("padded", scale, softcap, switch=0)
-        model.set_attn_implementation(own)
+        set_attention(model, own)
         if _one_by_one_differs(model, spec, inputs, expected) <= tolerance:
             return spec, _slower(model, reasons, alone=True)
         reasons.append("one by one: losses differ")
@@ -660,7 +654,7 @@ def _tried(
     longest: int,
 ) -> str | None:
     """What is wrong with calling the model like this; None where nothing is."""
-    model.set_attn_implementation(PACKED_ATTENTION if spec.layout == "packed" else own)
+    set_attention(model, PACKED_ATTENTION if spec.layout == "packed" else own)
     given = replace(inputs, longest=max(longest, inputs.longest)) if spec.layout == "packed" else inputs
     changed = inputs.tokens.clone()
     changed[:7] = (changed[:7] + 1) % vocabulary
@@ -710,10 +704,10 @@ def _over_lengths(
     """The same with documents on both sides of `long` tokens; with `switch` where these must not be called together."""
     device = next(model.parameters()).device
     inputs = trial_inputs(vocabulary, device, (5, long + 11, 9, long + 4))
-    model.set_attn_implementation(own)
+    set_attention(model, own)
     expected = _own_losses(model, inputs)
     tolerance = 1e-4 * max(1.0, expected.abs().max().item())
-    model.set_attn_implementation(PACKED_ATTENTION if spec.layout == "packed" else own)
+    set_attention(model, PACKED_ATTENTION if spec.layout == "packed" else own)
     try:
         with torch.no_grad():
             found = token_losses(model, inputs, spec)[1].to(expected.dtype)

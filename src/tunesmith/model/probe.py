@@ -34,7 +34,7 @@ from tunesmith.model.gated import use_memory_efficient_gates
 from tunesmith.model.head import language_model_class
 from tunesmith.model.kept import count_kept
 from tunesmith.model.rotary import fuse_rope
-from tunesmith.model.structure import is_encoder_decoder, plain_call, replace_module
+from tunesmith.model.structure import is_encoder_decoder, plain_call, replace_module, set_attention
 from tunesmith.plan.facts import Kept
 from tunesmith.plan.families import family_of
 from tunesmith.plan.models import check_kind, read_config
@@ -261,7 +261,7 @@ def probe_config(config: Any, *, device: torch.device, trust_remote_code: bool =
     model = proxy.model
     own = model.config._attn_implementation
     spec, note = find_forward_spec(model, vocabulary=proxy.vocabulary, long=proxy.long)
-    model.set_attn_implementation(own)
+    set_attention(model, own)
     if is_encoder_decoder(model):
         scale = _real_scale(spec.logit_scale, model.config, config)
     else:

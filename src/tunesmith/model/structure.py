@@ -31,10 +31,26 @@ def stacks_of(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     return model.get_encoder(), model.get_decoder()
 
 
+def body(model: Any) -> nn.Module:
+    """All of a model but its head. Some have it under another name than they say."""
+    found = model.base_model
+    if found is not model or (found := model.get_decoder()) is not model:
+        return found
+    layers = set(decoder_layers(model))
+    return next((one for one in model.children() if not layers.isdisjoint(one.modules())), model)
+
+
 def plain_call(model: nn.Module, tokens: torch.Tensor) -> dict[str, Any]:
     """Arguments with which a model is given these tokens, [B, T]; an encoder-decoder on both sides."""
     both = {"decoder_input_ids": tokens} if is_encoder_decoder(model) else {}
     return {"input_ids": tokens, **both, "use_cache": False}
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Tell a model how to attend: its text part, since encoders of images and sounds beside it may not know that."""
+    text = model.config.get_text_config()
+    parts = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
+    model.set_attn_implementation({"": name, **dict.fromkeys(parts, name)} if parts else name)
 
 
 def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:

@@ -121,7 +121,7 @@ class Optimizer:
             if release:
                 weight.register_post_accumulate_grad_hook(self._update_at_once(name))
 
-    def overlap_update(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    def overlap_update(self, body: nn.Module, layers: Sequence[nn.Module]) -> None:
         """Where states come from host memory, begin the model's next forward pass while weights are still updated: a
         layer waits for its own, and the model for those outside the layers, which come first."""
         (part, *_) = self.parts
@@ -129,7 +129,7 @@ class Optimizer:
             return
         weights = [set(layer.parameters()) for layer in layers]
         outside = set(self.weights.values()).difference(*weights)
-        for module, own in zip((model.base_model, *layers), (outside, *weights), strict=True):
+        for module, own in zip((body, *layers), (outside, *weights), strict=True):
             module.register_forward_pre_hook(lambda *_, own=own: part.finish_update(own))
         place = {weight: number for number, own in enumerate((outside, *weights)) for weight in own}
         named = zip(self.masters.values(), self.weights.values(), strict=True)

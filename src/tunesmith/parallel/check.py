@@ -13,6 +13,7 @@ from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.kernels.nf4 import BLOCK
 from tunesmith.model import attention, load, lora, quantized
+from tunesmith.model.structure import set_attention
 from tunesmith.parallel.mesh import world_mesh
 from tunesmith.parallel.pipeline import check_stages
 from tunesmith.parallel.prepare import Preparation, fuse_adapters, split
@@ -38,7 +39,7 @@ def check_parallelism(run: Run, plan: Plan, device: torch.device) -> None:
             f"{type(proxy).__name__} does not take packed documents, which {axes[0]} parallelism needs; use a plan "
             f"with {axes[0]} 1."
         )
-    proxy.set_attn_implementation(attention.NAME)
+    set_attention(proxy, attention.NAME)
     if plan.mesh.pipeline > 1:
         check_stages(proxy, stages)
     if tensor > 1:

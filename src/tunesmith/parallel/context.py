@@ -24,8 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tunesmith.data.types import MicroBatch, Pieces
 from tunesmith.model.attention import packed_attention, settled
-from tunesmith.model.forward import Shape, body, filled
+from tunesmith.model.forward import Shape, filled
 from tunesmith.model.inline_attention import inline_attention
+from tunesmith.model.structure import body, set_attention
 from tunesmith.parallel.collectives import Group, gather_rows, group_of
 from tunesmith.plan.plan import Attention, Plan
 
@@ -105,7 +106,7 @@ def attend_over(model: nn.Module, mesh: DeviceMesh, kernel: Attention) -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, partial(context_attention, group=group_of(mesh), **settled(kernel)))
-    model.set_attn_implementation(NAME)
+    set_attention(model, NAME)
     if (inline := inline_attention(body(model))) is not None:
         inline.attention = NAME
 

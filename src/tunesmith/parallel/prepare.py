@@ -42,7 +42,7 @@ from tunesmith.model.prefix import SharedPrefix
 from tunesmith.model.quantized import Reading, put_weights
 from tunesmith.model.rotary import fuse_rope
 from tunesmith.model.source import WeightSource, find_source
-from tunesmith.model.structure import decoder_layers, linears_of_layers
+from tunesmith.model.structure import decoder_layers, linears_of_layers, set_attention
 from tunesmith.parallel.activation import HostStore, checkpointed, offloaded, slice_mlp
 from tunesmith.parallel.compile import compiled
 from tunesmith.parallel.context import attend_over
@@ -454,7 +454,7 @@ class SharedBase:
         own = copy.deepcopy(self._model, {id(weight): weight for weight in self._model.parameters()})
         own.config.use_cache = False
         if plan.forward is None or plan.forward.layout == "packed":
-            own.set_attn_implementation(attention.NAME)
+            set_attention(own, attention.NAME)
         return own
 
     def share_prefix(self, model: nn.Module, plan: Plan) -> None:
@@ -495,7 +495,7 @@ def prepare(
     model, folder = load.load_empty(run, dtype=plan.precision)
     model.config.use_cache = False
     if plan.forward is None or plan.forward.layout == "packed":
-        model.set_attn_implementation(attention.NAME)
+        set_attention(model, attention.NAME)
     dtype = getattr(torch, load.DTYPES[plan.precision])
     with load.reading(run, "weights"), load.quiet(), beside(meanwhile):
         source = find_source(model, folder, dtype=dtype, storage=plan.storage, content=content)

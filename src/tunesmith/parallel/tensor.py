@@ -34,6 +34,7 @@ from tunesmith.kernels.nf4 import cut_columns, cut_rows
 from tunesmith.model.local import local
 from tunesmith.model.lora import LoraLinear
 from tunesmith.model.quantized import Nf4Linear
+from tunesmith.model.structure import body
 from tunesmith.parallel.collectives import Group, gather_rows, group_of, scatter_rows
 
 CUTS = {"colwise": 0, "rowwise": 1}
@@ -74,7 +75,7 @@ class TensorParallelPlan:
     def of(cls, model: nn.Module, world: DeviceMesh) -> TensorParallelPlan:
         # Said whenever weights that are cut twice are put together: that it takes two steps.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        prefix = _name_of(model, model.base_model)
+        prefix = _name_of(model, body(model))
         return cls(world, {f"{prefix}.{name}".removeprefix("."): style for name, style in _styles(model).items()})
 
     @property
@@ -111,7 +112,7 @@ class TensorParallelPlan:
             block.register_forward_pre_hook(_gather_input(group), with_kwargs=True)
             block.register_forward_hook(_scatter_output(group))
         _look_up_in_parts(model.get_input_embeddings(), self.mesh)
-        model.base_model.register_forward_hook(lambda _, __, out: (_gathered(out[0], group),))
+        body(model).register_forward_hook(lambda _, __, out: (_gathered(out[0], group),))
         head = model.get_output_embeddings()
         height = -(-head.out_features // group.size)
         rank = self.mesh.get_local_rank()
@@ -146,12 +147,12 @@ def _styles(model: nn.Module) -> dict[str, str]:
     patterns = {re.compile(re.escape(pattern).replace(r"\*", r"\d+")): style for pattern, style in plan.items()}
     # Embedding and head are cut by their vocabulary, whatever a plan says: some transformers name them there.
     ends = _ends(model)
-    names = [name for name, module in model.base_model.named_modules() if module not in ends]
+    names = [name for name, module in body(model).named_modules() if module not in ends]
     styles = {name: style for name in names for pattern, style in patterns.items() if pattern.fullmatch(name)}
     blocks = {name.rpartition(".")[0] for name, style in styles.items() if style in CUTS}
     unknown = {style for style in styles.values() if style not in CUTS and style != WHOLE}
     for block in blocks:  # what is in a block and in no plan would see tokens or heads that it does not expect
-        for name, _ in model.base_model.get_submodule(block).named_parameters():
+        for name, _ in body(model).get_submodule(block).named_parameters():
             owner = f"{block}.{name}"
             if not any(owner.startswith(f"{known}.") for known in styles):
                 unknown.add(owner)
@@ -273,7 +274,7 @@ def _try(model: nn.Module, ranks: int) -> torch.Tensor:
     bounds = torch.tensor([0, count], dtype=torch.int32, device=weight.device)
     was_training = model.training
     model.eval()
-    found = model.base_model(
+    found = body(model)(
         input_ids=tokens,
         position_ids=torch.arange(count, device=weight.device)[None],
         use_cache=False,

@@ -81,6 +81,8 @@ class _Config:
     def number(self, *names: str, default: int | None = None) -> int:
         for name in names:
             value = self.values.get(name)
+            if name == "intermediate_size" and isinstance(value, list) and value:  # of each layer
+                value = max(value, key=lambda one: one if isinstance(one, int) else 0)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
             if value is not None and not (value == 0 and default is not None):

@@ -194,7 +194,7 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     matmul_rate = _matmul_rate(task, choice, choice.mlp_tokens(task))
     forward_flops = 2 * facts.active * tokens / split
     matmuls = forward_flops / matmul_rate
-    matmuls *= 1 + (memory.CROWDED - 1) * _mlp_share(task) if choice.expert > 1 else 1
+    matmuls *= 1 + (memory.CROWDED - 1) * _expert_share(task) if choice.expert > 1 else 1
     attention = _attention(task, choice) * tokens / split
     elementwise = _elementwise_bytes(task, choice) * tokens / split / rates.bandwidth
     adapter = task.adapted[1] * ADAPTER_PASSES * task.width * tokens / split / rates.bandwidth
@@ -272,13 +272,14 @@ def _part_of_rank(task: Task, choice: Choice) -> float:
 
 
 def _mlp_share(task: Task) -> float:
-    """Of the matmuls, those that are as wide as the MLP."""
+    """Of the matmuls, those that are as wide as the MLP, or twice where gate and up are one."""
     facts = task.facts
     wide = facts.total(
         lambda kind: sum(
             linear.active * linear.inputs * linear.outputs
             for linear in kind.linears
             if kind.intermediate in (linear.inputs, linear.outputs)
+            or (kind.is_gated and linear.outputs == 2 * kind.intermediate)
         )
     )
     return wide / facts.active

@@ -18,7 +18,7 @@ from tunesmith.model import attention
 from tunesmith.model.adapters import RankSchedule
 from tunesmith.model.content import Content
 from tunesmith.model.merges import Merges
-from tunesmith.model.structure import decoder_layers
+from tunesmith.model.structure import body, decoder_layers
 from tunesmith.objectives import objective_of
 from tunesmith.objectives.base import Objective
 from tunesmith.objectives.distill import Distill
@@ -83,7 +83,7 @@ def assemble(
     merges = Merges.of(model, run, loader.total_steps)
     optimizer = _optimizer(setting, model, loader.total_steps)
     if called is model:
-        optimizer.overlap_update(model, decoder_layers(model))
+        optimizer.overlap_update(body(model), decoder_layers(model))
     shape = micro_batch_shape(plan)
     cut = cut_of(plan, ranks.rank, shape)
     began = f"{setting.identity.model}:{run.peft}:{run.seed}" if run.method == "peft" else setting.identity.model

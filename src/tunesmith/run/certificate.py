@@ -35,6 +35,7 @@ from tunesmith.model import attention, load, lora
 from tunesmith.model.files import read_ahead
 from tunesmith.model.forward import to_device, token_losses
 from tunesmith.model.source import files_of
+from tunesmith.model.structure import set_attention
 from tunesmith.objectives import objective_of
 from tunesmith.optim.build import weight_of
 from tunesmith.parallel.prepare import make_fast
@@ -200,7 +201,7 @@ def _model_checks(folder: Path, run: Run, plan: Plan | None, data: Prepared, pro
     attention.register()
     opened = open_run(folder)
     if plan.forward.layout == "packed":
-        opened.model.set_attn_implementation(attention.NAME)
+        set_attention(opened.model, attention.NAME)
     make_fast(opened.model, run, plan, opened.device)
     precision = plan.precision if opened.device.type == plan.device else "fp32"
     apart = _documents_apart(opened, plan.forward, data.train, precision)

@@ -17,6 +17,7 @@ from tunesmith.evaluate.results import Results
 from tunesmith.evaluate.score import Scorer
 from tunesmith.evaluate.tasks import Item, Question, Task
 from tunesmith.model.forward import own_attention
+from tunesmith.model.structure import set_attention
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.run.choose import Progress
 from tunesmith.run.open import Opened
@@ -92,7 +93,7 @@ class Session:
     def scores(self, task: Task, items: Sequence[Item]) -> Iterator[tuple[str, dict[str, Any]]]:
         encoder = self.opened.encoder
         if task.kind == "lm-eval":
-            self.opened.model.set_attn_implementation(self._own_attention)
+            set_attention(self.opened.model, self._own_attention)
             yield from harness.scores(self.opened.model, encoder.tokenizer, task)
             return
         if task.kind == "loss":
@@ -117,7 +118,7 @@ class Session:
     def _answers(self, task: Task, items: Sequence[Item]) -> Iterator[tuple[Item, dict[str, Any]]]:
         if self.opened.tuned is not None and self.opened.tuned.is_prompt:
             raise UserError(f"{self._name} trained a prompt, not weights; it cannot be asked for answers here.")
-        self.opened.model.set_attn_implementation(self._own_attention)
+        set_attention(self.opened.model, self._own_attention)
         said: dict[str, list[str]] = {item.id: [] for item in items}
         asking = list(items)
         while asking:  # turn by turn; conversations end when their turns do

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tunesmith.model.structure import body
 from tunesmith.optim.build import Optimizer
 from tunesmith.plan.plan import Plan
 
@@ -41,8 +42,7 @@ class PhaseMemory:
         self._last = last
         self._is_within = False
         self._is_told = next(model.parameters()).is_cuda
-        decoder = model.base_model
-        assert isinstance(decoder, nn.Module)
+        decoder = body(model)
         decoder.register_forward_pre_hook(lambda *_: self._before_forward() if model.training else None)
         decoder.register_forward_hook(lambda *_: self._note("after forward") if model.training else None)
         optimizer.step_hooks.append(self._before_update)

@@ -1,0 +1,625 @@
+"""Families at published shapes on one GPU: what the planner plans, beside transformers with Liger, in the same process.
+
+    python benchmarks/families_gpu.py --data FILE ... [--out FOLDER] [--deadline SECONDS] [--only TEXT ...] [--list]
+    python benchmarks/families_gpu.py --collect FOLDER/families_gpu.jsonl ...
+
+Weights are random and made on the GPU; documents are those of FILE (any that `tunesmith train` reads), packed, cut in
+tokens by a vocabulary learned from them. Each case is a process: it probes the model, makes its plan (bf16, 16,384
+tokens a step) within the case's memory, compiles on few layers beside the others, and is timed alone (`pool.py`): first
+ours, with the share of time in which a kernel ran, then transformers, then transformers with Liger's kernels, where it
+knows the family. Others have the same documents, adapters on the same linears and torch's fused AdamW; their attention
+is the first of flash-attn-4, FlexAttention, torch's and the model's own that runs; they checkpoint their activations
+where they do not fit otherwise.
+
+Cases: `lora` (whole models up to 9B; Phi-4 is cut to 24 of 40 layers), `full` (cut to about half: `layers` in the row),
+`moe` (Qwen3-30B-A3B by QLoRA in 24 and in 12 GiB, which the process cannot exceed; beside it transformers with LoRA
+over bf16 weights, since bitsandbytes has no stacks of experts). On an H200, with 16 cores:
+
+    --only lora --deadline 500     9 cases, 5 to 8 minutes
+    --only full --deadline 500     9 cases, 5 to 8 minutes
+    --only moe --deadline 300      2 cases, 3 to 4 minutes
+
+Each row is written as soon as it is known; a call that was stopped loses only what was under way, and what is in
+FOLDER already is not measured again. It needs liger-kernel, peft and flash-attn-4; without a GPU, `--tiny` tries all of
+it but Liger on small shapes. The second form makes benchmarks/results/families_gpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import gpu_profile
+import pool
+from gpu import SETTINGS
+from gpu_worker import device, give_back
+from results import write_result
+
+from tunesmith.measure.results import document
+
+GIB = 2**30
+WHAT = "Families at published shapes on one GPU: tokens a second of planned steps, beside transformers and Liger"
+WORDS = 16_000
+"""Of the vocabulary learned from the data; models have their own number of embeddings."""
+TOKENS, LENGTH = 16_384, 4_096
+WARM, TIMED = 2, 5
+FEW_LAYERS, FEW_WORDS = 8, 16_384
+"""Of the rehearsal."""
+SYSTEMS = ("transformers", "liger")
+ATTENTIONS = ("flash_attention_4", "flex_attention", "sdpa", "eager")
+SHAPES: dict[str, dict[str, Any]] = {
+    "Llama-3-8B": {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    },
+    "Qwen3-8B": {
+        "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    },
+    "GLM-4-9B": {
+        "model_type": "glm4", "hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40,
+        "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151552,
+        "attention_bias": True,
+    },
+    "Phi-4": {
+        "model_type": "phi3", "hidden_size": 5120, "intermediate_size": 17920, "num_hidden_layers": 40,
+        "num_attention_heads": 40, "num_key_value_heads": 10, "vocab_size": 100352,
+    },
+    "Gemma-2-9B": {
+        "model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "vocab_size": 256000,
+    },
+    "Gemma-3-4B": {
+        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
+        "sliding_window": 1024,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "max_position_embeddings": 131072,
+    },
+    "Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936,
+    },
+    "Granite-4-H-Micro": {
+        "model_type": "granitemoehybrid", "hidden_size": 2048, "intermediate_size": 8192,
+        "shared_intermediate_size": 8192, "num_hidden_layers": 40, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "num_local_experts": 0, "num_experts_per_tok": 0, "vocab_size": 100352,
+        "mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1,
+        "position_embedding_type": "nope", "tie_word_embeddings": True,
+        "layer_types": [
+            "attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)
+        ],
+    },
+}  # fmt: skip
+TINY = {
+    "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "shared_intermediate_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts": 4,
+    "num_experts_per_tok": 2, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "sliding_window": 16,
+    "vocab_size": 2_048,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: str
+    method: str
+    layers: int
+    gib: float = 100
+    """Set aside for it on the GPU, and what its plan may use."""
+    is_capped: bool = False
+    """Ours cannot exceed it."""
+    systems: tuple[str, ...] = SYSTEMS
+    checkpointing: bool = False
+    """Of the others, from the start."""
+    first_gib: float = 8
+    tokens: int = TOKENS
+    length: int = LENGTH
+
+    @property
+    def name(self) -> str:
+        group = "moe, " if self.is_capped else ""
+        cut = "" if self.layers == SHAPES[self.shape]["num_hidden_layers"] else f", {self.layers} layers"
+        return f"{group}{self.shape}, {self.method}{cut}" + (f", {self.gib:g} GiB" if self.is_capped else "")
+
+
+LAYERS = {"lora": {"Phi-4": 24}, "full": {"Phi-4": 12, "Qwen3-30B-A3B": 8, "gpt-oss-20b": 6, "Gemma-3-4B": 34}}
+"""Of `full`: others have half."""
+CASES = (
+    *(Case(shape, "lora", LAYERS["lora"].get(shape, one["num_hidden_layers"])) for shape, one in SHAPES.items()),
+    *(Case(shape, "full", LAYERS["full"].get(shape, one["num_hidden_layers"] // 2)) for shape, one in SHAPES.items()),
+    Case("Qwen3-30B-A3B", "qlora", 48, 24, is_capped=True, systems=()),
+    Case("Qwen3-30B-A3B", "qlora", 48, 12, is_capped=True, systems=()),
+    Case("Qwen3-30B-A3B", "lora", 48, 110, is_capped=True, systems=SYSTEMS, checkpointing=True),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, nargs="+", default=[], help="files to train on")
+    parser.add_argument("--out", type=Path, default=Path("families-gpu"))
+    parser.add_argument("--deadline", type=float, default=500.0, help="seconds after which no case is begun")
+    parser.add_argument("--workers", type=int, default=5, help="processes at once")
+    parser.add_argument("--only", nargs="*", default=[], help="cases whose name contains one of these")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the benchmark itself")
+    parser.add_argument("--list", action="store_true", help="only say what would be measured")
+    parser.add_argument("--collect", nargs="+", type=Path, help="files to make the result of")
+    options = parser.parse_args()
+    if options.collect:
+        print(f"wrote {collect(options.collect)}")
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    known = {row["name"] for row in read(options.out / "families_gpu.jsonl") if "failed" not in row.get("ours", row)}
+    cases = [case for case in CASES if any(text in case.name for text in options.only or [""])]
+    cases = [case for case in cases if case.name not in known]
+    if options.list:
+        print(*(case.name for case in cases), sep="\n")
+        return
+    measure(cases, options)
+
+
+def measure(cases: list[Case], options: argparse.Namespace) -> None:
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    total = torch.cuda.get_device_properties(0).total_memory if has_gpu else 1 << 60
+    os.environ.update({**SETTINGS, **os.environ})
+    began = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory(prefix="tunesmith-families-") as folder,
+        (options.out / "families_gpu.jsonl").open("a") as rows,
+        (options.out / "families_gpu.log").open("a") as log,
+    ):
+        os.environ["TUNESMITH_CACHE"] = f"{folder}/cache"
+        write_models(Path(folder), cases, options)
+        rows.write(json.dumps({"document": document(WHAT, [])}) + "\n")
+        command = [sys.executable, __file__, "--worker", folder, *(str(file.resolve()) for file in options.data)]
+        ways = {"workers": options.workers, "budget": total - (options.workers + 2) * GIB, "log": log}
+        work = pool.Pool(command, **ways, deadline=options.deadline, reuses_workers=False, patience=math.inf)
+        few = {"tokens": 512, "length": 256} if options.tiny else {}
+        for case in cases:
+            sizes = {"size": int(case.gib * GIB), "first_size": int(case.first_gib * GIB)}
+            work.add(pool.Order({**asdict(case), **few, "name": case.name}, **sizes, turn_seconds=60))
+        for order, found in work.run():
+            rows.write(json.dumps(order.payload | found) + "\n")
+            rows.flush()
+            print(f"{time.monotonic() - began:4.0f} s {order.payload['name']}: {words(found)}", flush=True)
+
+
+def write_models(folder: Path, cases: list[Case], options: argparse.Namespace) -> None:
+    """Configs and a tokenizer, without weights: a folder for each shape and number of layers."""
+    from transformers import AutoConfig
+
+    tokenizer = learn_tokenizer(options.data, 2_000 if options.tiny else WORDS)
+    for case in {(case.shape, case.layers): case for case in cases}.values():
+        shape = dict(SHAPES[case.shape])
+        if options.tiny:
+            shape |= {name: size for name, size in TINY.items() if shape.get(name)}
+        config = cut(AutoConfig.for_model(**ENDS | shape), shape["num_hidden_layers"])
+        config.architectures = [architecture_of(config)]
+        config = cut(config, min(case.layers, 8) if options.tiny else case.layers)
+        where = folder / f"{case.shape}-{case.layers}"
+        config.save_pretrained(where)
+        tokenizer.save_pretrained(where)
+
+
+ENDS = {"max_position_embeddings": 16384, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
+
+
+def architecture_of(config: Any) -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+
+
+def cut(config: Any, layers: int, words: int | None = None) -> Any:
+    """The same with its first layers only, and fewer embeddings."""
+    values = config.to_dict()
+    whole = values["num_hidden_layers"]
+    for name, value in values.items():
+        if isinstance(value, list) and len(value) == whole:
+            values[name] = value[:layers]
+    values |= {"num_hidden_layers": layers} | ({"vocab_size": words} if words else {})
+    return type(config).from_dict(values)
+
+
+def learn_tokenizer(files: list[Path], words: int) -> Any:
+    """Pairs of bytes that are frequent in the data: documents are about as long as real tokenizers make them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<unk>", "<s>", "</s>", "<pad>"]
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=words, special_tokens=special, initial_alphabet=letters, show_progress=False
+    )
+    backend.train([str(file) for file in files], trainer)
+    names = dict(zip(("unk_token", "bos_token", "eos_token", "pad_token"), special, strict=True))
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    made.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}</s>\n{% endfor %}"
+    return made
+
+
+# the worker's side
+
+
+def work(folder: Path, files: list[str]) -> None:
+    order = next(pool.orders())
+    order.pop("name")
+    case = Case(**order | {"systems": tuple(order["systems"])})
+    try:
+        found = Measured(case, folder, files).all()
+    except Exception as error:
+        traceback.print_exc()
+        found = {"failed": said_of(error)}
+    pool.say("result", **found)
+
+
+def said_of(error: Exception) -> str:
+    is_memory = "OutOfMemory" in type(error).__name__
+    return "out of memory" if is_memory else f"{type(error).__name__}: {str(error)[:300]}"
+
+
+class Measured:
+    """One case: ours and the others', one after the other."""
+
+    def __init__(self, case: Case, folder: Path, files: list[str]):
+        from transformers import AutoConfig
+
+        from tunesmith.config.schema import Run
+
+        self.case = case
+        where = folder / f"{case.shape}-{case.layers}"
+        self.config = AutoConfig.from_pretrained(where)
+        sizes = {"batch_tokens": case.tokens, "sequence_length": case.length, "steps": 100, "held_out": 0}
+        ways = {"method": case.method, "precision": "bf16" if device() == "cuda" else "fp32", "learning_rate": 1e-5}
+        output = str(folder / f"run-{os.getpid()}")
+        data = [{"path": file} for file in files]
+        self.run = Run(model=str(where), data=data, lora={"rank": 16, "alpha": 16}, output=output, **sizes, **ways)
+        self.rehearsed = cut(
+            self.config, min(FEW_LAYERS, self.config.num_hidden_layers), min(FEW_WORDS, self.config.vocab_size)
+        )
+
+    def all(self) -> dict[str, Any]:
+        began = time.monotonic()
+        self.plan_it()
+        found: dict[str, Any] = {"predicted": self.predicted(), "ours": {}}
+        ways = {name: self.rehearse(name) for name in ("ours", *self.case.systems)}
+        found["rehearsal_seconds"] = round(time.monotonic() - began, 1)
+        pool.ask_for_memory()
+        for name, way in ways.items():
+            if isinstance(way, str):
+                found[name] = {"failed": way}
+                continue
+            try:
+                found[name] = way()
+            except Exception as error:
+                traceback.print_exc()
+                found[name] = {"failed": said_of(error)}
+            give_back()
+        return found
+
+    def plan_it(self) -> None:
+        from tunesmith.model import lora
+        from tunesmith.model.load import load_skeleton
+        from tunesmith.model.probe import probe_run
+        from tunesmith.plan.hardware import probe
+        from tunesmith.run.choose import plan_run, tokenize, with_findings
+
+        self.run, probed, self.notes = probe_run(self.run, device=device())
+        data = tokenize(self.run, None)
+        hardware = probe()
+        gpus = tuple(gpu.changed(free=int(self.case.gib * GIB)) for gpu in hardware.gpus)
+        plan = plan_run(self.run, hardware.changed(gpus=gpus), data, probed)
+        self.plan = with_findings(plan, probed)
+        self.loader = loader_of(self.run, self.plan, data)
+        self.targets = lora.find_targets(load_skeleton(self.run), self.run.lora) if self.run.has_lora else []
+
+    def predicted(self) -> dict[str, Any]:
+        plan = self.plan
+        kept = ("attention", "is_compiled", "cuda_graphs", "by_length", "micro_batch", "checkpointed_layers", "storage",
+                "optimizer_states", "master_weights", "sequences_per_step", "kernels")  # fmt: skip
+        said = {"peak_bytes": plan.memory.allocated if plan.device == "cuda" else plan.memory.total}
+        said |= {"tokens_per_second": round(plan.tokens_per_second, 1), "notes": self.notes}
+        said["offloaded"] = [one for one in type(plan).model_fields if one.startswith("offload") and getattr(plan, one)]
+        return said | {name: getattr(plan, name) for name in kept}
+
+    def rehearse(self, name: str) -> Callable[[], dict[str, Any]] | str:
+        """Compile on few layers; what then measures the whole, or why nothing does."""
+        if name == "ours":
+            few = min(self.plan.checkpointed_layers, self.rehearsed.num_hidden_layers)
+            step = self.our_step(self.rehearsed, self.plan.changed(checkpointed_layers=few))
+            for number in range(2):
+                step(self.loader.step(number), 1e-5)
+            del step
+            give_back()
+            return self.measure_ours
+        try:
+            return self.rehearse_other(name)
+        except Exception as error:
+            traceback.print_exc()
+            return said_of(error)
+        finally:
+            give_back()
+
+    def rehearse_other(self, name: str) -> Callable[[], dict[str, Any]] | str:
+        tried = []
+        for attention in attentions_for(self.config):
+            try:
+                step = self.their_step(name, self.rehearsed, attention, self.case.checkpointing)
+                step(self.loader.step(0))()
+            except Exception as error:
+                tried.append(f"{attention}: {said_of(error)[:120]}")
+                step = None
+                give_back()
+                continue
+            del step
+            return lambda: self.measure_other(name, attention) | {"tried": tried}
+        return "; ".join(tried)
+
+    def our_step(self, config: Any, plan: Any) -> Any:
+        from tunesmith.measure.bench import build_step
+
+        return build_step(config, self.run, plan)
+
+    def measure_ours(self) -> dict[str, Any]:
+        import torch
+
+        is_capped = self.case.is_capped and device() == "cuda" and self.case.method == "qlora"
+        if is_capped:
+            whole = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(self.case.gib * GIB / whole)
+        step = self.our_step(self.config, self.plan)
+        found = self.time(lambda batch: step.launch(batch, 1e-5), is_ours=True)
+        if is_capped:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        return found
+
+    def measure_other(self, name: str, attention: str) -> dict[str, Any]:
+        for checkpointing in (False, True):
+            if checkpointing < self.case.checkpointing:
+                continue
+            try:
+                step = self.their_step(name, self.config, attention, checkpointing)
+                found = self.time(step, is_ours=False)
+            except Exception as error:
+                step = None
+                give_back()
+                if checkpointing or "OutOfMemory" not in type(error).__name__:
+                    raise
+                continue
+            return {**found, "attention": attention, "is_checkpointed": checkpointing}
+        raise AssertionError
+
+    def time(self, launch: Callable[[Any], Callable[[], Any]], *, is_ours: bool) -> dict[str, Any]:
+        """Median of steps after warm-up, by the GPU's own clock; of ours also how busy it was."""
+        import torch
+
+        from tunesmith.measure.bench import _run
+        from tunesmith.train.loop import peak_memory
+
+        on_gpu = device() == "cuda"
+        made = [self.loader.step(number) for number in range(WARM + TIMED)]
+        began = time.monotonic()
+        _run(launch, made[:WARM], on_gpu)
+        if on_gpu:
+            torch.cuda.synchronize()
+        warm = time.monotonic() - began
+        with pool.turn():
+            loss, times = _run(launch, made[WARM:], on_gpu)
+            busy = busy_share(launch, made[WARM:]) if on_gpu and is_ours else None
+        rates = [batch.tokens / seconds for batch, seconds in zip(made[WARM:], times, strict=True)]
+        found = {
+            "tokens_per_second": round(statistics.median(rates), 1),
+            "spread": round((max(rates) - min(rates)) / statistics.median(rates), 3),
+            "peak_bytes": peak_memory(torch.device(device())),
+            "warm_seconds": round(warm, 1),
+            "loss": round(float(loss), 4),
+        }
+        if on_gpu:
+            found["reserved_bytes"] = torch.cuda.max_memory_reserved()
+            torch.cuda.reset_peak_memory_stats()
+        return found | (busy or {})
+
+    def their_step(self, name: str, config: Any, attention: str, checkpointing: bool) -> Callable[[Any], Any]:
+        import torch
+
+        model = their_model(name, config, attention, checkpointing, self.targets).train()
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+        is_padded = self.plan.forward.layout != "packed" or attention == "eager"
+        kind = device()
+
+        def step(batch: Any) -> Callable[[], float]:
+            parts = list(padded(batch, self.case.tokens) if is_padded else packed(batch, attention))
+            total = torch.zeros((), device=kind)
+            for part in parts:
+                with torch.autocast(kind, dtype=torch.bfloat16) if kind == "cuda" else nullcontext():
+                    loss = model(**part, use_cache=False).loss / len(parts)
+                loss.backward()
+                total += loss.detach()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return lambda: total.item()
+
+        return step
+
+
+def loader_of(run: Any, plan: Any, data: Any) -> Any:
+    from tunesmith.data.loader import Loader
+    from tunesmith.objectives import objective_of
+
+    lengths = plan.forward.lengths(plan.sequence_length)
+    sizes = {"sequence_length": plan.sequence_length, "sequences_per_step": plan.sequences_per_step, "steps": run.steps}
+    ways = {"micro_batch": plan.micro_batch, "lengths": lengths, "objective": objective_of(run)}
+    return Loader(data.train, [one.weight for one in run.data], seed=0, epochs=None, **sizes, **ways)
+
+
+def attentions_for(config: Any) -> list[str]:
+    """In the order in which they are tried. torch's own has no soft caps and no sinks."""
+    has_more = getattr(config, "attn_logit_softcapping", None) is not None or config.model_type == "gpt_oss"
+    here = ["sdpa", "eager"] if device() == "cpu" else [*ATTENTIONS]
+    if not find_spec("flash_attn") and "flash_attention_4" in here:
+        here.remove("flash_attention_4")
+    return [one for one in here if one != "sdpa" or not has_more]
+
+
+def their_model(name: str, config: Any, attention: str, checkpointing: bool, targets: list[str]) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = torch.bfloat16 if device() == "cuda" else torch.float32
+    torch.manual_seed(0)
+    with torch.device(device()):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    if name == "liger":
+        put_liger_on(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    if not targets:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    names = {one for one, _ in model.named_modules()}
+    chosen = [one for one in targets if one in names]
+    adapters = LoraConfig(r=16, lora_alpha=16, lora_dropout=0.0, target_modules=chosen, task_type="CAUSAL_LM")
+    kind, model.config.model_type = model.config.model_type, "plain"  # peft has other names for some families
+    adapted = get_peft_model(model, adapters)
+    model.config.model_type = kind
+    return adapted
+
+
+def put_liger_on(model: Any) -> None:
+    """As transformers' own trainer does it. It changes functions of the module's code, too: nothing plain after it."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ValueError(f"Liger has nothing for {model.config.model_type}")
+    _apply_liger_kernel_to_instance(model=model)
+
+
+def documents_of(batch: Any) -> list[Any]:
+    return [ids for one in batch.micro_batches for ids in one.tokens.split(one.boundaries.diff().tolist())]
+
+
+def packed(batch: Any, attention: str) -> Iterator[dict[str, Any]]:
+    """All documents of a step as one row, with positions that begin anew with each."""
+    import torch
+
+    documents = documents_of(batch)
+    tokens, lengths = torch.cat(documents), torch.tensor([len(one) for one in documents])
+    positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
+    labels = tokens.masked_fill(positions == 0, -100)
+    inputs = {"input_ids": tokens[None], "labels": labels[None], "position_ids": positions[None]}
+    inputs = {name: one.to(device()) for name, one in inputs.items()}
+    if attention.startswith("flash"):
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int().to(device())
+        inputs |= {f"cu_seq_lens_{side}": bounds for side in "qk"}
+        inputs |= {f"max_length_{side}": int(lengths.max()) for side in "qk"}
+    yield inputs
+
+
+def padded(batch: Any, most: int) -> Iterator[dict[str, Any]]:
+    """Documents as rows, sorted by length, in parts of no more than a step's tokens."""
+    import torch
+
+    left = sorted(documents_of(batch), key=len, reverse=True)
+    while left:
+        count = max(1, most // len(left[0]))
+        part, left = left[:count], left[count:]
+        tokens = torch.nn.utils.rnn.pad_sequence(part, batch_first=True).to(device())
+        lengths = torch.tensor([len(row) for row in part], device=device())
+        mask = torch.arange(tokens.shape[1], device=device()) < lengths[:, None]
+        yield {"input_ids": tokens, "attention_mask": mask.long(), "labels": tokens.masked_fill(~mask, -100)}
+
+
+def busy_share(launch: Callable[[Any], Callable[[], Any]], made: list[Any]) -> dict[str, Any]:
+    """Of the time from the first kernel of some steps to the last, how much had a kernel running; and which took it."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    made = made[: gpu_profile.STEPS]
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for result in [launch(batch) for batch in made]:
+            result()
+    found = gpu_profile.read(trace)
+    gap = sum(one[-1] for one in found["gaps"])
+    kernels = [[one["name"][:80], one["calls"], one["ms"]] for one in found["kernels"][:12]]
+    share = found["kernel_ms"] / (found["kernel_ms"] + gap) if found["kernel_ms"] else 0.0
+    return {"busy": round(share, 4), "kernel_ms": found["kernel_ms"], "kernels": kernels}
+
+
+# what came of it
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    return [line for line in lines if "name" in line]
+
+
+def ratio(row: dict[str, Any]) -> float | None:
+    """Ours over the fastest other."""
+    others = [row.get(name, {}).get("tokens_per_second") for name in SYSTEMS]
+    ours = row.get("ours", {}).get("tokens_per_second")
+    return ours / max(one for one in others if one) if ours and any(others) else None
+
+
+def words(row: dict[str, Any]) -> str:
+    if "failed" in row:
+        return f"failed: {row['failed']}"
+    said = [f"{row['rehearsal_seconds']:.0f} s of rehearsal"]
+    for name in ("ours", *SYSTEMS):
+        if (one := row.get(name)) is not None:
+            busy = f", busy {one['busy']:.1%}" if one.get("busy") is not None else ""
+            speed = "tokens_per_second" in one
+            size = f"{one['peak_bytes'] / GIB:.1f} GiB{busy}" if speed else ""
+            said.append(
+                f"{name} {one['tokens_per_second']:,.0f} tokens/s, {size}" if speed else f"{name} {one['failed']}"
+            )
+    if (found := ratio(row)) is not None:
+        said.append(f"{found:.2f} times the faster")
+    predicted = row["predicted"]
+    said.append(f"predicted {predicted['tokens_per_second']:,.0f}, {predicted['peak_bytes'] / GIB:.1f} GiB")
+    return "; ".join(said)
+
+
+def collect(files: list[Path]) -> Path:
+    about = None
+    rows: dict[str, dict[str, Any]] = {}
+    for file in files:
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        about = next((line["document"] for line in lines if "document" in line), about)
+        rows |= {row["name"]: row for row in read(file)}
+    for row in rows.values():
+        print(f"{row['name']}: {words(row)}")
+    return write_result("families_gpu", WHAT, list(rows.values()), about=about)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        work(Path(sys.argv[2]), sys.argv[3:])
+    else:
+        main()
