@@ -15,7 +15,7 @@ import lm_eval_oracle as oracle
 from tunesmith.errors import UserError
 from tunesmith.evaluate import answers, choices, instructions
 from tunesmith.evaluate.results import Results
-from tunesmith.evaluate.score import SHARED, Document, Scorer, Tree, common, keys_of, nodes_of
+from tunesmith.evaluate.score import SHARED, Document, Scorer, Tree, common, keys_of, nodes_of, one_ahead
 from tunesmith.evaluate.tasks import read_task, read_tasks
 from tunesmith.model.forward import token_losses
 
@@ -55,6 +55,50 @@ def test_choices_have_the_likelihoods_of_lm_eval(opened, scorer, expected, tmp_p
         assert mine["likelihoods"] == pytest.approx(wanted, abs=1e-3)
         assert mine["acc"] == (np.argmax(wanted) == item.content.gold)
         assert mine["acc_norm"] == (np.argmax(np.array(wanted) / item.content.lengths) == item.content.gold)
+
+
+class CountedTokenizer:
+    """A tokenizer that may only be called, and counts how often."""
+
+    def __init__(self, tokenizer, bos_token):
+        self.tokenizer, self.bos_token, self.calls = tokenizer, bos_token, []
+
+    def __call__(self, texts, **given):
+        self.calls.append((len(texts), given["add_special_tokens"]))
+        return self.tokenizer(texts, **given)
+
+
+def test_all_texts_are_tokenized_in_few_calls_and_cut_where_the_question_ends(opened, tmp_path):
+    records = [
+        {"question": f"{start}what is {n}? ", "choices": ["one", "the two", "3"], "answer": n % 3}
+        for n, start in enumerate(["", "", "<|im_end|>", ""])
+    ]
+    items = read_task(written(tmp_path / "mc.jsonl", *records)).items
+    tokenizer = CountedTokenizer(opened.tokenizer, items[2].content.context[:6])
+    trees = choices.trees_of(tokenizer, items)
+    assert sum(count for count, _ in tokenizer.calls) == 4 * len(items)
+    assert len(tokenizer.calls) <= 2
+    for item, tree in zip(items, trees, strict=True):
+        special = not item.content.context.startswith(tokenizer.bos_token)
+        before = opened.tokenizer.encode(item.content.context.rstrip(), add_special_tokens=special)
+        assert tree.context == before
+        for one, continuation in zip(tree.continuations, item.content.continuations, strict=True):
+            both = opened.tokenizer.encode(item.content.context + continuation, add_special_tokens=special)
+            assert [*before, *one] == both
+
+
+def test_a_batch_is_started_before_the_one_before_it_is_read():
+    seen = []
+
+    def batches():
+        for number in range(3):
+            seen.append(f"start {number}")
+            yield number
+
+    for number in one_ahead(batches()):
+        seen.append(f"read {number}")
+    assert seen == ["start 0", "start 1", "read 0", "start 2", "read 1", "read 2"]
+    assert list(one_ahead(iter(()))) == []
 
 
 def test_gsm8k_answers_are_extracted_as_published(expected):

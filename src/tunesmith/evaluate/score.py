@@ -16,8 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -38,6 +37,7 @@ KEYS = 16
 """Keys of a batch of trees, for each of its tokens, at most: nodes have those of their ancestors."""
 LONGEST = 8192
 """Tokens of a text, where the model's files name no limit."""
+Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,11 @@ class Scorer:
         for."""
         return self._norms.swapped() if self._norms is not None else nullcontext()
 
+    def _moved(self, values: Any, dtype: Any = None) -> torch.Tensor:
+        """On the device, by a copy that does not wait for what is computed there (as one of pageable memory does)."""
+        made = torch.from_numpy(np.asarray(values, dtype=dtype))
+        return made.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else made
+
     # Documents
 
     @torch.no_grad()
@@ -121,10 +126,9 @@ class Scorer:
         sums = dict.fromkeys(left, 0.0)
         yield from ((place, 0.0) for place, count in left.items() if not count)
         pieces.sort(key=lambda piece: piece[1] - piece[2])
-        for batch in self._batches(pieces):
-            with self._fast():
-                losses = self._piece_losses(documents, batch)
-            for (place, *_), loss in zip(batch, losses, strict=True):
+        under_way = ((batch, self._piece_losses(documents, batch)) for batch in self._batches(pieces))
+        for batch, losses in one_ahead(under_way):
+            for (place, *_), loss in zip(batch, losses.tolist(), strict=True):
                 sums[place] += loss
                 left[place] -= 1
                 if not left[place]:
@@ -154,7 +158,7 @@ class Scorer:
         if batch:
             yield batch
 
-    def _piece_losses(self, documents: Sequence[Document], batch: Sequence[tuple[int, int, int]]) -> list[float]:
+    def _piece_losses(self, documents: Sequence[Document], batch: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         tokens, labels, weights, positions, owners, bounds = [], [], [], [], [], [0]
         for number, (place, start, end) in enumerate(batch):
             one = documents[place]
@@ -167,19 +171,18 @@ class Scorer:
         counts = np.asarray(weights, dtype=np.float32)
         rows = np.flatnonzero(counts)
         inputs = Inputs(
-            tokens=torch.tensor(tokens, device=self.device),
-            positions=torch.tensor(positions, device=self.device),
-            boundaries=torch.tensor(bounds, dtype=torch.int32, device=self.device),
+            tokens=self._moved(tokens),
+            positions=self._moved(positions),
+            boundaries=self._moved(bounds, np.int32),
             longest=max(end - start for _, start, end in batch),
-            rows=torch.from_numpy(rows).to(self.device),
-            labels=torch.tensor(np.asarray(labels)[rows], device=self.device),
-            weights=torch.from_numpy(counts[rows]).to(self.device),
+            rows=self._moved(rows),
+            labels=self._moved(np.asarray(labels)[rows]),
+            weights=self._moved(counts[rows]),
         )
-        losses_n = token_losses(self.model, inputs, self.spec)[1].double() * inputs.weights
-        owners_n = torch.tensor(np.asarray(owners)[rows], device=self.device)
-        return (
-            torch.zeros(len(batch), dtype=torch.float64, device=self.device).index_add(0, owners_n, losses_n).tolist()
-        )
+        owners_n = self._moved(np.asarray(owners)[rows])
+        with self._fast():
+            losses_n = token_losses(self.model, inputs, self.spec)[1].double() * inputs.weights
+        return torch.zeros(len(batch), dtype=torch.float64, device=self.device).index_add(0, owners_n, losses_n)
 
     # Trees
 
@@ -191,10 +194,9 @@ class Scorer:
         apart = [place for place, tree in enumerate(trees) if not self._fits(tree)]
         if whole:
             set_attention(self.model, self._packed_attention)
-        for batch in self._tree_batches(trees, sorted(whole, key=lambda place: list(trees[place].context))):
-            with self._fast():
-                likelihoods = self._tree_losses([trees[place] for place in batch])
-            yield from zip(batch, likelihoods, strict=True)
+        batches = self._tree_batches(trees, sorted(whole, key=lambda place: list(trees[place].context)))
+        for batch, sums in one_ahead((batch, self._tree_sums([trees[place] for place in batch])) for batch in batches):
+            yield from zip(batch, _by_tree([trees[place] for place in batch], sums), strict=True)
         documents, owners = [], []
         for place in apart:
             for one in trees[place].continuations:
@@ -230,7 +232,8 @@ class Scorer:
         if batch:
             yield batch
 
-    def _tree_losses(self, trees: Sequence[Tree]) -> list[list[float]]:
+    def _tree_sums(self, trees: Sequence[Tree]) -> torch.Tensor:
+        """The log-likelihoods of all continuations, one after the other, on the device."""
         texts = [[*tree.context, *one[:-1]] for tree in trees for one in tree.continuations]
         nodes, ends = nodes_of(texts)
         rows, labels, owners = [], [], []
@@ -247,22 +250,20 @@ class Scorer:
             owners += [owner] * len(one)
         keys = keys_of(nodes)
         bounds, key_bounds = (np.cumsum([0, *map(len, some)]) for some in ((node.tokens for node in nodes), keys))
-        move = partial(torch.tensor, device=self.device)
         inputs = Inputs(
-            tokens=move([token for node in nodes for token in node.tokens]),
-            positions=move([position for node in nodes for position in range(node.start, node.end)]),
-            boundaries=move(bounds, dtype=torch.int32),
-            keys=move(key_bounds, dtype=torch.int32),
+            tokens=self._moved([token for node in nodes for token in node.tokens]),
+            positions=self._moved([position for node in nodes for position in range(node.start, node.end)]),
+            boundaries=self._moved(bounds, np.int32),
+            keys=self._moved(key_bounds, np.int32),
             longest=max(node.end for node in nodes),
-            rows=move(rows),
-            labels=move(labels),
+            rows=self._moved(rows),
+            labels=self._moved(labels),
             weights=torch.ones(len(rows), device=self.device),
         )
-        with attention.shared_keys(move(np.concatenate(keys))):
+        owners_n = self._moved(owners)
+        with self._fast(), attention.shared_keys(self._moved(np.concatenate(keys))):
             losses_n = token_losses(self.model, inputs, self.spec)[1].double()
-        sums = torch.zeros(len(texts), dtype=torch.float64, device=self.device).index_add(0, move(owners), -losses_n)
-        rest = iter([_checked(value) for value in sums.tolist()])
-        return [[next(rest) for _ in tree.continuations] for tree in trees]
+        return torch.zeros(len(texts), dtype=torch.float64, device=self.device).index_add(0, owners_n, -losses_n)
 
     @torch.no_grad()
     def _tries_trees(self, vocabulary: int) -> bool:
@@ -281,8 +282,9 @@ class Scorer:
         try:
             expected = [[self._own(tree.context, one) for one in tree.continuations] for tree in trees]
             set_attention(self.model, self._packed_attention)
-            found = self._tree_losses(trees)
-            others = self._tree_losses([changed, *trees[1:]])[0]
+            found = _by_tree(trees, self._tree_sums(trees))
+            changed_trees = [changed, *trees[1:]]
+            others = _by_tree(changed_trees, self._tree_sums(changed_trees))[0]
         except UserError:
             raise
         except Exception:  # the model's own code, called as it may not expect
@@ -300,6 +302,17 @@ class Scorer:
         ids = torch.tensor([[*context, *continuation]], device=self.device)
         logits = self.model(input_ids=ids, use_cache=False).logits[0, len(context) - 1 : -1].float()
         return float(logits.log_softmax(-1).gather(1, ids[0, len(context) :, None]).double().sum())
+
+
+def one_ahead(under_way: Iterator[Batch]) -> Iterator[Batch]:
+    """Each of them once the next has been started, so that the host prepares one batch while a GPU computes another."""
+    last = next(under_way, None)
+    if last is None:
+        return
+    for started in under_way:
+        yield last
+        last = started
+    yield last
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -363,6 +376,11 @@ def _window(config: Any) -> int | None:
     if getattr(text, "use_sliding_window", True) is False:
         found = []
     return min(found, default=None)
+
+
+def _by_tree(trees: Sequence[Tree], sums: torch.Tensor) -> list[list[float]]:
+    rest = iter([_checked(value) for value in sums.tolist()])
+    return [[next(rest) for _ in tree.continuations] for tree in trees]
 
 
 def _checked(value: float) -> float:

@@ -50,8 +50,9 @@ PINNED = 1.25
 LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits the loss holds at a time; the same as `kernels.linear_cross_entropy.CHUNK_ELEMENTS`."""
 DISTILLED = {"every": 8, "likeliest": 4}
-"""Tensors in fp32, as large as a chunk of logits, while two models are compared, by all tokens or by the teacher's
-likeliest; of a quarter of the usual chunk. One more where the student's probabilities are not those of its own loss."""
+"""Tensors in fp32, as large as a chunk of logits, while two models are compared without a kernel, by all tokens or by
+the teacher's likeliest; of a quarter of the usual chunk. One more where the student's probabilities are not those of its
+own loss."""
 FP8_MULTIPLE = 16
 """Sizes of fp8 matmuls are multiples of this; the same as in `kernels.fp8`."""
 LOGIT_BYTES = {"cpu": 8, "cuda": 2}
@@ -555,8 +556,8 @@ def _loss(task: Task, tokens: float, spread: int, head: float, *, in_fp8: bool) 
     if isinstance(task.objective, ClassifyTokens):
         hidden, outputs = task.facts.hidden, len(task.objective.labels)
         return tokens * (2 * (4 + task.width) * hidden + 3 * 4 * outputs)
-    if isinstance(task.objective, Distill):  # the head's gradient is added when the comparison is over
-        return _compared(task, task.objective, tokens) + 4 * head
+    if isinstance(task.objective, Distill):
+        return _compared(task, task.objective, tokens, head) + 4 * head
     return _logits(task, tokens, in_fp8=in_fp8) / spread + (4 + task.width) * head
 
 
@@ -581,12 +582,17 @@ def _taught(task: Task, tokens: float) -> float:
     return tokens * teacher.hidden * task.width if teacher is not None and task.teacher_in_steps else 0.0
 
 
-def _compared(task: Task, objective: Distill, tokens: float) -> float:
+def _compared(task: Task, objective: Distill, tokens: float, head: float) -> float:
     """The student's logits beside the teacher's (`kernels.linear_distillation`)."""
     facts, teacher = task.facts, task.facts.teacher
+    logits = min(LOGITS[task.device] / 4, tokens * facts.vocabulary)
+    if task.device == "cuda":  # by a kernel that reads both as they are; the teacher's are made in two precisions
+        taught = 4 if task.teacher_in_steps else 0
+        rounding = task.width if taught else 0
+        return logits * (task.width + taught) + max(logits * rounding, task.width * head)
     is_own = objective.distillation.temperature == 1 and (teacher or facts).vocabulary >= facts.vocabulary
     tensors = DISTILLED["every" if task.teacher_in_steps else "likeliest"] + (not is_own)
-    return tensors * 4 * min(LOGITS[task.device] / 4, tokens * facts.vocabulary)
+    return tensors * 4 * logits  # the head's gradient is added when the comparison is over
 
 
 def _asking(task: Task, choice: Choice, static: dict[str, float], tokens: float) -> dict[str, float]:

@@ -234,8 +234,7 @@ class Asking:
         """A document for each choice, in the order of the items."""
         made: list[PackedDocument] = []
         most = self.plan.sequence_length
-        for item in task.items:
-            tree = choices.tree_of(self.encoder.tokenizer, item)
+        for item, tree in zip(task.items, choices.trees_of(self.encoder.tokenizer, task.items), strict=True):
             for one in tree.continuations:
                 ids = [*tree.context, *one][-most:]  # a question that is too long loses its beginning, as in lm-eval
                 if len(one) >= len(ids):
