@@ -51,8 +51,8 @@ LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits the loss holds at a time; the same as `kernels.linear_cross_entropy.CHUNK_ELEMENTS`."""
 DISTILLED = {"every": 8, "likeliest": 4}
 """Tensors in fp32, as large as a chunk of logits, while two models are compared without a kernel, by all tokens or by
-the teacher's likeliest; of a quarter of the usual chunk. One more where the student's probabilities are not those of its
-own loss."""
+the teacher's likeliest; of a quarter of the usual chunk. One more where the student's probabilities are not those of
+its own loss."""
 FP8_MULTIPLE = 16
 """Sizes of fp8 matmuls are multiples of this; the same as in `kernels.fp8`."""
 LOGIT_BYTES = {"cpu": 8, "cuda": 2}
