@@ -135,3 +135,19 @@ def test_rewards_are_weighed_and_summed(tmp_path):
         rewards([("4", {"answer": 4, "x": 0}, "d, line 1")])
     with pytest.raises(UserError, match="half failed on an answer to d, line 1: KeyError"):
         rewards([("4", {"answer": 4}, "d, line 1")])
+
+
+@pytest.mark.parametrize("given", ["'high'", "'1'", "None", "[1.0]", "float('inf')"])
+def test_what_is_no_number_is_no_reward(tmp_path, given):
+    (tmp_path / "mine.py").write_text(f"def reward(answer, record):\n    return {given}\n")
+    check = Rewards([Reward(kind="function", function=f"{tmp_path}/mine.py:reward")])
+    with pytest.raises(UserError, match=r"gave .* for an answer to d.jsonl, line 3, which is no finite number"):
+        check([("text", {}, "d.jsonl, line 3")])
+
+
+def test_a_function_that_takes_long_is_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("tunesmith.rewards.SLOW", 0.05)
+    (tmp_path / "mine.py").write_text("import time\ndef reward(answer, record):\n    time.sleep(0.5)\n    return 1\n")
+    check = Rewards([Reward(kind="function", function=f"{tmp_path}/mine.py:reward")])
+    assert check([("text", {}, "d.jsonl, line 3")]) == [[1.0]]
+    assert "reward has been at an answer to d.jsonl, line 3" in caplog.text

@@ -60,6 +60,9 @@ FORWARD_ELEMENTWISE = 0.4
 """The forward pass's part of them."""
 ADAPTER_PASSES = 2.0
 """Over inputs and outputs of adapted linears."""
+UNFUSED_ADAPTER_PASSES = 4.0
+"""The same where an adapter is a linear beside the base's, whose outputs and gradients are added in passes of their
+own; half as many again, as of all adapters in layers that are not compiled. Counted."""
 ADAPTER_RATE = 0.25
 """Share of the half-precision rate that matmuls as narrow as an adapter's reach."""
 ROUNDING_BYTES = 48
@@ -105,6 +108,11 @@ KERNELS = (60, 130)
 """Kernels of an eager layer, forward and backward."""
 DECODED_LAYER, DECODED_TOKEN = 140e-6, 2e-3
 """Seconds of a captured decoding step: the small kernels of a layer, and the host between two tokens."""
+CAPTURED_LAYER = 24e-3
+"""Seconds for each layer to capture a decoding step, which every rollout does anew. Fitted to two rows of
+benchmarks/results/objectives.json: GRPO of 1B over 256 tokens and of 1.7B in nf4 over 64 (H200)."""
+DRAWN_BYTES = 44
+"""Passed over for each value of the vocabulary to draw a token: probabilities in fp32, their sums in fp64."""
 STEP = 2e-3
 """Seconds of a step outside of everything: batch, clipping, logging."""
 LINK, NETWORK = 0.75, 0.97
@@ -145,7 +153,7 @@ def step_time(task: Task, choice: Choice) -> Time:
         taught = _teacher(task, choice)
         time = {part: seconds + rounds * getattr(taught, part) for part, seconds in time.items()}
     if (answers := memory.rolled_out(task, choice)) is not None:
-        rolled, objective = _rollout(task, *answers), task.objective
+        rolled, objective = _rollout(task, choice, *answers), task.objective
         updates = objective.rollout.updates if isinstance(objective, Grpo) else 1
         share = objective.distillation.on_policy if isinstance(objective, Distill) else 1.0
         time = {part: updates * seconds + share * getattr(rolled, part) for part, seconds in time.items()}
@@ -197,7 +205,8 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     matmuls *= 1 + (memory.CROWDED - 1) * _expert_share(task) if choice.expert > 1 else 1
     attention = _attention(task, choice) * tokens / split
     elementwise = _elementwise_bytes(task, choice) * tokens / split / rates.bandwidth
-    adapter = task.adapted[1] * ADAPTER_PASSES * task.width * tokens / split / rates.bandwidth
+    passes = UNFUSED_ADAPTER_PASSES if task.method == "loqt" else ADAPTER_PASSES
+    adapter = task.adapted[1] * passes * task.width * tokens / split / rates.bandwidth
     adapter += 6 * task.adapted[0] * tokens / split / (ADAPTER_RATE * (rates.fp32 if task.width == 4 else rates.half))
     adapter *= 1 if choice.is_compiled else 1.5
     quantization = _quantization(task, choice, tokens) / split
@@ -206,7 +215,7 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     weight_gradients = 0 if task.has_adapters else memory.trained_share(task)
     has_fp8_head = rates.fp8 and memory.has_fp8_head(task, choice)
     head_backward = rates.half / rates.fp8 if has_fp8_head else 1 + weight_gradients
-    share = task.backward_share
+    share = _backward_share(task)
     forward = Time(
         matmuls=matmuls,
         attention=attention,
@@ -232,6 +241,16 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     return forward, backward, share * (again * checkpointed + sliced * matmuls * _mlp_share(task))
 
 
+def _backward_share(task: Task) -> float:
+    """The part of the layers that the backward pass goes through, from the top, in the mean of a run: BAdam's goes down
+    to the block whose turn it is, of the head, each layer and the embedding."""
+    if task.optimizer != "badam" or task.has_adapters:
+        return task.backward_share
+    layers = task.facts.layers
+    ends = (layers,) if task.facts.tied else (0, layers)
+    return (sum(range(1, layers + 1)) + sum(ends)) / (layers + len(ends)) / layers
+
+
 def _teacher(task: Task, choice: Choice) -> Time:
     """The forward pass of one micro-batch through the teacher, whose layers are not compiled, and its logits."""
     assert task.facts.teacher is not None
@@ -248,18 +267,27 @@ def _teacher(task: Task, choice: Choice) -> Time:
     return Time(**{**dict(forward), "loss": forward.loss / 2})
 
 
-def _rollout(task: Task, rollout: Rollout, prompts: int, answers: int) -> Time:
-    """Of answers as long as they may be, by the weights that each token has to read and the matmuls of all rows."""
-    facts = task.facts
+def _rollout(task: Task, choice: Choice, rollout: Rollout, prompts: int, answers: int) -> Time:
+    """Of answers as long as they may be: prompts are read once; then each token reads the weights, and for each row its
+    keys and values, and what is drawn from is as wide as the vocabulary. On a GPU the step is captured first."""
+    facts, rates = task.facts, task.rates
     rows = prompts * answers
     batches = -(-rows // memory.ROLLOUT_ROWS)
-    flops = 2 * (facts.active + facts.embedding) * rows * rollout.max_answer_tokens
-    read = (facts.active + facts.embedding) * task.width * batches * rollout.max_answer_tokens
-    matmuls = max(flops / (task.rates.fp32 if task.width == 4 else task.rates.half), read / task.rates.bandwidth)
-    if task.device != "cuda":
-        return Time(matmuls=matmuls)
     tokens = batches * rollout.max_answer_tokens
-    return Time(matmuls=matmuls, elementwise=tokens * facts.layers * DECODED_LAYER, host=tokens * DECODED_TOKEN)
+    weights, rate = facts.active + facts.embedding, rates.fp32 if task.width == 4 else rates.half
+    flops = 2 * weights * (rows * rollout.max_answer_tokens + prompts * task.document_length)
+    held = task.width if choice.storage == "plain" else memory.QUANTIZED[choice.storage] + 2 * task.width
+    read = (facts.matrices * held + facts.embedding * task.width) * tokens / rates.bandwidth
+    columns = task.document_length + rollout.max_answer_tokens / 2
+    kept = facts.total(lambda kind: 2 * kind.key) * task.width * columns
+    drawn = facts.vocabulary * DRAWN_BYTES
+    attention = rows * rollout.max_answer_tokens * kept / rates.bandwidth
+    loss = rows * rollout.max_answer_tokens * drawn / rates.bandwidth
+    time = {"matmuls": max(flops / rate, read), "attention": attention, "loss": loss}
+    if task.device != "cuda":
+        return Time(**time)
+    capture = facts.layers * CAPTURED_LAYER
+    return Time(**time, elementwise=tokens * facts.layers * DECODED_LAYER, host=tokens * DECODED_TOKEN + capture)
 
 
 def _part_of_rank(task: Task, choice: Choice) -> float:
@@ -438,8 +466,20 @@ def _optimizer(task: Task, choice: Choice) -> tuple[float, float]:
         return per_node * held * passes / HOST_UPDATES, 2 * memory.disk(task, choice) / task.hardware.disk_rate
     # From and to the disk for all ranks of a node; a GPU's update is hidden behind that, a CPU's is not.
     streamed = 2 * memory.disk(task, choice) / task.hardware.disk_rate
-    update = held * passes / task.rates.bandwidth + _orthogonal(task)
+    update = held * passes / task.rates.bandwidth + _orthogonal(task) + _projections(task)
     return update if not streamed or task.device == "cpu" else 0.0, streamed
+
+
+def _projections(task: Task) -> float:
+    """Seconds of the matmuls into the small space of GaLore and APOLLO, and of GaLore's back from there, in fp32."""
+    if task.optimizer not in memory.PROJECTED:
+        return 0.0
+    operations = 0
+    for kind, count in task.facts.counts:
+        for linear in kind.linears:
+            rank = memory.projected_rank(task.optimizer, min(linear.inputs, linear.outputs))
+            operations += count * 2 * rank * linear.inputs * linear.outputs if linear.count == 1 else 0
+    return operations * (2 if task.optimizer == "galore" else 1) / task.rates.fp32
 
 
 def _orthogonal(task: Task) -> float:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import math
 import re
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,6 +27,9 @@ from tunesmith.rewards.unit_tests import has_passed
 
 Record = Mapping[str, Any]
 Check = Callable[[str, Record], float]
+SLOW = 60
+"""Seconds after which a check that has not returned is named: training waits for it."""
+log = logging.getLogger("tunesmith.rewards")
 
 
 class Rewards:
@@ -65,15 +70,24 @@ class Rewards:
 
 
 def _number(check: Check, answer: str, record: Record, origin: str, name: str) -> float:
+    words = f"rewards: {name} has been at an answer to {origin} for {SLOW} s; training waits until it returns."
+    slow = threading.Timer(SLOW, log.warning, [words])
+    slow.daemon = True
+    slow.start()
     try:
         found = check(answer, record)
-        number = float(found)
     except UserError:
         raise
     except Exception as error:  # the user's own code, which may do anything
         raise UserError(
             f"rewards: {name} failed on an answer to {origin}: {type(error).__name__}: {first_line(error)}."
         ) from error
+    finally:
+        slow.cancel()
+    try:
+        number = math.nan if isinstance(found, str) else float(found)
+    except (TypeError, ValueError):
+        number = math.nan
     if not math.isfinite(number):
         raise UserError(f"rewards: {name} gave {found!r} for an answer to {origin}, which is no finite number.")
     return number
