@@ -63,7 +63,7 @@ def trained_for_it(model: str, data: str, folder: Path, settings: dict) -> dict:
         )
         began = time.monotonic()
         output.mkdir(parents=True, exist_ok=True)
-        train(assemble(prepare_run(run, warn=lambda _: None)), lambda event: None)
+        train(assemble(prepare_run(run, warn=lambda _: None)), lambda event: print(event, flush=True))
         seconds[kind] = round(time.monotonic() - began, 1)
         found[kind] = perplexity(output)
         print(kind, found[kind], seconds[kind], flush=True)
@@ -97,13 +97,16 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--measured", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--aware-data", help="what the two runs learn, where it is not --data")
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--batch-tokens", type=int, default=512)
     parser.add_argument("--only", nargs="*", default=[], help="such as gptq-4; or `aware`")
     chosen = parser.parse_args()
     kept = read_rows("quantize") or {}
     settings = {
-        "method": "lora", "lora": {"rank": 16}, "sequence_length": 256, "batch_tokens": 1024, "steps": chosen.steps,
-        "learning_rate": 1e-3, "held_out": 12, "precision": "fp32", "device": "cpu", "save_every": 1000,
+        "method": "lora", "lora": {"rank": 16}, "sequence_length": 256, "batch_tokens": chosen.batch_tokens,
+        "steps": chosen.steps, "learning_rate": 1e-3, "held_out": 32,
+        "precision": "fp32", "device": "cpu", "save_every": 1000,
     }  # fmt: skip
     with TemporaryDirectory() as folder:
         if chosen.only != ["aware"]:
@@ -113,8 +116,12 @@ def main() -> None:
             before = [row for row in kept.get("methods", []) if (row["method"], row["bits"]) not in names]
             kept["methods"] = sorted([*before, *rows], key=lambda row: METHODS.index((row["method"], row["bits"])))
         if not chosen.only or "aware" in chosen.only:
-            kept["quantization_aware"] = trained_for_it(chosen.model, chosen.data, Path(folder), settings)
-    kept |= {"model": Path(chosen.model).name, "data": Path(chosen.data).name}
+            data = chosen.aware_data or chosen.data
+            made = trained_for_it(chosen.model, data, Path(folder), settings)
+            kept["quantization_aware"] = {"data": Path(data).name, **made}
+    kept["model"] = Path(chosen.model).name
+    if chosen.only != ["aware"]:
+        kept["data"] = Path(chosen.data).name
     write_result("quantize", "What 4 and 8 bits cost a small language model: held-out perplexity, CPU", kept)
 
 
