@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import platform
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,7 +41,7 @@ def quantized(model: str, data: str, folder: Path, samples: int, measured: int, 
                 "method": method, "bits": bits, "group": report.group, "before": report.before, "after": report.after,
                 "target_tokens": report.target_tokens, "calibration_tokens": report.calibration_tokens,
                 "agreement": made.proof.agreement if made.proof else None,
-                "seconds": round(time.monotonic() - began, 1),
+                "seconds": round(time.monotonic() - began, 1), "measured": where(),
             }
         )  # fmt: skip
         print(json.dumps(rows[-1]), flush=True)
@@ -81,6 +82,13 @@ def trained_for_it(model: str, data: str, folder: Path, settings: dict) -> dict:
     return result
 
 
+def where() -> str:
+    """Rows of several days lie in one file: each says what it was measured on."""
+    from tunesmith.measure.results import document
+
+    return f"{platform.machine()}, {document('', [])['commit']}"
+
+
 def perplexity(folder: Path) -> float:
     """Of a run's model on all of its held-out data."""
     from tunesmith.evaluate.loss import overall
@@ -118,7 +126,7 @@ def main() -> None:
         if not chosen.only or "aware" in chosen.only:
             data = chosen.aware_data or chosen.data
             made = trained_for_it(chosen.model, data, Path(folder), settings)
-            kept["quantization_aware"] = {"data": Path(data).name, **made}
+            kept["quantization_aware"] = {"measured": where(), "data": Path(data).name, **made}
     kept["model"] = Path(chosen.model).name
     if chosen.only != ["aware"]:
         kept["data"] = Path(chosen.data).name
