@@ -5,14 +5,16 @@
 FOLDER needs room for the model twice; what is written there is removed at the end. The model has random weights in
 bf16 in files of 5 GB, the adapter random factors on all linears. `tunesmith merge` runs in a process of its own, whose
 largest resident memory (mapped pages of files counted) the kernel tells. Before and after it, the base's files are
-copied, in pieces of 16 MiB by one thread, with a sync at the end: the disk's own rate for the same bytes. Files leave
-the page cache before each reading. The result is benchmarks/results/merge.json.
+copied, in pieces of 16 MiB by one thread: through the page cache with a sync at the end, as `cp` does, and past the
+cache, which is as fast as the disk itself is. Files leave the page cache before each reading. The result is
+benchmarks/results/merge.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import re
 import shutil
@@ -27,7 +29,7 @@ from results import write_result
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 FILE_BYTES = 5 * 10**9
-PIECE = 16 << 20
+PIECE, BLOCK = 16 << 20, 4096
 SMALL = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
     "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,
@@ -108,7 +110,7 @@ def leave_cache(folder: Path) -> None:
 
 
 def plain_rate(base: Path, folder: Path) -> dict[str, float]:
-    """Seconds to read the base's files, and to copy them as `cp` does."""
+    """Seconds to read the base's files, to copy them as `cp` does, and to copy them past the page cache."""
     leave_cache(base)
     room, began, size = bytearray(PIECE), time.monotonic(), 0
     for file in sorted(base.glob("*.safetensors")):
@@ -126,7 +128,26 @@ def plain_rate(base: Path, folder: Path) -> dict[str, float]:
         os.fsync(to.fileno())
     copied = time.monotonic() - began
     (folder / "copy").unlink()
-    return {"gigabytes": size / 1e9, "read_s": round(read, 1), "copy_s": round(copied, 1)}
+    direct = direct_copy(base, folder / "copy")
+    seconds = {"read_s": round(read, 1), "copy_s": round(copied, 1), "direct_copy_s": round(direct, 1)}
+    return {"gigabytes": size / 1e9, **seconds}
+
+
+def direct_copy(base: Path, to: Path) -> float:
+    """Seconds to copy whole blocks of the base's files past the page cache."""
+    leave_cache(base)
+    room, began = mmap.mmap(-1, PIECE), time.monotonic()
+    target = os.open(to, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+    for file in sorted(base.glob("*.safetensors")):
+        source = os.open(file, os.O_RDONLY | os.O_DIRECT)
+        while count := os.readv(source, [room]) // BLOCK * BLOCK:
+            os.write(target, memoryview(room)[:count])
+        os.close(source)
+    os.fsync(target)
+    os.close(target)
+    seconds = time.monotonic() - began
+    to.unlink()
+    return seconds
 
 
 def peak() -> float:
@@ -135,7 +156,7 @@ def peak() -> float:
     return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024 / 1e9
 
 
-def worker(run: Path, to: Path) -> None:
+def worker(run: Path, to: Path, *, with_proof: bool) -> None:
     from tunesmith.run import merge
 
     seconds = {}
@@ -157,6 +178,10 @@ def worker(run: Path, to: Path) -> None:
 
     timed("write")
     timed("prove")
+    if not with_proof:
+        merge._writer(run).write(to, precision="bf16", card="", progress=None)
+        print(json.dumps({**seconds, "peak_gb": peak()}))
+        return
     began = time.monotonic()
     merged = merge.merge_run(run, to)
     seconds["all_s"] = round(time.monotonic() - began, 1)
@@ -173,10 +198,11 @@ def main() -> None:
     parser.add_argument("--shape", default="llama3-8b")
     parser.add_argument("--layers", type=int, help="fewer than the shape has: memory is that of the widest unit")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--without-proof", action="store_true", help="the writing alone")
     parser.add_argument("--worker", type=Path, nargs=2)
     chosen = parser.parse_args()
     if chosen.worker:
-        worker(*chosen.worker)
+        worker(*chosen.worker, with_proof=not chosen.without_proof)
         return
     folder = chosen.folder / "merge"
     folder.mkdir(parents=True)
@@ -190,17 +216,21 @@ def main() -> None:
         print(json.dumps(before), flush=True)
         leave_cache(folder / "base")
         command = [sys.executable, __file__, str(folder), "--worker", str(run), str(folder / "merged")]
+        command += ["--without-proof"] if chosen.without_proof else []
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
         merged = json.loads(done.stdout.splitlines()[-1])
         print(json.dumps(merged), flush=True)
         shutil.rmtree(folder / "merged")
         after = plain_rate(folder / "base", folder)
-        copy = (before["copy_s"] + after["copy_s"]) / 2
+        rates = {
+            f"of_{name}_rate": (before[f"{name}_s"] + after[f"{name}_s"]) / 2 / merged["write_s"]
+            for name in ("copy", "direct_copy")
+        }
         numbers = {
             "shape": chosen.shape, "layers": shape["num_hidden_layers"], "rank": chosen.rank,
             "threads": os.environ.get("OMP_NUM_THREADS"),
-            "disk": {"before": before, "after": after}, "merge": merged, "of_disk_rate": copy / merged["write_s"],
+            "disk": {"before": before, "after": after}, "merge": merged, **rates,
         }  # fmt: skip
         print(json.dumps(numbers, indent=1))
         if chosen.shape != "1b":

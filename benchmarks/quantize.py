@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import platform
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,7 +41,7 @@ def quantized(model: str, data: str, folder: Path, samples: int, measured: int, 
                 "method": method, "bits": bits, "group": report.group, "before": report.before, "after": report.after,
                 "target_tokens": report.target_tokens, "calibration_tokens": report.calibration_tokens,
                 "agreement": made.proof.agreement if made.proof else None,
-                "seconds": round(time.monotonic() - began, 1),
+                "seconds": round(time.monotonic() - began, 1), "measured": where(),
             }
         )  # fmt: skip
         print(json.dumps(rows[-1]), flush=True)
@@ -63,7 +64,7 @@ def trained_for_it(model: str, data: str, folder: Path, settings: dict) -> dict:
         )
         began = time.monotonic()
         output.mkdir(parents=True, exist_ok=True)
-        train(assemble(prepare_run(run, warn=lambda _: None)), lambda event: None)
+        train(assemble(prepare_run(run, warn=lambda _: None)), lambda event: print(event, flush=True))
         seconds[kind] = round(time.monotonic() - began, 1)
         found[kind] = perplexity(output)
         print(kind, found[kind], seconds[kind], flush=True)
@@ -79,6 +80,13 @@ def trained_for_it(model: str, data: str, folder: Path, settings: dict) -> dict:
     }  # fmt: skip
     print(json.dumps(result), flush=True)
     return result
+
+
+def where() -> str:
+    """Rows of several days lie in one file: each says what it was measured on."""
+    from tunesmith.measure.results import document
+
+    return f"{platform.machine()}, {document('', [])['commit']}"
 
 
 def perplexity(folder: Path) -> float:
@@ -97,13 +105,16 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--measured", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--aware-data", help="what the two runs learn, where it is not --data")
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--batch-tokens", type=int, default=512)
     parser.add_argument("--only", nargs="*", default=[], help="such as gptq-4; or `aware`")
     chosen = parser.parse_args()
     kept = read_rows("quantize") or {}
     settings = {
-        "method": "lora", "lora": {"rank": 16}, "sequence_length": 256, "batch_tokens": 1024, "steps": chosen.steps,
-        "learning_rate": 1e-3, "held_out": 12, "precision": "fp32", "device": "cpu", "save_every": 1000,
+        "method": "lora", "lora": {"rank": 16}, "sequence_length": 256, "batch_tokens": chosen.batch_tokens,
+        "steps": chosen.steps, "learning_rate": 1e-3, "held_out": 32,
+        "precision": "fp32", "device": "cpu", "save_every": 1000,
     }  # fmt: skip
     with TemporaryDirectory() as folder:
         if chosen.only != ["aware"]:
@@ -113,8 +124,12 @@ def main() -> None:
             before = [row for row in kept.get("methods", []) if (row["method"], row["bits"]) not in names]
             kept["methods"] = sorted([*before, *rows], key=lambda row: METHODS.index((row["method"], row["bits"])))
         if not chosen.only or "aware" in chosen.only:
-            kept["quantization_aware"] = trained_for_it(chosen.model, chosen.data, Path(folder), settings)
-    kept |= {"model": Path(chosen.model).name, "data": Path(chosen.data).name}
+            data = chosen.aware_data or chosen.data
+            made = trained_for_it(chosen.model, data, Path(folder), settings)
+            kept["quantization_aware"] = {"measured": where(), "data": Path(data).name, **made}
+    kept["model"] = Path(chosen.model).name
+    if chosen.only != ["aware"]:
+        kept["data"] = Path(chosen.data).name
     write_result("quantize", "What 4 and 8 bits cost a small language model: held-out perplexity, CPU", kept)
 
 

@@ -4,7 +4,9 @@
 
 One request at a time and four at once, greedily: a text to be repeated (what prompt lookup is good at), a question
 about a text, and a question alone (where there is nothing to look up). Each is decoded with and without, by turns, so
-that what else the machine does meets both; answers must be the same. The result is benchmarks/results/speculative.json.
+that what else the machine does meets both; answers must be the same. The result is benchmarks/results/speculative.json,
+with a draft speculative_draft.json. `--deepen 3` gives the model three times its layers, those added without effect, so
+that the model itself is a draft that is always right at a third of the cost: what a draft can bring at best.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ PROMPTS = {
 }
 
 
-def decode(engine: Any, prompts: list[list[int]], most: int, ends: frozenset[int]) -> tuple[list[list[int]], float]:
+def decode(
+    engine: Any, prompts: list[list[int]], most: int, ends: frozenset[int]
+) -> tuple[list[list[int]], float, float]:
+    """Answers, seconds, and those of the CPU."""
     from tunesmith.serve.engine import Job
 
     found: list[list[int]] = [[] for _ in prompts]
@@ -43,12 +48,33 @@ def decode(engine: Any, prompts: list[list[int]], most: int, ends: frozenset[int
 
         return Job("", prompts[place], most, ends, take, lambda _: left.release(), temperature=0.0)
 
-    began = time.monotonic()
+    began, busy = time.monotonic(), time.process_time()
     for place in range(len(prompts)):
         engine.submit(job(place))
     for _ in prompts:
         left.acquire()
-    return found, time.monotonic() - began
+    return found, time.monotonic() - began, time.process_time() - busy
+
+
+def deepen(model: Any, times: int) -> None:
+    """Put layers that add nothing after each of a Llama's."""
+    import copy
+
+    import torch
+
+    layers = []
+    for layer in model.model.layers:
+        layers.append(layer)
+        for _ in range(times - 1):
+            layers.append(copy.deepcopy(layer))
+            torch.nn.init.zeros_(layers[-1].self_attn.o_proj.weight)
+            torch.nn.init.zeros_(layers[-1].mlp.down_proj.weight)
+    for number, layer in enumerate(layers):
+        layer.self_attn.layer_idx = number
+    model.model.layers = torch.nn.ModuleList(layers)
+    model.config.num_hidden_layers = len(layers)
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = [kind for kind in model.config.layer_types for _ in range(times)]
 
 
 def main() -> None:
@@ -62,10 +88,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--draft")
+    parser.add_argument("--deepen", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, nargs="*", default=[1, 4], help="at once")
     chosen = parser.parse_args()
     opened = open_plain(chosen.model)
+    deepen(opened.model, chosen.deepen)
     tried = try_out(opened.model)
     assert tried.is_wide
     ends = frozenset(stop_tokens(opened.model, opened.encoder))
@@ -74,10 +103,11 @@ def main() -> None:
         other = open_plain(chosen.draft)
         draft = Draft(other.model, len(other.tokenizer), None)
     rows = []
-    for count in (1, 4):
+    for count in chosen.requests:
         for name, text in PROMPTS.items():
             prompts = [opened.encoder.prompt([Message("user", text + " " * n)]) for n in range(count)]
             rates: dict[bool, list[float]] = {False: [], True: []}
+            busy: dict[bool, list[float]] = {False: [], True: []}
             answers, told = {}, {}
             engines = {}
             for is_wide in (False, True):
@@ -87,7 +117,8 @@ def main() -> None:
                 engines[is_wide].start()
             for _ in range(chosen.rounds):
                 for is_wide, engine in engines.items():
-                    answers[is_wide], seconds = decode(engine, prompts, chosen.tokens, ends)
+                    answers[is_wide], seconds, used = decode(engine, prompts, chosen.tokens, ends)
+                    busy[is_wide].append(used / sum(map(len, answers[is_wide])))
                     rates[is_wide].append(sum(map(len, answers[is_wide])) / seconds)
                     told[is_wide] = engine.stats
             for engine in engines.values():
@@ -98,13 +129,14 @@ def main() -> None:
                     "requests": count, "task": name, "tokens": sum(map(len, answers[True])), "without": without,
                     "with": with_it, "times": with_it / without,
                     "rates": {"without": rates[False], "with": rates[True]},
+                    "cpu_times": statistics.median(busy[False]) / statistics.median(busy[True]),
                     "proposed": told[True].proposed_tokens, "accepted": told[True].accepted_tokens,
                     "is_same": answers[False] == answers[True],
                 }
             )  # fmt: skip
             print(json.dumps(rows[-1]), flush=True)
     what = "Speculative decoding by prompt lookup" + (" and a draft model" if draft else "") + ": tokens a second, CPU"
-    write_result("speculative", what, rows)
+    write_result("speculative_draft" if draft else "speculative", what, rows)
 
 
 if __name__ == "__main__":

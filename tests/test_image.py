@@ -38,6 +38,11 @@ def copied() -> dict[str, str]:
     return found
 
 
+def plain(name: str) -> str:
+    """A package's name as all who name it would spell it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def is_ignored(path: str) -> bool:
     patterns = (ROOT / ".containerignore").read_text().split()
     return any(fnmatch.fnmatch(path, pattern) for pattern in patterns)
@@ -94,6 +99,59 @@ def test_it_runs_as_nobody_special_and_holds_no_secret():
     assert not re.search(r"key|token|secret|password", named, re.IGNORECASE)
     assert json.loads(arguments("ENTRYPOINT")[-1]) == ["tunesmith"]
     assert "tunesmith" in PROJECT["scripts"]
+
+
+def test_every_command_is_one_that_a_shell_reads():
+    for given in arguments("RUN"):
+        read = subprocess.run(["sh", "-n", "-c", given], capture_output=True, text=True)
+        assert read.returncode == 0, (given, read.stderr)
+        first = [words.split()[0] for words in given.split("&&")]
+        assert set(first) <= {
+            "apt-get",
+            "rm",
+            "python",
+            "useradd",
+            "mkdir",
+            "chown",
+        }  # a slim Debian and Python have these
+
+
+@pytest.mark.slow
+def test_what_it_installs_can_be_had_together_in_the_pinned_versions(tmp_path):
+    """The command itself, in an environment with nothing in it, up to the point where it would install."""
+    for source in copied():
+        copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
+        copy(ROOT / source, tmp_path / source)
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "clean")], check=True)
+    (given,) = [one for one in arguments("RUN") if "pip install" in one]
+    python, *words = shlex.split(given)
+    assert python == "python"
+    command = [str(tmp_path / "clean" / "bin" / "python"), *words, "--dry-run", "--report", str(tmp_path / "report")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    if done.returncode and "No matching distribution found for hatchling" in done.stderr:
+        pytest.skip("there is no package index here")
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = (ROOT / "constraints.txt").read_text().split()
+    pinned = {plain(name): version for name, version in (line.split("==") for line in lines)}
+    found = json.loads((tmp_path / "report").read_text())["install"]
+    (torch,) = [one["metadata"] for one in found if one["metadata"]["name"] == "torch"]
+    needs = [need for need in torch["requires_dist"] if "==" in need.partition(";")[0]]
+    exact = {plain(re.match(r"[\w.-]+", need)[0]) for need in needs}  # CUDA's, which torch pins itself
+    for one in found:
+        name, version = plain(one["metadata"]["name"]), one["metadata"]["version"].partition("+")[0]
+        assert name in {"tunesmith", *exact} or pinned.get(name) == version, (name, version)
+
+
+@pytest.mark.slow
+def test_the_system_packages_are_debian_s():
+    (given,) = [one for one in arguments("RUN") if "apt-get install" in one]
+    words = shlex.split(next(one for one in given.split("&&") if "apt-get install" in one))
+    if shutil.which("apt-get") is None:
+        pytest.skip("no Debian")
+    done = subprocess.run([*words, "--simulate"], capture_output=True, text=True)
+    if "Unable to locate package" in done.stderr and not any(Path("/var/lib/apt/lists").glob("*Packages*")):
+        pytest.skip("no list of packages here")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -6,19 +6,23 @@ import shutil
 import subprocess
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tiny import write_all
 from tiny_model import make_tiny_model
+from tunesmith.errors import UserError
 from tunesmith.model import lora
 from tunesmith.model.structure import decoder_layers
-from tunesmith.run.merge import merge_run
+from tunesmith.run import merge
+from tunesmith.run.merge import _Streamed, _Whole, merge_run
 from tunesmith.run.open import open_run
-from tunesmith.run.streamed import StreamedModel, find_weights, merged_weights, rounded
+from tunesmith.run.streamed import StreamedModel, _in_threads, find_weights, merged_weights, rounded
 
 
 @pytest.fixture(scope="module")
@@ -139,3 +143,62 @@ def test_merging_takes_a_fraction_of_the_memory_of_the_model(runs, tmp_path):
     command = [sys.executable, "-c", PEAK, str(folder / "run"), str(tmp_path / "merged")]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     assert int(ended.stdout.split()[-1]) < 180
+
+
+@pytest.fixture(scope="module")
+def strong(folder, tmp_path_factory):
+    """The same run with an adapter that does much more than rounding."""
+    run = tmp_path_factory.mktemp("strong") / "run"
+    shutil.copytree(folder / "run", run)
+    file = run / "adapter" / "adapter_model.safetensors"
+    factors = {name: factor * (100 if "lora_B" in name else 1) for name, factor in load_file(file).items()}
+    save_file(factors, file, metadata={"format": "pt"})
+    return run
+
+
+def test_mergers_have_a_core_each_and_leave_the_others_to_the_rest(folder):
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(3)
+    try:
+        list(
+            _in_threads(lambda _, tensor: seen.append(torch.get_num_threads()) or tensor, iter([("a", torch.ones(1))]))
+        )
+        assert seen == [1]
+        assert torch.get_num_threads() == 3
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(torch.get_num_threads).result() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_what_rounding_explains_is_measured_by_another_draw(strong, tmp_path, is_streamed):
+    writer = _Streamed(find_weights(strong)) if is_streamed else _Whole(strong)
+    writer.write(tmp_path / "merged", precision="bf16", card="", progress=None)
+    difference, effect = writer.prove(tmp_path / "merged")
+    explained = writer.rounding(torch.bfloat16)
+    assert explained != difference  # another draw
+    assert 0.5 < difference / explained < 2
+    assert explained < merge.EFFECT_SHARE * effect
+    assert writer.rounding(torch.float32) < 1e-5
+
+
+@pytest.mark.parametrize("is_faulty", [False, True])
+def test_a_merge_beyond_the_usual_bound_is_judged_by_what_rounding_does_to_this_model(
+    strong, tmp_path, monkeypatch, is_faulty
+):
+    monkeypatch.setitem(merge.TOLERANCE, "bf16", 1e-6)
+    if not is_faulty:
+        merge_run(strong, tmp_path / "merged")
+        return
+    write = _Streamed.write
+
+    def forget_one(self, *given, **named):
+        adapted, self.weights = self.weights, replace(self.weights, adapted=self.weights.adapted[1:])
+        write(self, *given, **named)
+        self.weights = adapted
+
+    monkeypatch.setattr(_Streamed, "write", forget_one)
+    with pytest.raises(UserError, match="more than rounding to bf16 explains"):
+        merge_run(strong, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()

@@ -24,11 +24,11 @@ from torch import nn
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
-from tunesmith.kernels.update import halve_into
+from tunesmith.kernels.update import halve_into, halved
 from tunesmith.model import load, lora
 from tunesmith.model.content import Content
 from tunesmith.model.fake_quantize import FakeQuantization
-from tunesmith.model.files import Held, Read, own_copy, read_tensors
+from tunesmith.model.files import Held, Read, large_pages, own_copy, read_tensors
 from tunesmith.model.finite import Finite
 from tunesmith.model.save import saved_buffers
 from tunesmith.model.source import Files, WeightSource, files_of, find_source
@@ -40,8 +40,9 @@ from tunesmith.run.open import trained_adapter
 
 Progress = Callable[[str, int, int | None], None]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-MERGERS = 2
-"""Threads that merge tensors, each with the cores that torch takes for one operation."""
+MERGERS = 4
+"""Threads that merge tensors, at most: one a core. Each has that core alone: pieces that stay in its cache are too
+small to be shared by several (with two each on two cores a merge took twice the CPU's time)."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def _in_threads(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """What `finish` makes of each tensor, in order."""
     underway: deque[tuple[str, Future[torch.Tensor]]] = deque()
-    with ThreadPoolExecutor(MERGERS) as mergers:
+    with _mergers() as mergers:
         for name, tensor in given:
             underway.append((name, mergers.submit(finish, name, tensor)))
             del tensor
@@ -173,6 +174,17 @@ def _in_threads(
             name, made = underway.popleft()
             yield name, made.result()
             del made
+
+
+@contextmanager
+def _mergers() -> Iterator[ThreadPoolExecutor]:
+    """Threads in which torch takes one core for an operation. It is for this thread to say what others take."""
+    cores = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(min(MERGERS, cores), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(cores)
 
 
 @torch.no_grad()
@@ -258,12 +270,27 @@ def _owned(model: nn.Module, unit: Unit) -> list[tuple[str, torch.Tensor]]:
     return [*unit.weights(), *buffers]
 
 
+def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    """In memory that is the system's again when it is freed: allocators keep that of an embedding for later."""
+    if tensor.dtype == torch.float32:
+        return tensor
+    return large_pages(4 * tensor.numel()).view(torch.float32).view(tensor.shape).copy_(tensor)
+
+
 class StreamedModel:
     """A run's model, or its base alone, called in fp32 with the weights of one unit at a time in memory."""
 
-    def __init__(self, weights: Weights, *, with_adapter: bool = True, rounded_to: str | None = None):
-        """`rounded_to`: the type that the run was trained for, where linears are to be as in training."""
-        self.weights, self.with_adapter = weights, with_adapter
+    def __init__(
+        self,
+        weights: Weights,
+        *,
+        with_adapter: bool = True,
+        rounded_to: str | None = None,
+        merged_to: torch.dtype | None = None,
+    ):
+        """`rounded_to`: the type that the run was trained for, where linears are to be as in training. `merged_to`:
+        adapters are merged into their linears and rounded to this, in another draw than that of merged files."""
+        self.weights, self.with_adapter, self.merged_to = weights, with_adapter, merged_to
         self.model, _ = load.load_empty(weights.run, dtype="fp32")
         self.rounded = FakeQuantization.of(self.model, rounded_to) if rounded_to else None
         with load.reading(weights.run, "weights"), load.quiet():
@@ -324,20 +351,28 @@ class StreamedModel:
             for linear in self.weights.adapted:
                 if linear.startswith(prefix):
                     lora.attach_one(self.model, linear, self.weights.adapter, str(self.weights.folder))
+                    if self.merged_to is not None:
+                        self._merge(linear, self.merged_to)
         if self.rounded is not None:
             self.rounded.put_on(self.model, lambda linear: linear.startswith(prefix))
+
+    def _merge(self, name: str, dtype: torch.dtype) -> None:
+        adapter = self.model.get_submodule(name)
+        merged = adapter.merged(adapter.base.weight.detach())
+        adapter.base.weight.data = halved(merged, dtype).float()
+        replace_module(self.model, name, adapter.base)
 
     def _put(self, names: list[str]) -> None:
         stored = [self.tied.get(name, name) if name not in self.source.names else name for name in names]
         if missing := [name for name in stored if name not in self.source.names]:
             raise UserError(f"model: the weights of {self.weights.run.model} hold no {missing[0]}.")
-        found = {name: tensor.float() for name, tensor, _ in self._from_files(stored)}
+        found = {name: _in_fp32(tensor) for name, tensor, _ in self._from_files(stored)}
         for name, source in zip(names, stored, strict=True):
             put_tensor(self.model, name, found[source])
 
     def _free(self, name: str, module: nn.Module, *_: Any) -> None:
         prefix = f"{name}." if name else ""
-        if self.with_adapter:
+        if self.with_adapter and self.merged_to is None:
             for linear in filter(lambda one: one.startswith(prefix), self.weights.adapted):
                 replace_module(self.model, linear, self.model.get_submodule(linear).base)
         for leaf, parameter in list(module.named_parameters(remove_duplicate=False)):
