@@ -87,6 +87,14 @@ def test_all_texts_are_tokenized_in_few_calls_and_cut_where_the_question_ends(op
             assert [*before, *one] == both
 
 
+@pytest.mark.parametrize(("left_out", "said"), [("question", "question or query or ctx"), ("answer", "answerKey")])
+def test_choices_without_a_question_or_an_answer_are_told_what_is_missing(tmp_path, left_out, said):
+    record = {"question": "x", "choices": ["a", "b"], "answer": 0}
+    del record[left_out]
+    with pytest.raises(UserError, match=said):
+        read_task(written(tmp_path / "mc.jsonl", record))
+
+
 def test_a_batch_is_started_before_the_one_before_it_is_read():
     seen = []
 
