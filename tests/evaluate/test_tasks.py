@@ -87,6 +87,14 @@ def test_all_texts_are_tokenized_in_few_calls_and_cut_where_the_question_ends(op
             assert [*before, *one] == both
 
 
+@pytest.mark.parametrize(("left_out", "said"), [("question", "question or query or ctx"), ("answer", "answerKey")])
+def test_choices_without_a_question_or_an_answer_are_told_what_is_missing(tmp_path, left_out, said):
+    record = {"question": "x", "choices": ["a", "b"], "answer": 0}
+    del record[left_out]
+    with pytest.raises(UserError, match=said):
+        read_task(written(tmp_path / "mc.jsonl", record))
+
+
 def test_a_batch_is_started_before_the_one_before_it_is_read():
     seen = []
 
@@ -105,6 +113,70 @@ def test_gsm8k_answers_are_extracted_as_published(expected):
     found = [[int(value) for value in answers.gsm8k(*case).values()] for case in oracle.gsm8k_cases()]
     assert found == expected["gsm8k"]
     assert all(sum(column) > 5 for column in zip(*found, strict=True))
+
+
+BY_HAND = [  # what a model said, the right number, and as a person reads the published rules: strict, flexible
+    ("She sold 48/2 = 24 clips in May.\nIn all she sold 48+24 = 72 clips.\n#### 72", "72", 1, 1),
+    ("The answer is 72.", "72", 0, 1),
+    ("#### 72.", "72", 1, 1),
+    ("####72", "72", 0, 1),
+    ("#### $72", "72", 0, 1),
+    ("#### 1,000", "1000", 1, 1),
+    ("She earns $1,000.", "1000", 0, 1),
+    ("#### 18.00", "18", 0, 0),
+    ("#### 18\n#### 20", "20", 0, 1),
+    ("#### 18\n#### 20", "18", 1, 0),
+    ("#### -5", "-5", 1, 1),
+    ("The temperature is -5 degrees.", "-5", 0, 1),
+    ("It drops from 10 to 10-15 = -5", "-5", 0, 1),
+    ("The result is 10-5", "5", 0, 0),
+    ("Half of them, so 3/4", "0.75", 0, 0),
+    ("#### 0.75", "0.75", 1, 1),
+    ("#### .75", "0.75", 0, 0),
+    ("She saves 50%", "50", 0, 1),
+    ("#### 50%", "50", 1, 1),
+    ("#### 9 apples", "9", 1, 1),
+    ("#### 9 apples and 3 pears", "9", 1, 0),
+    ("I do not know.", "9", 0, 0),
+    ("", "9", 0, 0),
+    ("Nine", "9", 0, 0),
+    ("It is 9...", "9", 0, 0),
+    ("It is 9 ...", "9", 0, 0),
+    ("#### 9...", "9", 0, 0),
+    ("x = 9\nTherefore, x = 9,", "9", 0, 1),
+    ("**9**", "9", 0, 1),
+    ("\\boxed{9}", "9", 0, 1),
+    ("$9", "9", 0, 1),
+    ("9$", "9", 0, 1),
+    ("#### 9$", "9", 1, 1),
+    ("A: 9 (see step 2)", "9", 0, 0),
+    ("A: 9 (see step 2)", "2", 0, 1),
+    ("#### nine", "9", 0, 0),
+    ("## 9", "9", 0, 1),
+    ("##### 9", "9", 1, 1),
+    ("####  9", "9", 0, 1),
+    ("#### \n9", "9", 0, 1),
+    ("#### 9\n\nQuestion: How many legs have 4 dogs?\nAnswer: #### 16", "9", 1, 0),
+    ("so the total is 1 000", "1000", 0, 0),
+    ("so the total is 1e3", "1000", 0, 0),
+    ("#### 1.000", "1000", 0, 0),
+    ("#### 3 1/2", "3", 1, 0),
+    ("Total: $3.50.", "3.50", 0, 1),
+    ("#### 3.5", "3.50", 0, 0),
+    ("#### ,5", "5", 1, 1),
+    ("It takes 07 days", "7", 0, 0),
+    ("2 * 4 = 8 legs.\nThe answer is 8 legs, that is -8 + 16.", "8", 0, 0),
+    # and three of SmolLM2's
+    ("The answer is 14.\n\nSo, there were 14 pieces taken by the guests.", "14", 0, 1),
+    ("The total cost of 20 candles is 20 * $2.00 = $40. \nThis is the total cost multiplied by the price.", "20", 0, 0),
+    ("So, John spends 120 minutes driving at 30mph, which is 120 minutes of his original 4 hours.", "45", 0, 0),
+]
+
+
+@pytest.mark.parametrize(("said", "right", "strict", "flexible"), BY_HAND)
+def test_gsm8k_answers_are_scored_as_a_person_reads_the_rules(said, right, strict, flexible):
+    found = answers.gsm8k(said, f"Some <<48/2=24>>steps.\n#### {right}")
+    assert found == {"strict": bool(strict), "flexible": bool(flexible)}
 
 
 def test_math_answers_are_equal_as_published(expected):

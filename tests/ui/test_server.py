@@ -6,7 +6,9 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -99,6 +101,28 @@ def test_the_link_works_once_and_becomes_a_cookie_that_scripts_and_other_sites_d
     assert "Set-Cookie" not in headers
     assert ask(server, "/", cookie=re.search("=([^;]+)", kept)[1])[0] == 200
     assert server.access.token != token
+
+
+def test_an_address_that_names_another_server_and_two_lengths_are_refused(server):
+    assert ask(server, f"http://127.0.0.1:{server.port}/api/runs")[0] == 200
+    assert ask(server, "http://elsewhere.example/api/runs")[0] == 421
+    cookie = f"{server.cookie}={server.access.session}"
+    sent = (
+        f"GET /api/runs HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nCookie: {cookie}\r\n"
+        "Content-Length: 0\r\nContent-Length: 40\r\n\r\n"
+    )
+    with closing(socket.create_connection(("127.0.0.1", server.port), timeout=60)) as connection:
+        connection.sendall(sent.encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_run_that_was_deleted_while_it_was_looked_at_is_no_run(tmp_path):
+    folder = record_run(tmp_path / "gone", steps=5)
+    with serving(tmp_path) as server:
+        assert ask(server, f"/api/runs/{run_id('gone')}")[0] == 200
+        shutil.rmtree(folder)
+        for more in ("", "/samples", "/documents?step=1", "/report"):
+            assert ask(server, f"/api/runs/{run_id('gone')}{more}")[0] == 404
 
 
 @pytest.mark.parametrize("path", ROUTES)

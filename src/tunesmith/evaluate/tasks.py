@@ -162,7 +162,7 @@ def recognise(records: Sequence[Record]) -> Kind:
         return "instructions"
     if "turns" in names:
         return "judge"
-    if _first(names, CHOICES) and _first(names, QUESTIONS) and _first(names, GOLD):
+    if _first(names, CHOICES) and (_first(names, QUESTIONS) or _first(names, GOLD)):
         return "choices"
     if {"problem", "solution"} <= names:
         return "answers"

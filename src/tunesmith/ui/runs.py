@@ -67,7 +67,8 @@ class Runs:
             return self._found
 
     def get(self, run: str) -> Found | None:
-        return self.find().get(run)
+        found = self.find().get(run)
+        return found if found is not None and (found.folder / "run.json").exists() else None  # deleted a moment ago
 
     def listing(self) -> list[dict[str, Any]]:
         """What the list says of each run; those that run first, then the newest."""

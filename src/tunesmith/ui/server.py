@@ -186,15 +186,17 @@ class Handler(BaseHTTPRequestHandler):
 
     def _read_body(self) -> None:
         """No route takes any; what is sent all the same must not be read as the next request."""
-        length = self.headers.get("Content-Length", "0")
-        if self.headers.get("Transfer-Encoding") or not re.fullmatch("[0-9]{1,4}", length) or int(length) > 1024:
+        lengths = self.headers.get_all("Content-Length", ["0"])
+        is_known = len(lengths) == 1 and re.fullmatch("[0-9]{1,4}", lengths[0]) and int(lengths[0]) <= 1024
+        if self.headers.get("Transfer-Encoding") or not is_known:
             self.close_connection = True
             raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "Requests have no content here.")
-        self.rfile.read(int(length))
+        self.rfile.read(int(lengths[0]))
 
     def _check_sender(self) -> None:
         hosts = self.headers.get_all("Host", [])
-        if len(hosts) != 1 or hosts[0].lower() not in self.server.hosts:
+        named = urlsplit(self.path).netloc  # of an address as proxies send it
+        if len(hosts) != 1 or not {hosts[0].lower(), (named or hosts[0]).lower()} <= self.server.hosts:
             raise Refused(HTTPStatus.MISDIRECTED_REQUEST, "This server is not the one that was asked for.")
         origins = self.headers.get_all("Origin", [])
         is_change = self.command not in ("GET", "HEAD")

@@ -143,7 +143,7 @@
       if (place >= 0) showRecords(last.curves.step[place]);
     };
     const panel = T.section("Curves", panels.controls(), h("p", { class: "soft small" }, "Click on a point of the loss, or press Enter at the cursor, to see the documents of that step."), panels.root, records);
-    main.replaceChildren(top, h("div", { class: "controls" }, stop, resume, archive, tags, h("a", { href: `/api/runs/${id}/report`, download: "report.html" }, "Save as one file"), said), panel, evaluations, below,
+    main.replaceChildren(top, h("div", { class: "controls" }, stop, resume, archive, h("label", {}, "Tags ", tags), h("a", { href: `/api/runs/${id}/report`, download: "report.html" }, "Save as one file"), said), panel, evaluations, below,
       T.section("Settings that differ", h("div", { class: "controls" }, h("label", {}, "from those of", other)), against), settings);
     ask("/api/runs").then((found) => { for (const run of found.runs) if (run.id !== id) other.append(h("option", { value: run.id }, run.name)); where.textContent = found.folder; }).catch(() => {});
 

@@ -64,7 +64,7 @@ const Tunesmith = (() => {
   // `isStacked`: on a phone each row is a card
   function table(caption, heads, rows, kinds = [], isStacked = false) {
     return scrolling(h("table", { class: isStacked ? "stacked" : null }, h("caption", {}, caption),
-      h("thead", {}, h("tr", {}, heads.map((head, place) => h("th", { scope: "col", class: kinds[place] }, head)))),
+      h("thead", {}, h("tr", {}, heads.map((head, place) => h("th", { scope: "col", class: kinds[place] }, head || h("span", { class: "skip" }, place ? "more" : "name"))))),
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell, place) =>
         place === 0 ? h("th", { scope: "row", class: kinds[0] }, cell) : h("td", { class: kinds[place], "data-name": isStacked ? heads[place] : null }, cell)))))));
   }
