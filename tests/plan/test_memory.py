@@ -70,12 +70,13 @@ FAMILIES += ["glm", "olmo2", "cohere2", "starcoder2"]
 @pytest.mark.parametrize(
     ("family", "method"),
     [(family, method) for family in FAMILIES for method in ("full", "lora")]
-    + [(family, "frozen") for family in ("llama", "gemma2", "gpt_neox")],
+    + [(family, "frozen") for family in ("llama", "gemma2", "gpt_neox")]
+    + [("qwen3_moe", "lora"), ("qwen3_moe", "qlora")],
 )
 def test_activations_are_what_autograd_keeps(family, method):
     """Counted by autograd's hooks on a model of two layers against one of one layer, in bf16. Of frozen layers over an
-    embedding that is trained, as LISA has them, it is near."""
-    heads = 4 if family in ("gemma2", "mixtral", "glm") else 2  # wide enough that scores and routers count for little
+    embedding that is trained, as LISA has them, it is near. Of `qlora` the experts are in nf4."""
+    heads = {"gemma2": 4, "mixtral": 4, "glm": 4, "qwen3_moe": 8}.get(family, 2)  # scores and routers count for little
     config = {
         "model_type": family,
         "hidden_size": 16 * heads,
@@ -86,16 +87,19 @@ def test_activations_are_what_autograd_keeps(family, method):
         "vocab_size": 128,
         "max_position_embeddings": 1024,
         "num_local_experts": 4,
+        **(
+            {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 22 * heads} if "moe" in family else {}
+        ),
         "pad_token_id": 0,
     }
     tokens, rank = 576, 4  # long enough that a CPU computes attention in bf16 too
     per_layer = _kept(config | {"num_hidden_layers": 2}, method, tokens, rank)
     per_layer -= _kept(config | {"num_hidden_layers": 1}, method, tokens, rank)
     facts = from_config(config | {"num_hidden_layers": 2})
-    given = task(facts, "T4", "lora" if method == "lora" else "full", tokens, 1, lora=Lora(rank=rank), device="cpu")
+    given = task(facts, "T4", "lora" if "lora" in method else "full", tokens, 1, lora=Lora(rank=rank), device="cpu")
     # Without the layer's window, which makes a difference from the second layer on in some families only.
     options = {"is_compiled": False, "is_frozen": method == "frozen"}
-    expected = tokens * memory.layer_bytes(given, facts.kinds[-1], **options)
+    expected = tokens * memory.layer_bytes(given, facts.kinds[facts.pattern[-1]], **options)
     expected += given.adapted[0] / 2 * 2 * 2  # the factors in bf16, of one layer
     assert expected == pytest.approx(per_layer, rel=0.1 if method == "frozen" else 0.03)
 
@@ -106,16 +110,23 @@ def _kept(config: dict, method: str, tokens: int, rank: int) -> int:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tunesmith.model import attention, lora
+    from tunesmith.model.experts import QuantizedExperts, experts_of_layers
     from tunesmith.model.forward import Inputs, hidden_states
     from tunesmith.model.fuse import fuse
-    from tunesmith.model.structure import decoder_layers
+    from tunesmith.model.structure import decoder_layers, replace_module
     from tunesmith.plan.plan import ForwardSpec
 
     attention.register()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).to(torch.bfloat16).train()
     model.set_attn_implementation(attention.NAME)
-    if method == "lora":
+    if method == "qlora":
+        for name, experts in experts_of_layers(model).items():
+            held = QuantizedExperts(experts, "nf4")
+            for leaf, stack in experts.named_parameters():
+                held.hold(leaf, stack.detach())
+            replace_module(model, name, held)
+    if "lora" in method:
         lora.attach(model, Lora(rank=rank), seed=0)
         fuse(model, fp8=False)
     if method == "frozen":
