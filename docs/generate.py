@@ -406,10 +406,10 @@ def _families_gpu(rows: list[dict[str, Any]]) -> list[str]:
     from families_gpu import ratio
 
     lines = [
-        "16,384 tokens a step of packed documents, bf16, rank 16. *Busy*: of our steps' time, that in which a kernel ran.",
-        "*Times*: ours over the faster other.",
+        "16,384 tokens a step, packed documents, bf16, rank 16. *Busy*: share of our steps with a kernel running.",
+        "*Times*: ours over the faster other. GiB and tokens/s of plans stand last.",
         "",
-        "| case | ours, tokens/s | transformers | with Liger | times | busy | GiB, ours | predicted | tokens/s predicted |",
+        "| case | ours, tokens/s | transformers | with Liger | times | busy | GiB, ours | GiB planned | planned |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in (row for row in rows if "failed" not in row):
@@ -627,11 +627,11 @@ loss is that of the targets alone: a router's auxiliary loss (`router_aux_loss_c
 config has `output_router_logits: true`.
 
 With `method: qlora` experts are held in nf4 and multiplied a layer at a time. Qwen3-30B-A3B, 16,384 tokens a step, is
-planned at 22.3 GiB of a GPU with 24 (weights 15.5), and at 11.1 GiB of one with 12, where the frozen weights are in host
-memory and come to the GPU layer by layer; both are predictions. They come by whole layers and not by experts, because
-experts would save nothing: each of a layer's 128 gets 1,024 of 131,072 choices on average, so every step reads all of
-them, but for a router that gives one less than a thousandth of its share. What is on the GPU of them at a time is
-0.6 GiB. An expert is left out only where a micro-batch has about a hundred tokens or fewer, as in decoding.
+planned at 22.3 GiB of a GPU with 24 (weights 15.5), and at 11.1 GiB of one with 12, where the frozen weights are in
+host memory and come to the GPU layer by layer; both are predictions. They come by whole layers and not by experts:
+each of a layer's 128 gets 1,024 of 131,072 choices on average, so every step reads all of them, but for a router that
+gives one less than a thousandth of its share. What is on the GPU of them at a time is 0.6 GiB. An expert is left out
+only where a micro-batch has about a hundred tokens or fewer, as in decoding.
 """
 
 
