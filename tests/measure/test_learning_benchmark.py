@@ -76,7 +76,7 @@ def test_what_was_measured_before_stays_and_new_rows_are_compared(objectives, tm
     objectives.collect([write(tmp_path / "b", swept)])
     made = {row["name"]: row for row in json.loads((tmp_path / "objectives.json").read_text())["numbers"]}
     assert made["8B into 1B, teacher in each step"]["share_of_teacher"] == 0.5
-    assert made["8B into 1B, teacher asked once"]["share_of_teacher"] == pytest.approx(0.2)
+    assert made["8B into 1B, teacher asked once"]["time_to_live"] == pytest.approx(0.625)
     assert made["8B, sweep of four"]["memory_to_one"] == 1.1
 
 
