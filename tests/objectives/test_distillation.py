@@ -404,7 +404,8 @@ def test_two_ranks_give_the_losses_of_one(world, models, tmp_path, method, way, 
     assert_two_give_the_losses_of_one(world, folder, way, count=3, method=method, distillation=given)
 
 
-def test_a_teacher_with_another_vocabulary_is_refused(models, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_a_teacher_with_another_vocabulary_is_refused(models, tmp_path, monkeypatch, capsys, command):
     other = make_tiny_model(tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -412,7 +413,7 @@ def test_a_teacher_with_another_vocabulary_is_refused(models, tmp_path, monkeypa
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     monkeypatch.chdir(write_run(tmp_path / "run", (models[0], other)))
     with pytest.raises(SystemExit) as ended:
-        main(["train", "run.yaml"])
+        main([command, "run.yaml"])
     said = capsys.readouterr().err
     assert ended.value.code
     assert "has another vocabulary" in said

@@ -262,3 +262,11 @@ def test_an_unknown_label_is_a_bad_record(tiny_model, tmp_path, monkeypatch, cap
         main(["train", "run.yaml"])
     assert ended.value.code
     assert "not among `labels` (bad, good)" in capsys.readouterr().err
+
+
+def test_a_single_label_is_told(tiny_model, tmp_path, monkeypatch, capsys):
+    folder = write_run(tmp_path, tiny_model, "texts", steps=1, eval=[], held_out=0)
+    (folder / "train.jsonl").write_text('{"text": "red", "label": "good"}\n{"text": "blue", "label": "good"}\n')
+    monkeypatch.chdir(folder)
+    tunesmith("train", "run.yaml")
+    assert "All training records have the label good" in " ".join(capsys.readouterr().err.split())

@@ -13,6 +13,7 @@ from objectives.test_runs import tunesmith
 from ranks import assert_two_give_the_losses_of_one
 from rollout_tasks import settings_of, write_prompts, write_run
 from tiny import TRAIN, Die, Runs, assert_resumes
+from tunesmith.cli.main import main
 from tunesmith.config.load import from_mapping
 from tunesmith.infer.rollout import Wanted, sample
 from tunesmith.model import lora
@@ -193,8 +194,19 @@ def test_what_cannot_be_checked_is_said_first(tiny_model, tmp_path, monkeypatch,
     assert why in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("kind", ["PREFIX_TUNING", "PROMPT_TUNING"])
+def test_vectors_before_a_text_are_refused_before_data_are_read(tiny_model, tmp_path, monkeypatch, capsys, kind):
+    settings = {name: value for name, value in settings_of(tiny_model).items() if name != "lora"}
+    settings |= {"method": "peft", "peft": {"peft_type": kind, "num_virtual_tokens": 4}, "rewards": ["exact"]}
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "run.yaml"])
+    assert ended.value.code
+    assert f"{kind} puts trained vectors before each text" in " ".join(capsys.readouterr().err.split())
+
+
 def test_batches_of_tokens_are_refused(tiny_model):
-    from tunesmith.config.load import from_mapping
     from tunesmith.errors import UserError
     from tunesmith.run.choose import plan_run
 
