@@ -17,8 +17,10 @@ CASES: dict[str, dict[str, Any]] = {
     "dpo_length_normalised": {"objective": "dpo", "length_normalised": True, "beta": 2.0},
     "dpo_sft": {"objective": "dpo", "sft_weight": 0.5},
     "kto": {"objective": "kto", "desirable_weight": 1.5},
+    "kto_unwanted": {"objective": "kto", "undesirable_weight": 2.0, "beta": 0.3},
     "orpo": {"objective": "orpo", "beta": 0.2},
     "simpo": {"objective": "simpo", "margin": 0.6, "label_smoothing": 0.1},
+    "simpo_sft": {"objective": "simpo", "margin": 0.3, "sft_weight": 0.5, "beta": 1.5},
     "cpo": {"objective": "cpo", "label_smoothing": 0.2},
     "cpo_hinge": {"objective": "cpo", "loss": "hinge", "sft_weight": 0.0},
     "cpo_ipo": {"objective": "cpo", "loss": "ipo"},
@@ -29,6 +31,7 @@ ROLLOUTS: dict[str, dict[str, Any]] = {
     "grpo_dr": {"objective": "grpo", "loss": "dr_grpo", "scale_rewards": "none", "max_answer_tokens": 16},
     "grpo_bnpo": {"objective": "grpo", "loss": "bnpo", "scale_rewards": "batch", "beta": 0.02},
     "grpo_gspo": {"objective": "grpo", "loss": "grpo", "ratios": "sequence", "epsilon": 0.05},
+    "grpo_gspo_kl": {"objective": "grpo", "ratios": "sequence", "epsilon": 0.05, "beta": 0.1},
     "rloo": {"objective": "rloo", "epsilon": 0.4},
     "rloo_batch": {"objective": "rloo", "scale_rewards": "batch", "temperature": 1.3},
 }

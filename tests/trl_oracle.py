@@ -115,7 +115,8 @@ def _cpo(objective, case, model, reference, tokenizer, folder) -> tuple[torch.Te
     options = {"beta": case.get("beta", 0.1), "label_smoothing": case.get("label_smoothing", 0.0)}
     options |= {"loss_type": case.get("loss", "sigmoid"), "cpo_alpha": case.get("sft_weight", 1.0)}
     if objective == "simpo":
-        options |= {"loss_type": "simpo", "simpo_gamma": case["margin"], "beta": 2.0, "cpo_alpha": 0.0}
+        options |= {"loss_type": "simpo", "simpo_gamma": case["margin"]}
+        options |= {"beta": case.get("beta", 2.0), "cpo_alpha": case.get("sft_weight", 0.0)}
     data = _data({"prompt": ["a", "b"], "chosen": ["c", "d"], "rejected": ["e", "f"]})
     config = CPOConfig(output_dir=folder, **COMMON, **options)
     trainer = CPOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tunesmith.data.chat import Encoder
-from tunesmith.data.guard import Watch, check_dataset, check_encoder, example_hash, overlap_warnings
+from tunesmith.data.guard import Watch, check_dataset, check_encoder, example_hash, missing_kinds, overlap_warnings
 from tunesmith.data.types import Completion, Conversation, Document, Example, Message, Origin, Record, Tokens
 from tunesmith.errors import UserError
 
@@ -178,3 +178,21 @@ def test_what_is_both_trained_on_and_held_out_is_reported(encoder):
     assert overlap_warnings(train, {}) == []
     (warning,) = overlap_warnings(train, {"held": hashes(chat("Hi", "two"), chat("x", "y"))})
     assert warning.startswith("1 of the 2 examples of held (held out) are also in a (training)")
+
+
+@pytest.mark.parametrize(
+    ("objective", "labels", "values", "said"),
+    [
+        ("kto", (), [[1, 1], [1]], "All training answers are wanted ones"),
+        ("kto", (), [[0, 0]], "add wanted ones."),
+        ("kto", (), [[1, 1], [0]], None),
+        ("classify", ("a", "b", "c"), [[1, 1]], "the label b, so the model learns to give it to any text"),
+        ("classify", ("a", "b", "c"), [[1], [0]], "No training record has the label c"),
+        ("classify", ("a", "b"), [[1, 0]], None),
+        ("reward", (), [[1, 1]], None),
+    ],
+)
+def test_a_kind_that_no_record_has_is_told(objective, labels, values, said):
+    found = missing_kinds(objective, labels, [np.array(one, dtype=np.float32) for one in values])
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]

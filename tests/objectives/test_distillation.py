@@ -336,10 +336,12 @@ def test_a_step_with_own_answers_is_the_divergence_at_their_tokens(models, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("kind", DIVERGENCES)
-def test_a_step_with_own_answers_has_the_loss_of_trl(models, tmp_path, monkeypatch, kind):
+def test_a_step_with_own_answers_has_the_loss_of_trl(models, tmp_path, monkeypatch, kind, temperature):
+    """But for the square of the temperature, which TRL leaves to the learning rate."""
     gkd = pytest.importorskip("trl.experimental.gkd")
-    _, batch, result, gradients = own_answers(models, tmp_path, monkeypatch, loss=kind)
+    _, batch, result, gradients = own_answers(models, tmp_path, monkeypatch, loss=kind, temperature=temperature)
     student, teacher = (load(folder, "padded") for folder in models)
     rows = list(documents(batch).values())
     ids = torch.zeros(len(rows), max(len(tokens) for tokens, _ in rows), dtype=torch.long)
@@ -349,7 +351,8 @@ def test_a_step_with_own_answers_has_the_loss_of_trl(models, tmp_path, monkeypat
         labels[row, start : len(tokens)] = tokens[start:]
     own, taught = (one(input_ids=ids, attention_mask=mask).logits[:, :-1, :WORDS] for one in (student, teacher))
     beta = {"forward_kl": 0, "reverse_kl": 1, "jsd": 0.5}[kind]
-    loss = gkd.GKDTrainer.generalized_jsd_loss(own, taught.detach(), labels[:, 1:], beta=beta)
+    options = {"beta": beta, "temperature": temperature}
+    loss = temperature**2 * gkd.GKDTrainer.generalized_jsd_loss(own, taught.detach(), labels[:, 1:], **options)
     assert result.loss == pytest.approx(loss.item(), rel=1e-5)
     loss.backward()
     for name, one in student.named_parameters():
@@ -401,7 +404,8 @@ def test_two_ranks_give_the_losses_of_one(world, models, tmp_path, method, way, 
     assert_two_give_the_losses_of_one(world, folder, way, count=3, method=method, distillation=given)
 
 
-def test_a_teacher_with_another_vocabulary_is_refused(models, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_a_teacher_with_another_vocabulary_is_refused(models, tmp_path, monkeypatch, capsys, command):
     other = make_tiny_model(tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -409,7 +413,7 @@ def test_a_teacher_with_another_vocabulary_is_refused(models, tmp_path, monkeypa
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     monkeypatch.chdir(write_run(tmp_path / "run", (models[0], other)))
     with pytest.raises(SystemExit) as ended:
-        main(["train", "run.yaml"])
+        main([command, "run.yaml"])
     said = capsys.readouterr().err
     assert ended.value.code
     assert "has another vocabulary" in said

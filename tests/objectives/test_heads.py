@@ -69,16 +69,19 @@ def tunesmith(*arguments: str) -> None:
     assert not ended.value.code
 
 
+def padded(documents: list, fill: int) -> dict[str, torch.Tensor]:
+    ids = torch.full((len(documents), max(len(one.ids) for one in documents)), fill)
+    mask = torch.zeros_like(ids)
+    for row, one in enumerate(documents):
+        ids[row, : len(one.ids)], mask[row, : len(one.ids)] = torch.from_numpy(one.ids).long(), 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
 def plain_loss(model: torch.nn.Module, kind: str, examples: list[list]) -> torch.Tensor:
     """By transformers' own forward pass, padded as its tokenizer pads, and TRL's formula for pairs."""
 
     def scores(documents) -> torch.Tensor:
-        longest = max(len(one.ids) for one in documents)
-        ids = torch.full((len(documents), longest), model.config.pad_token_id)
-        mask = torch.zeros_like(ids)
-        for row, one in enumerate(documents):
-            ids[row, : len(one.ids)], mask[row, : len(one.ids)] = torch.from_numpy(one.ids).long(), 1
-        return model(input_ids=ids, attention_mask=mask).logits
+        return model(**padded(documents, model.config.pad_token_id)).logits
 
     first = scores([example[0] for example in examples])
     values = torch.tensor([example[0].value for example in examples])
@@ -121,6 +124,34 @@ def test_loss_and_gradients_are_transformers_own(tiny_model, tmp_path, monkeypat
     assert names == ({"score.weight"} if method == "lora" else own.keys())
     for name in names:
         torch.testing.assert_close(found[name], own[name], atol=1e-5 * own[name].abs().max().item(), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_loss_of_pairs_is_that_of_trl(tiny_model, tmp_path, monkeypatch):
+    """With the margins of pairs that have one: `plain_loss`, with which a step is compared above."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    monkeypatch.chdir(write_run(tmp_path, tiny_model, "pairs", eval=[], held_out=0))
+    run = from_mapping(json.loads(Path("run.yaml").read_text()))
+    (store,) = prepare_run(run, plan=plan_run(run), warn=print).data.train
+    examples = [documents_of(store, index, 0) for index in range(len(store))]
+    values = torch.tensor([example[0].value for example in examples])
+    assert values.any()
+    models = [AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1) for _ in range(2)]
+    for model in models:
+        model.config.pad_token_id = 0
+        model.load_state_dict(models[0].state_dict())
+    config = trl.RewardConfig(output_dir=str(tmp_path / "trl"), report_to="none", use_cpu=True, bf16=False)
+    options = {"args": config, "processing_class": AutoTokenizer.from_pretrained(tiny_model)}
+    options["train_dataset"] = datasets.Dataset.from_dict({"chosen": ["a b"], "rejected": ["c d"]})
+    trainer = trl.RewardTrainer(models[1], **options)
+    both = [example[place] for place in (0, 1) for example in examples]
+    expected = trainer.compute_loss(models[1], {**padded(both, 0), "margin": values})
+    found = plain_loss(models[0], "pairs", examples)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    found.backward()
+    expected.backward()
+    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5 * theirs.grad.abs().max().item())
 
 
 def as_asked(tokenizer, prompt: str, answer: str):
@@ -180,7 +211,13 @@ def test_what_is_saved_loads_in_transformers_with_the_same_scores(
         assert "scores texts" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("kind", "method"), [("pairs", "lora"), pytest.param("texts", "full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("pairs", "lora"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("texts", "full"), ("scores", "full"))),
+    ],
+)
 def test_a_killed_run_goes_on_to_the_same_bytes(runs: Runs, tiny_model, tmp_path, kind, method):
     options = {"method": method, "output": "run", "save_every": 2, "eval_every": 100, "steps": 12}
     whole, killed = (write_run(tmp_path / name, tiny_model, kind, **options) for name in ("whole", "killed"))
@@ -188,7 +225,14 @@ def test_a_killed_run_goes_on_to_the_same_bytes(runs: Runs, tiny_model, tmp_path
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("kind", "method", "way"), [("pairs", "lora", "zero3"), ("texts", "full", "zero3")])
+@pytest.mark.parametrize(
+    ("kind", "method", "way"),
+    [
+        ("pairs", "lora", "zero3"),
+        ("texts", "full", "zero3"),
+        pytest.param("scores", "full", "zero2", marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks_give_the_losses_of_one(world, tiny_model, tmp_path, kind, method, way):
     """Five sequences a step, which two ranks cannot share evenly."""
     changes = {"method": method, "lora": {"rank": 4}, "eval": [], "held_out": 0, "batch_tokens": 5 * 128, "epochs": 8}
@@ -218,3 +262,11 @@ def test_an_unknown_label_is_a_bad_record(tiny_model, tmp_path, monkeypatch, cap
         main(["train", "run.yaml"])
     assert ended.value.code
     assert "not among `labels` (bad, good)" in capsys.readouterr().err
+
+
+def test_a_single_label_is_told(tiny_model, tmp_path, monkeypatch, capsys):
+    folder = write_run(tmp_path, tiny_model, "texts", steps=1, eval=[], held_out=0)
+    (folder / "train.jsonl").write_text('{"text": "red", "label": "good"}\n{"text": "blue", "label": "good"}\n')
+    monkeypatch.chdir(folder)
+    tunesmith("train", "run.yaml")
+    assert "All training records have the label good" in " ".join(capsys.readouterr().err.split())

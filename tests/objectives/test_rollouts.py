@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,13 @@ from objectives.test_runs import tunesmith
 from ranks import assert_two_give_the_losses_of_one
 from rollout_tasks import settings_of, write_prompts, write_run
 from tiny import TRAIN, Die, Runs, assert_resumes
+from tunesmith.cli.main import main
+from tunesmith.config.load import from_mapping
 from tunesmith.infer.rollout import Wanted, sample
+from tunesmith.model import lora
+from tunesmith.run.assemble import assemble
+from tunesmith.run.choose import plan_run
+from tunesmith.run.start import prepare_run
 from tunesmith.train import events
 
 STEP = "tunesmith.train.step:TrainStep._forward_backward"
@@ -78,6 +85,47 @@ def test_two_ranks_give_the_losses_of_one(world, tiny_model, tmp_path, objective
     alone, both = assert_two_give_the_losses_of_one(world, folder, way, **options)
     for number, expected in enumerate(alone):
         assert sorted(both[0][number]["data"] + both[1][number]["data"]) == sorted(expected["data"])
+
+
+def test_the_divergence_from_the_base_is_part_of_rloos_reward(tiny_model, tmp_path, monkeypatch):
+    """As in TRL: the sum over an answer's tokens of how much likelier they are than to the base, times beta."""
+    rollout = {"beta": 0.3, "temperature": 0.7, "prompts": 3}
+    folder = write_run(tmp_path, tiny_model, objective="rloo", rollout=rollout, eval=[], held_out=0)
+    (folder / "rewards.py").write_text("def letters(answer, record):\n    return 0.0\n")
+    (folder / "run").mkdir()
+    monkeypatch.chdir(folder)
+    run = from_mapping(json.loads((folder / "run.yaml").read_text()))
+    job = assemble(prepare_run(run, plan=plan_run(run).changed(threads=1), warn=print))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in job.optimizer.masters.values():
+            weight.add_(0.05 * torch.randn_like(weight))
+    job.model.train()
+    batch = job.roll_out(job.loader.step(0), lambda *_: None)
+    above, advantages = torch.zeros(12).double(), torch.zeros(12).double()
+    for one in batch.micro_batches:
+        advantages[one.numbers] = one.advantages
+        for number, (a, b) in zip(one.numbers.tolist(), pairwise(one.boundaries.tolist()), strict=True):
+            above[number] = divergence(job.model, one.tokens[a:b], one.weights[a:b], 0.7)
+    assert above.abs().min() > 1e-3
+    taken = -0.3 * above.view(3, 4)
+    expected = taken - (taken.sum(1, keepdim=True) - taken) / 3
+    torch.testing.assert_close(advantages, expected.flatten(), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def divergence(model, tokens: torch.Tensor, weights: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Of one document by itself, from whole softmaxes."""
+
+    def logps() -> torch.Tensor:
+        logits = model(input_ids=tokens[None].long(), attention_mask=torch.ones_like(tokens)[None]).logits[0, :-1]
+        return torch.log_softmax(logits.double() / temperature, -1).gather(-1, tokens[1:, None].long())[:, 0]
+
+    model.eval().set_attn_implementation("sdpa")
+    own = logps()
+    with lora.without_adapters(model):
+        base = logps()
+    return ((own - base) * weights[:-1]).sum()
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +194,19 @@ def test_what_cannot_be_checked_is_said_first(tiny_model, tmp_path, monkeypatch,
     assert why in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("kind", ["PREFIX_TUNING", "PROMPT_TUNING"])
+def test_vectors_before_a_text_are_refused_before_data_are_read(tiny_model, tmp_path, monkeypatch, capsys, kind):
+    settings = {name: value for name, value in settings_of(tiny_model).items() if name != "lora"}
+    settings |= {"method": "peft", "peft": {"peft_type": kind, "num_virtual_tokens": 4}, "rewards": ["exact"]}
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "run.yaml"])
+    assert ended.value.code
+    assert f"{kind} puts trained vectors before each text" in " ".join(capsys.readouterr().err.split())
+
+
 def test_batches_of_tokens_are_refused(tiny_model):
-    from tunesmith.config.load import from_mapping
     from tunesmith.errors import UserError
     from tunesmith.run.choose import plan_run
 

@@ -54,6 +54,10 @@ def command(
     from tunesmith.model.load import load_tokenizer
 
     tokenizer = load_tokenizer(run)
+    if run.objective == "distill":
+        from tunesmith.run.teacher import check_teacher
+
+        check_teacher(run)
     report = examine(run, tokenizer, examples=examples, dataset=dataset)
     if as_json:
         print_json(report)

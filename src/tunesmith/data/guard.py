@@ -1,14 +1,14 @@
 """Refuse data that would train silently wrong, and warn about what looks wrong.
 
 Three times: before anything is read (`check_encoder`), while examples are made (`Watch`), and when a data set is
-complete (`check_dataset`, `overlap_warnings`).
+complete (`check_dataset`, `missing_kinds`, `overlap_warnings`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from tunesmith.data.types import (
     RecordError,
     Tokens,
 )
-from tunesmith.errors import UserError
+from tunesmith.errors import UserError, listed
 
 
 def check_encoder(encoder: Encoder, tokenizer: Any, vocab_size: int) -> list[str]:
@@ -180,6 +180,30 @@ def example_hash(example: Example) -> int:
     """64 bits that identify the example's tokens."""
     data = np.ascontiguousarray(example.ids, dtype=np.int32).tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def missing_kinds(objective: str, labels: Sequence[str], values: Sequence[np.ndarray]) -> list[str]:
+    """Of judged answers and labelled texts: what no training record is an example of, given what each is (`values`)."""
+    if objective == "kto":
+        found, names = {int(value > 0.5) for one in values for value in np.unique(one)}, ("unwanted", "wanted")
+    elif objective == "classify":
+        found, names = {int(value) for one in values for value in np.unique(one)}, tuple(labels)
+    else:
+        return []
+    missing = [name for number, name in enumerate(names) if number not in found]
+    if not missing:
+        return []
+    if objective == "kto":
+        (only,) = (name for name in names if name not in missing)
+        return [
+            f"All training answers are {only} ones, so KTO has nothing to tell them from; add {missing[0]} ones"
+            + (", or use `objective: sft`." if only == "wanted" else ".")
+        ]
+    if len(found) == 1:
+        return [
+            f"All training records have the label {names[found.pop()]}, so the model learns to give it to any text."
+        ]
+    return [f"No training record has the label {listed(missing)}, so the model learns never to give it."]
 
 
 def overlap_warnings(train: Mapping[str, np.ndarray], held_out: Mapping[str, np.ndarray]) -> list[str]:

@@ -116,6 +116,11 @@ class TokenStore:
     def value(self, d: int) -> float:
         return float(self._values[d])
 
+    @property
+    def values(self) -> np.ndarray:
+        """float32 [D]: what the data say of each document."""
+        return self._values
+
     def facts(self, i: int) -> dict[str, Any]:
         """What the record of a prompt says besides."""
         owner = int(self._owners[i])

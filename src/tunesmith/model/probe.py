@@ -191,6 +191,11 @@ def _tried_with_peft(run: Run, found: Probed) -> Probed:
     """How the model is called with its adapter of peft's on it, tried on a small model of the same code with an adapter
     that has an effect."""
     config = adapters.make_config(run)
+    if config.is_prompt_learning and (run.objective in ("grpo", "rloo") or run.distillation.on_policy):
+        raise UserError(
+            f"peft: {config.peft_type.value} puts trained vectors before each text, with which answers are not decoded "
+            f"while training, as `objective: {run.objective}` needs here; use lora, full or another of peft's methods."
+        )
     if found.spec is None:
         return found
     if config.is_prompt_learning:
