@@ -18,7 +18,7 @@ LARGEST = 150_000
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="screenshots-") as name:
+    with tempfile.TemporaryDirectory(prefix="screenshots-", ignore_cleanup_errors=True) as name:
         here = Path(name)
         os.environ |= {"TUNESMITH_CACHE": str(here / "cache"), "SHOTS": str(here / "shots")}
         (here / "work" / "runs").mkdir(parents=True)
