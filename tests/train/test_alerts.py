@@ -12,8 +12,11 @@ import time
 import pytest
 import torch
 
+from objectives.test_runs import write_preferences
 from parallel.on_ranks import job_of
-from tiny import write_all
+from rollout_tasks import write_prompts
+from rollout_tasks import write_run as write_rollouts
+from tiny import write_all, write_data
 from tunesmith.cli.training import _memory_errors_in_words, _what_would_fit
 from tunesmith.config.load import from_mapping
 from tunesmith.data.loader import Loader
@@ -302,6 +305,58 @@ def test_memory_that_ran_out_is_told_by_category_beside_what_was_predicted(job, 
 
 def test_healthy_training_raises_none(job):
     assert alerts_of(job(steps=20)) == []
+
+
+SFT = {"data": lambda path, count, seed: write_data(path, count, seed=seed), "drop": 0.3}
+PAIRS = {"data": lambda path, count, seed: write_preferences(path, count, seed=seed), "drop": 0.1}
+JUDGED = {"data": lambda path, count, seed: write_preferences(path, count, seed=seed, judged=True), "drop": 0.1}
+PREFERENCES = {"sequence_length": 128, "batch_tokens": 1024}
+HEALTHY: dict[str, tuple[dict, dict]] = {
+    "adapters": (SFT, {}),
+    "all weights": (SFT, {"method": "full", "learning_rate": 2e-3, "schedule": "linear"}),
+    "4 bits": (SFT, {"method": "qlora", "lora": {"rank": 8}, "schedule": "wsd"}),
+    "muon": (SFT, {"method": "full", "optimizer": "muon", "learning_rate": 5e-3, "weight_decay": 0.1}),
+    "lion, every token a target": (
+        SFT,
+        {"optimizer": "lion", "learning_rate": 2e-3, "lora": {"rank": 4, "dora": True}, "train_on": "all"},
+    ),
+    "dpo": (PAIRS, PREFERENCES | {"objective": "dpo"}),
+    "orpo of all weights": (
+        PAIRS,
+        PREFERENCES | {"objective": "orpo", "method": "full", "learning_rate": 1e-3},
+    ),
+    "simpo": (PAIRS, PREFERENCES | {"objective": "simpo"}),
+    "kto": (JUDGED, PREFERENCES | {"objective": "kto"}),
+    "grpo": ({}, {"objective": "grpo", "steps": 40, "rollout": {"prompts": 8, "answers": 4}, "eval_every": 10}),
+}
+"""How each run's data are made, the share by which its held-out loss must fall at least, and its settings."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "name"), enumerate(HEALTHY), ids=list(HEALTHY))
+def test_ten_real_runs_that_learn_raise_none(runs, tiny_model, tmp_path, seed, name):
+    how, changes = HEALTHY[name]
+    common = {"seed": seed, "save_every": 1000}
+    if how:
+        common |= {"epochs": 2, "batch_tokens": 512, "eval_every": 12}
+        folder = write_all(tmp_path, tiny_model, **common | changes)
+        how["data"](folder / "train.jsonl", 600, seed)
+        how["data"](folder / "held_out.jsonl", 30, 100 + seed)
+    else:
+        folder = write_rollouts(tmp_path, tiny_model, **common | changes)
+        write_prompts(folder / "train.jsonl", 400, seed=seed)
+    done = runs(folder, "train", "run.yaml")
+    assert done.code == 0, done.err
+    found = events.read(folder / "run")
+    steps, evaluations = ([one for one in found if one["event"] == kind] for kind in ("step", "evaluation"))
+    assert len(steps) >= 40
+    first, last = evaluations[0], evaluations[-1]
+    print(name, len(steps), first["loss"], last["loss"], f"{done.seconds:.1f} s")
+    if how:
+        assert last["loss"] < (1 - how["drop"]) * first["loss"]
+    else:
+        assert last["figures"]["reward"] > first["figures"]["reward"] + 0.3
+    assert [one for one in found if one["event"] == "alert"] == []
 
 
 @pytest.mark.parametrize("is_duplicated", [True, False])

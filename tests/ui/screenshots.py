@@ -18,7 +18,7 @@ LARGEST = 150_000
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="screenshots-") as name:
+    with tempfile.TemporaryDirectory(prefix="screenshots-", ignore_cleanup_errors=True) as name:
         here = Path(name)
         os.environ |= {"TUNESMITH_CACHE": str(here / "cache"), "SHOTS": str(here / "shots")}
         (here / "work" / "runs").mkdir(parents=True)
@@ -56,8 +56,8 @@ def train_with_corrupt_records(work: Path) -> None:
     from tunesmith.config.load import from_mapping
     from ui.test_documents import trained, write_records
 
-    model = make_tiny_model(work.parent / "tiny")
     os.chdir(work)
+    model = make_tiny_model(Path("tiny"))
     given = {
         "model": str(model),
         "data": [{"path": str(write_records(Path("train.jsonl"), 240))}],
@@ -66,7 +66,7 @@ def train_with_corrupt_records(work: Path) -> None:
         "epochs": 1,
     }
     given |= {"batch_tokens": 512, "learning_rate": 2e-2, "save_every": 10, "keep": 9, "eval_every": 1000}
-    trained(from_mapping(SETTINGS | given | {"output": str(work / "runs" / "corrupt-records")}))
+    trained(from_mapping(SETTINGS | given | {"output": "runs/corrupt-records"}))
 
 
 def take(here: Path) -> None:
@@ -124,7 +124,7 @@ def take(here: Path) -> None:
             order | {**PHONE, "dark": True, "shot": f"ui-{name}-phone"},
         ]
     os.chdir(here / "work")
-    with serving(here / "work" / "runs") as server:
+    with serving(Path("runs")) as server:  # as `tunesmith ui` is started, so that no path of a machine is seen
         seen = browse(server, here / "profile", orders)
     (here / "shots" / "away.png").unlink()
     missing = [page["page"] for page in seen["pages"] if not page["isReady"]]

@@ -100,6 +100,7 @@ def test_settings_files_go_by_id_and_say_what_is_wrong(server, tmp_path):
     found = json.loads(ask(server, "/api/configs")[2])["configs"]
     assert [one["name"] for one in found] == ["a.yaml"]
     assert "lorra" in found[0]["problem"]
+    assert "(a.yaml, line" in found[0]["problem"]
     status, said = post(server, f"/api/configs/{file_id(tmp_path / 'a.yaml')}/start")
     assert status == 409
     assert "lorra" in said["problem"]

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -178,6 +179,47 @@ def test_what_fails_is_said_on_the_page_and_can_be_tried_again(few, tmp_path):
     assert found["afterRetry"][2:] == ["Tags kept.", 3]
     labels = json.loads((few / "runs" / "support" / "labels.json").read_text())
     assert labels["tags"] == ["mine"]
+
+
+def test_each_step_of_a_real_run_is_on_its_page_within_two_seconds(tiny_model, tmp_path):
+    """Of every step that is trained while the page is watched: when the page shows it, or a later one."""
+    from tiny import write_all, write_data
+
+    folder = write_all(tmp_path / "here", tiny_model, output="runs/live", steps=900, save_every=100, eval_every=50)
+    write_data(folder / "train.jsonl", 400)
+    log, run, watched = folder / "runs" / "live" / "events.jsonl", run_id("live"), 10_000
+    script = (
+        "(async () => { const seen = [], began = Date.now();"
+        f" while (Date.now() < began + {watched}) {{ await new Promise((done) => setTimeout(done, 20));"
+        " const step = Number(/([0-9]+) of 900/.exec(document.querySelector('.cards').innerText)?.[1]);"
+        " if (step && step !== seen.at(-1)?.[0]) seen.push([step, Date.now()]); }"
+        " return { began, seen }; })()"
+    )
+    command = [sys.executable, "-m", "tunesmith", "train", "run.yaml"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    training = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        give_up = time.monotonic() + 200
+        while not (log.exists() and '"event": "step"' in log.read_text()):
+            assert training.poll() is None, "it has ended before its first step"
+            assert time.monotonic() < give_up, "no step within 200 s"
+            time.sleep(0.1)
+        with serving(folder / "runs") as server:
+            charts = "document.querySelectorAll('.u-over').length >= 4"
+            orders = [{"page": f"#/run/{run}", "wait": charts, "script": script}]
+            (page,) = browse(server, tmp_path / "profile", orders)["pages"]
+    finally:
+        training.terminate()
+        training.wait(120)
+    assert page["isReady"]
+    began, seen = page["found"]["began"], page["found"]["seen"]
+    lags = []
+    for event in map(json.loads, log.read_text().splitlines()):
+        if event["event"] == "step" and began < 1000 * event["time"] < began + watched - 2000:
+            lags.append(min((at for step, at in seen if step >= event["step"]), default=1e15) - 1000 * event["time"])
+    assert len(lags) >= 5
+    assert max(lags) < 2000
+    print(f"{len(lags)} steps, each seen within {max(lags):.0f} ms")
 
 
 def test_a_step_is_on_the_page_within_two_seconds(tmp_path):

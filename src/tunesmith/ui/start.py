@@ -90,7 +90,7 @@ class Starter:
                 run = load(path).run
                 more = {"model": text(run.model), "method": run.method, "output": text(run.output), "problem": None}
             except UserError as error:
-                more = {"model": "", "method": "", "output": "", "problem": text(str(error))}
+                more = {"model": "", "method": "", "output": "", "problem": text(self._named(error))}
             found.append(shown | more)
         return found
 
@@ -183,6 +183,10 @@ class Starter:
                 start_new_session=True,
             )
             return process.wait()
+
+    def _named(self, error: UserError) -> str:
+        """With files named as in the list, by where they lie below the folder."""
+        return str(error).replace(f"{self.here}{os.sep}", "")
 
     def _files(self) -> list[Path]:
         below = walk(self.here, depth=DEPTH, folders=MOST_FOLDERS)

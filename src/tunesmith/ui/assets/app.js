@@ -212,7 +212,7 @@
       h("span", {}, one.where || `${one.data}, not in the token cache any more`, known.has(one.hash) ? h("span", { class: "soft" }, " (marked as bad)") : null,
         one.elsewhere.length ? h("span", { class: "small soft" }, h("br"), `the same in ${one.elsewhere.join("; ")}`) : null),
       h("span", { class: "small" }, one.seen.map(([step, loss], n) => [n ? ", " : "", step === found.step ? `${step}` : h("a", { href: "#", onclick: (e) => { e.preventDefault(); again(step); } }, String(step)), ` (${T.loss(loss)})`])),
-      one.text === null ? h("span", { class: "soft" }, "text not known") : h("details", {}, h("summary", {}, one.text.slice(0, 100)), h("pre", { class: "any" }, one.text), one.tokens > 400 ? h("p", { class: "soft small" }, `the first 400 of ${T.number(one.tokens, 9)} tokens`) : null),
+      one.text === null ? h("span", { class: "soft" }, "text not known") : h("details", {}, h("summary", {}, one.text.length > 100 ? `${one.text.slice(0, 100).trimEnd()}…` : one.text), h("pre", { class: "any" }, one.text), one.tokens > 400 ? h("p", { class: "soft small" }, `the first 400 of ${T.number(one.tokens, 9)} tokens`) : null),
     ];
     const heads = ["loss", "record", "steps that had it (loss)", "what the model saw"], here = new Set(found.documents.map((one) => one.id));
     const others = found.outliers.filter((one) => !here.has(one.id));
@@ -296,7 +296,7 @@
     const field = (name, label, made) => { given[name] = made; return h("label", {}, label, made); };
     const number = (value, more) => h("input", { type: "number", value, min: "0", ...more });
     const button = h("button", { type: "submit", disabled: true }, "Plan");
-    const form = h("form", { class: "controls", onsubmit: (e) => { e.preventDefault(); plan(); } },
+    const form = h("form", { class: "controls fields", onsubmit: (e) => { e.preventDefault(); plan(); } },
       field("model", "Model", h("select")), field("method", "Method", h("select")), field("hardware", "Hardware", h("select")),
       field("gpus", "GPUs", number("1", { min: "1", max: "64" })), field("sequence_length", "Sequence length", number("2048", { min: "8", step: "8" })),
       field("tokens", "Tokens of the run", number("10000000", { min: "1" })), field("price", "Price of a GPU hour", number("0", { step: "any" })), button);
