@@ -209,6 +209,30 @@ def test_keys_are_asked_for_and_nothing_that_was_written_is_logged(trained, capl
     assert not any("secret" in line or "right-key" in line for line in lines)
 
 
+def test_what_is_refused_is_logged_without_what_was_written(server, monkeypatch, caplog):
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    caplog.set_level(logging.DEBUG)
+
+    def ask(text, **headers):
+        messages = [{"role": "user", "content": text}]
+        return server.client.post(CHAT, json={"model": "run", "messages": messages}, headers=headers).status_code
+
+    assert ask("a secret", host="evil.example") == 403
+    assert ask("secret " * 2000) == 400
+    assert ask("secret " * (9 << 18)) == 413
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(head.encode() + b'{"model": "secret')
+        assert client.recv(12) == b"HTTP/1.1 408"
+    until = time.monotonic() + 10
+    while f"{CHAT} 408" not in caplog.text and time.monotonic() < until:  # it is logged after it was sent
+        time.sleep(0.01)
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith(("tunesmith", "uvicorn"))]
+    for status in (403, 400, 413, 408):
+        assert any(f"{CHAT} {status}" in line for line in lines), status
+    assert not any("secret" in line for line in lines)
+
+
 def test_without_a_key_only_this_machine_is_served_and_keys_must_be_long(tmp_path):
     for options in (Options(host="0.0.0.0"), Options(host="192.168.0.9"), Options(api_key="short")):
         with pytest.raises(UserError, match="key"):
