@@ -127,6 +127,8 @@ def test_any_object_will_do_and_others_are_answered_freely_beside(server):
         (held_to(POINT, stop="}"), "stop"),
         (held_to(POINT, tools=[{"type": "function", "function": {"name": "add"}}]), "tools"),
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        (held_to({"$ref": "#"}), "answers cannot be held to this schema"),
+        (held_to({"type": "integer", "minimum": 5, "maximum": 3}), "minimum (5) is greater"),
         ({"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": {}}}}, "json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
     ],

@@ -132,11 +132,25 @@ def test_tools_are_part_of_the_prompt(server):
         ({"model": "other"}, 404, "model_not_found", "there are run, second, base"),
         ({"n": 2}, 400, None, "n:"),
         ({"n": True}, 400, None, "n:"),
-        ({"store": 0}, 400, None, "store: Value error, it must be true or false"),
+        ({"store": 0}, 400, None, "store: it must be true or false"),
         ({"surprise": 1}, 400, None, "surprise"),
+        ({"stop": list("abcdefghijklmnopq")}, 400, None, "at most 16 items"),
+        ({"stop": [""]}, 400, None, "stop.0: String should have at least 1 character"),
+        ({"stream_options": {"include_usage": True}}, 400, None, "stream_options: say `stream: true`"),
+        ({"messages": [{"role": "user", "content": None}]}, 400, None, "messages.0: a message of role user needs"),
+        ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, 400, None, "tools.0: only tools of type function"),
+        ({"tools": [{"type": "function", "function": {"parameters": {}}}]}, 400, None, "tools.0: its function has no"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": "b"}}]}, 400, None, "a JSON schema"),
+        ({"max_tokens": 0}, 400, None, "max_tokens: Input should be greater"),
+        ({"logprobs": True, "top_logprobs": 21}, 400, None, "top_logprobs: Input should be less"),
         ({"temperature": -1}, 400, None, "temperature"),
         ({"messages": [{"role": "nobody", "content": "a"}]}, 400, None, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "image_url"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            None,
+            "image_url`; only text is read",
+        ),
         ({"messages": [{"role": "user", "content": "word " * 2000}]}, 400, "context_length_exceeded", "512"),
         ({"messages": [{"role": "user", "content": "x" * 4_000_000}]}, 400, "context_length_exceeded", "characters"),
         ({"max_tokens": 100_000}, 400, "context_length_exceeded", "asked for"),
@@ -151,10 +165,26 @@ def test_bad_requests_are_refused_in_the_shape_clients_know(server, fields, stat
     assert set(error) == {"message", "type", "param", "code"}
 
 
+def test_a_prompt_may_come_as_a_list_of_one_and_its_faults_are_its_own(server):
+    ask = {"model": "run", "max_tokens": 4, "temperature": 0}
+    ids = server.ready.models.served["run"].encoder.text_prompt("red is")
+    alone = server.post(COMPLETIONS, **ask, prompt="red is").json()["choices"]
+    assert server.post(COMPLETIONS, **ask, prompt=["red is"]).json()["choices"] == alone
+    assert server.post(COMPLETIONS, **ask, prompt=[ids]).json()["choices"] == alone
+    for prompt, said in ((["a", "b"], "at most 1 item"), ([], "at least 1 item"), ([-1], "greater than or equal to 0")):
+        error = server.post(COMPLETIONS, **ask, prompt=prompt).json()["error"]
+        assert error["param"].startswith("prompt")
+        assert said in error["message"]
+    error = server.post(COMPLETIONS, **{**ask, "max_tokens": 100_000}, prompt="a").json()["error"]
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+
+
 def test_what_is_no_request_is_refused(server):
     plain = {"content-type": "text/plain"}
     assert server.client.post(CHAT, content=b"{}", headers=plain).status_code == 415
     assert server.client.post(CHAT, content=b"{", headers={"content-type": "application/json"}).status_code == 400
+    nothing = server.client.post(CHAT, content=b"[]", headers={"content-type": "application/json"}).json()["error"]
+    assert (nothing["message"], nothing["param"]) == ("the body: Input should be an object.", None)
     assert server.client.get("/nowhere").json()["error"]["message"]
     assert server.client.get(CHAT).status_code == 405
     foreign = server.client.get("/v1/models", headers={"host": "evil.example:8000"})
@@ -177,6 +207,30 @@ def test_keys_are_asked_for_and_nothing_that_was_written_is_logged(trained, capl
     lines = [record.getMessage() for record in caplog.records if record.name.startswith(("tunesmith", "uvicorn"))]
     assert any(CHAT in line for line in lines)
     assert not any("secret" in line or "right-key" in line for line in lines)
+
+
+def test_what_is_refused_is_logged_without_what_was_written(server, monkeypatch, caplog):
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    caplog.set_level(logging.DEBUG)
+
+    def ask(text, **headers):
+        messages = [{"role": "user", "content": text}]
+        return server.client.post(CHAT, json={"model": "run", "messages": messages}, headers=headers).status_code
+
+    assert ask("a secret", host="evil.example") == 403
+    assert ask("secret " * 2000) == 400
+    assert ask("secret " * (9 << 18)) == 413
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(head.encode() + b'{"model": "secret')
+        assert client.recv(12) == b"HTTP/1.1 408"
+    until = time.monotonic() + 10
+    while f"{CHAT} 408" not in caplog.text and time.monotonic() < until:  # it is logged after it was sent
+        time.sleep(0.01)
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith(("tunesmith", "uvicorn"))]
+    for status in (403, 400, 413, 408):
+        assert any(f"{CHAT} {status}" in line for line in lines), status
+    assert not any("secret" in line for line in lines)
 
 
 def test_without_a_key_only_this_machine_is_served_and_keys_must_be_long(tmp_path):

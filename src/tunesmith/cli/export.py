@@ -21,7 +21,7 @@ def command(
         str | None,
         typer.Option(
             "--type",
-            help="Of the weights: f16, bf16, f32, q8_0, q4_0 or a K-quant for gguf; int8, int4 or fp8 for "
+            help="Of the weights: f16, bf16, f32, q8_0, q4_0 or a K-quant for gguf; int8, int4, fp8 or nvfp4 for "
             "compressed-tensors; fp32, bf16 or fp16 for safetensors and adapter.",
         ),
     ] = None,

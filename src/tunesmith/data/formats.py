@@ -683,7 +683,7 @@ def _content(value: Any, where: str, origin: Origin) -> tuple[str, dict[str, Any
             calls = _tool_calls(_first(part, "value", kind)[0] or part, where, origin)
             extra["tool_calls"] = [*extra.get("tool_calls", []), *calls]
         else:
-            raise RecordError("not text", origin, f"{where} holds a part of type `{kind}`; only text can be trained on")
+            raise RecordError("not text", origin, f"{where} holds a part of type `{kind}`; only text is read")
     return "".join(texts), extra
 
 

@@ -67,7 +67,9 @@ def check_linears(source: Source) -> None:
     if any(is_transposed(module) for module in linears_of_layers(model).values()):
         raise UserError(f"{type(model).__name__} stores its linears transposed, which engines do not read in few bits.")
     if source.weights.files is None:
-        raise UserError("The files of this model are in a layout that only transformers knows; use --to safetensors.")
+        raise UserError(
+            "The files of this model are in a layout that only transformers knows; it cannot be quantized here."
+        )
 
 
 def size(source: Source, kind: str) -> int:

@@ -183,6 +183,7 @@ class Server:
 
     async def chat(self, request: Request) -> Response:
         asked = parse(ChatRequest, await _body(request))
+        _check_stream(asked)
         served = self._served(asked.model)
         if asked.top_logprobs is not None and not asked.logprobs:
             raise ApiError(400, "top_logprobs: say `logprobs: true` with it.", param="top_logprobs")
@@ -199,8 +200,9 @@ class Server:
 
     async def complete(self, request: Request) -> Response:
         asked = parse(CompletionRequest, await _body(request))
+        _check_stream(asked)
         served = self._served(asked.model)
-        prompt = await self._rendered(lambda: self._text_prompt(served, asked.prompt, "prompt"))
+        prompt = await self._rendered(lambda: self._text_prompt(served, asked.one_prompt, "prompt"))
         shape = CompletionShape(served, asked.logprobs is not None)
         answer = Answer(served.encoder.tokenizer, asked.stops, prompt)
         job = self._job(served, asked, prompt, asked.max_tokens or COMPLETION_TOKENS, asked.logprobs)
@@ -320,7 +322,7 @@ class Server:
             raise ApiError(400, str(error), param="messages") from None
 
     def _chat_prompt(self, served: Served, asked: ChatRequest) -> list[int]:
-        self._check_size(sum(len(str(message.content or "")) for message in asked.messages))
+        self._check_size(sum(len(str(message.content or "")) for message in asked.messages), "messages")
         tools = None if asked.tool_choice == "none" else asked.tools
         messages, described = conversation_of(
             [message.model_dump(exclude_none=True) for message in asked.messages], tools, Origin("this request", 1)
@@ -330,17 +332,17 @@ class Server:
 
     def _text_prompt(self, served: Served, text: str | list[int], param: str) -> list[int]:
         if isinstance(text, str):
-            self._check_size(len(text))
+            self._check_size(len(text), param)
             return served.encoder.text_prompt(text)
         size = self.models.model.get_input_embeddings().weight.shape[0]
         if max(text) >= size:
             raise ApiError(400, f"{param}: a token is not below {size}, the size of the vocabulary.", param=param)
         return list(text)
 
-    def _check_size(self, characters: int) -> None:
+    def _check_size(self, characters: int, param: str) -> None:
         """Before anything is tokenized: so many characters have more tokens than there is room for."""
         if characters > self.engine.limits.length * self._longest:
-            raise _too_long(f"the prompt has {characters:,} characters", self.engine.limits.length)
+            raise _too_long(f"the prompt has {characters:,} characters", self.engine.limits.length, param)
 
     def _job(
         self,
@@ -357,7 +359,8 @@ class Server:
         room = limit - len(prompt)
         if room < (most or 1):
             wanted = f" and {most:,} are asked for" if most else ""
-            raise _too_long(f"the prompt has {len(prompt):,} tokens{wanted}", limit)
+            param = "messages" if isinstance(asked, ChatRequest) else "prompt"
+            raise _too_long(f"the prompt has {len(prompt):,} tokens{wanted}", limit, param)
         return Job(
             model=served,
             prompt=prompt,
@@ -630,6 +633,11 @@ KNOWN = (
 )
 
 
+def _check_stream(asked: Common) -> None:
+    if asked.stream_options is not None and not asked.stream:
+        raise ApiError(400, "stream_options: say `stream: true` with it.", param="stream_options")
+
+
 def _check_format(asked: ChatRequest) -> None:
     form = asked.response_format
     if form is None:
@@ -698,9 +706,9 @@ def _too_many() -> ApiError:
     return ApiError(429, message, code="queue_full", kind="rate_limit_error")
 
 
-def _too_long(what: str, limit: int) -> ApiError:
+def _too_long(what: str, limit: int, param: str) -> ApiError:
     message = f"This server holds {limit:,} tokens of a prompt and its answer together; {what}."
-    return ApiError(400, message, param="messages", code="context_length_exceeded")
+    return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def _told(_: Request, error: Exception) -> Response:

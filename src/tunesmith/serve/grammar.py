@@ -70,6 +70,8 @@ class Grammars:
         matcher = LLMatcher(
             self._tokenizer(served), LLMatcher.grammar_from_json_schema(text, overrides=OPTIONS), log_level=0
         )
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # a schema that is nothing but a reference to itself fails here first
         if matcher.is_error():
             why = matcher.get_error().strip().splitlines()[0][:300].rstrip(".")
             raise ApiError(400, f"{PARAM}: answers cannot be held to this schema: {why}.", param=PARAM)

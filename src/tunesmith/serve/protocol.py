@@ -3,9 +3,17 @@ is a value that this server would have to ignore."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 Request = TypeVar("Request", bound=BaseModel)
 
@@ -19,6 +27,18 @@ def _as_written(kind: type) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    """It goes to the template as it was written, so it is looked at and not changed."""
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        raise ValueError("only tools of type function, with their `function`, are known here")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError("its function has no `name`")
+    if not isinstance(function.get("parameters") or {}, dict):
+        raise ValueError("the `parameters` of its function must be a JSON schema, which is an object")
+    return tool
 
 
 Off = Annotated[Literal[False] | None, _as_written(bool)]
@@ -100,10 +120,16 @@ class ChatMessage(BaseModel):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role} needs its content")
+        return self
+
 
 class ChatRequest(Common):
     messages: list[ChatMessage] = Field(min_length=1, max_length=10_000)
-    tools: Annotated[list[dict[str, Any]], Field(max_length=1000)] | None = None
+    tools: Annotated[list[Annotated[dict[str, Any], AfterValidator(_function)]], Field(max_length=1000)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -116,11 +142,22 @@ class ChatRequest(Common):
 
 
 class CompletionRequest(Common):
-    prompt: str | Tokens
+    prompt: (
+        str
+        | Tokens
+        | Annotated[list[str], Field(min_length=1, max_length=1)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=1)]
+    )
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: Off = False
     best_of: One = 1
     suffix: None = None
+
+    @property
+    def one_prompt(self) -> str | list[int]:
+        """Some clients send a list even of one."""
+        is_list = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return self.prompt[0] if is_list else self.prompt  # pyright: ignore[reportReturnType]
 
 
 class EmbeddingRequest(BaseModel):
@@ -164,18 +201,28 @@ def parse(kind: type[Request], body: bytes) -> Request:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        first = _fault(error)
         if first["type"] == "json_invalid":
             raise ApiError(400, "The body is no JSON that can be read.", code="invalid_json") from None
         parts = (kind, ChatMessage, StreamOptions, ResponseFormat, JsonSchema)
         fields = {field.alias or name for part in parts for name, field in part.model_fields.items()}
         names = [str(part) for part in first["loc"] if isinstance(part, int) or part in fields]
         param = ".".join(names) or None
-        where = ".".join(str(part) for part in first["loc"][:1]) or "the body"
+        where = ".".join(str(part) for part in first["loc"][:1])
+        said = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             message = f"{where[:100]}: this server does not know that field."
         else:
-            message = f"{param or where}: {first['msg']}."
-        raise ApiError(400, message, param=param or where[:100]) from None
+            message = f"{param or where or 'the body'}: {said}."
+        raise ApiError(400, message, param=param or where[:100] or None) from None
     except RecursionError:
         raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from None
+
+
+def _fault(error: ValidationError) -> Any:
+    """The first one. Where a field may be of several kinds: what is wrong with the kind that was read furthest."""
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    same = [one for one in found if one["loc"][:1] == found[0]["loc"][:1] and len(one["loc"]) > 1]
+    if len(same) < 2 or same[0]["type"] != "string_type":
+        return found[0]
+    return max(same, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
