@@ -163,6 +163,8 @@ def test_a_model_that_is_not_there_is_refused_and_no_hub_is_asked(refused, monke
     refused(["models/llama/x", "does not exist"], model="models/llama/x")
     refused(["./llama", "does not exist"], model="./llama")
     refused(["/no/such/folder", "does not exist"], model="/no/such/folder")
+    taught = {"objective": "distill", "distillation": {"teacher": "./nobody"}}
+    refused(["distillation.teacher: ./nobody does not exist"], **taught)
     Path("empty").mkdir()
     refused(["empty", "config.json"], model="empty")
     refused(["train.jsonl", "is a file"], model="train.jsonl")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -72,6 +73,15 @@ def files_of(model: str) -> list[Path]:
     else:
         folder = Path(found.location) if found.kind == "folder" else None
     return sorted(folder.glob("model*.safetensors")) if folder else []
+
+
+@contextmanager
+def as_teacher(model: str) -> Iterator[None]:
+    """What is wrong with this model is said of `distillation.teacher`, which it is."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace(f"model: {model}", f"distillation.teacher: {model}")) from error
 
 
 def read_facts(model: str, *, trust_remote_code: bool = False) -> ModelFacts:

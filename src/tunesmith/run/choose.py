@@ -17,7 +17,7 @@ from tunesmith.launch.rank_environment import PLAN, RankEnvironment, read_rank_e
 from tunesmith.objectives import objective_of
 from tunesmith.plan.documents import guess_held_out, measure, sample_lengths
 from tunesmith.plan.hardware import Hardware, probe, shared
-from tunesmith.plan.models import read_facts
+from tunesmith.plan.models import as_teacher, read_facts
 from tunesmith.plan.pairs import check_pairs
 from tunesmith.plan.plan import Plan
 from tunesmith.plan.search import Written, refusal, search, written
@@ -38,9 +38,9 @@ def facts_of(run: Run) -> ModelFacts:
     """The model's sizes, those of its teacher, and how many parameters an adapter of peft's trains."""
     check_pairs(run)
     facts = read_facts(run.model, trust_remote_code=run.trust_remote_code)
-    if run.distillation.teacher is not None:
-        teacher = read_facts(run.distillation.teacher, trust_remote_code=run.trust_remote_code)
-        facts = facts.changed(teacher=teacher)
+    if (teacher := run.distillation.teacher) is not None:
+        with as_teacher(teacher):
+            facts = facts.changed(teacher=read_facts(teacher, trust_remote_code=run.trust_remote_code))
     if objective_of(run).has_head:  # in place of the one for tokens, and small
         facts = facts.changed(tied=True, has_head=False)
     if run.method != "peft":

@@ -40,6 +40,7 @@ from tunesmith.model.forward import Inputs, confirm_forward_spec, hidden_states,
 from tunesmith.model.probe import probe
 from tunesmith.parallel.prepare import load_model
 from tunesmith.parallel.ranks import Ranks
+from tunesmith.plan.models import as_teacher
 from tunesmith.plan.plan import ForwardSpec, Plan
 from tunesmith.run.reference import Progress
 from tunesmith.train.step import Teach
@@ -57,13 +58,9 @@ def check_teacher(run: Run) -> None:
     if run.objective != "distill":
         return
     teacher = load.teacher_run(run)
-    try:
+    with as_teacher(teacher.model):
         known = load.load_tokenizer(run), load.load_tokenizer(teacher)
         configs = load.load_config(run), load.load_config(teacher)
-    except UserError as error:
-        raise UserError(
-            str(error).replace(f"model: {teacher.model}", f"distillation.teacher: {teacher.model}")
-        ) from error
     vocabularies = [one.get_vocab() for one in known]
     cuts = [one(SAMPLE, add_special_tokens=False)["input_ids"] for one in known]
     sizes = [load.vocabulary_size(config) for config in configs]
