@@ -318,7 +318,7 @@ def _cpu_name() -> str:
                 return line.split(":", 1)[1].strip()
     except OSError:
         pass
-    return platform.processor() or platform.machine()
+    return platform.machine()  # `platform.processor` would start a process to say no more
 
 
 def _cgroup_limit() -> int | None:
