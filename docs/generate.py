@@ -679,6 +679,7 @@ that of the merged model's logits. *Fused*: what the probe found equal, of which
 torch's compiler traces each layer as one graph. *Tensor*: two ranks compute what one does. *GGUF*: written, and read by
 llama.cpp's own package. *On a GPU*: how far memory and speed were predicted from what was measured on an H200, in how
 many runs, with fp8 among them where it says so ([Benchmarks](benchmarks.md)). A number in brackets is a remark below.
+Cells that the result file names as `apart` are of a later call, of GGUF with configs as they are published.
 """
 CELLS = {
     "lora": "LoRA", "lora_unpacked": "unpacked", "full": "full", "full_unpacked": "unpacked", "qlora": "QLoRA",
@@ -711,7 +712,8 @@ def _support_cell(found: str | float | None, remarks: list[str]) -> str:
     said = found.removeprefix("no: ").partition(", only ")[0].replace("|", "\\|").rstrip(".") + "."
     if said not in remarks:
         remarks.append(said)
-    return f"no ({remarks.index(said) + 1})"
+    shown = "not known" if found.startswith("not traced") else "no"
+    return f"{shown} ({remarks.index(said) + 1})"
 
 
 def _forecast_by_family() -> dict[str, str]:
