@@ -381,7 +381,7 @@ def benchmarks_page() -> str:
             lines.append("The table is on the [planner's page](planner.md).")
         elif path.stem == "adapters":
             lines.append("The table is on the page about [adapters](adapters.md).")
-        elif path.stem == "families":
+        elif path.stem in ("families", "families_named"):
             lines.append("The table is on the page about [models](models.md).")
         elif path.stem == "families_gpu":
             lines += _families_gpu(content["numbers"])
@@ -665,7 +665,82 @@ def models_page() -> str:
         said = dict.fromkeys(row["reason"].replace("|", "\\|") for row in pair if "reason" in row)
         cells = [family, *map(_outcome, pair), ", ".join(layouts), pair[0].get("in_peft", ""), " ".join(said)]
         lines.append(f"| {' | '.join(cells)} |")
-    return head + "\n" + "\n".join(lines) + "\n"
+    named = _named_families()
+    return head + "\n" + "\n".join([*named, "## All families", "", *lines] if named else lines) + "\n"
+
+
+NAMED = """\
+## What each can do
+
+The families that people tune most, tiny and on the CPU (`python benchmarks/families.py --named`): {count} of {all} so
+far. Numbers are the largest difference of a step's loss from the plain loop's over ten steps, documents packed (where
+the model takes them so) and one a row; of QLoRA, from a plain loop over the weights as nf4 holds them; of *merged*,
+that of the merged model's logits. *Fused*: what the probe found equal, of which kernels are used on a GPU. *Compiled*:
+torch's compiler traces each layer as one graph. *Tensor*: two ranks compute what one does. *GGUF*: written, and read by
+llama.cpp's own package. *On a GPU*: how far memory and speed were predicted from what was measured on an H200, in how
+many runs, with fp8 among them where it says so ([Benchmarks](benchmarks.md)). A number in brackets is a remark below.
+Cells that the result file names as `apart` are of a later call, of GGUF with configs as they are published.
+"""
+CELLS = {
+    "lora": "LoRA", "lora_unpacked": "unpacked", "full": "full", "full_unpacked": "unpacked", "qlora": "QLoRA",
+    "merge": "merged", "compiled": "compiled", "tensor": "tensor", "gguf": "GGUF",
+}  # fmt: skip
+
+
+def _named_families() -> list[str]:
+    """The families that people tune most, with what came of each try, and remarks."""
+    results = RESULTS / "families_named.json"
+    if not results.exists():
+        return []
+    content = json.loads(results.read_text(encoding="utf-8"))
+    measured, remarks = _forecast_by_family(), []
+    lines = [NAMED.format(count=len(content["numbers"]), all=content["named"])]
+    lines += [f"| family | documents | {' | '.join(CELLS.values())} | fused | on a GPU |"]
+    lines += ["| --- " * (len(CELLS) + 4) + "|"]
+    for row in content["numbers"]:
+        cells = [_support_cell(row.get(cell), remarks) for cell in CELLS]
+        around = (", ".join(row.get("fused", ())), measured.get(row["family"], ""))
+        lines.append(f"| {row['family']} | {row.get('layout', '')} | {' | '.join([*cells, *around])} |")
+    return [*lines, "", *(f"{number}. {said}" for number, said in enumerate(remarks, start=1)), ""]
+
+
+def _support_cell(found: str | float | None, remarks: list[str]) -> str:
+    if found is None or found == "yes":
+        return found or "-"
+    if isinstance(found, float):
+        return f"{found:.0e}"
+    said = found.removeprefix("no: ").partition(", only ")[0].replace("|", "\\|").rstrip(".") + "."
+    if said not in remarks:
+        remarks.append(said)
+    shown = "not known" if found.startswith("not traced") else "no"
+    return f"{shown} ({remarks.index(said) + 1})"
+
+
+def _forecast_by_family() -> dict[str, str]:
+    """How predictions were off in each family's runs on a GPU."""
+    results = RESULTS / "forecast.json"
+    rows = json.loads(results.read_text(encoding="utf-8"))["numbers"] if results.exists() else []
+    families: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if "peak_bytes" in row and row["shape"] in SHAPES:
+            families.setdefault(SHAPES[row["shape"]], []).append(row)
+    return {family: _off(some) for family, some in families.items()}
+
+
+def _off(rows: list[dict[str, Any]]) -> str:
+    memory = [row["predicted"]["allocated"] / row["peak_bytes"] - 1 for row in rows]
+    speed = [row["predicted"]["tokens_per_second"] / row["tokens_per_second"] - 1 for row in rows]
+    said = [f"{name} {min(off):+.0%} to {max(off):+.0%}" for name, off in (("memory", memory), ("speed", speed))]
+    has_fp8 = any(row["predicted"].get("matmul_dtype") == "fp8" for row in rows)
+    return f"{', '.join(said)} ({len(rows)} runs{', fp8' if has_fp8 else ''})"
+
+
+SHAPES = {
+    "Llama-3.2-1B": "llama", "OLMo-2-1B": "olmo2", "Qwen3-1.7B": "qwen3", "StarCoder2-3B": "starcoder2",
+    "Granite-3-2B": "granite", "Phi-3-mini": "phi3", "SmolLM3-3B": "smollm3", "Gemma-2-2B": "gemma2",
+    "GLM-Edge-1.5B": "glm", "Cohere2-2B": "cohere2", "Gemma-3-1B": "gemma3_text", "Pythia-1.4B": "gpt_neox",
+}  # fmt: skip
+"""The family of each shape of benchmarks/forecast.py that was measured."""
 
 
 def _outcome(row: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ RANDOM = 1e-3
 """What the order of sums does not explain."""
 LENGTHS = (5, 9, 3, 40, 17, 23, 60, 12, 31, 8, 26, 2)
 STEPS = 3
-RATE = {"lora": 1e-2, "full": 1e-3}
+RATE = {"lora": 1e-2, "qlora": 1e-2, "full": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -155,15 +155,18 @@ def reversed_documents(trained: Trained) -> list[list[torch.Tensor]]:
     return [step[::-1] for step in trained.documents]
 
 
-def train(model: Path, method: str, folder: Path, **settings: Any) -> Trained:
+def train(model: Path, method: str, folder: Path, *, layout: str | None = None, **settings: Any) -> Trained:
+    """`layout`: of documents, where it is to be another than what the probe has found."""
     from tunesmith.config.load import from_mapping
     from tunesmith.model import lora
+    from tunesmith.model.probe import Probed
     from tunesmith.run.assemble import assemble
+    from tunesmith.run.choose import with_findings
     from tunesmith.run.start import prepare_run
     from tunesmith.train.loop import rate_of, step_of
 
+    (folder / "run").mkdir(parents=True)
     write_documents(folder / "train.jsonl")
-    (folder / "run").mkdir()
     run = from_mapping(
         {
             "model": str(model),
@@ -186,12 +189,16 @@ def train(model: Path, method: str, folder: Path, **settings: Any) -> Trained:
     warned: list[str] = []
     with quiet():
         setting = prepare_run(run, warn=warned.append)
+        if layout is not None:
+            spec = replace(setting.plan.forward, layout=layout, seq_idx=False)
+            found = Probed(spec, can_fuse=setting.plan.fuse_adapters, adapted=setting.plan.adapted)
+            setting = replace(setting, plan=with_findings(setting.plan, found))
         job = assemble(setting)
         start = {name: tensor.clone() for name, tensor in lora.adapter_tensors(job.model).items()}
         job.model.train()
         step = step_of(job, None)
         losses, documents = [], []
-        for number in range(STEPS):
+        for number in range(run.steps):
             batch = job.loader.step(number)
             losses.append(step(batch, rate_of(job, number)).loss)
             documents.append(
@@ -209,7 +216,7 @@ def plain_model(folder: Path) -> torch.nn.Module:
 
 def plain_losses(model, trained: Trained, method: str) -> list[float]:
     """Of each step, by the definition: every target's cross-entropy, summed, by their number."""
-    if method == "lora":
+    if method != "full":
         model = with_peft(model, trained.start)
     model.train()
     weights = [weight for weight in model.parameters() if weight.requires_grad]

@@ -6,6 +6,7 @@ import pytest
 
 import parity
 from families import NAMED, ODD, causal_families
+from support import merged, support
 
 USUAL = {
     "bloom": "packed",
@@ -24,6 +25,20 @@ USUAL = {
 def test_losses_are_those_of_a_plain_loop(tmp_path, family):
     row = parity.compare(family, "lora", tmp_path / "run")
     assert (row.outcome, row.layout) == ("right", USUAL[family]), row
+
+
+def test_everything_that_a_family_can_do_is_tried(tmp_path):
+    row = support("mistral", tmp_path / "run")
+    assert max(row[cell] for cell in ("lora", "lora_unpacked", "full", "full_unpacked", "qlora")) < parity.TOLERANCE
+    assert row["merge"] < 1e-4
+    assert [row[cell] for cell in ("compiled", "tensor", "gguf")] == ["yes"] * 3, row
+    assert row["fused"] == ["rope", "swiglu", "adapters"]
+
+
+def test_adapters_outside_the_layers_are_merged(tmp_path):
+    job = parity.train(parity.write_model("gemma3n_text", tmp_path / "model"), "lora", tmp_path / "lora").job
+    job.write_result()
+    assert merged(job.folder, tmp_path / "merged") < 1e-4
 
 
 @pytest.mark.slow

@@ -349,10 +349,11 @@ class StreamedModel:
         self._put([prefix + leaf for leaf, _ in module.named_parameters(remove_duplicate=False)])
         if self.with_adapter:
             for linear in self.weights.adapted:
-                if linear.startswith(prefix):
+                is_called = linear == name  # one outside the layers: it is too late to put a module around it
+                if is_called or linear.startswith(prefix):
                     lora.attach_one(self.model, linear, self.weights.adapter, str(self.weights.folder))
-                    if self.merged_to is not None:
-                        self._merge(linear, self.merged_to)
+                    if is_called or self.merged_to is not None:
+                        self._merge(linear, self.merged_to or torch.float32)
         if self.rounded is not None:
             self.rounded.put_on(self.model, lambda linear: linear.startswith(prefix))
 
