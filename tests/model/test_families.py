@@ -35,8 +35,10 @@ def test_everything_that_a_family_can_do_is_tried(tmp_path):
     assert row["fused"] == ["rope", "swiglu", "adapters"]
 
 
-def test_adapters_outside_the_layers_are_merged(tmp_path):
-    job = parity.train(parity.write_model("gemma3n_text", tmp_path / "model"), "lora", tmp_path / "lora").job
+@pytest.mark.parametrize("family", ["gemma3n_text", "llama4_text"])
+def test_odd_models_are_merged(tmp_path, family):
+    """One has adapters outside the layers; one sends its tokens to where the embedding's weight is."""
+    job = parity.train(parity.write_model(family, tmp_path / "model"), "lora", tmp_path / "lora").job
     job.write_result()
     assert merged(job.folder, tmp_path / "merged") < 1e-4
 

@@ -52,6 +52,8 @@ it explains is measured: the merged weights are rounded once more, by another dr
 Llamas with 32 layers differ by 0.011 when they are 512 wide and by 0.045 when they are 4,096 wide."""
 DRAWS = 1.5
 """How much more than another draw's the difference may be, where it is measured: draws differ by a quarter."""
+LARGEST = 4
+"""And how many times the usual one it may be at most, whatever is measured."""
 EFFECT_SHARE = 0.5
 """And it must stay below this share of what the adapter changes."""
 TRIAL_TOKENS = 64
@@ -98,7 +100,7 @@ def merge_run(folder: Path, to: Path, *, precision: str | None = None, progress:
         difference, effect = writer.prove(partial / "model")
         most = TOLERANCE[dtype]
         if difference > most:
-            most = max(most, DRAWS * writer.rounding(getattr(torch, load.DTYPES[dtype])))
+            most = max(most, min(LARGEST * most, DRAWS * writer.rounding(getattr(torch, load.DTYPES[dtype]))))
         if not difference <= most or (effect > most and difference > EFFECT_SHARE * effect):
             raise UserError(
                 f"The merged model does not do what base and adapter do: its logits differ by {difference:.2g}, more "

@@ -291,6 +291,7 @@ class StreamedModel:
         """`rounded_to`: the type that the run was trained for, where linears are to be as in training. `merged_to`:
         adapters are merged into their linears and rounded to this, in another draw than that of merged files."""
         self.weights, self.with_adapter, self.merged_to = weights, with_adapter, merged_to
+        self._first: nn.Module | None = None  # that was read before it is called
         self.model, _ = load.load_empty(weights.run, dtype="fp32")
         self.rounded = FakeQuantization.of(self.model, rounded_to) if rounded_to else None
         with load.reading(weights.run, "weights"), load.quiet():
@@ -330,9 +331,13 @@ class StreamedModel:
         for module in alone:  # weights of a module that has others within; they are few
             own = [leaf for leaf, weight in module.named_parameters(recurse=False) if weight is not None]
             self._put([f"{names[module]}.{leaf}".lstrip(".") for leaf in own])
+        if (first := self.model.get_input_embeddings()) in others:  # some models send tokens to where its weight is
+            self._read(names[first], first, None)
+            self._first = first
         try:
             yield
         finally:
+            self._first = None
             for hook in hooks:
                 hook.remove()
 
@@ -346,6 +351,9 @@ class StreamedModel:
 
     def _read(self, name: str, module: nn.Module, _: Any) -> None:
         prefix = f"{name}." if name else ""
+        if module is self._first:
+            self._first = None
+            return
         self._put([prefix + leaf for leaf, _ in module.named_parameters(remove_duplicate=False)])
         if self.with_adapter:
             for linear in self.weights.adapted:
