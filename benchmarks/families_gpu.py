@@ -6,18 +6,19 @@
 Weights are random and made on the GPU; documents are those of FILE (any that `tunesmith train` reads), packed, cut in
 tokens by a vocabulary learned from them. Each case is a process: it probes the model, makes its plan (bf16, 16,384
 tokens a step) within the case's memory, compiles on few layers beside the others, and is timed alone (`pool.py`): first
-ours, with the share of time in which a kernel ran, then transformers, then transformers with Liger's kernels, where it
-knows the family. Others have the same documents, adapters on the same linears and torch's fused AdamW; their attention
-is the first of flash-attn-4, FlexAttention, torch's and the model's own that runs; they checkpoint their activations
-where they do not fit otherwise. These times are estimates: none of this has run on a GPU yet.
+ours, with the share of time in which a kernel ran, then transformers with Liger's kernels, or without where Liger does
+not know the family. Liger comes last and is not touched before: it changes transformers' own code for all of the
+process. Others have the same documents, adapters on the same linears and torch's fused AdamW; their attention is the
+first of flash-attn-4, FlexAttention, torch's and the model's own that runs; they checkpoint their activations where
+they do not fit otherwise.
 
 Cases: `lora` (whole models up to 9B; Phi-4 is cut to 24 of 40 layers), `full` (cut to about half: `layers` in the row),
 `moe` (Qwen3-30B-A3B by QLoRA in 24 and in 12 GiB, which the process cannot exceed; beside it transformers with LoRA
 over bf16 weights, since bitsandbytes has no stacks of experts). On an H200, with 16 cores:
 
-    --only lora --deadline 500     9 cases, 5 to 8 minutes
-    --only full --deadline 500     9 cases, 5 to 8 minutes
-    --only moe --deadline 300      3 cases, 3 to 5 minutes
+    --only lora --deadline 560     75 s until the first, then about 65 s for each of 9 cases
+    --only full --deadline 560     as long
+    --only moe --deadline 300      3 cases; not measured yet, none was through after 240 s beside another
 
 Each row is written as soon as it is known; a call that was stopped loses only what was under way, and what is in
 FOLDER already is not measured again. It needs liger-kernel, peft and flash-attn-4; without a GPU, `--tiny` tries all of
@@ -56,9 +57,10 @@ WORDS = 16_000
 """Of the vocabulary learned from the data; models have their own number of embeddings."""
 TOKENS, LENGTH = 16_384, 4_096
 WARM, TIMED = 2, 5
-FEW_LAYERS, FEW_WORDS = 8, 16_384
+FEW_LAYERS, FEW_WORDS = 6, 16_384
 """Of the rehearsal."""
-SYSTEMS = ("transformers", "liger")
+SYSTEMS = ("liger", "transformers")
+"""The first that knows the family is measured."""
 ATTENTIONS = ("flash_attention_4", "flex_attention", "sdpa", "eager")
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3-8B": {
@@ -122,13 +124,15 @@ class Case:
     method: str
     layers: int
     gib: float = 100
-    """Set aside for it on the GPU, and what its plan may use."""
+    """What its plan may use."""
+    held_gib: float = 112
+    """Set aside for it on the GPU: others take more than ours."""
     is_capped: bool = False
     """Ours cannot exceed it."""
     systems: tuple[str, ...] = SYSTEMS
     checkpointing: bool = False
     """Of the others, from the start."""
-    first_gib: float = 8
+    first_gib: float = 6
     tokens: int = TOKENS
     length: int = LENGTH
 
@@ -144,8 +148,8 @@ LAYERS = {"lora": {"Phi-4": 24}, "full": {"Phi-4": 12, "Qwen3-30B-A3B": 8, "gpt-
 CASES = (
     *(Case(shape, "lora", LAYERS["lora"].get(shape, one["num_hidden_layers"])) for shape, one in SHAPES.items()),
     *(Case(shape, "full", LAYERS["full"].get(shape, one["num_hidden_layers"] // 2)) for shape, one in SHAPES.items()),
-    Case("Qwen3-30B-A3B", "qlora", 48, 24, is_capped=True, systems=()),
-    Case("Qwen3-30B-A3B", "qlora", 48, 12, is_capped=True, systems=()),
+    Case("Qwen3-30B-A3B", "qlora", 48, 24, 24, is_capped=True, systems=()),
+    Case("Qwen3-30B-A3B", "qlora", 48, 12, 12, is_capped=True, systems=()),
     Case("Qwen3-30B-A3B", "lora", 48, 110, is_capped=True, systems=SYSTEMS, checkpointing=True),
 )
 
@@ -155,7 +159,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, nargs="+", default=[], help="files to train on")
     parser.add_argument("--out", type=Path, default=Path("families-gpu"))
     parser.add_argument("--deadline", type=float, default=500.0, help="seconds after which no case is begun")
-    parser.add_argument("--workers", type=int, default=5, help="processes at once")
+    parser.add_argument("--workers", type=int, default=4, help="processes at once")
     parser.add_argument("--only", nargs="*", default=[], help="cases whose name contains one of these")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the benchmark itself")
     parser.add_argument("--list", action="store_true", help="only say what would be measured")
@@ -195,7 +199,7 @@ def measure(cases: list[Case], options: argparse.Namespace) -> None:
         work = pool.Pool(command, **ways, deadline=options.deadline, reuses_workers=False, patience=math.inf)
         few = {"tokens": 512, "length": 256} if options.tiny else {}
         for case in cases:
-            sizes = {"size": int(case.gib * GIB), "first_size": int(case.first_gib * GIB)}
+            sizes = {"size": int(case.held_gib * GIB), "first_size": int(case.first_gib * GIB)}
             work.add(pool.Order({**asdict(case), **few, "name": case.name}, **sizes, turn_seconds=60))
         for order, found in work.run():
             rows.write(json.dumps(order.payload | found) + "\n")
@@ -280,6 +284,16 @@ def said_of(error: Exception) -> str:
     return "out of memory" if is_memory else f"{type(error).__name__}: {str(error)[:300]}"
 
 
+def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return measure()
+    except Exception as error:
+        traceback.print_exc()
+        return {"failed": said_of(error)}
+    finally:
+        give_back()
+
+
 class Measured:
     """One case: ours and the others', one after the other."""
 
@@ -303,20 +317,15 @@ class Measured:
     def all(self) -> dict[str, Any]:
         began = time.monotonic()
         self.plan_it()
+        print(f"{self.case.name}: planned after {time.monotonic() - began:.0f} s", file=sys.stderr)
         found: dict[str, Any] = {"predicted": self.predicted(), "ours": {}}
-        ways = {name: self.rehearse(name) for name in ("ours", *self.case.systems)}
+        self.rehearse()
         found["rehearsal_seconds"] = round(time.monotonic() - began, 1)
+        print(f"{self.case.name}: rehearsed after {found['rehearsal_seconds']:.0f} s", file=sys.stderr)
         pool.ask_for_memory()
-        for name, way in ways.items():
-            if isinstance(way, str):
-                found[name] = {"failed": way}
-                continue
-            try:
-                found[name] = way()
-            except Exception as error:
-                traceback.print_exc()
-                found[name] = {"failed": said_of(error)}
-            give_back()
+        found["ours"] = attempt(self.measure_ours)
+        for name in [name for name in self.case.systems if name != "liger" or liger_knows(self.config)][:1]:
+            found[name] = attempt(lambda name=name: self.measure_other(name, *self.attention_of(name)))
         return found
 
     def plan_it(self) -> None:
@@ -341,41 +350,35 @@ class Measured:
                 "optimizer_states", "master_weights", "sequences_per_step", "kernels")  # fmt: skip
         said = {"peak_bytes": plan.memory.allocated if plan.device == "cuda" else plan.memory.total}
         said |= {"tokens_per_second": round(plan.tokens_per_second, 1), "notes": self.notes}
-        said["offloaded"] = [one for one in type(plan).model_fields if one.startswith("offload") and getattr(plan, one)]
+        offloads = [one for one in type(plan).model_fields if one.startswith("offload")]
+        said["offloaded"] = {
+            name: value for name in offloads if (value := getattr(plan, name)) not in (False, 0, "none", "gpu", None)
+        }
         return said | {name: getattr(plan, name) for name in kept}
 
-    def rehearse(self, name: str) -> Callable[[], dict[str, Any]] | str:
-        """Compile on few layers; what then measures the whole, or why nothing does."""
-        if name == "ours":
-            few = min(self.plan.checkpointed_layers, self.rehearsed.num_hidden_layers)
-            step = self.our_step(self.rehearsed, self.plan.changed(checkpointed_layers=few))
-            for number in range(2):
-                step(self.loader.step(number), 1e-5)
-            del step
-            give_back()
-            return self.measure_ours
-        try:
-            return self.rehearse_other(name)
-        except Exception as error:
-            traceback.print_exc()
-            return said_of(error)
-        finally:
-            give_back()
+    def rehearse(self) -> None:
+        """Compile ours on few layers."""
+        few = min(self.plan.checkpointed_layers, self.rehearsed.num_hidden_layers)
+        step = self.our_step(self.rehearsed, self.plan.changed(checkpointed_layers=few))
+        for number in range(2):
+            step(self.loader.step(number), 1e-5)
+        del step
+        give_back()
 
-    def rehearse_other(self, name: str) -> Callable[[], dict[str, Any]] | str:
+    def attention_of(self, name: str) -> tuple[str, list[str]]:
+        """The first attention with which a step of few layers runs, and why those before it do not."""
         tried = []
         for attention in attentions_for(self.config):
             try:
                 step = self.their_step(name, self.rehearsed, attention, self.case.checkpointing)
                 step(self.loader.step(0))()
+                return attention, tried
             except Exception as error:
                 tried.append(f"{attention}: {said_of(error)[:120]}")
+            finally:
                 step = None
                 give_back()
-                continue
-            del step
-            return lambda: self.measure_other(name, attention) | {"tried": tried}
-        return "; ".join(tried)
+        raise RuntimeError("; ".join(tried))
 
     def our_step(self, config: Any, plan: Any) -> Any:
         from tunesmith.measure.bench import build_step
@@ -395,7 +398,7 @@ class Measured:
             torch.cuda.set_per_process_memory_fraction(1.0)
         return found
 
-    def measure_other(self, name: str, attention: str) -> dict[str, Any]:
+    def measure_other(self, name: str, attention: str, tried: list[str]) -> dict[str, Any]:
         for checkpointing in (False, True):
             if checkpointing < self.case.checkpointing:
                 continue
@@ -408,7 +411,7 @@ class Measured:
                 if checkpointing or "OutOfMemory" not in type(error).__name__:
                     raise
                 continue
-            return {**found, "attention": attention, "is_checkpointed": checkpointing}
+            return {**found, "attention": attention, "is_checkpointed": checkpointing, "tried": tried}
         raise AssertionError
 
     def time(self, launch: Callable[[Any], Callable[[], Any]], *, is_ours: bool) -> dict[str, Any]:
@@ -514,11 +517,17 @@ def their_model(name: str, config: Any, attention: str, checkpointing: bool, tar
 def put_liger_on(model: Any) -> None:
     """As transformers' own trainer does it. It changes functions of the module's code, too: nothing plain after it."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model)
+
+
+def liger_knows(config: Any) -> bool:
+    """Imported after ours was measured."""
+    if not find_spec("liger_kernel"):
+        return False
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ValueError(f"Liger has nothing for {model.config.model_type}")
-    _apply_liger_kernel_to_instance(model=model)
+    return config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
 
 
 def documents_of(batch: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.model import attention, load
 from tunesmith.model.forward import find_forward_spec
+from tunesmith.model.head import language_model_class
 from tunesmith.model.probe import build_proxy, kind_of, probe_config, probe_run, try_adapters
 from tunesmith.plan.models import read_facts
 
@@ -153,3 +154,48 @@ def test_weights_that_a_forward_pass_uses_twice_are_not_updated_within_the_backw
 
     row = parity.compare("hrm_text", "full", tmp_path / "run")
     assert row.outcome == "right", row
+
+
+PUBLISHED = (
+    "granitemoehybrid",
+    "qwen3_next",
+    "falcon",
+    "zamba2",
+    "gemma4_text",
+    "deepseek_v32",
+    "codegen",
+    "cwm",
+    "gemma4",
+)
+"""Whose sizes hang together (heads of state spaces, groups of experts, a prime number of heads, tables by layer), or
+whose tokens for images are beyond a small vocabulary."""
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_a_model_of_published_size_has_a_small_proxy(family: str):
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = AutoConfig.for_model(family)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
+    with quiet():
+        proxy = build_proxy(config, device=CPU)
+    assert proxy is not None
+    assert load.parameter_count(proxy.model) < 60e6
+    assert {module.__class__.__name__ for module in proxy.model.modules()} == kinds_of_modules(config)
+
+
+def kinds_of_modules(config) -> set[str]:
+    with quiet(), torch.device("meta"):
+        return {type(module).__name__ for module in language_model_class(config).from_config(config).modules()}
+
+
+def test_a_hybrid_of_published_size_goes_without_an_adapter_where_its_weight_is_read():
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("granitemoehybrid", layer_types=["mamba", "attention"] * 16)
+    config.architectures = ["GraniteMoeHybridForCausalLM"]
+    attention.register()
+    with quiet():
+        found = probe_config(config, device=CPU)
+    assert dict(found.left_out)["model.layers.#.mamba.out_proj"] == "the model reads its weight itself"

@@ -12,10 +12,11 @@ import collections
 import contextlib
 import copy
 import hashlib
+import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -41,7 +42,7 @@ from tunesmith.plan.models import check_kind, read_config
 from tunesmith.plan.models import is_encoder_decoder as is_encoder_decoder_config
 from tunesmith.plan.plan import Attention, ForwardSpec, Gate, Kernel
 
-VERSION = 7
+VERSION = 8
 """Of what is tried; results of another are not read."""
 TOKENS = 500
 """The proxy's vocabulary."""
@@ -53,6 +54,8 @@ SMALL = 3_000_000
 """A model of so few parameters is its own proxy, but for the lengths at which it switches."""
 WINDOW, SWITCH, POSITIONS = 5, 16, 64
 """Tokens, in the proxy: a window or chunk, where RoPE changes, and the longest sequence."""
+CHUNK = 8
+"""Tokens that a state space takes at once, in the proxy."""
 MOST_LAYERS = 12
 KERNELS: tuple[Attention | None, ...] = (None, "varlen", "flex-attention", "sdpa")
 """Of attention, as they are tried on a GPU; None: the best that is there."""
@@ -342,14 +345,16 @@ def build_proxy(config: Any, *, device: torch.device, trust_remote_code: bool = 
         return None
     size = load.parameter_count(skeleton)
     depth = _depth(skeleton, config)
-    tries: list[tuple[bool, bool]] = [(False, True), (False, False)] if size <= SMALL else []
-    tries += [(True, True), (True, False)]
-    for shrinks, lowers in tries:
+    shrinkings: list[Callable[[Any], None]] = [lambda small: None] if size <= SMALL else []
+    shrinkings += [
+        lambda small: _shrink(small, depth),
+        lambda small: _shrink(small, depth, is_harder=True),
+        lambda small: _shrink(small, depth, heads=4, is_harder=True),
+    ]
+    for shrink, lowers in itertools.product(shrinkings, (True, False)):
         small = copy.deepcopy(config)
         _set_dropouts(small)
-        if shrinks:
-            _shrink_stacks(small)
-            _shrink(small, depth)
+        shrink(small)
         long, switch = _lower_switches(small) if lowers else (None, None)
         made = _skeleton(small, trust_remote_code)
         if made is None or load.parameter_count(made) > LARGEST:
@@ -422,7 +427,7 @@ def _texts(config: Any) -> Iterator[Any]:
 def _put(config: Any, name: str, value: Any) -> None:
     try:
         setattr(config, name, value)
-    except (AttributeError, TypeError, ValueError, NotImplementedError):  # a property, or a value it does not allow
+    except Exception:  # a property, or a value that the config's own checks do not allow
         return
 
 
@@ -437,8 +442,18 @@ def _set_dropouts(config: Any) -> None:
                 _put(one, name, 0.0)
 
 
-def _shrink(config: Any, depth: int) -> None:
-    """Fewer layers, narrow MLPs and experts, few tokens; fewer heads of the same size."""
+STATE_SPACE_HEADS = (
+    ("mamba_n_heads", "mamba_d_head"),
+    ("mamba_num_heads", "mamba_head_dim"),
+    ("n_mamba_heads", "mamba_headdim"),
+)
+"""What configs call how many there are and how wide each is."""
+LINEAR_HEADS = ("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads")
+
+
+def _shrink(config: Any, depth: int, heads: int = 2, *, is_harder: bool = False) -> None:
+    """Fewer layers, narrow MLPs and experts, few tokens; no fewer than so many heads, of the same size."""
+    _shrink_stacks(config)
     text = config.get_text_config()
     layers = getattr(text, "num_hidden_layers", None)
     if _is_size(layers) and layers > depth:
@@ -448,25 +463,95 @@ def _shrink(config: Any, depth: int) -> None:
         _put(text, "num_hidden_layers", depth)
     for one in _texts(config):
         for name, value in list(vars(one).items()):
-            if _is_size(value) and re.search(r"intermediate_size|ffn_dim|n_inner|ffn_hidden_size|^d_ff$", name):
-                _put(one, name, min(value, WIDTH))
-    if _is_size(getattr(text, "vocab_size", None)):
-        _put(text, "vocab_size", min(text.vocab_size, TOKENS))
-        for one in _texts(config):
-            for name, value in list(vars(one).items()):
-                if name.endswith("_token_id") and _is_size(value) and value >= text.vocab_size:
-                    _put(one, name, None)
+            if re.search(r"intermediate_size|ffn_dim|n_inner|ffn_hidden_size|^d_ff$", name):
+                _put_at_most(one, name, value, WIDTH)
+            if re.search(r"^(mamba_)?chunk_size$", name):  # of a state space's computation
+                _put_at_most(one, name, value, CHUNK)
+    if is_harder:
+        _shrink_harder(text)
+    _shrink_vocabulary(config)
+    _shrink_width(text, heads)
+
+
+def _put_at_most(config: Any, name: str, value: Any, most: int) -> None:
+    """A size, or those of the layers."""
+    if _is_size(value):
+        _put(config, name, min(value, most))
+    elif isinstance(value, list) and value and all(map(_is_size, value)):
+        _put(config, name, [min(one, most) for one in value])
+
+
+def _shrink_vocabulary(config: Any) -> None:
+    text = config.get_text_config()
+    if not _is_size(getattr(text, "vocab_size", None)):
+        return
+    for name, value in list(vars(text).items()):
+        if name.startswith("vocab_size"):
+            _put_at_most(text, name, value, TOKENS)
+    for one in _texts(config):
+        for name, value in list(vars(one).items()):
+            if name in ("pad_token_id", "decoder_start_token_id") and _is_size(value) and value >= text.vocab_size:
+                _put(one, name, None)
+                if getattr(one, name) is not None:  # it must be there
+                    _put(one, name, text.vocab_size - 1)
+
+
+def _shrink_width(text: Any, least: int) -> None:
+    """Fewer heads, and hidden states that are narrower by as much."""
     heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    if _is_size(heads) and _is_size(hidden) and _is_size(kv_heads):
-        factor = math.gcd(heads, math.gcd(hidden, kv_heads))
-        while factor > 1 and (heads // factor < 2 or hidden // factor < 64):
-            factor = max((d for d in range(1, factor) if factor % d == 0), default=1)
-        if factor > 1:
-            _put(text, "hidden_size", hidden // factor)
-            _put(text, "num_attention_heads", heads // factor)
-            if _is_size(getattr(text, "num_key_value_heads", None)):
-                _put(text, "num_key_value_heads", kv_heads // factor)
+    if not (_is_size(heads) and _is_size(hidden) and _is_size(kv_heads)):
+        return
+    factor = math.gcd(heads, math.gcd(hidden, kv_heads))
+    while factor > 1 and (heads // factor < least or hidden // factor < 64):
+        factor = max((d for d in range(1, factor) if factor % d == 0), default=1)
+    if factor == 1 and least > 2 and kv_heads == heads and hidden % heads == 0 and heads > least:  # a prime number
+        _put(text, "hidden_size", hidden // heads * least)
+        _put(text, "num_attention_heads", least)
+    if factor == 1:
+        return
+    for name in ("hidden_size", "attention_hidden_size", "num_attention_heads", "num_key_value_heads"):
+        if _is_size(value := getattr(text, name, None)) and value % factor == 0:
+            _put(text, name, value // factor)
+    _shrink_mixers(text, hidden, factor)
+
+
+def _shrink_harder(text: Any) -> None:
+    """Twice as many experts as a token is given to, in as many groups; low ranks of latent attention, and few heads of
+    linear attention."""
+    sizes = {name: value for name, value in vars(text).items() if _is_size(value)}
+    chosen = max(
+        (sizes[name] for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk") if name in sizes),
+        default=2,
+    )
+    groups = max(sizes.get("n_group", 1), sizes.get("num_expert_group", 1))
+    each = max(2, -(-2 * chosen // sizes.get("topk_group", 1)))
+    for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
+        if name in sizes:
+            _put(text, name, min(sizes[name], groups * each))
+    for name in ("q_lora_rank", "kv_lora_rank", "o_lora_rank"):
+        if name in sizes:
+            _put(text, name, min(sizes[name], WIDTH))
+    linear = {name: sizes[name] for name in LINEAR_HEADS if name in sizes}
+    for name, count in linear.items():
+        _put(text, name, 2 * count // math.gcd(*linear.values()))
+
+
+def _shrink_mixers(text: Any, hidden: int, factor: int) -> None:
+    """The heads of a state space, whose inner width is a multiple of the model's: that is narrower now."""
+    for heads, width in STATE_SPACE_HEADS:
+        count, size = getattr(text, heads, None), getattr(text, width, None)
+        if not _is_size(count) or not _is_size(size) or count * size % hidden:
+            continue
+        if count % factor == 0:
+            _put(text, heads, count // factor)
+        elif size % factor == 0:
+            _put(text, width, size // factor)
+        for name, value in list(vars(text).items()):
+            if name.endswith("d_ssm") and value == count * size:
+                _put(text, name, value // factor)
+            if name.endswith(("n_groups", "ngroups")) and _is_size(value):
+                _put(text, name, math.gcd(value, getattr(text, heads)))
 
 
 def _shrink_stacks(config: Any) -> None:
