@@ -34,6 +34,7 @@ from tunesmith.model.gated import use_memory_efficient_gates
 from tunesmith.model.head import language_model_class
 from tunesmith.model.kept import count_kept
 from tunesmith.model.rotary import fuse_rope
+from tunesmith.model.routers import router_loss_of
 from tunesmith.model.structure import is_encoder_decoder, plain_call, replace_module, set_attention
 from tunesmith.plan.facts import Kept
 from tunesmith.plan.families import family_of
@@ -41,7 +42,7 @@ from tunesmith.plan.models import check_kind, read_config
 from tunesmith.plan.models import is_encoder_decoder as is_encoder_decoder_config
 from tunesmith.plan.plan import Attention, ForwardSpec, Gate, Kernel
 
-VERSION = 7
+VERSION = 8
 """Of what is tried; results of another are not read."""
 TOKENS = 500
 """The proxy's vocabulary."""
@@ -79,6 +80,10 @@ class Probed:
     """Paths of attention that fail on this GPU, or give something else than the model's own."""
     kernels: tuple[Kernel, ...] | None = None
     """Those of ours that equal the modules of the model whose place they take; None where no proxy could be made."""
+    router_loss: float | None = None
+    """What the load-balancing loss of its routers counts by its config; None where it has no such loss."""
+    asks_router_loss: bool = False
+    """Its config asks for it (`output_router_logits`)."""
     kept: tuple[Kept, ...] | None = None
     """What each layer keeps for backward, counted on this kind of device, of an architecture without a formula."""
 
@@ -280,7 +285,18 @@ def probe_config(config: Any, *, device: torch.device, trust_remote_code: bool =
         )
     left_out, can_fuse = try_adapters(model, proxy.vocabulary)
     reuses = _reuses_weights(model)
-    return Probed(spec, note, tuple(left_out.items()), can_fuse, reuses_weights=reuses, kernels=equal_kernels(model))
+    found = Probed(spec, note, tuple(left_out.items()), can_fuse, reuses_weights=reuses, kernels=equal_kernels(model))
+    return replace(found, **_router_loss(model))
+
+
+def _router_loss(model: nn.Module) -> dict[str, Any]:
+    if router_loss_of(model) is None:
+        return {}
+    config = model.config.get_text_config()
+    return {
+        "router_loss": float(config.router_aux_loss_coef),
+        "asks_router_loss": bool(getattr(config, "output_router_logits", False)),
+    }
 
 
 def equal_kernels(model: nn.Module) -> tuple[Kernel, ...]:
@@ -703,5 +719,7 @@ def _from_json(values: dict[str, Any]) -> Probed:
         reuses_weights=values["reuses_weights"],
         wrong_paths=tuple(values["wrong_paths"]),
         kernels=None if values["kernels"] is None else tuple(values["kernels"]),
+        router_loss=values["router_loss"],
+        asks_router_loss=values["asks_router_loss"],
         kept=None if values["kept"] is None else tuple(Kept(**one) for one in values["kept"]),
     )

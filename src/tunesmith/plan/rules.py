@@ -36,6 +36,11 @@ Refusal = tuple[Callable[[Task, Choice], bool], str]
 
 REFUSALS: tuple[Refusal, ...] = (
     (
+        lambda task, choice: task.facts.has_router_loss and max(choice.tensor, choice.context, choice.pipeline) > 1,
+        "the load-balancing loss of routers is over all layers and tokens of a micro-batch, which tensor, context and "
+        "pipeline parallelism cut up; use data or expert parallelism, or router_aux_loss_coef: 0",
+    ),
+    (
         lambda task, choice: not task.objective.is_token_sum and max(choice.context, choice.pipeline) > 1,
         "objectives other than sft compare whole answers, which context and pipeline parallelism cut up; use data or "
         "tensor parallelism",
