@@ -24,7 +24,7 @@ from families import VOCABULARY, quiet
 STEPS = 10
 RUNS = {"lora": "packed", "lora_unpacked": "padded", "full": "packed", "full_unpacked": "padded"}
 """Trainings by their cells, with the layout of documents."""
-SLOW = 10
+SLOW = 60
 """Seconds of the CPU's time, from which on tracing layers is given up."""
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 8},
