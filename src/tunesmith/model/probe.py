@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -668,7 +668,7 @@ class _WithoutWeight(nn.Module):
 
 
 @torch.no_grad()
-def _need_weights(model: nn.Module, kinds: Sequence[str], vocabulary: int) -> tuple[str, ...]:
+def _need_weights(model: nn.Module, kinds: list[str], vocabulary: int) -> tuple[str, ...]:
     """Of these kinds of linears, which the model reads, those that it cannot do without; others it only hands to
     kernels that are not there."""
     tokens = torch.arange(8, device=model.device)[None] % vocabulary
