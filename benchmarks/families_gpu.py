@@ -48,6 +48,7 @@ import pool
 from gpu import SETTINGS
 from gpu_worker import device, give_back
 from results import write_result
+from shapes import FAMILIES, shapes_of
 
 from tunesmith.measure.results import document
 
@@ -62,54 +63,7 @@ FEW_LAYERS, FEW_WORDS = 6, 16_384
 SYSTEMS = ("liger", "transformers")
 """The first that knows the family is measured."""
 ATTENTIONS = ("flash_attention_4", "flex_attention", "sdpa", "eager")
-SHAPES: dict[str, dict[str, Any]] = {
-    "Llama-3-8B": {
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-    },
-    "Qwen3-8B": {
-        "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-    },
-    "GLM-4-9B": {
-        "model_type": "glm4", "hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40,
-        "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151552,
-        "attention_bias": True,
-    },
-    "Phi-4": {
-        "model_type": "phi3", "hidden_size": 5120, "intermediate_size": 17920, "num_hidden_layers": 40,
-        "num_attention_heads": 40, "num_key_value_heads": 10, "vocab_size": 100352,
-    },
-    "Gemma-2-9B": {
-        "model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "vocab_size": 256000,
-    },
-    "Gemma-3-4B": {
-        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
-        "sliding_window": 1024,
-    },
-    "gpt-oss-20b": {
-        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
-        "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "max_position_embeddings": 131072,
-    },
-    "Qwen3-30B-A3B": {
-        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936,
-    },
-    "Granite-4-H-Micro": {
-        "model_type": "granitemoehybrid", "hidden_size": 2048, "intermediate_size": 8192,
-        "shared_intermediate_size": 8192, "num_hidden_layers": 40, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "num_local_experts": 0, "num_experts_per_tok": 0, "vocab_size": 100352,
-        "mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1,
-        "position_embedding_type": "nope", "tie_word_embeddings": True,
-        "layer_types": [
-            "attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)
-        ],
-    },
-}  # fmt: skip
+SHAPES = shapes_of(FAMILIES)
 TINY = {
     "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "shared_intermediate_size": 128,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts": 4,

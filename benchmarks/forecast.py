@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from results import write_result
+from shapes import FORECAST, shapes_of
 
 from tunesmith.measure.results import document
 
@@ -51,70 +52,7 @@ ALONE_SECONDS = 45.0
 USABLE_GIB = 128
 DOCUMENT = 900
 """Tokens that the mean token's document has, about."""
-SHAPES: dict[str, dict[str, Any]] = {
-    "Llama-3.2-1B": {
-        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True,
-    },
-    "GLM-Edge-1.5B": {
-        "model_type": "glm", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 59264,
-    },
-    "Qwen3-1.7B": {
-        "model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
-    "Phi-3-mini": {
-        "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32064, "sliding_window": 2047,
-    },
-    "Gemma-2-2B": {
-        "model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 256000,
-    },
-    "Gemma-3-1B": {
-        "model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
-        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144,
-        "sliding_window": 512,
-    },
-    "OLMo-2-1B": {
-        "model_type": "olmo2", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 100352,
-    },
-    "Granite-3-2B": {
-        "model_type": "granite", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 40,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 49155, "tie_word_embeddings": True,
-        "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
-        "residual_multiplier": 0.22,
-    },
-    "SmolLM3-3B": {
-        "model_type": "smollm3", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
-        "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 128256, "tie_word_embeddings": True,
-    },
-    "StarCoder2-3B": {
-        "model_type": "starcoder2", "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 30,
-        "num_attention_heads": 24, "num_key_value_heads": 2, "vocab_size": 49152,
-    },
-    "Pythia-1.4B": {
-        "model_type": "gpt_neox", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
-        "num_attention_heads": 16, "vocab_size": 50304,
-    },
-    "EXAONE-4-1.2B": {
-        "model_type": "exaone4", "hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 30,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 102400,
-        "tie_word_embeddings": True,
-    },
-    "Qwen3-MoE-4B-A0.6B": {
-        "model_type": "qwen3_moe", "hidden_size": 1024, "intermediate_size": 3072, "moe_intermediate_size": 512,
-        "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
-        "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936,
-    },
-    "Cohere2-2B": {
-        "model_type": "cohere2", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
-        "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 128000,
-    },
-}  # fmt: skip
+SHAPES = shapes_of(FORECAST)
 SMALL = {
     "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64,
     "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,

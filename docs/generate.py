@@ -622,9 +622,24 @@ keys and values are one linear, whether the MLP has a gate, and its windows. Add
 
 ## Mixtures of experts
 
-Adapters are on the linears around the experts, not on the experts, which are stacks of matrices, nor on routers. The
-loss is that of the targets alone: a router's auxiliary loss (`router_aux_loss_coef`) is not added, also where the
-config has `output_router_logits: true`.
+Adapters are on the linears around the experts, not on the experts, which are stacks of matrices, nor on routers.
+
+**The load-balancing loss of the routers** is added where the model's config has `output_router_logits: true`, with its
+`router_aux_loss_coef`, as transformers' own class does; few published configs ask for it. The setting
+`router_aux_loss_coef` goes before the config: a number adds the loss, 0 leaves it out. The plan says which
+(`router_loss`). It is transformers' definition, over all layers and tokens of a micro-batch, padding excluded; of
+several micro-batches, on whichever ranks, it is the mean weighted by their tokens. So it is the same on one rank and on
+several that have the same micro-batches, and another for micro-batches of another size, since it is no sum over tokens.
+The `loss` of a step is still that of the targets alone; `router_loss`, before it is weighted, stands beside it in
+`figures`. It is computed within the layers' own passes, also where they are compiled and checkpointed, and keeps the
+routers' logits. It does not go with tensor, context and pipeline parallelism. Families whose routers are balanced by a
+bias (DeepSeek-V3, GLM-4.5), and others without the loss in transformers, refuse the setting in a sentence.
+
+**How evenly routers deal out tokens** is recorded without any setting, as a `routers` event in `events.jsonl`, in the
+first step and every 16 after it, or fewer of long runs (33 times at most): by layer the share of each expert, the
+busiest one's in times the mean, the entropy of the shares (1: even), and experts without a token, over the whole step
+and all ranks. The run's page and report show them; *collapsed routers* is an [alert](ui.md). Not with context and
+pipeline parallelism.
 
 With `method: qlora` experts are held in nf4 and multiplied a layer at a time. Qwen3-30B-A3B, 16,384 tokens a step, is
 planned at 22.3 GiB of a GPU with 24 (weights 15.5), and at 11.1 GiB of one with 12, where the frozen weights are in

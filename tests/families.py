@@ -59,6 +59,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"first_k_dense_replace": 1},
     "deepseek_v3": {"first_k_dense_replace": 1},
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
+    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64},
     "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 0, "intermediate_size": [64] * 4}
     | {"layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 4},
     "gemma3_text": BOTH_KINDS,
@@ -74,6 +75,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 16},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1, "chunk_size": 16},
     "phi3": {"original_max_position_embeddings": 64},
     "reformer": {"is_decoder": True},
     "roc_bert": {"shape_vocab_size": 100, "pronunciation_vocab_size": 100}

@@ -24,7 +24,7 @@ from families import VOCABULARY, quiet
 STEPS = 10
 RUNS = {"lora": "packed", "lora_unpacked": "padded", "full": "packed", "full_unpacked": "padded"}
 """Trainings by their cells, with the layout of documents."""
-SLOW = 10
+SLOW = 60
 """Seconds of the CPU's time, from which on tracing layers is given up."""
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 8},
@@ -95,15 +95,10 @@ def _trained(model: Path, method: str, folder: Path, layout: str | None) -> tupl
 def plain_base(folder: Path, method: str) -> torch.nn.Module:
     """transformers' model; for QLoRA with the values that linears and experts have in nf4."""
     from tunesmith.model import quantized
-    from tunesmith.model.experts import experts_of_layers
 
     model = parity.plain_model(folder)
     if method == "qlora":
-        quantized.round_linears(model, "nf4")
-        for experts in experts_of_layers(model).values():
-            for stack in experts.parameters(recurse=False):
-                matrix = quantized.rounded(stack.detach().reshape(-1, stack.shape[-1]), "nf4")
-                stack.data = matrix.view(stack.shape)
+        quantized.round_weights(model, "nf4")
     return model
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.kernels import int8, nf4
-from tunesmith.model import source, structure
+from tunesmith.model import quantized, source, structure
 from tunesmith.model.experts import STACKS, QuantizedExperts
 from tunesmith.parallel.prepare import load_model
 
@@ -76,6 +76,19 @@ def test_it_computes_what_the_rounded_experts_do(mixture, storage, is_translated
         model(input_ids=ids).logits.square().mean().backward()
         gradients.append(model.get_input_embeddings().weight.grad)
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("storage", ["nf4", "int8"])
+def test_a_base_that_is_rounded_computes_what_one_in_few_bits_does(mixture, storage):
+    held = load_model(mixture, dtype="fp32", device="cpu", storage=storage)
+    plain = load_model(mixture, dtype="fp32", device="cpu")
+    tokens = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        expected, before = held(input_ids=tokens).logits, plain(input_ids=tokens).logits
+        quantized.round_weights(plain, storage)
+        found = plain(input_ids=tokens).logits
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (before - expected).abs().max() > 1e-3 * expected.abs().max()
 
 
 def test_each_rank_keeps_the_values_of_its_experts(mixture):

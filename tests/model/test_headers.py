@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import parity
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
-from tunesmith.model import load
+from tunesmith.model import load, side_files
 from tunesmith.model.headers import inside, read_headers, shortened
 from tunesmith.parallel.prepare import load_model
 from tunesmith.plan.models import read_config
@@ -169,3 +171,19 @@ def test_a_folder_without_a_tokenizer_is_said_to_have_none(model):
         file.unlink()
     with pytest.raises(UserError, match=r"holds no tokenizer .* copy its files there"):
         load.load_tokenizer(Run(model=str(model), data="none.jsonl"))
+
+
+@pytest.mark.parametrize("chat_template", [None, "chatml.jinja"])
+def test_a_tokenizer_of_words_stays_one_in_a_folder_of_any_architecture(tmp_path, chat_template):
+    """transformers reads it as the byte-level BPE that Qwen2 usually has, and most words are lost."""
+    folder = parity.write_model("qwen2", tmp_path / "model")
+    run = Run(model=str(folder), data="none.jsonl")
+    if chat_template:
+        (tmp_path / chat_template).write_text("{% for one in messages %}w3 {{ one['content'] }}{% endfor %}")
+        run = run.model_copy(update={"chat_template": str(tmp_path / chat_template)})
+    tokenizer = load.load_tokenizer(run)
+    assert tokenizer("w5 w37 w40 nothing")["input_ids"] == [5, 37, 40, 0]
+    template = Path(run.chat_template).read_text() if chat_template else None
+    side_files.make(run, tmp_path / "side", template=template, ends=[2], texts={})
+    written = load.load_tokenizer(run.model_copy(update={"model": str(tmp_path / "side")}))
+    assert written("w5 w37 w40 nothing")["input_ids"] == [5, 37, 40, 0]

@@ -6,11 +6,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
+import parity
 from tiny_model import make_tiny_model
 from tunesmith.config.schema import Lora, Run
+from tunesmith.errors import UserError
 from tunesmith.kernels import int8, nf4
 from tunesmith.model import load, lora, quantized, source, structure
 from tunesmith.model.fuse import JointLinear, fuse
+from tunesmith.model.probe import probe_run
 from tunesmith.parallel.prepare import load_model
 from tunesmith.plan.memory import QUANTIZED
 
@@ -239,3 +242,28 @@ def test_a_plain_model_read_tensor_by_tensor_is_the_one_transformers_loads(tiny_
     assert model.lm_head.weight is model.model.embed_tokens.weight  # tied as before
     assert torch.equal(model(TOKENS).logits, expected(TOKENS).logits)
     assert model.generation_config.to_dict() == expected.generation_config.to_dict()
+
+
+def test_linears_that_are_smaller_than_a_block_stay_as_they_are(tmp_path):
+    """Gemma 3n reads the weights of its coefficients itself while it trains."""
+    folder = parity.write_model("gemma3n_text", tmp_path)
+    kinds = {name.rpartition(".")[2] for name in structure.linears_of_layers(parity.plain_model(folder))}
+    assert "q_proj" in kinds
+    assert not kinds & {"prediction_coefs", "correction_coefs"}
+    targets = {"targets": ["q_proj", "down_proj"]}
+    model, full = adapt(load_nf4(folder), **targets).train(), adapt(dequantized(folder), **targets).train()
+    (found, gradients), (expected, wanted) = results(model), results(full)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_linear_whose_weight_the_model_needs_is_refused_in_few_bits(tmp_path):
+    folder = parity.write_model("deepseek_v32", tmp_path)
+    with pytest.raises(UserError, match=r"qlora: the model's own code computes with the weight of .*weights_proj"):
+        probe_run(Run(model=str(folder), data="none.jsonl", method="qlora"))
+
+
+def test_a_weight_that_is_only_handed_to_kernels_that_are_missing_may_be_in_few_bits(tmp_path):
+    folder = parity.write_model("granitemoehybrid", tmp_path)
+    assert not probe_run(Run(model=str(folder), data="none.jsonl", method="qlora"))[1].needs_weight

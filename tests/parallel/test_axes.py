@@ -6,13 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+import parity
 from loads_elsewhere import check_results
 from parallel.on_ranks import METHODS, STEPS, made
 from parallel.test_resume import assert_close
 from tiny import SETTINGS, write_data
 from tiny_model import make_tiny_model
 from tunesmith.config.load import from_mapping
+from tunesmith.errors import UserError
+from tunesmith.model import attention
+from tunesmith.parallel.tensor import check_split
 from tunesmith.plan.hardware import probe, shared
 from tunesmith.plan.models import read_facts
 from tunesmith.plan.search import refusal
@@ -159,3 +164,18 @@ def test_a_plan_of_the_model_may_name_the_embedding_which_is_cut_by_its_vocabula
     model.config.base_model_tp_plan = {**plan, "embed_tokens": "embedding_rowwise"}  # as transformers 5.17 has it
     assert TensorParallelPlan.of(model, None).styles == expected
     assert "model.embed_tokens" not in expected
+
+
+def test_layers_that_compute_with_all_tokens_between_blocks_are_refused(tiny_model, tmp_path):
+    attention.register()
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation=attention.NAME)
+
+    def fail(*_, **__):
+        raise RuntimeError("The size of tensor a (8) must match the size of tensor b (16)")
+
+    with pytest.raises(UserError, match="cannot be split over ranks: what they compute between blocks"):
+        check_split(model, 2, lambda: setattr(model.model.layers[0], "forward", fail))
+    folder = parity.write_model("gemma4_text", tmp_path / "model")
+    run = from_mapping({**SETTINGS, "model": str(folder)})
+    why = refusal(run, made(run, {"tensor": 2}, "ddp"), read_facts(str(folder)), shared(probe(), 2))
+    assert "other linears than those of attention and MLP" in why

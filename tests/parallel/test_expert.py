@@ -90,6 +90,20 @@ def test_experts_on_two_ranks_give_the_steps_of_one(world, settings, tmp_path, m
         assert sorted(origin for one in found for origin in one["data"]) == sorted(expected["data"])
 
 
+@pytest.mark.parametrize(
+    ("method", "mesh", "sharding"),
+    [("full", EXPERT, "zero2"), pytest.param("lora", {"replicate": 2}, "ddp", marks=pytest.mark.slow)],
+)
+def test_the_load_balancing_loss_on_two_ranks_is_that_of_one(world, settings, tmp_path, method, mesh, sharding):
+    shared = {"count": 6, "folder": str(settings("qwen")), "method": method, "router_aux_loss_coef": 0.5}
+    alone = world(1)("parallel.on_ranks:steps", mesh={}, sharding="none", output=str(tmp_path / "one"), **shared)[0]
+    both = world(2)("parallel.on_ranks:steps", mesh=mesh, sharding=sharding, output=str(tmp_path / "two"), **shared)
+    for expected, *found in zip(alone, *both, strict=True):
+        assert found[0]["figures"] == found[1]["figures"] == pytest.approx(expected["figures"], rel=1e-5)
+        assert found[0]["norm"] == found[1]["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+    assert "router_loss" in alone[0]["figures"]
+
+
 @pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_shards_of_experts_in_few_bits_give_the_steps_of_one(world, settings, tmp_path, bits):
     lora = {"rank": 4, "bits": bits}

@@ -86,6 +86,22 @@ def test_alerts_and_memory_by_category_are_on_the_page_and_forgotten_with_their_
     assert (made["curves"]["step"][place], size) == (36, 7)
 
 
+def test_what_routers_do_is_on_the_page(tmp_path):
+    folder = record_run(tmp_path / "run", steps=40)
+    assert page_of(folder)["routers"] is None
+    with (folder / "events.jsonl").open("a") as stream:
+        for step, busiest in ((1, 1.2), (16, 3.0)):
+            found = events.Routers(step, [0, 2, 3], [1.0, busiest, 1.1], [1.0, 0.5, 0.9], [0, 2, 0], [[0.25] * 4] * 3)
+            stream.write(line(found, 1.0))
+        stream.write('{"event": "routers", "step": 20, "layers": 3, "busiest": "x"}\n')
+        stream.write(line(found, 1.0))
+    made = page_of(folder)
+    row = {"layers": 2, "busiest": 3, "entropy": 0.5, "idle": 2, "experts": 4}
+    assert (made["routers"]["step"], made["routers"]["rows"][1]) == (16, row)
+    curve = made["curves"]["routers"]["least even layer"]
+    assert [(made["curves"]["step"][place], value) for place, value in curve] == [(1, 1.2), (16, 3)]
+
+
 def test_the_last_verdict_against_each_model_is_on_the_page(tmp_path):
     folder = record_run(tmp_path / "run", steps=5)
     row = {"task": "mmlu", "measure": "accuracy", "value": 0.6, "against": 0.5, "difference": 0.1, "low": None}

@@ -540,6 +540,8 @@ class Run(Settings):
     """Train for a file in few bits: linears compute with weights rounded exactly as that export type holds them."""
     z_loss: Annotated[Number, Field(ge=0, le=1)] = 0.0
     """Weight of a penalty that keeps logits near zero (the squared log of each softmax's sum); 1e-4 is usual."""
+    router_aux_loss_coef: Annotated[Number, Field(ge=0, le=10)] | None = None
+    """Weight of the load-balancing loss of an MoE model's routers; when left out, what the model's config asks for."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
     """Arithmetic; `auto` takes bf16 where the device has it; `fp8` is bf16 with large matmuls in fp8 (newer GPUs)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -769,6 +771,8 @@ def _unsuited_head(run: Run) -> str | None:
         return f"lora: with `objective: {run.objective}` adapters are on the layers, and begin without effect"
     if run.new_tokens:
         return f"new_tokens: they are not for `objective: {run.objective}`"
+    if run.router_aux_loss_coef:
+        return f"router_aux_loss_coef is for objectives over tokens, not for {run.objective}"
     return None
 
 
@@ -782,6 +786,8 @@ def _unsuited_embedding(run: Run) -> str | None:
         return "lora: with `objective: embed` adapters are on the layers, and begin without effect"
     if run.new_tokens:
         return "new_tokens: they are not for `objective: embed`"
+    if run.router_aux_loss_coef:
+        return "router_aux_loss_coef is for objectives over tokens, not for embed"
     if len(set(run.embedding.matryoshka)) < len(run.embedding.matryoshka):
         return "embedding.matryoshka: a number of dimensions stands there twice"
     if run.profile_steps is not None:

@@ -27,6 +27,7 @@ SWEPT = (
     "weight_decay",
     "max_grad_norm",
     "z_loss",
+    "router_aux_loss_coef",
     "batch_tokens",
     "epochs",
     "steps",

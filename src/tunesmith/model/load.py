@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 PROXY_TOKENS = 500
 """The vocabulary of a small proxy."""
 TOKENIZER_FILES = ("tokenizer*", "*vocab*", "*.model", "merges.txt", "*tiktoken*", "tekken.json", "*.bpe", "spiece*")
+GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes of a tokenizer_config.json that do no more than read tokenizer.json."""
+TOKENIZER_SAMPLE = "The cat, 2024: don't say 'no' x=1;\n\n\tz  \u00fcber \u6f22\u5b57"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -98,7 +101,37 @@ def load_tokenizer(run: Run) -> PreTrainedTokenizerBase:
             said = str(tokenizer.model_max_length)[:60]
             raise UserError(f"model: its tokenizer_config.json has model_max_length {said!r}, which is no number.")
         tokenizer("a b")  # what would fail with any text fails here
-    return tokenizer
+        return _as_its_file_says(tokenizer, source)
+
+
+def _as_its_file_says(tokenizer: PreTrainedTokenizerBase, source: Source) -> PreTrainedTokenizerBase:
+    """transformers takes the class that is usual for a model's architecture, which builds its own way of cutting text
+    around the file's vocabulary: a tokenizer of another kind (words, or BPE with other cuts) then loses most of a text.
+    Where the folder itself says that tokenizer.json is all there is, and it gives other tokens, that counts."""
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils import cached_file
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or type(tokenizer) is PreTrainedTokenizerFast:
+        return tokenizer
+    options = {"local_files_only": True}
+    try:
+        settings, file = (
+            str(cached_file(source.location, name, **options)) for name in ("tokenizer_config.json", "tokenizer.json")
+        )
+    except OSError:  # one of them is not there
+        return tokenizer
+    said = json.loads(Path(settings).read_text(encoding="utf-8-sig"))
+    if said.get("tokenizer_class") not in GENERIC_TOKENIZERS or "auto_map" in said:
+        return tokenizer
+    own = Tokenizer.from_file(file)
+    words = [word for word, _ in sorted(own.get_vocab().items(), key=lambda pair: pair[1]) if word.isalnum()]
+    text = " ".join([TOKENIZER_SAMPLE, *words[:100]])
+    ids = [one.encode(text, add_special_tokens=False).ids for one in (own, backend)]
+    if ids[0] == ids[1]:
+        return tokenizer
+    return PreTrainedTokenizerFast.from_pretrained(source.location, **options)
 
 
 def load_empty(run: Run, *, dtype: str) -> tuple[PreTrainedModel, Path]:

@@ -35,7 +35,14 @@ from tunesmith.model.gated import use_memory_efficient_gates
 from tunesmith.model.head import language_model_class
 from tunesmith.model.kept import count_kept
 from tunesmith.model.rotary import fuse_rope
-from tunesmith.model.structure import is_encoder_decoder, plain_call, replace_module, set_attention
+from tunesmith.model.routers import router_loss_of
+from tunesmith.model.structure import (
+    is_encoder_decoder,
+    linears_of_layers,
+    plain_call,
+    replace_module,
+    set_attention,
+)
 from tunesmith.plan.facts import Kept
 from tunesmith.plan.families import family_of
 from tunesmith.plan.models import check_kind, read_config
@@ -60,6 +67,7 @@ MOST_LAYERS = 12
 KERNELS: tuple[Attention | None, ...] = (None, "varlen", "flex-attention", "sdpa")
 """Of attention, as they are tried on a GPU; None: the best that is there."""
 DIFFER = "losses differ"
+READS_WEIGHT = "the model reads its weight itself"
 
 Patterns = tuple[str, ...]
 
@@ -82,6 +90,12 @@ class Probed:
     """Paths of attention that fail on this GPU, or give something else than the model's own."""
     kernels: tuple[Kernel, ...] | None = None
     """Those of ours that equal the modules of the model whose place they take; None where no proxy could be made."""
+    needs_weight: tuple[str, ...] = ()
+    """Linears, by kind, that cannot be held in few bits: the model's own code computes with their weight."""
+    router_loss: float | None = None
+    """What the load-balancing loss of its routers counts by its config; None where it has no such loss."""
+    asks_router_loss: bool = False
+    """Its config asks for it (`output_router_logits`)."""
     kept: tuple[Kept, ...] | None = None
     """What each layer keeps for backward, counted on this kind of device, of an architecture without a formula."""
 
@@ -152,6 +166,8 @@ def probe_run(run: Run, *, device: torch.device | str = "cpu") -> tuple[Run, Pro
     attention.register()
     found = probe(run, device=device)
     notes = [found.note] if found.note else []
+    if run.method in ("qlora", "loqt"):
+        _check_few_bits(run, found)
     if run.method == "peft":
         return run, _tried_with_peft(run, found), notes
     if run.has_lora and (found.left_out or has_other_names(load.load_config(run))):
@@ -167,6 +183,16 @@ def probe_run(run: Run, *, device: torch.device | str = "cpu") -> tuple[Run, Pro
                 found = replace(found, adapted=tuple(settings.targets))
         run = run.model_copy(update={"lora": settings})
     return run, found, notes
+
+
+def _check_few_bits(run: Run, found: Probed) -> None:
+    """UserError where the model computes with the weight of a linear that would be there in 4 or 8 bits only."""
+    held = linears_of_layers(load.load_skeleton(run)) if found.needs_weight else {}
+    if named := next((kind for kind in map(kind_of, held) if kind in found.needs_weight), None):
+        raise UserError(
+            f"method: {run.method}: the model's own code computes with the weight of {named.replace('#', '*')}, so it "
+            "cannot be held in few bits; use method: lora."
+        )
 
 
 def _readable(run: Run, settings: Lora) -> tuple[Lora, str | None]:
@@ -282,8 +308,20 @@ def probe_config(config: Any, *, device: torch.device, trust_remote_code: bool =
             "that are called with them; longer ones are called by themselves."
         )
     left_out, can_fuse = try_adapters(model, proxy.vocabulary)
+    needs = _need_weights(model, [kind for kind, why in left_out.items() if why == READS_WEIGHT], proxy.vocabulary)
     reuses = _reuses_weights(model)
-    return Probed(spec, note, tuple(left_out.items()), can_fuse, reuses_weights=reuses, kernels=equal_kernels(model))
+    found = Probed(spec, note, tuple(left_out.items()), can_fuse, reuses_weights=reuses, kernels=equal_kernels(model))
+    return replace(found, needs_weight=needs, **_router_loss(model))
+
+
+def _router_loss(model: nn.Module) -> dict[str, Any]:
+    if router_loss_of(model) is None:
+        return {}
+    config = model.config.get_text_config()
+    return {
+        "router_loss": float(config.router_aux_loss_coef),
+        "asks_router_loss": bool(getattr(config, "output_router_logits", False)),
+    }
 
 
 def equal_kernels(model: nn.Module) -> tuple[Kernel, ...]:
@@ -695,15 +733,57 @@ def _try(model: nn.Module, members: list[str], tokens: torch.Tensor, plain: torc
         return "text does not pass through it"
     if (found.detach() - expected).abs().max().item() > 0.02 * effect + 1e-4:
         if torch.equal(found.detach(), plain):
-            return "the model reads its weight itself"
+            return READS_WEIGHT
         return "the model uses its weight otherwise than as a linear"
     return None if has_gradient else "no gradient reaches it"
+
+
+class _WithoutWeight(nn.Module):
+    """A linear as one in few bits looks to the model."""
+
+    weight = None
+
+    def __init__(self, base: nn.Module):
+        super().__init__()
+        self.base = base
+        self.bias = base.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x)
+
+
+@torch.no_grad()
+def _need_weights(model: nn.Module, kinds: list[str], vocabulary: int) -> tuple[str, ...]:
+    """Of these kinds of linears, which the model reads, those that it cannot do without; others it only hands to
+    kernels that are not there."""
+    tokens = torch.arange(8, device=model.device)[None] % vocabulary
+    found = []
+    for kind in kinds:
+        small = copy.deepcopy(model)
+        for name, module in list(small.named_modules()):
+            if kind_of(name) == kind:
+                replace_module(small, name, _WithoutWeight(module))
+        try:
+            same = [torch.equal(_logits(one, tokens), _logits(two, tokens)) for one, two in _both_modes(model, small)]
+        except Exception:  # the model's own code, which finds no weight
+            same = [False]
+        if not all(same):
+            found.append(kind)
+    model.eval()
+    return tuple(found)
+
+
+def _both_modes(*models: nn.Module) -> Iterator[tuple[nn.Module, ...]]:
+    for is_training in (True, False):
+        for model in models:
+            model.train(is_training)
+        yield models
 
 
 def _why_failed(error: Exception) -> str:
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     if isinstance(error, AttributeError):
-        return "the model reads its weight itself"
+        return READS_WEIGHT
     if isinstance(error, TypeError):
         return "it gives more than a tensor"
     if "inplace" in text or "in-place" in text:
@@ -788,5 +868,8 @@ def _from_json(values: dict[str, Any]) -> Probed:
         reuses_weights=values["reuses_weights"],
         wrong_paths=tuple(values["wrong_paths"]),
         kernels=None if values["kernels"] is None else tuple(values["kernels"]),
+        needs_weight=tuple(values["needs_weight"]),
+        router_loss=values["router_loss"],
+        asks_router_loss=values["asks_router_loss"],
         kept=None if values["kept"] is None else tuple(Kept(**one) for one in values["kept"]),
     )

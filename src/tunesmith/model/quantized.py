@@ -200,13 +200,17 @@ def rounded(weight_nk: torch.Tensor, storage: Storage) -> torch.Tensor:
 
 
 @torch.no_grad()
-def round_linears(model: nn.Module, storage: Storage) -> None:
-    """Give the linears that would be held in few bits the values that they would have so."""
+def round_weights(model: nn.Module, storage: Storage) -> None:
+    """Give the linears and experts that would be held in few bits the values that they would have so."""
     for linear in linears_of_layers(model).values():
         weight = linear.weight
         weight_nk = weight.t().contiguous() if is_transposed(linear) else weight
         value = rounded(weight_nk, storage).to(weight.dtype)
         weight.copy_(value.t() if is_transposed(linear) else value)
+    for experts in experts_of_layers(model).values():
+        for leaf in STACKS:
+            stack_enk = getattr(experts, leaf)
+            stack_enk.copy_(rounded(stack_enk.reshape(-1, stack_enk.shape[-1]), storage).view(stack_enk.shape))
 
 
 def _taken_over(linear: nn.Module, held: Codes, bias_n: torch.Tensor | None) -> QuantizedLinear:

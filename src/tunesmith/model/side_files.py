@@ -173,11 +173,9 @@ def _saved_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, run: Run)
 
 
 def _difference(tokenizer: PreTrainedTokenizerBase, folder: Path, run: Run) -> str | None:
-    from transformers import AutoTokenizer
-
     try:
-        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=run.trust_remote_code)
-    except _ODD as error:
+        found = load_tokenizer(run.model_copy(update={"model": str(folder)}))
+    except (UserError, *_ODD) as error:
         return first_line(error)
     text = SAMPLE + "".join(tokenizer.all_special_tokens)
     if found(text)["input_ids"] != tokenizer(text)["input_ids"]:

@@ -84,13 +84,19 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
+FEWEST = 64
+"""Weights of a linear, up to which it stays as it is: a block of nf4, whose scale alone is half of what is saved."""
+
+
 def linears_of_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The linears that are held in few bits: those of the decoder layers, by name."""
+    """The linears that are held in few bits, by name: those of the decoder layers, but for the smallest (such as the
+    coefficients of Gemma 3n, which also reads them itself)."""
     head = model.get_output_embeddings()
     return {
         name: module
         for name, module in model.named_modules()
         if (type(module) is nn.Linear or is_transposed(module))
         and module is not head
+        and module.weight.numel() > FEWEST
         and any(part.isdigit() for part in name.split("."))
     }

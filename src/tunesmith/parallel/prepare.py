@@ -6,8 +6,8 @@ of one that is quantized no more than one layer is there in full precision. One 
 path, on which the transforms that have nothing to do return at once. Training, evaluation, generation, merging,
 benchmarks and the check of parallelism all come through here, with the transforms that they need.
 
-    files or state dict ─► read ─► adapt ─► fake-quantize ─► split ─► spread experts ─► fuse ─► swap kernels
-                                ─► slice ─► checkpoint ─► compile ─► offload ─► shard
+    files or state dict ─► read ─► adapt ─► fake-quantize ─► split ─► spread experts ─► watch routers ─► fuse
+                                ─► swap kernels ─► slice ─► checkpoint ─► compile ─► offload ─► shard
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from tunesmith.model.prefetch import beside
 from tunesmith.model.prefix import SharedPrefix
 from tunesmith.model.quantized import Reading, put_weights
 from tunesmith.model.rotary import fuse_rope
+from tunesmith.model.routers import Routing
 from tunesmith.model.source import WeightSource, find_source
 from tunesmith.model.structure import decoder_layers, linears_of_layers, set_attention
 from tunesmith.parallel.activation import HostStore, checkpointed, offloaded, slice_mlp
@@ -99,6 +100,8 @@ class Preparation:
     split: TensorParallelPlan | None = None
     experts: dict[str, nn.Module] = field(default_factory=dict)
     """That are spread over ranks, by name."""
+    routing: Routing | None = None
+    """The routers of an MoE model; None where a micro-batch lies over several ranks, or there are none."""
     targets: Sequence[str] = ()
     """Linears that get adapters."""
     start: lora.Start | None = None
@@ -140,6 +143,9 @@ class Preparation:
             work.split = TensorParallelPlan.of(model, work.world)
         if sizes.expert > 1:
             work.experts = find_experts(model, sizes.expert)
+        if sizes.context * sizes.pipeline * sizes.tensor == 1:
+            routing = Routing(model, plan.router_loss or 0.0)
+            work.routing = routing if routing.routers else None
         if sizes.context > 1:
             attend_over(model, context_mesh(plan), plan.attention)
         here = {name for name, _ in model.named_modules()}
@@ -302,6 +308,12 @@ def spread(work: Preparation, unit: Unit) -> None:
         spread_experts(work.model.get_submodule(name), data_mesh(work.world))
 
 
+def watch_routers(work: Preparation, unit: Unit) -> None:
+    """Routers of an MoE model tell how they deal out tokens, and get the gradient of their loss."""
+    for name in filter(unit.owns, work.routing.routers if work.routing is not None else ()):
+        work.routing.watch(name)
+
+
 def fuse_adapters(work: Preparation, unit: Unit) -> None:
     """Adapted linears that share an input as one matmul, gated MLPs as one operation."""
     plan = work.plan
@@ -391,6 +403,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     fake_quantize,
     split,
     spread,
+    watch_routers,
     fuse_adapters,
     swap_kernels,
     slice_mlps,

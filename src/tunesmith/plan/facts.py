@@ -171,6 +171,8 @@ class ModelFacts(Part):
     """Something besides attention runs along the tokens of a packed document: a convolution, a state space."""
     reuses_weights: bool = False
     """A forward pass uses some weights more than once, as the probe has found."""
+    has_router_loss: bool = False
+    """The load-balancing loss of its routers is asked for, by the settings or by its config."""
     is_causal: bool = True
     """A decoder alone; an encoder-decoder is planned as if every token passed through both its stacks, which is more
     than happens."""

@@ -815,9 +815,11 @@ def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, floa
     def of(kind: Layer, *, is_frozen: bool = False) -> float:
         gathered = 2 * kind.key * task.width * (choice.context - 1) / choice.tensor  # keys and values of the others
         fixed = kind.kept_by_own.fixed if kind.kept_by_own is not None else 0
+        experts = max((linear.count for linear in kind.linears), default=1)
+        logits = experts * task.width if facts.has_router_loss and experts > 1 else 0
         return (
             fixed
-            + tokens * gathered
+            + tokens * (gathered + logits)
             + tokens
             * layer_bytes(
                 task,

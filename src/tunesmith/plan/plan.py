@@ -214,6 +214,8 @@ class Plan(Part):
     adapted: tuple[str, ...] | None = None
     """Linears that get adapters, by name or pattern, where they are not all that the settings choose: the probe has
     found others that cannot carry one."""
+    router_loss: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the load-balancing loss of an MoE model's routers; None where it has none or was not tried yet."""
     by_length: bool = False
     """Micro-batches go by the lengths of documents, which the model does not take packed: padded, of like length, and
     no larger than `micro_batch` sequences. Their number changes from step to step."""

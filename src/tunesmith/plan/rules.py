@@ -36,6 +36,11 @@ Refusal = tuple[Callable[[Task, Choice], bool], str]
 
 REFUSALS: tuple[Refusal, ...] = (
     (
+        lambda task, choice: task.facts.has_router_loss and max(choice.tensor, choice.context, choice.pipeline) > 1,
+        "the load-balancing loss of routers is over all layers and tokens of a micro-batch, which tensor, context and "
+        "pipeline parallelism cut up; use data or expert parallelism, or router_aux_loss_coef: 0",
+    ),
+    (
         lambda task, choice: not task.objective.is_token_sum and max(choice.context, choice.pipeline) > 1,
         "objectives other than sft compare whole answers, which context and pipeline parallelism cut up; use data or "
         "tensor parallelism",
@@ -340,7 +345,10 @@ def beyond(task: Task, choice: Choice) -> tuple[str, ...]:
         if choice.offload_activations or (task.has_masters and not choice.master_weights):
             missing.append("activations in host memory or weights without masters within a pipeline")
     if choice.tensor > 1 and not _splits(task):
-        missing.append("tensor parallelism of experts or of projections that are one matrix")
+        missing.append(
+            "tensor parallelism of experts, of projections that are one matrix, or of other linears than those of "
+            "attention and MLP"
+        )
     if choice.tensor > 1 and choice.matmul_dtype == "fp8" and not task.has_adapters:
         missing.append("fp8 matmuls of trained weights that are cut over ranks")
     is_plain = choice.optimizer_states == "fp32" and choice.offload_optimizer == "none"

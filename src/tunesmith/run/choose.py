@@ -17,9 +17,9 @@ from tunesmith.launch.rank_environment import PLAN, RankEnvironment, read_rank_e
 from tunesmith.objectives import objective_of
 from tunesmith.plan.documents import guess_held_out, measure, sample_lengths
 from tunesmith.plan.hardware import Hardware, probe, shared
-from tunesmith.plan.models import as_teacher, read_facts
+from tunesmith.plan.models import as_teacher, read_config, read_facts
 from tunesmith.plan.pairs import check_pairs
-from tunesmith.plan.plan import Plan
+from tunesmith.plan.plan import Plan, Reason
 from tunesmith.plan.search import Written, refusal, search, written
 from tunesmith.plan.task import check_rate
 from tunesmith.run import folder as run_folder
@@ -43,6 +43,7 @@ def facts_of(run: Run) -> ModelFacts:
             facts = facts.changed(teacher=read_facts(teacher, trust_remote_code=run.trust_remote_code))
     if objective_of(run).has_head:  # in place of the one for tokens, and small
         facts = facts.changed(tied=True, has_head=False)
+    facts = facts.changed(has_router_loss=_asks_router_loss(run))
     if run.method != "peft":
         return facts
     from tunesmith.model.adapters import is_prompt, trained_parameters
@@ -60,6 +61,7 @@ def plan_run(
     if probed is not None:
         packs = probed.spec.lengths(run.sequence_length) is None
         found = {"reuses_weights": probed.reuses_weights, "wrong_paths": probed.wrong_paths}
+        found["has_router_loss"] = facts.has_router_loss and probed.router_loss is not None
         facts = facts.changed(packs=packs, runs_along=probed.spec.seq_idx, **found)
         from tunesmith.model.kept import count_own
 
@@ -106,14 +108,46 @@ def make_plan(
     has found stands in it."""
     _check_objective(run, probed)
     if (kept := _kept_plan(run, plan, ranks)) is not None:
-        return with_findings(kept, probed), tokenize(run, kept, progress)
+        return _settled(kept, run, probed), tokenize(run, kept, progress)
     if (made := _made_for_ranks()) is not None:
-        return with_findings(made, probed), tokenize(run, made, progress)
+        return _settled(made, run, probed), tokenize(run, made, progress)
     run = run_folder.as_begun(run, _begun(run))
     hardware = _hardware(ranks)
     plan_run(run, hardware)  # what is wrong with the settings is said before an hour of tokenizing
     data = tokenize(run, None, progress)
-    return with_findings(plan_run(run, hardware, data, probed), probed), data
+    return _settled(plan_run(run, hardware, data, probed), run, probed), data
+
+
+def _asks_router_loss(run: Run) -> bool:
+    """Whether the settings or, where they leave it open, the model's config ask for the load-balancing loss of its
+    routers; some families have none."""
+    objective = objective_of(run)
+    if run.router_aux_loss_coef is not None or objective.has_head or objective.has_embeddings:
+        return bool(run.router_aux_loss_coef)
+    config = read_config(run.model)
+    text = config.get("text_config")
+    return (text if isinstance(text, dict) else config).get("output_router_logits") is True
+
+
+def _settled(plan: Plan, run: Run, probed: Probed) -> Plan:
+    """The plan with what the probe has found, and what the load-balancing loss of the model's routers counts."""
+    plan, given = with_findings(plan, probed), run.router_aux_loss_coef
+    if probed.router_loss is None and given:
+        raise UserError(
+            f"router_aux_loss_coef: {facts_of(run).architecture} has no load-balancing loss in transformers, since it "
+            "has no routers or balances them by a bias; leave it out."
+        )
+    if probed.router_loss is None or plan.router_loss is not None:
+        return plan
+    weight = given if given is not None else probed.router_loss if _asks_router_loss(run) else 0.0
+    if given is not None:
+        why = "router_aux_loss_coef in the settings"
+    elif weight:
+        why = "the model's config has output_router_logits"
+    else:
+        why = "the model's config does not ask for it (output_router_logits); router_aux_loss_coef would"
+    reason = Reason(topic="load-balancing loss of the routers", choice=f"{weight:g}" if weight else "none", why=why)
+    return plan.changed(router_loss=weight, reasons=(*plan.reasons, reason))
 
 
 def with_findings(plan: Plan, probed: Probed) -> Plan:

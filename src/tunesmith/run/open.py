@@ -133,7 +133,7 @@ def open_run(
         model = load_model(run, dtype=dtype, device=place, storage=held, content=content)
         check_base(folder, run, content)
         if run.has_lora and run.lora.init == "loftq" and held == "plain":  # it makes good what the rounded base lacks
-            quantized.round_linears(model, trained_storage(folder))
+            quantized.round_weights(model, trained_storage(folder))
         if run.method == "peft":
             tuned, step = _open_with_peft(model, run, folder)
             model = tuned.model

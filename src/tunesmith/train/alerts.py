@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from tunesmith.errors import listed
-from tunesmith.train.events import Alert, Evaluation, Step
+from tunesmith.train.events import Alert, Evaluation, Routers, Step
 
 WINDOW, LEAST, SHORT = 64, 24, 8
 """Steps that a step is held against, how many of them there must be, and how many in a row tell a new level."""
@@ -29,6 +29,8 @@ STARVED = 0.25
 """Share of the time that the device waits for data."""
 SLOW = 1.5
 """Times what the others take."""
+COLLAPSED = 0.5
+"""Share of the experts that a router used at first, as their shares count, below which it has collapsed."""
 AGAIN, MOST = 100, 20
 """Steps until the same alert is raised again, and how often at all."""
 READINGS = 3
@@ -76,15 +78,21 @@ class Alerts:
         self._said: dict[str, tuple[int, int]] = {}
         """When an alert was raised last, and how often."""
         self._readings: deque[Reading] = deque(maxlen=READINGS)
+        self._first_routers: Routers | None = None
+        self._fallen: set[int] = set()
+        """Layers whose routers had collapsed when they were looked at last."""
 
-    def see(self, event: Step | Evaluation) -> list[Alert]:
-        found = self._see_step(event) if isinstance(event, Step) else self._see_evaluation(event)
+    def see(self, event: Step | Evaluation | Routers) -> list[Alert]:
+        if isinstance(event, Routers):
+            found = [self._collapsed(event)]
+        else:
+            found = self._see_step(event) if isinstance(event, Step) else self._see_evaluation(event)
         return [one for one in found if one is not None]
 
     def recall(self, records: Iterable[Mapping[str, Any]]) -> None:
         """What a run that goes on has logged before."""
         for record in records:
-            kind = {Step.kind: Step, Evaluation.kind: Evaluation}.get(record["event"])
+            kind = {Step.kind: Step, Evaluation.kind: Evaluation, Routers.kind: Routers}.get(record["event"])
             if kind is not None:
                 names = {one.name for one in fields(kind)}
                 given = {name: value for name, value in record.items() if name in names}
@@ -226,6 +234,29 @@ class Alerts:
             "that point), on more data, or with a lower learning_rate or lora.rank.",
         )
 
+    # Routers
+
+    def _collapsed(self, event: Routers) -> Alert | None:
+        """Twice in a row, against the first time: single steps have few documents, of few kinds."""
+        if self._first_routers is None or self._first_routers.layers != event.layers:
+            self._first_routers = event
+            return None
+        before = dict(zip(event.layers, map(_used, self._first_routers.shares), strict=True))
+        now = dict(zip(event.layers, map(_used, event.shares), strict=True))
+        fallen = {layer for layer in now if now[layer] < COLLAPSED * before[layer]}
+        both, self._fallen = fallen & self._fallen, fallen
+        if not both:
+            return None
+        worst = min(both, key=lambda layer: now[layer] / before[layer])
+        return self._raise(
+            event.step,
+            "collapsed routers",
+            f"In {len(both)} of {len(now)} layers with experts the tokens of step {event.step} go to less than half as "
+            f"many experts as at first: in layer {worst} to about {now[worst]:.1f}, and {before[worst]:.1f} then.",
+            "The other experts are no longer trained or used. Set router_aux_loss_coef (0.001 to 0.01 is usual), lower "
+            "learning_rate, or train adapters, which leave the routers as they are.",
+        )
+
     # The machine, and what the trained weights do
 
     def see_machine(self, step: int, reading: Reading) -> list[Alert]:
@@ -299,6 +330,11 @@ class Alerts:
             return None
         self._said[name] = (step, count + 1)
         return Alert(step, name, evidence, advice)
+
+
+def _used(shares: Sequence[float]) -> float:
+    """How many experts are in use, each as far as its share goes: the exponential of the shares' entropy."""
+    return math.exp(-sum(share * math.log(share) for share in shares if share > 0))
 
 
 def median_and_spread(values: Iterable[float]) -> tuple[float, float]:

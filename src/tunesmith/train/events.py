@@ -12,10 +12,10 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from tunesmith.disk import writing
 
@@ -99,6 +99,48 @@ class Evaluation(Event):
     figures_of: dict[str, dict[str, float]] = field(default_factory=dict, metadata={"is_optional": True})
     tasks: dict[str, dict[str, Score]] = field(default_factory=dict, metadata={"is_optional": True})
     """By task and measure."""
+
+
+class HasBalance(Protocol):
+    """How evenly one router has dealt out tokens (`model.routers.Balance`)."""
+
+    @property
+    def shares(self) -> list[float]: ...
+    @property
+    def busiest(self) -> float: ...
+    @property
+    def entropy(self) -> float: ...
+    @property
+    def idle(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Routers(Event):
+    """How evenly the routers of an MoE model have dealt out the tokens of a step, now and then; lists by router."""
+
+    kind = "routers"
+    step: int
+    layers: list[int]
+    """The number of the layer that each is in, from 0."""
+    busiest: list[float]
+    """The share of the busiest expert, in times the mean."""
+    entropy: list[float]
+    """Of the experts' shares: 1 where all are equal, 0 where one has all."""
+    idle: list[int]
+    """Experts without a token."""
+    shares: list[list[float]]
+    """Of the choices, by expert."""
+
+    @classmethod
+    def of(cls, step: int, layers: list[int], found: Sequence[HasBalance]) -> Routers:
+        return cls(
+            step,
+            layers,
+            [round(one.busiest, 4) for one in found],
+            [round(one.entropy, 4) for one in found],
+            [one.idle for one in found],
+            [one.shares for one in found],
+        )
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Saving
 from tunesmith.data.prompts import PromptBatch
 from tunesmith.data.types import StepBatch
 from tunesmith.errors import UserError, listed
+from tunesmith.model.routers import routing_of
 from tunesmith.optim.schedule import learning_rate
 from tunesmith.parallel.compile import Compilation, news
 from tunesmith.plan.defaults import EVALUATED_SHARE
@@ -57,6 +58,9 @@ SAVE_SECONDS = 600.0
 """Between checkpoints, when save_every leaves it open: a kill then costs ten minutes at most."""
 RETRY_SECONDS = 30.0
 """Until the next try after a checkpoint could not be written."""
+ROUTERS_EVERY, ROUTERS_MOST = 16, 32
+"""What routers do is recorded in the first step and each so many steps, but about so often at most: of a large model
+it is thousands of numbers."""
 WAITED_SECONDS = 2e-4
 """That asking for a result takes where the device is not done with it."""
 
@@ -86,6 +90,8 @@ def train(
 
 def step_of(job: Job, scale: LossScale | None) -> TrainStep:
     """The training step of a job."""
+    if (routing := routing_of(job.model)) is not None:
+        routing.every = max(ROUTERS_EVERY, -(-job.loader.total_steps // ROUTERS_MOST))
     return TrainStep(
         job.model,
         job.spec,
@@ -104,6 +110,7 @@ def step_of(job: Job, scale: LossScale | None) -> TrainStep:
         schedule=job.schedule,
         teach=job.teach,
         merges=job.merges,
+        routing=routing,
     )
 
 
@@ -400,6 +407,8 @@ class _Loop:
                 is_warm_up=is_warm_up,
             )
         )
+        if result.routers and self.step_of.routing is not None:
+            self._tell(events.Routers.of(self.done, self.step_of.routing.layers, result.routers))
         if result.documents is not None:
             self.documents.write(self.done, result.documents)
         self._tell_of_compiling(compiled)
@@ -443,7 +452,7 @@ class _Loop:
             goes_on = f" The checkpoint of step {step} is kept." if step else ""
             raise NotFinite(f"{failure}{goes_on}") from None
 
-    def _tell(self, event: events.Step | events.Evaluation) -> None:
+    def _tell(self, event: events.Step | events.Evaluation | events.Routers) -> None:
         self.observe(event)
         self._alert(self.alerts.see(event))
 

@@ -28,6 +28,7 @@ from tunesmith.model.adapters import RankSchedule
 from tunesmith.model.embedding import BatchLoss, batch_loss, embedded, facts_of, lengths_of, pooled
 from tunesmith.model.forward import Inputs, Shape, Weigh, losses_of_hidden, moved, to_device, token_losses
 from tunesmith.model.merges import Merges
+from tunesmith.model.routers import Balance, Routing
 from tunesmith.model.scoring import Scoring, figures_of, reported, risen, scoring_of
 from tunesmith.objectives.base import Objective
 from tunesmith.objectives.distill import PARTS
@@ -40,7 +41,7 @@ from tunesmith.parallel.shard import Sharded, full_tensor
 from tunesmith.plan.plan import ForwardSpec
 from tunesmith.train.documents import rows_of
 from tunesmith.train.graph import EAGER_STEPS, GraphCapture
-from tunesmith.train.vitals import EVERY, FIRST, Sample, Weights, weights_of
+from tunesmith.train.vitals import EVERY, FIRST, MEASURED, Sample, Weights, weights_of
 
 Found = dict[int, list[float]]
 """By data set."""
@@ -72,6 +73,8 @@ class StepResult:
     """What the objective reports besides its loss."""
     figures_of: dict[int, dict[str, float]] = field(default_factory=dict)
     """The same by data set."""
+    routers: list[Balance] = field(default_factory=list)
+    """How evenly each router of an MoE model has dealt out the step's tokens, in steps in which that is counted."""
     documents: np.ndarray | None = field(default=None, compare=False)
     """The loss of each document of this rank (`train.documents.ROW`), where the loss is a sum over tokens."""
 
@@ -190,6 +193,7 @@ class TrainStep:
         schedule: RankSchedule | None = None,
         teach: Teach | None = None,
         merges: Merges | None = None,
+        routing: Routing | None = None,
     ):
         self.model = model
         self.spec = spec
@@ -210,6 +214,7 @@ class TrainStep:
         self.schedule = schedule
         self.teach = teach
         self.merges = merges
+        self.routing = routing
         self.keeps_documents = self.objective is None and self.ranks.rank % self.cut.copies == 0
         """Whether the losses of documents are told; of ranks that compute the same, by one."""
         self.launched = 0
@@ -246,6 +251,8 @@ class TrainStep:
         tally, documents = self._tally(), _Documents()
         self.optimizer.begin(learning_rate, batch.step)
         self.launched += 1
+        if self.routing is not None:
+            self.routing.begin_step(batch.step)
         try:
             factor = scale if self.objective is not None else scale / batch.target_weight
             for micro_batch, found in self._passes(batch, factor, should_stop):
@@ -263,11 +270,16 @@ class TrainStep:
             with record_function("optimizer"):
                 norm = self._clip(scale)
                 is_measured = self.sample is not None and (self.launched <= FIRST or batch.step % EVERY == 0)
-                read = self._reader(tally, norm, self.measured() if is_measured else None)
+                told = [self.measured()] if is_measured else []
+                told += [self.routing.told(self.device)] if self.routing is not None else []
+                read_routers = self.routing.reader() if self.routing is not None else None
+                read = self._reader(tally, norm, torch.cat(told) if told else None)
                 documents.send()
 
             def result() -> StepResult:
-                totals, weights, grad_norm, measured = read()
+                totals, weights, grad_norm, rest = read()
+                measured, rest = (rest[:MEASURED], rest[MEASURED:]) if is_measured else ([], rest)
+                router_loss, routers = (None, []) if read_routers is None else read_routers(rest)
                 with record_function("loss"):
                     rows, bad = documents.found()
                 overflowed = self._check(batch, totals, grad_norm, bad)
@@ -283,10 +295,12 @@ class TrainStep:
                     by_source,
                     overflowed,
                     weights_of(*measured) if measured else None,
-                    {**batch.figures, **tally.figures(*whole)},
+                    {**batch.figures, **tally.figures(*whole)}
+                    | ({} if router_loss is None else {"router_loss": router_loss}),
                     {at: {**batch.figures_of.get(at, {}), **tally.figures(totals[at], weights[at])} for at in totals}
                     if len(tally.names) > 1
                     else {},
+                    routers,
                     rows,
                 )
 
@@ -414,6 +428,9 @@ class TrainStep:
                 inputs = to_device(micro_batch, self.device, self.shape)
             scoring = self._scoring(batch, micro_batch, baseline, index)
             lesson = None if self.teach is None else self.teach(micro_batch, inputs)
+            if self.routing is not None:
+                tokens = live_tokens(micro_batch)
+                self.routing.begin(inputs, self.spec, tokens, tokens / batch.tokens)
             is_only = len(batch.micro_batches) == 1
             losses_n = self._forward_backward(inputs, factor, scoring, lesson, is_only=is_only)
             if scoring is not None and index == len(self._sampled) and batch.updates > 1:
@@ -486,6 +503,8 @@ class TrainStep:
             return self._replay(self.capture, inputs, factor, weigh, is_only=is_only)
         options = {"z_loss": self.z_loss, "weigh": weigh, "lesson": lesson}
         total, losses_n = token_losses(self.model, inputs, self.spec, **options)
+        if self.routing is not None:
+            self.routing.end_forward(self.loss_scale.value if self.loss_scale else 1.0)
         with record_function("backward"):
             (total * factor).backward()
         return losses_n * (inputs.weights if lesson is None else inputs.weights[:, None])
@@ -561,6 +580,12 @@ class TrainStep:
             f"The {what} of step {batch.step + 1} is not a finite number, so training stopped and nothing of this step "
             f"was kept; the data behind it: {named}. A lower learning_rate or precision: fp32 usually helps."
         )
+
+
+def live_tokens(micro_batch: MicroBatch) -> int:
+    """0 of one that a rank computes only because others wait for it."""
+    is_idle = micro_batch.parts is not None and bool((micro_batch.parts < 0).all())
+    return 0 if is_idle else micro_batch.tokens.shape[0]
 
 
 def reader(values: torch.Tensor) -> Callable[[], list[float]]:

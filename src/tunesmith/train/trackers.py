@@ -300,6 +300,10 @@ def _figures(event: events.Event) -> Iterator[tuple[str, float]]:
             yield from ((f"eval/loss/{name}", value) for name, value in event.losses.items())
         for title, found in event.tasks.items():
             yield from ((f"tasks/{title}/{name}", score[0]) for name, score in found.items())
+    elif isinstance(event, events.Routers):
+        yield "routers/busiest", max(event.busiest)
+        yield "routers/entropy", min(event.entropy)
+        yield "routers/idle", max(event.idle)
     elif isinstance(event, events.Finished):
         yield "speed/overall_tokens_per_second", event.tokens_per_second
         yield "memory/predicted_gib", event.predicted_memory / GIB

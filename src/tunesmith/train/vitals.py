@@ -17,6 +17,8 @@ from tunesmith.optim.fused import local
 
 SAMPLED = 256
 """Values of each weight, spread over it."""
+MEASURED = 3
+"""Numbers that `Sample.measure` gives."""
 FIRST, EVERY = 3, 16
 """Measured in so many steps of a sitting, and then each so many steps: taking a sample costs the host some microseconds
 for each weight."""

@@ -10,6 +10,7 @@ import fcntl
 import itertools
 import math
 import os
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -144,6 +145,7 @@ def page(folder: Path, log: GrowingLog, *, steps: tuple[int, int] | None = None)
         "plan": reasons(settled.plan),
         "plan_facts": flat({key: settled.plan[key] for key in settled.plan if key not in PREDICTIONS}),
         "checkpoints": checkpoints(folder, records),
+        "routers": routers(records),
         "alerts": alerts(records),
         "verdicts": verdicts_of(folder),
         "profile": profile_of(folder),
@@ -246,6 +248,8 @@ def curves(records: Sequence[Mapping[str, Any]], *, steps: tuple[int, int] | Non
     wanted = [columns["loss"], columns["grad_norm"], columns["tokens_per_second"], *figures.values()]
     kept = thinned([one[begin:end] for one in wanted])
     evaluated = {place for place, step in enumerate(numbers) if step in evaluations}  # few, and shown beyond the range
+    balance = _balance(records, numbers)
+    looked_at |= {place for place, row in enumerate(balance) if row}
     places = sorted(evaluated | looked_at | {begin + int(place) for place in kept})
 
     def pick(values: Sequence[float]) -> list[float | None]:
@@ -260,6 +264,10 @@ def curves(records: Sequence[Mapping[str, Any]], *, steps: tuple[int, int] | Non
         "data": {name: pick(smoothed(values)) for name, values in data.items()} if len(data) > 1 else {},
         "figures": {name: pick(values) for name, values in figures.items()},
         "memory_by": {name: _points([values[place] for place in places]) for name, values in memory_by.items()},
+        "routers": {
+            name: _points(values)
+            for name, values in by_name([{"routers": balance[place]} for place in places], "routers").items()
+        },
         "held_out": {name: _points(values) for name, values in by_name(held_out, "losses", "loss").items()},
         "held_out_figures": {name: _points(values) for name, values in by_name(held_out, "figures").items()},
         "tasks": _task_points(held_out),
@@ -270,6 +278,31 @@ def curves(records: Sequence[Mapping[str, Any]], *, steps: tuple[int, int] | Non
             for name, values in (("step", numbers), ("tokens", tokens), ("seconds", seconds))
         },
     }
+
+
+def _balance(records: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> list[dict[str, float]]:
+    """Of each step in which routers were looked at: the busiest expert's share in the least even layer, and in the
+    middle one, in times the mean."""
+    found: dict[int, dict[str, float]] = {}
+    for one in records:
+        given = one.get("busiest") if one["event"] == "routers" else None
+        busiest = [value for each in (given if isinstance(given, list) else []) if (value := number(each)) is not None]
+        if busiest and "step" in one:
+            found[one["step"]] = {"least even layer": max(busiest), "middle layer": statistics.median(busiest)}
+    return [found.get(step, {}) for step in steps]
+
+
+def routers(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What the routers of an MoE model did when they were looked at last, by layer."""
+    last = next((one for one in reversed(records) if one["event"] == "routers"), None)
+    if last is None:
+        return None
+    names = ("layers", "busiest", "entropy", "idle")
+    columns = [[number(value) for value in last[name]] if isinstance(last.get(name), list) else [] for name in names]
+    shares = last.get("shares")
+    experts = [len(one) if isinstance(one, list) else 0 for one in shares] if isinstance(shares, list) else []
+    rows = [dict(zip((*names, "experts"), row, strict=True)) for row in zip(*columns, experts, strict=False)]
+    return {"step": number(last.get("step")), "rows": rows}
 
 
 def by_name(rows: Sequence[Mapping[str, Any]], field: str, overall: str = "") -> dict[str, list[float]]:

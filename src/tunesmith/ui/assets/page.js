@@ -342,6 +342,8 @@ const Tunesmith = (() => {
       { label: "peak so far", x, y: c.memory, color: "--a" },
       ...(run.predicted.memory ? [{ label: "predicted", ...level(c, run.predicted.memory), color: "--e" }] : []),
       ...(most && most < 20 * peak ? [{ label: "limit", ...level(c, most), color: "--f" }] : [])] });
+    const byLayer = Object.entries(c.routers || {});
+    if (byLayer.length) panels.push({ title: "Routers: busiest expert, times the mean", fromZero: true, series: byLayer.map(([name, pairs], n) => ({ label: name, ...points(c, pairs), color: color(n), points: true })) });
     const byCategory = Object.entries(c.memory_by);
     if (byCategory.length) panels.push({ title: "Memory by category", unit: bytes, fromZero: true, series: byCategory.flatMap(([name, pairs], n) => {
       const said = run.predicted.memory_of[name];
@@ -355,6 +357,12 @@ const Tunesmith = (() => {
       h("strong", {}, one.name), h("span", { class: "soft small" }, ` step ${number(one.step, 9)}, ${day(one.time)}`),
       h("p", {}, one.evidence), h("p", {}, h("span", { class: "soft" }, "What to do: "), one.advice),
       showStep && OF_A_STEP.has(one.name) ? h("button", { type: "button", onclick: () => showStep(one.step) }, `Documents of step ${number(one.step, 9)}`) : null))) : h("p", { class: "soft" }, "None."));
+  }
+  function routers(run) {
+    if (!run.routers || !run.routers.rows.length) return null;
+    return section("Routers", h("details", {}, h("summary", {}, `How evenly tokens went to experts in step ${number(run.routers.step, 9)}, by layer`),
+      table("Routers by layer", ["layer", "experts", "busiest, times the mean", "evenness (entropy)", "without a token"],
+        run.routers.rows.map((row) => [number(row.layers, 9), number(row.experts, 9), number(row.busiest), number(row.entropy), number(row.idle, 9)]), ["n", "n", "n", "n", "n"])));
   }
   function verdicts(run, heading = "Verdicts") {
     if (!run.verdicts.length) return null;
@@ -399,8 +407,7 @@ const Tunesmith = (() => {
       table(m ? "What the plan said, and what the run measured" : "What the plan said, and what has been measured so far", ["", "predicted", "measured", "difference"], rows, [null, "n", "n", "n"]),
       Object.keys(p.memory_by).length ? h("details", {}, h("summary", {}, "Predicted memory by category, at the peak of a step"), table("Predicted memory", ["category", "memory"], Object.entries(p.memory_by).map(([name, value]) => [name, bytes(value)]), [null, "n"])) : null,
       Object.keys(p.seconds_by).length ? h("details", {}, h("summary", {}, "Predicted time of a step, by what it is spent on"), table("Predicted time", ["", "seconds"], Object.entries(p.seconds_by).map(([name, value]) => [name, number(value, 3)]), [null, "n"])) : null));
-    const told = verdicts(run);
-    if (told) made.push(told);
+    for (const told of [verdicts(run), routers(run)]) if (told) made.push(told);
     if (m && Object.keys(m.spent).length) made.push(section("Where the time went", table("All the time of the last sitting", ["", "time"], Object.entries(m.spent).map(([name, value]) => [name, clock(value)]), [null, "n"])));
     const f = run.profile, share100 = (value) => (value === null ? "–" : `${(100 * value).toFixed(0)}%`);
     if (f) made.push(section("Profile", h("p", { class: "any" }, `Step ${number(f.step, 9)} on ${f.device}: ${number(f.tokens_per_second)} tokens/s, ${number(f.tflops)} TFLOP/s${f.share_of_peak === null ? "" : `, ${share100(f.share_of_peak)} of the hardware's peak`}${f.busy === null ? "" : `; the GPU computes in ${share100(f.busy)} of the step`}. ${f.bound}`),
