@@ -411,6 +411,36 @@ def _normed(first, second, weight, eps, half, is_half, SIZE: tl.constexpr, OFFSE
 
 
 @triton.jit
+def _written(keys, values, column, end, half, whole, SIZE: tl.constexpr):
+    """Keys, in two halves, and values of these columns before `end`."""
+    is_old = (column < end)[:, None]
+    is_key = is_old & (half < SIZE // 2)[None, :]
+    first = keys + column[:, None] * SIZE + half[None, :]
+    value = tl.load(values + column[:, None] * SIZE + whole[None, :], mask=is_old & (whole < SIZE)[None, :], other=0.0)
+    return tl.load(first, mask=is_key, other=0.0), tl.load(first + SIZE // 2, mask=is_key, other=0.0), value
+
+
+@triton.jit
+def _added_up(
+    sums, maxima, totals, query, to, is_query, is_out, HEADS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """What all programs have left for these queries: values in sum, and what they are divided by."""
+    most = tl.zeros_like(query).to(tl.float32) + float("-inf")
+    for one in tl.static_range(SPLITS):
+        left = tl.load(maxima + one * HEADS + query, mask=is_query, other=0.0, cache_modifier=".cg")
+        most = tl.maximum(most, left)
+    total = tl.zeros_like(most)
+    attended = tl.zeros_like(to).to(tl.float32)
+    for one in tl.static_range(SPLITS):
+        left = tl.load(maxima + one * HEADS + query, mask=is_query, other=0.0, cache_modifier=".cg")
+        fade = tl.exp(left - most)
+        total += fade * tl.load(totals + one * HEADS + query, mask=is_query, other=1.0, cache_modifier=".cg")
+        part = tl.load(sums + one * HEADS * SIZE + to, mask=is_out, other=0.0, cache_modifier=".cg")
+        attended += fade[:, None] * part
+    return attended, total
+
+
+@triton.jit
 def _attend(
     qkv, positions, at, cos, sin, query_norm, key_norm, keys, values, out, sums, maxima, totals, counts,
     columns, scaling, eps,
@@ -444,12 +474,7 @@ def _attend(
     base = tl.program_id(0).to(tl.int64) * columns * SIZE
     # What earlier steps have written may be read before the kernel before this one has ended.
     column = begin + tl.arange(0, BLOCK)
-    is_old = ((column < now) & (column < end))[:, None]
-    key_1 = tl.load(keys + base + column[:, None] * SIZE + half[None, :], mask=is_old & is_half[None, :], other=0.0)
-    key_2 = tl.load(
-        keys + base + column[:, None] * SIZE + half[None, :] + MIDDLE, mask=is_old & is_half[None, :], other=0.0
-    )
-    value = tl.load(values + base + column[:, None] * SIZE + whole[None, :], mask=is_old & is_whole[None, :], other=0.0)
+    key_1, key_2, value = _written(keys + base, values + base, column, tl.minimum(now, end), half, whole, SIZE)
     if OVERLAPS:
         gdc_wait()
     own = qkv + row * TOTAL + (head * QUERIES + group[:, None]) * SIZE + half[None, :]
@@ -482,14 +507,7 @@ def _attend(
         here_2 = tl.where(is_new, key_new_2, key_2)
         here = tl.where(is_new, new_value, value)
         later = column + BLOCK
-        is_old = ((later < now) & (later < end))[:, None]
-        key_1 = tl.load(keys + base + later[:, None] * SIZE + half[None, :], mask=is_old & is_half[None, :], other=0.0)
-        key_2 = tl.load(
-            keys + base + later[:, None] * SIZE + half[None, :] + MIDDLE, mask=is_old & is_half[None, :], other=0.0
-        )
-        value = tl.load(
-            values + base + later[:, None] * SIZE + whole[None, :], mask=is_old & is_whole[None, :], other=0.0
-        )
+        key_1, key_2, value = _written(keys + base, values + base, later, tl.minimum(now, end), half, whole, SIZE)
         scores = tl.dot(turned_1, tl.trans(here_1), input_precision="ieee")
         scores = tl.dot(turned_2, tl.trans(here_2), scores, input_precision="ieee") * scaling
         is_seen = (column >= oldest) & (column < end)
@@ -512,17 +530,6 @@ def _attend(
         tl.store(totals + split * HEADS + query, total, mask=is_query)
         tl.debug_barrier()
         if tl.atomic_add(counts + tl.program_id(0), 1) == SPLITS - 1:
-            most = tl.full([GROUP], float("-inf"), tl.float32)
-            for one in tl.static_range(SPLITS):
-                left = tl.load(maxima + one * HEADS + query, mask=is_query, other=0.0, cache_modifier=".cg")
-                most = tl.maximum(most, left)
-            total = tl.zeros([GROUP], tl.float32)
-            attended = tl.zeros([GROUP, WHOLE], tl.float32)
-            for one in tl.static_range(SPLITS):
-                left = tl.load(maxima + one * HEADS + query, mask=is_query, other=0.0, cache_modifier=".cg")
-                fade = tl.exp(left - most)
-                total += fade * tl.load(totals + one * HEADS + query, mask=is_query, other=1.0, cache_modifier=".cg")
-                part = tl.load(sums + one * HEADS * SIZE + to, mask=is_out, other=0.0, cache_modifier=".cg")
-                attended += fade[:, None] * part
+            attended, total = _added_up(sums, maxima, totals, query, to, is_query, is_out, HEADS, SIZE, SPLITS)
             tl.store(out + to, (attended / total[:, None]).to(dtype), mask=is_out)
             tl.store(counts + tl.program_id(0), 0)

@@ -190,7 +190,7 @@ class Engine:
     def warm_up(self, name: Hashable) -> None:
         """Before the start: what takes long the first time is done with this adapter on the model."""
         self._select(name)
-        self._call.warm_up(name)
+        self._call.warm_up(name, self.limits.batch)
 
     def submit(self, job: Job) -> None:
         """Raises Busy. The job must fit within `limits`."""
