@@ -14,6 +14,7 @@ shows where the time of the best goes, kernel by kernel, before all else.
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import threading
 import time
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=["llama3-1b", "llama3-8b"])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64])
     parser.add_argument("--ways", action="store_true")
+    parser.add_argument("--alone", action="store_true", help="without generate; nothing is written")
     parser.add_argument("--seconds", type=float, default=80.0, help="for trying ways")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
@@ -61,13 +63,13 @@ def main() -> None:
         if options.ways:
             try_ways(model, weights / bandwidth, options.seconds)
         for batch in options.batches:
-            row = {"shape": name, "batch": batch, **measure(model, batch, device)}
+            row = {"shape": name, "batch": batch, **measure(model, batch, device, beside=not options.alone)}
             row["reading_seconds"] = round(weights / bandwidth, 6)
             row["times_reading"] = round(row["token_seconds"] / row["reading_seconds"], 3)
             rows.append(row)
             print(row, flush=True)
         del model
-    if rows:
+    if rows and not options.alone:
         print(f"wrote {write_result('decode', WHAT, rows)}")
 
 
@@ -81,17 +83,18 @@ def make(name: str, device: str, *, tiny: bool) -> nn.Module:
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def measure(model: nn.Module, batch: int, device: str) -> dict[str, Any]:
+def measure(model: nn.Module, batch: int, device: str, *, beside: bool) -> dict[str, Any]:
     size = model.config.vocab_size
     prompts = torch.randint(3, size, (batch, PROMPT), generator=torch.Generator().manual_seed(batch)).tolist()
     model.set_attn_implementation("sdpa")
-    theirs = by_generate(model, prompts, device)
+    theirs = by_generate(model, prompts, device) if beside else 0.0
     try_out(model)
     ours, between, device_seconds = by_engine(model, prompts)
-    return {
-        "tokens_per_second": round(batch * ANSWER / ours, 1),
-        "generate_tokens_per_second": round(batch * ANSWER / theirs, 1),
-        "speed_to_generate": round(theirs / ours, 3),
+    row = {"tokens_per_second": round(batch * ANSWER / ours, 1)}
+    if beside:
+        row["generate_tokens_per_second"] = round(batch * ANSWER / theirs, 1)
+        row["speed_to_generate"] = round(theirs / ours, 3)
+    return row | {
         "token_seconds": round(between, 6),
         "replay_seconds": device_seconds,
     }
@@ -116,7 +119,8 @@ def by_engine(model: nn.Module, prompts: list[list[int]]) -> tuple[float, float,
     print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
     engine.start()
     try:
-        answered(engine, prompts, ANSWER)  # steps of all sizes are captured before
+        for _ in range(2):  # steps of all sizes are captured before; buffers that grow end those there were
+            answered(engine, prompts, ANSWER)
         return *answered(engine, prompts, ANSWER), replayed(engine)
     finally:
         engine.close()
@@ -160,11 +164,24 @@ def answered(engine: Engine, prompts: list[list[int]], count: int) -> tuple[floa
     if failed:
         raise SystemExit(f"{len(failed)} answers ended as {failed[0]}")
     ended = time.perf_counter()
+    apart = sorted(later - earlier for earlier, later in itertools.pairwise(times))
+    shown = {share: f"{apart[int(share * (len(apart) - 1))] * 1e6:.0f}" for share in (0.05, 0.5, 0.95, 1.0)}
+    print(f"microseconds between two tokens, by quantile: {shown}", flush=True)
     return ended - began, (times[-1] - times[0]) / (len(times) - 1)
 
 
-TILES = [Tile(8192, 4), Tile(16384, 8), Tile(32768, 8), Tile(8192, 2)]
-KINDS = ("gated", "down", "head", "qkv", "out")
+TRIED = [
+    *({"attention": Tile(64, warps)} for warps in (2, 8)),
+    *({"attention": Tile(32, warps), "columns": 32} for warps in (4, 2)),
+    {"attention": Tile(64, 4), "columns": 128},
+    *({"fetched": size} for size in (4, 8, 16, 24)),
+    *({"skipped": size} for size in (4, 16)),
+    *({"gated": tile} for tile in (Tile(8192, 4), Tile(8192, 2), Tile(16384, 4))),
+    *({"down": tile} for tile in (Tile(32768, 16), Tile(16384, 8))),
+    *({"out": tile} for tile in (Tile(8192, 4), Tile(16384, 4))),
+    *({"qkv": tile} for tile in (Tile(8192, 4), Tile(16384, 8))),
+    *({"head": tile} for tile in (Tile(16384, 8), Tile(32768, 8))),
+]
 
 
 @torch.inference_mode()
@@ -185,15 +202,13 @@ def try_ways(model: nn.Module, reading: float, seconds_at_most: float) -> None:
 
     device = next(model.parameters()).device
     best, (least, expected) = Way(), timed(Way())
-    show_kernels(step_of(own))
     if can_overlap(device):
         overlapping = Way(overlaps=True)
         seconds, found = timed(overlapping)
         print("with kernels that overlap, logits are", "the same" if torch.equal(found, expected) else "OTHERS")
         best, least = (overlapping, seconds) if seconds < least else (best, least)
-    tried = [(kind, tile) for kind in KINDS for tile in TILES] + [("columns", count) for count in (64, 512)]
-    for name, value in tried:
-        way = best._replace(**{name: value})
+    for change in TRIED:
+        way = best._replace(**change)
         if way == best or time.perf_counter() - began > seconds_at_most:
             continue
         try:

@@ -200,9 +200,16 @@ def test_products_of_a_decoding_step(capability, overlaps, batch):
         "up_bias",
         "logits",
     )
+    names += ("later_0", "later_1")
     types = dict.fromkeys(names, "*bf16") | {"eps": "fp32", "largest": "*fp32", "places": "*i32"}
     sizes = {"N0": 2048, "N1": 512, "N2": 512, "N": 2048, "OFFSET": 0.0, "HAS_BIAS": True, "BATCH": batch}
-    sizes |= {"OVERLAPS": overlaps, **module.constants(GELU.text)}
+    sizes |= {
+        "LINES": 32 if overlaps else 0,
+        "SKIPPED": 4096,
+        "LINE": 64,
+        "OVERLAPS": overlaps,
+        **module.constants(GELU.text),
+    }
     for kernel in (module._norm_products, module._products_added, module._norm_gated, module._norm_head):
         inputs = 5000 if kernel is module._products_added else 2048  # in chunks, the last not whole
         rows, chunk = module.tile_of(2048, inputs, module.Way().down)
@@ -221,7 +228,7 @@ def test_attention_of_a_decoding_step(capability, overlaps, splits):
     types = dict.fromkeys(halves, "*bf16") | dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
     types |= {"positions": "*i64", "at": "*i64", "counts": "*i32", "columns": "i32", "scaling": "fp32", "eps": "fp32"}
     constants = {"HAS_NORMS": True, "OFFSET": 0.0, "WINDOW": 512, "QUERY_HEADS": 32, "KEY_HEADS": 8, "SIZE": 128}
-    constants |= {"GROUP": 16, "HALF": 64, "WHOLE": 128, "BLOCK": module.BLOCK, "EACH": 256, "SPLITS": splits}
+    constants |= {"GROUP": 16, "HALF": 64, "WHOLE": 128, "BLOCK": 64, "EACH": 256, "SPLITS": splits}
     constants |= {"BATCH": 2, "OVERLAPS": overlaps}
     compile_for(capability, module._attend, types, constants, num_warps=4, num_stages=1)
 

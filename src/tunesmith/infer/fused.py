@@ -135,14 +135,14 @@ class FusedModel:
         from tunesmith.kernels.decode import attend, norm_gated, norm_products, products_added
 
         x_bk, way = room.x_bk, self.way
-        norm_products(x_bk, layer.norm, layer.qkv, layer.qkv_bias, room.qkv_bn, way)
+        weights = (layer.gate.weight, layer.up.weight)
+        norm_products(x_bk, layer.norm, layer.qkv, layer.qkv_bias, room.qkv_bn, weights, way)
         attend(
             room.qkv_bn, places, room.turns, layer.head_norms, *pair, room.attended_bn, room.scratch,
             layer.scaling, layer.window, way,
         )  # fmt: skip
         products_added(room.attended_bn, layer.out.weight, layer.out.bias, x_bk, way.out, way)
         biases = None if layer.gate.bias is None else (layer.gate.bias, layer.up.bias)
-        weights = (layer.gate.weight, layer.up.weight)
         norm_gated(x_bk, layer.mlp_norm, *weights, biases, layer.gating, room.gated_bn, way)
         products_added(room.gated_bn, layer.down.weight, layer.down.bias, x_bk, way.down, way)
 

@@ -30,10 +30,10 @@ from tunesmith.kernels.gating_fused import activation, constants
 
 MOST_ROWS = 4
 """Of a batch; more are better off with tensor cores."""
-BLOCK = 64
-"""Columns of the cache that are read at once."""
 SPLITS = 16
 """Of a cache, at most."""
+LINE = 128
+"""Bytes that are fetched together."""
 
 
 class Norm(Protocol):
@@ -48,7 +48,7 @@ class Norm(Protocol):
 
 
 class Tile(NamedTuple):
-    """Weights that a program holds at once, and its warps."""
+    """What a program holds at once (weights, or columns of the cache), and its warps."""
 
     elements: int
     warps: int
@@ -60,12 +60,18 @@ class Way(NamedTuple):
     overlaps: bool = False
     """A kernel may begin before the one before it has ended."""
     qkv: Tile = Tile(16384, 4)
-    out: Tile = Tile(16384, 4)
-    gated: Tile = Tile(16384, 4)
-    down: Tile = Tile(16384, 4)
+    attention: Tile = Tile(64, 4)
+    out: Tile = Tile(16384, 8)
+    gated: Tile = Tile(16384, 8)
+    down: Tile = Tile(32768, 8)
     head: Tile = Tile(16384, 4)
-    columns: int = 256
+    columns: int = 64
     """Of the cache, for each program of attention, where there are no more than `SPLITS` of these."""
+    fetched: int = 0
+    """MiB of the MLP's first weights that are brought into the second cache while attention, which reads little, runs;
+    where kernels overlap."""
+    skipped: int = 8
+    """MiB of the same that the MLP's own first programs read while they wait."""
 
     @property
     def options(self) -> dict[str, bool]:
@@ -82,13 +88,17 @@ def norm_products(
     weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     bias_n: torch.Tensor | None,
     out_bn: torch.Tensor,
+    later: tuple[torch.Tensor, torch.Tensor],
     way: Way,
 ) -> None:
-    """Queries, keys and values of normed inputs, side by side."""
+    """Queries, keys and values of normed inputs, side by side. `later`: gate and up, which will be read soon."""
     (batch, size), sizes = x_bk.shape, [one.shape[0] for one in weights]
     rows, chunk = tile_of(sum(sizes), size, way.qkv)
-    _norm_products[(triton.cdiv(sum(sizes), rows),)](
-        x_bk, norm.weight, *weights, bias_n if bias_n is not None else out_bn, out_bn, norm.eps,
+    programs = triton.cdiv(sum(sizes), rows)
+    lines, skipped = _lines(later[0], programs, way)
+    _norm_products[(programs,)](
+        x_bk, norm.weight, *weights, bias_n if bias_n is not None else out_bn, out_bn, *later, norm.eps,
+        LINES=lines, SKIPPED=skipped, LINE=LINE // out_bn.element_size(),
         N0=sizes[0], N1=sizes[1], N2=sizes[2], HAS_BIAS=bias_n is not None, OFFSET=norm.offset,
         K=size, BATCH=batch, ROWS=rows, CHUNK=chunk, num_warps=way.qkv.warps, **way.options,
     )  # fmt: skip
@@ -180,7 +190,8 @@ class Scratch(NamedTuple):
 
     @classmethod
     def make(cls, batch: int, query_heads: int, size: int, columns: int, device: torch.device, way: Way) -> Scratch:
-        each = max(way.columns, triton.cdiv(triton.cdiv(columns, SPLITS), BLOCK) * BLOCK)
+        block = way.attention.elements
+        each = triton.cdiv(max(way.columns, triton.cdiv(columns, SPLITS)), block) * block
         splits = triton.cdiv(columns, each)
         room = torch.zeros(splits, batch, query_heads, size + 2, dtype=torch.float32, device=device)
         counts = torch.zeros(batch, query_heads, dtype=torch.int32, device=device)
@@ -215,16 +226,28 @@ def attend(
         columns, scaling, query_norm.eps if query_norm else 0.0,
         HAS_NORMS=norms is not None, OFFSET=query_norm.offset if query_norm else 0.0, WINDOW=window or 0,
         QUERY_HEADS=query_heads, KEY_HEADS=key_heads, SIZE=size, GROUP=max(16, _power(query_heads // key_heads)),
-        HALF=max(16, _power(size // 2)), WHOLE=max(16, _power(size)), BLOCK=BLOCK, EACH=scratch.columns,
-        SPLITS=scratch.splits, BATCH=batch, num_warps=4, num_stages=1, **way.options,
+        HALF=max(16, _power(size // 2)), WHOLE=max(16, _power(size)), BLOCK=way.attention.elements,
+        EACH=scratch.columns, SPLITS=scratch.splits, BATCH=batch, num_warps=way.attention.warps, num_stages=1,
+        **way.options,
     )  # fmt: skip
+
+
+def _lines(weight: torch.Tensor, programs: int, way: Way) -> tuple[int, int]:
+    """Lines of each of two such weights that every program fetches, and elements before the first of them."""
+    if not way.overlaps or not way.fetched:
+        return 0, 0
+    skipped = (way.skipped << 20) // 2
+    fetched = min((way.fetched << 20) // 2, weight.nbytes - skipped)
+    lines = fetched // LINE // programs
+    return 1 << max(0, lines.bit_length() - 1) if lines > 0 else 0, skipped // weight.element_size()
 
 
 def tile_of(count: int, size: int, tile: Tile) -> tuple[int, int]:
     """Rows of a weight [count, size] that a program takes, and columns that it takes at once."""
     chunk = next((one for one in (8192, 4096, 2048, 1024, 512) if size % one == 0 and one <= tile.elements), None)
     chunk = chunk or min(max(16, _power(size)), 2048)
-    return max(1, min(tile.elements // chunk, _power(count))), chunk
+    held = tile.elements // 2 if size > chunk else tile.elements  # besides sums, and the chunk that comes next
+    return max(1, min(held // chunk, _power(count))), chunk
 
 
 def _power(count: int) -> int:
@@ -298,7 +321,8 @@ def _products(
 
 @triton.jit
 def _norm_products(
-    x, norm, w0, w1, w2, bias, out, eps,
+    x, norm, w0, w1, w2, bias, out, later_0, later_1, eps,
+    LINES: tl.constexpr, SKIPPED: tl.constexpr, LINE: tl.constexpr,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, HAS_BIAS: tl.constexpr, OFFSET: tl.constexpr,
     K: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -311,6 +335,18 @@ def _norm_products(
         total += tl.load(bias + line, mask=line < N, other=0.0).to(tl.float32)[None, :]
     to = out + tl.arange(0, BATCH)[:, None] * N + line[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=(line < N)[None, :])
+    if LINES > 0:
+        place = SKIPPED + (tl.program_id(0) * LINES + tl.arange(0, LINES)) * LINE
+        _fetch(later_0 + place)
+        _fetch(later_1 + place)
+
+
+@triton.jit
+def _fetch(places):
+    """Into the second cache; nobody waits for it."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
