@@ -174,8 +174,6 @@ TRIED = [
     *({"attention": Tile(64, warps)} for warps in (2, 8)),
     *({"attention": Tile(32, warps), "columns": 32} for warps in (4, 2)),
     {"attention": Tile(64, 4), "columns": 128},
-    *({"fetched": size} for size in (4, 8, 16, 24)),
-    *({"skipped": size} for size in (4, 16)),
     *({"gated": tile} for tile in (Tile(8192, 4), Tile(8192, 2), Tile(16384, 4))),
     *({"down": tile} for tile in (Tile(32768, 16), Tile(16384, 8))),
     *({"out": tile} for tile in (Tile(8192, 4), Tile(16384, 4))),

@@ -146,8 +146,6 @@ def test_graphs_give_what_the_model_gives(kind, compiles, monkeypatch):
     use_decoding_attention(model, own_attention(model))
     call = Call(model, is_shared=True, compiles=compiles)
     found = decoded(call) + decoded(call)
-    kinds = {step.fused is not None for step in call._captured[""]._steps.values()}
-    assert kinds == {compiles}
     assert (call._captured[""]._compiled is not None) == compiles
     assert all(step.graph is not None for step in call._captured[""]._steps.values())
     assert not call._captured[""].is_off

@@ -200,13 +200,9 @@ def test_products_of_a_decoding_step(capability, overlaps, batch):
         "up_bias",
         "logits",
     )
-    names += ("later_0", "later_1")
     types = dict.fromkeys(names, "*bf16") | {"eps": "fp32", "largest": "*fp32", "places": "*i32"}
     sizes = {"N0": 2048, "N1": 512, "N2": 512, "N": 2048, "OFFSET": 0.0, "HAS_BIAS": True, "BATCH": batch}
     sizes |= {
-        "LINES": 32 if overlaps else 0,
-        "SKIPPED": 4096,
-        "LINE": 64,
         "OVERLAPS": overlaps,
         **module.constants(GELU.text),
     }

@@ -107,7 +107,7 @@ class Call:
         """Steps of one row and of several, but no more than `most`, are compiled now, and not while somebody waits for
         an answer."""
         if self._is_capturable and self._compiles:
-            for count in sorted({min(count, most) for count in (1, 2, FUSED_ROWS, FUSED_ROWS + 1)}):
+            for count in sorted({min(count, most) for count in (1, FUSED_ROWS + 1)}):
                 _, cache = self.read_all([[0]] * count)
                 self.go_on(cache, [0] * count, [1] * count, adapter)
 

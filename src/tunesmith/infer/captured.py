@@ -7,8 +7,8 @@ well. Steps of few rows are made of kernels of our own where they are for the mo
 layers may be compiled, steps are captured of compiled ones, and of plain ones where that fails. A model whose step
 cannot be captured, or gives something else then, is called as ever.
 
-A step chooses the likeliest tokens, too, and is ready to go on with them: where those are the ones that are wanted, the
-next step is begun before anybody has read them, and the GPU does not wait for the host.
+A step of our own kernels chooses the likeliest tokens, too, and is ready to go on with them: where those are the ones
+that are wanted, the next step is begun before anybody has read them, and the GPU does not wait for the host.
 
 Legend: B rows, C columns, H heads, D head dim, V tokens of the vocabulary.
 """
@@ -39,8 +39,8 @@ FINE_COLUMNS = 64
 """The same where it is known how many tokens are to come."""
 TRIES = 3
 """To capture a step: a kernel that is loaded meanwhile spoils one."""
-FUSED_ROWS = 4
-"""Steps of so many rows are made of our own kernels; more are better off with tensor cores."""
+FUSED_ROWS = 1
+"""Steps of so many rows are made of our own kernels, which take up to 4; those of more than one have not been timed."""
 BOUND = 0.3
 """How far a step's logits may be from those of the model as it is, over their standard deviation: rounding in bf16."""
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Cache], torch.Tensor]
@@ -97,6 +97,8 @@ class Step:
         self.room = self.fused.room(rows, columns) if self.fused is not None else None
         self.chosen = self.room.chosen_b if self.room is not None else torch.zeros_like(self.tokens[:, 0])
         """The likeliest tokens after a step [B]; -1 where the logits are no numbers."""
+        self.chooses = self.fused is not None or not self.tokens.is_cuda
+        """On a GPU captured steps of other kernels leave that to whoever asks: that they gain by it is not known."""
         self._reads = [_Read(self.chosen) for _ in range(2)]
         self.graph: Any = None
         self.logits: torch.Tensor | None = None
@@ -129,10 +131,11 @@ class Step:
             logits_bv = self.forward(self.tokens, self.mask, self.positions, self.cache)
         self.at.add_(1)
         self.positions.add_(1)
-        chosen_b1 = logits_bv.argmax(-1, keepdim=True)
-        chosen_b1 = chosen_b1.where(~logits_bv.gather(-1, chosen_b1).isnan(), -1)  # the largest, if there is one
-        self.chosen.copy_(chosen_b1[:, 0])
-        self.tokens.copy_(chosen_b1.clamp(min=0))
+        if self.chooses:
+            chosen_b1 = logits_bv.argmax(-1, keepdim=True)  # NaN counts as the largest
+            chosen_b1.masked_fill_(logits_bv.gather(-1, chosen_b1).isnan(), -1)
+            self.chosen.copy_(chosen_b1[:, 0])
+            self.tokens.copy_(chosen_b1.clamp(min=0))
         return logits_bv
 
     def capture(self, pool: Any) -> torch.Tensor:
@@ -259,9 +262,9 @@ class Captured:
             step.replay()
         assert step.logits is not None
         logits_bv = step.logits[: len(last)].clone()
-        self.likeliest = step.read(len(last))
+        self.likeliest = step.read(len(last)) if step.chooses else None
         self._advance(cache)
-        if runs_ahead and max(lengths) + 1 < step.columns:
+        if self.likeliest is not None and runs_ahead and max(lengths) + 1 < step.columns:
             self._ahead = Ahead(step, [length + 1 for length in lengths], self.likeliest)
             step.replay()
         return logits_bv

@@ -135,21 +135,22 @@ class FusedModel:
         from tunesmith.kernels.decode import attend, norm_gated, norm_products, products_added
 
         x_bk, way = room.x_bk, self.way
-        weights = (layer.gate.weight, layer.up.weight)
-        norm_products(x_bk, layer.norm, layer.qkv, layer.qkv_bias, room.qkv_bn, weights, way)
+        norm_products(x_bk, layer.norm, layer.qkv, layer.qkv_bias, room.qkv_bn, way)
         attend(
             room.qkv_bn, places, room.turns, layer.head_norms, *pair, room.attended_bn, room.scratch,
             layer.scaling, layer.window, way,
         )  # fmt: skip
         products_added(room.attended_bn, layer.out.weight, layer.out.bias, x_bk, way.out, way)
         biases = None if layer.gate.bias is None else (layer.gate.bias, layer.up.bias)
+        weights = (layer.gate.weight, layer.up.weight)
         norm_gated(x_bk, layer.mlp_norm, *weights, biases, layer.gating, room.gated_bn, way)
         products_added(room.gated_bn, layer.down.weight, layer.down.bias, x_bk, way.down, way)
 
 
 @torch.inference_mode()
 def fused(model: nn.Module, way: Any = None) -> FusedModel | None:
-    """None where the model has other parts than these kernels compute, or they compute something else."""
+    """None where the model has other parts than these kernels compute, or they compute something else; without a `way`
+    also where nobody has timed them yet."""
     if not _can_run(model):
         return None
     final = find_rms_norm(getattr(body(model), "norm", None))
@@ -162,9 +163,11 @@ def fused(model: nn.Module, way: Any = None) -> FusedModel | None:
     ):
         log.info("decoding steps are not made of our own kernels: its layers are of another kind")
         return None
-    from tunesmith.kernels.decode import Way, can_overlap
+    from tunesmith.kernels.decode import Way
 
-    made = FusedModel(model, layers, final, way or Way(overlaps=can_overlap(next(model.parameters()).device)))
+    if way is None and not _is_timed(model, layers):
+        return None
+    made = FusedModel(model, layers, final, way or Way(overlaps=True))
     try:
         worst = max(_difference(made, own, one) for own, one in zip(decoder_layers(model), layers, strict=True))
     except Exception as error:  # of Triton, or of a layer called in a way that it does not expect
@@ -185,6 +188,17 @@ def _can_run(model: nn.Module) -> bool:
         type(one.data) is torch.Tensor and one.dtype == first.dtype and one.is_contiguous()
         for one in model.parameters()
     )
+
+
+def _is_timed(model: Any, layers: Sequence[Layer]) -> bool:
+    """What the kernels were faster than the compiler with, on a GPU: half precision, where kernels can overlap, and
+    weights whose rows a program takes whole."""
+    from tunesmith.kernels.decode import LARGEST, can_overlap
+
+    weight = model.get_output_embeddings().weight
+    widths = {weight.shape[1], *(one.in_features for layer in layers for one in (layer.out, layer.down))}
+    is_whole = all(width & (width - 1) == 0 and width <= LARGEST for width in widths)
+    return is_whole and can_overlap(weight.device) and weight.dtype in (torch.bfloat16, torch.float16)
 
 
 def _has_plain_ends(model: Any) -> bool:

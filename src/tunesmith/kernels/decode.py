@@ -28,12 +28,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tunesmith.kernels.gating import Gating
 from tunesmith.kernels.gating_fused import activation, constants
 
-MOST_ROWS = 4
-"""Of a batch; more are better off with tensor cores."""
+LARGEST = 8192
+"""Columns of a weight that a program takes at once, at most."""
 SPLITS = 16
 """Of a cache, at most."""
-LINE = 128
-"""Bytes that are fetched together."""
 
 
 class Norm(Protocol):
@@ -55,7 +53,8 @@ class Tile(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How kernels are launched."""
+    """How kernels are launched: the fastest of those tried on an H200 with the shape of a Llama of 1.2 billion
+    (benchmarks/decode.py --ways)."""
 
     overlaps: bool = False
     """A kernel may begin before the one before it has ended."""
@@ -67,11 +66,6 @@ class Way(NamedTuple):
     head: Tile = Tile(16384, 4)
     columns: int = 64
     """Of the cache, for each program of attention, where there are no more than `SPLITS` of these."""
-    fetched: int = 0
-    """MiB of the MLP's first weights that are brought into the second cache while attention, which reads little, runs;
-    where kernels overlap."""
-    skipped: int = 8
-    """MiB of the same that the MLP's own first programs read while they wait."""
 
     @property
     def options(self) -> dict[str, bool]:
@@ -88,17 +82,13 @@ def norm_products(
     weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     bias_n: torch.Tensor | None,
     out_bn: torch.Tensor,
-    later: tuple[torch.Tensor, torch.Tensor],
     way: Way,
 ) -> None:
-    """Queries, keys and values of normed inputs, side by side. `later`: gate and up, which will be read soon."""
+    """Queries, keys and values of normed inputs, side by side."""
     (batch, size), sizes = x_bk.shape, [one.shape[0] for one in weights]
     rows, chunk = tile_of(sum(sizes), size, way.qkv)
-    programs = triton.cdiv(sum(sizes), rows)
-    lines, skipped = _lines(later[0], programs, way)
-    _norm_products[(programs,)](
-        x_bk, norm.weight, *weights, bias_n if bias_n is not None else out_bn, out_bn, *later, norm.eps,
-        LINES=lines, SKIPPED=skipped, LINE=LINE // out_bn.element_size(),
+    _norm_products[(triton.cdiv(sum(sizes), rows),)](
+        x_bk, norm.weight, *weights, bias_n if bias_n is not None else out_bn, out_bn, norm.eps,
         N0=sizes[0], N1=sizes[1], N2=sizes[2], HAS_BIAS=bias_n is not None, OFFSET=norm.offset,
         K=size, BATCH=batch, ROWS=rows, CHUNK=chunk, num_warps=way.qkv.warps, **way.options,
     )  # fmt: skip
@@ -232,19 +222,9 @@ def attend(
     )  # fmt: skip
 
 
-def _lines(weight: torch.Tensor, programs: int, way: Way) -> tuple[int, int]:
-    """Lines of each of two such weights that every program fetches, and elements before the first of them."""
-    if not way.overlaps or not way.fetched:
-        return 0, 0
-    skipped = (way.skipped << 20) // 2
-    fetched = min((way.fetched << 20) // 2, weight.nbytes - skipped)
-    lines = fetched // LINE // programs
-    return 1 << max(0, lines.bit_length() - 1) if lines > 0 else 0, skipped // weight.element_size()
-
-
 def tile_of(count: int, size: int, tile: Tile) -> tuple[int, int]:
     """Rows of a weight [count, size] that a program takes, and columns that it takes at once."""
-    chunk = next((one for one in (8192, 4096, 2048, 1024, 512) if size % one == 0 and one <= tile.elements), None)
+    chunk = next((one for one in (LARGEST, 4096, 2048, 1024, 512) if size % one == 0 and one <= tile.elements), None)
     chunk = chunk or min(max(16, _power(size)), 2048)
     held = tile.elements // 2 if size > chunk else tile.elements  # besides sums, and the chunk that comes next
     return max(1, min(held // chunk, _power(count))), chunk
@@ -321,8 +301,7 @@ def _products(
 
 @triton.jit
 def _norm_products(
-    x, norm, w0, w1, w2, bias, out, later_0, later_1, eps,
-    LINES: tl.constexpr, SKIPPED: tl.constexpr, LINE: tl.constexpr,
+    x, norm, w0, w1, w2, bias, out, eps,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, HAS_BIAS: tl.constexpr, OFFSET: tl.constexpr,
     K: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -335,18 +314,6 @@ def _norm_products(
         total += tl.load(bias + line, mask=line < N, other=0.0).to(tl.float32)[None, :]
     to = out + tl.arange(0, BATCH)[:, None] * N + line[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=(line < N)[None, :])
-    if LINES > 0:
-        place = SKIPPED + (tl.program_id(0) * LINES + tl.arange(0, LINES)) * LINE
-        _fetch(later_0 + place)
-        _fetch(later_1 + place)
-
-
-@triton.jit
-def _fetch(places):
-    """Into the second cache; nobody waits for it."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
