@@ -79,7 +79,7 @@ def make(name: str, device: str, *, tiny: bool) -> nn.Module:
     shape = {"model_type": "llama", **ALL_SHAPES[name], **(SMALL if tiny else {})}
     with torch.device(device):
         config = AutoConfig.for_model(**shape, bos_token_id=1, eos_token_id=2)
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32  # Triton's interpreter has no products in bf16
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32  # Triton's interpreter has no bf16 matmuls
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
