@@ -314,6 +314,10 @@ def _decoding(rows: list[dict[str, Any]]) -> list[str]:
         speeds = [f"{row[name]:,.0f}" for name in ("tokens_per_second", "generate_tokens_per_second")]
         cells = [row["shape"], str(row["batch"]), *speeds, f"{row['speed_to_generate']:.1f}"]
         lines.append(f"| {' | '.join([*cells, *(f'{one:.1f}' for one in ratios)])} |")
+    for row in (row for row in rows if "note" in row):
+        seconds = row["chosen_step_seconds"]
+        step = f"{seconds * 1e6:.0f} us, {seconds / row['reading_seconds']:.2f} times reading"
+        lines += ["", f"{row['shape']} at batch {row['batch']} (commit {row['commit']}): {row['note']}: {step}."]
     return lines
 
 

@@ -23,7 +23,13 @@ from tunesmith.export.gguf_tokenizer import pre_tokenizer_name
 from tunesmith.model.vllm import vllm_notes
 
 slow = pytest.mark.slow
-ENGINES = {"adapter": "peft", "gguf": "xllamacpp", "gguf-adapter": "xllamacpp", "onnx": "onnxruntime"}
+ENGINES = {
+    "bitsandbytes": "bitsandbytes",
+    "adapter": "peft",
+    "gguf": "xllamacpp",
+    "gguf-adapter": "xllamacpp",
+    "onnx": "onnxruntime",
+}
 
 
 def engine_is_here(form: str) -> None:
@@ -162,6 +168,25 @@ def test_a_fault_in_what_was_written_is_found(trained, tmp_path, monkeypatch, fe
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("fault", ["a wrong template", "a lost special token"])
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        ("compressed-tensors", "int8"),
+        pytest.param("bitsandbytes", "nf4", marks=slow),
+        pytest.param("onnx", "fp32", marks=slow),
+    ],
+)
+def test_a_fault_beside_the_weights_is_found_in_every_format(trained, tmp_path, monkeypatch, few, form, kind, fault):
+    """The tokenizer is the format's own copy: bits of weights that were lost do not excuse it."""
+    engine_is_here(form)
+    _, _, change, said = WRITTEN_FAULTS[fault]
+    changed(monkeypatch, form, change)
+    with pytest.raises(UserError, match=said):
+        export_run(trained, form, kind=kind, out=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 def drop_the_adapter(monkeypatch):
     def alone(weights, name, tensor, dtype, **_):
         return tensor if dtype is None else tensor.to(dtype)
@@ -180,10 +205,14 @@ def test_a_dropped_adapter_is_found(trained, tmp_path, monkeypatch, few, form, k
         export_run(trained, form, kind=kind, out=tmp_path / "out")
 
 
-def test_a_dropped_adapter_is_found_under_the_noise_of_four_bits(trained, tmp_path, monkeypatch, few):
+@pytest.mark.parametrize(
+    ("form", "kind"), [("compressed-tensors", "int4"), pytest.param("bitsandbytes", "nf4", marks=slow)]
+)
+def test_a_dropped_adapter_is_found_under_the_noise_of_four_bits(trained, tmp_path, monkeypatch, few, form, kind):
+    engine_is_here(form)
     drop_the_adapter(monkeypatch)
     with pytest.raises(UserError) as caught:
-        export_run(trained, "compressed-tensors", kind="int4", out=tmp_path / "out")
+        export_run(trained, form, kind=kind, out=tmp_path / "out")
     found = re.search(r"(-?\d+)% of what the adapter learned are in it", str(caught.value))
     assert found, caught.value
     assert abs(int(found[1])) < 20
@@ -321,6 +350,12 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(trained, 
         export_run(trained, "gguf", kind="q4_k_m", out=tmp_path / "out")
     with pytest.raises(UserError, match="exists and is not empty"):
         export_run(trained, "adapter", out=llama)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"notes.txt is a file; give --out a folder"):
+        export_run(trained, "adapter", out=tmp_path / "notes.txt")
+    with pytest.raises(UserError, match=r"notes.txt is a file, so there can be no folder .*notes.txt/out"):
+        export_run(trained, "adapter", out=tmp_path / "notes.txt" / "out")
+    (tmp_path / "notes.txt").unlink()
     monkeypatch.setattr("tunesmith.disk.free", lambda folder: 1000)
     with pytest.raises(UserError, match=r" needs .* and its disk has 1000 bytes free; .* --out"):
         export_run(trained, "adapter", out=tmp_path / "out")

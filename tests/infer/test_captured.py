@@ -8,8 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunesmith.infer import captured
 from tunesmith.infer.attention import NAME, use_decoding_attention
-from tunesmith.infer.cache import Row, regroup
+from tunesmith.infer.cache import Row, cut, regroup
 from tunesmith.infer.call import Call
+from tunesmith.infer.sampling import Choice, choose
 from tunesmith.model.forward import own_attention
 
 SHAPE = {
@@ -150,6 +151,58 @@ def test_graphs_give_what_the_model_gives(kind, compiles, monkeypatch):
     assert not call._captured[""].is_off
     for a, b in zip(plain + plain, found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def ahead(call: Call, runs_ahead: bool) -> tuple[list[torch.Tensor], list[list[int] | None]]:
+    """Logits of 24 steps, and what was found likeliest. Now and then another token is wanted than that; once a row
+    leaves, and once the last columns are cut off again."""
+    found, likeliest = [], []
+    with torch.inference_mode():
+        read, cache = call.read_all(PROMPTS)
+        lengths, last = [len(prompt) for prompt in PROMPTS], read.argmax(-1).tolist()
+        for number in range(24):
+            if number == 9:
+                cache = regroup([Row(cache, 0, lengths[0]), Row(cache, 2, lengths[2])])
+                last, lengths = [last[0], last[2]], [lengths[0], lengths[2]]
+            if number == 13:
+                cut(cache, 2)
+                lengths = [length - 2 for length in lengths]
+            rows = [[token] for token in last]
+            logits = call.go_on_with(cache, rows, lengths, runs_ahead=runs_ahead)[:, -1]
+            likeliest.append(call.likeliest() if call.likeliest is not None else None)
+            lengths = [length + 1 for length in lengths]
+            last = logits.argmax(-1).tolist() if number % 5 else logits.topk(2).indices[:, 1].tolist()
+            found.append(logits)
+    return found, likeliest
+
+
+def test_steps_begun_before_their_tokens_are_known_are_undone_where_others_come(monkeypatch):
+    monkeypatch.setattr(captured, "COLUMNS", 16)
+    model, replays, own = made("llama"), [], captured.Step.replay
+    expected, _ = ahead(Call(model, is_shared=True), False)
+    monkeypatch.setattr(captured.Step, "replay", lambda step: (replays.append(step.lengths), own(step))[1])
+    call = Call(model, is_shared=True)
+    call._is_capturable = True
+    found, likeliest = ahead(call, True)
+    for a, b, ids in zip(expected, found, likeliest, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert ids == b.argmax(-1).tolist()
+    assert 24 < len(replays) < 40  # a step each, and one more for each that was begun in vain, not for all
+
+
+def test_logits_that_are_no_numbers_are_no_token():
+    model = made("llama")
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    call = Call(model, is_shared=True)
+    call._is_capturable = True
+    step = captured.Step(call._step, [tuple(torch.zeros(2, 1, 2, 16, 8)) for _ in range(3)], 1)
+    step.begin([5], [4])
+    with torch.inference_mode():
+        step.replay()
+    assert step.read(1)() == [-1]
+    assert choose(step.logits, [Choice(0.0, 1.0, 0.5, None)], step.read(1)) == [None]
+    assert choose(step.logits, [Choice(0.0, 1.0, 0.5, None)]) == [None]
 
 
 def _uncaptured(model: torch.nn.Module) -> Call:

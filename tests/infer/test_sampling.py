@@ -42,3 +42,13 @@ def test_the_last_bits_of_logits_do_not_matter():
     choices = [Choice(1.0, 1.0, chance.random(), None) for _ in range(2000)]
     moved_bv = logits_bv + 1e-6 * torch.randn(2000, 500, generator=torch.Generator().manual_seed(1))
     assert choose(logits_bv, choices) == choose(moved_bv, choices)
+
+
+def test_what_is_known_to_be_likeliest_is_taken_where_that_is_wanted_and_nothing_else():
+    logits_bv = PROBABILITIES.log().expand(2, -1)
+    greedy = Choice(0.0, 1.0, 0.5, None)
+    known = lambda: [1, 2]  # noqa: E731
+    assert [token.id for token in choose(logits_bv, [greedy, greedy], known) if token] == [1, 2]
+    others = [greedy, Choice(0.0, 1.0, 0.5, 1)], [greedy, Choice(0.0, 1.0, 0.5, None, torch.arange(5) == 4)]
+    for choices in others:
+        assert choose(logits_bv, choices, known) == choose(logits_bv, choices)

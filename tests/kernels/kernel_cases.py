@@ -551,3 +551,28 @@ def check_transpose(device: str) -> None:
         turn_into(values, found)
         assert torch.equal(found, values.t())
     print("turn: 3 cases")
+
+
+def check_decoding(device: str, dtype=torch.float32) -> None:
+    """Steps of our own kernels, rows of other lengths among them, against the model's own."""
+    from decoding_cases import CASES, differences
+
+    for name in CASES:
+        worst = differences(name, device, dtype)
+        assert worst < 10 * TOLERANCE[dtype], (name, worst)
+    print(f"decoding: {len(CASES)} cases")
+
+
+def check_decoding_of_others(device: str) -> None:
+    """Models with layers of other kinds."""
+    from decoding_cases import OTHERS, make
+
+    from tunesmith.infer.fused import fused
+    from tunesmith.kernels.decode import Way
+
+    plain = make("llama", {}, device)
+    assert fused(plain, Way()) is not None
+    assert fused(plain) is None  # where nobody has timed them
+    for kind, more in OTHERS.values():
+        assert fused(make(kind, more, device), Way()) is None, kind
+    print(f"left alone: {len(OTHERS)} cases")

@@ -176,3 +176,61 @@ def test_distillation(name, kind):
     constants |= {"HAS_REST": True, "BLOCK_K": 64} if name == "_likeliest_row" else {}
     types = {key: value for key, value in types.items() if key in kernel.arg_names}
     compile_for(HOPPER, kernel, types, constants, num_warps=8)
+
+
+@pytest.mark.parametrize(
+    ("capability", "overlaps", "batch"), [(HOPPER, True, 1), (HOPPER, True, 4), (AMPERE, False, 1)]
+)
+def test_products_of_a_decoding_step(capability, overlaps, batch):
+    from tunesmith.kernels import decode as module
+
+    names = (
+        "x",
+        "norm",
+        "w0",
+        "w1",
+        "w2",
+        "bias",
+        "out",
+        "y",
+        "weight",
+        "gate",
+        "up",
+        "gate_bias",
+        "up_bias",
+        "logits",
+    )
+    types = dict.fromkeys(names, "*bf16") | {"eps": "fp32", "largest": "*fp32", "places": "*i32"}
+    sizes = {"N0": 2048, "N1": 512, "N2": 512, "N": 2048, "OFFSET": 0.0, "HAS_BIAS": True, "BATCH": batch}
+    sizes |= {
+        "OVERLAPS": overlaps,
+        **module.constants(GELU.text),
+    }
+    for kernel in (module._norm_products, module._products_added, module._norm_gated, module._norm_head):
+        inputs = 5000 if kernel is module._products_added else 2048  # in chunks, the last not whole
+        rows, chunk = module.tile_of(2048, inputs, module.Way().down)
+        constants = sizes | {"K": inputs, "ROWS": rows, "CHUNK": chunk}
+        named = {name: value for name, value in types.items() if name in kernel.arg_names}
+        used = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        compile_for(capability, kernel, named, used, num_warps=4)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("capability", "overlaps"), [(HOPPER, True), (AMPERE, False)])
+def test_attention_of_a_decoding_step(capability, overlaps, splits):
+    from tunesmith.kernels import decode as module
+
+    halves = ("qkv", "cos", "sin", "query_norm", "key_norm", "keys", "values", "out")
+    types = dict.fromkeys(halves, "*bf16") | dict.fromkeys(("sums", "maxima", "totals"), "*fp32")
+    types |= {"positions": "*i64", "at": "*i64", "counts": "*i32", "columns": "i32", "scaling": "fp32", "eps": "fp32"}
+    constants = {"HAS_NORMS": True, "OFFSET": 0.0, "WINDOW": 512, "QUERY_HEADS": 32, "KEY_HEADS": 8, "SIZE": 128}
+    constants |= {"GROUP": 16, "HALF": 64, "WHOLE": 128, "BLOCK": 64, "EACH": 256, "SPLITS": splits}
+    constants |= {"BATCH": 2, "OVERLAPS": overlaps}
+    compile_for(capability, module._attend, types, constants, num_warps=4, num_stages=1)
+
+
+def test_the_choice_of_a_decoding_step():
+    from tunesmith.kernels import decode as module
+
+    types = {"largest": "*fp32", "places": "*i32"} | dict.fromkeys(("chosen", "tokens", "positions", "at"), "*i64")
+    compile_for(HOPPER, module._take_largest, types, {"COUNT": 16032, "WIDTH": 16384, "OVERLAPS": True}, num_warps=8)

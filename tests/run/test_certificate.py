@@ -90,6 +90,18 @@ def test_data_that_never_end_a_turn_are_found(tiny_model, tmp_path):
     assert "is a target in none of 12 examples" in made["checks"]["end_of_turn"]["found"]
 
 
+def test_a_tokenizer_without_an_end_is_found(run):
+    """Which training refuses, and which can be lost later. Nothing would end its answers."""
+    for file in run.rglob("chat_template.jinja"):
+        file.unlink()
+    for file in run.rglob("tokenizer_config.json"):
+        said = json.loads(file.read_text())
+        file.write_text(json.dumps({name: value for name, value in said.items() if name != "eos_token"}))
+    made = certify(run)
+    assert verdicts(made)["end_of_turn"] == "failed", made
+    assert "has no token that ends a turn or a text" in made["checks"]["end_of_turn"]["found"]
+
+
 @pytest.mark.slow
 def test_full_runs_are_certified_and_frozen_tensors_found(tiny_model, tmp_path):
     run = make_run(tmp_path, tiny_model, method="full", steps=2, learning_rate=1e-3)

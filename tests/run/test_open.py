@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from tunesmith.cli.main import app
 from tunesmith.errors import UserError
 from tunesmith.plan.plan import Memory, Plan
 from tunesmith.run.open import open_model, placement
@@ -47,3 +50,15 @@ def test_a_model_folder_is_opened_by_itself_and_others_are_refused(tiny_model, t
     assert torch.isfinite(opened.model(input_ids=ids).logits).all()
     with pytest.raises(UserError, match="holds no run"):
         open_model(tmp_path)
+
+
+@pytest.mark.parametrize("words", [["export", "--to", "gguf"], ["serve"], ["chat"], ["eval"], ["report"]])
+def test_the_folder_of_a_sweep_is_refused_and_its_runs_are_named(tmp_path, words):
+    variants = [{"name": "learning_rate=0.001"}, {"name": "learning_rate=0.002"}]
+    (tmp_path / "sweep.json").write_text(json.dumps({"format": 1, "variants": variants}))
+    verb, *options = words
+    ended = CliRunner().invoke(app, [verb, str(tmp_path), *options])
+    assert ended.exit_code == 1
+    said = ended.output.replace("\n", "")
+    assert f"{tmp_path} holds a sweep of 2 runs; give the folder of one of them" in said
+    assert "learning_rate=0.002" in said

@@ -246,7 +246,11 @@ def _usual(form: str, chosen: Format, source: Source) -> str:
 
 
 def check_place(to: Path, size: int, option: str = "--out") -> None:
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+    above = next(one for one in (to, *to.parents) if one.exists())
+    if not above.is_dir():
+        what = "" if above == to else f", so there can be no folder {to}"
+        raise UserError(f"{above} is a file{what}; give {option} a folder that is not there yet.")
+    if to.exists() and any(to.iterdir()):
         raise UserError(f"{to} exists and is not empty; give {option} another folder.")
     needed, free = with_slack(size), disk.free(to)
     if free is not None and free < needed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import nn
 from tunesmith.errors import UserError, first_line
 from tunesmith.infer.attention import use_decoding_attention
 from tunesmith.infer.cache import Row, bytes_of, is_shareable, new_cache, regroup
-from tunesmith.infer.captured import Captured, is_capturable
+from tunesmith.infer.captured import FUSED_ROWS, Captured, is_capturable
 from tunesmith.infer.compiled import CompiledLayers
+from tunesmith.infer.fused import fused
 from tunesmith.model.forward import own_attention
 
 ADAPTERS = 8
@@ -44,6 +45,9 @@ class Call:
         self._captured: dict[Hashable, Captured] = {}
         self._is_capturable = is_shared and is_capturable(model)
         self._compiles = compiles
+        self.likeliest: Callable[[], list[int]] | None = None
+        """The tokens that the last step finds likeliest, -1 where its logits are no numbers; None where it has not
+        looked for them."""
 
     @property
     def device(self) -> torch.device:
@@ -74,15 +78,23 @@ class Call:
         return self.go_on_with(cache, [[token] for token in last], lengths, adapter)[:, -1]
 
     def go_on_with(
-        self, cache: Any, tokens: Sequence[list[int]], lengths: list[int], adapter: Hashable = None
+        self,
+        cache: Any,
+        tokens: Sequence[list[int]],
+        lengths: list[int],
+        adapter: Hashable = None,
+        *,
+        runs_ahead: bool = False,
     ) -> torch.Tensor:
         """The logits after each of several more tokens [B, W, V]. Rows with fewer are filled up behind them: what the
         cache has of that, the caller cuts off. `adapter` tells the modules that are on the model from others that may
-        be put there."""
-        width = max(map(len, tokens))
+        be put there. `runs_ahead`: the likeliest tokens will very likely be given next, and no others."""
+        width, self.likeliest = max(map(len, tokens)), None
         if width == 1 and self._is_capturable:
             captured = self._captured_for(adapter)
-            if (logits_bv := captured.go_on(cache, [row[0] for row in tokens], lengths)) is not None:
+            last = [row[0] for row in tokens]
+            if (logits_bv := captured.go_on(cache, last, lengths, runs_ahead=runs_ahead)) is not None:
+                self.likeliest = captured.likeliest
                 return logits_bv[:, None]
         filled = torch.tensor([[*row, *row[-1:] * (width - len(row))] for row in tokens], device=self.device)
         lengths_b1 = torch.tensor(lengths, device=self.device)[:, None]
@@ -91,10 +103,11 @@ class Call:
         return self._logits(filled, mask, lengths_b1, cache, {})
 
     @torch.inference_mode()
-    def warm_up(self, adapter: Hashable = None) -> None:
-        """Steps of one row and of two are compiled now, and not while somebody waits for an answer."""
+    def warm_up(self, adapter: Hashable = None, most: int = FUSED_ROWS + 1) -> None:
+        """Steps of one row and of several, but no more than `most`, are compiled now, and not while somebody waits for
+        an answer."""
         if self._is_capturable and self._compiles:
-            for count in (1, 2):
+            for count in sorted({min(count, most) for count in (1, FUSED_ROWS + 1)}):
                 _, cache = self.read_all([[0]] * count)
                 self.go_on(cache, [0] * count, [1] * count, adapter)
 
@@ -114,8 +127,9 @@ class Call:
         return captured
 
     def _new_captured(self) -> Captured:
-        compiled = CompiledLayers(self.model) if self._compiles and CompiledLayers.suits(self.model) else None
-        return Captured(self._step, compiled, self._expected)
+        if not self._compiles or not CompiledLayers.suits(self.model):
+            return Captured(self._step, None, self._expected)
+        return Captured(self._step, CompiledLayers(self.model), self._expected, fused(self.model))
 
     def _step(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
         return self._logits(tokens, mask, positions, cache, self._last)[:, -1]

@@ -3,8 +3,12 @@
 A captured step reads and writes the same memory every time, so the rows of a cache are copied into buffers that stay
 where they are: as many rows and columns as one of a few sizes has. Attention goes over all columns, and the mask hides
 those that are not a row's own. Rows that leave or join are copied once more; the graph of their new number is kept as
-well. Where layers may be compiled, steps are captured of compiled ones, and of plain ones where that fails. A model
-whose step cannot be captured, or gives something else then, is called as ever.
+well. Steps of few rows are made of kernels of our own where they are for the model (`infer.fused`). Otherwise, where
+layers may be compiled, steps are captured of compiled ones, and of plain ones where that fails. A model whose step
+cannot be captured, or gives something else then, is called as ever.
+
+A step of our own kernels chooses the likeliest tokens, too, and is ready to go on with them: where those are the ones
+that are wanted, the next step is begun before anybody has read them, and the GPU does not wait for the host.
 
 Legend: B rows, C columns, H heads, D head dim, V tokens of the vocabulary.
 """
@@ -15,6 +19,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +30,7 @@ from transformers.cache_utils import Cache, StaticLayer
 from tunesmith.errors import first_line
 from tunesmith.infer.cache import RoomyLayer
 from tunesmith.infer.compiled import CompiledLayers, NotCompiledError
+from tunesmith.infer.fused import FusedModel, NotFusedError
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 COLUMNS = 256
@@ -33,6 +39,8 @@ FINE_COLUMNS = 64
 """The same where it is known how many tokens are to come."""
 TRIES = 3
 """To capture a step: a kernel that is loaded meanwhile spoils one."""
+FUSED_ROWS = 1
+"""Steps of so many rows are made of our own kernels, which take up to 4; those of more than one have not been timed."""
 BOUND = 0.3
 """How far a step's logits may be from those of the model as it is, over their standard deviation: rounding in bf16."""
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Cache], torch.Tensor]
@@ -74,16 +82,24 @@ class Step:
         layers: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
         rows: int,
         compiled: CompiledLayers | None = None,
+        fused: FusedModel | None = None,
     ):
         device = next(pair[0].device for pair in layers if pair is not None)
         columns = next(pair[0].shape[2] for pair in layers if pair is not None)
         self.forward, self.rows, self.columns, self.compiled = forward, rows, columns, compiled
         self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=device)
-        self.positions = torch.zeros_like(self.tokens)
+        places = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        self.at, self.positions = places[0], places[1:, None]
         self.mask = torch.zeros(rows, columns, dtype=torch.int64, device=device)
-        self.at = torch.zeros((), dtype=torch.int64, device=device)
         self.cache = Cache(layer_class_to_replicate=RoomyLayer)
         self.cache.layers = [RoomyLayer() if pair is None else FixedLayer(*pair, self.at) for pair in layers]
+        self.fused = fused if fused is not None and None not in layers and rows <= FUSED_ROWS else None
+        self.room = self.fused.room(rows, columns) if self.fused is not None else None
+        self.chosen = self.room.chosen_b if self.room is not None else torch.zeros_like(self.tokens[:, 0])
+        """The likeliest tokens after a step [B]; -1 where the logits are no numbers."""
+        self.chooses = self.fused is not None or not self.tokens.is_cuda
+        """On a GPU captured steps of other kernels leave that to whoever asks: that they gain by it is not known."""
+        self._reads = [_Read(self.chosen) for _ in range(2)]
         self.graph: Any = None
         self.logits: torch.Tensor | None = None
         self.lengths: list[int] = []
@@ -100,28 +116,46 @@ class Step:
         self.positions.copy_(lengths_b1)
         self.at.fill_(longest)
 
+    def begin(self, last: Sequence[int], lengths: Sequence[int]) -> None:
+        """The rows go on with these tokens."""
+        if self.lengths != list(lengths):
+            self.set(lengths)
+        self.tokens[: len(last), 0].copy_(torch.tensor(last))
+
     def run(self) -> torch.Tensor:
+        if self.fused is not None:
+            pairs = [(layer.keys, layer.values) for layer in self.cache.layers]
+            return self.fused.run(self.tokens, self.positions, self.at, pairs, self.room)
         self.mask.index_fill_(1, self.at.reshape(1), 1)
         with self.compiled.in_place() if self.compiled is not None else nullcontext():
             logits_bv = self.forward(self.tokens, self.mask, self.positions, self.cache)
         self.at.add_(1)
         self.positions.add_(1)
+        if self.chooses:
+            chosen_b1 = logits_bv.argmax(-1, keepdim=True)  # NaN counts as the largest
+            chosen_b1.masked_fill_(logits_bv.gather(-1, chosen_b1).isnan(), -1)
+            self.chosen.copy_(chosen_b1[:, 0])
+            self.tokens.copy_(chosen_b1.clamp(min=0))
         return logits_bv
 
     def capture(self, pool: Any) -> torch.Tensor:
         """Returns what the step gives without being captured; its tensors are as before then. On a CPU there is nothing
         to capture."""
-        lengths = self.lengths
-        if self.tokens.device.type != "cuda":
-            expected = self.run()
+        lengths, tokens = self.lengths, self.tokens.clone()
+
+        def tried() -> torch.Tensor:
+            found = self.run().clone()
             self.set(lengths)
-            return expected
+            self.tokens.copy_(tokens)
+            return found
+
+        if self.tokens.device.type != "cuda":
+            return tried()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):  # kernels are compiled and workspaces made before
-                expected = self.run().clone()
-                self.set(lengths)
+                expected = tried()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -132,10 +166,50 @@ class Step:
     def replay(self) -> torch.Tensor:
         self.lengths = [length + 1 for length in self.lengths]
         if self.graph is None:
-            return self.run()
+            self.logits = self.run()
+            return self.logits
         assert self.logits is not None
         self.graph.replay()
         return self.logits
+
+    def read(self, count: int) -> Callable[[], list[int]]:
+        """The tokens that this step chooses, whatever is begun after it; calling it waits for them."""
+        self._reads.reverse()
+        return self._reads[0].begin(count)
+
+
+class _Read:
+    """Copies what a tensor holds to the host, without waiting for what is begun later."""
+
+    def __init__(self, source: torch.Tensor):
+        self.source, self.is_apart = source, source.is_cuda
+        self.kept = torch.empty(source.shape, dtype=source.dtype, pin_memory=self.is_apart)
+        self.done = torch.cuda.Event() if self.is_apart else None
+
+    def begin(self, count: int) -> Callable[[], list[int]]:
+        self.kept.copy_(self.source, non_blocking=self.is_apart)
+        if self.done is None:
+            found = self.kept[:count].tolist()
+            return lambda: found
+        self.done.record()
+        return lambda: self._end(count)
+
+    def _end(self, count: int) -> list[int]:
+        assert self.done is not None
+        self.done.synchronize()
+        return self.kept[:count].tolist()
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A step that was begun with tokens that nobody had read yet."""
+
+    step: Step
+    lengths: list[int]
+    chosen: Callable[[], list[int]]
+
+    def is_of(self, step: Step, last: Sequence[int], lengths: Sequence[int]) -> bool:
+        return self.step is step and self.lengths == list(lengths) and self.chosen() == list(last)
 
 
 class Captured:
@@ -143,7 +217,13 @@ class Captured:
     many tokens are to come for rows that begin together and only leave; buffers then have just their number, and no
     more columns than those tokens need."""
 
-    def __init__(self, forward: Forward, compiled: CompiledLayers | None = None, expected: int | None = None):
+    def __init__(
+        self,
+        forward: Forward,
+        compiled: CompiledLayers | None = None,
+        expected: int | None = None,
+        fused: FusedModel | None = None,
+    ):
         self.is_off = False
         self.limit: int | None = None
         self.expected = expected
@@ -152,9 +232,12 @@ class Captured:
         self._flat: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         """By layer: what the buffers of all steps are views of. None: a layer that uses the keys of another one."""
         self._pool: Any = None
-        self._compiled = compiled
-        self._proved: set[bool] = set()
-        """Steps of one row (False) and of several (True), which are compiled apart."""
+        self._compiled, self._fused = compiled, fused
+        self._proved: set[tuple[bool, bool]] = set()
+        """Steps that are fused or not, of one row or of several, which are compiled apart."""
+        self.likeliest: Callable[[], list[int]] | None = None
+        """The tokens that the last step has chosen."""
+        self._ahead: Ahead | None = None
         self._tries = TRIES
         self._placed: tuple[weakref.ref[Cache], Step] | None = None
 
@@ -162,26 +245,36 @@ class Captured:
     def bytes(self) -> int:
         return sum(one.nbytes for pair in self._flat if pair is not None for one in pair)
 
-    def go_on(self, cache: Cache, last: Sequence[int], lengths: Sequence[int]) -> torch.Tensor | None:
-        """The logits after one more token for each row [B, V]; None where the model is to be called as ever."""
+    def go_on(
+        self, cache: Cache, last: Sequence[int], lengths: Sequence[int], *, runs_ahead: bool = False
+    ) -> torch.Tensor | None:
+        """The logits after one more token for each row [B, V]; None where the model is to be called as ever.
+        `runs_ahead`: rows will very likely go on with the likeliest token, so that the next step is begun at once."""
+        self.likeliest = None
         if self.is_off:
             return None
-        step = self._step_of(cache, max(lengths))
+        step = self._step_of(cache, max(lengths)) or self._placed_in(cache, last, lengths)
+        ahead, self._ahead = self._ahead, None
         if step is None:
-            step = self._placed_in(cache, last, lengths)
-            if step is None:
-                return None
-        elif step.lengths != list(lengths):
-            step.set(lengths)
-        step.tokens[: len(last), 0].copy_(torch.tensor(last))
-        logits_bv = step.replay()[: len(last)].clone()
+            return None
+        if ahead is None or not ahead.is_of(step, last, lengths):
+            step.begin(last, lengths)
+            step.replay()
+        assert step.logits is not None
+        logits_bv = step.logits[: len(last)].clone()
+        self.likeliest = step.read(len(last)) if step.chooses else None
         self._advance(cache)
+        if self.likeliest is not None and runs_ahead and max(lengths) + 1 < step.columns:
+            self._ahead = Ahead(step, [length + 1 for length in lengths], self.likeliest)
+            step.replay()
         return logits_bv
 
     def _placed_in(self, cache: Cache, last: Sequence[int], lengths: Sequence[int]) -> Step | None:
         try:
             return self._place(cache, last, lengths)
         except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+            if self._fused is not None and len(lengths) <= FUSED_ROWS:
+                return self._placed_unfused(cache, last, lengths, first_line(error))
             self._tries -= 1
             self._pool = self._pool if self._steps else None
             if self._compiled is not None and (isinstance(error, NotCompiledError) or not self._tries):
@@ -190,6 +283,19 @@ class Captured:
                 log.warning("decoding steps could not be captured (%s); they take longer", first_line(error))
                 self._give_up()
             return None
+
+    def _placed_unfused(self, cache: Cache, last: Sequence[int], lengths: Sequence[int], why: str) -> Step | None:
+        """First without kernels that overlap, which not every driver captures; then without our own."""
+        assert self._fused is not None
+        if self._fused.way.overlaps:
+            log.info("decoding steps are captured of kernels one after the other (%s)", why)
+            self._fused.way = self._fused.way._replace(overlaps=False)
+        else:
+            log.info("decoding steps are not made of our own kernels (%s)", why)
+            self._fused = None
+        self._proved.clear()
+        self._forget()
+        return self._placed_in(cache, last, lengths)
 
     def _placed_uncompiled(
         self, cache: Cache, last: Sequence[int], lengths: Sequence[int], why: str
@@ -218,7 +324,7 @@ class Captured:
         is_new = step is None
         if step is None:
             views = [self._views(number, rows, columns) for number in range(len(self._flat))]
-            step = Step(self._forward, views, rows, self._compiled)
+            step = Step(self._forward, views, rows, self._compiled, self._fused)
         for layer, own in zip(cache.layers, step.cache.layers, strict=True):
             if layer.is_initialized:
                 own.keys[:count, :, :longest] = layer.keys
@@ -229,7 +335,9 @@ class Captured:
             if self._pool is None and torch.cuda.is_available():
                 self._pool = torch.cuda.graph_pool_handle()
             found = step.capture(self._pool)
-            if (rows > 1) not in self._proved and not self._is_right(cache, found[:count], last, lengths, step):
+            if _kind(step) not in self._proved and not self._is_right(cache, found[:count], last, lengths, step):
+                if step.fused is not None:
+                    raise NotFusedError("they give something else")
                 if self._compiled is not None:
                     return self._placed_uncompiled(cache, last, lengths, "they give something else then")
                 return self._give_up()
@@ -264,7 +372,7 @@ class Captured:
         spread = expected_bv.float().std().clamp(min=1e-6)
         worst = max((one.float() - expected_bv.float()).abs().max() / spread for one in (found_bv, replayed_bv))
         if worst <= BOUND:
-            self._proved.add(step.rows > 1)
+            self._proved.add(_kind(step))
             return True
         log.warning("a captured decoding step differs by %.2g from the model's own, and is not used", float(worst))
         return False
@@ -309,7 +417,7 @@ class Captured:
     def _evict(self) -> None:
         """A cache that lies in the buffers gets its rows back, before others are written there."""
         placed = self._placed[0]() if self._placed is not None else None
-        self._placed = None
+        self._placed = self._ahead = None
         for layer in placed.layers if placed is not None else ():
             if layer.is_initialized:
                 layer.key_buffer, layer.value_buffer = layer.keys.clone(), layer.values.clone()
@@ -322,20 +430,24 @@ class Captured:
 
     def release(self) -> None:
         """Free all graphs and buffers. Caches that lie there are not to be used any more."""
-        self._placed = None
+        self._placed = self._ahead = self.likeliest = None
         self._forget()
 
     def _forget(self) -> None:
         """Graphs and their pool, which ends with the last of them, and buffers."""
         self._evict()
         for step in self._steps.values():
-            step.graph = step.logits = None
+            step.graph = step.logits = step.room = None
         self._steps.clear()
         self._flat, self._pool = [], None
 
     def _give_up(self) -> None:
         self._forget()
         self.is_off = True
+
+
+def _kind(step: Step) -> tuple[bool, bool]:
+    return step.fused is not None, step.rows > 1
 
 
 def _first(layers: Sequence[Any]) -> Any:

@@ -10,7 +10,7 @@ Legend: B rows, V tokens of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,9 +38,19 @@ class Choice:
     allowed_v: torch.Tensor | None = None
     """Tokens that may be chosen (bool); None: all of them."""
 
+    @property
+    def is_likeliest(self) -> bool:
+        """Whether it is the token with the largest logit, of which nothing else is told."""
+        return self.temperature <= 0 and self.top is None and self.allowed_v is None
 
-def choose(logits_bv: torch.Tensor, choices: Sequence[Choice]) -> list[Token | None]:
-    """A token for each row; None where the logits are no numbers."""
+
+def choose(
+    logits_bv: torch.Tensor, choices: Sequence[Choice], likeliest: Callable[[], list[int]] | None = None
+) -> list[Token | None]:
+    """A token for each row; None where the logits are no numbers. `likeliest`: gives the tokens with the largest
+    logits, -1 for None, where that is known already."""
+    if likeliest is not None and all(choice.is_likeliest for choice in choices):
+        return [None if token < 0 else Token(token) for token in likeliest()]
     logits_bv = logits_bv.float()
     open_bv = _masked(logits_bv, choices)
     chosen_b = open_bv.argmax(-1)

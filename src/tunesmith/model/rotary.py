@@ -36,7 +36,7 @@ def fuse_rope(model: nn.Module, dtype: torch.dtype, device: torch.device | None 
     found = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if (options := _options(child, dtype, device)) is not None:
+            if (options := attention_options(child, dtype, device)) is not None:
                 setattr(parent, name, RotaryAttention(child, options))
                 found += 1
     return found
@@ -84,8 +84,8 @@ class RotaryAttention(nn.Module):
         return *rotate_pair(q, k, cos, sin), v
 
 
-def _options(module: nn.Module, dtype: torch.dtype, device: torch.device | None) -> dict[str, Any] | None:
-    """What the module tells its attention function, or None where ours would not do the same."""
+def attention_options(module: nn.Module, dtype: torch.dtype, device: torch.device | None) -> dict[str, Any] | None:
+    """What an attention module tells its attention function, or None where ours would not do the same."""
     children = {name for name, _ in module.named_children()}
     if children - set(NORMS) != set(LINEARS) or len(children & set(NORMS)) == 1 or not hasattr(module, "head_dim"):
         return None

@@ -59,6 +59,7 @@ FILE = "certificate.json"
 FORMAT = 1
 LOOKED_AT = 512
 """Examples of each data set in which the end of turns is looked for."""
+NO_END = "the tokenizer has no token that ends a turn or a text, so answers will not stop by themselves"
 PAIRS = 4
 """Of documents that are packed behind each other."""
 LEAK = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
@@ -81,11 +82,15 @@ def certify(folder: Path, *, progress: Progress = lambda *_: None) -> dict[str, 
     progress("Checking what was trained", 0, None)
     checks = {"gradients": _gradients(folder), "moved": _moved(folder, run)}
     plain = run.model_copy(update={"chat_template": None})  # the tokenizer has it
+    tokenizer = None
     try:
-        data = tokenize(plain, plan, progress, tokenizer_of(folder))
+        tokenizer = tokenizer_of(folder)
+        data = tokenize(plain, plan, progress, tokenizer)
     except UserError as error:
         for name in ("end_of_turn", "documents_apart", "saved_is_evaluated"):
             checks[name] = _unknown(f"the data cannot be read: {error}")
+        if tokenizer is not None and tokenizer.eos_token_id is None and not tokenizer.chat_template:
+            checks["end_of_turn"] = _failed(NO_END)
     else:
         checks["end_of_turn"] = _end_of_turn(data)
         checks |= _model_checks(folder, run, plan, data, progress)
@@ -180,7 +185,7 @@ def _end_of_turn(data: Prepared) -> Check:
             having += any(int(token) in ends for token in ids[weights > 0])
     named = listed(str(data.encoder.tokenizer.convert_ids_to_tokens(end)) for end in sorted(ends))
     if not ends:
-        return _failed("the tokenizer has no token that ends a turn or a text, so answers will not stop by themselves")
+        return _failed(NO_END)
     if not having:
         return _failed(f"{named} is a target in none of {looked} examples, so answers will not stop by themselves")
     return _passed(f"{named} is a target in {having} of {looked} examples")

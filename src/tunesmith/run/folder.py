@@ -28,7 +28,7 @@ from typing import Any
 from tunesmith.checkpoint.files import write_atomic
 from tunesmith.config.schema import Lora, Run
 from tunesmith.disk import expanded, writing
-from tunesmith.errors import UserError
+from tunesmith.errors import UserError, listed
 from tunesmith.plan.plan import Plan, first_problem, upgraded
 
 FREE_SETTINGS = frozenset(
@@ -246,8 +246,18 @@ def read_trained_run(folder: Path) -> Run:
     """The same as it was trained."""
     identity = read_identity(folder)
     if identity is None:
+        refuse_sweep(folder)
         raise UserError(f"{folder} holds no run (there is no run.json); give the output folder of a run.")
     return Run.model_validate(identity.settings)
+
+
+def refuse_sweep(folder: Path) -> None:
+    """UserError where the folder is that of a sweep: which of its runs is meant?"""
+    found = read_json(folder / SWEEP)
+    if not isinstance(found, dict) or not isinstance(found.get("variants"), list):
+        return
+    runs = [str(folder / str(one.get("name"))) for one in found["variants"] if isinstance(one, dict)]
+    raise UserError(f"{folder} holds a sweep of {len(runs)} runs; give the folder of one of them: {listed(runs)}.")
 
 
 def check_merged(folder: Path) -> None:
@@ -329,7 +339,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except NotADirectoryError as error:
-        raise UserError(f"{path.parent} is a file, and a run needs a folder; choose another output.") from error
+        raise UserError(f"{path.parent} is a file, and a run needs a folder; name another one.") from error
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}; repair it or choose another output folder.") from error
 

@@ -27,7 +27,7 @@ from tunesmith.parallel.prepare import load_model
 from tunesmith.plan.models import is_encoder_decoder, read_config
 from tunesmith.plan.plan import Device, Plan, Precision, Storage
 from tunesmith.run.base import check_base
-from tunesmith.run.folder import check_merged, read_identity, read_plan, read_run
+from tunesmith.run.folder import check_merged, read_identity, read_plan, read_run, refuse_sweep
 
 
 @dataclass(frozen=True)
@@ -202,6 +202,8 @@ def refuse_encoder_decoder(target: Path | str, what: str) -> None:
     """UserError where a run's model, or one by itself, reads with an encoder, which `what` has no way to call."""
     folder = expanded(target)
     is_run = folder.is_dir() and read_identity(folder) is not None
+    if folder.is_dir() and not is_run:
+        refuse_sweep(folder)
     if is_encoder_decoder(read_config(read_run(folder).model if is_run else str(target))):
         raise UserError(
             f"{target} is an encoder-decoder, which cannot {what}; `tunesmith chat` asks it, and transformers' "

@@ -33,6 +33,8 @@ PROMPT_TOKENS_A_STEP = 2048
 """Prompts are read until they have so many tokens together; then those that wait for their next token have it."""
 SHARE = {"cuda": 0.4, "cpu": 0.25}
 """Of the memory that is free once the model is loaded, for the cache: rows that join or leave have it copied."""
+QUIET = 8
+"""Steps without proposals after which the next step is begun before its tokens are read: proposals undo that."""
 LONGEST = 8192
 """Tokens of a prompt and its answer, where the model's files name no limit."""
 Reason = Literal["stop", "length", "cancelled", "timeout", "failed"]
@@ -105,6 +107,11 @@ class Job:
         """Tokens of the cache, in the end."""
         return len(self.prompt) + self.max_tokens
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it goes on with the likeliest token each time."""
+        return self.temperature <= 0 and self.top_logprobs is None and self.grammar is None
+
     def finish(self, reason: Reason) -> None:
         if not self.is_ended:
             self.is_ended = True
@@ -140,6 +147,8 @@ class Group:
     lengths: list[int]
     last: list[int]
     drafted: Drafted = field(default_factory=Drafted)
+    quiet: int = 0
+    """Steps since tokens were proposed."""
 
     def reserved(self, joining: Sequence[int] = ()) -> int:
         """Tokens that the cache of this group may come to hold, with some more that need so many each."""
@@ -181,7 +190,7 @@ class Engine:
     def warm_up(self, name: Hashable) -> None:
         """Before the start: what takes long the first time is done with this adapter on the model."""
         self._select(name)
-        self._call.warm_up(name)
+        self._call.warm_up(name, self.limits.batch)
 
     def submit(self, job: Job) -> None:
         """Raises Busy. The job must fit within `limits`."""
@@ -381,7 +390,9 @@ class Engine:
         proposed = self._proposed(group)
         tokens = [[last, *more] for last, more in zip(group.last, proposed, strict=True)]
         width = max(map(len, tokens))
-        logits_bwv = self._call.go_on_with(group.cache, tokens, group.lengths, group.model)
+        group.quiet = group.quiet + 1 if width == 1 else 0
+        runs_ahead = all(job.is_greedy for job in group.jobs) and (not self._speculates or group.quiet > QUIET)
+        logits_bwv = self._call.go_on_with(group.cache, tokens, group.lengths, group.model, runs_ahead=runs_ahead)
         self.stats.steps += 1
         made, ended = self._choose(group, proposed, logits_bwv)
         beyond = [width - count for count in made]
@@ -421,7 +432,8 @@ class Engine:
             ended |= {group.jobs[place]: "failed" for place, choice in choices.items() if choice is None}
             ready = {place: choice for place, choice in choices.items() if choice is not None}
             rows_bv = logits_bwv[:, column] if len(ready) == len(group.jobs) else logits_bwv[list(ready), column]
-            tokens, still = choose(rows_bv, list(ready.values())) if ready else [], []
+            known = self._call.likeliest if column == 0 and len(ready) == len(group.jobs) else None
+            tokens, still = choose(rows_bv, list(ready.values()), known) if ready else [], []
             for place, token in zip(ready, tokens, strict=True):
                 job = group.jobs[place]
                 made[place] += 1
