@@ -127,31 +127,40 @@ def test_loss_and_gradients_are_transformers_own(tiny_model, tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_the_loss_of_pairs_is_that_of_trl(tiny_model, tmp_path, monkeypatch):
-    """With the margins of pairs that have one: `plain_loss`, with which a step is compared above."""
+def test_a_step_on_pairs_is_that_of_trls_trainer(tiny_model, tmp_path, monkeypatch):
+    """Loss and gradients of a whole run's first step, with the margins of pairs that have one."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    monkeypatch.chdir(write_run(tmp_path, tiny_model, "pairs", eval=[], held_out=0))
+    changes = {"method": "full", "lora": {}, "batch_tokens": 4096, "eval": [], "held_out": 0, "epochs": 1}
+    monkeypatch.chdir(write_run(tmp_path, tiny_model, "pairs", **changes, max_grad_norm=1e9))
     run = from_mapping(json.loads(Path("run.yaml").read_text()))
-    (store,) = prepare_run(run, plan=plan_run(run), warn=print).data.train
+    setting = prepare_run(run, plan=plan_run(run).changed(threads=1, micro_batch=1), warn=print)
+    job, found = assemble(setting), {}
+    job.optimizer.step = lambda _: found.update({n: w.grad.clone() for n, w in job.optimizer.masters.items()})
+    job.model.train()
+    batch = job.loader.step(0)
+    assert len(batch.micro_batches) > 1
+    result = step_of(job, None)(batch, 1.0)
+    (store,) = setting.data.train
     examples = [documents_of(store, index, 0) for index in range(len(store))]
     values = torch.tensor([example[0].value for example in examples])
     assert values.any()
-    models = [AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1) for _ in range(2)]
-    for model in models:
-        model.config.pad_token_id = 0
-        model.load_state_dict(models[0].state_dict())
-    config = trl.RewardConfig(output_dir=str(tmp_path / "trl"), report_to="none", use_cpu=True, bf16=False)
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1, dtype=torch.float32)
+    model.config.pad_token_id = 0
+    model.score.weight.data.copy_(job.model.get_output_embeddings().weight)
+    config = trl.RewardConfig(
+        output_dir=str(tmp_path / "trl"), report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False
+    )
     options = {"args": config, "processing_class": AutoTokenizer.from_pretrained(tiny_model)}
     options["train_dataset"] = datasets.Dataset.from_dict({"chosen": ["a b"], "rejected": ["c d"]})
-    trainer = trl.RewardTrainer(models[1], **options)
+    trainer = trl.RewardTrainer(model, **options)
     both = [example[place] for place in (0, 1) for example in examples]
-    expected = trainer.compute_loss(models[1], {**padded(both, 0), "margin": values})
-    found = plain_loss(models[0], "pairs", examples)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    found.backward()
+    expected = trainer.compute_loss(model, {**padded(both, 0), "margin": values})
+    assert result.loss == pytest.approx(expected.item(), rel=1e-5)
     expected.backward()
-    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5 * theirs.grad.abs().max().item())
+    own = {name: one.grad for name, one in model.named_parameters()}
+    assert found.keys() == own.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, own[name], rtol=1e-5, atol=1e-5 * own[name].abs().max().item())
 
 
 def as_asked(tokenizer, prompt: str, answer: str):
