@@ -446,7 +446,7 @@ def test_two_ranks_give_the_losses_of_one(world, models, tmp_path, method, way, 
     assert_two_give_the_losses_of_one(world, folder, way, count=3, method=method, distillation=given)
 
 
-@pytest.mark.parametrize("command", ["train", "check"])
+@pytest.mark.parametrize("command", ["train", "check", "plan"])
 def test_a_teacher_with_another_vocabulary_is_refused(models, tmp_path, monkeypatch, capsys, command):
     other = make_tiny_model(tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())

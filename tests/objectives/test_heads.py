@@ -279,3 +279,24 @@ def test_a_single_label_is_told(tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     tunesmith("train", "run.yaml")
     assert "All training records have the label good" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("kind", ["scores", "pairs"])
+def test_scores_that_say_nothing_are_told(tiny_model, tmp_path, monkeypatch, capsys, kind):
+    """All the same; or of a pair's two answers the same. Pairs without scores beside them say what they prefer."""
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records("pairs", 4)))
+    data = [{"path": "train.jsonl"}, {"path": "pairs.jsonl"}]
+    folder = write_run(tmp_path, tiny_model, kind, steps=1, data=data, eval=[], held_out=0)
+    made = records(kind, 12)
+    if kind == "scores":
+        made = [one | {"score": 2.0} for one in made]
+    else:
+        made = [one | {"score_chosen": 3, "score_rejected": 3 if n else 1} for n, one in enumerate(made)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in made))
+    monkeypatch.chdir(folder)
+    tunesmith("train", "run.yaml")
+    said = " ".join(capsys.readouterr().err.split())
+    if kind == "scores":
+        assert "All training records have the score 2, so the model learns to give it to any answer" in said
+    else:
+        assert "line 2: the score of the chosen answer is not above that of the rejected one (11 records)" in said

@@ -183,7 +183,7 @@ def prepare(
         held_out = held_out_records(run, [one.record_count for one in train])
     kept, held = split(train, held_out)
     train, evals = tuple(kept), (*evals, *held)
-    warnings += guard.missing_kinds(run.objective, run.labels, [one.values for one in train])
+    warnings += guard.missing_kinds(run.objective, run.labels, [one.single_values for one in train])
     leaks = guard.overlap_warnings({s.title: s.hashes for s in train}, {s.title: s.hashes for s in evals})
     warnings += leaks
     weights = tuple(dataset.weight for dataset in run.data)
