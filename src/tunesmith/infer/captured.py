@@ -35,6 +35,8 @@ TRIES = 3
 """To capture a step: a kernel that is loaded meanwhile spoils one."""
 BOUND = 0.3
 """How far a step's logits may be from those of the model as it is, over their standard deviation: rounding in bf16."""
+ROOM = 1 << 30
+"""Bytes that a capture needs at most, beside its logits: a weight taken out of few bits, and small tensors."""
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Cache], torch.Tensor]
 """tokens [B, 1], mask [B, C], positions [B, 1], cache -> logits [B, V]."""
 log = logging.getLogger("tunesmith.infer")
@@ -116,17 +118,14 @@ class Step:
             expected = self.run()
             self.set(lengths)
             return expected
-        stream = torch.cuda.Stream()
+        stream = _stream_beside(self.tokens.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):  # kernels are compiled and workspaces made before
                 expected = self.run().clone()
                 self.set(lengths)
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self.logits = self.run()
-        self.graph = graph
+        self.graph, self.logits = recorded(self.run, pool, stream, ROOM + 4 * expected.nbytes)
         return expected
 
     def replay(self) -> torch.Tensor:
@@ -136,6 +135,35 @@ class Step:
         assert self.logits is not None
         self.graph.replay()
         return self.logits
+
+
+def recorded(
+    run: Callable[[], torch.Tensor], pool: Any, stream: torch.cuda.Stream, needed: int
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """What `run` does, captured on the stream, and the tensor that it gives. A capture takes memory of its own, which
+    the allocator must not hold back for others; but it is emptied where less than `needed` bytes are free, and not each
+    time as torch's own context does: a run that captures in every step would get all its memory anew in every step."""
+    torch.cuda.synchronize(stream.device)
+    if torch.cuda.mem_get_info(stream.device)[0] < needed:
+        torch.cuda.empty_cache()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            result = run()
+        finally:
+            graph.capture_end()
+    return graph, result
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """The same for every capture: cuBLAS keeps a workspace of 32 MiB for each stream that it was called on."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
 
 
 class Captured:
