@@ -300,3 +300,59 @@ def test_scores_that_say_nothing_are_told(tiny_model, tmp_path, monkeypatch, cap
         assert "All training records have the score 2, so the model learns to give it to any answer" in said
     else:
         assert "line 2: the score of the chosen answer is not above that of the rejected one (11 records)" in said
+
+
+@pytest.mark.parametrize("objective", ["classify", "embed"])
+def test_texts_of_one_token_are_learned_from(tiny_model, tmp_path, monkeypatch, objective):
+    """Nothing predicts a first token, but it can be labelled or embedded."""
+    write_all(tmp_path, tiny_model)
+    made = {
+        "classify": [{"text": letter, "label": number % 2} for number, letter in enumerate("abcdef")],
+        "embed": [{"anchor": letter, "positive": letter.upper()} for letter in "abcdef"],
+    }[objective]
+    settings = {"model": str(tiny_model), "data": "train.jsonl", "objective": objective, "device": "cpu", "steps": 1}
+    settings |= {"labels": ["bad", "good"]} if objective == "classify" else {}
+    (tmp_path / "run.yaml").write_text(json.dumps(settings | {"held_out": 0, "output": "run"}))
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in made))
+    monkeypatch.chdir(tmp_path)
+    tunesmith("train", "run.yaml")
+    (step,) = [one for one in events.read(tmp_path / "run") if one["event"] == "step"]
+    assert step["tokens"] >= (6 if objective == "classify" else 12)
+    assert step["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("objective", "record", "said"),
+    [
+        ("classify", {"text": "red", "label": "good"}, ["labelled good"]),
+        ("reward", {"prompt": "a", "completion": "b", "score": 0.5}, ["score 0.5"]),
+        (
+            "reward",
+            {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 2},
+            ["the chosen answer, ahead by 2", "the rejected answer"],
+        ),
+        ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c"}, ["the chosen answer", "the rejected answer"]),
+        ("kto", {"prompt": "a", "completion": "b", "label": False}, ["an answer that is not wanted"]),
+        (
+            "embed",
+            {"anchor": "a", "positive": "b", "negative": "c"},
+            ["the anchor", "what belongs to it", "what does not belong to it"],
+        ),
+        ("embed", {"sentence1": "a", "sentence2": "b", "score": 0.7}, ["one of two texts with the score 0.7"] * 2),
+    ],
+)
+def test_check_says_what_the_data_say_of_each_text(tiny_model, tmp_path, monkeypatch, capsys, objective, record, said):
+    """And shows targets where tokens are some."""
+    write_all(tmp_path, tiny_model)
+    settings = {"model": str(tiny_model), "data": "train.jsonl", "objective": objective, "device": "cpu"}
+    settings |= {"labels": ["bad", "good"]} if objective == "classify" else {}
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    (tmp_path / "train.jsonl").write_text(json.dumps(record) + "\n")
+    monkeypatch.chdir(tmp_path)
+    tunesmith("check", "run.yaml", "--json")
+    (dataset,) = json.loads(capsys.readouterr().out)["datasets"]
+    assert [one["said"] for one in dataset["shown"]] == said
+    assert all(any(one["weights"]) == (objective in ("dpo", "kto")) for one in dataset["shown"])
+    tunesmith("check", "run.yaml")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(one in shown for one in said)

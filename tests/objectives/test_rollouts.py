@@ -175,6 +175,8 @@ def test_draws_follow_the_probabilities(model):
     ("record", "rewards", "why"),
     [
         ({"prompt": "a"}, ["exact"], "needs the field `answer`"),
+        ({"prompt": "a", "answer": None}, ["exact"], "`answer` is null, but rewards has `exact`"),
+        ({"prompt": "a", "answer": ""}, ["exact"], "`answer` is empty, but rewards has `exact`"),
         ({"prompt": "a", "answer": "b"}, ["tests"], "needs the field `tests`"),
         ({"text": "a"}, ["exact"], "is trained on prompts"),
         ({"prompt": "a", "answer": "b"}, ["nowhere.py:score"], "cannot be imported"),

@@ -76,7 +76,7 @@ def _to_be_answered(item: Asked, encoder: Encoder, origin: Origin) -> tuple[list
     if not len(ids):
         raise RecordError("empty text", origin, "there is no token in the prompt")
     facts = json.dumps(item.facts, ensure_ascii=False, default=str)
-    made = Example(ids, np.ones(len(ids), dtype=np.float32), origin, facts=facts)
+    made = Example(ids, np.ones(len(ids), dtype=np.float32), origin, facts=facts, is_whole=True)
     return [made], [(Tokens(tuple(ids.tolist()), (True,) * len(ids)), made)]
 
 
@@ -92,7 +92,8 @@ def _to_be_embedded(item: Related, encoder: Encoder, origin: Origin) -> tuple[li
             raise RecordError("empty text", origin, "there is no token in it")
         weights = [np.ones(len(one), dtype=np.float32) for one in ids]
         values = (RANKED if item.score is None else item.score,) * len(ids)
-        made.append(Example(np.concatenate(ids), np.concatenate(weights), origin, tuple(map(len, ids)), values))
+        sizes = tuple(map(len, ids))
+        made.append(Example(np.concatenate(ids), np.concatenate(weights), origin, sizes, values, is_whole=True))
         seen += [
             (Tokens(tuple(one.tolist()), (True,) * len(one)), Example(one, some, origin))
             for one, some in zip(ids, weights, strict=True)
@@ -136,7 +137,7 @@ def _to_be_scored(
         raise RecordError("empty text", origin, "there is no token in it")
     weights = [np.ones(len(one), dtype=np.float32) for one in ids]
     sizes = tuple(map(len, ids)) if len(ids) > 1 else ()
-    joined = Example(np.concatenate(ids), np.concatenate(weights), origin, sizes, values)
+    joined = Example(np.concatenate(ids), np.concatenate(weights), origin, sizes, values, is_whole=True)
     seen = [
         (Tokens(tuple(one.tolist()), (True,) * len(one)), Example(one, some, origin))
         for one, some in zip(ids, weights, strict=True)
