@@ -116,7 +116,7 @@ def _to_be_tagged(item: Tagged, encoder: Encoder, origin: Origin) -> tuple[list[
             continue
         taken.add(token)
         if tag is not None:
-            weights[token] = 1 + _value_of(tag, encoder, origin)
+            weights[token] = 1 + _value_of(tag, encoder, origin, "a tag")
     if not len(ids):
         raise RecordError("empty text", origin, "there is no token in it")
     made = Example(ids, weights, origin, is_tagged=True)
@@ -166,7 +166,7 @@ def _without_padding(ids: np.ndarray, encoder: Encoder) -> np.ndarray:
     return np.asarray(ids[:end], dtype=np.int32)
 
 
-def _value_of(label: str | float, encoder: Encoder, origin: Origin) -> float:
+def _value_of(label: str | float, encoder: Encoder, origin: Origin, name: str = "`label`") -> float:
     names = encoder.labels
     if not names:  # a score
         return float(label)
@@ -174,9 +174,7 @@ def _value_of(label: str | float, encoder: Encoder, origin: Origin) -> float:
         return float(names.index(label))
     if not isinstance(label, str) and 0 <= label < len(names):
         return float(label)
-    raise RecordError(
-        "unknown label", origin, f"`label` is {label!r}, which is not among `labels` ({', '.join(names)})"
-    )
+    raise RecordError("unknown label", origin, f"{name} is {label!r}, which is not among `labels` ({', '.join(names)})")
 
 
 def mismatched(store: TokenStore, sequence_length: int) -> TokenStore:
