@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 CASES: dict[str, dict[str, Any]] = {
+    "sft": {"objective": "sft"},
+    "reward": {"objective": "reward"},
     "dpo": {"objective": "dpo"},
     "dpo_hinge": {"objective": "dpo", "loss": "hinge", "beta": 0.3},
     "dpo_ipo": {"objective": "dpo", "loss": "ipo"},
@@ -36,6 +38,21 @@ ROLLOUTS: dict[str, dict[str, Any]] = {
     "rloo_batch": {"objective": "rloo", "scale_rewards": "batch", "temperature": 1.3},
 }
 """Settings of `rollout`; the chosen and the rejected answers are the answers to each prompt."""
+ADAPTED: dict[str, dict[str, Any]] = {
+    "rloo_kl": {"objective": "rloo", "beta": 0.3, "temperature": 0.7},
+    "rloo_kl_batch": {"objective": "rloo", "beta": 0.05, "scale_rewards": "batch"},
+    "grpo_kl": {"objective": "grpo", "beta": 0.2, "temperature": 0.7, "scale_rewards": "none"},
+}
+"""The same with adapters (`FACTORS`), whose reference is the model without them; before the first update."""
+DISTILLED: dict[str, dict[str, Any]] = {
+    "distill_forward_kl": {"loss": "forward_kl"},
+    "distill_reverse_kl": {"loss": "reverse_kl", "temperature": 1.7},
+    "distill_jsd": {"loss": "jsd", "temperature": 0.8},
+}
+"""Settings of `distillation`; the reference is the teacher, and the chosen answers are learned."""
+FACTORS, RANK = ("q_proj", "v_proj", "down_proj"), 4
+MARGINS = (0.0, 0.5, 0.25, 0.0, 1.0)
+"""By which the chosen answer of each pair should score higher."""
 REWARDS = ((1.0, 0.0), (0.5, 0.25), (1.0, 1.0), (0.0, 2.0), (0.0, 1.0))
 
 
@@ -89,6 +106,12 @@ def make_models(folder: Path) -> tuple[Path, Path]:
         model.save_pretrained(path)
         made.append(path)
     return made[0], made[1]
+
+
+def drawn(name: str, shape: tuple[int, ...], scale: float) -> np.ndarray:
+    """Values of a weight that is new to the model, by its name."""
+    random = np.random.Generator(np.random.PCG64(sum(name.encode())))
+    return (scale * random.standard_normal(shape)).astype(np.float32)
 
 
 def fingerprint(name: str, gradient: Any) -> list[float]:

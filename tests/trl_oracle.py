@@ -35,17 +35,21 @@ def trl_gradients(name: str, model_folder: Path, reference_folder: Path) -> tupl
     """Loss and gradients of one case."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    case = dict((cases.CASES | cases.ROLLOUTS)[name])
-    objective = case.pop("objective")
+    case = dict(EVERY[name])
+    objective = case.pop("objective", "distill")
     model, reference = (AutoModelForCausalLM.from_pretrained(str(one)) for one in (model_folder, reference_folder))
     tokenizer = AutoTokenizer.from_pretrained(str(model_folder))
-    if name in cases.ROLLOUTS:
-        return _rolled_out(objective, case, model, reference, tokenizer)
+    make = {"dpo": _dpo, "kto": _kto, "orpo": _orpo, "simpo": _cpo, "cpo": _cpo, "sft": _sft, "distill": _distill}
+    make |= {"reward": _reward, "grpo": _rolled_out, "rloo": _rolled_out}
+    if name in cases.ADAPTED:
+        make["grpo"] = make["rloo"] = _adapted
     with tempfile.TemporaryDirectory() as folder:
-        make = {"dpo": _dpo, "kto": _kto, "orpo": _orpo, "simpo": _cpo, "cpo": _cpo}[objective]
-        loss, trained = make(objective, case, model, reference, tokenizer, folder)
+        loss, trained = make[objective](objective, case, model, reference, tokenizer, folder)
     loss.backward()
     return loss.item(), {name: weight.grad for name, weight in trained.named_parameters() if weight.grad is not None}
+
+
+EVERY = cases.CASES | cases.ROLLOUTS | cases.ADAPTED | cases.DISTILLED
 
 
 COMMON = {"report_to": "none", "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "disable_tqdm": True}
@@ -60,6 +64,47 @@ def _data(columns: dict[str, Any]) -> Any:
     from datasets import Dataset
 
     return Dataset.from_dict(columns)
+
+
+def _sft(objective, case, model, reference, tokenizer, folder) -> tuple[torch.Tensor, Any]:
+    from trl import SFTConfig, SFTTrainer
+
+    config = SFTConfig(output_dir=folder, **COMMON)
+    data = _data({"prompt": ["a", "b"], "completion": ["c", "d"]})
+    trainer = SFTTrainer(model, args=config, train_dataset=data, processing_class=tokenizer)
+    prompts, chosen, _ = _prompts_and_answers()
+    batch = batch_of(prompts, chosen)
+    labels = batch["input_ids"].masked_fill(batch.pop("completion_mask") == 0, -100)
+    return trainer.compute_loss(trainer.model, {**batch, "labels": labels}), model
+
+
+def _reward(objective, case, model, reference, tokenizer, folder) -> tuple[torch.Tensor, Any]:
+    from transformers import AutoModelForSequenceClassification
+    from trl import RewardConfig, RewardTrainer
+
+    headed = AutoModelForSequenceClassification.from_pretrained(model.config.name_or_path, num_labels=1)
+    headed.score.weight.data.copy_(torch.from_numpy(cases.drawn("score", tuple(headed.score.weight.shape), 0.3)))
+    config = RewardConfig(output_dir=folder, **COMMON)
+    data = _data({"chosen": ["a b", "c d"], "rejected": ["e f", "g h"]})
+    trainer = RewardTrainer(headed, args=config, train_dataset=data, processing_class=tokenizer)
+    prompts, chosen, rejected = _prompts_and_answers()
+    batch = batch_of([*prompts, *prompts], [*chosen, *rejected])
+    del batch["completion_mask"]
+    return trainer.compute_loss(trainer.model, {**batch, "margin": torch.tensor(cases.MARGINS)}), headed
+
+
+def _distill(objective, case, model, reference, tokenizer, folder) -> tuple[torch.Tensor, Any]:
+    """Times the square of the temperature, which TRL leaves to the learning rate."""
+    from trl import DistillationConfig, DistillationTrainer
+
+    heat = case.get("temperature", 1.0)
+    beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}[case["loss"]]
+    config = DistillationConfig(output_dir=folder, beta=beta, temperature=heat, **COMMON)
+    about = {"args": config, "train_dataset": _data({"prompt": ["a", "b"]}), "processing_class": tokenizer}
+    trainer = DistillationTrainer(model, teacher_model=reference, **about)
+    prompts, chosen, _ = _prompts_and_answers()
+    inputs = _asked_and_answered(prompts, chosen)
+    return heat**2 * trainer.compute_loss(trainer.model, inputs), model
 
 
 def _dpo(objective, case, model, reference, tokenizer, folder) -> tuple[torch.Tensor, Any]:
@@ -123,67 +168,86 @@ def _cpo(objective, case, model, reference, tokenizer, folder) -> tuple[torch.Te
     return trainer.get_batch_loss_metrics(trainer.model, _pair_batch())[0], model
 
 
-def _rolled_out(objective, case, model, reference, tokenizer) -> tuple[float, dict[str, torch.Tensor]]:
-    """Both answers to each prompt, with rewards that are given and log-probabilities of sampling that are made up."""
-    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-
-    found = cases.pairs()
-    prompts = [one.prompt for one in found for _ in range(2)]
-    answers = [answer for one in found for answer in (one.chosen, one.rejected)]
-    options = {"temperature": case.get("temperature", 1.0), "beta": case.get("beta", 0.0), "num_generations": 2}
-    options |= {"epsilon": case.get("epsilon", 0.2), "epsilon_high": case.get("epsilon_high")}
-    options |= {"max_completion_length": case.get("max_answer_tokens", 256), "per_device_train_batch_size": 10}
-    if objective == "grpo":
-        options |= {"loss_type": case.get("loss", "dapo"), "importance_sampling_level": case.get("ratios", "token")}
-    kinds = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[objective]
-    with tempfile.TemporaryDirectory() as folder:
-        config = kinds[0](output_dir=folder, **COMMON, **options)
-        data = _data({"prompt": ["a"] * 10})
-        about = {"args": config, "train_dataset": data, "processing_class": tokenizer}
-        trainer = kinds[1](model, reward_funcs=lambda completions, **_: [0.0] * len(completions), **about)
-    trainer.current_gradient_accumulation_steps = 1
+def _asked_and_answered(prompts: list[np.ndarray], answers: list[np.ndarray]) -> dict[str, torch.Tensor]:
+    """As TRL's trainers of own answers have them: prompts filled up on their left, answers on their right."""
     width = max(map(len, prompts))
     lefts = [np.concatenate([np.zeros(width - len(p), dtype=np.int64), p]) for p in prompts]
     masks = [np.repeat([0, 1], [width - len(p), len(p)]) for p in prompts]
     ones = [np.ones(len(answer), dtype=np.int64) for answer in answers]
     inputs = {"prompt_ids": padded(lefts), "prompt_mask": padded(masks), "completion_ids": padded(answers)}
-    inputs |= {"completion_mask": padded(ones), "num_items_in_batch": torch.tensor(float(sum(map(len, answers))))}
+    count = torch.tensor(float(sum(map(len, answers))))
+    return inputs | {"completion_mask": padded(ones), "num_items_in_batch": count}
+
+
+def _rollout_trainer(objective, case, model, tokenizer, folder, **about) -> Any:
+    """TRL's trainer, to which the model's answers are given: both to each prompt, with rewards that are given."""
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+    found = cases.pairs()
+    prompts = [one.prompt.tolist() for one in found for _ in range(2)]
+    answers = [answer.tolist() for one in found for answer in (one.chosen, one.rejected)]
+    options = {"temperature": case.get("temperature", 1.0), "beta": case.get("beta", 0.0), "num_generations": 2}
+    options |= {"epsilon": case.get("epsilon", 0.2), "epsilon_high": case.get("epsilon_high")}
+    options |= {"max_completion_length": case.get("max_answer_tokens", 256), "per_device_train_batch_size": 10}
+    if objective == "grpo":
+        options |= {"loss_type": case.get("loss", "dapo"), "importance_sampling_level": case.get("ratios", "token")}
+        options |= {"scale_rewards": case.get("scale_rewards", "group")}
+    else:
+        options |= {"normalize_advantages": case.get("scale_rewards") == "batch"}
+    settings, kind = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[objective]
+
+    class Answered(kind):
+        def _generate(self, _):
+            if objective == "rloo":
+                return prompts, answers, ["x"] * len(answers)
+            return prompts, answers, None, ["x"] * len(answers), None, {}, None, None
+
+    config = settings(output_dir=folder, **COMMON, **options)
+    about |= {"args": config, "train_dataset": _data({"prompt": ["a"] * 10}), "processing_class": tokenizer}
+    trainer = Answered(model, reward_funcs=lambda **_: [one for some in cases.REWARDS for one in some], **about)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    return trainer
+
+
+def _rolled_out(objective, case, model, reference, tokenizer, folder) -> tuple[torch.Tensor, Any]:
+    """With log-probabilities of sampling that are made up, so that ratios are clipped."""
+    trainer = _rollout_trainer(objective, case, model, tokenizer, folder)
+    if case.get("beta"):
+        trainer.ref_model.load_state_dict(reference.state_dict())
+    inputs = trainer._generate_and_score_completions([{"prompt": "a"}] * 10)
+    width, answers = inputs["prompt_ids"].shape[1], inputs["completion_mask"].sum(1).tolist()
     both = [torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask")]
     with torch.no_grad():
         logits = reference.eval()(input_ids=both[0], attention_mask=both[1]).logits[:, width - 1 : -1]
-        logps = torch.log_softmax(logits / options["temperature"], -1)
+        logps = torch.log_softmax(logits / case.get("temperature", 1.0), -1)
         base = logps.gather(-1, inputs["completion_ids"][..., None])[..., 0]
-    old = [cases.sampled(row[: len(answer)].numpy()) for row, answer in zip(base, answers, strict=True)]
+    old = [cases.sampled(row[:count].numpy()) for row, count in zip(base, answers, strict=True)]
     old = torch.stack([torch.nn.functional.pad(torch.tensor(one), (0, base.shape[1] - len(one))) for one in old])
-    inputs |= {"ref_per_token_logps": base, "old_per_token_logps": old.float()}
-    inputs |= {"old_logps": (old * inputs["completion_mask"]).sum(1).float()}
-    inputs["advantages"] = _advantages(objective, case).float()
-    loss = trainer._compute_loss(trainer.model, inputs)
-    loss.backward()
-    return loss.item(), {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    inputs |= {"old_per_token_logps": old.float(), "old_logps": (old * inputs["completion_mask"]).sum(1).float()}
+    return trainer._compute_loss(trainer.model, inputs), model
 
 
-def _advantages(objective, case) -> torch.Tensor:
-    """As the trainers write them, after they have asked for rewards."""
-    from trl.trainer.utils import nanstd
+def _adapted(objective, case, model, reference, tokenizer, folder) -> tuple[torch.Tensor, Any]:
+    """Nothing made up: what answers were given when they were sampled, and what the model without its adapter gives
+    them, is as TRL finds it."""
+    from peft import LoraConfig
 
-    rewards = torch.tensor(cases.REWARDS).float()
-    if objective == "rloo":
-        ahead = (rewards - (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)).flatten()
-        is_scaled = case.get("scale_rewards") == "batch"
-        return (ahead - torch.nanmean(ahead)) / (nanstd(ahead) + 1e-4) if is_scaled else ahead
-    ahead, scale = rewards - rewards.mean(1, keepdim=True), case.get("scale_rewards", "group")
-    if scale == "none":
-        return ahead.flatten()
-    spread = nanstd(rewards, dim=1)[:, None] if scale == "group" else nanstd(rewards)
-    return (ahead / (spread + 1e-4)).flatten()
+    adapter = LoraConfig(r=cases.RANK, lora_alpha=2 * cases.RANK, target_modules=list(cases.FACTORS))
+    trainer = _rollout_trainer(objective, case, model, tokenizer, folder, peft_config=adapter)
+    for name, weight in trainer.model.named_parameters():
+        if weight.requires_grad:
+            name = name.removeprefix("base_model.model.").replace(".default.weight", "").lower()
+            weight.data.copy_(torch.from_numpy(cases.drawn(name, tuple(weight.shape), 0.1)))
+    inputs = trainer._generate_and_score_completions([{"prompt": "a"}] * 10)
+    return trainer._compute_loss(trainer.model, inputs), trainer.model
 
 
 def main() -> None:
     found = json.loads(FILE.read_text()) if sys.argv[1:] else {}
     with tempfile.TemporaryDirectory() as folder:
         models = cases.make_models(Path(folder))
-        for name in sys.argv[1:] or cases.CASES | cases.ROLLOUTS:
+        for name in sys.argv[1:] or EVERY:
             loss, gradients = trl_gradients(name, *models)
             prints = {of: cases.fingerprint(of, gradient) for of, gradient in gradients.items()}
             found[name] = {"loss": loss, "gradients": prints}

@@ -189,7 +189,11 @@ def test_what_is_both_trained_on_and_held_out_is_reported(encoder):
         ("classify", ("a", "b", "c"), [[1, 1]], "the label b, so the model learns to give it to any text"),
         ("classify", ("a", "b", "c"), [[1], [0]], "No training record has the label c"),
         ("classify", ("a", "b"), [[1, 0]], None),
-        ("reward", (), [[1, 1]], None),
+        ("reward", (), [[1.5, 1.5], [1.5]], "the score 1.5, so the model learns to give it to any answer"),
+        ("reward", (), [[1, 0.5]], None),
+        ("reward", (), [[1]], None),
+        ("reward", (), [[]], None),
+        ("sft", (), [[1, 1]], None),
     ],
 )
 def test_a_kind_that_no_record_has_is_told(objective, labels, values, said):

@@ -1,5 +1,8 @@
 """Steps over buffers that stay where they are give what the model gives: rows leave and join, buffers grow."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch._dynamo
@@ -241,3 +244,40 @@ def test_a_step_that_differs_is_not_used(monkeypatch, caplog):
     assert "differs by" in caplog.text
     for a, b in zip(decoded(Call(model, is_shared=True)), found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+class Device:
+    """Stands in for a GPU: what captures ask of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int):
+        self.calls: list[str] = []
+        graph = type("Graph", (), {})
+        graph.capture_begin = lambda _, **__: self.calls.append("begin")
+        graph.capture_end = lambda _: self.calls.append("end")
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, free))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.calls.append("empty"))
+        monkeypatch.setattr(captured, "_streams", {})
+
+
+@pytest.mark.parametrize(("free", "calls"), [(10, ["begin", "end"]), (9, ["empty", "begin", "end"])])
+def test_a_capture_leaves_the_allocators_memory_where_enough_is_free(monkeypatch, free, calls):
+    device = Device(monkeypatch, free)
+    streams = [captured._stream_beside(torch.device("cuda", 0)) for _ in range(3)]
+    assert all(stream is streams[0] for stream in streams)
+    assert captured.recorded(lambda: torch.ones(1), None, streams[0], 10)[1] == 1
+    assert device.calls == calls
+
+
+def test_a_capture_that_fails_is_ended(monkeypatch):
+    device = Device(monkeypatch, 10)
+
+    def fail() -> torch.Tensor:
+        raise RuntimeError("spoiled")
+
+    with pytest.raises(RuntimeError, match="spoiled"):
+        captured.recorded(fail, None, captured._stream_beside(torch.device("cuda", 0)), 10)
+    assert device.calls == ["begin", "end"]

@@ -10,7 +10,7 @@ from tunesmith.config.schema import Run
 from tunesmith.model import adapters, attention, lora
 from tunesmith.model.forward import Inputs, packed_hidden_states
 from tunesmith.model.fuse import fuse
-from tunesmith.model.kept import count_own
+from tunesmith.model.kept import _grown, count_own
 from tunesmith.model.probe import probe
 from tunesmith.model.structure import decoder_layers
 from tunesmith.plan.hardware import named
@@ -24,6 +24,12 @@ OWN = {
     "oft": {"method": "peft", "peft": {"peft_type": "OFT", "oft_block_size": 8, "target_modules": "all-linear"}},
     "loha": {"method": "peft", "peft": {"peft_type": "LOHA", "r": 4, "target_modules": ["down_proj"]}},
     "hra": {"method": "peft", "peft": {"peft_type": "HRA", "r": 2, "target_modules": "all-linear"}},
+    "boft": {"method": "peft", "peft": {"peft_type": "BOFT", "boft_block_size": 2, "target_modules": ["q_proj"]}},
+    "shira": {"method": "peft", "peft": {"peft_type": "SHIRA", "r": 1, "target_modules": ["q_proj", "up_proj"]}},
+    "waveft": {"method": "peft", "peft": {"peft_type": "WAVEFT", "n_frequency": 12, "target_modules": ["down_proj"]}},
+    "vblora": {"method": "peft", "peft": {"peft_type": "VBLORA", "r": 4, "num_vectors": 8, "vector_length": 2}},
+    "unilora": {"method": "peft", "peft": {"peft_type": "UNILORA", "r": 4, "target_modules": "all-linear"}},
+    "frod": {"method": "peft", "peft": {"peft_type": "FROD", "target_modules": ["q_proj", "o_proj"]}},
     "dora": {"method": "lora", "lora": {"rank": 8, "dora": True}},
     "dropout": {"method": "lora", "lora": {"rank": 8, "dropout": 0.1}},
 }
@@ -58,8 +64,9 @@ def _saved(model: torch.nn.Module) -> int:
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
+        for one in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+            if one.untyped_storage().data_ptr() not in own:
+                kept[one.untyped_storage().data_ptr()] = one
         return tensor
 
     places = torch.arange(TOKENS)
@@ -77,6 +84,17 @@ def test_the_count_is_what_autograd_keeps(kind, llama, tmp_path):
     assert TOKENS * counted[0].bytes + counted[0].fixed == pytest.approx(really_kept(run), rel=0.03)
     if kind in ("hra", "loha"):  # they make weights anew
         assert counted[0].fixed > 30_000
+
+
+@pytest.mark.parametrize("kind", ["vera", "oft", "loha", "hra"])
+def test_narrow_layers_tell_what_wide_ones_keep(kind, llama, tmp_path):
+    """By real layers of a few widths, as by the model's own without weights."""
+    run = a_run(llama, tmp_path / "none.jsonl", **OWN[kind])
+    for on_gpu in (False, True):
+        counted = count_own(run, on_gpu=on_gpu, kernels=("rope",) if on_gpu else ())
+        assert counted is not None
+        found = _grown(run, (8, 4, 2), on_gpu=on_gpu, kernels=("rope",) if on_gpu else ())
+        assert found == [(one.bytes, one.fixed) for one in counted]
 
 
 def test_what_has_a_formula_is_not_counted(llama, tmp_path):

@@ -3,6 +3,7 @@ a teacher that is asked in each step and from one that was asked before."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+import preference_cases as cases
 from ranks import assert_two_give_the_losses_of_one
 from tiny import Die, Runs, assert_resumes, write_all
 from tiny_model import make_tiny_model
@@ -39,6 +41,7 @@ from tunesmith.train.loop import step_of as step_of_job
 from tunesmith.train.step import TrainStep
 
 CPU = torch.device("cpu")
+TRL = json.loads((Path(__file__).with_name("trl.json")).read_text())
 WORDS = 259
 """Tokens of the student; the teacher's head has some rows more, as heads are padded."""
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
@@ -160,6 +163,45 @@ def test_loss_and_gradient_are_those_of_whole_softmaxes(models, store, kind, cut
     for name, gradient in gradients.items():
         wanted = expected[name].float()
         torch.testing.assert_close(gradient, wanted, atol=1e-5 * wanted.abs().max().item(), rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory) -> tuple[tuple[Path, Path], TokenStore]:
+    """What TRL was asked about."""
+    examples = []
+    for number, pair in enumerate(cases.pairs()):
+        weights = np.repeat([0.0, 1.0], [len(pair.prompt), len(pair.chosen)])
+        examples.append(Example(np.concatenate([pair.prompt, pair.chosen]), weights, Origin("d", number + 1)))
+    return cases.make_models(tmp_path_factory.mktemp("compared")), store_of(examples, vocab_size=WORDS)
+
+
+@pytest.mark.parametrize("cut", ["packed", "accumulated", "padded"])
+@pytest.mark.parametrize("name", cases.DISTILLED)
+def test_loss_and_gradient_are_trls(compared, name, cut):
+    models, store = compared
+    result, gradients = step_of(models, store, settings_of(models, weight=1.0, **cases.DISTILLED[name]), cut)
+    assert result.loss == pytest.approx(TRL[name]["loss"], rel=1e-5)
+    expected = TRL[name]["gradients"]
+    assert gradients.keys() == expected.keys()
+    for weight, gradient in gradients.items():
+        wanted = expected[weight]
+        assert cases.fingerprint(weight, gradient) == pytest.approx(wanted, abs=1e-5 * max(wanted[0], 1e-3)), weight
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl 1.16")
+@pytest.mark.parametrize("name", cases.DISTILLED)
+def test_every_number_of_the_gradient_is_trls(compared, name):
+    from trl_oracle import trl_gradients
+
+    models, store = compared
+    loss, expected = trl_gradients(name, *models)
+    settings = settings_of(models, weight=1.0, **cases.DISTILLED[name])
+    result, found = step_of(models, store, settings, "accumulated")
+    assert result.loss == pytest.approx(loss, rel=1e-5)
+    for weight, gradient in found.items():
+        largest = expected[weight].abs().max().item()
+        torch.testing.assert_close(gradient, expected[weight], atol=1e-5 * largest, rtol=1e-5)
 
 
 @pytest.mark.parametrize("by_module", [False, True])
@@ -404,7 +446,7 @@ def test_two_ranks_give_the_losses_of_one(world, models, tmp_path, method, way, 
     assert_two_give_the_losses_of_one(world, folder, way, count=3, method=method, distillation=given)
 
 
-@pytest.mark.parametrize("command", ["train", "check"])
+@pytest.mark.parametrize("command", ["train", "check", "plan"])
 def test_a_teacher_with_another_vocabulary_is_refused(models, tmp_path, monkeypatch, capsys, command):
     other = make_tiny_model(tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())

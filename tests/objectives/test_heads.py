@@ -127,31 +127,40 @@ def test_loss_and_gradients_are_transformers_own(tiny_model, tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_the_loss_of_pairs_is_that_of_trl(tiny_model, tmp_path, monkeypatch):
-    """With the margins of pairs that have one: `plain_loss`, with which a step is compared above."""
+def test_a_step_on_pairs_is_that_of_trls_trainer(tiny_model, tmp_path, monkeypatch):
+    """Loss and gradients of a whole run's first step, with the margins of pairs that have one."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    monkeypatch.chdir(write_run(tmp_path, tiny_model, "pairs", eval=[], held_out=0))
+    changes = {"method": "full", "lora": {}, "batch_tokens": 4096, "eval": [], "held_out": 0, "epochs": 1}
+    monkeypatch.chdir(write_run(tmp_path, tiny_model, "pairs", **changes, max_grad_norm=1e9))
     run = from_mapping(json.loads(Path("run.yaml").read_text()))
-    (store,) = prepare_run(run, plan=plan_run(run), warn=print).data.train
+    setting = prepare_run(run, plan=plan_run(run).changed(threads=1, micro_batch=1), warn=print)
+    job, found = assemble(setting), {}
+    job.optimizer.step = lambda _: found.update({n: w.grad.clone() for n, w in job.optimizer.masters.items()})
+    job.model.train()
+    batch = job.loader.step(0)
+    assert len(batch.micro_batches) > 1
+    result = step_of(job, None)(batch, 1.0)
+    (store,) = setting.data.train
     examples = [documents_of(store, index, 0) for index in range(len(store))]
     values = torch.tensor([example[0].value for example in examples])
     assert values.any()
-    models = [AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1) for _ in range(2)]
-    for model in models:
-        model.config.pad_token_id = 0
-        model.load_state_dict(models[0].state_dict())
-    config = trl.RewardConfig(output_dir=str(tmp_path / "trl"), report_to="none", use_cpu=True, bf16=False)
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1, dtype=torch.float32)
+    model.config.pad_token_id = 0
+    model.score.weight.data.copy_(job.model.get_output_embeddings().weight)
+    config = trl.RewardConfig(
+        output_dir=str(tmp_path / "trl"), report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False
+    )
     options = {"args": config, "processing_class": AutoTokenizer.from_pretrained(tiny_model)}
     options["train_dataset"] = datasets.Dataset.from_dict({"chosen": ["a b"], "rejected": ["c d"]})
-    trainer = trl.RewardTrainer(models[1], **options)
+    trainer = trl.RewardTrainer(model, **options)
     both = [example[place] for place in (0, 1) for example in examples]
-    expected = trainer.compute_loss(models[1], {**padded(both, 0), "margin": values})
-    found = plain_loss(models[0], "pairs", examples)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    found.backward()
+    expected = trainer.compute_loss(model, {**padded(both, 0), "margin": values})
+    assert result.loss == pytest.approx(expected.item(), rel=1e-5)
     expected.backward()
-    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5 * theirs.grad.abs().max().item())
+    own = {name: one.grad for name, one in model.named_parameters()}
+    assert found.keys() == own.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, own[name], rtol=1e-5, atol=1e-5 * own[name].abs().max().item())
 
 
 def as_asked(tokenizer, prompt: str, answer: str):
@@ -270,3 +279,80 @@ def test_a_single_label_is_told(tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     tunesmith("train", "run.yaml")
     assert "All training records have the label good" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("kind", ["scores", "pairs"])
+def test_scores_that_say_nothing_are_told(tiny_model, tmp_path, monkeypatch, capsys, kind):
+    """All the same; or of a pair's two answers the same. Pairs without scores beside them say what they prefer."""
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records("pairs", 4)))
+    data = [{"path": "train.jsonl"}, {"path": "pairs.jsonl"}]
+    folder = write_run(tmp_path, tiny_model, kind, steps=1, data=data, eval=[], held_out=0)
+    made = records(kind, 12)
+    if kind == "scores":
+        made = [one | {"score": 2.0} for one in made]
+    else:
+        made = [one | {"score_chosen": 3, "score_rejected": 3 if n else 1} for n, one in enumerate(made)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in made))
+    monkeypatch.chdir(folder)
+    tunesmith("train", "run.yaml")
+    said = " ".join(capsys.readouterr().err.split())
+    if kind == "scores":
+        assert "All training records have the score 2, so the model learns to give it to any answer" in said
+    else:
+        assert "line 2: the score of the chosen answer is not above that of the rejected one (11 records)" in said
+
+
+@pytest.mark.parametrize("objective", ["classify", "embed"])
+def test_texts_of_one_token_are_learned_from(tiny_model, tmp_path, monkeypatch, objective):
+    """Nothing predicts a first token, but it can be labelled or embedded."""
+    write_all(tmp_path, tiny_model)
+    made = {
+        "classify": [{"text": letter, "label": number % 2} for number, letter in enumerate("abcdef")],
+        "embed": [{"anchor": letter, "positive": letter.upper()} for letter in "abcdef"],
+    }[objective]
+    settings = {"model": str(tiny_model), "data": "train.jsonl", "objective": objective, "device": "cpu", "steps": 1}
+    settings |= {"labels": ["bad", "good"]} if objective == "classify" else {}
+    (tmp_path / "run.yaml").write_text(json.dumps(settings | {"held_out": 0, "output": "run"}))
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in made))
+    monkeypatch.chdir(tmp_path)
+    tunesmith("train", "run.yaml")
+    (step,) = [one for one in events.read(tmp_path / "run") if one["event"] == "step"]
+    assert step["tokens"] >= (6 if objective == "classify" else 12)
+    assert step["grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("objective", "record", "said"),
+    [
+        ("classify", {"text": "red", "label": "good"}, ["labelled good"]),
+        ("reward", {"prompt": "a", "completion": "b", "score": 0.5}, ["score 0.5"]),
+        (
+            "reward",
+            {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 2},
+            ["the chosen answer, ahead by 2", "the rejected answer"],
+        ),
+        ("dpo", {"prompt": "a", "chosen": "b", "rejected": "c"}, ["the chosen answer", "the rejected answer"]),
+        ("kto", {"prompt": "a", "completion": "b", "label": False}, ["an answer that is not wanted"]),
+        (
+            "embed",
+            {"anchor": "a", "positive": "b", "negative": "c"},
+            ["the anchor", "what belongs to it", "what does not belong to it"],
+        ),
+        ("embed", {"sentence1": "a", "sentence2": "b", "score": 0.7}, ["one of two texts with the score 0.7"] * 2),
+    ],
+)
+def test_check_says_what_the_data_say_of_each_text(tiny_model, tmp_path, monkeypatch, capsys, objective, record, said):
+    """And shows targets where tokens are some."""
+    write_all(tmp_path, tiny_model)
+    settings = {"model": str(tiny_model), "data": "train.jsonl", "objective": objective, "device": "cpu"}
+    settings |= {"labels": ["bad", "good"]} if objective == "classify" else {}
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    (tmp_path / "train.jsonl").write_text(json.dumps(record) + "\n")
+    monkeypatch.chdir(tmp_path)
+    tunesmith("check", "run.yaml", "--json")
+    (dataset,) = json.loads(capsys.readouterr().out)["datasets"]
+    assert [one["said"] for one in dataset["shown"]] == said
+    assert all(any(one["weights"]) == (objective in ("dpo", "kto")) for one in dataset["shown"])
+    tunesmith("check", "run.yaml")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(one in shown for one in said)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import preference_cases as cases
 from tunesmith.config.schema import Preference, Run
@@ -40,9 +40,14 @@ def models(tmp_path_factory) -> tuple[Path, Path]:
     return cases.make_models(tmp_path_factory.mktemp("models"))
 
 
-def load(folder: Path, layout: str) -> torch.nn.Module:
+def load(folder: Path, layout: str, *, has_head: bool = False) -> torch.nn.Module:
     attention.register()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if has_head:
+        model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+        model.score.weight.data.copy_(torch.from_numpy(cases.drawn("score", tuple(model.score.weight.shape), 0.3)))
+        model.get_output_embeddings = lambda: model.score
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.set_attn_implementation(attention.NAME if layout == "packed" else "sdpa")
     return model
 
@@ -60,7 +65,10 @@ def store_for(objective: Objective) -> TokenStore:
         answers = [pair.chosen, pair.rejected] if objective.documents == 2 else [pair.chosen]
         ids = [np.concatenate([pair.prompt, answer]) for answer in answers]
         weights = [np.repeat([0.0, 1.0], [len(pair.prompt), len(answer)]) for answer in answers]
-        values = (1.0, 0.0) if objective.documents == 2 else (float(cases.LABELS[index]),)
+        if objective.has_head:
+            weights, values = [np.ones(len(one)) for one in ids], (cases.MARGINS[index], 0.0)
+        else:
+            values = (1.0, 0.0) if objective.documents == 2 else (float(cases.LABELS[index]),)
         sizes = tuple(map(len, ids)) if len(ids) > 1 else ()
         examples.append(Example(np.concatenate(ids), np.concatenate(weights), Origin("d", index + 1), sizes, values))
     return store_of(examples, vocab_size=cases.LARGEST)
@@ -96,7 +104,7 @@ def step_of(name: str, models: tuple[Path, Path], cut: str, **changes):
     """Loss and gradients of one step; the optimizer is stopped from applying them."""
     objective, layout = objective_named(name), "padded" if cut == "padded" else "packed"
     store, others = stores_of(objective, models[1])
-    model = load(models[0], layout).train()
+    model = load(models[0], layout, has_head=objective.has_head).train()
     optimizer = Optimizer(model.named_parameters(), Run(model="x", data="x"), master_weights=False)
     found = {}
     optimizer.step = lambda _: found.update({n: w.grad.clone() for n, w in optimizer.masters.items()})

@@ -7,21 +7,27 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import preference_cases as cases
 from objectives.test_losses import CPU, CUTS, load, models  # noqa: F401
-from tunesmith.config.schema import Run
+from tunesmith.config.schema import Lora, Run
 from tunesmith.data.loader import PackedDocument, deal, micro_batch_of
+from tunesmith.data.prompts import Prompt, PromptBatch
 from tunesmith.data.types import StepBatch
+from tunesmith.model import lora
 from tunesmith.model.forward import to_device, token_losses
 from tunesmith.objectives import objective_of
 from tunesmith.optim.build import Optimizer
+from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import ForwardSpec
-from tunesmith.run.rollout import at_temperature
+from tunesmith.run.choose import plan_run
+from tunesmith.run.rollout import Answer, Rollouts, at_temperature
 from tunesmith.train.step import TrainStep
 
 TRL = json.loads((Path(__file__).with_name("trl.json")).read_text())
@@ -113,6 +119,86 @@ def test_every_number_of_the_gradient_is_trls(models, name):  # noqa: F811
     for weight, gradient in found.items():
         largest = expected[weight].abs().max().item()
         torch.testing.assert_close(gradient, expected[weight], atol=1e-5 * largest, rtol=1e-5)
+
+
+class Given:
+    """A generator whose model has answered already."""
+
+    def __init__(self, model: torch.nn.Module, tokenizer):
+        self.called = self.model = model
+        self.seed, self.encoder = 0, SimpleNamespace(tokenizer=tokenizer)
+        self.rewards = SimpleNamespace(names=["given"])
+
+    def answers(self, prompts, wanted, **_) -> list[Answer]:
+        made = []
+        for pair, rewards in zip(cases.pairs(), cases.REWARDS, strict=True):
+            both = zip((pair.chosen, pair.rejected), rewards, strict=True)
+            made += [Answer(ids.tolist(), False, "x", [reward], reward) for ids, reward in both]
+        return made
+
+
+def adapted_step(name: str, folders: tuple[Path, Path], cut: str, place: Path):
+    """A first step as a run makes it, from answers to loss and gradients, with an adapter."""
+    settings = {"answers": 2, **cases.ADAPTED[name]}
+    kind, layout = settings.pop("objective"), "padded" if cut == "padded" else "packed"
+    run = Run(model=str(folders[0]), data="d", objective=kind, rollout=settings, rewards="exact", device="cpu")
+    objective = objective_of(run)
+    model = load(folders[0], layout)
+    factors = Lora(rank=cases.RANK, targets=list(cases.FACTORS))
+    lora.attach(model, factors, seed=0)
+    trained = {of: weight for of, weight in model.named_parameters() if weight.requires_grad}
+    for of, weight in trained.items():
+        weight.data.copy_(torch.from_numpy(cases.drawn(of, tuple(weight.shape), 0.1)))
+    spec = at_temperature(ForwardSpec(layout), settings.get("temperature", 1.0))
+    length, micro_batch = CUTS[cut]
+    plan = plan_run(run).changed(sequence_length=length, micro_batch=micro_batch)
+    rolled = replace(objective, rollout=objective.rollout.model_copy(update={"max_answer_tokens": 9}))
+    given = Given(model, AutoTokenizer.from_pretrained(folders[0]))
+    roll_out = Rollouts(given, rolled, spec, plan, CPU, Ranks(), place, max(cases.PROMPTS))
+    prompts = tuple(Prompt(pair.prompt.astype(np.int32), 0, "d, line 1", {}) for pair in cases.pairs())
+    batch = roll_out(PromptBatch(0, 1.0, prompts), lambda *_: None)
+    assert cut != "accumulated" or len(batch.micro_batches) > 2
+    optimizer = Optimizer(trained.items(), Run(model="x", data="x"), master_weights=False)
+    found = {}
+    optimizer.step = lambda _: found.update({n: w.grad.clone() for n, w in optimizer.masters.items()})
+    step = TrainStep(model.train(), spec, optimizer, device=CPU, max_grad_norm=None, seed=0, objective=objective)
+    return step(batch, 1.0), found
+
+
+def in_peft(name: str) -> str:
+    return f"base_model.model.{name}".replace("lora_a", "lora_A.default.weight").replace(
+        "lora_b", "lora_B.default.weight"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [("rloo_kl", "accumulated"), ("rloo_kl", "padded"), ("rloo_kl_batch", "packed"), ("grpo_kl", "accumulated")],
+)
+def test_the_reference_is_the_model_without_its_adapter_as_in_trl(models, name, cut, tmp_path):  # noqa: F811
+    """RLOO takes the divergence from the reward, GRPO adds it to the loss: rewards, advantages, loss and gradient."""
+    result, gradients = adapted_step(name, models, cut, tmp_path)
+    assert result.loss == pytest.approx(TRL[name]["loss"], rel=1e-5, abs=1e-6)
+    expected = TRL[name]["gradients"]
+    assert {in_peft(of) for of in gradients} == expected.keys()
+    for of, gradient in gradients.items():
+        wanted = expected[in_peft(of)]
+        assert cases.fingerprint(in_peft(of), gradient) == pytest.approx(wanted, abs=1e-5 * max(wanted[0], 1e-3)), of
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl 1.16")
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", cases.ADAPTED)
+def test_every_number_of_an_adapters_gradient_is_trls(models, name, cut, tmp_path):  # noqa: F811
+    from trl_oracle import trl_gradients
+
+    loss, expected = trl_gradients(name, *models)
+    result, found = adapted_step(name, models, cut, tmp_path)
+    assert result.loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    for of, gradient in found.items():
+        wanted = expected[in_peft(of)]
+        torch.testing.assert_close(gradient, wanted, atol=1e-5 * wanted.abs().max().item(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["grpo_dr", "rloo"])

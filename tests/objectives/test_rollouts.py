@@ -175,6 +175,8 @@ def test_draws_follow_the_probabilities(model):
     ("record", "rewards", "why"),
     [
         ({"prompt": "a"}, ["exact"], "needs the field `answer`"),
+        ({"prompt": "a", "answer": None}, ["exact"], "`answer` is null, but rewards has `exact`"),
+        ({"prompt": "a", "answer": ""}, ["exact"], "`answer` is empty, but rewards has `exact`"),
         ({"prompt": "a", "answer": "b"}, ["tests"], "needs the field `tests`"),
         ({"text": "a"}, ["exact"], "is trained on prompts"),
         ({"prompt": "a", "answer": "b"}, ["nowhere.py:score"], "cannot be imported"),
@@ -232,6 +234,17 @@ def test_prompts_are_read_as_people_write_them(tmp_path):
         item = convert(record, recognise([record], dataset, "prompts"), dataset)
         assert [(m.role, m.content) for m in item.messages] == [("user", "2+2?")]
         assert item.facts.get("answer") == answer
+
+
+def test_prompts_that_leave_no_room_for_answers_are_told_why(tiny_model, tmp_path, monkeypatch, capsys):
+    write_run(tmp_path, tiny_model, sequence_length=64, rollout={"max_answer_tokens": 20}, eval=[])
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "x" * 100}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "run.yaml"])
+    assert ended.value.code
+    said = " ".join(capsys.readouterr().err.split())
+    assert "rollout.max_answer_tokens (20) leaves 44 of sequence_length 64 for it" in said
 
 
 def test_prompts_without_room_for_an_answer_are_left_out(tiny_model, tmp_path, monkeypatch, capsys):

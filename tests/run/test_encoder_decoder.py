@@ -23,6 +23,7 @@ from tunesmith.data.types import Completion, Conversation, Document, Message, Or
 from tunesmith.errors import UserError
 from tunesmith.model import load
 from tunesmith.plan.documents import like_lengths
+from tunesmith.plan.plan import ForwardSpec
 from tunesmith.run.assemble import assemble
 from tunesmith.run.choose import plan_run
 from tunesmith.run.start import prepare_run
@@ -251,6 +252,14 @@ def test_what_cuts_layers_or_rows_is_refused(models, tmp_path, axis):
     (tmp_path / "run").mkdir()
     with pytest.raises(UserError, match="two stacks"):
         prepare_run(run, plan=plan.changed(mesh={axis: 2}, sharding="ddp"), warn=print)
+
+
+def test_a_plan_with_packed_documents_is_refused(models, tmp_path, monkeypatch):
+    monkeypatch.chdir(write_run(tmp_path / "made", models["t5"]))
+    run = from_mapping(json.loads(Path("run.yaml").read_text()))
+    Path("run").mkdir()
+    with pytest.raises(UserError, match="in rows of their own, which are not packed"):
+        prepare_run(run, plan=plan_run(run).changed(forward=ForwardSpec("packed")), warn=print)
 
 
 def test_the_run_of_the_docs_can_be_planned(models, tmp_path):

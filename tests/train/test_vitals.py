@@ -122,6 +122,27 @@ def test_data_that_are_known_by_heart_stop_nothing():
         assert see(vitals, step, 0.0, loss=0.0) is None
 
 
+def test_answers_that_all_earn_the_same_are_told_once():
+    vitals = Vitals(run_of(), 1e-3, resumes=False)
+    alike = {"reward": 0.0, "no_spread": 1.0, "truncated": 0.9}
+    assert [vitals.see_rewards(step, alike) for step in range(1, 5)] == [None] * 4
+    assert vitals.see_rewards(5, {**alike, "no_spread": 0.5}) is None
+    assert [vitals.see_rewards(step, alike) for step in range(6, 10)] == [None] * 4
+    said = vitals.see_rewards(10, alike)
+    assert "In 5 steps, up to step 10, all answers to a prompt had the same reward (0 in the last one)" in said
+    assert "90% of them are cut off" in said
+    assert vitals.see_rewards(11, alike) is None
+    assert Vitals(run_of(), 1e-3, resumes=False).see_rewards(1, {}) is None
+
+
+def test_embeddings_with_nothing_to_compare_with_are_told_so():
+    vitals = Vitals(run_of(objective="embed"), 1e-3, resumes=False)
+    with pytest.raises(Failing, match="one record, or the same text in all"):
+        see(vitals, 1, 0.0, loss=0.0)
+    see(vitals, 1, 1.0)
+    assert "with nothing to compare them with" in see(vitals, 2, 0.0, loss=0.0)
+
+
 def test_a_run_that_goes_on_is_not_stopped_by_its_first_step_alone():
     assert "exactly 0" in see(Vitals(run_of(), 1e-3, resumes=True), 11, 0.0)
 

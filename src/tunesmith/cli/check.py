@@ -100,7 +100,7 @@ def examine(run: Run, tokenizer: Any, *, examples: int = 3, dataset: str | None 
     else:
         sizes = {"sequence_length": plan.sequence_length, "sequences_per_step": plan.sequences_per_step}
         loader = Loader(prepared.train, prepared.weights, **amount, **sizes)
-    shown = partial(seen, tokenizer=tokenizer, names=run.labels)
+    shown = partial(seen, tokenizer=tokenizer, run=run)
     few = few_steps(loader.total_steps) if run.steps is None and not has_rollouts else None
     return {
         "prompts_per_step": run.rollout.prompts if has_rollouts else None,
@@ -134,14 +134,17 @@ class Seen:
     """Of a prompt that the model itself answers: what its record says besides."""
     labels: list[str | None] | None = None
     """Of words with labels: that of each token which has one."""
+    said: str | None = None
+    """What the data say of it as a whole: a label or score, or which of an example's texts it is."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def seen(store: TokenStore, index: int, tokenizer: Any, names: Sequence[str] = ()) -> list[Seen]:
+def seen(store: TokenStore, index: int, tokenizer: Any, run: Run) -> list[Seen]:
     """The documents of an example: of a pair, the answer that is chosen and the one that is rejected."""
     from tunesmith.data import loader
+    from tunesmith.objectives import objective_of
 
     if facts := store.facts(index):
         ids = store.document(store.documents(index)[0])[0].tolist()
@@ -149,12 +152,40 @@ def seen(store: TokenStore, index: int, tokenizer: Any, names: Sequence[str] = (
     documents = loader.documents_of(store, index, 0)
     if not store.is_tagged:
         found = documents_of(loader.micro_batch_of(documents), tokenizer)
-        return [_source_first(one) for one in found] if store.is_paired else found
+        if store.is_paired:
+            return [_source_first(one) for one in found]
+        said = _said(run, [store.value(document) for document in store.documents(index)])
+        objective = objective_of(run)
+        if objective.has_head or objective.has_embeddings:  # no token is a target
+            found = [replace(one, weights=[0.0] * len(one.ids)) for one in found]
+        return [replace(one, said=what) for one, what in zip(found, said, strict=True)]
     batch = loader.micro_batch_of(documents, rows="tagged")
     pairs = zip(batch.weights.tolist(), batch.labels.tolist(), strict=True)
-    labels = [names[label] if weight else None for weight, label in pairs]
+    labels = [run.labels[label] if weight else None for weight, label in pairs]
     ids = batch.tokens.tolist()
     return [Seen(store.origin(index), ids, token_texts(tokenizer, ids), batch.weights.tolist(), labels=labels)]
+
+
+def _said(run: Run, values: Sequence[float]) -> list[str | None]:
+    """Of each document of an example, given what the data say of them."""
+    from tunesmith.data.preferences import RANKED
+    from tunesmith.objectives import objective_of
+
+    first, count = values[0], len(values)
+    if run.objective == "classify":
+        return [f"labelled {run.labels[int(first)]}"]
+    if run.objective == "kto":
+        return ["an answer that is wanted" if first > 0.5 else "an answer that is not wanted"]
+    if run.objective == "embed":
+        if first != RANKED:
+            return [f"one of two texts with the score {first:g}"] * count
+        return ["the anchor", "what belongs to it", *["what does not belong to it"] * (count - 2)]
+    if run.objective == "reward" and count == 1:
+        return [f"score {first:g}"]
+    if objective_of(run).documents == 2:
+        margin = f", ahead by {first:g}" if run.objective == "reward" and first else ""
+        return [f"the chosen answer{margin}", "the rejected answer"]
+    return [None] * count
 
 
 def _source_first(one: Seen) -> Seen:
@@ -285,6 +316,8 @@ def _show(report: dict[str, Any], one_a_line: bool) -> None:
             say()
             targets = sum(weight > 0 for weight in shown["weights"])
             about = f"{targets:,} of them targets, {'in colour' if has_colour else 'in [brackets]'}"
+            if shown["said"] is not None:
+                about = f"{shown['said']}; {about}" if targets else shown["said"]
             if shown["facts"] is not None:
                 about = "a prompt, with " + ", ".join(f"{k}: {str(v)[:200]!r}" for k, v in shown["facts"].items())
             say(

@@ -82,6 +82,7 @@ def command(
         _sweep(run, hardware, as_json=as_json, other=bool(what_if or solve or save or ranks))
         return
     facts = facts_of(run)
+    _check_teacher(run)
     if ranks and hardware:
         raise UserError("--ranks counts those of this machine, and --hardware names another; leave one of the two out.")
     where = named(hardware) if hardware else shared(probe(), ranks) if ranks else probe()
@@ -114,6 +115,13 @@ def command(
         _page(run, facts, where, found, length, price)
 
 
+def _check_teacher(run: Run) -> None:
+    if run.objective == "distill":
+        from tunesmith.run.teacher import check_planned_teacher
+
+        check_planned_teacher(run)
+
+
 def _differences(plan: Plan, after: Plan, as_json: bool) -> None:
     from tunesmith.cli import output
     from tunesmith.plan import explain
@@ -138,6 +146,8 @@ def _sweep(run: Run, hardware: str | None, *, as_json: bool, other: bool) -> Non
         raise UserError("--what-if, --solve, --save and --ranks are for one run; leave `sweep` out (sweep=null).")
     where = named(hardware) if hardware else probe()
     where = shared(where, 1) if where.gpu_count > 1 else where
+    for variant in variants(run):
+        _check_teacher(variant.run)
     plans = {variant.name: plan_run(variant.run, where) for variant in variants(run)}
     if as_json:
         output.print_json({name: plan.model_dump(mode="json") for name, plan in plans.items()})

@@ -134,8 +134,9 @@ def _chunk(examples: list[Example], records: int) -> Chunk:
 
 
 def _predicted(example: Example) -> np.ndarray | slice:
-    """Which tokens count: all that something predicts, which are all but the first of each document, or have labels."""
-    if example.is_tagged:
+    """Which tokens count: all that something predicts, which are all but the first of each document, or have labels.
+    Where documents count as wholes and have but one token each, that one does."""
+    if example.is_tagged or (example.is_whole and len(example.ids) == max(1, len(example.sizes))):
         return slice(None)
     if not example.sizes:
         return slice(1, None)

@@ -64,6 +64,8 @@ class Watch:
     written_out: dict[str, Finding] = field(default_factory=dict)
     """Special tokens that the texts write out, and that are plain text therefore."""
     tools_as_text: Finding = field(default_factory=lambda: Finding())
+    unranked: Finding = field(default_factory=lambda: Finding())
+    """Pairs with scores, of which that of the chosen answer is not above the other's."""
     bad: list[RecordError] = field(default_factory=list)
     """Records that were left out."""
 
@@ -96,6 +98,8 @@ class Watch:
         if record.origin != self.last:  # one record may give several examples
             self.last = record.origin
             self._look_at_text(_texts(item), record.origin, encoder)
+            if _is_unranked(record.fields):
+                self.unranked.add(record.origin)
             if encoder and isinstance(item, Conversation) and encoder.writes_tools_as_text(item.messages, item.tools):
                 self.tools_as_text.add(record.origin)
 
@@ -107,6 +111,7 @@ class Watch:
         self.untargeted.merge(other.untargeted)
         self.bad += other.bad
         self.tools_as_text.merge(other.tools_as_text)
+        self.unranked.merge(other.unranked)
         for mine, theirs in (
             (self.placeholders, other.placeholders),
             (self.markup, other.markup),
@@ -137,6 +142,12 @@ class Watch:
                 f"{self.tools_as_text.first}: the chat template has no place for tools: they are described in the "
                 "system message, and their calls and results written as <tool_call> and <tool_response> "
                 f"({_records(self.tools_as_text.count)})."
+            )
+        if self.unranked.count:
+            found.append(
+                f"{self.unranked.first}: the score of the chosen answer is not above that of the rejected one "
+                f"({_records(self.unranked.count)}), so the data do not say which is better; leave such pairs out, or "
+                "turn them round."
             )
         if self.untargeted.count and self.targets:
             share = f"{self.untargeted.count} of {self.examples} examples have no target token"
@@ -183,7 +194,16 @@ def example_hash(example: Example) -> int:
 
 
 def missing_kinds(objective: str, labels: Sequence[str], values: Sequence[np.ndarray]) -> list[str]:
-    """Of judged answers and labelled texts: what no training record is an example of, given what each is (`values`)."""
+    """Of judged answers, labelled texts and answers with scores: what no training record is an example of, given what
+    each is (`values`)."""
+    if objective == "reward":
+        scores = {float(value) for one in values for value in np.unique(one)}
+        if len(scores) != 1 or sum(map(len, values)) < 2:
+            return []
+        return [
+            f"All training records have the score {scores.pop():g}, so the model learns to give it to any answer; give "
+            "scores that differ."
+        ]
     if objective == "kto":
         found, names = {int(value > 0.5) for one in values for value in np.unique(one)}, ("unwanted", "wanted")
     elif objective == "classify":
@@ -236,6 +256,8 @@ class Finding:
         self.first = self.first or other.first
 
 
+SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
+"""Fields of pairs in which people keep what each answer was given."""
 _PLACEHOLDER = re.compile(r"\{\{\s*[A-Za-z_][\w .-]{0,40}\s*\}\}")
 _MARKUP = re.compile(r"<\|[A-Za-z_]+\|>|</?s>|\[/INST\]|<(?:start|end)_of_turn>|<(?:bos|eos)>")
 
@@ -246,6 +268,16 @@ def _texts(item: Conversation | Document | Completion | Tokens) -> list[str]:
     if isinstance(item, Completion):
         return [item.prompt, item.completion]
     return [item.text] if isinstance(item, Document) else []
+
+
+def _is_unranked(fields: Mapping[str, Any]) -> bool:
+    if "chosen" not in fields or "rejected" not in fields:
+        return False
+    for chosen, rejected in SCORES:
+        both = fields.get(chosen), fields.get(rejected)
+        if all(isinstance(one, int | float) and not isinstance(one, bool) for one in both):
+            return not both[0] > both[1]  # pyright: ignore[reportOptionalOperand]
+    return False
 
 
 def _records(count: int) -> str:

@@ -76,7 +76,7 @@ def _to_be_answered(item: Asked, encoder: Encoder, origin: Origin) -> tuple[list
     if not len(ids):
         raise RecordError("empty text", origin, "there is no token in the prompt")
     facts = json.dumps(item.facts, ensure_ascii=False, default=str)
-    made = Example(ids, np.ones(len(ids), dtype=np.float32), origin, facts=facts)
+    made = Example(ids, np.ones(len(ids), dtype=np.float32), origin, facts=facts, is_whole=True)
     return [made], [(Tokens(tuple(ids.tolist()), (True,) * len(ids)), made)]
 
 
@@ -92,7 +92,8 @@ def _to_be_embedded(item: Related, encoder: Encoder, origin: Origin) -> tuple[li
             raise RecordError("empty text", origin, "there is no token in it")
         weights = [np.ones(len(one), dtype=np.float32) for one in ids]
         values = (RANKED if item.score is None else item.score,) * len(ids)
-        made.append(Example(np.concatenate(ids), np.concatenate(weights), origin, tuple(map(len, ids)), values))
+        sizes = tuple(map(len, ids))
+        made.append(Example(np.concatenate(ids), np.concatenate(weights), origin, sizes, values, is_whole=True))
         seen += [
             (Tokens(tuple(one.tolist()), (True,) * len(one)), Example(one, some, origin))
             for one, some in zip(ids, weights, strict=True)
@@ -115,7 +116,7 @@ def _to_be_tagged(item: Tagged, encoder: Encoder, origin: Origin) -> tuple[list[
             continue
         taken.add(token)
         if tag is not None:
-            weights[token] = 1 + _value_of(tag, encoder, origin)
+            weights[token] = 1 + _value_of(tag, encoder, origin, "a tag")
     if not len(ids):
         raise RecordError("empty text", origin, "there is no token in it")
     made = Example(ids, weights, origin, is_tagged=True)
@@ -136,7 +137,7 @@ def _to_be_scored(
         raise RecordError("empty text", origin, "there is no token in it")
     weights = [np.ones(len(one), dtype=np.float32) for one in ids]
     sizes = tuple(map(len, ids)) if len(ids) > 1 else ()
-    joined = Example(np.concatenate(ids), np.concatenate(weights), origin, sizes, values)
+    joined = Example(np.concatenate(ids), np.concatenate(weights), origin, sizes, values, is_whole=True)
     seen = [
         (Tokens(tuple(one.tolist()), (True,) * len(one)), Example(one, some, origin))
         for one, some in zip(ids, weights, strict=True)
@@ -165,7 +166,7 @@ def _without_padding(ids: np.ndarray, encoder: Encoder) -> np.ndarray:
     return np.asarray(ids[:end], dtype=np.int32)
 
 
-def _value_of(label: str | float, encoder: Encoder, origin: Origin) -> float:
+def _value_of(label: str | float, encoder: Encoder, origin: Origin, name: str = "`label`") -> float:
     names = encoder.labels
     if not names:  # a score
         return float(label)
@@ -173,9 +174,7 @@ def _value_of(label: str | float, encoder: Encoder, origin: Origin) -> float:
         return float(names.index(label))
     if not isinstance(label, str) and 0 <= label < len(names):
         return float(label)
-    raise RecordError(
-        "unknown label", origin, f"`label` is {label!r}, which is not among `labels` ({', '.join(names)})"
-    )
+    raise RecordError("unknown label", origin, f"{name} is {label!r}, which is not among `labels` ({', '.join(names)})")
 
 
 def mismatched(store: TokenStore, sequence_length: int) -> TokenStore:

@@ -15,6 +15,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from tunesmith.data import (
     build,
     chat,
@@ -171,6 +173,7 @@ def prepare(
         longest = length if number < len(run.data) else min(length, eval_length or length)
         if records_of == "prompts":  # answers need room behind them, and a part of a question is another question
             too_long, longest = run.too_long or "drop", length - run.rollout.max_answer_tokens
+            _check_room(whole, title, run, length)
         made = cut(whole, title, sequence_length=longest, too_long=too_long)
         stores.append(made if decoder_start is None else _with_sources(made, longest))
     train, evals = tuple(stores[: len(run.data)]), tuple(stores[len(run.data) :])
@@ -178,17 +181,28 @@ def prepare(
         train, said = excluded.leave_out(train, Path(run.exclude))
         warnings.append(said)
     for one in stores:
-        warnings += [warning for warning in (*one.warnings, *_losses(one)) if warning not in warnings]
+        warnings += [warning for warning in (*one.warnings, *_losses(one, records_of)) if warning not in warnings]
     if held_out is None:
         held_out = held_out_records(run, [one.record_count for one in train])
     kept, held = split(train, held_out)
     train, evals = tuple(kept), (*evals, *held)
-    warnings += guard.missing_kinds(run.objective, run.labels, [one.values for one in train])
+    warnings += guard.missing_kinds(run.objective, run.labels, [one.single_values for one in train])
     leaks = guard.overlap_warnings({s.title: s.hashes for s in train}, {s.title: s.hashes for s in evals})
     warnings += leaks
     weights = tuple(dataset.weight for dataset in run.data)
     fingerprint = _hash([s.fingerprint for s in train], [float(w) for w in weights])
     return Prepared(train, weights, evals, warnings, fingerprint, encoder, tuple(bad), held_out, tuple(leaks))
+
+
+def _check_room(whole: Whole, title: str, run: Run, length: int) -> None:
+    """UserError where no prompt leaves room for an answer."""
+    shortest, answer = int(np.diff(whole.offsets).min()), run.rollout.max_answer_tokens
+    if shortest + answer > length and run.too_long != "truncate":
+        raise UserError(
+            f"{title}: no prompt is left: the shortest has {shortest:,} tokens, and rollout.max_answer_tokens "
+            f"({answer:,}) leaves {length - answer:,} of sequence_length {length:,} for it; raise sequence_length, or "
+            "lower rollout.max_answer_tokens."
+        )
 
 
 def _with_sources(store: TokenStore, longest: int) -> TokenStore:
@@ -368,12 +382,14 @@ def _sample(dataset: Dataset) -> list[Record]:
     return sample
 
 
-def _losses(one: TokenStore) -> list[str]:
+def _losses(one: TokenStore, records_of: Records) -> list[str]:
     """What cutting to length cost is said, not only counted."""
     report, lines = one.report, []
     is_grouped = one.document_count > len(one)
     both = " A sequence must hold both answers of a pair with their prompts: a longer sequence_length may help."
     more = both if is_grouped else ""
+    if records_of == "prompts":
+        more = " A prompt must leave room for an answer of rollout.max_answer_tokens."
     if one.bad:
         lines.append(f"{one.title}: left out {len(one.bad):,} of {report.records:,} records ({kinds(one.bad)}).")
     if report.dropped_targets_cut_off:

@@ -438,7 +438,8 @@ def _parse(text: str, origin: Origin, whole_file: bool = False) -> Any:
         if whole_file:
             where = Origin(origin.file, error.lineno)
             raise UserError(f"{where}: not valid JSON at column {error.colno}: {_plain(error.msg)}.") from error
-        raise RecordError(kind, origin, f"not valid JSON at column {error.colno}: {_plain(error.msg)}") from error
+        column = min(error.pos, len(text.rstrip())) + 1  # of a line that breaks off, its end
+        raise RecordError(kind, origin, f"not valid JSON at column {column}: {_plain(error.msg)}") from error
     except RecursionError as error:
         raise RecordError(kind, origin, "the JSON is nested too deeply") from error
     except ValueError as error:

@@ -121,6 +121,12 @@ class TokenStore:
         """float32 [D]: what the data say of each document."""
         return self._values
 
+    @property
+    def single_values(self) -> np.ndarray:
+        """The same of the documents that are an example by themselves."""
+        firsts = self._firsts[:-1][np.diff(self._firsts) == 1]
+        return self._values[firsts]
+
     def facts(self, i: int) -> dict[str, Any]:
         """What the record of a prompt says besides."""
         owner = int(self._owners[i])

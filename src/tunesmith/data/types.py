@@ -171,6 +171,8 @@ class Example:
     """Of a prompt, what its record says besides; as JSON."""
     is_tagged: bool = False
     """Tokens have labels of their own: a weight is the number of the label and 1 more, or 0 where there is none."""
+    is_whole: bool = False
+    """It is scored, embedded or answered as a whole, so that one token is enough, though nothing predicts it."""
 
 
 @dataclass(frozen=True, slots=True)

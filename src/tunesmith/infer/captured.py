@@ -43,6 +43,8 @@ FUSED_ROWS = 1
 """Steps of so many rows are made of our own kernels, which take up to 4; those of more than one have not been timed."""
 BOUND = 0.3
 """How far a step's logits may be from those of the model as it is, over their standard deviation: rounding in bf16."""
+ROOM = 1 << 30
+"""Bytes that a capture needs at most, beside its logits: a weight taken out of few bits, and small tensors."""
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Cache], torch.Tensor]
 """tokens [B, 1], mask [B, C], positions [B, 1], cache -> logits [B, V]."""
 log = logging.getLogger("tunesmith.infer")
@@ -151,16 +153,13 @@ class Step:
 
         if self.tokens.device.type != "cuda":
             return tried()
-        stream = torch.cuda.Stream()
+        stream = _stream_beside(self.tokens.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):  # kernels are compiled and workspaces made before
                 expected = tried()
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self.logits = self.run()
-        self.graph = graph
+        self.graph, self.logits = recorded(self.run, pool, stream, ROOM + 4 * expected.nbytes)
         return expected
 
     def replay(self) -> torch.Tensor:
@@ -210,6 +209,35 @@ class Ahead:
 
     def is_of(self, step: Step, last: Sequence[int], lengths: Sequence[int]) -> bool:
         return self.step is step and self.lengths == list(lengths) and self.chosen() == list(last)
+
+
+def recorded(
+    run: Callable[[], torch.Tensor], pool: Any, stream: torch.cuda.Stream, needed: int
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """What `run` does, captured on the stream, and the tensor that it gives. A capture takes memory of its own, which
+    the allocator must not hold back for others; but it is emptied where less than `needed` bytes are free, and not each
+    time as torch's own context does: a run that captures in every step would get all its memory anew in every step."""
+    torch.cuda.synchronize(stream.device)
+    if torch.cuda.mem_get_info(stream.device)[0] < needed:
+        torch.cuda.empty_cache()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            result = run()
+        finally:
+            graph.capture_end()
+    return graph, result
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """The same for every capture: cuBLAS keeps a workspace of 32 MiB for each stream that it was called on."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
 
 
 class Captured:

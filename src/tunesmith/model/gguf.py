@@ -14,10 +14,15 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tunesmith.disk import writing
 from tunesmith.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CONVERTER = "2"
 """Part of the cache key: raise it when the conversion changes."""
@@ -32,6 +37,31 @@ def converted_folder(file: Path, cache: Path) -> Path:
     return folder
 
 
+def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
+    """The file's own, without its weights."""
+    from transformers import AutoTokenizer
+
+    metadata = _metadata(file)
+    with contextlib.redirect_stderr(io.StringIO()):  # transformers' bars fight with a live display; errors raise
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    _restore_pre_tokenizer(tokenizer, metadata)
+    return tokenizer
+
+
+def _metadata(file: Path) -> Mapping[str, Any]:
+    try:
+        import accelerate  # noqa: F401  (transformers needs it to place GGUF tensors)
+        import gguf
+    except ImportError as error:
+        raise UserError(
+            f"Reading {file.name} needs the packages gguf and accelerate: pip install 'tunesmith[gguf]'."
+        ) from error
+    try:
+        return gguf.GGUFReader(str(file)).fields
+    except Exception as error:
+        raise UserError(f"{file} is not a readable GGUF file: {error}.") from error
+
+
 def _content_key(file: Path) -> str:
     """Size and both ends identify a model file well enough, without reading tens of gigabytes."""
     size = file.stat().st_size
@@ -44,29 +74,17 @@ def _content_key(file: Path) -> str:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    try:
-        import accelerate  # noqa: F401  (transformers needs it to place GGUF tensors)
-        import gguf
-    except ImportError as error:
-        raise UserError(
-            f"Reading {file.name} needs the packages gguf and accelerate: pip install 'tunesmith[gguf]'."
-        ) from error
+    tokenizer = read_tokenizer(file)
     import torch
     from safetensors.torch import save_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    try:
-        metadata = gguf.GGUFReader(str(file)).fields
-    except Exception as error:
-        raise UserError(f"{file} is not a readable GGUF file: {error}.") from error
     folder.parent.mkdir(parents=True, exist_ok=True)
     print(f"Converting {file.name}, this once; the result is kept in {folder}", file=sys.stderr, flush=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # transformers' bars fight with a live display; errors raise
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-            _restore_pre_tokenizer(tokenizer, metadata)
-            tokenizer.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        with contextlib.redirect_stderr(io.StringIO()):
             model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
         save_model(model, str(partial / "model.safetensors"), metadata={"format": "pt"})
         config = model.config

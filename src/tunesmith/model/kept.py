@@ -3,17 +3,25 @@
 The model's own layers, at their own widths and without memory (meta tensors), are prepared as training prepares them,
 and what autograd saves of each is counted. On a GPU layers are compiled: the compiler's own partition of the graph into
 its two passes says what is saved, and no kernel is made.
+
+Some methods of peft look at weights, which meta tensors have not. They are counted on real layers of a few widths that
+are a fraction of the model's: what is kept for a token grows with the width, what is made of weights with its square,
+so that a few widths tell what is kept at the model's own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from tunesmith.config.schema import Run
 from tunesmith.kernels.operator import operator, register_backward
@@ -25,13 +33,19 @@ from tunesmith.model.rotary import fuse_rope
 from tunesmith.model.structure import decoder_layers, replace_module
 from tunesmith.plan.facts import KEPT_RANK, Kept, KeptByOwn
 
-TOKENS = 1031
-"""A prime, so that no width is taken for it."""
+TOKENS, REAL_TOKENS = 1031, 53
+"""Primes, so that no width is taken for them."""
 STAND_IN = "tunesmith_counted"
 PARTITION = "aot_eager_decomp_partition"
 """torch's backend that parts the graph of both passes as its compiler does, and runs the parts as they are."""
 MOST_KINDS = 4
 """Of layers; compiling one takes seconds."""
+NARROW = ((64, 32, 16), (32, 16, 8), (16, 8, 4), (8, 4, 2))
+"""Parts of the model's widths at which layers with weights are counted; the wider ones where a method's blocks do not
+divide the narrow."""
+NARROWEST = 16
+MOST_REAL_LAYERS = 12
+WIDTHS = ("hidden_size", "intermediate_size", "head_dim", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 def count_kept(
@@ -70,12 +84,118 @@ def count_own(run: Run, *, on_gpu: bool, kernels: tuple[str, ...]) -> tuple[Kept
         try:
             found = counting.run(load.load_config(run), run.trust_remote_code)
         except Exception:  # other people's code, as above
-            found = None
+            found = _count_narrow(run, on_gpu=on_gpu, kernels=kernels) if run.method == "peft" else None
         width = 2 if on_gpu else 4
         _counted[key, on_gpu, kernels] = found and tuple(
             KeptByOwn(bytes=of_tokens, fixed=fixed, width=width, is_compiled=compiles) for of_tokens, fixed in found
         )
     return _counted[key, on_gpu, kernels]
+
+
+def _count_narrow(run: Run, *, on_gpu: bool, kernels: tuple[str, ...]) -> list[tuple[int, int]] | None:
+    """By real layers of a few widths."""
+    if any(name.startswith("layers_") and value is not None for name, value in vars(adapters.make_config(run)).items()):
+        return None  # other layers than these are adapted
+    hidden = load.load_config(run).get_text_config().hidden_size
+    for parts in NARROW:
+        if hidden < NARROWEST * parts[0] and parts is not NARROW[-1]:
+            continue
+        with (
+            contextlib.suppress(Exception),
+            warnings.catch_warnings(),
+        ):  # other people's code, which may need more width
+            warnings.simplefilter("ignore")
+            return _grown(run, parts, on_gpu=on_gpu, kernels=kernels)
+    return None
+
+
+def _grown(run: Run, parts: tuple[int, ...], *, on_gpu: bool, kernels: tuple[str, ...]) -> list[tuple[int, int]] | None:
+    """What is kept at the model's own width, by what is at these parts of it."""
+    config = load.load_config(run)
+    with load.quiet(), torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config, trust_remote_code=run.trust_remote_code)
+    layers = decoder_layers(whole)
+    kinds = [_kind(layer) for layer in layers]
+    firsts = [kinds.index(kind) for kind in kinds]
+    count = max(2, max(firsts) + 1)
+    if count > MOST_REAL_LAYERS:
+        return None
+    case = {"compiles": False, "on_gpu": on_gpu, "fuses": True}
+    found = []
+    for part in parts:
+        narrow = _narrowed(load.load_config(run), part, count)
+        found.append(_count_real(run, narrow, (layers, part), {**case, "kernels": (), "tokens": REAL_TOKENS}))
+    if None in found:
+        return None
+    # The kernel for positions is a GPU's; what it saves does not depend on adapters.
+    with_kernels, without = (
+        _Counting(_freeze, is_full=False, **case, kernels=some).run(config, run.trust_remote_code)
+        for some in (kernels, ())
+    )
+    if with_kernels is None or without is None:
+        return None
+    widths = [1 / part for part in parts]
+    grown = []
+    for layer, first in enumerate(firsts):
+        of_tokens, fixed = (
+            _at_whole_width(widths, [one[first][place] for one in found], degree) for place, degree in ((0, 1), (1, 2))
+        )
+        grown.append((round(of_tokens) + with_kernels[layer][0] - without[layer][0], round(fixed)))
+    return grown
+
+
+def _count_real(
+    run: Run, config: Any, like: tuple[list[nn.Module], int], case: dict[str, Any]
+) -> list[tuple[int, int]] | None:
+    """With weights while adapters are made of them, and where it can be without while layers are called: half precision
+    takes minutes on some CPUs."""
+
+    def adapt_and_empty(model: nn.Module) -> None:
+        _adapt_as(run, model)
+        model.to("meta")
+
+    try:
+        options = {"device": "cpu", "called_on": "meta", "like": like}
+        return _Counting(adapt_and_empty, is_full=False, **case).run(config, run.trust_remote_code, **options)
+    except Exception:  # other people's code, as above
+        counting = _Counting(lambda model: _adapt_as(run, model), is_full=False, **case)
+        return counting.run(config, run.trust_remote_code, device="cpu", like=like)
+
+
+def _narrowed(config: Any, part: int, layers: int) -> Any:
+    """So many layers of a part of the widths, with few tokens."""
+    text = config.get_text_config()
+    depth = text.num_hidden_layers
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == depth:
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = min(layers, depth)
+    text.vocab_size, text.pad_token_id = min(text.vocab_size, load.PROXY_TOKENS), None
+    for name in WIDTHS:
+        if isinstance(size := getattr(text, name, None), int):
+            if size % part:
+                raise ValueError(f"{name} {size} has no part of 1/{part}")
+            setattr(text, name, size // part)
+    return config
+
+
+def _check_like(layers: list[nn.Module], whole: list[nn.Module], part: int) -> None:
+    """ValueError where the weights of narrow layers are no such part of the model's."""
+    for narrow, wide in zip(layers, whole, strict=False):
+        for (name, one), (_, other) in zip(narrow.named_parameters(), wide.named_parameters(), strict=True):
+            for small, large in zip(one.shape, other.shape, strict=True):
+                if large not in (small, small * part):
+                    raise ValueError(f"{name} is {tuple(one.shape)} for {tuple(other.shape)}")
+
+
+def _at_whole_width(widths: list[float], counts: list[float], degree: int) -> float:
+    """At width 1, by the polynomial of this degree through what the widest of these widths have."""
+    x, y = widths[-degree - 1 :], counts[-degree - 1 :]
+    total = 0.0
+    for place, value in enumerate(y):
+        others = [one for at, one in enumerate(x) if at != place]
+        total += value * math.prod((1 - one) / (x[place] - one) for one in others)
+    return total
 
 
 _counted: dict[Any, tuple[KeptByOwn, ...] | None] = {}
@@ -94,11 +214,16 @@ def _adapt_all(model: nn.Module) -> None:
             replace_module(model, name, lora.LoraLinear(module, KEPT_RANK, 1.0).to("meta"))
 
 
+def _freeze(model: nn.Module) -> None:
+    model.requires_grad_(False)
+
+
 def _adapt_as(run: Run, model: nn.Module) -> None:
     model.requires_grad_(False)
     if run.method == "peft":
-        with torch.device("meta"):
-            adapters.put_on(model, run, empty=True)
+        place = next(model.parameters()).device
+        with torch.device(place):
+            adapters.put_on(model, run, empty=place.type == "meta")
         return
     for name in lora.find_targets(model, run.lora):
         linear = model.get_submodule(name)
@@ -116,15 +241,26 @@ class _Counting:
     on_gpu: bool
     fuses: bool
     kernels: tuple[str, ...]
+    tokens: int = TOKENS
     known: dict[Any, tuple[int, int] | None] = field(default_factory=dict)
     """By kind of layer: bytes for each token, and those that are kept for any number of them."""
 
-    def run(self, config: Any, trust_remote_code: bool) -> list[tuple[int, int]] | None:
-        from transformers import AutoModelForCausalLM
-
+    def run(
+        self,
+        config: Any,
+        trust_remote_code: bool,
+        *,
+        device: str = "meta",
+        called_on: str | None = None,
+        like: tuple[list[nn.Module], int] | None = None,
+    ) -> list[tuple[int, int]] | None:
+        """`like`: the layers of which these must be such a part."""
         dtype = torch.bfloat16 if self.on_gpu else torch.float32
-        with load.quiet(), torch.device("meta"):
+        with load.quiet(), torch.device(device), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code).train()
+        if like is not None:
+            _check_like(decoder_layers(model), *like)
         self.adapt(model)
         model.get_input_embeddings().requires_grad_(True)  # so that the first layer is like the others
         layers = decoder_layers(model)
@@ -139,7 +275,7 @@ class _Counting:
             self._prepare(layer, dtype)
             layer.forward = self._counted(layer, kind)
         with _attention_of(model, on_gpu=self.on_gpu):
-            packed_hidden_states(model, _inputs())
+            packed_hidden_states(model, _inputs(self.tokens, called_on or device))
         counts = [self.known[kind] for kind in kinds]
         return None if None in counts else counts  # pyright: ignore
 
@@ -157,21 +293,25 @@ class _Counting:
 
         def count(*arguments: Any, **named: Any) -> Any:
             hidden = arguments[0] if arguments else named["hidden_states"]
-            shared = (one for one in _tensors([arguments, named]) if one is not hidden)  # with the other layers
-            own = {_place(one) for one in (*layer.parameters(), *layer.buffers(), *shared)}
+            # Weights, and what layers share, of which a method may keep some where no module holds it.
+            held = [part for one in _every_tensor() for part in _dense(one)]  # so that no place is taken again
+            before = {_place(part) for part in held} - {_place(hidden)}
             kept: dict[int, torch.Tensor] = {}
 
             def keep(tensor: torch.Tensor) -> torch.Tensor:
-                if _place(tensor) not in own:
-                    kept.setdefault(_place(tensor), tensor)
+                for one in _dense(tensor):
+                    if _place(one) not in before:
+                        kept.setdefault(_place(one), one)
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 result = forward(*arguments, **named)
-            if not any(tensor.shape.count(TOKENS) > 1 for tensor in kept.values()):
-                sizes = [(TOKENS in tensor.shape, tensor.untyped_storage().nbytes()) for tensor in kept.values()]
+            tokens = self.tokens
+            if not any(tensor.shape.count(tokens) > 1 for tensor in kept.values()):
+                sizes = [(tokens in tensor.shape, tensor.untyped_storage().nbytes()) for tensor in kept.values()]
                 of_tokens, fixed = (sum(size for is_own, size in sizes if is_own is one) for one in (True, False))
-                self.known[kind] = of_tokens // TOKENS, fixed
+                self.known[kind] = of_tokens // tokens, fixed
+            del held
             return result
 
         return count
@@ -186,20 +326,24 @@ def _passed_on(hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
     return hidden_states
 
 
+def _dense(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors that it is held in."""
+    return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)
+
+
 def _place(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(values)
-    yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+def _every_tensor() -> Iterator[torch.Tensor]:
+    yield from (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
 
 
-def _inputs() -> Inputs:
-    whole = {"device": "meta", "dtype": torch.int64}
-    tokens, positions, labels = (torch.empty(TOKENS, **whole) for _ in range(3))
-    boundaries = torch.empty(5, device="meta", dtype=torch.int32)
-    return Inputs(tokens, positions, boundaries, TOKENS, positions, labels, torch.empty(TOKENS, device="meta"))
+def _inputs(count: int, device: str) -> Inputs:
+    whole = {"device": device, "dtype": torch.int64}
+    tokens, positions, labels = (torch.zeros(count, **whole) for _ in range(3))
+    boundaries = torch.tensor([0, 1, 2, 3, count], dtype=torch.int32).to(device)
+    return Inputs(tokens, positions, boundaries, count, positions, labels, torch.ones(count, device=device))
 
 
 # Attention that computes nothing, and keeps what kernels keep: queries, keys, values, the output and logarithms.

@@ -20,7 +20,7 @@ from tunesmith.config.schema import Run
 from tunesmith.disk import expanded
 from tunesmith.errors import UserError, first_line, listed
 from tunesmith.model import head
-from tunesmith.model.gguf import converted_folder
+from tunesmith.model.gguf import converted_folder, read_tokenizer
 from tunesmith.objectives.head import padding_id
 from tunesmith.plan.models import check_quantization, find, is_encoder_decoder, read_config_file
 
@@ -132,6 +132,15 @@ def _as_its_file_says(tokenizer: PreTrainedTokenizerBase, source: Source) -> Pre
     if ids[0] == ids[1]:
         return tokenizer
     return PreTrainedTokenizerFast.from_pretrained(source.location, **options)
+
+
+def tokenizer_at_hand(run: Run) -> PreTrainedTokenizerBase:
+    """The same, and of a GGUF file without the conversion of its weights."""
+    found = find(run.model)
+    if found.kind != "gguf":
+        return load_tokenizer(run)
+    with reading(run, "tokenizer"):
+        return read_tokenizer(Path(found.location))
 
 
 def load_empty(run: Run, *, dtype: str) -> tuple[PreTrainedModel, Path]:

@@ -46,7 +46,13 @@ class Rewards:
         """UserError where a record lacks what an answer to it is checked by."""
         for one in self._settings:
             wanted = {"exact": "answer", "tests": "tests"}.get(one.kind)
-            if wanted and record.get(wanted) in (None, "", []):
+            if wanted and wanted in record and record[wanted] in (None, "", []):
+                found = "null" if record[wanted] is None else "empty"
+                raise UserError(
+                    f"{origin}: `{wanted}` is {found}, but rewards has `{one.kind}`, which checks answers by it; give "
+                    "it, or leave the record out."
+                )
+            if wanted and wanted not in record:
                 raise UserError(
                     f"{origin}: rewards has `{one.kind}`, which needs the field `{wanted}`, and the record has "
                     f"{', '.join(f'`{name}`' for name in record) or 'none but its prompt'}; if another field holds it, "

@@ -152,7 +152,13 @@ def _settled(plan: Plan, run: Run, probed: Probed) -> Plan:
 
 def with_findings(plan: Plan, probed: Probed) -> Plan:
     """The plan with what the probe has found. Where micro-batches go by the lengths of documents, they change their
-    shape and number with every step: there is nothing to compile once, and no gradient is whole after one."""
+    shape and number with every step: there is nothing to compile once, and no gradient is whole after one. UserError
+    where a plan that was written by hand asks for an encoder-decoder's documents end to end."""
+    if plan.forward is not None and plan.forward.layout != "encoder-decoder" == probed.spec.layout:
+        raise UserError(
+            f"The plan has `forward.layout: {plan.forward.layout}`, but an encoder-decoder reads its sources and "
+            "writes its targets in rows of their own, which are not packed; leave `forward` out of the plan."
+        )
     found: dict[str, Any] = {"forward": probed.spec, "fuse_adapters": probed.can_fuse, "adapted": probed.adapted}
     found["by_length"] = probed.spec.lengths(plan.sequence_length) is not None
     if found["by_length"]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ from tunesmith.model.forward import Inputs, confirm_forward_spec, hidden_states,
 from tunesmith.model.probe import probe
 from tunesmith.parallel.prepare import load_model
 from tunesmith.parallel.ranks import Ranks
-from tunesmith.plan.models import as_teacher
+from tunesmith.plan.models import as_teacher, read_facts
 from tunesmith.plan.plan import ForwardSpec, Plan
 from tunesmith.run.reference import Progress
 from tunesmith.train.step import Teach
@@ -61,19 +62,35 @@ def check_teacher(run: Run) -> None:
     with as_teacher(teacher.model):
         known = load.load_tokenizer(run), load.load_tokenizer(teacher)
         configs = load.load_config(run), load.load_config(teacher)
-    vocabularies = [one.get_vocab() for one in known]
-    cuts = [one(SAMPLE, add_special_tokens=False)["input_ids"] for one in known]
-    sizes = [load.vocabulary_size(config) for config in configs]
-    if vocabularies[0] != vocabularies[1] or cuts[0] != cuts[1] or max(vocabularies[0].values()) >= min(sizes):
-        raise UserError(
-            f"distillation.teacher: {teacher.model} has another vocabulary than {run.model}, and the two are compared "
-            "token by token; choose a teacher with the same tokenizer."
-        )
+    _check_vocabulary(run, known, [load.vocabulary_size(config) for config in configs])
     longest, own = (load.max_positions(config) for config in reversed(configs))
     length = min(run.sequence_length, own or run.sequence_length)
     if longest is not None and longest < length:
         raise UserError(
             f"distillation.teacher: {teacher.model} takes {longest:,} tokens at most; set sequence_length to that."
+        )
+
+
+def check_planned_teacher(run: Run) -> None:
+    """The same of vocabularies, before anything is converted or trained, as far as both tokenizers are at hand: a plan
+    may be made for models of which no more than the name is there."""
+    both = run, load.teacher_run(run)
+    try:
+        known = [load.tokenizer_at_hand(one) for one in both]
+    except UserError:  # it is said when the run is begun
+        return
+    sizes = [read_facts(one.model, trust_remote_code=one.trust_remote_code).vocabulary for one in both]
+    _check_vocabulary(run, known, sizes)
+
+
+def _check_vocabulary(run: Run, known: Sequence[Any], sizes: Sequence[int]) -> None:
+    """`known`: the tokenizers of student and teacher; `sizes`: rows of their heads."""
+    vocabularies = [one.get_vocab() for one in known]
+    cuts = [one(SAMPLE, add_special_tokens=False)["input_ids"] for one in known]
+    if vocabularies[0] != vocabularies[1] or cuts[0] != cuts[1] or max(vocabularies[0].values()) >= min(sizes):
+        raise UserError(
+            f"distillation.teacher: {run.distillation.teacher} has another vocabulary than {run.model}, and the two "
+            "are compared token by token; choose a teacher with the same tokenizer."
         )
 
 

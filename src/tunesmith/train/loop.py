@@ -417,6 +417,7 @@ class _Loop:
         with self._failing():
             if result.weights is not None:
                 self._warn(self.vitals.see_weights(result.weights, self.done - 1))
+            self._warn(self.vitals.see_rewards(self.done, result.figures))
             # Answers of one reward all teach nothing, and the next ones may.
             if not result.is_skipped and (result.grad_norm or self.job.roll_out is None):
                 self._warn(self.vitals.see_step(self.done, result.loss, result.grad_norm, step.rate))

@@ -7,7 +7,7 @@ a step takes no longer. All ranks see the same numbers and come to the same end.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,8 @@ STILL = 1e-9
 """Movement relative to the weights' size that is none: fp32 keeps seven digits."""
 PATIENCE = 3
 """Steps without any gradient, until which there may have been a reason."""
+ALIKE = 5
+"""Steps in a row whose answers to each prompt all have the same reward, after which that is said."""
 LEARNED = 1e-3
 """A loss below this may have no gradient left, since there is nothing left to learn."""
 
@@ -98,6 +100,8 @@ class Vitals:
         self.has_learned = resumes
         """Whether there ever was a gradient."""
         self.without_gradient = 0
+        self.alike = 0
+        """Steps in a row in which no two answers to a prompt had other rewards."""
         self.first: Weights | None = None
         self.last: Weights | None = None
         self.updates = 0
@@ -115,6 +119,12 @@ class Vitals:
             "No trained weight has any influence on the loss: weights of 0 are between them, or values too large or "
             "too small for the arithmetic; look at the model's weights, lora.targets and precision."
         )
+        if self.run.objective == "embed" and loss == 0:
+            cause = (
+                "Each anchor is compared with what belongs to the others of the step, and here there is nothing else: "
+                "one record, or the same text in all; give records that differ, `negative` texts, or raise "
+                "batch_tokens."
+            )
         if not self.has_learned:
             raise Failing(
                 f"The gradient of step {step} is exactly 0, so nothing can be learned, and training stopped. {cause}"
@@ -124,11 +134,28 @@ class Vitals:
                 f"The gradient has been exactly 0 for {PATIENCE} steps, up to step {step}, while the loss is "
                 f"{loss:.4g}, so nothing is learned any more, and training stopped. {cause} {self._advice}"
             )
-        if loss > LEARNED:
+        if self.run.objective == "embed" and loss == 0:
+            why = "it has one record, or the same text in all, with nothing to compare them with"
+        elif loss > LEARNED:
             why = "if it stays so, training stops"
         else:
             why = f"with a loss of {loss:.2g} nothing is left to learn from these data"
         return self._once("gradient", f"The gradient of step {step} is exactly 0: {why}.")
+
+    def see_rewards(self, step: int, figures: Mapping[str, float]) -> str | None:
+        """What a step with the model's own answers found of them: where no reward differs, it teaches nothing."""
+        self.alike = self.alike + 1 if figures.get("no_spread") == 1 else 0
+        if self.alike < ALIKE:
+            return None
+        cut_off = figures.get("truncated", 0.0)
+        more = f" {cut_off:.0%} of them are cut off by rollout.max_answer_tokens." if cut_off >= 0.5 else ""
+        return self._once(
+            "rewards",
+            f"In {ALIKE} steps, up to step {step}, all answers to a prompt had the same reward "
+            f"({figures['reward']:.3g} in the last one), so nothing was learned from them. Look at some in "
+            "rollouts.jsonl of the run's folder: the rewards may not fit, the prompts be too hard or too easy; more "
+            f"rollout.answers or a higher rollout.temperature make answers differ.{more}",
+        )
 
     def see_weights(self, found: Weights, after: int) -> str | None:
         """What was measured when so many steps were done."""
