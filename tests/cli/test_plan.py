@@ -79,6 +79,16 @@ def test_the_page_says_what_why_how_much_and_what_else(folder):
         assert words in page
 
 
+def test_a_model_without_a_formula_is_planned_by_what_its_code_does(folder):
+    """BLOOM's code takes no packed attention, but its documents are packed in training all the same."""
+    sizes = {"hidden_size": 256, "n_layer": 3, "n_head": 4, "vocab_size": 1000}
+    bloom = {"architectures": ["BloomForCausalLM"], "model_type": "bloom", **sizes}
+    (folder / "m" / "config.json").write_text(json.dumps(bloom))
+    said = plan("--hardware", "H200")
+    assert "padded" not in said
+    assert "no formula" not in said
+
+
 def test_data_that_are_not_there_are_told(folder):
     assert "gone.jsonl: no such file or folder" in plan("run.yaml", "data=gone.jsonl", "--hardware", "H200")
     assert "no such file" not in plan("--hardware", "H200")

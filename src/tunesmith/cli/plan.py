@@ -71,7 +71,7 @@ def command(
     from tunesmith.plan.documents import guess_held_out, missing, sample_lengths, total_tokens
     from tunesmith.plan.hardware import named, probe, shared
     from tunesmith.plan.search import search
-    from tunesmith.run.choose import facts_of
+    from tunesmith.run.choose import facts_before
 
     if calibrate:
         from tunesmith.plan.calibrate import calibrate as measure
@@ -81,11 +81,11 @@ def command(
     if run.sweep:
         _sweep(run, hardware, as_json=as_json, other=bool(what_if or solve or save or ranks))
         return
-    facts = facts_of(run)
-    _check_teacher(run)
     if ranks and hardware:
         raise UserError("--ranks counts those of this machine, and --hardware names another; leave one of the two out.")
     where = named(hardware) if hardware else shared(probe(), ranks) if ranks else probe()
+    facts = facts_before(run, where)
+    _check_teacher(run)
     for path in missing(run):
         output.warn(f"{path}: no such file or folder; documents are taken to be as long as sequences.")
 
@@ -106,7 +106,8 @@ def command(
     if what_if:
         settings, pins, other = explain.apart(_pairs(what_if))
         changed = load(config, [*(overrides or ()), *settings]).run if settings else run
-        _differences(plan, searched(changed, facts_of(changed), named(other) if other else where, pins).plan, as_json)
+        there = named(other) if other else where
+        _differences(plan, searched(changed, facts_before(changed, there), there, pins).plan, as_json)
         return
     length = (round(tokens), "as given") if tokens else total_tokens(run, plan, documents.measure(run))
     if as_json:

@@ -51,23 +51,39 @@ def facts_of(run: Run) -> ModelFacts:
     return facts.changed(adapter=trained_parameters(run), packs=facts.packs and not is_prompt(run))
 
 
+def found_facts(run: Run, hardware: Hardware, probed: Probed) -> ModelFacts:
+    """What a plan must know of the model, with what the probe has found of it."""
+    from tunesmith.model.kept import count_own
+
+    facts = facts_of(run)
+    packs = probed.spec.lengths(run.sequence_length) is None
+    found = {"reuses_weights": probed.reuses_weights, "wrong_paths": probed.wrong_paths}
+    found["has_router_loss"] = facts.has_router_loss and probed.router_loss is not None
+    facts = facts.changed(packs=packs, runs_along=probed.spec.seq_idx, **found)
+    on_gpu = bool(hardware.gpus) and run.device != "cpu"
+    own = count_own(run, on_gpu=on_gpu, kernels=probed.kernels or ())
+    return facts.with_findings(probed.kernels, probed.kept, own)
+
+
+def facts_before(run: Run, hardware: Hardware) -> ModelFacts:
+    """The same before a run is begun: a model of a family without a formula here is probed, on the CPU."""
+    facts = facts_of(run)
+    if facts.note is None:
+        return facts
+    from tunesmith.model.probe import probe_run
+
+    run, probed, _ = probe_run(run)
+    return facts if probed.spec is None else found_facts(run, hardware, probed)
+
+
 def plan_run(
     run: Run, hardware: Hardware | None = None, data: Prepared | None = None, probed: Probed | None = None
 ) -> Plan:
     """The plan for a run on this machine (or the hardware given). Reads the model's config, not its weights, and a
     little of the data: roughly what its files tell, unless it is tokenized already. Without what the probe has found,
     the model is taken for what its family usually is."""
-    facts, hardware = facts_of(run), hardware or probe()
-    if probed is not None:
-        packs = probed.spec.lengths(run.sequence_length) is None
-        found = {"reuses_weights": probed.reuses_weights, "wrong_paths": probed.wrong_paths}
-        found["has_router_loss"] = facts.has_router_loss and probed.router_loss is not None
-        facts = facts.changed(packs=packs, runs_along=probed.spec.seq_idx, **found)
-        from tunesmith.model.kept import count_own
-
-        on_gpu = bool(hardware.gpus) and run.device != "cpu"
-        own = count_own(run, on_gpu=on_gpu, kernels=probed.kernels or ())
-        facts = facts.with_findings(probed.kernels, probed.kept, own)
+    hardware = hardware or probe()
+    facts = facts_of(run) if probed is None else found_facts(run, hardware, probed)
     size = data.size if data else measure(run)
     return search(
         run,
