@@ -163,7 +163,6 @@ PUBLISHED = (
     "zamba2",
     "gemma4_text",
     "deepseek_v32",
-    "codegen",
     "cwm",
     "gemma4",
 )

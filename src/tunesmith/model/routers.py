@@ -73,12 +73,12 @@ def find_routers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
     """By name, the routers of a decoder and where in what they return the logits are."""
     if is_encoder_decoder(model):
         return {}
-    recorders = [
-        recorder
+    named = [
+        found
         for one in model.modules()
-        if (recorder := (getattr(type(one), "_can_record_outputs", None) or {}).get("router_logits")) is not None
+        if (found := (getattr(type(one), "_can_record_outputs", None) or {}).get("router_logits")) is not None
     ]
-    kinds = {one.target_class: one.index for one in recorders if hasattr(one, "target_class")}
+    kinds = {one.target_class: one.index for one in named if hasattr(one, "target_class")}
     inside = set(body(model).modules())
     return {
         name: (module, kinds[type(module)])

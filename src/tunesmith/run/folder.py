@@ -339,7 +339,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except NotADirectoryError as error:
-        raise UserError(f"{path.parent} is a file, and a run needs a folder; name another one.") from error
+        raise UserError(f"{path.parent} is a file, and a run needs a folder; choose another output.") from error
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}; repair it or choose another output folder.") from error
 
