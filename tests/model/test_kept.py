@@ -86,7 +86,9 @@ def test_the_count_is_what_autograd_keeps(kind, llama, tmp_path):
         assert counted[0].fixed > 30_000
 
 
-@pytest.mark.parametrize("kind", ["vera", "oft", "loha", "hra"])
+@pytest.mark.parametrize(
+    "kind", ["vera", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("oft", "loha", "hra"))]
+)
 def test_narrow_layers_tell_what_wide_ones_keep(kind, llama, tmp_path):
     """By real layers of a few widths, as by the model's own without weights."""
     run = a_run(llama, tmp_path / "none.jsonl", **OWN[kind])

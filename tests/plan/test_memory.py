@@ -71,7 +71,7 @@ FAMILIES += ["glm", "olmo2", "cohere2", "starcoder2"]
     ("family", "method"),
     [(family, method) for family in FAMILIES for method in ("full", "lora")]
     + [(family, "frozen") for family in ("llama", "gemma2", "gpt_neox")]
-    + [("qwen3_moe", "lora"), ("qwen3_moe", "qlora")],
+    + [pytest.param("qwen3_moe", "lora", marks=pytest.mark.slow), ("qwen3_moe", "qlora")],
 )
 def test_activations_are_what_autograd_keeps(family, method):
     """Counted by autograd's hooks on a model of two layers against one of one layer, in bf16. Of frozen layers over an
