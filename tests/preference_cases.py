@@ -120,3 +120,11 @@ def fingerprint(name: str, gradient: Any) -> list[float]:
     random = np.random.Generator(np.random.PCG64(sum(name.encode())))
     directions = [random.standard_normal(values.size) / np.sqrt(values.size) for _ in range(3)]
     return [float(np.linalg.norm(values)), *(float(values @ one) for one in directions)]
+
+
+def assert_gradients(found: dict[str, Any], expected: dict[str, list[float]]) -> None:
+    """By their fingerprints, to 1e-5 of each gradient's length."""
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        bound = 1e-5 * max(expected[name][0], 1e-3)
+        np.testing.assert_allclose(fingerprint(name, gradient), expected[name], rtol=0, atol=bound, err_msg=name)

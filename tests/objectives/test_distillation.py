@@ -181,11 +181,7 @@ def test_loss_and_gradient_are_trls(compared, name, cut):
     models, store = compared
     result, gradients = step_of(models, store, settings_of(models, weight=1.0, **cases.DISTILLED[name]), cut)
     assert result.loss == pytest.approx(TRL[name]["loss"], rel=1e-5)
-    expected = TRL[name]["gradients"]
-    assert gradients.keys() == expected.keys()
-    for weight, gradient in gradients.items():
-        wanted = expected[weight]
-        assert cases.fingerprint(weight, gradient) == pytest.approx(wanted, abs=1e-5 * max(wanted[0], 1e-3)), weight
+    cases.assert_gradients(gradients, TRL[name]["gradients"])
 
 
 @pytest.mark.slow

@@ -125,11 +125,7 @@ def step_of(name: str, models: tuple[Path, Path], cut: str, **changes):
 def test_loss_and_gradient_are_trls(models, name, cut):
     result, gradients = step_of(name, models, cut)
     assert result.loss == pytest.approx(TRL[name]["loss"], rel=1e-5)
-    expected = TRL[name]["gradients"]
-    assert gradients.keys() == expected.keys()
-    for weight, gradient in gradients.items():
-        wanted = expected[weight]
-        assert cases.fingerprint(weight, gradient) == pytest.approx(wanted, abs=1e-5 * max(wanted[0], 1e-3)), weight
+    cases.assert_gradients(gradients, TRL[name]["gradients"])
 
 
 @pytest.mark.slow

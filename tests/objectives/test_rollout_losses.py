@@ -100,11 +100,7 @@ def test_loss_and_gradient_are_trls(models, name, cut):  # noqa: F811
     result, gradients = step_of(name, models, cut)
     assert result.loss == pytest.approx(TRL[name]["loss"], rel=1e-5, abs=1e-6)
     assert 0 < result.figures["clipped"] < 1  # else the cases would not show that ratios are clipped
-    expected = TRL[name]["gradients"]
-    assert gradients.keys() == expected.keys()
-    for weight, gradient in gradients.items():
-        wanted = expected[weight]
-        assert cases.fingerprint(weight, gradient) == pytest.approx(wanted, abs=1e-5 * max(wanted[0], 1e-3)), weight
+    cases.assert_gradients(gradients, TRL[name]["gradients"])
 
 
 @pytest.mark.slow

@@ -164,13 +164,8 @@ def _count_real(
 
 def _narrowed(config: Any, part: int, layers: int) -> Any:
     """So many layers of a part of the widths, with few tokens."""
+    load.cut(config, layers)
     text = config.get_text_config()
-    depth = text.num_hidden_layers
-    for name, value in vars(text).items():
-        if isinstance(value, list) and len(value) == depth:
-            setattr(text, name, value[:layers])
-    text.num_hidden_layers = min(layers, depth)
-    text.vocab_size, text.pad_token_id = min(text.vocab_size, load.PROXY_TOKENS), None
     for name in WIDTHS:
         if isinstance(size := getattr(text, name, None), int):
             if size % part:

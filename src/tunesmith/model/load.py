@@ -286,6 +286,13 @@ def load_shallow(run: Run, *, layers: int) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     config = load_config(run)
+    cut(config, layers)
+    with reading(run, "config"), quiet():
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=run.trust_remote_code)
+
+
+def cut(config: Any, layers: int) -> None:
+    """The config of so few layers, the first ones, and few tokens."""
     text = config.get_text_config()
     depth = text.num_hidden_layers
     for name, value in vars(text).items():
@@ -293,8 +300,6 @@ def load_shallow(run: Run, *, layers: int) -> PreTrainedModel:
             setattr(text, name, value[:layers])
     text.num_hidden_layers = min(layers, depth)
     text.vocab_size, text.pad_token_id = min(text.vocab_size, PROXY_TOKENS), None
-    with reading(run, "config"), quiet():
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=run.trust_remote_code)
 
 
 def _draw_weights(model: PreTrainedModel) -> None:
