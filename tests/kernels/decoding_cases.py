@@ -85,3 +85,26 @@ def differences(name: str, device: str, dtype: torch.dtype) -> float:
     assert all(step.fused is not None for step in steps._steps.values())
     pairs = zip(found, expected, strict=True)
     return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
+
+
+def kept_after_timing(own: float, others: float) -> tuple[bool, float]:
+    """Whether steps are made of our own kernels where a step of theirs takes `own` seconds and a compiled one `others`;
+    and how far their logits are from the model's own then."""
+    model = make("llama", {})
+    made = fused(model, Way())
+    assert made is not None
+    made.is_known_fast = False
+    plain, call = Call(model, is_shared=True), Call(model, is_shared=True)
+    plain._is_capturable, call._is_capturable = False, True
+    steps = Captured(call._step, None, None, made)
+    call._captured[None] = steps
+    timed = captured.Step.seconds
+    captured.Step.seconds = lambda self: own if self.fused is not None else others
+    try:
+        found, expected = decoded(call), decoded(plain)
+    finally:
+        captured.Step.seconds = timed
+    assert not steps.is_off
+    assert steps._steps
+    worst = max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
+    return steps._fused is not None, worst

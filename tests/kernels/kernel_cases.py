@@ -570,14 +570,18 @@ def check_some_decoding(device: str) -> None:
 
 def check_decoding_of_others(device: str) -> None:
     """Models with layers of other kinds."""
-    from decoding_cases import OTHERS, make
+    from decoding_cases import OTHERS, kept_after_timing, make
 
     from tunesmith.infer.fused import fused
     from tunesmith.kernels.decode import Way
 
     plain = make("llama", {}, device)
     assert fused(plain, Way()) is not None
-    assert fused(plain) is None  # where nobody has timed them
+    assert fused(plain) is None  # in full precision, where no kernels overlap
     for kind, more in OTHERS.values():
         assert fused(make(kind, more, device), Way()) is None, kind
+    for own, others in ((1.0, 2.0), (2.0, 1.0)):
+        is_kept, worst = kept_after_timing(own, others)
+        assert is_kept == (own < others)
+        assert worst < 1e-5
     print(f"left alone: {len(OTHERS)} cases")

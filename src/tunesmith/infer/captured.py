@@ -3,12 +3,12 @@
 A captured step reads and writes the same memory every time, so the rows of a cache are copied into buffers that stay
 where they are: as many rows and columns as one of a few sizes has. Attention goes over all columns, and the mask hides
 those that are not a row's own. Rows that leave or join are copied once more; the graph of their new number is kept as
-well. Steps of few rows are made of kernels of our own where they are for the model (`infer.fused`). Otherwise, where
-layers may be compiled, steps are captured of compiled ones, and of plain ones where that fails. A model whose step
-cannot be captured, or gives something else then, is called as ever.
+well. Steps of few rows are made of kernels of our own where they are for the model (`infer.fused`) and, of two captured
+steps, theirs is the faster one. Otherwise, where layers may be compiled, steps are captured of compiled ones, and of
+plain ones where that fails. A model whose step cannot be captured, or gives something else then, is called as ever.
 
-A step of our own kernels chooses the likeliest tokens, too, and is ready to go on with them: where those are the ones
-that are wanted, the next step is begun before anybody has read them, and the GPU does not wait for the host.
+A step chooses the likeliest tokens, too, and is ready to go on with them: where those are the ones that are wanted, the
+next step is begun before anybody has read them, and the GPU does not wait for the host.
 
 Legend: B rows, C columns, H heads, D head dim, V tokens of the vocabulary.
 """
@@ -39,6 +39,8 @@ FINE_COLUMNS = 64
 """The same where it is known how many tokens are to come."""
 TRIES = 3
 """To capture a step: a kernel that is loaded meanwhile spoils one."""
+TIMED = 10
+"""Replays of a step whose time is wanted."""
 FUSED_ROWS = 1
 """Steps of so many rows are made of our own kernels, which take up to 4; those of more than one have not been timed."""
 BOUND = 0.3
@@ -99,8 +101,6 @@ class Step:
         self.room = self.fused.room(rows, columns) if self.fused is not None else None
         self.chosen = self.room.chosen_b if self.room is not None else torch.zeros_like(self.tokens[:, 0])
         """The likeliest tokens after a step [B]; -1 where the logits are no numbers."""
-        self.chooses = self.fused is not None or not self.tokens.is_cuda
-        """On a GPU captured steps of other kernels leave that to whoever asks: that they gain by it is not known."""
         self._reads = [_Read(self.chosen) for _ in range(2)]
         self.graph: Any = None
         self.logits: torch.Tensor | None = None
@@ -133,11 +133,10 @@ class Step:
             logits_bv = self.forward(self.tokens, self.mask, self.positions, self.cache)
         self.at.add_(1)
         self.positions.add_(1)
-        if self.chooses:
-            chosen_b1 = logits_bv.argmax(-1, keepdim=True)  # NaN counts as the largest
-            chosen_b1.masked_fill_(logits_bv.gather(-1, chosen_b1).isnan(), -1)
-            self.chosen.copy_(chosen_b1[:, 0])
-            self.tokens.copy_(chosen_b1.clamp(min=0))
+        chosen_b1 = logits_bv.argmax(-1, keepdim=True)  # NaN counts as the largest
+        chosen_b1.masked_fill_(logits_bv.gather(-1, chosen_b1).isnan(), -1)
+        self.chosen.copy_(chosen_b1[:, 0])
+        self.tokens.copy_(chosen_b1.clamp(min=0))
         return logits_bv
 
     def capture(self, pool: Any) -> torch.Tensor:
@@ -170,6 +169,22 @@ class Step:
         assert self.logits is not None
         self.graph.replay()
         return self.logits
+
+    def seconds(self) -> float:
+        """Of a captured step, the least of a few; its tensors are as before then."""
+        lengths, tokens, found = self.lengths, self.tokens.clone(), []
+        for _ in range(TIMED):
+            self.set(lengths)
+            self.tokens.copy_(tokens)
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            self.replay()
+            ended.record()
+            ended.synchronize()
+            found.append(began.elapsed_time(ended) / 1e3)
+        self.set(lengths)
+        self.tokens.copy_(tokens)
+        return min(found)
 
     def read(self, count: int) -> Callable[[], list[int]]:
         """The tokens that this step chooses, whatever is begun after it; calling it waits for them."""
@@ -290,9 +305,9 @@ class Captured:
             step.replay()
         assert step.logits is not None
         logits_bv = step.logits[: len(last)].clone()
-        self.likeliest = step.read(len(last)) if step.chooses else None
+        self.likeliest = step.read(len(last))
         self._advance(cache)
-        if self.likeliest is not None and runs_ahead and max(lengths) + 1 < step.columns:
+        if runs_ahead and max(lengths) + 1 < step.columns:
             self._ahead = Ahead(step, [length + 1 for length in lengths], self.likeliest)
             step.replay()
         return logits_bv
@@ -369,6 +384,10 @@ class Captured:
                 if self._compiled is not None:
                     return self._placed_uncompiled(cache, last, lengths, "they give something else then")
                 return self._give_up()
+            if step.fused is not None and not self._is_faster(step):
+                self._fused = None
+                self._forget()
+                return self._place(cache, last, lengths)
             self._steps[rows, columns] = step
         for layer, own in zip(cache.layers, step.cache.layers, strict=True):
             if layer.is_initialized:
@@ -376,6 +395,27 @@ class Captured:
                 layer.show(longest)
         self._placed = (weakref.ref(cache), step)
         return step
+
+    def _is_faster(self, step: Step) -> bool:
+        """Whether a step of our own kernels takes less time than one of compiled layers, which is captured for that and
+        not kept."""
+        assert step.fused is not None
+        if step.fused.is_known_fast:
+            return True
+        views = [(layer.keys, layer.values) for layer in step.cache.layers]
+        other = Step(self._forward, views, step.rows, self._compiled)
+        other.set(step.lengths)
+        other.tokens.copy_(step.tokens)
+        try:
+            other.capture(self._pool)
+        except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
+            log.info("a decoding step of compiled layers could not be captured (%s)", first_line(error))
+            step.fused.is_known_fast = True
+            return True
+        own, others = step.seconds(), other.seconds()
+        log.info("a decoding step takes %.3f ms by our own kernels, %.3f ms compiled", 1e3 * own, 1e3 * others)
+        step.fused.is_known_fast = own < others
+        return step.fused.is_known_fast
 
     def _size(self, count: int, longest: int) -> tuple[int | None, int]:
         """Rows and columns of the buffers for a cache with so many; None: too many rows."""

@@ -80,6 +80,8 @@ class FusedModel:
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], final: RmsNorm, way: Any):
         self.layers, self.final, self.way = layers, final, way
+        self.is_known_fast = False
+        """Nobody has to time a step against one of compiled layers any more."""
         self.embedding, self.head = model.get_input_embeddings(), model.get_output_embeddings()
         self.rotary = body(model).rotary_emb
 
@@ -150,7 +152,7 @@ class FusedModel:
 @torch.inference_mode()
 def fused(model: nn.Module, way: Any = None) -> FusedModel | None:
     """None where the model has other parts than these kernels compute, or they compute something else; without a `way`
-    also where nobody has timed them yet."""
+    also where they cannot be fast."""
     if not _can_run(model):
         return None
     final = find_rms_norm(getattr(body(model), "norm", None))
@@ -165,9 +167,10 @@ def fused(model: nn.Module, way: Any = None) -> FusedModel | None:
         return None
     from tunesmith.kernels.decode import Way
 
-    if way is None and not _is_timed(model, layers):
+    if way is None and not _can_be_fast(model):
         return None
     made = FusedModel(model, layers, final, way or Way(overlaps=True))
+    made.is_known_fast = way is not None or _is_timed(model, layers)
     try:
         worst = max(_difference(made, own, one) for own, one in zip(decoder_layers(model), layers, strict=True))
     except Exception as error:  # of Triton, or of a layer called in a way that it does not expect
@@ -190,15 +193,21 @@ def _can_run(model: nn.Module) -> bool:
     )
 
 
-def _is_timed(model: Any, layers: Sequence[Layer]) -> bool:
-    """What the kernels were faster than the compiler with, on a GPU: half precision, where kernels can overlap, and
-    weights whose rows a program takes whole."""
-    from tunesmith.kernels.decode import LARGEST, can_overlap
+def _can_be_fast(model: Any) -> bool:
+    """In half precision, on a GPU where kernels can overlap."""
+    from tunesmith.kernels.decode import can_overlap
 
     weight = model.get_output_embeddings().weight
-    widths = {weight.shape[1], *(one.in_features for layer in layers for one in (layer.out, layer.down))}
-    is_whole = all(width & (width - 1) == 0 and width <= LARGEST for width in widths)
-    return is_whole and can_overlap(weight.device) and weight.dtype in (torch.bfloat16, torch.float16)
+    return can_overlap(weight.device) and weight.dtype in (torch.bfloat16, torch.float16)
+
+
+def _is_timed(model: Any, layers: Sequence[Layer]) -> bool:
+    """What the kernels were faster than the compiler with by far: weights whose rows a program takes whole."""
+    from tunesmith.kernels.decode import LARGEST
+
+    widths = {model.get_output_embeddings().weight.shape[1]}
+    widths |= {one.in_features for layer in layers for one in (layer.out, layer.down)}
+    return all(width & (width - 1) == 0 and width <= LARGEST for width in widths)
 
 
 def _has_plain_ends(model: Any) -> bool:
