@@ -182,7 +182,7 @@ def draw_sweep(folder: Path, *, tiny: bool) -> list[Case]:
     sizes = {"sequence_length": 512, "batch_tokens": 1024} if tiny else {"sequence_length": 2048, "batch_tokens": 8192}
     common = {"method": "lora", "data": str(folder / "some.jsonl"), "steps": SWEEP_STEPS, **sizes}
     alone = {"learning_rate": 2e-4, "lora": {"rank": 16}}
-    named = {"sweep of four, one alone": alone, "sweep of four": {"sweep": SWEEP}}
+    named = {"sweep of four": {"sweep": SWEEP}, "sweep of four, one alone": alone}
     return [Case(f"{LARGE}, lora, {name}", LARGE, common | settings) for name, settings in named.items()]
 
 
@@ -204,7 +204,8 @@ class Objectives(Forecast):
             if case.name.endswith("against TRL") and self.left > 0:
                 self.measure_trl(case)
         for case in self.sweeps:
-            self.measure_whole(case)
+            if self.left > 0:
+                self.measure_whole(case)
 
     def measure_whole(self, case: Case) -> None:
         """The peak of a run from its start to its end, or of all variants of a sweep, which are one process."""
@@ -229,9 +230,12 @@ class Objectives(Forecast):
         size = "tiny" if self.options.tiny else "whole"
         every = [*self.cases, *self.sweeps]
         teachers = {Path(one["teacher"]).name for case in every if (one := case.settings.get("distillation"))}
+        making = []
         for shape in sorted({case.shape for case in every} | teachers):
             given = [str(self.folder / shape), shape, str(self.options.given / "tokenizer"), size]
-            subprocess.run([sys.executable, __file__, "--make", *given], check=True)
+            making.append(subprocess.Popen([sys.executable, __file__, "--make", *given]))
+        if any(process.wait() for process in making):
+            raise SystemExit("a model could not be made")
         self.say("models made")
         demo = json.loads((self.options.given / "lf_dpo_en_demo.json").read_text(encoding="utf-8"))
         (self.folder / "demo.json").write_text(json.dumps(demo[:40] if self.options.tiny else demo))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tiny import Die, assert_same, write_all
 from tiny_model import make_tiny_model
@@ -96,6 +96,7 @@ def test_trained_parameters_are_counted_without_weights(tiny_model):
     [
         ({"peft_type": "IA4"}, "has no IA4; did you mean IA3?"),
         ({"peft_type": "IA3", "target_module": ["q_proj"]}, "IA3 has no such field; did you mean `target_modules`?"),
+        ({"peft_type": "PROMPT_TUNING"}, "say how many vectors PROMPT_TUNING puts before a document"),
         ({"peft_type": "XLORA"}, "cannot be trained here: it mixes LoRA adapters that exist already"),
         ({"peft_type": "IA3", "target_modules": ["zzz"], "feedforward_modules": []}, "does not go on LlamaForCausalLM"),
     ],
@@ -105,6 +106,26 @@ def test_what_peft_would_not_take_is_said_in_a_sentence(tiny_model, fields, mess
     with pytest.raises(UserError) as said:
         adapters.trained_parameters(run)
     assert message in str(said.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "expected"),
+    [
+        ("olmo2", "OFT", {"q_proj", "v_proj"}),
+        ("olmo2", "LN_TUNING", {"post_attention_layernorm", "post_feedforward_layernorm", "q_norm", "k_norm", "norm"}),
+        ("olmo2", "IA3", {"k_proj", "v_proj", "down_proj"}),
+        ("starcoder2", "IA3", {"q_proj", "k_proj", "v_proj", "o_proj", "c_fc", "c_proj"}),
+        ("nemotron", "LN_TUNING", {"input_layernorm", "post_attention_layernorm", "norm"}),
+    ],
+)
+def test_families_that_peft_does_not_know_get_targets(family, kind, expected):
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = AutoConfig.for_model(family, **shape, num_key_value_heads=2, vocab_size=64, pad_token_id=0)
+    with pytest.raises(ValueError, match="specify"):
+        peft.get_peft_model(AutoModelForCausalLM.from_config(config), peft.get_peft_config({"peft_type": kind}))
+    run = from_mapping({"model": "m", "data": "d", "output": "o", "method": "peft", "peft": {"peft_type": kind}})
+    tuned = adapters.put_on(AutoModelForCausalLM.from_config(config), run)
+    assert {name.rpartition(".")[2] for name in tuned.config.target_modules} == expected
 
 
 def test_names_that_peft_takes_for_experts_carry_no_adapter(tmp_path):

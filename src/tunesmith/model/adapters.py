@@ -76,6 +76,8 @@ def make_config(run: Run, *, steps: int = STEPS) -> PeftConfig:
             config = kinds[wanted](**given, task_type="CAUSAL_LM")
     except (TypeError, ValueError, ImportError) as error:
         raise UserError(f"peft: {wanted} does not take these settings: {first_line(error)}.") from error
+    if config.is_prompt_learning and getattr(config, "num_virtual_tokens", 1) is None:
+        raise UserError(f"peft.num_virtual_tokens: say how many vectors {wanted} puts before a document, such as 20.")
     init = getattr(config, "init_lora_weights", None)
     if isinstance(init, str) and init not in ("gaussian", "orthogonal"):
         raise UserError(
@@ -119,6 +121,7 @@ def put_on(model: nn.Module, run: Run, *, steps: int = STEPS, start: Path | None
     from peft import PeftModel, get_peft_model
 
     config = make_config(run, steps=steps)
+    _fill_targets(config, model)
     model.requires_grad_(False)
     with _in_words(f"peft: {config.peft_type.value}", model), torch.random.fork_rng(devices=_devices(model)):
         torch.manual_seed(run.seed)
@@ -133,6 +136,29 @@ def put_on(model: nn.Module, run: Run, *, steps: int = STEPS, start: Path | None
     tuned = Tuned(Prompted(peft) if config.is_prompt_learning else model, peft)
     _check_trained(tuned)
     return tuned
+
+
+def _fill_targets(config: Any, model: nn.Module) -> None:
+    """Where nothing is said, and peft has no modules for models of this kind: those that it takes in a Llama, where the
+    model has modules of these names; otherwise all linears, or all norms for a method that trains these."""
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+    from peft.utils import constants
+
+    if getattr(config, "target_modules", "") is not None or getattr(config, "target_parameters", None):
+        return
+    kind, family = config.peft_type.value, getattr(model.config, "model_type", "")
+    is_ia3 = kind == "IA3"
+    known = constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING if is_ia3 else None
+    known = known or getattr(PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type], "target_module_mapping", None)
+    if not known or family in known:
+        return
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    likely = set(known["llama"])
+    if kind == "LN_TUNING" and not likely <= names:
+        likely = {n.rpartition(".")[2] for n, module in model.named_modules() if type(module).__name__.endswith("Norm")}
+    if is_ia3 and config.feedforward_modules is None:
+        config.feedforward_modules = {"down_proj"} & names if likely <= names else set()
+    config.target_modules = likely if likely <= names else "all-linear"
 
 
 def _put_prompt(peft: PeftModel, folder: Path) -> None:
