@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from objectives.test_runs import tunesmith
 from ranks import assert_two_give_the_losses_of_one
@@ -15,6 +16,7 @@ from rollout_tasks import settings_of, write_prompts, write_run
 from tiny import TRAIN, Die, Runs, assert_resumes
 from tunesmith.cli.main import main
 from tunesmith.config.load import from_mapping
+from tunesmith.config.schema import Lora
 from tunesmith.infer.rollout import Wanted, sample
 from tunesmith.model import lora
 from tunesmith.run.assemble import assemble
@@ -130,8 +132,6 @@ def divergence(model, tokens: torch.Tensor, weights: torch.Tensor, temperature: 
 
 @pytest.fixture(scope="module")
 def model(tiny_model):
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(tiny_model).eval()
 
 
@@ -148,6 +148,25 @@ def test_likeliest_answers_are_those_of_transformers(model):
     for prompt, ids in zip(PROMPTS, found, strict=True):
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=2)
         assert ids == expected[0, len(prompt) :].tolist()
+
+
+def test_lengths_of_dora_are_measured_once_for_all_answers(tiny_model, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    lora.attach(model, Lora(rank=4, dora=True), seed=0)
+    adapters = [module for module in model.modules() if isinstance(module, lora.LoraLinear)]
+    measured, own = [], lora.LoraLinear._lengths
+    monkeypatch.setattr(lora.LoraLinear, "_lengths", lambda self, dtype: measured.append(self) or own(self, dtype))
+    with torch.no_grad():
+        for module in adapters:
+            module.lora_b.normal_(0.0, 0.3)
+        options = {"max_tokens": 6, "temperature": 0.0, "stop_ids": frozenset({-1}), "rows": 2, "is_shared": True}
+        first = sample(model, [[5, 9, 40]], [Wanted(0, "a")], **options)
+        assert len(measured) == len(adapters)
+        for module in adapters:
+            module.lora_b.normal_(0.0, 0.3)
+        (answer,) = sample(model, [[5, 9, 40]], [Wanted(0, "a")], **options)
+        logits = model(torch.tensor([[5, 9, 40, *answer.ids]])).logits[0]
+    assert logits[2:-1].argmax(-1).tolist() == answer.ids != first[0].ids  # not by what they were before
 
 
 def test_an_answer_depends_on_its_seed_and_not_on_its_neighbours(model):

@@ -24,6 +24,7 @@ from tunesmith.infer.attention import use_decoding_attention
 from tunesmith.infer.cache import Row, regroup
 from tunesmith.infer.call import Call
 from tunesmith.model.forward import own_attention as own_attention_of
+from tunesmith.model.lora import keep_lengths
 from tunesmith.model.structure import set_attention
 
 KEPT = 0.5
@@ -76,6 +77,7 @@ def sample(
     call, done = Call(model, is_shared=is_shared, expected=max_tokens - 1), []
     rows = rows if is_shared else 1
     with own_attention(model):
+        keep_lengths(model)
         try:
             for start in range(0, len(wanted), rows):
                 some = [
@@ -87,6 +89,7 @@ def sample(
                 done += some
         finally:
             call.release()
+            keep_lengths(model, False)
     return [Sampled(row.ids, row.is_ended) for row in done]
 
 

@@ -77,6 +77,9 @@ class LoraLinear(nn.Module):
         squares_o = _row_squares(base) if dora else None
         self.lora_m = nn.Parameter(squares_o.sqrt()) if squares_o is not None else None
         self.register_buffer("squares_o", squares_o, persistent=False)
+        self.keeps_lengths = False
+        """Weights stay as they are while this is so; DoRA's lengths are then computed once."""
+        self._kept: tuple[torch.dtype, torch.Tensor] | None = None
 
     @property
     def rank(self) -> int:
@@ -114,9 +117,16 @@ class LoraLinear(nn.Module):
         update = F.linear(low, (local(self.lora_b) * self.scale).to(x.dtype))
         if self.lora_m is None:
             return y + update
-        factor_o = (self.lora_m / self._lengths(x.dtype)).to(x.dtype)
+        factor_o = (self.lora_m / self._present_lengths(x.dtype)).to(x.dtype)
         bias = self.base.bias
         return (y + update) * factor_o if bias is None else (y - bias + update) * factor_o + bias
+
+    def _present_lengths(self, dtype: torch.dtype) -> torch.Tensor:
+        if not self.keeps_lengths:
+            return self._lengths(dtype)
+        if self._kept is None or self._kept[0] != dtype:
+            self._kept = (dtype, self._lengths(dtype))
+        return self._kept[1]
 
     @torch.no_grad()
     def _lengths(self, dtype: torch.dtype) -> torch.Tensor:
@@ -166,6 +176,13 @@ class LoraLinear(nn.Module):
         """What the factors add to the base's weight, in fp32, in the base's own layout."""
         update = (self.lora_b @ self.lora_a) * self.scale
         return update.t() if _is_transposed(self.base) else update
+
+
+def keep_lengths(model: nn.Module, keeps: bool = True) -> None:
+    """While weights stay as they are, each DoRA adapter need not measure its rows in every call."""
+    for module in model.modules():
+        if isinstance(module, LoraLinear) and module.lora_m is not None:
+            module.keeps_lengths, module._kept = keeps, None
 
 
 def row_pieces(weight: torch.Tensor) -> Iterator[slice]:

@@ -77,6 +77,7 @@ class Models:
         self._chosen = None
         try:
             lora.attach_saved(self.model, where / "adapter")
+            lora.keep_lengths(self.model)
             found = {place: module.eval() for place, module in _wrappers(self.model).items()}
         finally:
             for place, module in _wrappers(self.model).items():
