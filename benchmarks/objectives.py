@@ -1,6 +1,7 @@
 """Objectives on one GPU: what the plan predicts of each and what is measured, and preferences against TRL's trainer.
 
-    python benchmarks/objectives.py FOLDER [--out FOLDER] [--deadline SECONDS] [--only TEXT ...] [--list] [--tiny]
+    python benchmarks/objectives.py FOLDER [--out FOLDER] [--deadline SECONDS] [--only TEXT ...] [--skip TEXT ...]
+        [--list] [--tiny]
     python benchmarks/objectives.py --collect FOLDER/forecast.jsonl ...
 
 FOLDER holds `tokenizer/` and `lf_dpo_en_demo.json` (preferences as LLaMA-Factory has them). Weights are random at
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,7 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=540.0)
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--skip", nargs="*", default=[])
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--list", action="store_true", help="only say what would be measured")
     parser.add_argument("--collect", type=Path, nargs="+")
@@ -189,7 +192,8 @@ def draw_sweep(folder: Path, *, tiny: bool) -> list[Case]:
 def every_case(folder: Path, options: argparse.Namespace) -> list[Case]:
     groups = (draw, draw_new, draw_teachers, draw_sweep)
     cases = [case for group in groups for case in group(folder, tiny=options.tiny)]
-    return [case for case in cases if any(text in case.name for text in options.only or [""])]
+    cases = [case for case in cases if any(text in case.name for text in options.only or [""])]
+    return [case for case in cases if not any(text in case.name for text in options.skip)]
 
 
 class Objectives(Forecast):
@@ -199,16 +203,17 @@ class Objectives(Forecast):
         super().__init__([case for case in cases if case not in self.sweeps], folder, options)
 
     def run(self) -> None:
+        self.whole = ThreadPoolExecutor(1)
         super().run()
         for case in self.cases:
             if case.name.endswith("against TRL") and self.left > 0:
                 self.measure_trl(case)
-        for case in self.sweeps:
-            if self.left > 0:
-                self.measure_whole(case)
+        self.whole.shutdown()
 
     def measure_whole(self, case: Case) -> None:
         """The peak of a run from its start to its end, or of all variants of a sweep, which are one process."""
+        if self.left <= 0:
+            return
         folder = self.folder / case.name.replace(" ", "-").replace(",", "")
         folder.mkdir()
         settings = {"model": str(self.folder / case.shape), "held_out": 0, "output": "run", **case.settings}
@@ -240,6 +245,8 @@ class Objectives(Forecast):
         demo = json.loads((self.options.given / "lf_dpo_en_demo.json").read_text(encoding="utf-8"))
         (self.folder / "demo.json").write_text(json.dumps(demo[:40] if self.options.tiny else demo))
         self.write_data(demo[:40] if self.options.tiny else demo)
+        for case in self.sweeps:  # while others plan, compile and load: their memory is what is wanted, not their time
+            self.whole.submit(self.measure_whole, case)
 
     def write_data(self, demo: list[dict[str, Any]]) -> None:
         """The same texts as each objective takes them."""
