@@ -518,3 +518,28 @@ def test_the_plan_counts_the_teacher():
     assert "rollout" in [phase.name for phase in own.plan.phases]
     assert own.plan.time.matmuls > both.plan.time.matmuls
     assert "decode on each rank" in rules.refused(own.task, Choice(shard=2, sharding="zero3"))
+
+
+@pytest.mark.parametrize(("mean", "are_kept"), [(200, True), (2000, False)])
+def test_answers_that_make_a_second_micro_batch_leave_gradients_beside_its_activations(mean, are_kept):
+    """An answer of 128 tokens for each document, in a step of four sequences that make one micro-batch."""
+    import dataclasses
+
+    from plan.shapes import MODEL, run
+    from tunesmith.plan import memory
+    from tunesmith.plan.choice import Choice
+    from tunesmith.plan.hardware import named
+    from tunesmith.plan.search import search
+
+    student = MODEL["Llama-3.2-1B"].changed(teacher=MODEL["Llama-3.2-1B"])
+    asked = {"objective": "distill", "distillation": {"teacher": "t", "on_policy": 1}, "method": "full"}
+    asked |= {"rollout": {"max_answer_tokens": 128}, "sequence_length": 2048, "batch_tokens": 8192}
+    task = dataclasses.replace(search(run(**asked), student, named("1xH100")).task, mean_document=mean)
+    choice = Choice(micro_batch=5, is_compiled=True)
+    assert choice.accumulation_steps(task) == 1
+    forward = next(one for one in memory.timeline(task, choice) if one.name == "end of the forward pass").memory
+    assert (forward.gradients > 0) == are_kept
+    few = dataclasses.replace(task, sequences=3)
+    fewer = next(one for one in memory.timeline(few, choice) if one.name == "end of the forward pass").memory
+    assert fewer.gradients == 0
+    assert fewer.activations <= forward.activations

@@ -95,6 +95,28 @@ HOST_PROCESS = 3 * 2**30
 
 def timeline(task: Task, choice: Choice) -> list[Phase]:
     """The memory of one rank at each moment of a step that may be its peak."""
+    phases, answered = _timeline(task, choice), _with_answers(task, choice)
+    if answered is None:
+        return phases
+    larger = {phase.name: phase for phase in _timeline(*answered) if phase.name != "rollout"}
+    return [max(phase, larger.get(phase.name, phase), key=lambda one: one.memory.total) for phase in phases]
+
+
+def _with_answers(task: Task, choice: Choice) -> tuple[Task, Choice] | None:
+    """A step in which the student's answers are as long as they may be, where these make micro-batches of what would be
+    one without them: smaller ones, beside whose activations stand the gradients of those before."""
+    if not isinstance(task.objective, Distill) or (answered := rolled_out(task, choice)) is None:
+        return None
+    rollout, prompts, _ = answered
+    rows = -(-task.sequences // choice.data_ranks) + -(-prompts * rollout.max_answer_tokens // task.sequence_length)
+    count = -(-rows // choice.micro_batch)
+    if count == 1 or choice.accumulation_steps(task) > 1:
+        return None
+    larger = dataclasses.replace(task, sequences=rows * choice.data_ranks)
+    return larger, dataclasses.replace(choice, micro_batch=-(-rows // count))
+
+
+def _timeline(task: Task, choice: Choice) -> list[Phase]:
     facts, width = task.facts, task.width
     is_full = not task.has_adapters
     static = _static(task, choice)
