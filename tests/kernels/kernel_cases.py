@@ -585,3 +585,22 @@ def check_decoding_of_others(device: str) -> None:
         assert is_kept == (own < others)
         assert worst < 1e-5
     print(f"left alone: {len(OTHERS)} cases")
+
+
+def check_hand_on(device: str) -> None:
+    from tunesmith.kernels.scan import hand_on
+    from tunesmith.kernels.scan_fused import hand_on_fused
+
+    cases = 0
+    for dtype in (torch.float32, torch.float16):
+        for chunks, groups, state, heads, size in ((1, 1, 3, 2, 5), (4, 2, 8, 3, 7), (9, 1, 16, 4, 64)):
+            generator = torch.Generator().manual_seed(chunks)
+            states = torch.randn(chunks, groups, state, heads * size, generator=generator).to(dtype)
+            decay = torch.rand(chunks, groups * heads, generator=generator)
+            decay[chunks // 2] = 0.0  # a document ends there
+            for backward in (False, True):
+                found = hand_on_fused(states.to(device), decay.to(device), backward=backward)
+                expected = hand_on(states, decay, backward=backward)
+                torch.testing.assert_close(found.cpu(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+                cases += 1
+    print(f"hand_on: {cases} cases")

@@ -234,3 +234,13 @@ def test_the_choice_of_a_decoding_step():
 
     types = {"largest": "*fp32", "places": "*i32"} | dict.fromkeys(("chosen", "tokens", "positions", "at"), "*i64")
     compile_for(HOPPER, module._take_largest, types, {"COUNT": 16032, "WIDTH": 16384, "OVERLAPS": True}, num_warps=8)
+
+
+def test_handing_states_on():
+    from tunesmith.kernels import scan_fused as module
+
+    types = {"states": "*bf16", "decay": "*fp32", "entering": "*bf16", "count": "i32", "numbers": "i32"}
+    sizes = {"OF_GROUP": 128 * 64 * 64, "WIDTH": 64 * 64, "HEADS": 64, "GROUPS": 1, "BLOCK": module.BLOCK}
+    for back in (False, True):
+        options = {"num_warps": module.WARPS, "num_stages": module.STAGES}
+        compile_for(HOPPER, module._hand_on, types, {**sizes, "BACK": back}, **options)

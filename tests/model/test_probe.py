@@ -189,7 +189,7 @@ def kinds_of_modules(config) -> set[str]:
         return {type(module).__name__ for module in language_model_class(config).from_config(config).modules()}
 
 
-def test_a_hybrid_of_published_size_goes_without_an_adapter_where_its_weight_is_read():
+def test_a_hybrid_of_published_size_is_packed_with_adapters_on_all_its_linears():
     from transformers import AutoConfig
 
     config = AutoConfig.for_model("granitemoehybrid", layer_types=["mamba", "attention"] * 16)
@@ -197,4 +197,4 @@ def test_a_hybrid_of_published_size_goes_without_an_adapter_where_its_weight_is_
     attention.register()
     with quiet():
         found = probe_config(config, device=CPU)
-    assert dict(found.left_out)["model.layers.#.mamba.out_proj"] == "the model reads its weight itself"
+    assert (found.spec.layout, found.spec.seq_idx, found.left_out) == ("packed", True, ())

@@ -160,5 +160,5 @@ def test_names_that_peft_takes_for_experts_carry_no_adapter(tmp_path):
     theirs = logits(peft.PeftModel.from_pretrained(plain(folder), tmp_path / "adapter").eval())
     torch.testing.assert_close(theirs, logits(model), rtol=1e-4, atol=1e-4)
     assert (theirs - logits(plain(folder))).abs().max() > 1e-3
-    with pytest.raises(UserError, match="for those of the model's experts"):
+    with pytest.raises(UserError, match="for the experts'"):
         probe_run(from_mapping({"model": str(folder), "data": "x", "lora": {"targets": ["down_proj"]}}))

@@ -102,3 +102,33 @@ def rotate(x_thd: torch.Tensor, cos_td: torch.Tensor, sin_td: torch.Tensor) -> t
     """Rotary positions, the first half of a head against the second."""
     first, second = x_thd.chunk(2, -1)
     return x_thd * cos_td[:, None] + torch.cat([-second, first], -1) * sin_td[:, None]
+
+
+def state_space(
+    x_bc_td: torch.Tensor,
+    weight_dk: torch.Tensor,
+    bias_d: torch.Tensor | None,
+    dt_th: torch.Tensor,
+    a_h: torch.Tensor,
+    d_h: torch.Tensor,
+    document_t: torch.Tensor,
+    groups: int,
+    state: int,
+) -> torch.Tensor:
+    """Mamba-2's convolution, document by document, and its recurrence, token by token: [T, H * P]."""
+    tokens, heads = dt_th.shape
+    taps, lengths = weight_dk.shape[1], torch.unique_consecutive(document_t, return_counts=True)[1].tolist()
+    parts = [F.pad(part, (0, 0, taps - 1, 0)).T[None] for part in x_bc_td.split(lengths)]
+    parts = [F.conv1d(part, weight_dk[:, None], bias_d, groups=weight_dk.shape[0])[0].T for part in parts]
+    x_bc_td = F.silu(torch.cat(parts))
+    inner = x_bc_td.shape[1] - 2 * groups * state
+    x, b, c = x_bc_td.split([inner, groups * state, groups * state], dim=1)
+    x = x.view(tokens, heads, -1)
+    b, c = (one.view(tokens, groups, state).repeat_interleave(heads // groups, 1) for one in (b, c))
+    held, outputs = x.new_zeros(heads, inner // heads, state), []
+    for at in range(tokens):
+        if at and document_t[at] != document_t[at - 1]:
+            held = torch.zeros_like(held)
+        held = held * (dt_th[at] * a_h).exp()[:, None, None] + (dt_th[at, :, None] * x[at])[:, :, None] * b[at, :, None]
+        outputs.append((held * c[at, :, None]).sum(-1) + d_h[:, None] * x[at])
+    return torch.stack(outputs).flatten(1)

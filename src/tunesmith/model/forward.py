@@ -34,6 +34,7 @@ from tunesmith.kernels.linear_distillation import Lesson, distillation_by_module
 from tunesmith.model.attention import NAME as PACKED_ATTENTION
 from tunesmith.model.inline_attention import inline_attention
 from tunesmith.model.local import local
+from tunesmith.model.state_space import use_chunked_scan
 from tunesmith.model.structure import body, is_encoder_decoder, set_attention, stacks_of
 from tunesmith.plan.plan import ForwardSpec
 
@@ -376,6 +377,7 @@ def packed_hidden_states(
         place = torch.arange(inputs.tokens.shape[0], dtype=torch.int32, device=inputs.tokens.device)
         document = torch.searchsorted(inputs.boundaries, place, right=True, out_int32=True) - 1
         entering["seq_idx"] = document[None]
+        use_chunked_scan(body(model))
     keys, decoder = inputs.boundaries if inputs.keys is None else inputs.keys, body(model)
     inline = inline_attention(decoder)
     told = nullcontext({}) if inline is None else inline.calls(decoder, inputs.boundaries, keys, inputs.longest)

@@ -49,11 +49,17 @@ WIDTHS = ("hidden_size", "intermediate_size", "head_dim", "moe_intermediate_size
 
 
 def count_kept(
-    config: Any, *, compiles: bool, fuses: bool, kernels: tuple[str, ...], trust_remote_code: bool = False
+    config: Any,
+    *,
+    compiles: bool,
+    fuses: bool,
+    kernels: tuple[str, ...],
+    seq_idx: bool = False,
+    trust_remote_code: bool = False,
 ) -> tuple[Kept, ...] | None:
     """Of each layer. None where that cannot be said: layers that do not run without data, or whose attention is their
     own and keeps a value for each pair of tokens."""
-    case = {"compiles": compiles, "on_gpu": compiles, "fuses": fuses, "kernels": kernels}
+    case = {"compiles": compiles, "on_gpu": compiles, "fuses": fuses, "kernels": kernels, "seq_idx": seq_idx}
     try:
         found = [
             _Counting(adapt, is_full=adapt is _train_all, **case).run(config, trust_remote_code)
@@ -236,6 +242,7 @@ class _Counting:
     on_gpu: bool
     fuses: bool
     kernels: tuple[str, ...]
+    seq_idx: bool = False
     tokens: int = TOKENS
     known: dict[Any, tuple[int, int] | None] = field(default_factory=dict)
     """By kind of layer: bytes for each token, and those that are kept for any number of them."""
@@ -270,7 +277,7 @@ class _Counting:
             self._prepare(layer, dtype)
             layer.forward = self._counted(layer, kind)
         with _attention_of(model, on_gpu=self.on_gpu):
-            packed_hidden_states(model, _inputs(self.tokens, called_on or device))
+            packed_hidden_states(model, _inputs(self.tokens, called_on or device), seq_idx=self.seq_idx)
         counts = [self.known[kind] for kind in kinds]
         return None if None in counts else counts  # pyright: ignore
 

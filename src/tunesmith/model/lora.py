@@ -519,13 +519,18 @@ def _token_indices(model: nn.Module) -> dict[str, object]:
     return {"trainable_token_indices": {name.rpartition(".")[2]: found[name].ids.tolist() for name in own.values()}}
 
 
-def lost_in_peft(skeleton: nn.Module, settings: Lora, names: Iterable[str]) -> list[str]:
-    """The linears, of those with adapters, whose adapters the installed peft does not read from the files written here:
-    it has other names for what some families were before transformers 5. Changes the skeleton."""
+TAKEN_FOR_EXPERTS = "takes their names for the experts'"
+REFUSED = "refuses adapters on them in this family"
+
+
+def lost_in_peft(skeleton: nn.Module, settings: Lora, names: Iterable[str]) -> dict[str, str]:
+    """The linears, of those with adapters, whose adapters the installed peft does not read from the files written here,
+    and what it does instead: it has other names for what some families were before transformers 5, and forbids linears
+    that kernels of mamba-ssm read as bare weights. Changes the skeleton."""
     try:
         from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
     except ImportError:  # nobody here to read them
-        return []
+        return {}
     names = list(names)
     with torch.device("meta"):
         put_on(skeleton, names, settings, seed=0)
@@ -541,14 +546,14 @@ def lost_in_peft(skeleton: nn.Module, settings: Lora, names: Iterable[str]) -> l
         try:
             read = get_peft_model(skeleton, LoraConfig(**{key: described[key] for key in wanted}))
             missing = set(set_peft_model_state_dict(read, tensors).missing_keys)
-        except (ValueError, RuntimeError, KeyError, AttributeError, TypeError, NotImplementedError):
-            return names
+        except (ValueError, RuntimeError, KeyError, AttributeError, TypeError, NotImplementedError) as error:
+            return dict.fromkeys(names, REFUSED if "incompatible" in str(error) else TAKEN_FOR_EXPERTS)
     have = {
         name.removeprefix(PREFIX)
         for name, module in read.named_modules()
         if "default" in getattr(module, "lora_A", {}) and f"{name}.lora_A.default.weight" not in missing
     }
-    return [name for name in names if name not in have]
+    return {name: TAKEN_FOR_EXPERTS for name in names if name not in have}
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,9 @@ from tunesmith.model.head import language_model_class
 from tunesmith.model.kept import count_kept
 from tunesmith.model.rotary import fuse_rope
 from tunesmith.model.routers import router_loss_of
+from tunesmith.model.state_space import use_chunked_scan
 from tunesmith.model.structure import (
+    body,
     is_encoder_decoder,
     linears_of_layers,
     plain_call,
@@ -49,7 +51,7 @@ from tunesmith.plan.models import check_kind, read_config
 from tunesmith.plan.models import is_encoder_decoder as is_encoder_decoder_config
 from tunesmith.plan.plan import Attention, ForwardSpec, Gate, Kernel
 
-VERSION = 8
+VERSION = 9
 """Of what is tried; results of another are not read."""
 TOKENS = 500
 """The proxy's vocabulary."""
@@ -156,6 +158,7 @@ def _with_kept(run: Run, config: Any, found: Probed, device: torch.device) -> Pr
         compiles=on_gpu,
         fuses=found.can_fuse,
         kernels=found.kernels or (),
+        seq_idx=found.spec.seq_idx,
         trust_remote_code=run.trust_remote_code,
     )
     return replace(found, kept=kept)
@@ -170,19 +173,24 @@ def probe_run(run: Run, *, device: torch.device | str = "cpu") -> tuple[Run, Pro
         _check_few_bits(run, found)
     if run.method == "peft":
         return run, _tried_with_peft(run, found), notes
-    if run.has_lora and (found.left_out or has_other_names(load.load_config(run))):
+    is_odd_to_peft = run.has_lora and (has_other_names(load.load_config(run)) or _has_scan(found))
+    if run.has_lora and (found.left_out or is_odd_to_peft):
         skeleton = load.load_skeleton(run)
         settings, note = found.settings(run.lora, lora.find_targets(skeleton, run.lora))
         if note:
             notes.append(note)
             found = replace(found, adapted=tuple(settings.targets))
-        if has_other_names(skeleton.config):
+        if is_odd_to_peft:
             settings, note = _readable(run, settings)
             if note:
                 notes.append(note)
                 found = replace(found, adapted=tuple(settings.targets))
         run = run.model_copy(update={"lora": settings})
     return run, found, notes
+
+
+def _has_scan(found: Probed) -> bool:
+    return found.spec is not None and found.spec.seq_idx
 
 
 def _check_few_bits(run: Run, found: Probed) -> None:
@@ -196,24 +204,27 @@ def _check_few_bits(run: Run, found: Probed) -> None:
 
 
 def _readable(run: Run, settings: Lora) -> tuple[Lora, str | None]:
-    """The adapters' settings without the linears whose adapters peft would not read from files: in families that it
-    knows from before transformers 5, it takes some names for those of other weights. UserError where such a linear was
-    asked for by name."""
+    """The adapters' settings without the linears whose adapters peft would not read from files. UserError where such a
+    linear was asked for by name."""
     names = lora.find_targets(load.load_skeleton(run), settings)
     if not lora.lost_in_peft(load.load_skeleton(run), settings, names):
         return settings, None
     ends: dict[str, list[str]] = {}
     for name in names:
         ends.setdefault(name.rpartition(".")[2], []).append(name)
-    lost = [name for some in ends.values() for name in lora.lost_in_peft(load.load_skeleton(run), settings, some)]
+    lost: dict[str, str] = {}
+    for some in ends.values():
+        lost |= lora.lost_in_peft(load.load_skeleton(run), settings, some)
     said = ", ".join(list(dict.fromkeys(kind_of(name).replace("#", "*") for name in lost))[:4])
-    why = f"peft, as it is installed here, takes the names of {said} for those of the model's experts"
-    advice = "use method: peft with target_parameters for adapters on experts, or other lora.targets"
+    why = f"peft, as it is installed here, {next(iter(lost.values()))}"
     kept = [kind for kind in dict.fromkeys(map(kind_of, names)) if kind not in set(map(kind_of, lost))]
     if run.lora.targets != "all-linear" or not kept:
-        raise UserError(f"lora.targets: {why}, and would not read their adapters; {advice}.")
+        advice = "use other lora.targets"
+        if lora.TAKEN_FOR_EXPERTS in lost.values():
+            advice = f"use method: peft with target_parameters for adapters on experts, or {advice[4:]}"
+        raise UserError(f"lora.targets: {said}: {why}, and would not read their adapters; {advice}.")
     changed = settings.model_copy(update={"targets": [kind.replace("#", "*") for kind in kept]})
-    return changed, f"Left without an adapter: {said} ({why.partition(' the names')[0]} their names for the experts')."
+    return changed, f"Left without an adapter: {said} ({why})."
 
 
 def _tried_with_peft(run: Run, found: Probed) -> Probed:
@@ -296,6 +307,8 @@ def probe_config(config: Any, *, device: torch.device, trust_remote_code: bool =
     own = model.config._attn_implementation
     spec, note = find_forward_spec(model, vocabulary=proxy.vocabulary, long=proxy.long)
     set_attention(model, own)
+    if spec.seq_idx:  # as it will be trained
+        use_chunked_scan(body(model))
     if is_encoder_decoder(model):
         scale = _real_scale(spec.logit_scale, model.config, config)
     else:
