@@ -58,6 +58,8 @@ WORDS = 16_000
 """Of the vocabulary learned from the data; models have their own number of embeddings."""
 TOKENS, LENGTH = 16_384, 4_096
 WARM, TIMED = 2, 5
+SECONDS = 30
+"""For the timed steps of others, at most, where one does not take longer."""
 FEW_LAYERS, FEW_WORDS = 6, 16_384
 """Of the rehearsal."""
 SYSTEMS = ("liger", "transformers")
@@ -278,6 +280,7 @@ class Measured:
         print(f"{self.case.name}: rehearsed after {found['rehearsal_seconds']:.0f} s", file=sys.stderr)
         pool.ask_for_memory()
         found["ours"] = attempt(self.measure_ours)
+        print(f"{self.case.name}: {words(found)}", file=sys.stderr)
         for name in [name for name in self.case.systems if name != "liger" or liger_knows(self.config)][:1]:
             found[name] = attempt(lambda name=name: self.measure_other(name, *self.attention_of(name)))
         return found
@@ -382,6 +385,8 @@ class Measured:
         if on_gpu:
             torch.cuda.synchronize()
         warm = time.monotonic() - began
+        if not is_ours:  # which compiles nothing
+            made = made[: WARM + max(1, min(TIMED, int(SECONDS / (warm / WARM))))]
         with pool.turn():
             loss, times = _run(launch, made[WARM:], on_gpu)
             busy = busy_share(launch, made[WARM:]) if on_gpu and is_ours else None
@@ -404,7 +409,7 @@ class Measured:
         model = their_model(name, config, attention, checkpointing, self.targets).train()
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
-        is_padded = self.plan.forward.layout != "packed" or attention == "eager"
+        is_padded = self.plan.forward.layout != "packed" or attention == "eager" or has_plain_scan(self.config)
         kind = device()
 
         def step(batch: Any) -> Callable[[], float]:
@@ -466,6 +471,11 @@ def their_model(name: str, config: Any, attention: str, checkpointing: bool, tar
     adapted = get_peft_model(model, adapters)
     model.config.model_type = kind
     return adapted
+
+
+def has_plain_scan(config: Any) -> bool:
+    """State spaces without the libraries by which transformers keeps packed documents apart."""
+    return hasattr(config, "mamba_n_heads") and not (find_spec("mamba_ssm") and find_spec("causal_conv1d"))
 
 
 def put_liger_on(model: Any) -> None:
