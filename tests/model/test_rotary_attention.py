@@ -12,6 +12,7 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     GPTNeoXConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -80,6 +81,20 @@ def test_losses_gradients_and_names_stay(config, method):
     assert found.keys() == gradients.keys()
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, gradients[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_model_without_positions_stays_without_them(method):
+    """Its attention would rotate by positions, and is given none."""
+    sizes = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
+    experts = {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 64}
+    kinds = {"layer_types": ["attention", "mamba"], "position_embedding_type": "nope"}
+    model = made(GraniteMoeHybridConfig(**SMALL, **sizes, **experts, **kinds), method)
+    losses, gradients = results(model)
+    fuse_rope(model, torch.float32)
+    again, found = results(model)
+    assert torch.equal(again, losses)
+    assert all(torch.equal(gradient, gradients[name]) for name, gradient in found.items())
 
 
 @pytest.mark.parametrize(
