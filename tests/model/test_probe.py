@@ -198,3 +198,20 @@ def test_a_hybrid_of_published_size_is_packed_with_adapters_on_all_its_linears()
     with quiet():
         found = probe_config(config, device=CPU)
     assert (found.spec.layout, found.spec.seq_idx, found.left_out) == ("packed", True, ())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "is_found"),
+    [
+        ("qwen3", {}, True),
+        ("glm4_moe", {}, False),  # whose positions turn half of each head
+        ("glm4_moe", {"partial_rotary_factor": 1.0}, True),
+        ("granitemoehybrid", {"position_embedding_type": "nope"}, True),
+    ],
+)
+def test_attention_is_ours_where_the_model_as_a_whole_cannot_tell(family, changes, is_found):
+    attention.register()
+    with quiet():
+        found = probe_config(tiny_config(family, **changes), device=torch.device("cpu"))
+    assert found.spec.layout == "packed"
+    assert ("rope" in found.kernels) == is_found

@@ -29,7 +29,15 @@ from tunesmith.config.schema import Lora, Run
 from tunesmith.errors import UserError
 from tunesmith.kernels import flash4
 from tunesmith.model import adapters, attention, load, lora
-from tunesmith.model.forward import confirm_forward_spec, find_forward_spec, installed_kernels, logit_bias
+from tunesmith.model.attention import NAME as PACKED_ATTENTION
+from tunesmith.model.forward import (
+    confirm_forward_spec,
+    find_forward_spec,
+    hidden_states,
+    installed_kernels,
+    logit_bias,
+    trial_inputs,
+)
 from tunesmith.model.fuse import fuse
 from tunesmith.model.gated import use_memory_efficient_gates
 from tunesmith.model.head import language_model_class
@@ -51,7 +59,7 @@ from tunesmith.plan.models import check_kind, read_config
 from tunesmith.plan.models import is_encoder_decoder as is_encoder_decoder_config
 from tunesmith.plan.plan import Attention, ForwardSpec, Gate, Kernel
 
-VERSION = 9
+VERSION = 10
 """Of what is tried; results of another are not read."""
 TOKENS = 500
 """The proxy's vocabulary."""
@@ -323,7 +331,8 @@ def probe_config(config: Any, *, device: torch.device, trust_remote_code: bool =
     left_out, can_fuse = try_adapters(model, proxy.vocabulary)
     needs = _need_weights(model, [kind for kind, why in left_out.items() if why == READS_WEIGHT], proxy.vocabulary)
     reuses = _reuses_weights(model)
-    found = Probed(spec, note, tuple(left_out.items()), can_fuse, reuses_weights=reuses, kernels=equal_kernels(model))
+    kernels = equal_kernels(model, spec, proxy.vocabulary)
+    found = Probed(spec, note, tuple(left_out.items()), can_fuse, reuses_weights=reuses, kernels=kernels)
     return replace(found, needs_weight=needs, **_router_loss(model))
 
 
@@ -337,15 +346,30 @@ def _router_loss(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def equal_kernels(model: nn.Module) -> tuple[Kernel, ...]:
+def equal_kernels(model: nn.Module, spec: ForwardSpec, vocabulary: int) -> tuple[Kernel, ...]:
     """Which of the model's modules ours can take the place of; none of an encoder-decoder's, which has dropout between
     what they would compute as one."""
     if is_encoder_decoder(model):
         return ()
     found: list[Kernel] = []
     with contextlib.suppress(Exception):  # the model's own code, called with what it does not expect
-        found += ["rope"] if fuse_rope(copy.deepcopy(model), torch.float32) else []
+        found += ["rope"] if _has_equal_rope(model, spec, vocabulary) else []
     return (*found, *_equal_gates(model))
+
+
+@torch.no_grad()
+def _has_equal_rope(model: nn.Module, spec: ForwardSpec, vocabulary: int) -> bool:
+    """Whether some attention of the model can be ours, and the model as a whole cannot tell."""
+    plain, fused = copy.deepcopy(model), copy.deepcopy(model)
+    if not fuse_rope(fused, torch.float32):
+        return False
+    if spec.layout != "packed":  # it is the model's own that is called then
+        return True
+    inputs = trial_inputs(vocabulary, model.device)
+    for one in (plain, fused):
+        set_attention(one, PACKED_ATTENTION)
+    expected, ours = (hidden_states(one, inputs, spec) for one in (plain, fused))
+    return (ours - expected).abs().max().item() <= 1e-4 * max(1.0, expected.abs().max().item())
 
 
 @torch.no_grad()
