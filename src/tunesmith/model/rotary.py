@@ -43,7 +43,7 @@ def fuse_rope(model: nn.Module, dtype: torch.dtype, device: torch.device | None 
 
 
 class RotaryAttention(nn.Module):
-    """Packed documents alone: with a cache or a mask the model's own module is called."""
+    """Packed documents alone: with a cache or a mask, or without positions (NoPE), the model's own module is called."""
 
     def __init__(self, own: nn.Module, options: dict[str, Any]):
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -58,7 +58,8 @@ class RotaryAttention(nn.Module):
             setattr(self, name, getattr(own, name, None))
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **named):
-        if past_key_values is not None or attention_mask is not None or "cu_seq_lens_q" not in named:
+        is_packed = "cu_seq_lens_q" in named and past_key_values is None and attention_mask is None
+        if not is_packed or position_embeddings is None:
             return self.own[0](
                 hidden_states,
                 position_embeddings=position_embeddings,
