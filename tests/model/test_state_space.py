@@ -8,11 +8,21 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
 
+import parity
 from families import tiny_config, tiny_model
 from tunesmith.model import attention
-from tunesmith.model.forward import find_forward_spec, hidden_states, token_losses, trial_inputs
+from tunesmith.model.forward import (
+    find_forward_spec,
+    hidden_states,
+    packed_hidden_states,
+    token_losses,
+    trial_inputs,
+)
+from tunesmith.model.kept import count_kept
 from tunesmith.model.probe import probe_config, try_adapters
+from tunesmith.model.rotary import fuse_rope
 from tunesmith.model.state_space import is_mixer, mixers_of, use_chunked_scan
 from tunesmith.plan.plan import ForwardSpec
 
@@ -153,3 +163,80 @@ def test_a_layer_with_a_scan_compiles_in_one_graph():
     layer.forward = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
     found = torch.autograd.grad(hidden_states(model, inputs, spec).square().sum(), weight)[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+def test_the_plan_names_the_scan_and_knows_what_its_layers_keep(tmp_path):
+    """Counted, not estimated with a larger margin; layers without attention count none."""
+    from tunesmith.config.schema import Run
+    from tunesmith.model.probe import probe_run
+    from tunesmith.plan.hardware import named
+    from tunesmith.run.choose import found_facts, plan_run
+
+    parity.write_model("granitemoehybrid", tmp_path / "model")
+    parity.write_documents(tmp_path / "train.jsonl")
+    data = str(tmp_path / "train.jsonl")
+    run = Run(model=str(tmp_path / "model"), data=data, method="full", sequence_length=64)
+    run, found, notes = probe_run(run)
+    assert (notes, "scan" in found.kernels) == ([], True)
+    facts = found_facts(run, named("H200"), found)
+    assert (facts.note, facts.scan, facts.packs) == (None, "ours", True)
+    mixer, attends = (facts.kinds[at] for at in facts.pattern)
+    assert (mixer.state_space.heads, mixer.state_space.inner, mixer.state_space.state, mixer.query) == (8, 64, 8, 0)
+    assert (attends.state_space, attends.query) == (None, 32)
+    assert not any(linear.name.endswith("conv1d") for linear in mixer.linears)
+    assert mixer.kept.full > attends.kept.full
+    assert mixer.kept.is_compiled  # it has experts
+    plan = plan_run(run, named("H200"), probed=found)
+    (said,) = [reason for reason in plan.reasons if reason.topic == "state spaces"]
+    assert said.choice == "chunked scan of ours"
+    assert not [reason for reason in plan.reasons if reason.topic == "margin"]
+
+
+def test_the_count_is_what_autograd_keeps():
+    """With real tensors, on a model of three layers against one of two."""
+    config = tiny_config("mamba2")
+    (counted, *_) = count_kept(config, compiles=False, fuses=True, kernels=(), seq_idx=True)
+    inputs, sizes = trial_inputs(100, torch.device("cpu"), (300,)), []
+    for layers in (2, 3):
+        model = small("mamba2", num_hidden_layers=layers).train()
+        own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(tensor, own=own, kept=kept):
+            if tensor.untyped_storage().data_ptr() not in own:
+                kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            packed_hidden_states(model, inputs, seq_idx=True)
+        sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
+    assert (sizes[1] - sizes[0]) / 300 == pytest.approx(counted.full, rel=0.05)
+
+
+def test_a_mixer_keeps_less_than_by_the_models_own_code():
+    """At the widths of a published model: its own code keeps triangles and states, ours what enters the scan."""
+    config = tiny_config("mamba2", num_heads=32, head_dim=64, hidden_size=1024, state_size=128, chunk_size=256)
+    with torch.device("meta"):
+        mixer = mixers_of(AutoModelForCausalLM.from_config(config))[0].train()
+    hidden = torch.empty(1, 1024, 1024, device="meta", requires_grad=True)
+
+    def kept_by(call) -> int:
+        kept: dict[int, torch.Tensor] = {}
+        keep = lambda one: kept.setdefault(one.untyped_storage()._cdata, one)  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+            call()
+        return sum(one.untyped_storage().nbytes() for one in kept.values())
+
+    own = kept_by(lambda: mixer(hidden))
+    use_chunked_scan(mixer)
+    assert kept_by(lambda: mixer(hidden)) < own / 3
+
+
+def test_attention_without_positions_is_left_to_the_model():
+    """Granite 4's hybrids have none: what rotates queries and keys is called with nothing to rotate by."""
+    model = small("granitemoehybrid", position_embedding_type="nope").train()
+    model.set_attn_implementation(attention.NAME)
+    inputs, spec = trial_inputs(100, torch.device("cpu"), LENGTHS), ForwardSpec("packed", seq_idx=True)
+    expected = hidden_states(model, inputs, spec)
+    assert fuse_rope(model, torch.float32) == 1
+    torch.testing.assert_close(hidden_states(model, inputs, spec), expected)

@@ -58,22 +58,25 @@ def count_kept(
     trust_remote_code: bool = False,
 ) -> tuple[Kept, ...] | None:
     """Of each layer. None where that cannot be said: layers that do not run without data, or whose attention is their
-    own and keeps a value for each pair of tokens."""
-    case = {"compiles": compiles, "on_gpu": compiles, "fuses": fuses, "kernels": kernels, "seq_idx": seq_idx}
-    try:
-        found = [
-            _Counting(adapt, is_full=adapt is _train_all, **case).run(config, trust_remote_code)
-            for adapt in (_train_all, _adapt_all)
-        ]
-    except Exception:  # the model's own code, run on tensors that hold nothing
-        return None
-    width = 2 if compiles else 4
-    if not all(found):
-        return None
-    return tuple(
-        Kept(full=full[0], adapters=adapted[0], width=width, is_compiled=compiles)
-        for full, adapted in zip(*found, strict=True)
-    )
+    own and keeps a value for each pair of tokens. Where layers of a CPU cannot be counted (matmuls of experts have no
+    shapes in fp32), those of a GPU are, from which the planner knows the way."""
+    for is_compiled in dict.fromkeys((compiles, True)):
+        case = {"compiles": is_compiled, "on_gpu": is_compiled, "fuses": fuses, "kernels": kernels, "seq_idx": seq_idx}
+        try:
+            found = [
+                _Counting(adapt, is_full=adapt is _train_all, **case).run(config, trust_remote_code)
+                for adapt in (_train_all, _adapt_all)
+            ]
+        except Exception:  # the model's own code, run on tensors that hold nothing
+            continue
+        if not all(found):
+            return None
+        width = 2 if is_compiled else 4
+        return tuple(
+            Kept(full=full[0], adapters=adapted[0], width=width, is_compiled=is_compiled)
+            for full, adapted in zip(*found, strict=True)
+        )
+    return None
 
 
 def count_own(run: Run, *, on_gpu: bool, kernels: tuple[str, ...]) -> tuple[KeptByOwn, ...] | None:
@@ -310,13 +313,20 @@ class _Counting:
                 result = forward(*arguments, **named)
             tokens = self.tokens
             if not any(tensor.shape.count(tokens) > 1 for tensor in kept.values()):
-                sizes = [(tokens in tensor.shape, tensor.untyped_storage().nbytes()) for tensor in kept.values()]
+                sizes = [(self._is_of_tokens(one.shape), one.untyped_storage().nbytes()) for one in kept.values()]
                 of_tokens, fixed = (sum(size for is_own, size in sizes if is_own is one) for one in (True, False))
                 self.known[kind] = of_tokens // tokens, fixed
             del held
             return result
 
         return count
+
+    def _is_of_tokens(self, shape: torch.Size) -> bool:
+        """Whether it grows with their number, or with that of their copies for several experts; few tokens have
+        multiples among the widths."""
+        if self.tokens == TOKENS:
+            return any(size and size % self.tokens == 0 for size in shape)
+        return self.tokens in shape
 
 
 def _kind(layer: nn.Module) -> Any:

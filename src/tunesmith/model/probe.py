@@ -44,7 +44,7 @@ from tunesmith.model.head import language_model_class
 from tunesmith.model.kept import count_kept
 from tunesmith.model.rotary import fuse_rope
 from tunesmith.model.routers import router_loss_of
-from tunesmith.model.state_space import use_chunked_scan
+from tunesmith.model.state_space import has_own_kernels, mixers_of, use_chunked_scan
 from tunesmith.model.structure import (
     body,
     is_encoder_decoder,
@@ -331,7 +331,8 @@ def probe_config(config: Any, *, device: torch.device, trust_remote_code: bool =
     left_out, can_fuse = try_adapters(model, proxy.vocabulary)
     needs = _need_weights(model, [kind for kind, why in left_out.items() if why == READS_WEIGHT], proxy.vocabulary)
     reuses = _reuses_weights(model)
-    kernels = equal_kernels(model, spec, proxy.vocabulary)
+    is_ours = spec.seq_idx and bool(mixers_of(model)) and not has_own_kernels(device)
+    kernels = (*equal_kernels(model, spec, proxy.vocabulary), *(("scan",) if is_ours else ()))
     found = Probed(spec, note, tuple(left_out.items()), can_fuse, reuses_weights=reuses, kernels=kernels)
     return replace(found, needs_weight=needs, **_router_loss(model))
 

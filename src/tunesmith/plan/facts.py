@@ -63,6 +63,18 @@ class KeptByOwn(Part):
     is_compiled: bool
 
 
+class StateSpace(Part):
+    """Of a layer with a Mamba-2 mixer."""
+
+    heads: int
+    inner: int
+    """Width over all heads."""
+    state: int
+    """Size of the state, for each number of the width."""
+    channels: int
+    """Of the convolution before it."""
+
+
 class Layer(Part):
     """One kind of layer."""
 
@@ -90,6 +102,7 @@ class Layer(Part):
     has_sinks: bool = False
     """Attention sinks, as gpt-oss has them."""
     has_alibi: bool = False
+    state_space: StateSpace | None = None
     norms: int = 2
     """Norms whose result goes into matmuls."""
     bare_inputs: int = 0
@@ -169,6 +182,8 @@ class ModelFacts(Part):
     """Documents can lie end to end; else they are padded, one a row."""
     runs_along: bool = False
     """Something besides attention runs along the tokens of a packed document: a convolution, a state space."""
+    scan: Literal["ours", "mamba-ssm"] | None = None
+    """By what state spaces run along packed documents, as the probe has found."""
     reuses_weights: bool = False
     """A forward pass uses some weights more than once, as the probe has found."""
     has_router_loss: bool = False

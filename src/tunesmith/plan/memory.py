@@ -20,7 +20,7 @@ from tunesmith.objectives.distill import Distill
 from tunesmith.objectives.grpo import Grpo
 from tunesmith.objectives.head import ClassifyTokens
 from tunesmith.plan.choice import Choice, Task
-from tunesmith.plan.facts import KEPT_RANK, Layer, Linear
+from tunesmith.plan.facts import KEPT_RANK, Layer, Linear, StateSpace
 from tunesmith.plan.paths import is_in_full, preferred
 from tunesmith.plan.plan import Attention, Memory, Phase, Sharding
 from tunesmith.plan.stages import PER_RANK, micro_batches
@@ -79,6 +79,8 @@ COLLECTIVES = 300 * MIB
 """What NCCL takes once there is more than one rank."""
 FRAGMENTATION = {"cpu": 0.08, "cuda": 0.01}
 """Of what comes and goes. On a GPU 0.4% was enough where memory was short; it takes up to 10% where there is plenty."""
+SCAN_CHUNK = 128
+"""Tokens of a chunk of a state space, the same as in `kernels.scan`."""
 ROLLOUT_ROWS = 256
 """Answers that are decoded at once, at most."""
 CACHE_ROOM = 64
@@ -250,10 +252,23 @@ def _workspaces(task: Task, choice: Choice, hidden: float) -> tuple[float, float
     else:
         backward = 3 * wide + 4 * hidden
     backward += 2 * wide if choice.mlp_slice else 0.0  # a slice is computed again first
+    scan = max((_scan_bytes(task, kind.state_space) for kind in task.facts.kinds), default=0.0)
+    backward = max(backward, scan * choice.tokens(task))
     is_more = task.has_adapters and choice.matmul_dtype != "fp8"
     again = WIDE_AGAIN[trained] * wide if choice.is_compiled and is_more else 0.0
     again += hidden if choice.offload_activations else 0.0  # the next input is on its way
     return forward, backward, again
+
+
+def _scan_bytes(task: Task, space: StateSpace | None) -> float:
+    """What the backward pass of our scan makes for each token: two triangles of each chunk, states at its two ends, and
+    some tensors of its width (`kernels.scan`). On a CPU nothing of it is fused, and decays are in fp64."""
+    if space is None or task.facts.scan != "ours":
+        return 0.0
+    triangles, states = space.heads * SCAN_CHUNK, space.state * space.inner / SCAN_CHUNK
+    if task.device == "cpu":
+        return 32 * triangles + (4 * states + 8 * space.channels) * task.width
+    return (2 * triangles + 2 * states + 6 * space.inner + 3 * space.channels) * task.width
 
 
 def peak(phases: list[Phase]) -> Phase:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Literal
 from tunesmith import hub
 from tunesmith.disk import expanded
 from tunesmith.errors import UserError
-from tunesmith.plan.facts import Layer, Linear, ModelFacts, is_attention
+from tunesmith.plan.facts import Layer, Linear, ModelFacts, StateSpace, is_attention
 from tunesmith.plan.families import architecture_of, family_of, from_config
 
 
@@ -234,13 +234,13 @@ def build_facts(config: Mapping[str, Any], *, trust_remote_code: bool = False, s
                 is_adaptable=parameter.ndim == 2,
             )
             for name, parameter in parameters
-            if parameter.ndim in (2, 3)
+            if _is_matrix(parameter)
         )
         usual = rough.kinds[0]
-        other = sum(parameter.numel() for _, parameter in parameters if parameter.ndim not in (2, 3))
+        other = sum(parameter.numel() for _, parameter in parameters if not _is_matrix(parameter))
         index = int(place.rpartition(".")[2])
         attention = _attention_of(made.get_text_config(), index, [name for name, _ in parameters])
-        attention |= _mlp_of(linears, usual.intermediate)
+        attention |= _mlp_of(linears, usual.intermediate) | _mixer_of(model.get_submodule(place), linears)
         kind = usual.changed(prefix=prefix, linears=linears, other=other, **attention)
         if kind not in kinds:
             kinds.append(kind)
@@ -312,6 +312,26 @@ def _attention_of(config: Any, layer: int, names: list[str]) -> dict[str, Any]:
     found["has_sinks"] = any(re.search(r"(^|\.)(attention_)?sinks?$", name) for name in names)
     found["has_alibi"] = bool(getattr(own, "alibi", False)) or getattr(own, "model_type", "") in ("bloom", "mpt")
     return found
+
+
+def _is_matrix(parameter: Any) -> bool:
+    """A linear's weight, or those of experts in one; not that of a convolution of each channel for itself."""
+    return parameter.ndim == 2 or (parameter.ndim == 3 and parameter.shape[1] > 1)
+
+
+def _mixer_of(layer: Any, linears: tuple[Linear, ...]) -> dict[str, Any]:
+    """The state space of a layer with a Mamba-2 mixer, which may have no attention besides."""
+    names = ("num_heads", "head_dim", "n_groups", "ssm_state_size")
+    for module in layer.modules():
+        sizes = [size for name in names if isinstance(size := getattr(module, name, None), int)]
+        if not hasattr(module, "A_log") or len(sizes) < len(names):
+            continue
+        heads, size, groups, state = sizes
+        inner = heads * size
+        found = StateSpace(heads=heads, inner=inner, state=state, channels=inner + 2 * groups * state)
+        has_attention = any(is_attention(one.name) for one in linears)
+        return {"state_space": found} | ({} if has_attention else {"query": 0, "key": 0})
+    return {}
 
 
 def _mlp_of(linears: tuple[Linear, ...], width: int) -> dict[str, Any]:

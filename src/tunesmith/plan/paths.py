@@ -57,10 +57,15 @@ def preferred(task: Task) -> Attention:
     return "sdpa"
 
 
+def _attending(task: Task) -> list[Layer]:
+    """Kinds of layers with attention; all, where there is none."""
+    return [kind for kind in task.facts.kinds if kind.query] or list(task.facts.kinds)
+
+
 def paths(task: Task, kernel: Attention) -> dict[str, Path]:
     """The path of each kind of layer, by a name for the kind."""
     found: dict[str, Path] = {}
-    for kind in task.facts.kinds:
+    for kind in _attending(task):
         name = f"sliding {kind.window}" if kind.window else f"chunked {kind.chunk}" if kind.chunk else "full"
         path = path_of_kind(task, kernel, kind)
         found[name if found.get(name, path) == path else f"{name}, {heads_of(task, kind).words}"] = path
@@ -75,7 +80,7 @@ def said(task: Task, kernel: Attention) -> tuple[str, str]:
     )
     capability = task.gpu.capability
     whys = []
-    for kind in task.facts.kinds:
+    for kind in _attending(task):
         heads, path = heads_of(task, kind), path_of_kind(task, kernel, kind)
         asked = heads.words or "usual heads"
         if not task.facts.has_fused_attention:

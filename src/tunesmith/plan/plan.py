@@ -25,7 +25,7 @@ Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
 Layout = Literal["packed", "padded", "encoder-decoder"]
 Gate = Literal["swiglu", "geglu", "clamped_swiglu"]
 GATES: tuple[Gate, ...] = get_args(Gate)
-Kernel = Literal["rope", "swiglu", "geglu", "clamped_swiglu", "fp8_head"]
+Kernel = Literal["rope", "swiglu", "geglu", "clamped_swiglu", "fp8_head", "scan"]
 Positive = Annotated[int, Field(ge=1)]
 
 

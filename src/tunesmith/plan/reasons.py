@@ -24,6 +24,16 @@ GIVES_UP = {
 """Optimizers with which all weights are trained in less memory, and what each gives up for it."""
 
 
+SCANS = {
+    "ours": (
+        "chunked scan of ours",
+        "packed documents kept apart, without other libraries; tried equal to the model's code",
+    ),
+    "mamba-ssm": ("mamba-ssm", "its kernels and those of causal-conv1d keep packed documents apart"),
+}
+"""What runs along the tokens of Mamba-2 hybrids, and why."""
+
+
 def explain(
     run: Run, task: Task, found: Candidate, every: list[Candidate], limit: int, fits: bool, decide: Decide
 ) -> None:
@@ -158,6 +168,8 @@ def _explain_computing(task: Task, found: Candidate, decide: Decide) -> None:
     choice = found.choice
     if task.device == "cuda" and task.facts.packs:
         decide("attention", *paths.said(task, choice.attention))
+    if task.facts.scan is not None:
+        decide("state spaces", *SCANS[task.facts.scan])
     if choice.mlp_slice:
         wide = 2 * max(kind.intermediate for kind in task.facts.kinds) * task.width * choice.tokens(task)
         decide("MLP", f"{choice.mlp_slice:,} tokens at a time", f"for all tokens it would make {gib(wide)} at once")

@@ -15,7 +15,7 @@ from tunesmith.objectives.distill import Distill
 from tunesmith.objectives.grpo import Grpo
 from tunesmith.plan import memory, stages
 from tunesmith.plan.choice import Choice, Task
-from tunesmith.plan.facts import Layer
+from tunesmith.plan.facts import Layer, StateSpace
 from tunesmith.plan.paths import is_in_full, path_of_kind
 from tunesmith.plan.plan import Sharding, Time
 
@@ -390,9 +390,18 @@ def _elementwise_bytes(task: Task, choice: Choice) -> float:
             + passes["attention"] * (kind.query + kind.key)
             + passes["intermediate"] * kind.intermediate
             + 8 * kind.copies * facts.hidden
+            + _scan_values(kind.state_space)
         )
     )
     return values * task.width
+
+
+def _scan_values(space: StateSpace | None) -> float:
+    """What the scan of a state space reads and writes for each token, forward and backward; counted, not measured."""
+    if space is None:
+        return 0.0
+    triangles, states = space.heads * memory.SCAN_CHUNK, space.state * space.inner / memory.SCAN_CHUNK
+    return 8 * triangles + 12 * states + 24 * space.inner + 8 * space.channels
 
 
 def _quantization(task: Task, choice: Choice, tokens: float) -> float:

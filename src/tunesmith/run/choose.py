@@ -59,6 +59,8 @@ def found_facts(run: Run, hardware: Hardware, probed: Probed) -> ModelFacts:
     packs = probed.spec.lengths(run.sequence_length) is None
     found = {"reuses_weights": probed.reuses_weights, "wrong_paths": probed.wrong_paths}
     found["has_router_loss"] = facts.has_router_loss and probed.router_loss is not None
+    if probed.spec.seq_idx and any(kind.state_space is not None for kind in facts.kinds):
+        found["scan"] = "ours" if "scan" in (probed.kernels or ()) else "mamba-ssm"
     facts = facts.changed(packs=packs, runs_along=probed.spec.seq_idx, **found)
     on_gpu = bool(hardware.gpus) and run.device != "cpu"
     own = count_own(run, on_gpu=on_gpu, kernels=probed.kernels or ())
