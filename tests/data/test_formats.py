@@ -278,6 +278,7 @@ REFUSED = [
     (chat({"content": "", "tool_calls": [{"arguments": {}}]}), "has no function `name`"),
     (chat({"content": "x"}, tools="["), "`tools` is not valid JSON"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "unknown role `robot`; known are user"),
+    ({"messages": [{"role": "a\nb", "content": "x"}]}, r"unknown role `a\\nb`; known are user"),
     ({"prompt": "Hi", "chosen": "a", "rejected": "b"}, "preference data.*{prompt: prompt, completion: chosen}"),
     (chat({"content": "x"}, label=True), "`label` is true or false.*preference data"),
     ({"input_ids": [1, 2], "labels": [1]}, "2 `input_ids` but 1 `labels`"),

@@ -50,7 +50,7 @@ class RecordError(UserError):
         self.kind, self.origin, self.reason = kind, origin, reason
         self.is_read = False
         """It was read, and is faulty all the same."""
-        super().__init__(f"{origin}: {reason}.")
+        super().__init__(f"{origin}: {reason}.".replace("\n", "\\n"))  # of the record's own words
 
     def __reduce__(self) -> Any:
         return RecordError, (self.kind, self.origin, self.reason), {"is_read": self.is_read}
