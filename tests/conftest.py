@@ -41,6 +41,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
 
 
+def pytest_collection_finish():
+    gc.freeze()  # what is imported by now is no garbage, and looking through it takes a second each time
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # else libraries complain of what was not tidied up
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNESMITH_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))

@@ -109,6 +109,7 @@ def _kept(config: dict, method: str, tokens: int, rank: int) -> int:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from half import HalfMatmulsInFp32
     from tunesmith.model import attention, lora
     from tunesmith.model.experts import QuantizedExperts, experts_of_layers
     from tunesmith.model.forward import Inputs, hidden_states
@@ -150,7 +151,7 @@ def _kept(config: dict, method: str, tokens: int, rank: int) -> int:
         labels=torch.arange(tokens) % 128,
         weights=torch.ones(tokens),
     )
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with HalfMatmulsInFp32(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         result = hidden_states(model, inputs, ForwardSpec("packed"))
     assert result.requires_grad
     return sum(size for size, _ in kept.values())

@@ -249,6 +249,8 @@ class _Counting:
     tokens: int = TOKENS
     known: dict[Any, tuple[int, int] | None] = field(default_factory=dict)
     """By kind of layer: bytes for each token, and those that are kept for any number of them."""
+    held: list[torch.Tensor] = field(default_factory=list)
+    """What is there before the layers are called: weights, and what a method keeps where no module holds it."""
 
     def run(
         self,
@@ -279,8 +281,11 @@ class _Counting:
             self.known[kind] = None
             self._prepare(layer, dtype)
             layer.forward = self._counted(layer, kind)
+        inputs = _inputs(self.tokens, called_on or device)
+        self.held = [part for one in _every_tensor() for part in _dense(one)]
         with _attention_of(model, on_gpu=self.on_gpu):
-            packed_hidden_states(model, _inputs(self.tokens, called_on or device), seq_idx=self.seq_idx)
+            packed_hidden_states(model, inputs, seq_idx=self.seq_idx)
+        self.held = []
         counts = [self.known[kind] for kind in kinds]
         return None if None in counts else counts  # pyright: ignore
 
@@ -298,8 +303,8 @@ class _Counting:
 
         def count(*arguments: Any, **named: Any) -> Any:
             hidden = arguments[0] if arguments else named["hidden_states"]
-            # Weights, and what layers share, of which a method may keep some where no module holds it.
-            held = [part for one in _every_tensor() for part in _dense(one)]  # so that no place is taken again
+            given = [part for one in _tensors_in((arguments, named)) for part in _dense(one)]
+            held = self.held + given  # so that no place is taken again
             before = {_place(part) for part in held} - {_place(hidden)}
             kept: dict[int, torch.Tensor] = {}
 
@@ -349,6 +354,14 @@ def _place(tensor: torch.Tensor) -> int:
 
 def _every_tensor() -> Iterator[torch.Tensor]:
     yield from (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor))
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if torch.is_tensor(value):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(one)
 
 
 def _inputs(count: int, device: str) -> Inputs:

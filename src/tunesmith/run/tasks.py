@@ -59,10 +59,11 @@ def evaluate(
             if progress:
                 progress(f"{target.name}: {task.title}", number, len(missing) or None)
         results.close()
-    del session
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if session is not None:
+        del session
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     ranks.wait()
     for results in found.values():
         results.read()
