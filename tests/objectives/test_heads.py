@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ranks import assert_two_give_the_losses_of_one
-from tiny import Die, Runs, assert_resumes, write_all
+from tiny import TRAIN, Die, Runs, assert_resumes, write_all
 from tunesmith.cli.main import main
 from tunesmith.config.load import from_mapping
 from tunesmith.data.loader import documents_of
@@ -252,7 +252,7 @@ def test_two_ranks_give_the_losses_of_one(world, tiny_model, tmp_path, kind, met
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"objective": "classify"}, "needs two names or more"),
+        ({"objective": "classify", "labels": ["a", "a"]}, "needs two names or more"),
         ({"objective": "sft", "labels": ["a", "b"]}, "labels are for"),
         ({"objective": "reward", "method": "peft", "peft": {"peft_type": "IA3"}}, "trains a new head"),
         ({"objective": "reward", "too_long": "split"}, "in one piece"),
@@ -261,6 +261,24 @@ def test_two_ranks_give_the_losses_of_one(world, tiny_model, tmp_path, kind, met
 def test_settings_that_do_not_go_together(changes, said):
     with pytest.raises(UserError, match=said):
         from_mapping({"model": "m", "data": "d", **changes})
+
+
+def test_labels_that_are_not_given_are_those_of_the_data_in_plan_folder_and_result(runs, tiny_model, tmp_path):
+    given = write_run(tmp_path / "given", tiny_model, "texts")
+    read = write_run(tmp_path / "read", tiny_model, "texts")
+    settings = json.loads((read / "run.yaml").read_text())
+    del settings["labels"]
+    (read / "run.yaml").write_text(json.dumps(settings))
+    for folder in (given, read):
+        ended = runs(folder, *TRAIN)
+        assert ended.code == 0, ended.err
+    result = Path("run/adapter/adapter_model.safetensors")
+    assert (given / result).read_bytes() == (read / result).read_bytes()
+    reasons = json.loads((read / "run/plan.json").read_text())["reasons"]
+    assert [one["choice"] for one in reasons if one["topic"] == "labels"] == ["bad, good"]
+    assert runs(read, *TRAIN).code == 0  # nothing has changed
+    planned = runs(read, "plan", "run.yaml")
+    assert "bad, good" in planned.out, planned.err
 
 
 def test_an_unknown_label_is_a_bad_record(tiny_model, tmp_path, monkeypatch, capsys):

@@ -45,6 +45,10 @@ def command(
     from tunesmith.plan.models import check_there
 
     run = load(config, overrides or []).run
+    if run.objective.startswith("classify"):
+        from tunesmith.data.labels import with_labels
+
+        run = with_labels(run)
     if run.new_tokens:
         from tunesmith.model.grown import grown
 

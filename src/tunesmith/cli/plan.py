@@ -95,6 +95,8 @@ def command(
         return search(run, facts, where, pins=pins, **data)
 
     found = searched(run, facts, where)
+    if run.objective.startswith("classify") and not run.labels and not missing(run):
+        found = _labelled(found, run)
     plan = found.plan
     if solve:
         answer = explain.solve(solve, run, facts, where)
@@ -114,6 +116,17 @@ def command(
         output.print_json(_document(run, facts, where, found, length, price))
     else:
         _page(run, facts, where, found, length, price)
+
+
+def _labelled(found: Search, run: Run) -> Search:
+    from dataclasses import replace
+
+    from tunesmith.cli import output
+    from tunesmith.data.labels import with_labels
+    from tunesmith.run.choose import with_label_reason
+
+    output.stage("Reading the data's labels")
+    return replace(found, plan=with_label_reason(found.plan, with_labels(run)))
 
 
 def _check_teacher(run: Run) -> None:

@@ -478,7 +478,7 @@ class Run(Settings):
     rewards: Rewards = []
     """With `objective: grpo` and `rloo`: how answers are checked; the reward is the sum."""
     labels: list[Text] = []
-    """With `objective: classify` and `classify_tokens`: the classes' names; records give these, or numbers from 0."""
+    """With `objective: classify` and `classify_tokens`: the classes' names; those of the data when left out."""
     peft: dict[Text, Any] = {}
     """With `method: peft`: its `peft_type`, such as `IA3`, and the fields of that type's config in the peft library."""
     adapter: Text | None = None
@@ -760,7 +760,7 @@ def _unsuited_head(run: Run) -> str | None:
     classifies = run.objective in ("classify", "classify_tokens")
     if not classifies and run.labels:
         return f"labels are for `objective: classify` and `classify_tokens`, and objective is {run.objective}"
-    if classifies and (len(run.labels) < 2 or len(set(run.labels)) < len(run.labels)):
+    if classifies and (len(run.labels) == 1 or len(set(run.labels)) < len(run.labels)):
         such = "[bad, good]" if run.objective == "classify" else "[O, B-PER, I-PER]"
         return f"labels: `objective: {run.objective}` needs two names or more, all different, such as `labels: {such}`"
     if not classifies and run.objective != "reward":

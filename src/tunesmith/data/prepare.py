@@ -303,7 +303,7 @@ class _Work:
             if dataset.format and not is_other:
                 self._format = dataset.format
             else:
-                self._format = formats.recognise(_sample(dataset), dataset, self._records)
+                self._format = formats.recognise(sample(dataset), dataset, self._records)
 
     def whole(self, title: str, progress: Progress | None, workers: int | None) -> Whole:
         # Looked up again: a data set may be used twice in a run.
@@ -368,7 +368,7 @@ class _Encode:
         return examples, watch
 
 
-def _sample(dataset: Dataset) -> list[Record]:
+def sample(dataset: Dataset) -> list[Record]:
     """The first records, as many as there are reason to look at."""
     bad: list[RecordError] = []
     sample, size = [], 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.schema import Run
-from tunesmith.errors import UserError
+from tunesmith.errors import UserError, listed
 from tunesmith.launch.rank_environment import PLAN, RankEnvironment, read_rank_environment
 from tunesmith.objectives import objective_of
 from tunesmith.plan.documents import guess_held_out, measure, sample_lengths
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tunesmith.plan.facts import ModelFacts
 
 
+LABELS = "labels"
 Progress = Callable[[str, int, int | None], None]
 """Told what is being done, how far it is, and out of how much (None: not known)."""
 
@@ -166,6 +167,13 @@ def _settled(plan: Plan, run: Run, probed: Probed) -> Plan:
         why = "the model's config does not ask for it (output_router_logits); router_aux_loss_coef would"
     reason = Reason(topic="load-balancing loss of the routers", choice=f"{weight:g}" if weight else "none", why=why)
     return plan.changed(router_loss=weight, reasons=(*plan.reasons, reason))
+
+
+def with_label_reason(plan: Plan, run: Run) -> Plan:
+    """The plan with the labels that were read from the data."""
+    why = "the data's own, sorted; `labels` names them in another order"
+    reason = Reason(topic=LABELS, choice=listed(run.labels), why=why)
+    return plan.changed(reasons=(*(one for one in plan.reasons if one.topic != LABELS), reason))
 
 
 def with_findings(plan: Plan, probed: Probed) -> Plan:

@@ -12,6 +12,7 @@ import torch
 from tunesmith.checkpoint.room import check_room, result_bytes
 from tunesmith.checkpoint.store import CheckpointStore
 from tunesmith.config.schema import Run
+from tunesmith.data.labels import needs_labels, with_labels
 from tunesmith.data.prepare import Prepared, answers_reason
 from tunesmith.errors import UserError, listed
 from tunesmith.infer.described import beside
@@ -24,7 +25,7 @@ from tunesmith.plan.pairs import check_pairs
 from tunesmith.plan.plan import Plan
 from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder
-from tunesmith.run.choose import Progress, make_plan, tokenize, will_write
+from tunesmith.run.choose import Progress, make_plan, tokenize, will_write, with_label_reason
 from tunesmith.run.initial import make_start
 from tunesmith.run.rollout import check_rewards
 from tunesmith.run.task_scores import read_tasks
@@ -65,6 +66,7 @@ def prepare_run(
     losses depend on how steps are cut into micro-batches.
     """
     folder = Path(run.output)
+    is_labelled, run = needs_labels(run), with_labels(run)
     before = run_folder.read_identity(folder)
     planned = run_folder.read_plan(folder) if before else None
     check_pairs(run)
@@ -78,6 +80,8 @@ def prepare_run(
     if run.has_lora and (run.lora.targets != "all-linear" or run.lora.layers is not None):
         lora.find_targets(load.load_skeleton(run), run.lora)
     chosen, data = make_plan(run, probed=probed, plan=plan, ranks=ranks, progress=progress)
+    if is_labelled:
+        chosen = with_label_reason(chosen, run)
     check_rewards(rewards, (*data.train, *data.evals))
     read_tasks(run, chosen)
     if data.bad:
