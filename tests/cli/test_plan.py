@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tunesmith.cli import output
 from tunesmith.cli.main import app
 from tunesmith.plan.hardware import DISK_RATE, measured_links, probe
 from tunesmith.plan.plan import Plan
@@ -79,14 +80,17 @@ def test_the_page_says_what_why_how_much_and_what_else(folder):
         assert words in page
 
 
-def test_a_model_without_a_formula_is_planned_by_what_its_code_does(folder):
+def test_a_model_without_a_formula_is_planned_by_what_its_code_does(folder, monkeypatch):
     """BLOOM's code takes no packed attention, but its documents are packed in training all the same."""
     sizes = {"hidden_size": 256, "n_layer": 3, "n_head": 4, "vocab_size": 1000}
     bloom = {"architectures": ["BloomForCausalLM"], "model_type": "bloom", **sizes}
     (folder / "m" / "config.json").write_text(json.dumps(bloom))
+    stages = []
+    monkeypatch.setattr(output, "stage", stages.append)
     said = plan("--hardware", "H200")
     assert "padded" not in said
     assert "no formula" not in said
+    assert stages == ["Reading run.yaml", "Trying the model's code on a small proxy"]
 
 
 def test_data_that_are_not_there_are_told(folder):

@@ -158,6 +158,9 @@ class Display:
     def _on_warning(self, event: events.Warned) -> None:
         output.warn(event.message)
 
+    def _on_note(self, event: events.Noted) -> None:
+        output.say(event.message)
+
     def _on_alert(self, event: events.Alert) -> None:
         if not event.is_fatal:
             output.warn(f"{event.name}: {event.evidence} {event.advice}")

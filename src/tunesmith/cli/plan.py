@@ -84,7 +84,7 @@ def command(
     if ranks and hardware:
         raise UserError("--ranks counts those of this machine, and --hardware names another; leave one of the two out.")
     where = named(hardware) if hardware else shared(probe(), ranks) if ranks else probe()
-    facts = facts_before(run, where)
+    facts = facts_before(run, where, output.stage)
     _check_teacher(run)
     for path in missing(run):
         output.warn(f"{path}: no such file or folder; documents are taken to be as long as sequences.")
@@ -109,7 +109,7 @@ def command(
         settings, pins, other = explain.apart(_pairs(what_if))
         changed = load(config, [*(overrides or ()), *settings]).run if settings else run
         there = named(other) if other else where
-        _differences(plan, searched(changed, facts_before(changed, there), there, pins).plan, as_json)
+        _differences(plan, searched(changed, facts_before(changed, there, output.stage), there, pins).plan, as_json)
         return
     length = (round(tokens), "as given") if tokens else total_tokens(run, plan, documents.measure(run))
     if as_json:

@@ -68,11 +68,13 @@ def found_facts(run: Run, hardware: Hardware, probed: Probed) -> ModelFacts:
     return facts.with_findings(probed.kernels, probed.kept, own)
 
 
-def facts_before(run: Run, hardware: Hardware) -> ModelFacts:
-    """The same before a run is begun: a model of a family without a formula here is probed, on the CPU."""
+def facts_before(run: Run, hardware: Hardware, tell: Callable[[str], None] = lambda _: None) -> ModelFacts:
+    """The same before a run is begun: a model of a family without a formula here is probed, on the CPU. `tell` is told
+    so: the first time that takes up to a minute."""
     facts = facts_of(run)
     if facts.note is None:
         return facts
+    tell("Trying the model's code on a small proxy")
     from tunesmith.model.probe import probe_run
 
     run, probed, _ = probe_run(run)

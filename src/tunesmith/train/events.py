@@ -157,6 +157,14 @@ class Warned(Event):
 
 
 @dataclass(frozen=True)
+class Noted(Event):
+    """Something worth knowing that nobody needs to act on."""
+
+    kind = "note"
+    message: str
+
+
+@dataclass(frozen=True)
 class Alert(Event):
     """Something about the run that somebody should look at (`train.alerts`)."""
 

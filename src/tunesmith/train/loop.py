@@ -344,7 +344,8 @@ class _Loop:
         """Whether the run has reached the end that its settings name (`stop_when`); said once."""
         reason = self.job.ends() if self.done and self.underway is None else None
         if reason is not None:
-            self._warn(f"The run ends after step {self.done} of {self.total}, by stop_when: {reason}.")
+            ends = f"The run ends after step {self.done} of {self.total}, by stop_when: {reason}."
+            self.observe(events.Noted(ends))
         return reason is not None
 
     def _before_micro_batch(self, batch: StepBatch, is_stopping: Callable[[], bool]) -> Callable[[], bool]:
