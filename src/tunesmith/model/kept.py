@@ -33,7 +33,7 @@ from tunesmith.model.rotary import fuse_rope
 from tunesmith.model.structure import decoder_layers, replace_module
 from tunesmith.plan.facts import KEPT_RANK, Kept, KeptByOwn
 
-TOKENS, REAL_TOKENS = 1031, 53
+TOKENS, REAL_TOKENS = 1031, 23
 """Primes, so that no width is taken for them."""
 STAND_IN = "tunesmith_counted"
 PARTITION = "aot_eager_decomp_partition"
