@@ -1,4 +1,5 @@
-"""Hybrids with Mamba-2 are trained packed by a scan of ours: equal to the model's own code, and no document leaks."""
+"""Hybrids with Mamba-2 or short convolutions are trained packed by code of ours: equal to the model's own, and no
+document leaks."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from tunesmith.model.rotary import fuse_rope
 from tunesmith.model.state_space import is_mixer, mixers_of, use_chunked_scan
 from tunesmith.plan.plan import ForwardSpec
 
-FAMILIES = ("granitemoehybrid", "bamba", "falcon_h1", "nemotron_h", "zamba2", "mamba2")
+FAMILIES = ("granitemoehybrid", "bamba", "falcon_h1", "nemotron_h", "zamba2", "mamba2", "lfm2")
 ODD = {
     "granitemoehybrid": {"mamba_n_groups": 4, "mamba_conv_bias": False, "mamba_proj_bias": True},
     "falcon_h1": {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2}

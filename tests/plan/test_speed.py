@@ -284,6 +284,12 @@ def test_a_rollout_reads_prompts_and_keys_and_draws_from_the_vocabulary():
     assert after.host == before.host  # the same number of tokens, all rows at once
 
 
+def test_buffers_of_captured_steps_are_as_wide_as_the_plan_has_them():
+    from tunesmith.infer import captured
+
+    assert speed.CAPTURED_COLUMNS == captured.COLUMNS
+
+
 def test_projected_optimizers_multiply_in_fp32():
     adamw, apollo, galore = (
         speed.step_time(task("Llama-3.2-1B", "H200", "full", 2048, 4, optimizer=one), COMPILED).optimizer

@@ -62,6 +62,9 @@ def test_a_page_has_what_was_predicted_measured_decided_and_said(tmp_path):
     assert made["measured"]["memory"]["weights"][0] == 16 * GIB
     assert made["plan"][0]["choice"] == "bf16"
     assert made["warnings"][0]["message"] == "look"
+    with (tmp_path / "run" / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "note", "time": 9.0, "message": "ended by stop_when"}) + "\n")
+    assert page_of(tmp_path / "run")["warnings"][-1]["message"] == "ended by stop_when"
     assert [one["is_there"] for one in made["checkpoints"]] == [False] * 8 + [True]
     assert made["settings"]["lora.rank"]
     found = made["curves"]

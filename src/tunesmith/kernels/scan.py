@@ -137,10 +137,11 @@ def _compiled(function: Callable) -> Callable:
 
 def _convolved(x_td, weight_dk, bias_d, document_t) -> torch.Tensor:
     """SiLU of each channel over the last K tokens of its document: [T, D]."""
-    return F.silu(_convolution(x_td, weight_dk, bias_d, document_t)).to(x_td.dtype)
+    return F.silu(short_convolution(x_td, weight_dk, bias_d, document_t)).to(x_td.dtype)
 
 
-def _convolution(x_td, weight_dk, bias_d, document_t) -> torch.Tensor:
+def short_convolution(x_td, weight_dk, bias_d, document_t) -> torch.Tensor:
+    """Each channel over the last K tokens of its document: fp32 [T, D]."""
     out_td = x_td.float() * weight_dk[:, -1].float()
     for back in range(1, weight_dk.shape[1]):
         out_td = out_td + _earlier(x_td, document_t, back) * weight_dk[:, -1 - back].float()
@@ -156,7 +157,7 @@ def _earlier(x_td: torch.Tensor, document_t: torch.Tensor, back: int) -> torch.T
 
 
 def _convolution_gradients(dy_td, x_td, weight_dk, bias_d, document_t) -> tuple[torch.Tensor, ...]:
-    out_td = _convolution(x_td, weight_dk, bias_d, document_t)
+    out_td = short_convolution(x_td, weight_dk, bias_d, document_t)
     share = torch.sigmoid(out_td)
     dout_td = dy_td * share * (1.0 + out_td * (1.0 - share))
     dx_td, of_taps = dout_td * weight_dk[:, -1].float(), [(dout_td * x_td).sum(0)]

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tunesmith.kernels.scan import chunked_scan
+from tunesmith.kernels.scan import chunked_scan, short_convolution
 
 PACKAGES = ("mamba_ssm", "causal_conv1d")
 """With all of these, a model's own code is the faster one on a GPU."""
@@ -33,8 +33,11 @@ def use_chunked_scan(model: nn.Module) -> None:
     if model in _installed:
         return
     _installed.add(model)
-    for mixer in mixers_of(model):
-        mixer.forward = MethodType(_forward, mixer)
+    for module in model.modules():
+        if is_mixer(module):
+            module.forward = MethodType(_forward, module)
+        elif is_short_convolution(module):
+            module.forward = MethodType(_convolved, module)
 
 
 def mixers_of(model: nn.Module) -> list[nn.Module]:
@@ -66,6 +69,20 @@ def is_mixer(module: nn.Module) -> bool:
         and (convolution.in_channels, convolution.groups, convolution.out_channels) == (channels,) * 3
         and (convolution.padding, convolution.stride, convolution.dilation) == ((taps - 1,), (1,), (1,))
     )
+
+
+def is_short_convolution(module: nn.Module) -> bool:
+    """Whether a module has the parts of LFM2's: each channel over its last few tokens, between two gates."""
+    parts = dict(module.named_children())
+    if parts.keys() != {"conv", "in_proj", "out_proj"} or not isinstance(parts["conv"], nn.Conv1d):
+        return False
+    convolution = parts["conv"]
+    channels, taps = convolution.in_channels, convolution.kernel_size[0]
+    return (convolution.groups, convolution.out_channels) == (channels, channels) and (
+        convolution.padding,
+        convolution.stride,
+        convolution.dilation,
+    ) == ((taps - 1,), (1,), (1,))
 
 
 def _is_silu(act: Any) -> bool:
@@ -113,3 +130,18 @@ def _mixed(self: Any, hidden_states: torch.Tensor, document_t: torch.Tensor) -> 
     y = y_td[None]
     y = y * F.silu(gate) if isinstance(self.norm, nn.Identity) else self.norm(y, gate)
     return self.out_proj(y.to(joint.dtype))
+
+
+def _convolved(
+    self: Any, hidden_states: torch.Tensor, past_key_values: Any = None, attention_mask: Any = None, **named: Any
+) -> torch.Tensor:
+    """A short convolution within each document, of one row of them."""
+    document = named.get("seq_idx")
+    is_ours = document is not None and document.shape[0] == 1 and past_key_values is None and attention_mask is None
+    if not is_ours:
+        cached = {} if past_key_values is None else {"past_key_values": past_key_values}
+        return type(self).forward(self, hidden_states, attention_mask=attention_mask, **cached, **named)
+    before, after, x = self.in_proj(hidden_states).chunk(3, dim=-1)
+    weight_dk, bias = self.conv.weight.squeeze(1), self.conv.bias
+    y_td = short_convolution((before * x)[0], weight_dk, bias, document[0])
+    return self.out_proj(after * y_td[None].to(x.dtype))

@@ -111,6 +111,8 @@ DECODED_LAYER, DECODED_TOKEN = 140e-6, 2e-3
 CAPTURED_LAYER = 24e-3
 """Seconds for each layer to capture a decoding step, which every rollout does anew. Fitted to two rows of
 benchmarks/results/objectives.json: GRPO of 1B over 256 tokens and of 1.7B in nf4 over 64 (H200)."""
+CAPTURED_COLUMNS = 256
+"""Tokens that the buffers of a captured step have room for (`infer.captured`)."""
 DRAWN_BYTES = 44
 """Passed over for each value of the vocabulary to draw a token: probabilities in fp32, their sums in fp64."""
 STEP = 2e-3
@@ -269,7 +271,8 @@ def _teacher(task: Task, choice: Choice) -> Time:
 
 def _rollout(task: Task, choice: Choice, rollout: Rollout, prompts: int, answers: int) -> Time:
     """Of answers as long as they may be: prompts are read once; then each token reads the weights, and for each row its
-    keys and values, and what is drawn from is as wide as the vocabulary. On a GPU the step is captured first."""
+    keys and values, and what is drawn from is as wide as the vocabulary. On a GPU the step is captured first, for each
+    batch of rows and again when answers outgrow its buffers."""
     facts, rates = task.facts, task.rates
     rows = prompts * answers
     batches = -(-rows // memory.ROLLOUT_ROWS)
@@ -286,7 +289,8 @@ def _rollout(task: Task, choice: Choice, rollout: Rollout, prompts: int, answers
     time = {"matmuls": max(flops / rate, read), "attention": attention, "loss": loss}
     if task.device != "cuda":
         return Time(**time)
-    capture = facts.layers * CAPTURED_LAYER
+    captures = batches * -(-rollout.max_answer_tokens // CAPTURED_COLUMNS)
+    capture = captures * facts.layers * CAPTURED_LAYER
     return Time(**time, elementwise=tokens * facts.layers * DECODED_LAYER, host=tokens * DECODED_TOKEN + capture)
 
 

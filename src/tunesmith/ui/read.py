@@ -152,7 +152,7 @@ def page(folder: Path, log: GrowingLog, *, steps: tuple[int, int] | None = None)
         "warnings": [
             {"time": number(one.get("time")), "message": text(one.get("message"))}
             for one in records
-            if one["event"] == "warning"
+            if one["event"] in ("warning", "note")
         ][-WARNINGS:],
         "settings": flat(settled.settings),
     }
