@@ -608,14 +608,18 @@ its own and `trust_remote_code: true`. What is found by itself, in the order in 
 | which linears carry adapters, fused or not | against a changed weight | `adapted`, `fuse_adapters` |
 | the attention path of each kind of layer | its heads; tried on the GPU | `attention_paths`, with a reason |
 | fused RoPE; gated MLPs (`swiglu`, `geglu`, `clamped_swiglu`) | our module against the model's own | `kernels` |
+| the scan of Mamba-2 mixers (`scan`) | with the layout: losses, and no leak | `kernels` |
 | sizes | the model built without weights | `memory`, `time` |
 | what its layers keep for backward | counted at their own widths, on tensors without memory | `memory` |
 
-What a plan says of an attention path names what is slow and what a faster one would need. Convolutions, linear
-attention and state spaces are packed where their kernels (causal-conv1d, mamba-ssm, flash-linear-attention) are
-installed and keep documents apart by `seq_idx`, in evaluation and in training; where they are not, documents are
-padded, and the note says which libraries are missing. BLOOM, MPT and Falcon compute attention in their own code, which
-[inline_attention.py](../src/tunesmith/model/inline_attention.py) hands over (not Falcon's with ALiBi, which rounds it).
+What a plan says of an attention path names what is slow and what a faster one would need. Mixers of Mamba-2
+(Granite 4, Bamba, Falcon-H1, Nemotron-H, Zamba2) are known by their parts and packed by a
+[scan of ours](../src/tunesmith/model/state_space.py) where the proxy shows it equal, without other libraries; with
+mamba-ssm and causal-conv1d on a GPU their kernels are taken. The plan names which (`state spaces`). Other convolutions
+(LFM2), linear attention (Qwen3-Next, Kimi-Linear) and Mamba-1 are packed where their kernels (causal-conv1d, mamba-ssm,
+flash-linear-attention) are installed and keep documents apart by `seq_idx`, in evaluation and in training; where they
+are not, documents are padded, and the note says which libraries are missing. BLOOM, MPT and Falcon compute attention
+in their own code, which [inline_attention.py](../src/tunesmith/model/inline_attention.py) hands over (not Falcon's with ALiBi, which rounds it).
 
 The one file to touch is [families.py](../src/tunesmith/plan/families.py), and only for plans on machines where the
 model is not tried, or to spare the seconds that counting takes: a function from config.json to `ModelFacts`

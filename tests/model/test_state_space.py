@@ -241,3 +241,14 @@ def test_attention_without_positions_is_left_to_the_model():
     expected = hidden_states(model, inputs, spec)
     assert fuse_rope(model, torch.float32) == 1
     torch.testing.assert_close(hidden_states(model, inputs, spec), expected)
+
+
+def test_padded_rows_train_as_by_the_models_own_code():
+    model = small("bamba").train()
+    own = copy.deepcopy(model)
+    use_chunked_scan(model.base_model)
+    tokens = torch.randint(3, 100, (2, 29), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[1, 11:] = 0
+    found, expected = (one(input_ids=tokens, attention_mask=mask, use_cache=False).logits for one in (model, own))
+    torch.testing.assert_close(found[mask == 1], expected[mask == 1], rtol=1e-4, atol=1e-4)

@@ -93,8 +93,9 @@ def _is_silu(act: Any) -> bool:
 def _forward(
     self: Any, hidden_states: torch.Tensor, cache_params: Any = None, attention_mask: Any = None, **named: Any
 ) -> torch.Tensor:
-    is_ours = (self.training or "seq_idx" in named) and cache_params is None and attention_mask is None
-    if not is_ours or has_own_kernels(hidden_states.device):
+    is_padded = attention_mask is not None
+    is_ours = (self.training or ("seq_idx" in named and not is_padded)) and cache_params is None
+    if not is_ours or (is_padded and attention_mask.ndim != 2) or has_own_kernels(hidden_states.device):
         return type(self).forward(
             self, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **named
         )
@@ -102,6 +103,8 @@ def _forward(
     document = torch.arange(rows, device=hidden_states.device, dtype=torch.int32)[:, None].expand(rows, tokens)
     if (seq_idx := named.get("seq_idx")) is not None:
         document = seq_idx if rows == 1 else seq_idx + tokens * document
+    if is_padded:  # what fills a row up is a document of its own
+        document = 2 * document + (attention_mask != 0)
     return _mixed(self, hidden_states.reshape(1, rows * tokens, -1), document.reshape(-1)).view_as(hidden_states)
 
 
