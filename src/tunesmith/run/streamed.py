@@ -146,7 +146,7 @@ def merged_weights(
                 return _merged(weights, name, tensor, dtype)
             look = partial(finite.look, name, tensor)
             tensor = tensor.to(wide) if tensor.is_floating_point() and not source.knows_dtypes else tensor
-            return _merged(weights, name, tensor, dtype, look, in_place=isinstance(source, Files))
+            return _merged(weights, name, tensor, dtype, look=look, in_place=isinstance(source, Files))
 
         reads = source.read(held, part=lambda *_: (), pin=False, codes={})
         given = ((name, buffers[name] if name in buffers else next(reads)[1]) for name in names)
@@ -196,8 +196,8 @@ def _merged(
     name: str,
     tensor: torch.Tensor,
     dtype: torch.dtype | None,
-    look: Callable[[], bool] = lambda: True,
     *,
+    look: Callable[[], bool] = lambda: True,
     in_place: bool = False,
 ) -> torch.Tensor:
     """A tensor of the base with its adapter in it, where it has one. `look` finds out whether it is finite; where it is
