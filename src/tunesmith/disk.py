@@ -1,4 +1,4 @@
-"""What a disk refuses, in words, and how much room it has.
+"""What a disk refuses, in words, how much room it has, and how files are opened past the system's page cache.
 
 Whoever writes a file says which by `writing`: an error of a full disk often names none. What nobody wrapped, the
 command line puts into words by `sentence`.
@@ -47,6 +47,13 @@ WRITES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 """What no reader is ever told."""
 LEAST = 1 << 20
 """A disk with less is full: what was refused need not have taken the last byte."""
+BLOCK_BYTES = 4096
+"""What pieces that go past the page cache, their memory and their place in the file are multiples of: the largest block
+of usual disks."""
+DIRECT_BYTES = 2**20
+"""Less is not worth it."""
+REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
+"""What file systems answer that cannot do it."""
 
 
 def expanded(path: str | Path) -> Path:
@@ -114,6 +121,23 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def set_direct(fd: int, wanted: bool) -> bool:
+    """Whether the file now goes past the page cache (O_DIRECT)."""
+    direct = getattr(os, "O_DIRECT", 0)  # Linux alone has it
+    if not direct:
+        return False
+    import fcntl
+
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | direct if wanted else flags & ~direct)
+    except OSError as error:
+        if error.errno not in REFUSED:
+            raise
+        return False
+    return wanted
 
 
 def free(folder: Path) -> int | None:

@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import mmap
 import os
 import random
@@ -44,14 +45,14 @@ def test_what_is_written_is_read_again_whatever_the_chunks_and_their_memory(tmp_
 
 @pytest.mark.parametrize("where", ["everywhere", "as it lies", "when asked for"])
 def test_a_file_system_that_refuses_is_written_and_read_in_the_usual_way(tmp_path, small, monkeypatch, where):
-    real_write, real_fcntl, refused = os.write, direct.fcntl.fcntl, []
+    real_write, real_fcntl, refused = os.write, fcntl.fcntl, []
     flag = getattr(os, "O_DIRECT", 0)
     chunks = chunks_of([65536, 10_000], 0)
     mine = {np.frombuffer(chunk, np.uint8).ctypes.data for chunk in chunks}
 
     def write(fd, data):
         lies = np.frombuffer(data, np.uint8).ctypes.data in mine
-        if real_fcntl(fd, direct.fcntl.F_GETFL) & flag and (where == "everywhere" or (where == "as it lies" and lies)):
+        if real_fcntl(fd, fcntl.F_GETFL) & flag and (where == "everywhere" or (where == "as it lies" and lies)):
             refused.append(len(data))
             raise OSError(errno.EINVAL, "Invalid argument")
         return real_write(fd, data)
@@ -62,7 +63,7 @@ def test_a_file_system_that_refuses_is_written_and_read_in_the_usual_way(tmp_pat
         return real_fcntl(fd, command, *value)
 
     monkeypatch.setattr(os, "write", write)
-    monkeypatch.setattr(direct.fcntl, "fcntl", control)
+    monkeypatch.setattr(fcntl, "fcntl", control)
     _, digest = files.write_new(tmp_path / "file", chunks)
     assert (tmp_path / "file").read_bytes() == b"".join(chunks)
     assert files.digest_file(tmp_path / "file", from_disk=True) == digest

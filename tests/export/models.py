@@ -79,6 +79,17 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("MixtralConfig", "sentencepiece", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmo2": ("Olmo2Config", "llama-bpe", {}),
+    "granite": (
+        "GraniteConfig",
+        "smollm",
+        {
+            "embedding_multiplier": 12.0, "attention_multiplier": 0.125, "residual_multiplier": 0.44,
+            "logits_scaling": 4.0, "tie_word_embeddings": True,
+        },
+    ),
+    "smollm3": ("SmolLM3Config", "llama-bpe", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "glm4": ("Glm4Config", "llama-bpe", {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True}),
 }  # fmt: skip
 """Of each: its config class, its tokenizer's kind, and what it has besides `SHAPE`."""
 

@@ -331,6 +331,23 @@ def test_families_survive_the_trip(tmp_path, family):
         assert proof.agreement >= (0.97 if kind == "q8_0" else 1.0)
 
 
+@slow
+@pytest.mark.parametrize("takes_words", [False, True])
+def test_words_that_no_merge_makes_are_read_as_the_tokenizer_reads_them(tmp_path, takes_words):
+    """Llama 3's tokenizer takes a word that is a token as it is; others with its pattern make each word by merges."""
+    engine_is_here("gguf")
+    model = make_model(tmp_path / "model", "llama3")
+    described = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = described["model"]["vocab"]
+    assert "100" not in vocabulary
+    vocabulary["100"] = len(vocabulary)  # the model has rows for a few more tokens; held-out texts have this number
+    described["model"]["ignore_merges"] = takes_words
+    (model / "tokenizer.json").write_text(json.dumps(described))
+    proof = export_run(make_run(tmp_path / "run", model), "gguf", kind="f32", out=tmp_path / "out").proof
+    assert proof is not None
+    assert proof.agreement == 1.0
+
+
 # What is refused, or said
 
 
@@ -372,7 +389,28 @@ def test_a_way_of_splitting_texts_without_a_name_is_refused():
     split = {"type": "Split", "pattern": {"Regex": r"\w+"}, "behavior": "Isolated"}
     last = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
     with pytest.raises(UserError, match=r"splits texts in a way for which no llama.cpp name is known"):
-        pre_tokenizer_name({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, last]}})
+        pre_tokenizer_name({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, last]}, "model": {}})
+
+
+@pytest.mark.parametrize(
+    ("split", "model", "name"),
+    [
+        ({"behavior": "Isolated", "invert": False}, {"ignore_merges": True}, "llama-bpe"),
+        ({"behavior": "Isolated", "invert": False}, {"ignore_merges": False}, "dbrx"),
+        ({"behavior": "Removed", "invert": True}, {}, "dbrx"),
+        ({"behavior": "Removed", "invert": False}, {}, None),
+    ],
+)
+def test_llama_3s_pattern_has_a_name_for_each_way_of_making_words(split, model, name):
+    pattern = next(pattern for pattern, name in gguf_tokenizer.SPLITS.items() if name == "llama-bpe")
+    last = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    steps = [{"type": "Split", "pattern": {"Regex": pattern}, **split}, last]
+    found = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}, "model": model}
+    if name is None:
+        with pytest.raises(UserError, match="splits texts in a way"):
+            pre_tokenizer_name(found)
+    else:
+        assert pre_tokenizer_name(found) == name
 
 
 @pytest.mark.parametrize(

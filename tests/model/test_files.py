@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -10,6 +14,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config, Mixtra
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.model import files, load
+from tunesmith.model.content import Content
 from tunesmith.parallel.prepare import load_model
 
 SMALL = {
@@ -103,3 +108,73 @@ def test_a_copy_that_stays_is_contiguous_and_takes_no_more_room_than_its_values(
     assert copy.untyped_storage().nbytes() == part.numel() * part.element_size()
     copy.zero_()
     assert torch.equal(part, whole[:, shape[1] :])
+
+
+@pytest.fixture
+def small_pages(monkeypatch):
+    """So that tensors of tests are as large as those which go past the page cache."""
+    monkeypatch.setattr(files, "LARGE_PAGE", 4096)
+
+
+def odd_file(folder):
+    """Tensors that begin anywhere in blocks of the disk, and end with the file."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"a": (100, 70), "b": (4096,), "c": (333, 21), "d": (1,), "e": (64, 64)}
+    made = {name: torch.randn(size, generator=generator).to(torch.bfloat16) for name, size in sizes.items()}
+    save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text("{}")
+    return made
+
+
+@pytest.mark.parametrize("how", ["from the disk", "from the cache", "refused", "refused in the middle"])
+def test_tensors_that_are_read_past_the_page_cache_are_those_of_the_file(tmp_path, small_pages, monkeypatch, how):
+    made = odd_file(tmp_path)
+    with open(tmp_path / "model.safetensors", "rb") as file:
+        os.fsync(file.fileno())
+        if how != "from the cache":
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    real, reads = os.preadv, []
+
+    def preadv(fd, rooms, start, *flags):
+        is_direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        if is_direct and how.startswith("refused"):
+            if how == "refused":
+                raise OSError(errno.EINVAL, "Invalid argument")
+            if sum(reads[-1:]):
+                raise OSError(errno.EINVAL, "Invalid argument")
+            rooms = [rooms[0][: files.BLOCK_BYTES]]
+        reads.append(is_direct)
+        return real(fd, rooms, start, *flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    content, plain = Content(), Content()
+    memory = files.Memory(is_past_cache=True)
+    tensors = files.read_tensors(tmp_path)
+    found = {name: one for name, one, _ in files.read_ahead(tensors, pin=False, content=content, memory=memory)}
+    assert found.keys() == made.keys()
+    assert all(torch.equal(found[name], made[name]) for name in made)
+    list(files.read_ahead(tensors, pin=False, content=plain))
+    assert content.tensors() == plain.tensors()
+    if how in ("from the cache", "refused"):
+        assert not any(reads)
+
+
+def test_memory_is_taken_again_when_nobody_has_what_was_in_it(small_pages, monkeypatch):
+    memory = files.Memory()
+    first = memory.take(10_000)
+    part, place = first[4096:8192].view(torch.float32), first.data_ptr()
+    del first
+    second = memory.take(10_000)
+    assert second.data_ptr() != place, "a view of the first is in use"
+    part.fill_(1.0)
+    del part
+    third = memory.take(9_000)
+    assert third.data_ptr() == place
+    assert third.data_ptr() % 4096 == 0
+    del second, third
+    kept = sum(len(pages) for pages in memory._free.values())
+    monkeypatch.setattr(files, "MOST_KEPT", 20_000)
+    large = memory.take(30_000)
+    assert (kept, sum(len(pages) for pages in memory._free.values())) == (2, 0)
+    del large
+    assert not any(memory._free.values()), "what is larger is the system's again"

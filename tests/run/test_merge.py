@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from tiny import write_all
 from tiny_model import make_tiny_model
 from tunesmith.errors import UserError
-from tunesmith.model import lora
+from tunesmith.model import files, lora
 from tunesmith.model.structure import decoder_layers
 from tunesmith.run import merge
 from tunesmith.run.merge import _Streamed, _Whole, merge_run
@@ -57,8 +57,10 @@ def test_rounding_to_bf16_keeps_what_an_adapter_adds(folder, tmp_path):
     assert nearest / lengths < 0.9  # what there is to lose
 
 
-def test_merging_in_pieces_by_threads_gives_the_bits_of_a_plain_merge(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", [files.LARGE_PAGE, 4096])  # with small ones tensors are read and merged as large ones
+def test_merging_in_pieces_by_threads_gives_the_bits_of_a_plain_merge(folder, tmp_path, monkeypatch, page):
     monkeypatch.setattr(lora, "MERGED_PIECE", 640)  # several pieces, the last of them smaller
+    monkeypatch.setattr(files, "LARGE_PAGE", page)
     merge_run(folder / "run", tmp_path / "merged")
     found = load_file(tmp_path / "merged" / "model.safetensors")
     weights = find_weights(folder / "run")
@@ -72,6 +74,28 @@ def test_merging_in_pieces_by_threads_gives_the_bits_of_a_plain_merge(folder, tm
         if adapter is not None:
             close = held.float() + adapter.scale * (adapter.lora_b @ adapter.lora_a)
             assert torch.allclose(adapter.merged(held), close, rtol=0, atol=1e-7), name
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_base_that_is_no_longer_finite_is_refused_with_the_tensor_and_how_many_values(
+    folder, tmp_path, monkeypatch, value
+):
+    monkeypatch.setattr(lora, "MERGED_PIECE", 640)
+    monkeypatch.setattr(files, "LARGE_PAGE", 4096)
+    run = tmp_path / "run"
+    shutil.copytree(folder / "run", run)
+    base = find_weights(run).base
+    shutil.copytree(base, tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(file)
+    broken = "model.layers.1.mlp.down_proj.weight"
+    tensors[broken][3, 5] = tensors[broken][-1, -1] = float(value)
+    save_file(tensors, file, metadata={"format": "pt"})
+    (run / "run.json").write_text((run / "run.json").read_text().replace(str(base), str(tmp_path / "base")))
+    words = f"{'NaN' if value == 'nan' else 'infinite values'} in {broken} in model.safetensors .2 of "
+    with pytest.raises(UserError, match=words):
+        merge_run(run, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
 
 
 def test_it_is_the_same_each_time(folder, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import httpx2
 import pytest
@@ -23,7 +25,7 @@ from tunesmith.infer.sampling import Token
 from tunesmith.run.open import open_model
 from tunesmith.serve import app
 from tunesmith.serve.answer import Answer, tool_calls
-from tunesmith.serve.server import Options, prepare
+from tunesmith.serve.server import Options, listen, prepare
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 QUESTION = [{"role": "user", "content": "What is red?"}]
@@ -375,6 +377,21 @@ def test_sigterm_finishes_what_is_under_way_and_nothing_new_begins(runs, trained
     assert ended.code == 0, ended.err
     assert f"POST {COMPLETIONS} 200" in ended.err
     assert "secret" not in ended.err + ended.out
+    assert "leaked" not in ended.err
+
+
+def test_what_a_server_kept_from_being_looked_through_is_given_back(monkeypatch):
+    """Libraries count what is left when the process ends, and print it."""
+    frozen = []
+    server = SimpleNamespace(run=lambda: frozen.append(gc.get_freeze_count()))
+    before = gc.get_threshold()
+    monkeypatch.setattr("tunesmith.serve.server.make_server", lambda ready, options: server)
+    try:
+        listen(None, Options())
+    finally:
+        gc.set_threshold(*before)
+    assert frozen[0] > 1000
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.slow

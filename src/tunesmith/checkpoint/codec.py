@@ -18,8 +18,9 @@ from typing import Any
 import safetensors
 import torch
 
-from tunesmith.checkpoint.direct import BLOCK_BYTES, run_in_threads
+from tunesmith.checkpoint.direct import run_in_threads
 from tunesmith.checkpoint.files import DIGEST, digest_file, new_digest, write_new
+from tunesmith.disk import BLOCK_BYTES
 from tunesmith.errors import UserError
 
 JSON = None | bool | int | float | str | list[Any] | tuple[Any, ...] | dict[str, Any]

@@ -7,8 +7,6 @@ comes from the disk. File systems that cannot do this are written and read in th
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import mmap
 import os
 import threading
@@ -17,15 +15,12 @@ from typing import TypeVar
 
 import numpy as np
 
+from tunesmith.disk import BLOCK_BYTES, DIRECT_BYTES, REFUSED, set_direct
+
 T = TypeVar("T")
 PIECE_BYTES = 8 * 2**20
-BLOCK_BYTES = 4096
-"""What pieces, their memory and their place in the file are multiples of: the largest block of usual disks."""
 MEMORY_BYTES = 512
 """What memory that is written as it lies begins at a multiple of; disks that want more say so."""
-DIRECT_BYTES = 2**20
-"""Less is not worth it."""
-REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY}
 
 
 class DirectWriter:
@@ -113,19 +108,6 @@ def read_direct(fd: int) -> Iterator[memoryview]:
         yield memory[:count]
         if is_direct and count % BLOCK_BYTES:  # the end, most likely
             is_direct = set_direct(fd, False)
-
-
-def set_direct(fd: int, wanted: bool) -> bool:
-    """Whether the file now goes past the cache."""
-    direct = getattr(os, "O_DIRECT", 0)  # Linux alone has it
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | direct if wanted else flags & ~direct)
-    except OSError as error:
-        if error.errno not in REFUSED:
-            raise
-        return False
-    return wanted and bool(direct)
 
 
 def run_in_threads(jobs: Sequence[Callable[[], T]], count: int) -> list[T]:

@@ -16,8 +16,8 @@ from typing import Any
 
 import xxhash
 
-from tunesmith.checkpoint.direct import DIRECT_BYTES, DirectWriter, read_direct
-from tunesmith.disk import sync_folder
+from tunesmith.checkpoint.direct import DirectWriter, read_direct
+from tunesmith.disk import DIRECT_BYTES, sync_folder
 from tunesmith.errors import UserError
 
 DIGEST = "xxh3_128"

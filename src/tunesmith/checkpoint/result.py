@@ -24,8 +24,9 @@ import torch
 
 from tunesmith import disk
 from tunesmith.checkpoint.codec import DTYPES, ShardSlice
-from tunesmith.checkpoint.direct import BLOCK_BYTES, DIRECT_BYTES, MEMORY_BYTES, PIECE_BYTES, REFUSED, set_direct
+from tunesmith.checkpoint.direct import MEMORY_BYTES, PIECE_BYTES
 from tunesmith.checkpoint.store import Together
+from tunesmith.disk import BLOCK_BYTES, DIRECT_BYTES, REFUSED, set_direct
 from tunesmith.model.files import Held, Stack
 from tunesmith.model.save import LARGEST_FILE, whole_folder
 

@@ -71,6 +71,18 @@ def _phi3(writer: Any, config: Any) -> None:
         writer.add_rope_scaling_attn_factors(factor)
 
 
+def _granite(writer: Any, config: Any) -> None:
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
+
+
+def _smollm3(config: Any) -> str | None:
+    rotated = [int((n + 1) % 4 != 0) for n in range(config.num_hidden_layers)]
+    return None if list(config.no_rope_layers) == rotated else "its layers without positions are not every fourth"
+
+
 def _qwen3_moe(config: Any) -> str | None:
     if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
         return "some of its layers have no experts"
@@ -106,6 +118,10 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": Architecture("GEMMA2", GELU, norm_offset=True, says=_gemma2, check=_alternating(2)),
     "Gemma3ForCausalLM": Architecture("GEMMA3", GELU, norm_offset=True, says=_gemma3, check=_alternating(6)),
     "Phi3ForCausalLM": Architecture("PHI3", says=_phi3),
+    "Olmo2ForCausalLM": Architecture("OLMO2"),
+    "GraniteForCausalLM": Architecture("GRANITE", permutes=True, says=_granite),
+    "SmolLM3ForCausalLM": Architecture("SMOLLM3", permutes=True, check=_smollm3),
+    "Glm4ForCausalLM": Architecture("GLM4"),
 }
 ROPE_TYPES = {"default", "llama3", "linear", "yarn"}
 

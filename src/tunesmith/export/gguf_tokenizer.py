@@ -61,8 +61,10 @@ def pre_tokenizer_name(found: dict[str, Any]) -> str:
             name = "gpt-2"
         elif kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits") and uses_own:
             name = "smollm"
-        elif kinds == ["Split", "ByteLevel"] and not uses_own and steps[0].get("behavior") == "Isolated":
+        elif kinds == ["Split", "ByteLevel"] and not uses_own and _keeps_matches(steps[0]):
             name = SPLITS.get(steps[0].get("pattern", {}).get("Regex", ""))
+    if name == "llama-bpe" and not found["model"].get("ignore_merges"):
+        name = "dbrx"  # the same pattern; words that are tokens themselves are made by merges as others are
     if name is None:
         shown = json.dumps(found.get("pre_tokenizer"), ensure_ascii=False)
         raise UserError(
@@ -70,6 +72,11 @@ def pre_tokenizer_name(found: dict[str, Any]) -> str:
             "export it with --to safetensors and use llama.cpp's own converter."
         )
     return name
+
+
+def _keeps_matches(split: dict[str, Any]) -> bool:
+    """Whether what the pattern matches becomes pieces: it matches all of any text, so nothing else is left."""
+    return (split.get("behavior"), bool(split.get("invert"))) in (("Isolated", False), ("Removed", True))
 
 
 def _write_bytes(writer: Any, found: dict[str, Any], tokenizer: Any, vocabulary: int) -> None:

@@ -173,11 +173,11 @@ def copy_half_(copy: torch.Tensor, values: torch.Tensor, *, start: int = 0) -> N
 
 
 @torch.no_grad()
-def halve_into(to: torch.Tensor, values: torch.Tensor, chance: random.Random) -> None:
+def halve_into(to: torch.Tensor, values: torch.Tensor, chance: random.Random, *, has_nan: bool = True) -> None:
     """fp32 to bf16 on a CPU, stochastically, with the exact value as the mean: for weights that are rounded once, in
     a fifth of `halved`'s time (3 ns a weight on one core, not 16). Random bits are those of a table, from another place
-    of it for each piece. `values` are overwritten."""
-    if values.sum().isnan():  # adding bits to a NaN may make a number of it
+    of it for each piece. `values` are overwritten. `has_nan`: one of them may be NaN."""
+    if has_nan and values.sum().isnan():  # adding bits to a NaN may make a number of it
         to.copy_(halved(values, torch.bfloat16))
         return
     pieces = values.view(-1).view(torch.int32).split(PIECE), to.view(-1).view(torch.int16).split(PIECE)

@@ -16,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from tunesmith.disk import BLOCK_BYTES, REFUSED, set_direct
 from tunesmith.errors import UserError
 from tunesmith.model.headers import Entry, shortened
 
@@ -107,11 +108,18 @@ class Bytes:
     """The bytes of files, by descriptors that `stack` closes; several threads may ask. They are not mapped: pages of
     tensors in use are mapped already, and would count twice."""
 
-    def __init__(self, stack: ExitStack, paths: Iterable[Path]):
+    def __init__(self, stack: ExitStack, paths: Iterable[Path], *, is_past_cache: bool = False):
         self._descriptors = {}
+        self._direct: dict[Path, int] = {}
+        """Of files that are read past the page cache; without those whose file system cannot do it."""
         for path in paths:
             self._descriptors[path] = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
             stack.callback(os.close, self._descriptors[path])
+            if is_past_cache:
+                other = os.open(path, os.O_RDONLY)
+                stack.callback(os.close, other)
+                if set_direct(other, True):
+                    self._direct[path] = other
 
     def into(self, room: memoryview, path: Path, start: int) -> memoryview:
         """As many bytes as there is room for."""
@@ -122,6 +130,39 @@ class Bytes:
                 raise UserError(f"model: {path} ended while it was read; does another program write it?")
             done += count
         return room
+
+    def into_blocks(self, room: memoryview, path: Path, start: int, size: int) -> memoryview:
+        """So many bytes, at the place in `room` that `start` has in its block of the file: past the page cache, unless
+        they are in it. `room` begins at a block of memory and has so many blocks."""
+        before, direct = start % BLOCK_BYTES, self._direct.get(path)
+        taken, done = room[before : before + size], 0
+        if direct is not None and not self._is_cached(path, start + size // 2):
+            done = min(size, max(0, self._from_disk(direct, room, start - before) - before))
+        if done < size:
+            self.into(taken[done:], path, start + done)
+        return taken
+
+    def _from_disk(self, descriptor: int, room: memoryview, start: int) -> int:
+        """Bytes that were read into `room`: fewer than there is room for where the file ends or cannot be read so."""
+        done = 0
+        while done < len(room) and done % BLOCK_BYTES == 0:
+            try:
+                count = os.preadv(descriptor, [room[done:]], start + done)
+            except OSError as error:
+                if error.errno not in REFUSED:
+                    raise
+                break
+            if not count:
+                break
+            done += count
+        return done
+
+    def _is_cached(self, path: Path, at: int) -> bool:
+        """Whether the page cache has this byte of a file: that costs the CPU more than reading past it, and no disk."""
+        try:
+            return os.preadv(self._descriptors[path], [bytearray(1)], at, getattr(os, "RWF_NOWAIT", 0)) == 1
+        except OSError:  # it would have to wait, or cannot say
+            return False
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

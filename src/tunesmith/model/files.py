@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import re
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,8 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from tunesmith.disk import BLOCK_BYTES
 from tunesmith.errors import UserError
 from tunesmith.model.content import Bytes, Content
 from tunesmith.model.headers import Entry, read_headers, shortened
@@ -31,6 +34,8 @@ READERS = 4
 """Threads that read files ahead of what is being moved and quantized."""
 MOST_PINNED = 1 << 28
 """Bytes of a tensor that is pinned: pinned memory is kept for the next one, and embeddings would keep gigabytes."""
+MOST_KEPT = 1 << 28
+"""Bytes of memory that is kept for the next tensor: those of embeddings would be kept for nothing."""
 LARGE_PAGE = 1 << 21
 SINGLE_EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(\w+)\.weight")
 STACKS = {
@@ -166,28 +171,29 @@ def read_ahead(
     part: Callable[[str, tuple[int, ...]], Block] = lambda *_: (),
     codes: Mapping[str, str] | None = None,
     content: Content | None = None,
-    mapped: bool = True,
+    memory: Memory | None = None,
 ) -> Iterator[Read]:
     """All tensors in order, with the shapes they have when whole: `part` says what of them is read, given name and
     shape. Read by threads; in pinned memory, from which they travel beside other work. Of the weights in `codes` the
     codes are read, of the kind it says, nf4 or int8, where the files have them so. What is read is hashed into
-    `content`. Unless `mapped`, whole tensors are read into memory of their own: pages of a file that is mapped count
-    as the process's as long as it is open."""
+    `content`. Given `memory`, whole tensors are read into that: pages of a file that is mapped count as the process's
+    as long as it is open."""
     with ExitStack() as stack:
         opened = _open(stack, held.values())
-        files = Bytes(stack, opened)
+        files = Bytes(stack, opened, is_past_cache=memory is not None and memory.is_past_cache)
 
         def read(name: str) -> Read:
             one = held[name]
             shape, kind = one.shape(), (codes or {}).get(name)
             taken = _codes_of(one, kind)
             block = () if taken else part(name, shape)
-            is_own = not (mapped or block or taken) and isinstance(one, Tensor) and one.entry.dtype in PLAIN
-            if content is not None and not is_own:
+            if memory and not (block or taken) and isinstance(one, Tensor) and one.entry.dtype in PLAIN:
+                return name, _read_whole(one.entry, files, content, memory), shape
+            if content is not None:
                 _hash(one, block, files, content)
             if taken:
                 return name, taken(opened), shape
-            tensor = _read_whole(one.entry, files, content) if is_own else one.read(opened, block)
+            tensor = one.read(opened, block)
             if pin and tensor.nbytes <= MOST_PINNED:
                 tensor = tensor.contiguous().pin_memory()
             return name, tensor, shape
@@ -202,25 +208,64 @@ def read_ahead(
             yield underway.popleft().result()
 
 
-def _read_whole(entry: Entry, files: Bytes, content: Content | None) -> torch.Tensor:
+def _read_whole(entry: Entry, files: Bytes, content: Content | None, memory: Memory) -> torch.Tensor:
     """Into memory of its own, where it is hashed."""
-    tensor = large_pages(entry.size)
-    room = memoryview(tensor.numpy())
-    files.into(room, entry.path, entry.start)
+    before = entry.start % BLOCK_BYTES
+    if entry.size < LARGE_PAGE or before % PLAIN[entry.dtype].itemsize:
+        tensor = torch.empty(entry.size, dtype=torch.uint8)
+        room = files.into(memoryview(tensor.numpy()), entry.path, entry.start)
+    else:
+        pages = memory.take(-(-(before + entry.size) // BLOCK_BYTES) * BLOCK_BYTES)
+        room = files.into_blocks(memoryview(pages.numpy()), entry.path, entry.start, entry.size)
+        tensor = pages[before : before + entry.size]
     if content is not None:
         content.add_read(entry, room)
     return tensor.view(PLAIN[entry.dtype]).view(entry.shape)
 
 
-def large_pages(size: int) -> torch.Tensor:
-    """Memory for so many bytes, in pages of 2 MiB where the system has them: first touched, small ones cost as much
-    time as reading a file into them does (0.74 s a GB in all, and 0.42 with large ones)."""
-    if size < LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size, dtype=torch.uint8)
+def at_block(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape from where the memory begins that `tensor` was read into, at most a block before it:
+    what lies there can be written past the page cache."""
+    if not 0 < tensor.storage_offset() * tensor.element_size() < BLOCK_BYTES:
+        return tensor
+    return tensor.as_strided(tensor.shape, tensor.stride(), 0)
+
+
+class Memory:
+    """Memory for tensors, taken again when nobody has the one that was in it any more: the system clears new pages,
+    which took longer than anything else of a merge (0.9 s a GB on an ARM core, and reading past the cache 0.1)."""
+
+    def __init__(self, *, is_past_cache: bool = False):
+        """`is_past_cache`: what the page cache does not have is read without it, and does not come into it."""
+        self.is_past_cache = is_past_cache
+        self._free: dict[int, list[mmap.mmap]] = {}
+
+    def take(self, size: int) -> torch.Tensor:
+        """So many bytes, or more; if there is a page of them, from its beginning on."""
+        if size < LARGE_PAGE:
+            return torch.empty(size, dtype=torch.uint8)
+        if size > MOST_KEPT:
+            for kept in self._free.values():  # so that no more is held than what is in use
+                kept.clear()
+            return torch.frombuffer(_new_pages(size), dtype=torch.uint8)
+        size = -(-size // LARGE_PAGE) * LARGE_PAGE
+        kept = self._free.setdefault(size, [])
+        try:
+            pages = kept.pop()
+        except IndexError:
+            pages = _new_pages(size)
+        array = np.frombuffer(pages, np.uint8)  # which lives as long as tensors in it do
+        weakref.finalize(array, kept.append, pages).atexit = False
+        return torch.from_numpy(array)
+
+
+def _new_pages(size: int) -> mmap.mmap:
+    """In pages of 2 MiB where the system has them: small ones cost twice the time when they are first touched."""
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 class Lazy:

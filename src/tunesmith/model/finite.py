@@ -23,9 +23,10 @@ class Finite:
         self._sums: dict[str, torch.Tensor] = {}
         self._doubtful: dict[str, torch.Tensor] = {}
 
-    def look(self, name: str, values: torch.Tensor) -> None:
+    def look(self, name: str, values: torch.Tensor) -> bool:
+        """False where it is known at once that one is not."""
         if not values.is_floating_point() or not values.numel():
-            return
+            return True
         if values.element_size() < 2:
             values = values.float()
         if self._dtype == torch.float16 and values.dtype != torch.float16:
@@ -35,6 +36,7 @@ class Finite:
                 self._doubtful[name] = values
         else:
             self._sums[name] = values.sum(dtype=torch.float32)
+        return name not in self._doubtful
 
     def say(self, files: Mapping[str, str]) -> None:
         """UserError where something was not finite; `files` says where each tensor lies."""

@@ -19,7 +19,18 @@ from torch import nn
 
 from tunesmith.model.content import Content
 from tunesmith.model.experts import STACKS, experts_of_layers
-from tunesmith.model.files import Block, Held, Read, Tensor, check_rounding, find, lazily, read_ahead, read_tensors
+from tunesmith.model.files import (
+    Block,
+    Held,
+    Memory,
+    Read,
+    Tensor,
+    check_rounding,
+    find,
+    lazily,
+    read_ahead,
+    read_tensors,
+)
 from tunesmith.model.finite import check_finite
 from tunesmith.model.headers import read_headers, shortened
 from tunesmith.model.structure import is_transposed, linears_of_layers
@@ -56,14 +67,14 @@ class Files:
 
     knows_dtypes = False
 
-    def __init__(self, held: Mapping[str, Held], content: Content | None = None, *, is_mapped: bool = True):
-        self.held, self.content, self.is_mapped = held, content, is_mapped
+    def __init__(self, held: Mapping[str, Held], content: Content | None = None, memory: Memory | None = None):
+        self.held, self.content, self.memory, self.is_mapped = held, content, memory, memory is None
         self.names = held.keys()
         self.files = {name: one.entries[0].path.name for name, one in held.items()}
 
     def read(self, names: Collection[str], *, part: Part, pin: bool, codes: Mapping[str, str]) -> Iterator[Read]:
         wanted = {name: self.held[name] for name in names}
-        return read_ahead(wanted, pin=pin, part=part, codes=codes, content=self.content, mapped=self.is_mapped)
+        return read_ahead(wanted, pin=pin, part=part, codes=codes, content=self.content, memory=self.memory)
 
 
 class StateDict:
@@ -111,11 +122,11 @@ def find_source(
     dtype: torch.dtype,
     storage: Storage,
     content: Content | None = None,
-    is_mapped: bool = True,
+    memory: Memory | None = None,
 ) -> WeightSource:
     """For a model built by `build_empty`. What is read from files is hashed into `content`. Where a model is gone
-    through a layer at a time, files are not mapped, so that what was read leaves memory. UserError or ValueError where
-    the files do not fit the model."""
+    through a layer at a time, files are read into `memory` and not mapped, so that what was read leaves it. UserError
+    or ValueError where the files do not fit the model."""
     held = files_of(empty, folder)
     if held is None:
         is_plain = storage == "plain"
@@ -125,7 +136,7 @@ def find_source(
         few = {f"{name}.weight" for name in linears_of_layers(empty)}
         few |= {f"{name}.{leaf}" for name in experts_of_layers(empty) for leaf in STACKS}
         check_rounding({name: held[name] for name in few & held.keys()}, storage)
-    return Files(held, content, is_mapped=is_mapped)
+    return Files(held, content, memory)
 
 
 def files_of(empty: nn.Module, folder: Path) -> dict[str, Held] | None:

@@ -253,6 +253,7 @@ def _proved(weights: Weights, merged: Path) -> tuple[float, float]:
     reference = StreamedModel(weights)
     tokens = _trial(reference.model)
     expected = reference.logits(tokens)
+    del reference  # and its memory
     base = StreamedModel(weights, with_adapter=False).logits(tokens)
     found = StreamedModel(written_weights(merged, weights.run)).logits(tokens)
     return _distance(found, expected), _distance(base, expected)

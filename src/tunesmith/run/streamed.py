@@ -8,6 +8,7 @@ training does, and know by their content whether it is the base that was trained
 from __future__ import annotations
 
 import copy
+import math
 import random
 import zlib
 from collections import deque
@@ -28,7 +29,7 @@ from tunesmith.kernels.update import halve_into, halved
 from tunesmith.model import load, lora
 from tunesmith.model.content import Content
 from tunesmith.model.fake_quantize import FakeQuantization
-from tunesmith.model.files import Held, Read, large_pages, own_copy, read_tensors
+from tunesmith.model.files import Held, Memory, Read, at_block, own_copy, read_tensors
 from tunesmith.model.finite import Finite
 from tunesmith.model.save import saved_buffers
 from tunesmith.model.source import Files, WeightSource, files_of, find_source
@@ -133,17 +134,19 @@ def merged_weights(
     run, model, wide = weights.run, weights.model, getattr(torch, load.DTYPES[_widest(weights)])
     content, names, finite = Content(), weights.names, Finite(wide)
     with load.reading(run, "weights"), load.quiet():
-        source = find_source(model, weights.base, dtype=wide, storage="plain", content=content, is_mapped=False)
+        memory = Memory(is_past_cache=True)
+        source = find_source(model, weights.base, dtype=wide, storage="plain", content=content, memory=memory)
         buffers = {name: buffer for name, buffer in saved_buffers(model).items() if name not in source.names}
         held = [name for name in names if name not in buffers]
         if missing := next((name for name in held if name not in source.names), None):
             raise UserError(f"model: the weights of {run.model} hold no {missing}.")
 
         def finish(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            if name not in buffers:
-                finite.look(name, tensor)
-                tensor = tensor.to(wide) if tensor.is_floating_point() and not source.knows_dtypes else tensor
-            return _merged(weights, name, tensor, dtype, in_place=isinstance(source, Files))
+            if name in buffers:
+                return _merged(weights, name, tensor, dtype)
+            look = partial(finite.look, name, tensor)
+            tensor = tensor.to(wide) if tensor.is_floating_point() and not source.knows_dtypes else tensor
+            return _merged(weights, name, tensor, dtype, look=look, in_place=isinstance(source, Files))
 
         reads = source.read(held, part=lambda *_: (), pin=False, codes={})
         given = ((name, buffers[name] if name in buffers else next(reads)[1]) for name in names)
@@ -189,16 +192,25 @@ def _mergers() -> Iterator[ThreadPoolExecutor]:
 
 @torch.no_grad()
 def _merged(
-    weights: Weights, name: str, tensor: torch.Tensor, dtype: torch.dtype | None, *, in_place: bool
+    weights: Weights,
+    name: str,
+    tensor: torch.Tensor,
+    dtype: torch.dtype | None,
+    *,
+    look: Callable[[], bool] = lambda: True,
+    in_place: bool = False,
 ) -> torch.Tensor:
-    """A tensor of the base with its adapter in it, where it has one. `in_place`: its memory may be taken for it."""
+    """A tensor of the base with its adapter in it, where it has one. `look` finds out whether it is finite; where it is
+    merged piece by piece, that is asked only when a piece is not. `in_place`: its memory may be taken for it."""
     owner, _, leaf = name.rpartition(".")
     if owner not in weights.adapted or leaf != "weight":
+        look()
         return tensor if dtype is None else rounded(weights, name, tensor, dtype)
     linear = copy.copy(weights.model.get_submodule(owner))  # the model itself stays without weights
     linear._parameters = {**linear._parameters, leaf: nn.Parameter(tensor, requires_grad=False)}
     adapter = lora.adapted_linear(linear, owner, weights.adapter, str(weights.folder))
     if dtype != torch.bfloat16 or not adapter.adds_rows:
+        look()
         merged = adapter.merged(tensor)
         return merged if dtype is None else rounded(weights, name, merged, dtype)
 
@@ -206,8 +218,9 @@ def _merged(
         room.copy_(tensor[rows])
         adapter.add_rows_(room, rows)
 
-    to = tensor if in_place and tensor.dtype == dtype else torch.empty(tensor.shape, dtype=dtype)
-    return _halved(name, to, piece)
+    # In place it may lie a little before `tensor`: of that, what lies there has been taken into a piece by then.
+    to = at_block(tensor) if in_place and tensor.dtype == dtype else torch.empty(tensor.shape, dtype=dtype)
+    return _halved(name, to, piece, look)
 
 
 def rounded(weights: Weights, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -225,14 +238,19 @@ def rounded(weights: Weights, name: str, tensor: torch.Tensor, dtype: torch.dtyp
     return made
 
 
-def _halved(name: str, to: torch.Tensor, piece: Callable[[slice, torch.Tensor], Any]) -> torch.Tensor:
+def _halved(
+    name: str, to: torch.Tensor, piece: Callable[[slice, torch.Tensor], Any], look: Callable[[], bool] = lambda: True
+) -> torch.Tensor:
     """Fill the matrix `to`, in bf16, with values that `piece` puts into room for some rows of it in fp32, which stay in
-    a core's cache: 1.5 ns a weight with the adapter's matmul, not 14."""
+    a core's cache: 1.5 ns a weight with the adapter's matmul, not 14. `look` is asked where they are not finite."""
     chance, room = random.Random(zlib.crc32(name.encode())), None
     for rows in lora.row_pieces(to):
         room = torch.empty(to[rows].shape) if room is None else room[: rows.stop - rows.start]
         piece(rows, room)
-        halve_into(to[rows], room, chance)
+        total = room.sum().item()
+        if not math.isfinite(total) and not look():
+            break  # it will be refused, with these values
+        halve_into(to[rows], room, chance, has_nan=math.isnan(total))
     return to
 
 
@@ -270,11 +288,12 @@ def _owned(model: nn.Module, unit: Unit) -> list[tuple[str, torch.Tensor]]:
     return [*unit.weights(), *buffers]
 
 
-def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """In memory that is the system's again when it is freed: allocators keep that of an embedding for later."""
+def _in_fp32(tensor: torch.Tensor, memory: Memory) -> torch.Tensor:
+    """Not in memory of torch's: allocators keep that of an embedding for later."""
     if tensor.dtype == torch.float32:
         return tensor
-    return large_pages(4 * tensor.numel()).view(torch.float32).view(tensor.shape).copy_(tensor)
+    size = 4 * tensor.numel()
+    return memory.take(size)[:size].view(torch.float32).view(tensor.shape).copy_(tensor)
 
 
 class StreamedModel:
@@ -293,10 +312,11 @@ class StreamedModel:
         self.weights, self.with_adapter, self.merged_to = weights, with_adapter, merged_to
         self._first: nn.Module | None = None  # that was read before it is called
         self.model, _ = load.load_empty(weights.run, dtype="fp32")
+        self.memory = Memory()
         self.rounded = FakeQuantization.of(self.model, rounded_to) if rounded_to else None
         with load.reading(weights.run, "weights"), load.quiet():
             self.source: WeightSource = find_source(
-                self.model, weights.base, dtype=torch.float32, storage="plain", is_mapped=False
+                self.model, weights.base, dtype=torch.float32, storage="plain", memory=self.memory
             )
         self.tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         for name, tensor, _ in self._from_files([one for one in saved_buffers(self.model) if one in self.source.names]):
@@ -375,7 +395,7 @@ class StreamedModel:
         stored = [self.tied.get(name, name) if name not in self.source.names else name for name in names]
         if missing := [name for name in stored if name not in self.source.names]:
             raise UserError(f"model: the weights of {self.weights.run.model} hold no {missing[0]}.")
-        found = {name: _in_fp32(tensor) for name, tensor, _ in self._from_files(stored)}
+        found = {name: _in_fp32(tensor, self.memory) for name, tensor, _ in self._from_files(stored)}
         for name, source in zip(names, stored, strict=True):
             put_tensor(self.model, name, found[source])
 

@@ -155,7 +155,10 @@ def listen(ready: Ready, options: Options) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(1000, 10, 10)
-    make_server(ready, options).run()
+    try:
+        make_server(ready, options).run()
+    finally:
+        gc.unfreeze()  # libraries take what is not looked through when the process ends for a leak, and say so
 
 
 def make_server(ready: Ready, options: Options) -> Server:
