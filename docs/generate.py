@@ -619,7 +619,8 @@ mamba-ssm and causal-conv1d on a GPU their kernels are taken. The plan names whi
 (LFM2), linear attention (Qwen3-Next, Kimi-Linear) and Mamba-1 are packed where their kernels (causal-conv1d, mamba-ssm,
 flash-linear-attention) are installed and keep documents apart by `seq_idx`, in evaluation and in training; where they
 are not, documents are padded, and the note says which libraries are missing. BLOOM, MPT and Falcon compute attention
-in their own code, which [inline_attention.py](../src/tunesmith/model/inline_attention.py) hands over (not Falcon's with ALiBi, which rounds it).
+in their own code, which [inline_attention.py](../src/tunesmith/model/inline_attention.py)
+hands over (not Falcon's with ALiBi, which rounds it).
 
 The one file to touch is [families.py](../src/tunesmith/plan/families.py), and only for plans on machines where the
 model is not tried, or to spare the seconds that counting takes: a function from config.json to `ModelFacts`

@@ -172,6 +172,8 @@ def train(model: Path, method: str, folder: Path, *, layout: str | None = None, 
     from tunesmith.config.load import from_mapping
     from tunesmith.model import lora
     from tunesmith.model.probe import Probed
+    from tunesmith.model.state_space import use_chunked_scan
+    from tunesmith.model.structure import body
     from tunesmith.run.assemble import assemble
     from tunesmith.run.choose import with_findings
     from tunesmith.run.start import prepare_run
@@ -201,11 +203,14 @@ def train(model: Path, method: str, folder: Path, *, layout: str | None = None, 
     warned: list[str] = []
     with quiet():
         setting = prepare_run(run, warn=warned.append)
+        has_scan = setting.plan.forward.seq_idx  # whose linears all have adapters
         if layout is not None:
             spec = replace(setting.plan.forward, layout=layout, seq_idx=False)
             found = Probed(spec, can_fuse=setting.plan.fuse_adapters, adapted=setting.plan.adapted)
             setting = replace(setting, plan=with_findings(setting.plan, found))
         job = assemble(setting)
+        if has_scan:
+            use_chunked_scan(body(job.model))
         start = {name: tensor.clone() for name, tensor in lora.adapter_tensors(job.model).items()}
         job.model.train()
         step = step_of(job, None)

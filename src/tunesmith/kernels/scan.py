@@ -283,7 +283,7 @@ def _gradients(dy_td, entering, by_leaving, d_h, *given) -> tuple[torch.Tensor, 
     moved = by_weights * scores * left
     own = moved.diagonal(dim1=-2, dim2=-1)  # which no decay is in
     moved = moved.tril(-1)
-    # Sums over rows and columns are of the same products.
+    # Sums over rows and columns are of the same values.
     exact = _of_sums(cut.x)
     from_key = moved.sum(-2, dtype=exact)
     by_summed = (moved * cut.dt.unsqueeze(-2)).sum(-1, dtype=exact) - from_key * cut.dt
