@@ -19,7 +19,9 @@ def write_result(
     the numbers were measured, where that was not just now and here."""
     path = _path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**(about or document(what, numbers)), "numbers": numbers}, indent=1) + "\n")
+    made = path.with_suffix(".new")  # a call that is killed leaves what was there
+    made.write_text(json.dumps({**(about or document(what, numbers)), "numbers": numbers}, indent=1) + "\n")
+    made.replace(path)
     return path
 
 
