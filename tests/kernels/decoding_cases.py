@@ -102,7 +102,7 @@ def kept_after_timing(own: float, others: float) -> tuple[bool, float]:
     timed = captured.Step.seconds
     captured.Step.seconds = lambda self: own if self.fused is not None else others
     try:
-        found, expected = decoded(call), decoded(plain)
+        found, expected = decoded(call, 1), decoded(plain, 1)
     finally:
         captured.Step.seconds = timed
     assert not steps.is_off

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from tunesmith.errors import UserError
-from tunesmith.model import attention
+from tunesmith.model import attention, state_space
 from tunesmith.model.forward import _own_losses, confirm_forward_spec, token_losses, trial_inputs
 from tunesmith.plan.plan import ForwardSpec
 
@@ -129,9 +129,11 @@ def short_convolutions(hidden, weight, bias=None, activation=None, seq_idx=None,
 
 
 def test_a_model_whose_kernels_take_document_numbers_packs_with_them_and_pads_without(monkeypatch):
-    """LFM2, with stand-ins for causal-conv1d: one that keeps documents apart, one that does not, and none."""
+    """LFM2 without our convolution, with stand-ins for causal-conv1d: one that keeps documents apart, one that does not,
+    and none."""
     from transformers.models.lfm2 import Lfm2Config, modeling_lfm2
 
+    monkeypatch.setattr(state_space, "is_short_convolution", lambda _: False)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
     model = build(Lfm2Config(**sizes, **heads, pad_token_id=0))

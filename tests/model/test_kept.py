@@ -103,7 +103,7 @@ def test_what_has_a_formula_is_not_counted(llama, tmp_path):
     for settings in (
         {"method": "lora"},
         {"method": "full"},
-        {"method": "peft", "peft": {"peft_type": "PROMPT_TUNING"}},
+        {"method": "peft", "peft": {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4}},
     ):
         assert count_own(a_run(llama, tmp_path / "none.jsonl", **settings), on_gpu=True, kernels=()) is None
 

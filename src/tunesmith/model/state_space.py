@@ -45,8 +45,8 @@ def mixers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if is_mixer(module)]
 
 
-def has_own_kernels(device: torch.device) -> bool:
-    return device.type == "cuda" and all(importlib.util.find_spec(package) for package in PACKAGES)
+def has_own_kernels(device: torch.device, packages: tuple[str, ...] = PACKAGES) -> bool:
+    return device.type == "cuda" and all(importlib.util.find_spec(package) for package in packages)
 
 
 def is_mixer(module: nn.Module) -> bool:
@@ -141,7 +141,7 @@ def _convolved(
     """A short convolution within each document, of one row of them."""
     document = named.get("seq_idx")
     is_ours = document is not None and document.shape[0] == 1 and past_key_values is None and attention_mask is None
-    if not is_ours:
+    if not is_ours or has_own_kernels(hidden_states.device, PACKAGES[1:]):
         cached = {} if past_key_values is None else {"past_key_values": past_key_values}
         return type(self).forward(self, hidden_states, attention_mask=attention_mask, **cached, **named)
     before, after, x = self.in_proj(hidden_states).chunk(3, dim=-1)
