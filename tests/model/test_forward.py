@@ -129,7 +129,7 @@ def short_convolutions(hidden, weight, bias=None, activation=None, seq_idx=None,
 
 
 def test_a_model_whose_kernels_take_document_numbers_packs_with_them_and_pads_without(monkeypatch):
-    """LFM2 without our convolution, with stand-ins for causal-conv1d: one that keeps documents apart, one that does not,
+    """LFM2 without our convolution, with stand-ins for causal-conv1d: one that keeps documents apart, one that leaks,
     and none."""
     from transformers.models.lfm2 import Lfm2Config, modeling_lfm2
 
