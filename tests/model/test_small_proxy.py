@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import BloomConfig, Gemma2Config, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
+from transformers import (
+    BloomConfig,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from tunesmith.config.schema import Run
 from tunesmith.model import load
@@ -24,6 +32,7 @@ CONFIGS = {
     "qwen3": Qwen3Config(**LARGE, **HEAD),
     "gemma2": Gemma2Config(**LARGE, **HEAD, sliding_window=4),  # layers of two kinds
     "mixtral": MixtralConfig(**LARGE, num_local_experts=4),
+    "qwen3_moe": Qwen3MoeConfig(**LARGE, **HEAD, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=4096),
     "gpt2": GPT2Config(n_embd=64, n_layer=12, n_head=4, vocab_size=50_000),
     "bloom": BloomConfig(hidden_size=64, n_layer=12, n_head=4, vocab_size=50_000),
 }

@@ -257,18 +257,18 @@ def build_small_proxy(run: Run, *, dtype: str, device: torch.device, layers: int
     for name in ("decoder_layers", "num_decoder_layers"):  # of an encoder-decoder
         if isinstance(getattr(text, name, None), int):
             setattr(text, name, min(layers, getattr(text, name)))
-    if isinstance(getattr(text, "intermediate_size", None), int):
-        text.intermediate_size = min(text.intermediate_size, 2 * width)
+    for name in {"intermediate_size", *(name for name in vars(text) if name.endswith("_intermediate_size"))}:
+        if isinstance(value := getattr(text, name, None), int):  # also of experts, and of shared ones
+            setattr(text, name, min(value, 2 * width))
     text.vocab_size = min(text.vocab_size, PROXY_TOKENS)
     if not (is_encoder_decoder(small.to_dict()) and (text.pad_token_id or 0) < text.vocab_size):
         text.pad_token_id = None
     options = {"trust_remote_code": run.trust_remote_code}
-    with quiet():
+    with quiet(), device:
         for config in (small, load_config(run)):
             try:
-                model = kind.from_config(config, dtype=getattr(torch, DTYPES[dtype]), **options)
-                _draw_weights(model)
-                model = model.to(device).eval()
+                model = kind.from_config(config, dtype=getattr(torch, DTYPES[dtype]), **options).to(device).eval()
+                _draw_weights(model, device)
                 model(**plain_call(model, torch.arange(4, device=device)[None]))
                 break
             except Exception as error:  # the model's own code: whatever it raises, its config is at fault
@@ -302,14 +302,14 @@ def cut(config: Any, layers: int) -> None:
     text.vocab_size, text.pad_token_id = min(text.vocab_size, PROXY_TOKENS), None
 
 
-def _draw_weights(model: PreTrainedModel) -> None:
+def _draw_weights(model: PreTrainedModel, device: torch.device) -> None:
     """So that each layer changes what passes through it by about as much as it is."""
     import torch
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
-            drawn = torch.randn(weight.shape, generator=generator)
+            drawn = torch.randn(weight.shape, generator=generator, device=device)
             weight.copy_(drawn / weight.shape[-1] ** 0.5 if weight.ndim > 1 else 1 + 0.1 * drawn)
 
 
