@@ -115,7 +115,7 @@ def test_states_are_handed_on_by_the_kernel():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scan_on_a_gpu(dtype):
-    given, document, dy = drawn(1000, 8, 64, 2, 64, documents=100)
+    given, document, dy = drawn(1100, 8, 64, 2, 64, documents=100)
     exact = as_exact(given)
     expected = reference.state_space(*exact, document, 2, 64)
     wanted = torch.autograd.grad(expected, there(exact), dy.double())

@@ -28,6 +28,8 @@ CHUNK = 128
 """Tokens. A chunk's triangles grow with it, states become fewer: as many bytes of both at the usual 128 x 64."""
 SHORTEST = 16
 """What a tensor core takes."""
+LEAST_COMPILED = 1024
+"""Tokens for which the parts are compiled: fewer are a trial, which takes less time than compiling."""
 
 
 def chunked_scan(
@@ -124,7 +126,7 @@ torch.library.register_autograd(scan, _backward, setup_context=_save)
 
 
 def _part(function: Callable, given: torch.Tensor) -> Callable:
-    return _compiled(function) if given.is_cuda else function
+    return _compiled(function) if given.is_cuda and given.shape[0] >= LEAST_COMPILED else function
 
 
 @cache
