@@ -1,17 +1,30 @@
-"""MoE models whose frozen experts are held in 4 or 8 bits compute what those with the same values in fp32 do."""
+"""Experts of MoE models as ours compute them: by early weights, and frozen in 4 or 8 bits."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    MixtralConfig,
+    NemotronHConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
-from tunesmith.config.schema import Run
+from plan.shapes import task
+from tunesmith.config.schema import Lora, Run
 from tunesmith.errors import UserError
 from tunesmith.kernels import int8, nf4
 from tunesmith.model import quantized, source, structure
-from tunesmith.model.experts import STACKS, QuantizedExperts
+from tunesmith.model.experts import STACKS, QuantizedExperts, experts_of_layers, use_early_weights
+from tunesmith.model.kept import count_kept
 from tunesmith.parallel.prepare import load_model
+from tunesmith.plan.facts import KEPT_RANK
+from tunesmith.plan.families import from_config
+from tunesmith.plan.memory import layer_bytes
 
 SMALL = {
     "hidden_size": 32,
@@ -31,6 +44,61 @@ MIXTURES = {
     "qwen2": Qwen2MoeConfig(**SMALL, **MANY, shared_expert_intermediate_size=32),
     "qwen3": Qwen3MoeConfig(**SMALL, **MANY),
 }
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+PLAIN = {
+    **MIXTURES,
+    "gpt_oss": GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),  # biases, and the other way round
+    "deepseek": DeepseekV3Config(
+        **SMALL | {"num_key_value_heads": 4}, **LATENT, n_routed_experts=8, n_group=2, topk_group=1,
+        num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1,
+    ),
+    "nemotron_h": NemotronHConfig(
+        **SMALL, layers_block_type=["moe", "attention"], n_routed_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16, moe_shared_expert_intermediate_size=16, mamba_num_heads=4, mamba_head_dim=8,
+    ),  # no gate
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_early_weights_change_nothing(name):
+    """Neither what a model computes nor any gradient, those of routers and biases included."""
+    torch.manual_seed(0)
+    models = [AutoModelForCausalLM.from_config(PLAIN[name]) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    with torch.no_grad():
+        for of_both in zip(*(model.named_parameters() for model in models), strict=True):
+            drawn = 0.2 * torch.randn_like(of_both[0][1]) if of_both[0][0].endswith("bias") else None
+            for _, weight in of_both if drawn is not None else ():
+                weight.copy_(drawn)
+    assert use_early_weights(models[1])
+    assert all("forward" in vars(one) for one in experts_of_layers(models[1]).values())
+    ids = torch.randint(100, (2, 17), generator=torch.Generator().manual_seed(1))
+    theirs, ours = (model(input_ids=ids).logits for model in models)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    gradients = []
+    for logits, model in zip((theirs, ours), models, strict=True):
+        logits.square().mean().backward()
+        gradients.append({name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for one in gradients[0]:
+        largest = gradients[0][one].abs().max()
+        assert (gradients[0][one] - gradients[1][one]).abs().max() <= 1e-5 * largest + 1e-9, one
+
+
+def test_early_weights_keep_no_result_of_an_expert():
+    """Compiled as on a GPU: the hidden states of all experts of a token are not kept, and the plan counts what is."""
+    sizes = SMALL | {"hidden_size": 256, "head_dim": 32, "num_attention_heads": 16, "num_key_value_heads": 2}
+    config = Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=4, moe_intermediate_size=128)
+    late, early = (
+        count_kept(config, compiles=True, fuses=True, kernels=("rope", *more))[0] for more in ((), ("experts",))
+    )
+    result = 4 * 256 * 2
+    assert late.full - early.full == pytest.approx(result, abs=64)
+    assert late.adapters - early.adapters == pytest.approx(result, abs=64)
+    facts = from_config(config.to_dict())
+    for method, counted in (("full", early.full), ("lora", early.adapters)):
+        given = task(facts, "H200", method, 4096, 1, lora=Lora(rank=KEPT_RANK))
+        assert layer_bytes(given, facts.kinds[0], is_compiled=True) == pytest.approx(counted, rel=0.02)
 
 
 @pytest.fixture(params=MIXTURES)

@@ -4,6 +4,10 @@ transformers keeps the experts of a layer as two stacks of matrices, [experts, o
 for each token. Adapters are on the linears around them. Frozen experts are most of an MoE model: with `method: qlora`
 each stack is held in nf4 or int8, as linears are, and made whole while a layer is computed.
 
+A token's result is the sum of its experts', each times a weight of the router's. The second product is linear, so the
+weight can as well be multiplied in before it: then backward needs no expert's result for the weight's gradient, which
+would be most of what an MoE layer keeps (K times the hidden states).
+
 Legend: T tokens, K experts of a token, S = T K pairs of both, E experts, H hidden, I intermediate.
 """
 
@@ -11,8 +15,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
+from types import MethodType
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tunesmith.errors import UserError
@@ -101,17 +108,66 @@ class QuantizedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        chosen_s, order_s = torch.sort(top_k_index.reshape(-1), stable=True)
-        every_e = torch.arange(self.num_experts, device=chosen_s.device, dtype=chosen_s.dtype)
-        ends_e = torch.searchsorted(chosen_s, every_e, right=True).int()
-        x_sh = hidden_states[order_s // top_k_index.shape[1]]
-        gated_si = self.gate._apply_gate(self._product(STACKS[0], x_sh, ends_e))
-        out_sh = self._product(STACKS[1], gated_si, ends_e)
-        place_s = torch.empty_like(order_s)
-        place_s[order_s] = torch.arange(len(order_s), device=order_s.device)
-        each_tkh = out_sh[place_s].view(*top_k_index.shape, -1)
-        return (each_tkh * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+        given = (hidden_states, top_k_index, top_k_weights)
+        return _mixed(self.gate, self.num_experts, self._product, *given)
 
     def _product(self, name: str, x: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:
         held, scale_n = getattr(self, name), getattr(self, f"{name}_scale")
         return expert_matmuls(x, ends_e, held, scale_n, outputs=self.shapes_nk[name][0])
+
+
+def use_early_weights(module: nn.Module) -> bool:
+    """Let experts in half precision or more compute by `_mixed`, where transformers would compute the same by grouped
+    matmuls; whether there were any."""
+    found = [one for one in experts_of_layers(module).values() if _is_grouped(one)]
+    for experts in found:
+        experts.forward = MethodType(_plain, experts)
+    return bool(found)
+
+
+def _is_grouped(experts: nn.Module) -> bool:
+    """Whether transformers' grouped matmuls compute it, and `forward` is the class's own."""
+    asked = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    is_described = all(hasattr(experts, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate"))
+    is_other = getattr(experts, "has_post_expert_norm", False) or "forward" in vars(experts)
+    return asked == "grouped_mm" and is_described and not is_other
+
+
+def _plain(
+    experts: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    def product(name: str, x: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:
+        stack = getattr(experts, name)
+        weight_ekn = stack if experts.is_transposed else stack.transpose(1, 2)
+        return F.grouped_mm(x.to(stack.dtype), weight_ekn, offs=ends_e)
+
+    return _mixed(experts, experts.num_experts, product, hidden_states, top_k_index, top_k_weights)
+
+
+def _mixed(
+    experts: nn.Module,
+    count: int,
+    product: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor],
+    x_th: torch.Tensor,
+    index_tk: torch.Tensor,
+    weights_tk: torch.Tensor,
+) -> torch.Tensor:
+    """What its experts make of each token, summed by their weights. `product` multiplies rows, expert by expert, with
+    the stack of that name; `experts` knows the rest."""
+    chosen_s, order_s = torch.sort(index_tk.reshape(-1), stable=True)
+    every_e = torch.arange(count, device=chosen_s.device, dtype=chosen_s.dtype)
+    ends_e = torch.searchsorted(chosen_s, every_e, right=True).int()
+    first, second = STACKS if experts.has_gate else ("up_proj", "down_proj")
+    inner_s = product(first, x_th[order_s // index_tk.shape[1]], ends_e)
+    if experts.has_bias:
+        inner_s = inner_s + getattr(experts, f"{first}_bias")[chosen_s]
+    inner_s = experts._apply_gate(inner_s) if experts.has_gate else experts.act_fn(inner_s)
+    weight_s1 = weights_tk.reshape(-1)[order_s][:, None]
+    out_sh = product(second, (inner_s * weight_s1).to(inner_s.dtype), ends_e)
+    place_s = torch.empty_like(order_s)
+    place_s[order_s] = torch.arange(len(order_s), device=order_s.device)
+    out_th = out_sh[place_s].view(*index_tk.shape, -1).sum(1)
+    if experts.has_bias:
+        weights_te = weights_tk.new_zeros(len(index_tk), count).scatter(1, index_tk, weights_tk)
+        out_th = out_th + weights_te.to(out_th.dtype) @ getattr(experts, f"{second}_bias")
+    return out_th.to(x_th.dtype)

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 from tunesmith.config.schema import Run
 from tunesmith.kernels.operator import operator, register_backward
 from tunesmith.model import adapters, load, lora
+from tunesmith.model.experts import use_early_weights
 from tunesmith.model.forward import Inputs, packed_hidden_states
 from tunesmith.model.fuse import fuse
 from tunesmith.model.gated import use_memory_efficient_gates
@@ -295,6 +296,8 @@ class _Counting:
             fuse(layer, fp8=False, fuse_mlps=self.compiles)
         if self.on_gpu and self.is_full:
             use_memory_efficient_gates(layer, self.kernels)
+        if self.on_gpu and "experts" in self.kernels:
+            use_early_weights(layer)
         if self.on_gpu and "rope" in self.kernels:
             fuse_rope(layer, dtype, torch.device("meta"))
 

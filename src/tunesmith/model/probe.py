@@ -30,6 +30,7 @@ from tunesmith.errors import UserError
 from tunesmith.kernels import flash4
 from tunesmith.model import adapters, attention, load, lora
 from tunesmith.model.attention import NAME as PACKED_ATTENTION
+from tunesmith.model.experts import use_early_weights
 from tunesmith.model.forward import (
     confirm_forward_spec,
     find_forward_spec,
@@ -59,7 +60,7 @@ from tunesmith.plan.models import check_kind, read_config
 from tunesmith.plan.models import is_encoder_decoder as is_encoder_decoder_config
 from tunesmith.plan.plan import Attention, ForwardSpec, Gate, Kernel
 
-VERSION = 10
+VERSION = 11
 """Of what is tried; results of another are not read."""
 TOKENS = 500
 """The proxy's vocabulary."""
@@ -355,7 +356,19 @@ def equal_kernels(model: nn.Module, spec: ForwardSpec, vocabulary: int) -> tuple
     found: list[Kernel] = []
     with contextlib.suppress(Exception):  # the model's own code, called with what it does not expect
         found += ["rope"] if _has_equal_rope(model, spec, vocabulary) else []
+    with contextlib.suppress(Exception):
+        found += ["experts"] if _has_equal_experts(model) else []
     return (*found, *_equal_gates(model))
+
+
+@torch.no_grad()
+def _has_equal_experts(model: nn.Module) -> bool:
+    """Whether the model as a whole cannot tell its experts from ours."""
+    tokens, ours = torch.arange(8, device=model.device)[None], copy.deepcopy(model)
+    if not use_early_weights(ours):
+        return False
+    expected = _logits(model, tokens)
+    return (_logits(ours, tokens) - expected).abs().max().item() <= 1e-4 * max(1.0, expected.abs().max().item())
 
 
 @torch.no_grad()

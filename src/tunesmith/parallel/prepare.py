@@ -29,6 +29,7 @@ from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.model import adapters, attention, load, lora
 from tunesmith.model.content import Content
+from tunesmith.model.experts import use_early_weights
 from tunesmith.model.fake_quantize import FakeQuantization
 from tunesmith.model.files import Read, own_copy
 from tunesmith.model.forward import is_adapted
@@ -325,13 +326,16 @@ def fuse_adapters(work: Preparation, unit: Unit) -> None:
 
 def swap_kernels(work: Preparation, unit: Unit) -> None:
     """Modules of the model for ones that compute the same with kernels of ours, as far as the plan names them: fp8
-    linears, memory-efficient SwiGLU and its like, fused RoPE; a frozen head's gradient in fp8."""
+    linears, memory-efficient SwiGLU and its like, experts with early weights, fused RoPE; a frozen head's gradient in
+    fp8."""
     plan = work.plan
     for layer in unit.layers:
         if plan.matmul_dtype == "fp8" and not work.run.has_adapters:
             use_fp8_linears(layer)
         elif work.on_gpu and not work.run.has_adapters and work.rounded is None:
             use_memory_efficient_gates(layer, [gate for gate in GATES if _has_kernel(plan, gate)])
+        if work.on_gpu and _has_kernel(plan, "experts"):
+            use_early_weights(layer)
         if work.on_gpu and work.split is None and _has_kernel(plan, "rope"):
             fuse_rope(layer, work.dtype, work.device)
     has_fp8_adapters = plan.matmul_dtype == "fp8" and work.run.has_adapters and plan.fuse_adapters

@@ -130,6 +130,8 @@ class Layer(Part):
     kept_by_own: KeptByOwn | None = None
     copies: int = 0
     """MoE models: how often a token's hidden state is copied, once for each of its experts."""
+    has_early_weights: bool = False
+    """MoE models: tokens are weighted before the last product of their experts (`model.experts`)."""
 
     @cached_property
     def parameters(self) -> int:
@@ -211,7 +213,7 @@ class ModelFacts(Part):
             found: dict[str, Any] = {}
             if kernels is not None:
                 gate = None if kind.copies else next((one for one in GATES if one in kernels), None)
-                found = {"is_rope_fused": "rope" in kernels, "gate": gate}
+                found = {"is_rope_fused": "rope" in kernels, "gate": gate, "has_early_weights": "experts" in kernels}
             if self.note is not None and kept is not None and len(kept) == self.layers:
                 found["kept"] = kept[self.pattern.index(index)]
             if own is not None and len(own) == self.layers:

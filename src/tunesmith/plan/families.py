@@ -151,6 +151,7 @@ class _Config:
             is_rope_fused=True,
             gate=self.gate() if mlp is None else None,
             copies=copies,
+            has_early_weights=copies > 0,
         )
 
     def gate(self) -> Gate | None:

@@ -73,6 +73,9 @@ ROUNDED = 16
 """Bytes a weight while it is rounded: itself with its adapter, its scale, and two in between, in fp32."""
 WIRE = {"int8": 1 + 4 / 128, "int4": 0.5 + 4 / 64}
 """Bytes of a rounded value between ranks, with its share of a block's scale (`parallel.quantized`)."""
+ROUTED = 48
+"""Bytes for each expert of a token: which it is, in what order, and its weight (`model.experts`), besides what a router
+keeps for each of all experts."""
 CROWDED = 1.2
 """Tokens that come to the rank whose experts are the most popular, against the mean; taken, not measured."""
 COLLECTIVES = 300 * MIB
@@ -252,6 +255,9 @@ def _workspaces(task: Task, choice: Choice, hidden: float) -> tuple[float, float
     else:
         backward = 3 * wide + 4 * hidden
     backward += 2 * wide if choice.mlp_slice else 0.0  # a slice is computed again first
+    # Of experts, the gradient of their first product, and of its input.
+    copied = max(kind.copies for kind in task.facts.kinds) * hidden
+    backward = max(backward, 2 * wide + copied) if copied else backward
     scan = max((_scan_bytes(task, kind.state_space) for kind in task.facts.kinds), default=0.0)
     backward = max(backward, scan * choice.tokens(task))
     is_more = task.has_adapters and choice.matmul_dtype != "fp8"
@@ -827,13 +833,20 @@ def _structured_bytes(
             values -= 0 if is_made_again else 1
     if is_sliced:
         values = 0  # the MLP's input alone, which is counted with the norms
-    if experts and not is_full:
-        values -= 1  # frozen experts do not keep their inputs
+    copies = 0
+    if experts:
+        is_early = crowded == 1.0 and (storage != "plain" or (task.device == "cuda" and kind.has_early_weights))
+        copies = kind.copies * (is_full + (not is_early))  # what enters the first product, what leaves the last
+        if not is_compiled:  # frozen experts do not keep their inputs; early weights are multiplied with the last one's
+            values += is_early - (not is_full)
+        if task.has_adapters and not any(one.is_adaptable for one in kind.linears if one.name.startswith("mlp.")):
+            norms -= hidden * width  # no adapter reads it
+        norms += 4 * max(one.count for one in kind.linears) + ROUTED * kind.copies
     attention += 4 * task.facts.heads
     if is_in_full(task, attention_kernel or preferred(task), kind):
         length = task.longest_document or task.document_length
         attention += 8 * task.facts.heads * min(length, kind.window or length)
-    mlp = crowded * (values * kind.intermediate + (2 if is_full else 1) * kind.copies * hidden) * width
+    mlp = crowded * (values * kind.intermediate + copies * hidden) * width
     adapter = 0.0
     if task.has_adapters:
         linears = [linear for linear in kind.linears if linear.is_adaptable]

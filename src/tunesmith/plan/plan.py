@@ -25,7 +25,7 @@ Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
 Layout = Literal["packed", "padded", "encoder-decoder"]
 Gate = Literal["swiglu", "geglu", "clamped_swiglu"]
 GATES: tuple[Gate, ...] = get_args(Gate)
-Kernel = Literal["rope", "swiglu", "geglu", "clamped_swiglu", "fp8_head", "scan"]
+Kernel = Literal["rope", "swiglu", "geglu", "clamped_swiglu", "experts", "fp8_head", "scan"]
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -209,8 +209,8 @@ class Plan(Part):
     kernels: tuple[Kernel, ...] | None = None
     """Kernels of ours that take the place of the model's own modules on a GPU, which the probe has found to be equal:
     `rope`, queries and keys rotated in one pass; `swiglu`, `geglu` and `clamped_swiglu`, gated MLPs whose activation is
-    computed again in the backward pass; `fp8_head`, a frozen head's gradient in fp8. None: whatever is found equal when
-    the model is loaded."""
+    computed again in the backward pass; `experts`, of an MoE model, which weigh tokens before their last product;
+    `fp8_head`, a frozen head's gradient in fp8. None: whatever is found equal when the model is loaded."""
     adapted: tuple[str, ...] | None = None
     """Linears that get adapters, by name or pattern, where they are not all that the settings choose: the probe has
     found others that cannot carry one."""

@@ -390,6 +390,7 @@ def kernels(task: Task, choice: Choice) -> tuple[Kernel, ...]:
     found: dict[Kernel, bool] = {
         "rope": choice.tensor == 1 and any(kind.is_rope_fused for kind in task.facts.kinds),
         **{gate: gate in gates for gate in GATES},
+        "experts": choice.expert == 1 and any(kind.has_early_weights for kind in task.facts.kinds),
         "fp8_head": memory.has_fp8_head(task, choice),
     }
     return tuple(name for name, applies in found.items() if applies)

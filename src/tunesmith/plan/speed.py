@@ -393,7 +393,7 @@ def _elementwise_bytes(task: Task, choice: Choice) -> float:
             passes["hidden"] * facts.hidden * (kind.norms + kind.post_norms) / 2
             + passes["attention"] * (kind.query + kind.key)
             + passes["intermediate"] * kind.intermediate
-            + 8 * kind.copies * facts.hidden
+            + (5 if kind.has_early_weights else 8) * kind.copies * facts.hidden
             + _scan_values(kind.state_space)
         )
     )
