@@ -32,6 +32,7 @@ from tunesmith.model.gated import use_memory_efficient_gates
 from tunesmith.model.rotary import fuse_rope
 from tunesmith.model.structure import decoder_layers, replace_module
 from tunesmith.plan.facts import KEPT_RANK, Kept, KeptByOwn
+from tunesmith.plan.plan import GATES
 
 TOKENS, REAL_TOKENS = 1031, 23
 """Primes, so that no width is taken for them."""
@@ -292,7 +293,7 @@ class _Counting:
     def _prepare(self, layer: nn.Module, dtype: torch.dtype) -> None:
         """As `parallel.prepare` does."""
         if not self.is_full and self.fuses:
-            fuse(layer, fp8=False, fuse_mlps=self.compiles)
+            fuse(layer, fp8=False, fuse_mlps=self.compiles and any(gate in self.kernels for gate in GATES))
         if self.on_gpu and self.is_full:
             use_memory_efficient_gates(layer, self.kernels)
         if self.on_gpu and "rope" in self.kernels:

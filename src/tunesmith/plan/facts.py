@@ -114,6 +114,8 @@ class Layer(Part):
     has_qk_norm: bool = False
     is_qkv_fused: bool = False
     """Queries, keys and values are one linear of the model's own."""
+    is_rotated: bool = True
+    """Queries and keys are rotated by their positions (RoPE), which makes new tensors of them."""
     is_rope_fused: bool = False
     """A kernel of ours rotates queries and keys (`model.rotary`)."""
     is_parallel: bool = False
@@ -130,6 +132,10 @@ class Layer(Part):
     kept_by_own: KeptByOwn | None = None
     copies: int = 0
     """MoE models: how often a token's hidden state is copied, once for each of its experts."""
+    shared: int = 0
+    """Of the `intermediate` width, that of an expert through which every token passes, behind a gate of its own."""
+    dropouts: int = 0
+    """Dropouts of hidden states: each remembers which values it has dropped."""
 
     @cached_property
     def parameters(self) -> int:
@@ -210,7 +216,7 @@ class ModelFacts(Part):
         for index, kind in enumerate(self.kinds):
             found: dict[str, Any] = {}
             if kernels is not None:
-                gate = None if kind.copies else next((one for one in GATES if one in kernels), None)
+                gate = None if kind.copies and not kind.shared else next((one for one in GATES if one in kernels), None)
                 found = {"is_rope_fused": "rope" in kernels, "gate": gate}
             if self.note is not None and kept is not None and len(kept) == self.layers:
                 found["kept"] = kept[self.pattern.index(index)]
