@@ -375,12 +375,15 @@ def errors(row: dict[str, Any]) -> tuple[float, float]:
 
 def _as_it_was(facts: Any, said: dict[str, Any]) -> Any:
     """The model's facts with the gated MLPs that were fused when the row was measured: by its plan's kernels, or, where
-    it does not name them, those with SiLU and three linears."""
+    it does not name them, those with SiLU and three linears. Heads of 256 were computed by torch's attention, for
+    which keys and values were repeated for each of the queries' heads then, and kept so."""
 
     def changed(kind: Any) -> Any:
         is_joint = any(linear.name.endswith("gate_up_proj") for linear in kind.linears)
         fused = said.get("kernels", () if is_joint else ("swiglu",))
-        return kind.changed(gate=kind.gate if kind.gate in fused else None)
+        is_repeated = "kernels" not in said and facts.head_dim > 128
+        key = kind.query if is_repeated else kind.key
+        return kind.changed(gate=kind.gate if kind.gate in fused else None, key=key)
 
     return facts.changed(kinds=tuple(map(changed, facts.kinds)))
 

@@ -14,17 +14,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from plan.shapes import task
-from tunesmith.config.schema import Lora, Run
+from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.kernels import int8, nf4
 from tunesmith.model import quantized, source, structure
 from tunesmith.model.experts import STACKS, QuantizedExperts, experts_of_layers, use_early_weights
-from tunesmith.model.kept import count_kept
 from tunesmith.parallel.prepare import load_model
-from tunesmith.plan.facts import KEPT_RANK
-from tunesmith.plan.families import from_config
-from tunesmith.plan.memory import layer_bytes
 
 SMALL = {
     "hidden_size": 32,
@@ -83,22 +78,6 @@ def test_early_weights_change_nothing(name):
     for one in gradients[0]:
         largest = gradients[0][one].abs().max()
         assert (gradients[0][one] - gradients[1][one]).abs().max() <= 1e-5 * largest + 1e-9, one
-
-
-def test_early_weights_keep_no_result_of_an_expert():
-    """Compiled as on a GPU: the hidden states of all experts of a token are not kept, and the plan counts what is."""
-    sizes = SMALL | {"hidden_size": 256, "head_dim": 32, "num_attention_heads": 16, "num_key_value_heads": 2}
-    config = Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=4, moe_intermediate_size=128)
-    late, early = (
-        count_kept(config, compiles=True, fuses=True, kernels=("rope", *more))[0] for more in ((), ("experts",))
-    )
-    result = 4 * 256 * 2
-    assert late.full - early.full == pytest.approx(result, abs=64)
-    assert late.adapters - early.adapters == pytest.approx(result, abs=64)
-    facts = from_config(config.to_dict())
-    for method, counted in (("full", early.full), ("lora", early.adapters)):
-        given = task(facts, "H200", method, 4096, 1, lora=Lora(rank=KEPT_RANK))
-        assert layer_bytes(given, facts.kinds[0], is_compiled=True) == pytest.approx(counted, rel=0.02)
 
 
 @pytest.fixture(params=MIXTURES)

@@ -6,13 +6,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tunesmith.config.schema import Run
+from tunesmith.config.schema import Lora, Run
 from tunesmith.model import adapters, attention, lora
 from tunesmith.model.forward import Inputs, packed_hidden_states
 from tunesmith.model.fuse import fuse
-from tunesmith.model.kept import _grown, count_own
+from tunesmith.model.kept import _grown, count_kept, count_own
 from tunesmith.model.probe import probe
 from tunesmith.model.structure import decoder_layers
+from tunesmith.plan import memory
+from tunesmith.plan.choice import Task
+from tunesmith.plan.facts import KEPT_RANK
+from tunesmith.plan.families import from_config
 from tunesmith.plan.hardware import named
 from tunesmith.run.choose import plan_run
 
@@ -119,3 +123,51 @@ def test_the_plan_goes_by_the_count(llama, tmp_path):
         found = plan_run(run, named("H200"), probed=probe(run))
         sizes[kind] = found.memory.activations
     assert sizes["ia3"] < sizes["dora"]
+
+
+SIZES = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 8, "vocab_size": 512, "pad_token_id": 0}
+HEADS = {"num_key_value_heads": 2, "head_dim": 32}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
+FORMULAS = {
+    "llama": (HEADS, ("rope", "swiglu")),
+    "qwen3": (HEADS, ("rope", "swiglu")),
+    "glm": (HEADS, ("swiglu",)),
+    "olmo2": (HEADS, ("swiglu",)),
+    "cohere2": (HEADS, ("swiglu",)),
+    "starcoder2": (HEADS, ("rope",)),
+    "phi": ({}, ()),
+    "phi3": (HEADS, ("swiglu",)),
+    "gpt_neox": ({}, ()),
+    "gpt2": ({"n_embd": 256, "n_head": 8, "n_inner": 640, "n_layer": 2, "pad_token_id": None}, ()),
+    "gemma": (HEADS, ("rope", "geglu")),
+    "gemma2": (HEADS, ("rope", "geglu")),
+    "gemma3_text": (HEADS, ("rope", "geglu")),
+    "mixtral": (HEADS | EXPERTS, ("rope", "experts")),
+    "qwen2_moe": (HEADS | EXPERTS | {"shared_expert_intermediate_size": 192}, ("rope", "swiglu", "experts")),
+    "qwen3_moe": (HEADS | EXPERTS, ("rope", "experts")),
+}
+"""Families with a formula, with the kernels that the probe finds for them on a GPU."""
+QUICK = ("gemma3_text", "gpt2", "qwen2_moe")
+
+
+@pytest.mark.parametrize(
+    ("family", "has_kernels"),
+    [
+        pytest.param(family, has_kernels, marks=() if family in QUICK and has_kernels else pytest.mark.slow)
+        for family in FORMULAS
+        for has_kernels in (True, False)
+    ],
+)
+def test_a_compiled_layer_keeps_what_the_formulas_say(family, has_kernels):
+    """By the compiler's own partition of both passes, with and without kernels of ours."""
+    more, found = FORMULAS[family]
+    found = found if has_kernels else ()
+    config = AutoConfig.for_model(family, **{"num_hidden_layers": 2} | SIZES | more)
+    facts = from_config(config.to_dict()).with_findings(found, None)
+    counted = count_kept(config, compiles=True, fuses=True, kernels=found)
+    assert counted is not None
+    for method in ("full", "lora"):
+        task = Task(facts, named("H200"), "cuda", "bf16", method, Lora(rank=KEPT_RANK), "adamw", 1024, 1, 900)
+        said = memory.layer_bytes(task, facts.kinds[facts.pattern[0]], is_compiled=True)
+        kept = counted[0].full if method == "full" else counted[0].adapters
+        assert said == pytest.approx(kept, rel=0.006), method

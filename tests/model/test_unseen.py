@@ -147,30 +147,3 @@ def test_the_count_is_what_autograd_keeps(unseen, tmp_path):
             packed_hidden_states(model, inputs)
         sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
     assert (sizes[1] - sizes[0]) / tokens == pytest.approx(counted.full, rel=0.05)
-
-
-@pytest.mark.slow
-def test_a_compiled_layer_keeps_what_the_formulas_say_of_the_families_that_have_one():
-    from transformers import AutoConfig
-
-    from tunesmith.config.schema import Lora
-    from tunesmith.model.kept import count_kept
-    from tunesmith.plan import memory
-    from tunesmith.plan.choice import Task
-    from tunesmith.plan.facts import KEPT_RANK
-    from tunesmith.plan.families import from_config
-    from tunesmith.plan.hardware import named
-
-    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 2, "num_attention_heads": 16}
-    sizes |= {"num_key_value_heads": 4, "head_dim": 128, "vocab_size": 512, "pad_token_id": 0}
-    kernels = {"llama": ("rope", "swiglu"), "qwen3": ("rope", "swiglu"), "glm": ("swiglu",), "olmo2": ("swiglu",)}
-    kernels |= {"cohere2": ("swiglu",), "starcoder2": ("rope",), "phi3": ("swiglu",), "gemma": ("rope", "geglu")}
-    for family, found in kernels.items():
-        config = AutoConfig.for_model(family, **sizes)
-        facts = from_config(config.to_dict())
-        counted = count_kept(config, compiles=True, fuses=True, kernels=found)
-        for method in ("full", "lora"):
-            task = Task(facts, named("H200"), "cuda", "bf16", method, Lora(rank=KEPT_RANK), "adamw", 1024, 1, 900)
-            said = memory.layer_bytes(task, facts.kinds[0], is_compiled=True)
-            kept = counted[0].full if method == "full" else counted[0].adapters
-            assert said == pytest.approx(kept, rel=0.005), (family, method)

@@ -9,7 +9,9 @@ import pytest
 from tunesmith.objectives import objective_of
 from tunesmith.plan import memory, speed
 from tunesmith.plan.choice import Choice
+from tunesmith.plan.facts import Work
 from tunesmith.plan.families import from_config
+from tunesmith.plan.plan import Time
 
 from .shapes import MIXTRAL, MODEL, run, task
 
@@ -296,3 +298,23 @@ def test_projected_optimizers_multiply_in_fp32():
         for one in ("adamw", "apollo", "galore")
     )
     assert adamw < apollo < galore
+
+
+def test_layers_that_are_not_compiled_take_what_their_operators_were_counted_to():
+    """Bytes by the memory's speed, matmuls beside the weights' own by theirs; none of it where layers are compiled."""
+    plain = MODEL["Llama-3.2-1B"]
+    active, tokens = plain.active / plain.layers, 8192
+
+    def seconds(more_bytes: float, more_operations: float, **choice) -> Time:
+        work = Work(bytes=(1e6, more_bytes), half=(4.0 * active, 0.0), full=(0.0, more_operations), kernels=300)
+        facts = plain.changed(kinds=tuple(kind.changed(work=work) for kind in plain.kinds))
+        given = task(facts, "H200", "peft", 1024, 8)
+        return speed.step_time(given, Choice(micro_batch=8, attention="flash-attn-4", **choice))
+
+    rates = task("Llama-3.2-1B", "H200", "peft", 1024, 8).rates
+    usual, rotated = seconds(0.0, 0.0), seconds(1e9, 1e12)
+    assert usual.adapter == pytest.approx(0.0, abs=1e-9)
+    assert usual.elementwise == pytest.approx(16 * 1e6 * tokens / (0.75 * rates.bandwidth))
+    assert rotated.elementwise - usual.elementwise == pytest.approx(16 * 1e9 / (0.75 * rates.bandwidth))
+    assert rotated.adapter == pytest.approx(16 * 1e12 / rates.fp32)
+    assert seconds(0.0, 0.0, is_compiled=True) == seconds(1e9, 1e12, is_compiled=True)

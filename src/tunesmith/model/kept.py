@@ -32,11 +32,15 @@ from tunesmith.model.fuse import fuse
 from tunesmith.model.gated import use_memory_efficient_gates
 from tunesmith.model.rotary import fuse_rope
 from tunesmith.model.structure import decoder_layers, replace_module
-from tunesmith.plan.facts import KEPT_RANK, Kept, KeptByOwn
+from tunesmith.model.work import Tally
+from tunesmith.plan.facts import KEPT_RANK, Kept, KeptByOwn, Work
+from tunesmith.plan.memory import BLOCKWISE
+from tunesmith.plan.plan import GATES
 
 TOKENS, REAL_TOKENS = 1031, 23
 """Primes, so that no width is taken for them."""
 STAND_IN = "tunesmith_counted"
+ATTENTION = ("counted_attention", "counted_attention_backward")
 PARTITION = "aot_eager_decomp_partition"
 """torch's backend that parts the graph of both passes as its compiler does, and runs the parts as they are."""
 MOST_KINDS = 4
@@ -100,6 +104,69 @@ def count_own(run: Run, *, on_gpu: bool, kernels: tuple[str, ...]) -> tuple[Kept
             KeptByOwn(bytes=of_tokens, fixed=fixed, width=width, is_compiled=compiles) for of_tokens, fixed in found
         )
     return _counted[key, on_gpu, kernels]
+
+
+def count_work(run: Run, *, kernels: tuple[str, ...]) -> tuple[Work, ...] | None:
+    """Of each layer's two passes on a GPU, where a run's layers are not compiled: with methods of the peft library,
+    LoQT, and optimizers that train some layers at a time. None of others, and where it cannot be counted."""
+    if adapters.is_prompt(run) or not (run.method in ("peft", "loqt") or run.optimizer in BLOCKWISE):
+        return None
+    key = run.model_dump_json(include={"model", "peft", "adapter", "lora", "method", "optimizer", "trust_remote_code"})
+    if (key, kernels) not in _worked:
+        is_full = run.method == "full"
+        adapt = _freeze if is_full else (lambda model: _adapt_as(run, model))
+        case = {"compiles": False, "on_gpu": True, "fuses": False, "kernels": kernels, "tallies": True}
+        counting = _Counting(adapt, is_full=is_full, **case)
+        try:
+            found = counting.run(load.load_config(run), run.trust_remote_code)
+            works = found and tuple(counting.works[kind] for kind in counting.kinds)
+        except Exception:  # other people's code, as above
+            works = _work_narrow(run) if run.method == "peft" else None
+        _worked[key, kernels] = works
+    return _worked[key, kernels]
+
+
+_worked: dict[Any, tuple[Work, ...] | None] = {}
+
+
+def _work_narrow(run: Run) -> tuple[Work, ...] | None:
+    """By real layers of a few widths."""
+    layers = load.load_config(run).get_text_config().num_hidden_layers
+    for parts in NARROW:
+        with contextlib.suppress(Exception), warnings.catch_warnings():  # as above
+            warnings.simplefilter("ignore")
+            return (_grown_work([_real_work(run, part) for part in parts], parts),) * layers
+    return None
+
+
+def _real_work(run: Run, part: int) -> Work:
+    """Of a layer of such a part of the model's widths."""
+
+    def adapt(model: nn.Module) -> None:
+        _adapt_as(run, model)
+        model.to("meta")
+
+    case = {"compiles": False, "on_gpu": True, "fuses": False, "kernels": (), "tallies": True}
+    counting = _Counting(adapt, is_full=False, part=part, **case)
+    counting.run(_narrowed(load.load_config(run), part, 2), run.trust_remote_code, device="cpu", called_on="meta")
+    return counting.works[counting.kinds[0]]
+
+
+def _grown_work(works: list[Work], parts: tuple[int, ...]) -> Work:
+    """At the model's own width: bytes of tokens, and kernels for blocks that are copied, grow with it, what is made of
+    weights with its square, and matmuls of two such with its third power."""
+    widths = [1 / part for part in parts]
+
+    def pair(name: str, degree: int) -> tuple[float, float]:
+        of_tokens, fixed = ([getattr(one, name)[place] for one in works] for place in (0, 1))
+        cubed = fixed[-1] * parts[-1] ** 3
+        return (
+            _at_whole_width(widths, of_tokens, degree),
+            _at_whole_width(widths, fixed, 2) if degree == 1 else cubed,
+        )
+
+    kernels = round(_at_whole_width(widths, [one.kernels for one in works], 1))
+    return Work(bytes=pair("bytes", 1), half=pair("half", 2), full=pair("full", 2), kernels=kernels)
 
 
 def _count_narrow(run: Run, *, on_gpu: bool, kernels: tuple[str, ...]) -> list[tuple[int, int]] | None:
@@ -234,6 +301,7 @@ def _adapt_as(run: Run, model: nn.Module) -> None:
         linear = model.get_submodule(name)
         if lora._is_linear(linear):
             one = lora.LoraLinear(linear, run.lora.rank, 1.0, run.lora.dropout, dora=run.lora.dora)
+            one.lora_a.requires_grad_(run.method != "loqt")
             replace_module(model, name, one.to("meta"))
 
 
@@ -248,6 +316,12 @@ class _Counting:
     kernels: tuple[str, ...]
     seq_idx: bool = False
     tokens: int = TOKENS
+    tallies: bool = False
+    """Whether the work of both passes is counted, too."""
+    part: int = 1
+    """Of the model's widths."""
+    kinds: list[Any] = field(default_factory=list)
+    works: dict[Any, Work] = field(default_factory=dict)
     known: dict[Any, tuple[int, int] | None] = field(default_factory=dict)
     """By kind of layer: bytes for each token, and those that are kept for any number of them."""
     held: list[torch.Tensor] = field(default_factory=list)
@@ -287,13 +361,14 @@ class _Counting:
         with _attention_of(model, on_gpu=self.on_gpu):
             packed_hidden_states(model, inputs, seq_idx=self.seq_idx)
         self.held = []
+        self.kinds = kinds
         counts = [self.known[kind] for kind in kinds]
         return None if None in counts else counts  # pyright: ignore
 
     def _prepare(self, layer: nn.Module, dtype: torch.dtype) -> None:
         """As `parallel.prepare` does."""
         if not self.is_full and self.fuses:
-            fuse(layer, fp8=False, fuse_mlps=self.compiles)
+            fuse(layer, fp8=False, fuse_mlps=self.compiles and any(gate in self.kernels for gate in GATES))
         if self.on_gpu and self.is_full:
             use_memory_efficient_gates(layer, self.kernels)
         if self.on_gpu and "experts" in self.kernels:
@@ -317,8 +392,13 @@ class _Counting:
                         kept.setdefault(_place(one), one)
                 return tensor
 
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            tally = Tally(self._is_of_tokens, self.tokens, ATTENTION, self.part)
+            hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+            with hooks, tally if self.tallies else contextlib.nullcontext():
                 result = forward(*arguments, **named)
+                if self.tallies:
+                    _backward(layer, hidden, result)
+            self.works[kind] = tally.work()
             tokens = self.tokens
             if not any(tensor.shape.count(tokens) > 1 for tensor in kept.values()):
                 sizes = [(self._is_of_tokens(one.shape), one.untyped_storage().nbytes()) for one in kept.values()]
@@ -335,6 +415,12 @@ class _Counting:
         if self.tokens == TOKENS:
             return any(size and size % self.tokens == 0 for size in shape)
         return self.tokens in shape
+
+
+def _backward(layer: nn.Module, hidden: torch.Tensor, result: Any) -> None:
+    out = next(_tensors_in(result))
+    trained = [one for one in (hidden, *layer.parameters()) if one.requires_grad]
+    torch.autograd.grad(out, trained, torch.empty_like(out), retain_graph=True, allow_unused=True)
 
 
 def _kind(layer: nn.Module) -> Any:

@@ -53,6 +53,19 @@ class Kept(Part):
     is_compiled: bool
 
 
+class Work(Part):
+    """What the two passes of a layer that is run as it is take beside attention's own kernel, each for a token and for
+    any number of them."""
+
+    bytes: tuple[float, float]
+    """Read and written by operators that memory bounds."""
+    half: tuple[float, float]
+    """Operations of matmuls in half precision."""
+    full: tuple[float, float]
+    """The same in fp32."""
+    kernels: int
+
+
 class KeptByOwn(Part):
     """The same with adapters of the run's own kind, where the planner has no formula for them."""
 
@@ -114,6 +127,8 @@ class Layer(Part):
     has_qk_norm: bool = False
     is_qkv_fused: bool = False
     """Queries, keys and values are one linear of the model's own."""
+    is_rotated: bool = True
+    """Queries and keys are rotated by their positions (RoPE), which makes new tensors of them."""
     is_rope_fused: bool = False
     """A kernel of ours rotates queries and keys (`model.rotary`)."""
     is_parallel: bool = False
@@ -128,10 +143,16 @@ class Layer(Part):
     kept: Kept | None = None
     """None: what layers of this structure keep, by `plan.memory`."""
     kept_by_own: KeptByOwn | None = None
+    work: Work | None = None
+    """Of layers that run as they are, on a GPU, where it was counted."""
     copies: int = 0
     """MoE models: how often a token's hidden state is copied, once for each of its experts."""
     has_early_weights: bool = False
     """MoE models: tokens are weighted before the last product of their experts (`model.experts`)."""
+    shared: int = 0
+    """Of the `intermediate` width, that of an expert through which every token passes, behind a gate of its own."""
+    dropouts: int = 0
+    """Dropouts of hidden states: each remembers which values it has dropped."""
 
     @cached_property
     def parameters(self) -> int:
@@ -205,14 +226,15 @@ class ModelFacts(Part):
         kernels: tuple[str, ...] | None,
         kept: tuple[Kept, ...] | None,
         own: tuple[KeptByOwn, ...] | None = None,
+        work: tuple[Work, ...] | None = None,
     ) -> ModelFacts:
         """With what the probe has found of its layers, if it has; counts are for architectures, and for adapters (those
-        of the run's `own` kind), that have no formula here."""
+        of the run's `own` kind), that have no formula here. `work`: of layers that are not compiled."""
         kinds = []
         for index, kind in enumerate(self.kinds):
             found: dict[str, Any] = {}
             if kernels is not None:
-                gate = None if kind.copies else next((one for one in GATES if one in kernels), None)
+                gate = None if kind.copies and not kind.shared else next((one for one in GATES if one in kernels), None)
                 found = {"is_rope_fused": "rope" in kernels, "gate": gate, "has_early_weights": "experts" in kernels}
             if self.note is not None and kept is not None and len(kept) == self.layers:
                 found["kept"] = kept[self.pattern.index(index)]
@@ -222,6 +244,8 @@ class ModelFacts(Part):
                     name: sum(getattr(one, name) for one in of_kind) // len(of_kind) for name in ("bytes", "fixed")
                 }
                 found["kept_by_own"] = of_kind[0].changed(**means)
+            if work is not None and len(work) == self.layers:
+                found["work"] = _mean([one for one, at in zip(work, self.pattern, strict=True) if at == index])
             kinds.append(kind.changed(**found))
         note = self.note if any(kind.kept is None for kind in kinds) else None
         return self.changed(kinds=tuple(kinds), note=note)
@@ -334,6 +358,15 @@ class ModelFacts(Part):
             for linear in layer.linears:
                 if linear.is_adaptable:
                     yield index, f"{layer.prefix}.{index}.{linear.name}", linear
+
+
+def _mean(works: list[Work]) -> Work:
+    def of(name: str) -> tuple[float, float]:
+        first, second = (sum(pair) / len(works) for pair in zip(*(getattr(one, name) for one in works), strict=True))
+        return first, second
+
+    kernels = sum(one.kernels for one in works) // len(works)
+    return Work(bytes=of("bytes"), half=of("half"), full=of("full"), kernels=kernels)
 
 
 def matches(name: str, pattern: str) -> bool:

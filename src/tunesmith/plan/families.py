@@ -320,7 +320,9 @@ def _gpt2(c: _Config) -> ModelFacts:
         Linear(name="mlp.c_proj", inputs=c.intermediate, outputs=c.hidden, has_bias=True),
     )
     positions = c.number("n_positions", "max_position_embeddings", default=1024)
-    layer = _plain_layer(c, "transformer.h", linears, 4 * c.hidden, is_qkv_fused=True, mlp_values=5)
+    dropouts = 2 if c.values.get("resid_pdrop", 0.1) else 0
+    ways = {"is_qkv_fused": True, "is_rotated": False, "mlp_values": 5, "dropouts": dropouts}
+    layer = _plain_layer(c, "transformer.h", linears, 4 * c.hidden, **ways)
     return c.facts([layer], tied=True, extra=(2 + positions) * c.hidden)
 
 
@@ -375,13 +377,16 @@ def _qwen_mixture(c: _Config, *, default_experts: int, default_active: int, shar
     width = c.number("moe_intermediate_size")
     active = c.number("num_experts_per_tok", default=default_active)
     mlp = c.experts(c.number("num_experts", "num_local_experts", default=default_experts), active, width)
-    seen = active * width
+    seen, shared_width = active * width, 0
     if shared:
         shared_width = c.number("shared_expert_intermediate_size", default=5632)
         gate = Linear(name="mlp.shared_expert_gate", inputs=c.hidden, outputs=1)
         mlp = (*mlp, *c.gated(shared_width, at="mlp.shared_expert"), gate)
         seen += shared_width
-    kinds = [c.layer(mlp=mlp, intermediate=seen, copies=active, **layer), c.layer(**layer)]
+    mixed = c.layer(mlp=mlp, intermediate=seen, copies=active, **layer)
+    if shared:
+        mixed = mixed.changed(shared=shared_width, gate=c.gate())
+    kinds = [mixed, c.layer(**layer)]
     step, dense = c.number("decoder_sparse_step", default=1), c.values.get("mlp_only_layers") or []
     pattern = [1 if index in dense or (index + 1) % step else 0 for index in range(c.layers)]
     return c.facts(kinds, pattern)

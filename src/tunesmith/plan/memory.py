@@ -73,9 +73,6 @@ ROUNDED = 16
 """Bytes a weight while it is rounded: itself with its adapter, its scale, and two in between, in fp32."""
 WIRE = {"int8": 1 + 4 / 128, "int4": 0.5 + 4 / 64}
 """Bytes of a rounded value between ranks, with its share of a block's scale (`parallel.quantized`)."""
-ROUTED = 48
-"""Bytes for each expert of a token: which it is, in what order, and its weight (`model.experts`), besides what a router
-keeps for each of all experts."""
 CROWDED = 1.2
 """Tokens that come to the rank whose experts are the most popular, against the mean; taken, not measured."""
 COLLECTIVES = 300 * MIB
@@ -787,75 +784,104 @@ def _structured_bytes(
 ) -> float:
     """The same from the layer's structure. Eager: as autograd's own hooks count it. Compiled: norms and
     activations are computed again from what stands before them, save where an adapter keeps its input."""
-    width, hidden, is_full = task.width, task.facts.hidden, not task.has_adapters
-    qk_norms = (kind.query + kind.key) if kind.has_qk_norm else 0
-    experts = any(linear.count > 1 for linear in kind.linears)
-    # Of trained weights on a GPU (`model.gated`).
-    is_whole = is_full and task.device == "cuda" and matmul_dtype != "fp8" and tensor == 1
-    is_made_again = is_whole and kind.gate is not None
     if is_compiled:
-        are_apart = is_apart(task, storage)
-        is_fp8 = matmul_dtype == "fp8" and is_full
-        inputs = min(1, kind.norms) if kind.is_parallel else kind.norms
-        into_matmuls = (kind.norms + kind.bare_inputs) * (1 if is_fp8 else width)
-        norms = hidden * ((inputs + kind.post_norms) * width + into_matmuls)
-        attention = 2 * (kind.query + kind.key) * width
-        # Of a joint product that is not rotated in one pass with it (`model.rotary`) the values keep all alive, and
-        # norms of queries and keys need nothing else.
-        is_joint = kind.is_qkv_fused or (task.has_adapters and not are_apart)
-        keeps_product = is_joint and (tensor > 1 or kind.has_qk_norm or not kind.is_rope_fused)
-        attention += (kind.query + kind.key) * width if keeps_product else 0
-        if not keeps_product or (kind.norm == "wide" and kind.is_rope_fused):
-            attention += qk_norms * width  # the second is what Gemma 3 was measured with
-        # Adapters fused with the MLP compute the activation again, too; others and trained weights keep it, in fp8
-        # where it enters its last product so.
-        attention += kind.intermediate if is_fp8 else 0
-        is_kept = (not is_fp8 and not is_made_again) if is_full else are_apart or not (kind.gate or experts)
-        values = (2 if kind.is_gated else 1) + is_kept
+        norms, attention, mlp = _compiled_parts(task, kind, matmul_dtype, storage, tensor)
     else:
-        # An RMS norm keeps its input in fp32 and, where its own weight is trained, what it multiplies with that.
-        kept = {"rms": 4, "wide": 4, "centered": 8, "layer": width}[kind.norm]
-        trained = {"rms": width, "wide": 4, "centered": 4, "layer": 0}[kind.norm] if is_full else 0
-        inputs = min(1, kind.norms) if kind.is_parallel else kind.norms
-        norms = hidden * (inputs * kept + kind.norms * (width + trained) + kind.post_norms * (kept + trained))
-        norms += hidden * kind.bare_inputs * width
-        norms += qk_norms * (kept + trained)
-        attention = 2 * (kind.query + kind.key) * width
-        attention += (kind.query + kind.key) * width if kind.is_qkv_fused else 0  # the values keep all three alive
-        attention += kind.query * width if task.device == "cpu" else 0  # heads last: a copy
-        if task.has_lora and not is_apart(task, storage) and not kind.is_qkv_fused:
-            is_rotated_at_once = task.device == "cuda" and kind.is_rope_fused and not kind.has_qk_norm
-            is_held_by_norms = kind.has_qk_norm and width == 4
-            attention += 0 if is_rotated_at_once or is_held_by_norms else (kind.query + kind.key) * width
-        values = 2 if is_made_again else kind.mlp_values
-        if is_frozen:
-            norms -= hidden * (kind.norms * (width + trained) + kind.post_norms * trained) + qk_norms * trained
-            values -= 0 if is_made_again else 1
+        norms, attention, mlp = _eager_parts(task, kind, matmul_dtype, storage, tensor, is_frozen)
     if is_sliced:
-        values = 0  # the MLP's input alone, which is counted with the norms
-    copies = 0
-    if experts:
-        is_early = crowded == 1.0 and (storage != "plain" or (task.device == "cuda" and kind.has_early_weights))
-        copies = kind.copies * (is_full + (not is_early))  # what enters the first product, what leaves the last
-        if not is_compiled:  # frozen experts do not keep their inputs; early weights are multiplied with the last one's
-            values += is_early - (not is_full)
-        if task.has_adapters and not any(one.is_adaptable for one in kind.linears if one.name.startswith("mlp.")):
-            norms -= hidden * width  # no adapter reads it
-        norms += 4 * max(one.count for one in kind.linears) + ROUTED * kind.copies
+        mlp = 0  # its input alone, which is counted with the norms
+    is_early = crowded == 1.0 and (storage != "plain" or (task.device == "cuda" and kind.has_early_weights))
+    if kind.copies and is_early and not is_compiled:
+        mlp += kind.intermediate * task.width  # what the weights are multiplied with
     attention += 4 * task.facts.heads
     if is_in_full(task, attention_kernel or preferred(task), kind):
         length = task.longest_document or task.document_length
         attention += 8 * task.facts.heads * min(length, kind.window or length)
-    mlp = crowded * (values * kind.intermediate + copies * hidden) * width
+    copies = kind.copies * (2 - task.has_adapters - is_early)  # what enters the first product, what leaves the last
+    mlp = crowded * (mlp + copies * task.facts.hidden * task.width)
     adapter = 0.0
     if task.has_adapters:
         linears = [linear for linear in kind.linears if linear.is_adaptable]
-        adapter = len(linears) * task.lora.rank * width
+        adapter = len(linears) * task.lora.rank * task.width
         if task.lora.dora:  # each output before it is scaled
-            adapter += sum(linear.outputs for linear in linears) * width
+            adapter += sum(linear.outputs for linear in linears) * task.width
         if task.lora.dropout:  # each linear drops for itself: its input again, and which values were dropped
-            adapter += sum(linear.inputs for linear in linears) * (width + 1)
-    return (norms + attention + mlp + adapter) / tensor
+            adapter += sum(linear.inputs for linear in linears) * (task.width + 1)
+    dropped = kind.dropouts * task.facts.hidden * (1 if is_compiled or task.device == "cuda" else task.width)
+    return (norms + attention + mlp + adapter + dropped) / tensor
+
+
+def _compiled_parts(
+    task: Task, kind: Layer, matmul_dtype: str, storage: str, tensor: int
+) -> tuple[float, float, float]:
+    """Norms with what they give to matmuls, attention, and the MLP, of a compiled layer."""
+    width, hidden, is_full = task.width, task.facts.hidden, not task.has_adapters
+    qk_norms = (kind.query + kind.key) if kind.has_qk_norm else 0
+    experts = max((linear.count for linear in kind.linears), default=1)
+    are_apart = is_apart(task, storage)
+    is_fp8 = matmul_dtype == "fp8" and is_full
+    # Where a norm follows attention, the sum that the next one reads is made again from what both its parts keep.
+    inputs = min(1, kind.norms) if kind.is_parallel or kind.post_norms else kind.norms
+    is_read_by_none = experts > 1 and not is_full and not kind.shared  # frozen experts and their router
+    into_matmuls = kind.norms + kind.bare_inputs - is_read_by_none
+    norms = hidden * ((inputs + kind.post_norms) * width + into_matmuls * (1 if is_fp8 else width))
+    norms += 4 * (kind.norms + kind.post_norms + qk_norms / task.facts.head_dim)  # what each scales by
+    attention = 2 * (kind.query + kind.key) * width
+    # Of a joint product that is not rotated in one pass with it (`model.rotary`) the values keep all alive, and
+    # norms of queries and keys need nothing else.
+    is_joint = kind.is_qkv_fused or (task.has_adapters and not are_apart)
+    is_made_anew = kind.is_rotated and (tensor > 1 or not kind.is_rope_fused)
+    keeps_product = is_joint and (is_made_anew or kind.has_qk_norm)
+    attention += ((kind.query + kind.key) if keeps_product else qk_norms) * width
+    # Adapters fused with the MLP compute the activation again, too, as kernels for trained weights do (`model.gated`);
+    # others keep it, in fp8 where it enters its last product so. Frozen experts need none of it.
+    values = (2 if kind.is_gated else 1) * kind.intermediate * width + (kind.intermediate if is_fp8 else 0)
+    is_made_again = kind.gate is not None and (not are_apart if task.has_adapters else _has_gate_kernels(task, tensor))
+    kept = kind.intermediate - kind.shared if is_full or experts == 1 else 0
+    kept = 0 if is_made_again and experts == 1 else kept
+    kept += 0 if is_made_again else kind.shared
+    values += 0 if is_fp8 else kept * width
+    values += hidden * width if kind.shared else 0  # what its gate multiplies
+    active = max((linear.active for linear in kind.linears), default=1)
+    # The router's weights of all experts, and of a token's own: four numbers that say where it goes, and a weight.
+    values += (width * experts + (4 * 8 + width) * active) if experts > 1 else 0
+    return norms, attention, values
+
+
+def _eager_parts(
+    task: Task, kind: Layer, matmul_dtype: str, storage: str, tensor: int, is_frozen: bool
+) -> tuple[float, float, float]:
+    """The same of a layer that is run as it is."""
+    width, hidden, is_full = task.width, task.facts.hidden, not task.has_adapters
+    qk_norms = (kind.query + kind.key) if kind.has_qk_norm else 0
+    # An RMS norm keeps its input in fp32 and, where its own weight is trained, what it multiplies with that.
+    kept = {"rms": 4, "wide": 4, "centered": 8, "layer": width}[kind.norm]
+    trained = {"rms": width, "wide": 4, "centered": 4, "layer": 0}[kind.norm] if is_full else 0
+    inputs = min(1, kind.norms) if kind.is_parallel else kind.norms
+    norms = hidden * (inputs * kept + kind.norms * (width + trained) + kind.post_norms * (kept + trained))
+    norms += hidden * kind.bare_inputs * width
+    norms += qk_norms * (kept + trained)
+    attention = 2 * (kind.query + kind.key) * width
+    # The values keep all three alive.
+    attention += (kind.query + kind.key) * width if kind.is_qkv_fused and kind.is_rotated else 0
+    attention += kind.query * width if task.device == "cpu" else 0  # heads last: a copy
+    if task.has_lora and not is_apart(task, storage) and not kind.is_qkv_fused:
+        is_rotated_at_once = task.device == "cuda" and kind.is_rope_fused and not kind.has_qk_norm
+        is_held_by_norms = kind.has_qk_norm and width == 4
+        attention += 0 if is_rotated_at_once or is_held_by_norms else (kind.query + kind.key) * width
+    is_made_again = is_full and matmul_dtype != "fp8" and _has_gate_kernels(task, tensor) and kind.gate is not None
+    values = 2 if is_made_again else kind.mlp_values
+    if is_frozen:
+        norms -= hidden * (kind.norms * (width + trained) + kind.post_norms * trained) + qk_norms * trained
+        values -= 0 if is_made_again else 1
+    if any(linear.count > 1 for linear in kind.linears) and not is_full:
+        values -= 1  # frozen experts do not keep their inputs
+    return norms, attention, values * kind.intermediate * width
+
+
+def _has_gate_kernels(task: Task, tensor: int) -> bool:
+    """Of trained weights (`model.gated`)."""
+    return task.device == "cuda" and tensor == 1
 
 
 def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, float]:

@@ -69,6 +69,8 @@ ROUNDING_BYTES = 48
 """Read and written for each weight that is rounded in quantization-aware training; counted, not measured."""
 FP8_PASSES = {"adapters": 1.8, "full": 5.5}
 """Over inputs and outputs of matmuls, to scale and convert them; where weights are trained also transposed."""
+OPERATORS = 0.75
+"""Share of the memory's speed that operators of layers reach which are not compiled."""
 UNFUSED_ATTENTION = (44, 48)
 """Bytes passed over for each score in the forward and the backward pass, where no kernel keeps scores on the chip: 33
 and 36 by the operators of transformers' own code, which reach three quarters of the memory's speed."""
@@ -211,6 +213,8 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     adapter = task.adapted[1] * passes * task.width * tokens / split / rates.bandwidth
     adapter += 6 * task.adapted[0] * tokens / split / (ADAPTER_RATE * (rates.fp32 if task.width == 4 else rates.half))
     adapter *= 1 if choice.is_compiled else 1.5
+    if (counted := _counted(task, choice, tokens)) is not None:
+        elementwise, adapter = (part / split for part in counted)
     quantization = _quantization(task, choice, tokens) / split
     head = 2 * facts.embedding * tokens / split / (rates.fp32 if task.width == 4 else rates.half)
     logits = 20 * facts.vocabulary * tokens / split / rates.bandwidth
@@ -241,6 +245,24 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     # An MLP in slices is computed again in any case; a compiled layer leaves it out when it is itself checkpointed.
     sliced = (1 - checkpointed if choice.is_compiled else 1) if choice.mlp_slice else 0
     return forward, backward, share * (again * checkpointed + sliced * matmuls * _mlp_share(task))
+
+
+def _counted(task: Task, choice: Choice, tokens: float) -> tuple[float, float] | None:
+    """Seconds of the passes over memory, and of matmuls beside those of the weights themselves, where the layers' work
+    was counted operator by operator."""
+    kinds, rates = task.facts.kinds, task.rates
+    if choice.is_compiled or task.device != "cuda" or any(kind.work is None for kind in kinds):
+        return None
+    facts = task.facts
+
+    def total(name: str) -> float:
+        of_token, fixed = (facts.total(lambda kind, at=at: getattr(kind.work, name)[at]) for at in (0, 1))
+        return of_token * tokens + fixed
+
+    own = 4 * facts.active * tokens  # forward, and back to the inputs
+    # Matmuls of the weights themselves may be in fp32 by a method's own code: what they take more is its own.
+    more = total("half") / rates.half + total("full") / rates.fp32 - own / rates.half
+    return total("bytes") / (OPERATORS * rates.bandwidth), max(0.0, more)
 
 
 def _backward_share(task: Task) -> float:
@@ -452,6 +474,9 @@ def _waiting(task: Task, choice: Choice, rounds: int, compute: float) -> float:
             starting += HOST_STATES * _matrices(task)
         return max(0.0, starting - rounds * compute)
     kernels = layers * (KERNELS[0] * (1 + share) + KERNELS[1] + (70 if task.has_adapters else 0))
+    if all(kind.work is not None for kind in task.facts.kinds):
+        started = task.facts.total(lambda kind: kind.work.kernels if kind.work else 0) / choice.pipeline
+        kernels = started * (1 + share * KERNELS[0] / sum(KERNELS))
     return rounds * (max(0.0, LAUNCH * kernels - compute) if task.device == "cuda" else DISPATCH * kernels)
 
 

@@ -54,7 +54,7 @@ def facts_of(run: Run) -> ModelFacts:
 
 def found_facts(run: Run, hardware: Hardware, probed: Probed) -> ModelFacts:
     """What a plan must know of the model, with what the probe has found of it."""
-    from tunesmith.model.kept import count_own
+    from tunesmith.model.kept import count_own, count_work
 
     facts = facts_of(run)
     packs = probed.spec.lengths(run.sequence_length) is None
@@ -65,7 +65,8 @@ def found_facts(run: Run, hardware: Hardware, probed: Probed) -> ModelFacts:
     facts = facts.changed(packs=packs, runs_along=probed.spec.seq_idx, **found)
     on_gpu = bool(hardware.gpus) and run.device != "cpu"
     own = count_own(run, on_gpu=on_gpu, kernels=probed.kernels or ())
-    return facts.with_findings(probed.kernels, probed.kept, own)
+    work = count_work(run, kernels=probed.kernels or ()) if on_gpu else None
+    return facts.with_findings(probed.kernels, probed.kept, own, work)
 
 
 def facts_before(run: Run, hardware: Hardware, tell: Callable[[str], None] = lambda _: None) -> ModelFacts:
