@@ -18,11 +18,12 @@ over bf16 weights, since bitsandbytes has no stacks of experts). On an H200, wit
 
     --only lora --deadline 560     75 s until the first, then about 65 s for each of 9 cases
     --only full --deadline 560     as long
-    --only moe --deadline 300      3 cases; not measured yet, none was through after 240 s beside another
+    --only moe --deadline 300      3 cases; one of them was through after 150 s
 
 Each row is written as soon as it is known; a call that was stopped loses only what was under way, and what is in
 FOLDER already is not measured again. It needs liger-kernel, peft and flash-attn-4; without a GPU, `--tiny` tries all of
-it but Liger on small shapes. The second form makes benchmarks/results/families_gpu.json.
+it but Liger on small shapes. The second form puts what was measured into benchmarks/results/families_gpu.json, beside
+rows that are there already.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ import gpu_profile
 import pool
 from gpu import SETTINGS
 from gpu_worker import device, give_back
-from results import write_result
+from results import read_rows, write_result
 from shapes import FAMILIES, shapes_of
 
 from tunesmith.measure.results import document
@@ -89,6 +90,8 @@ class Case:
     checkpointing: bool = False
     """Of the others, from the start."""
     first_gib: float = 6
+    part_tokens: int = TOKENS
+    """Of padded documents that others take at once."""
     tokens: int = TOKENS
     length: int = LENGTH
 
@@ -101,9 +104,20 @@ class Case:
 
 LAYERS = {"lora": {"Phi-4": 24}, "full": {"Phi-4": 12, "Qwen3-30B-A3B": 8, "gpt-oss-20b": 6, "Gemma-3-4B": 34}}
 """Of `full`: others have half."""
+OTHERS: dict[str, dict[str, Any]] = {
+    "Qwen3-30B-A3B": {"checkpointing": True},
+    "Granite-4-H-Micro": {"part_tokens": 2_048},  # a scan in plain operations: 16,384 tokens took more than 120 GiB
+}
+"""What others cannot do without."""
 CASES = (
-    *(Case(shape, "lora", LAYERS["lora"].get(shape, one["num_hidden_layers"])) for shape, one in SHAPES.items()),
-    *(Case(shape, "full", LAYERS["full"].get(shape, one["num_hidden_layers"] // 2)) for shape, one in SHAPES.items()),
+    *(
+        Case(shape, "lora", LAYERS["lora"].get(shape, one["num_hidden_layers"]), **OTHERS.get(shape, {}))
+        for shape, one in SHAPES.items()
+    ),
+    *(
+        Case(shape, "full", LAYERS["full"].get(shape, one["num_hidden_layers"] // 2), **OTHERS.get(shape, {}))
+        for shape, one in SHAPES.items()
+    ),
     Case("Qwen3-30B-A3B", "qlora", 48, 24, 24, is_capped=True, systems=()),
     Case("Qwen3-30B-A3B", "qlora", 48, 12, 12, is_capped=True, systems=()),
     Case("Qwen3-30B-A3B", "lora", 48, 110, is_capped=True, systems=SYSTEMS, checkpointing=True),
@@ -325,10 +339,14 @@ class Measured:
     def attention_of(self, name: str) -> tuple[str, list[str]]:
         """The first attention with which a step of few layers runs, and why those before it do not."""
         tried = []
+        began = time.monotonic()
         for attention in attentions_for(self.config):
             try:
                 step = self.their_step(name, self.rehearsed, attention, self.case.checkpointing)
                 step(self.loader.step(0))()
+                print(
+                    f"{self.case.name}: {name} by {attention} after {time.monotonic() - began:.0f} s", file=sys.stderr
+                )
                 return attention, tried
             except Exception as error:
                 tried.append(f"{attention}: {said_of(error)[:120]}")
@@ -385,6 +403,7 @@ class Measured:
         if on_gpu:
             torch.cuda.synchronize()
         warm = time.monotonic() - began
+        print(f"{self.case.name}: {WARM} steps took {warm:.1f} s", file=sys.stderr)
         if not is_ours:  # which compiles nothing
             made = made[: WARM + max(1, min(TIMED, int(SECONDS / (warm / WARM))))]
         with pool.turn():
@@ -413,7 +432,7 @@ class Measured:
         kind = device()
 
         def step(batch: Any) -> Callable[[], float]:
-            parts = list(padded(batch, self.case.tokens) if is_padded else packed(batch, attention))
+            parts = list(padded(batch, self.case.part_tokens) if is_padded else packed(batch, attention))
             total = torch.zeros((), device=kind)
             for part in parts:
                 with torch.autocast(kind, dtype=torch.bfloat16) if kind == "cuda" else nullcontext():
@@ -581,15 +600,16 @@ def words(row: dict[str, Any]) -> str:
 
 
 def collect(files: list[Path]) -> Path:
-    about = None
-    rows: dict[str, dict[str, Any]] = {}
+    rows = {row["name"]: row for row in read_rows("families_gpu")}
+    about: dict[str, Any] = {}
     for file in files:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        about = next((line["document"] for line in lines if "document" in line), about)
-        rows |= {row["name"]: row for row in read(file)}
+        about = next(line["document"] for line in lines if "document" in line) | {"what": WHAT}
+        measured = [row for row in read(file) if "tokens_per_second" in row.get("ours", {})]
+        rows |= {row["name"]: row | {"commit": about["commit"]} for row in measured}
     for row in rows.values():
         print(f"{row['name']}: {words(row)}")
-    return write_result("families_gpu", WHAT, list(rows.values()), about=about)
+    return write_result("families_gpu", WHAT, list(rows.values()), about=about | {"commit": "by row"})
 
 
 if __name__ == "__main__":
