@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import random
+
 import pytest
 
 from tunesmith.config.schema import Dataset
@@ -72,6 +76,33 @@ def test_padded_micro_batches_are_of_like_length_and_bounded():
     assert computed < 1.25 * sum(lengths)
     assert documents.padding(lengths, 1024, 4096, 2048) == pytest.approx(computed / sum(lengths))
     assert documents.like_lengths([5, 9, 5], 64, alone=6) == [[1], [0, 2]]
+    assert documents.like_lengths([], 64) == []
+
+
+@pytest.mark.parametrize("count_of_sides", [1, 2])
+def test_no_other_way_to_cut_a_step_into_padded_micro_batches_is_cheaper(count_of_sides):
+    """Of those that keep an order of lengths; with two sides, in the best of their orders."""
+    chance = random.Random(count_of_sides)
+    for _ in range(20):
+        sides = [tuple(chance.randint(1, 40) for _ in range(count_of_sides)) for _ in range(8)]
+        tokens = 96
+
+        def cost(groups, sides=sides, tokens=tokens) -> float:
+            padded = [
+                len(one) * sum(max(side) for side in zip(*(sides[i] for i in one), strict=True)) for one in groups
+            ]
+            fits = all(size <= tokens or len(one) == 1 for size, one in zip(padded, groups, strict=True))
+            return sum(padded) + documents.START * tokens * len(groups) if fits else math.inf
+
+        keys = [
+            lambda i, sides=sides: sides[i][0],
+            lambda i, sides=sides: sides[i][-1],
+            lambda i, sides=sides: sum(sides[i]),
+        ]
+        orders = [sorted(range(8), key=lambda i, key=key: (-key(i), [-one for one in sides[i][::-1]])) for key in keys]
+        cuts = [cut for count in range(8) for cut in itertools.combinations(range(1, 8), count)]
+        ways = [[order[a:b] for a, b in itertools.pairwise((0, *cut, 8))] for order in orders for cut in cuts]
+        assert cost(documents.like_lengths(sides, tokens)) == min(map(cost, ways))
 
 
 def test_the_plan_of_a_model_that_does_not_pack_knows_its_padding(tmp_path):

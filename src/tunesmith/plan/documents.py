@@ -9,7 +9,10 @@ from __future__ import annotations
 import glob
 import json
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
+
+import numpy as np
 
 from tunesmith.config.schema import Dataset, Run
 from tunesmith.disk import expanded
@@ -20,8 +23,8 @@ TOKEN_BYTES = 4.5
 """Bytes of text a token stands for, roughly, with the file's own syntax."""
 SAMPLE = 1 << 20
 """Bytes of each data set that are looked at."""
-PADDING = 1 / 8
-"""Share of a padded micro-batch that may be padding, or of one that is full that may be used without asking."""
+START = 1 / 16
+"""What a padded micro-batch costs beside its tokens, as a share of the tokens of a full one."""
 LINES = (".jsonl", ".ndjson")
 """Files with a document a line; of others nobody knows where a document ends without reading them."""
 SMALL = 16 << 20
@@ -97,26 +100,38 @@ def mean_length(lengths: Sequence[int], sequence_length: int) -> int:
 def like_lengths(
     lengths: Sequence[int] | Sequence[Sequence[int]], tokens: int, *, alone: int | None = None
 ) -> list[list[int]]:
-    """Which documents share a padded micro-batch: those of like length, longest first, no more than `tokens` with
-    their padding (but one document always); above `alone` tokens each by itself. A document may have several sides,
-    each padded by itself: then its length is one number for each."""
-    sides = [(length,) if isinstance(length, int) else tuple(length) for length in lengths]
-    groups: list[list[int]] = []
-    longest: tuple[int, ...] = ()
-    real = 0
-    for index in sorted(range(len(sides)), key=lambda i: [-side for side in sides[i]]):
-        own = sides[index]
-        rows = len(groups[-1]) + 1 if groups else 0
-        wider = tuple(map(max, longest, own)) if groups else own
-        padded = rows * sum(wider)
-        is_alike = padded - real - sum(own) <= PADDING * padded or padded <= PADDING * tokens
-        if groups and padded <= tokens and is_alike and not (alone is not None and sum(longest) > alone):
-            groups[-1].append(index)
-            longest, real = wider, real + sum(own)
-        else:
-            groups.append([index])
-            longest, real = own, sum(own)
-    return groups
+    """Which documents share a padded micro-batch, longest first: no more than `tokens` with their padding (but one
+    document always), above `alone` tokens each by itself, and as little padding and as few micro-batches as can be. A
+    document may have several sides, each padded by itself: then its length is one number for each."""
+    if not len(lengths):
+        return []
+    sides = np.array(lengths, dtype=np.int64).reshape(len(lengths), -1)
+    keys = [*sides.T, sides.sum(axis=1)] if sides.shape[1] > 1 else [sides[:, 0]]
+    orders = [np.lexsort((*-sides.T, -key)) for key in keys]
+    parted = [_part(sides[order], tokens, alone) for order in orders]
+    (_, ends), order = min(zip(parted, orders, strict=True), key=lambda one: one[0][0])
+    return [order[start:end].tolist() for start, end in pairwise([0, *ends])]
+
+
+def _part(sides: np.ndarray, tokens: int, alone: int | None) -> tuple[float, list[int]]:
+    """The cheapest way to cut these documents into micro-batches without another order: its cost, in tokens, and where
+    each micro-batch ends."""
+    count = len(sides)
+    best, begins = np.zeros(count + 1), [0] * (count + 1)
+    for end in range(1, count + 1):  # of the first so many, by how many of them the last micro-batch may have
+        rows = np.arange(1, min(end, max(1, tokens // max(1, sides[end - 1].sum()))) + 1)
+        widest = np.maximum.accumulate(sides[end - len(rows) : end][::-1]).sum(axis=1)
+        padded = rows * widest
+        fits = padded <= (tokens if alone is None else np.where(widest <= alone, tokens, 0))
+        fits[0] = True
+        costs = np.where(fits, best[end - rows] + padded, np.inf)
+        rest = int(costs.argmin())
+        best[end], begins[end] = costs[rest] + START * tokens, end - int(rows[rest])
+    ends, end = [], count
+    while end:
+        ends.append(end)
+        end = begins[end]
+    return float(best[count]), ends[::-1]
 
 
 def padding(lengths: Sequence[int], sequence_length: int, step: int, micro_batch: int) -> float:
