@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from ranks import Worlds
 from repeated import REPEATED
@@ -20,6 +21,8 @@ from tiny_model import make_tiny_model
 from tunesmith.cli.main import COLLECTING
 
 gc.set_threshold(*COLLECTING)
+settings.register_profile("tunesmith", deadline=None)  # an example takes longer where something else runs beside it
+settings.load_profile("tunesmith")
 
 
 def have_a_core_each() -> None:

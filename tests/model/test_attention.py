@@ -209,3 +209,64 @@ def test_a_kernel_that_is_wrong_or_fails_is_found_out(flex_on_cpu, monkeypatch):
 
     monkeypatch.setattr(attention.flex, "flex", fails)
     assert attention.fault_of(asked, torch.device("cpu")) == "out of shared memory"
+
+
+ONCE = {"beginning": 12, "own": (5, 3, 20)}
+"""Tokens that three documents begin with and that stand in the first alone, and how they go on."""
+
+
+def shared_beginnings(kernel, window, *, device="cpu", dtype=torch.float32, size=16, **extras):
+    """Output and gradients of documents that share a beginning, each with it and with it once."""
+    begin, own = ONCE["beginning"], ONCE["own"]
+    generator = torch.Generator(device).manual_seed(0)
+    ends = [begin + own[0], *(begin + own[0] + sum(own[1 : 1 + n]) for n in range(1, len(own)))]
+    starts = [0, *ends[:-1]]
+    places = [torch.arange(ends[0])]
+    places += [torch.cat([torch.arange(begin), torch.arange(a, b)]) for a, b in zip(starts[1:], ends[1:], strict=True)]
+    sizes = [len(one) for one in places]
+    places = torch.cat(places).to(device)
+    tensors = [
+        torch.randn(1, heads, ends[-1], size, generator=generator, device=device).to(dtype).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    bounds, keys = (
+        torch.tensor(one, device=device).int() for one in ([0, *ends], [0, *torch.tensor(sizes).cumsum(0).tolist()])
+    )
+    options = {"scaling": 0.3, "sliding_window": window, "kernel": kernel, "max_length_q": max(sizes), **extras}
+    options["max_length_k"] = options["max_length_q"]
+    if device == "cuda":
+        options["capability"] = torch.cuda.get_device_capability()
+    plain = torch.nn.Module()
+    once, _ = packed_attention(
+        plain, *tensors, None, cu_seq_lens_q=bounds, cu_seq_lens_k=keys, key_places=places, **options
+    )
+    repeated = [tensor.index_select(2, places) for tensor in tensors]
+    each, _ = packed_attention(plain, *repeated, None, cu_seq_lens_q=keys, cu_seq_lens_k=keys, **options)
+    is_own = torch.ones(sum(sizes), dtype=torch.bool, device=device)
+    for start in keys[1:-1].tolist():
+        is_own[start : start + begin] = False
+    direction = torch.randn(once.shape, generator=generator, device=device).to(dtype)
+    for out in (once, each[:, is_own]):
+        yield [out, *torch.autograd.grad(out, tensors, direction, retain_graph=True)]
+
+
+@pytest.mark.parametrize("window", [None, 9, 30])
+@pytest.mark.parametrize("extras", [{}, {"softcap": 4.0}], ids=["plain", "soft-capped"])
+def test_documents_see_the_beginning_that_they_share(window, extras):
+    for once, each in zip(*shared_beginnings("varlen", window, **extras), strict=True):
+        torch.testing.assert_close(once, each, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kernel", ["flash-attn-4", "varlen", "flex-attention", "sdpa"])
+@pytest.mark.parametrize("window", [None, 9])
+def test_kernels_let_documents_see_the_beginning_that_they_share(kernel, window):
+    if kernel == "flash-attn-4":
+        from tunesmith.kernels import flash4
+
+        if not flash4.is_available():
+            pytest.skip("needs flash-attn-4")
+    both = shared_beginnings(kernel, window, device="cuda", dtype=torch.bfloat16, size=64)
+    for once, each in zip(*both, strict=True):
+        torch.testing.assert_close(once, each, rtol=0.02, atol=0.02 * each.abs().max().item())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import (
@@ -20,7 +22,7 @@ from transformers import (
 
 from tunesmith.errors import UserError
 from tunesmith.model import attention, state_space
-from tunesmith.model.forward import _own_losses, confirm_forward_spec, token_losses, trial_inputs
+from tunesmith.model.forward import Inputs, _own_losses, confirm_forward_spec, token_losses, trial_inputs
 from tunesmith.plan.plan import ForwardSpec
 
 SMALL = {
@@ -111,6 +113,63 @@ def test_packed_and_padded_give_the_same_gradients():
         gradients.append(torch.autograd.grad(total, [p for p in model.parameters() if p.requires_grad]))
     for packed, padded in zip(*gradients, strict=True):
         torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-5)
+
+
+def pair(model: torch.nn.Module, *, is_once: bool) -> Inputs:
+    """Two documents of 11 and 13 tokens that begin with the same 9, of which 8 may stand there once."""
+    drawn = trial_inputs(100, torch.device("cpu"), (11, 13))
+    first, second = drawn.tokens.split((11, 13))
+    second = torch.cat([first[:9], second[9:]])
+    rows = torch.cat([torch.arange(8, 10), 11 + torch.arange(8, 12)])  # all but the prompt's
+    labels = torch.cat([first, second])[rows + 1]
+    whole = replace(drawn, tokens=torch.cat([first, second]), rows=rows, labels=labels, weights=torch.ones(len(rows)))
+    if not is_once:
+        return whole
+    own = torch.cat([torch.arange(11), torch.arange(19, 24)])
+    return replace(
+        whole,
+        tokens=whole.tokens[own],
+        positions=whole.positions[own],
+        boundaries=torch.tensor([0, 11, 16], dtype=torch.int32),
+        rows=torch.tensor([8, 9, 11, 12, 13, 14]),
+        keys=whole.boundaries,
+        places=torch.cat([torch.arange(11), torch.arange(8), torch.arange(11, 16)]),
+    )
+
+
+@pytest.mark.parametrize("config", BY_LAYOUT["packed"], ids=[config.model_type for config in BY_LAYOUT["packed"]])
+def test_a_beginning_that_stands_there_once_has_the_gradients_of_both(config):
+    model = build(config)
+    spec, _ = confirm_forward_spec(model, vocabulary=100)
+    assert spec.branches
+    found = []
+    for is_once in (False, True):
+        total, losses_n = token_losses(model, pair(model, is_once=is_once), spec)
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        found.append([losses_n, *torch.autograd.grad(total, weights, allow_unused=True)])
+    for twice, once in zip(*found, strict=True):
+        if twice is not None:
+            torch.testing.assert_close(once, twice, rtol=1e-4, atol=2e-5)
+
+
+def test_branches_are_left_alone_where_they_are_not_right_or_documents_do_not_pack(monkeypatch):
+    model = build(LlamaConfig(**SMALL))
+    known, _ = confirm_forward_spec(model, vocabulary=100)
+    plain = attention.packed_attention
+
+    def forgetful(*given, key_places=None, cu_seq_lens_k=None, **named):
+        return plain(*given, **named, cu_seq_lens_k=named["cu_seq_lens_q"])
+
+    attention_functions = pytest.importorskip("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+    attention_functions.register(attention.NAME, forgetful)
+    try:
+        assert not confirm_forward_spec(model, vocabulary=100)[0].branches
+        assert not confirm_forward_spec(model, vocabulary=100, known=known)[0].branches
+    finally:
+        attention.register()
+    assert confirm_forward_spec(model, vocabulary=100, known=known)[0].branches
+    assert not confirm_forward_spec(model, vocabulary=100, known=replace(known, branches=False))[0].branches
+    assert not confirm_forward_spec(build(BY_LAYOUT["padded"][0]), vocabulary=100)[0].branches
 
 
 def short_convolutions(hidden, weight, bias=None, activation=None, seq_idx=None, **_):

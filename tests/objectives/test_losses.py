@@ -31,7 +31,7 @@ from tunesmith.train.step import TrainStep
 
 CPU = torch.device("cpu")
 TRL = json.loads((Path(__file__).with_name("trl.json")).read_text())
-CUTS = {"packed": (200, 1), "accumulated": (24, 1), "padded": (48, 1)}
+CUTS = {"packed": (200, 1), "accumulated": (24, 1), "padded": (48, 1), "prompts once": (24, 1)}
 """Tokens of a sequence, and sequences of a micro-batch."""
 
 
@@ -109,6 +109,11 @@ def step_of(name: str, models: tuple[Path, Path], cut: str, **changes):
     found = {}
     optimizer.step = lambda _: found.update({n: w.grad.clone() for n, w in optimizer.masters.items()})
     length, micro_batch = CUTS[cut]
+    if cut == "prompts once":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tunesmith.data.store.SHARED", 1)
+            store = store.sharing()
+        assert bool(store.shared_tokens) == (objective.documents == 2)
     sizes = {"sequence_length": length, "sequences_per_step": 100, "micro_batch": micro_batch}
     lengths = (True, None) if layout == "padded" else None
     loader = Loader([store], [1.0], seed=0, **sizes, lengths=lengths, objective=objective)
@@ -116,7 +121,7 @@ def step_of(name: str, models: tuple[Path, Path], cut: str, **changes):
     spec = ForwardSpec(layout)
     options = {"device": CPU, "max_grad_norm": None, "seed": 0, "objective": objective, **changes}
     batch = loader.step(0)
-    assert cut != "accumulated" or len(batch.micro_batches) > 2
+    assert cut not in ("accumulated", "prompts once") or len(batch.micro_batches) > 2
     return TrainStep(model, spec, optimizer, **options)(batch, 1.0), found
 
 

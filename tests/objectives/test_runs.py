@@ -85,6 +85,27 @@ def test_a_run_with_adapters_learns_what_is_preferred(tiny_model, tmp_path, monk
     (row,) = json.loads(capsys.readouterr().out)["results"]
     assert row["figures"]["accuracy"] == evaluations[-1]["figures"]["accuracy"]
     assert row["loss"] == pytest.approx(evaluations[-1]["loss"], rel=1e-4)
+    plan = json.loads(Path("run/plan.json").read_text())
+    assert plan["forward"]["branches"]
+    assert [one["choice"] for one in plan["reasons"] if one["topic"] == "prompts of pairs"]
+
+
+def test_pairs_with_their_prompts_once_have_the_losses_of_pairs_apart(tiny_model, tmp_path, monkeypatch):
+    """All pairs in one sequence, so that both runs see the same in each step; the plan that is given says how."""
+    sizes = {"sequence_length": 512, "batch_tokens": 512, "steps": 3, "epochs": None}
+    folder = write_run(tmp_path, tiny_model, **sizes, lora={"rank": 4}, learning_rate=1e-3)
+    write_preferences(folder / "train.jsonl", 5)
+    monkeypatch.chdir(folder)
+    tunesmith(["train", "run.yaml", "output=once"])
+    plan = json.loads(Path("once/plan.json").read_text())
+    plan["forward"]["branches"] = False
+    Path("plan.json").write_text(json.dumps(plan))
+    tunesmith(["train", "run.yaml", "output=apart", "--plan", "plan.json"])
+    once, apart = ([one for one in events.read(folder / name) if one["event"] == "step"] for name in ("once", "apart"))
+    for a, b in zip(once, apart, strict=True):
+        assert a["tokens"] < b["tokens"]
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
 
 
 def test_the_reference_is_asked_once(tiny_model, tmp_path, monkeypatch):

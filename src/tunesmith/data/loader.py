@@ -62,6 +62,8 @@ class PackedDocument(NamedTuple):
     """Within its data set."""
     record: int = 0
     """The number of the whole example that it is of (`TokenStore.owner`)."""
+    shared: int = 0
+    """Tokens before its own: so many of its example's first document, which stands before it."""
 
 
 class Loader:
@@ -311,6 +313,7 @@ def documents_of(store: TokenStore, index: int, source: int) -> list[PackedDocum
             0.0 if references is None else float(references[number]),
             number,
             owner,
+            store.shared(number),
         )
         for part, number in enumerate(store.documents(index))
     ]
@@ -318,7 +321,7 @@ def documents_of(store: TokenStore, index: int, source: int) -> list[PackedDocum
 
 def idle(taken: PackedDocument) -> PackedDocument:
     """Two tokens that do not count, for a rank that must take part all the same."""
-    return taken._replace(ids=taken.ids[:2], weights=np.zeros_like(taken.weights[:2]), part=-1)
+    return taken._replace(ids=taken.ids[:2], weights=np.zeros_like(taken.weights[:2]), part=-1, shared=0)
 
 
 def wanted_weights(store: TokenStore, index: int, counts_prompts: bool) -> list[float]:
@@ -363,15 +366,26 @@ def micro_batch_of(
         labels = np.concatenate([d.weights for d in documents]).astype(np.int64) - 1
         weights = answers = (labels >= 0).astype(np.float32)
     labels[weights == 0] = 0
-    positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths)
+    shared = np.array([d.shared for d in documents], dtype=np.int64)
+    positions = np.arange(len(tokens)) - np.repeat(bounds[:-1] - shared, lengths)
     tensor = torch.from_numpy
+    keys = key_places = None
+    if shared.any():
+        firsts = np.maximum.accumulate(np.where(shared == 0, np.arange(len(documents)), 0))
+        ranges = [
+            np.arange(start, start + size)
+            for first, own, length, size in zip(firsts, bounds[:-1], lengths, shared, strict=True)
+            for start, size in ((bounds[first], size), (own, length))
+        ]
+        key_places = tensor(np.concatenate(ranges))
+        keys = tensor(np.concatenate([[0], np.cumsum(shared + lengths)]).astype(np.int32))
     return MicroBatch(
         tokens=tensor(tokens),
         labels=tensor(labels),
         weights=tensor(weights),
         positions=tensor(positions),
         boundaries=tensor(bounds.astype(np.int32)),
-        longest=int(lengths.max()),
+        longest=int((shared + lengths).max()),
         sources=tensor(np.array([d.source for d in documents], dtype=np.int64)),
         origins=tuple(d.origin for d in documents),
         parts=tensor(np.array([d.part for d in documents], dtype=np.int64)),
@@ -380,6 +394,8 @@ def micro_batch_of(
         numbers=tensor(np.array([d.number for d in documents], dtype=np.int64)),
         records=tensor(np.array([d.record for d in documents], dtype=np.int64)),
         answers=tensor(answers) if counts_prompts else None,
+        keys=keys,
+        key_places=key_places,
     )
 
 

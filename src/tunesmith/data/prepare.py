@@ -105,6 +105,11 @@ class Prepared:
     leaks: tuple[str, ...] = ()
     """Those of the warnings that say of held-out examples that they are trained on."""
 
+    def sharing(self) -> Prepared:
+        """With the prompts of pairs once (`TokenStore.sharing`)."""
+        train, evals = (tuple(store.sharing() for store in some) for some in (self.train, self.evals))
+        return replace(self, train=train, evals=evals, fingerprint=_fingerprint(train, self.weights))
+
     @property
     def size(self) -> DataSize:
         """Of what is trained on in an epoch; no example of it, or of what is evaluated, is longer."""
@@ -114,6 +119,7 @@ class Prepared:
             tokens=sum(weight * int(store.lengths.sum()) for store, weight in weighed),
             longest=max(int(store.lengths.max()) for store in (*self.train, *self.evals)),
             is_exact=True,
+            shared=sum(weight * store.shared_tokens for store, weight in weighed),
         )
 
 
@@ -190,8 +196,12 @@ def prepare(
     leaks = guard.overlap_warnings({s.title: s.hashes for s in train}, {s.title: s.hashes for s in evals})
     warnings += leaks
     weights = tuple(dataset.weight for dataset in run.data)
-    fingerprint = _hash([s.fingerprint for s in train], [float(w) for w in weights])
+    fingerprint = _fingerprint(train, weights)
     return Prepared(train, weights, evals, warnings, fingerprint, encoder, tuple(bad), held_out, tuple(leaks))
+
+
+def _fingerprint(stores: Sequence[TokenStore], weights: Sequence[float]) -> str:
+    return _hash([store.fingerprint for store in stores], [float(weight) for weight in weights])
 
 
 def _check_room(whole: Whole, title: str, run: Run, length: int) -> None:

@@ -18,6 +18,8 @@ from tunesmith.data.types import RecordError
 from tunesmith.errors import UserError
 
 TooLong = Literal["truncate", "split", "drop"]
+SHARED = 8
+"""Tokens that two answers must begin with together to have them once: fewer are not worth keys of their own."""
 TAGGED = "tagged"
 """The format in which a weight is the number of a token's own label and 1 more (`Example.is_tagged`)."""
 
@@ -86,6 +88,8 @@ class TokenStore:
     """float64 [D]: the log-probability that a reference gives its targets, once that is known"""
     is_paired: bool = False
     """Each example is a target and a source (`data.paired`)."""
+    _shared: np.ndarray | None = field(default=None, repr=False)
+    """int64 [D]: of each document, the tokens left out at its beginning, which its example's first one begins with"""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -112,6 +116,41 @@ class TokenStore:
         """Token ids (int32) and their weights (float32)."""
         at = slice(int(self._starts[d]), int(self._starts[d] + self._sizes[d]))
         return self._whole.tokens[at].astype(np.int32), self._whole.weight_table[self._whole.codes[at]]
+
+    def shared(self, d: int) -> int:
+        """How many tokens of its example's first document stand before those of this one."""
+        return 0 if self._shared is None else int(self._shared[d])
+
+    @property
+    def shared_tokens(self) -> int:
+        return 0 if self._shared is None else int(self._shared.sum())
+
+    def sharing(self) -> TokenStore:
+        """The same pairs, their prompts once: of the second answer, what it begins with as the first one does is left
+        out, up to the token that predicts its first target. Where only whole documents count, and every token is a
+        target, up to its last token."""
+        if self.document_count == len(self) or self._shared is not None:
+            return self
+        shared = np.zeros(self.document_count, dtype=np.int64)
+        for i in np.flatnonzero(np.diff(self._firsts) == 2).tolist():
+            first = int(self._firsts[i])
+            shared[first + 1] = self._begins_alike(first, first + 1)
+        starts, sizes = self._starts + shared, self._sizes - shared
+        lengths = np.add.reduceat(sizes, self._firsts[:-1])
+        fingerprint = f"{self.fingerprint}:shared" if shared.any() else self.fingerprint
+        report = replace(self.report, **_lengths_of(lengths))
+        said = {"fingerprint": fingerprint, "report": report, "lengths": lengths}
+        return replace(self, **said, _starts=starts, _sizes=sizes, _shared=shared)
+
+    def _begins_alike(self, first: int, second: int) -> int:
+        (ids, _), (others, weights) = self.document(first), self.document(second)
+        size = min(len(ids), len(others))
+        differ = np.flatnonzero(ids[:size] != others[:size])
+        alike = int(differ[0]) if len(differ) else size
+        is_scored = bool((weights > 0).all())
+        own = len(others) if is_scored else int((weights > 0).argmax())
+        alike = min(alike, own - 1)
+        return alike if alike >= SHARED else 0
 
     def value(self, d: int) -> float:
         return float(self._values[d])
@@ -210,6 +249,7 @@ class TokenStore:
             self._values[documents],
             None if self.references is None else self.references[documents],
             self.is_paired,
+            None if self._shared is None else self._shared[documents],
         )
         report = replace(
             self.report,

@@ -228,6 +228,10 @@ class MicroBatch:
     """float64 [N]: the log-probability that the reference gives each target token, where ratios are by tokens"""
     is_sampled: bool = False
     """Its targets are the model's own answers, and not the data's."""
+    keys: Any = None
+    """int32 [D+1]: the boundaries of what each document's tokens see, where some begin with tokens of others"""
+    key_places: Any = None
+    """int64 [S]: the tokens that these are"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,13 +255,14 @@ class Scorer:
             positions=self._moved([position for node in nodes for position in range(node.start, node.end)]),
             boundaries=self._moved(bounds, np.int32),
             keys=self._moved(key_bounds, np.int32),
+            places=self._moved(np.concatenate(keys)),
             longest=max(node.end for node in nodes),
             rows=self._moved(rows),
             labels=self._moved(labels),
             weights=torch.ones(len(rows), device=self.device),
         )
         owners_n = self._moved(owners)
-        with self._fast(), attention.shared_keys(self._moved(np.concatenate(keys))):
+        with self._fast():
             losses_n = token_losses(self.model, inputs, self.spec)[1].double()
         return torch.zeros(len(texts), dtype=torch.float64, device=self.device).index_add(0, owners_n, -losses_n)
 

@@ -76,20 +76,23 @@ def packed_attention(
     max_length_k: int | None = None,
     s_aux: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    key_places: torch.Tensor | None = None,
     kernel: Attention = "varlen",
     capability: Capability = (0, 0),
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """[1, heads, T, D] queries, keys and values to [1, T, heads, D].
 
-    Where there are more keys than queries, each document has the last of its queries only, or none. `s_aux` are
-    attention sinks, and `alibi_slopes` what a head adds to a score for each token of distance.
+    Where there are more keys than queries, each document has the last of its queries only, or none. `key_places` (int64
+    [S]) says which tokens' keys and values these are: documents then see the beginnings that they share with others,
+    which the row has once (tree attention). `s_aux` are attention sinks, and `alibi_slopes` what a head adds to a score
+    for each token of distance.
     """
     if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
         raise NotPackable("this model does not pass document boundaries to its attention")
     assert query.shape[0] == 1, "packed documents lie end to end in one row"
-    if _shared is not None:
-        key, value = (one.index_select(2, _shared) for one in (key, value))
+    if key_places is not None:
+        key, value = (one.index_select(2, key_places) for one in (key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     bounds, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
     is_cut = key.shape[2] != query.shape[2]
@@ -144,21 +147,6 @@ class Asked(NamedTuple):
         return self.path in ("by document", "memory-efficient") or (
             has_less and self.path != "flex-attention" and (is_narrow or self.path == "varlen")
         )
-
-
-_shared: torch.Tensor | None = None
-
-
-@contextmanager
-def shared_keys(places: torch.Tensor) -> Iterator[None]:
-    """While this lasts, a row's keys and values are those at `places` (int64 [S]) of what its tokens give: pieces of
-    documents then see the beginnings that they share with others, which the row has once."""
-    global _shared
-    _shared = places
-    try:
-        yield
-    finally:
-        _shared = None
 
 
 _watched: dict[Asked, None] | None = None
@@ -296,12 +284,17 @@ def _by_document(
     # Split, not sliced: the gradient of a split is one concatenation, that of a slice a full-size tensor of zeros.
     parts = [query.split(q_lengths, dim=2), *(tensor.split(k_lengths, dim=2) for tensor in (key, value))]
     for q, k, v in zip(*parts, strict=True):
-        if q.shape[2] == 0:
+        length = q.shape[2]
+        if length == 0:
             continue
         if not is_usual:
             outputs.append(_in_full(q, k, v, scale, window, dropout, softcap, sinks, slopes))
             continue
-        is_masked = q.shape[2] != k.shape[2] or (window is not None and q.shape[2] > window)
+        beyond = k.shape[2] - q.shape[2]
+        is_windowed = window is not None and k.shape[2] > window
+        if 0 < beyond <= q.shape[2] and not is_windowed:  # queries that are missing cost less than a mask of all pairs
+            q = F.pad(q, (0, 0, beyond, 0))
+        is_masked = q.shape[2] != k.shape[2] or is_windowed
         if q.device.type == "cpu" and q.shape[2] < UPCAST_BELOW:
             q, k, v = q.float(), k.float(), v.float()
         outputs.append(
@@ -314,7 +307,7 @@ def _by_document(
                 is_causal=not is_masked,
                 scale=scale,
                 enable_gqa=q.shape[1] != k.shape[1],
-            ).to(query.dtype)
+            )[:, :, q.shape[2] - length :].to(query.dtype)
         )
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()  # some models view it; others would copy it then
 

@@ -79,7 +79,9 @@ class Inputs:
     weights: torch.Tensor
     """float32 [N]"""
     keys: torch.Tensor | None = None
-    """int32 [2, P+1]: which keys those queries see; None where they are their own"""
+    """int32 [2, P+1], or [D+1] with `places`: which keys those queries see; None where they are their own"""
+    places: torch.Tensor | None = None
+    """int64 [S]: the tokens that are these keys, where documents share beginnings"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +97,21 @@ def to_device(batch: Documents, device: torch.device, shape: Shape | None = None
     rows = torch.nonzero(batch.weights).squeeze(1)
     move = partial(moved, device=device)
     tokens, positions, boundaries, longest = batch.tokens, batch.positions, batch.boundaries, batch.longest
-    pieces = getattr(batch, "pieces", None)
-    keys = None
+    pieces, keys, places = (getattr(batch, name, None) for name in ("pieces", "keys", "key_places"))
     if pieces is not None:
-        boundaries, keys = pieces.queries, move(pieces.keys)
-        torch._dynamo.maybe_mark_dynamic(keys, 1)
+        boundaries, keys = pieces.queries, pieces.keys
     elif shape is not None:
         longest = shape.longest
         tokens, positions, boundaries = filled(batch, shape.tokens, longest)
-    boundaries = move(boundaries)
+        if places is not None:
+            fillers = torch.arange(batch.tokens.shape[0], shape.tokens)
+            ends = boundaries[batch.boundaries.shape[0] :] - batch.tokens.shape[0] + places.shape[0]
+            keys, places = torch.cat([keys, ends.to(keys.dtype)]), torch.cat([places, fillers])
+    boundaries, keys, places = (None if one is None else move(one) for one in (boundaries, keys, places))
     if shape is not None or pieces is not None:
-        torch._dynamo.maybe_mark_dynamic(boundaries, boundaries.ndim - 1)
+        for one in (boundaries, keys, places):
+            if one is not None:
+                torch._dynamo.maybe_mark_dynamic(one, one.ndim - 1)
     return Inputs(
         tokens=move(tokens),
         positions=move(positions),
@@ -115,6 +121,7 @@ def to_device(batch: Documents, device: torch.device, shape: Shape | None = None
         labels=move(batch.labels[rows]),
         weights=move(batch.weights[rows]),
         keys=keys,
+        places=places,
     )
 
 
@@ -380,7 +387,10 @@ def packed_hidden_states(
         use_chunked_scan(body(model))
     keys, decoder = inputs.boundaries if inputs.keys is None else inputs.keys, body(model)
     inline = inline_attention(decoder)
-    told = nullcontext({}) if inline is None else inline.calls(decoder, inputs.boundaries, keys, inputs.longest)
+    bounds = (inputs.boundaries, keys, inputs.places)
+    told = nullcontext({}) if inline is None else inline.calls(decoder, *bounds, inputs.longest)
+    if inputs.places is not None:
+        entering["key_places"] = inputs.places
     with told as besides:
         return decoder(
             **entering,
@@ -430,7 +440,8 @@ def confirm_forward_spec(
             spec = replace(known, layout=layout, seq_idx=known.seq_idx and layout == "packed")
             why = _tried(model, spec, own, inputs, expected, vocabulary, tolerance, leak, longest)
             if why is None:
-                return spec, None if layout == known.layout else _slower(model, reasons)
+                branches = known.branches and layout == "packed" and _takes_branches(model, spec, own, vocabulary)
+                return replace(spec, branches=branches), None if layout == known.layout else _slower(model, reasons)
             reasons.append(f"{layout}: {why}")
     finally:
         model.train(was_training)
@@ -465,7 +476,8 @@ def find_forward_spec(
             if why is None and long is not None and is_exact:
                 spec, why = _over_lengths(model, spec, own, vocabulary, long)
             if why is None:
-                return spec, None if layout == "packed" else _slower(model, reasons)
+                branches = layout == "packed" and not seq_idx and _takes_branches(model, spec, own, vocabulary)
+                return replace(spec, branches=branches), None if layout == "packed" else _slower(model, reasons)
             if seq_idx and why != before:  # most models do not look at `seq_idx`
                 reasons.append(f"with seq_idx: {why.partition('. ')[0]}")
             elif not seq_idx:
@@ -679,6 +691,44 @@ def _tried(
     if spec.seq_idx and not _keeps_apart_in_training(model, spec, given, changed, leak):
         return LEAKS + " in training"
     return None
+
+
+@torch.no_grad()
+def _takes_branches(model: nn.Module, spec: ForwardSpec, own: str, vocabulary: int) -> bool:
+    """Whether a document that begins with tokens of the one before it, which stand there once, has the losses that it
+    has by itself, and does not see how the other goes on. Leaves the model with the attention of packed calls."""
+    beside = trial_inputs(vocabulary, next(model.parameters()).device, (14, 5, 6))
+    tokens = beside.tokens
+    alone = [tokens[:14], torch.cat([tokens[:9], tokens[14:19]]), tokens[19:]]
+    whole = replace(
+        trial_inputs(vocabulary, tokens.device, (14, 14, 6)),
+        tokens=torch.cat(alone),
+        labels=torch.cat([beside.labels[:14], beside.labels[:9], beside.labels[14:]]),
+    )
+    places = torch.cat([torch.arange(14), torch.arange(9), torch.arange(14, 25)])
+    positions = torch.cat([torch.arange(14), torch.arange(9, 14), torch.arange(6)])
+    branched = replace(
+        beside,
+        positions=positions.to(tokens.device),
+        longest=14,
+        keys=whole.boundaries,
+        places=places.to(tokens.device),
+    )
+    changed = tokens.clone()
+    changed[9:14] = (changed[9:14] + 1) % vocabulary
+    set_attention(model, own)
+    expected = _own_losses(model, whole)
+    set_attention(model, PACKED_ATTENTION)
+    try:
+        found, others = (
+            token_losses(model, replace(branched, tokens=one), spec)[1].to(expected.dtype) for one in (tokens, changed)
+        )
+    except Exception:  # the model's own code, called as it may not expect
+        return False
+    expected = torch.cat([expected[:14], expected[23:]])
+    is_exact, largest = expected.dtype == torch.float64, max(1.0, expected.abs().max().item())
+    differs, leaks = (found - expected).abs().max().item(), (found - others)[14:].abs().max().item()
+    return differs <= (1e-4 if is_exact else 0.05) * largest and leaks <= (1e-5 if is_exact else 0.005)
 
 
 @torch.no_grad()

@@ -32,6 +32,8 @@ class Packed(NamedTuple):
     queries: torch.Tensor
     """int32 [D+1]: boundaries of documents"""
     keys: torch.Tensor
+    places: torch.Tensor | None
+    """int64 [S]: the tokens whose keys these are, where that is not all of them in turn"""
     longest: int
     slopes: torch.Tensor | None
     """float32 [H]: what a token's distance takes from its score; None where positions are rotary"""
@@ -54,14 +56,14 @@ class Inline:
 
     @contextmanager
     def calls(
-        self, model: nn.Module, queries: torch.Tensor, keys: torch.Tensor, longest: int
+        self, model: nn.Module, queries: torch.Tensor, keys: torch.Tensor, places: torch.Tensor | None, longest: int
     ) -> Iterator[dict[str, torch.Tensor]]:
         """While this lasts the model is called packed; gives what it is called with besides."""
         own = model.config._attn_implementation
         name = own if own.startswith(PREFIX) else self.attention
         if self.slopes is not None and self.slopes.device != queries.device:
             self.slopes = self.slopes.to(queries.device)
-        self.packed = Packed(queries, keys, longest, self.slopes, name)
+        self.packed = Packed(queries, keys, places, longest, self.slopes, name)
         model.config._attn_implementation = name  # for which transformers makes no mask of all pairs of tokens
         try:
             yield {} if self.mask is None else {"attention_mask": self.mask.to(queries.device)}
@@ -165,6 +167,7 @@ def _attend(module: nn.Module, query, key, value, packed: Packed, scale: float, 
         max_length_q=packed.longest,
         max_length_k=packed.longest,
         alibi_slopes=packed.slopes,
+        key_places=packed.places,
     )
     return out.flatten(2)
 

@@ -60,7 +60,7 @@ from tunesmith.plan.models import check_kind, read_config
 from tunesmith.plan.models import is_encoder_decoder as is_encoder_decoder_config
 from tunesmith.plan.plan import Attention, ForwardSpec, Gate, Kernel
 
-VERSION = 11
+VERSION = 12
 """Of what is tried; results of another are not read."""
 TOKENS = 500
 """The proxy's vocabulary."""

@@ -156,6 +156,11 @@ class Objective(ABC):
     """Of an example."""
 
     @property
+    def has_pairs(self) -> bool:
+        """Its examples are, or may be, two answers to one prompt."""
+        return self.records in ("pairs", "ranked")
+
+    @property
     def is_token_sum(self) -> bool:
         """Its loss is the mean over target tokens, for which the gradient is known in one pass over the head."""
         return False

@@ -58,6 +58,8 @@ class Task:
     """Tokens of a document, on average over documents; None: not known."""
     longest_sampled: int | None = None
     """Of the documents that were looked at; None: none was."""
+    shared: float = 0.0
+    """Tokens of prompts that second answers of pairs share with the first, for each token that is computed."""
     clips: bool = True
     """Gradients are scaled by the norm of them all."""
     has_new_tokens: bool = False

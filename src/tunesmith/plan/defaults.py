@@ -71,6 +71,8 @@ class DataSize:
     """Tokens of the longest example after cutting; None where nobody knows."""
     is_exact: bool = False
     """Counted after tokenization, not guessed from files."""
+    shared: float = 0.0
+    """Tokens besides: those of prompts that the second answer of a pair shares with the first."""
 
     @property
     def words(self) -> str:

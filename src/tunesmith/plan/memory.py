@@ -889,7 +889,8 @@ def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, floa
     facts = task.facts
 
     def of(kind: Layer, *, is_frozen: bool = False) -> float:
-        gathered = 2 * kind.key * task.width * (choice.context - 1) / choice.tensor  # keys and values of the others
+        # Keys and values of other ranks, and of the prompts that second answers of pairs share with the first.
+        gathered = 2 * kind.key * task.width * (choice.context - 1 + task.shared) / choice.tensor
         fixed = kind.kept_by_own.fixed if kind.kept_by_own is not None else 0
         experts = max((linear.count for linear in kind.linears), default=1)
         logits = experts * task.width if facts.has_router_loss and experts > 1 else 0

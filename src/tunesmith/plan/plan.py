@@ -161,6 +161,9 @@ class ForwardSpec:
     seq_idx: bool = False
     """`packed` calls also say of each token which document it is of, by the name that kernels of convolutions and state
     spaces take it under."""
+    branches: bool = False
+    """In `packed` calls a document may begin with tokens of another that stand there once (tree attention), as the two
+    answers of a pair do with their prompt."""
 
     def lengths(self, sequence_length: int) -> tuple[bool, int | None] | None:
         """How documents, of `sequence_length` tokens at most, are dealt out to micro-batches: whether those in one must

@@ -428,6 +428,7 @@ def may_capture(task: Task, choice: Choice) -> bool:
         and not task.is_merged
         and not task.objective.has_teacher  # its logits have no place in the captured passes' memory
         and not task.objective.has_embeddings  # a step's gradients come from all its micro-batches
+        and not task.shared  # the number of keys changes with the pairs of a micro-batch
     )
 
 

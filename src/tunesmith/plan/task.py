@@ -61,6 +61,7 @@ def make_task(
         document_length=mean_length(lengths, sequence_length),
         mean_document=_mean_document(size, cut),
         longest_sampled=size.longest if size and size.is_exact else max(cut, default=None),
+        shared=size.shared / size.tokens if size and size.tokens else 0.0,
         clips=run.max_grad_norm is not None,
         is_quantization_aware=run.quantization_aware is not None,
         is_exact=run.deterministic,
@@ -80,6 +81,9 @@ def make_task(
                 "memory and time are an upper bound, as if every token passed through both stacks"
             )
         decide("layout", "padded", f"{why}{', and ' if share and facts.is_causal else '; ' if share else ''}{share}")
+    if task.shared:
+        why = "the two answers of a pair share their prompt's computation, which the model was found to do right"
+        decide("prompts of pairs", f"once: {task.shared / (1 + task.shared):.0%} fewer tokens", why)
     if device == "cpu" and hardware.rates is None:
         decide(
             "speed",

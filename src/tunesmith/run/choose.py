@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from tunesmith.plan.documents import guess_held_out, measure, sample_lengths
 from tunesmith.plan.hardware import Hardware, probe, shared
 from tunesmith.plan.models import as_teacher, read_config, read_facts
 from tunesmith.plan.pairs import check_pairs
-from tunesmith.plan.plan import Plan, Reason
+from tunesmith.plan.plan import ForwardSpec, Plan, Reason
 from tunesmith.plan.search import Written, refusal, search, written
 from tunesmith.plan.task import check_rate
 from tunesmith.run import folder as run_folder
@@ -129,14 +130,13 @@ def make_plan(
     that its ranks were started for, or a new one, made for the data as they are when they are tokenized. What the probe
     has found stands in it."""
     _check_objective(run, probed)
-    if (kept := _kept_plan(run, plan, ranks)) is not None:
-        return _settled(kept, run, probed), tokenize(run, kept, progress)
-    if (made := _made_for_ranks()) is not None:
-        return _settled(made, run, probed), tokenize(run, made, progress)
+    if (known := _kept_plan(run, plan, ranks) or _made_for_ranks()) is not None:
+        known = _settled(known, run, probed)
+        return known, tokenize_as_called(run, known, probed.spec, progress)
     run = run_folder.as_begun(run, _begun(run))
     hardware = _hardware(ranks)
     plan_run(run, hardware)  # what is wrong with the settings is said before an hour of tokenizing
-    data = tokenize(run, None, progress)
+    data = tokenize_as_called(run, None, probed.spec, progress)
     return _settled(plan_run(run, hardware, data, probed), run, probed), data
 
 
@@ -188,11 +188,23 @@ def with_findings(plan: Plan, probed: Probed) -> Plan:
             f"The plan has `forward.layout: {plan.forward.layout}`, but an encoder-decoder reads its sources and "
             "writes its targets in rows of their own, which are not packed; leave `forward` out of the plan."
         )
-    found: dict[str, Any] = {"forward": probed.spec, "fuse_adapters": probed.can_fuse, "adapted": probed.adapted}
+    spec = probed.spec
+    if spec.branches and plan.forward is not None and not plan.forward.branches:  # a run goes on as it was begun
+        spec = replace(spec, branches=False)
+    found: dict[str, Any] = {"forward": spec, "fuse_adapters": probed.can_fuse, "adapted": probed.adapted}
     found["by_length"] = probed.spec.lengths(plan.sequence_length) is not None
     if found["by_length"]:
         found |= {"is_compiled": False, "cuda_graphs": False, "optimizer_in_backward": False}
     return plan.model_copy(update=found)
+
+
+def tokenize_as_called(
+    run: Run, plan: Plan | None, spec: ForwardSpec | None, progress: Progress | None = None
+) -> Prepared:
+    """The data of a run as its model is called with them: with the prompts of pairs once, where it takes that."""
+    data = tokenize(run, plan, progress)
+    spec = spec if plan is None or plan.forward is None else plan.forward
+    return data.sharing() if objective_of(run).has_pairs and spec is not None and spec.branches else data
 
 
 def tokenize(run: Run, plan: Plan | None, progress: Progress | None = None, tokenizer: Any = None) -> Prepared:

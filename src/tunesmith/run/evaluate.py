@@ -36,7 +36,7 @@ from tunesmith.run.choose import Progress, plan_run, tokenize, with_findings
 from tunesmith.run.open import encoder_of, open_run, placement, tokenizer_of
 from tunesmith.run.reference import Reference
 from tunesmith.run.rollout import Generator, held_out_rewards
-from tunesmith.run.shape import make_reproducible, micro_batch_shape
+from tunesmith.run.shape import as_called, make_reproducible, micro_batch_shape
 from tunesmith.run.stop import StopRule, together
 from tunesmith.train.events import Evaluation
 from tunesmith.train.samples import SampleLog
@@ -186,7 +186,9 @@ def evaluate_run(
             generator = Generator(model, encoder_of(folder), run.rollout, Rewards(run.rewards), run.seed)
             return held_out_rewards(generator, stores, ranks=ranks, progress=evaluating)
         sizes |= {"objective": objective, "mismatched": mismatched, "ranks": ranks, "share": (ranks.rank, ranks.count)}
-        return held_out_losses(model, spec, stores, device=where, progress=evaluating, **sizes)
+        called = as_called(stores, objective, spec)
+        assert spec.branches or not any(store.shared_tokens for store in called), "base and result are one architecture"
+        return held_out_losses(model, spec, called, device=where, progress=evaluating, **sizes)
 
     before = None
     if with_base or objective.has_reference:
@@ -196,7 +198,7 @@ def evaluate_run(
         if objective.has_reference:
             shared = {"ranks": ranks, "share": (ranks.rank, ranks.count)}
             reference = Reference(base, called[0], plan, called[1], weights=load.model_fingerprint(run), **shared)
-            stores, mismatched = reference.of(stores, objective)
+            stores, mismatched = reference.of(as_called(stores, objective, called[0]), objective)
         before = measure(base, *called) if with_base else None
         del base
         check_base(folder, run, content)

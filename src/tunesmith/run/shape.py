@@ -1,14 +1,24 @@
-"""What a plan says of every process of a run: the shape of its micro-batches, and whether its numbers repeat."""
+"""What a plan says of every process of a run: its data as they are called, the shape of its micro-batches, and whether
+its numbers repeat."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
+from tunesmith.data.store import TokenStore
 from tunesmith.model.forward import Shape
+from tunesmith.objectives.base import Objective
 from tunesmith.parallel.context import multiple_of
-from tunesmith.plan.plan import Plan
+from tunesmith.plan.plan import ForwardSpec, Plan
+
+
+def as_called(stores: Sequence[TokenStore], objective: Objective, spec: ForwardSpec) -> list[TokenStore]:
+    """Pairs with their prompts once, for a model that takes them so."""
+    shares = objective.has_pairs and spec.branches
+    return [store.sharing() for store in stores] if shares else list(stores)
 
 
 def micro_batch_shape(plan: Plan) -> Shape | None:

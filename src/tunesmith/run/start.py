@@ -25,7 +25,7 @@ from tunesmith.plan.pairs import check_pairs
 from tunesmith.plan.plan import Plan
 from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder
-from tunesmith.run.choose import Progress, make_plan, tokenize, will_write, with_label_reason
+from tunesmith.run.choose import Progress, make_plan, tokenize_as_called, will_write, with_label_reason
 from tunesmith.run.initial import make_start
 from tunesmith.run.rollout import check_rewards
 from tunesmith.run.task_scores import read_tasks
@@ -175,7 +175,7 @@ def join_run(run: Run) -> Setting:
     plan, identity = run_folder.read_plan(folder), run_folder.read_identity(folder)
     if plan is None or identity is None:
         raise UserError(f"{folder} is not the same on all ranks; set output to a folder that all of them share.")
-    data = tokenize(run, plan)
+    data = tokenize_as_called(run, plan, plan.forward)
     if data.fingerprint != identity.data:
         raise UserError("The training data are not the same on all ranks; give each node the same files.")
     checkpoints = CheckpointStore(folder / "checkpoints", identity.lineage, keep=run.keep)
