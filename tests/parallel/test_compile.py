@@ -166,6 +166,19 @@ def batch_of(*lengths: int) -> StepBatch:
     return StepBatch(0, 0.0, (micro_batch_of(documents),), target_weight=targets, tokens=sum(lengths))
 
 
+def pairs_of(*sizes: tuple[int, int, int]) -> StepBatch:
+    """A step over pairs with such prompts and answers, of which the second begins with the first one's prompt."""
+    documents = [
+        PackedDocument(np.arange(n) % 512, np.ones(n, dtype=np.float32), 0, "here", part, shared=part * prompt)
+        for prompt, *answers in sizes
+        for part, n in enumerate((prompt + answers[0], answers[1]))
+    ]
+    targets = float(sum(len(one.ids) - 1 for one in documents))
+    batch = micro_batch_of(documents)
+    assert batch.keys is not None
+    return StepBatch(0, 0.0, (batch,), target_weight=targets, tokens=len(batch.tokens))
+
+
 @pytest.mark.parametrize(
     ("attention", "rotates", "matmul_dtype"),
     [
@@ -177,6 +190,17 @@ def batch_of(*lengths: int) -> StepBatch:
     ],
 )
 def test_document_lengths_do_not_compile_anything_again(monkeypatch, attention, rotates, matmul_dtype):
+    made = [batch_of(*lengths) for lengths in ((50, 46), (96,), (7,) * 11, (1, 90), (40, 30, 20))]
+    assert_compiled_once(monkeypatch, made, attention, rotates, matmul_dtype)
+
+
+@pytest.mark.parametrize("attention", ["flash-attn-4", pytest.param("sdpa", marks=pytest.mark.slow)])
+def test_pairs_with_their_prompts_once_do_not_compile_anything_again(monkeypatch, attention):
+    made = [pairs_of(*sizes) for sizes in (((20, 9, 11),), ((10, 20, 30), (8, 3, 4)), ((30, 2, 50),), ((9, 9, 9),) * 2)]
+    assert_compiled_once(monkeypatch, made, attention, True, "plain")
+
+
+def assert_compiled_once(monkeypatch, made, attention, rotates, matmul_dtype):
     rotated = []
     if rotates:  # as on a GPU
 
@@ -192,7 +216,6 @@ def test_document_lengths_do_not_compile_anything_again(monkeypatch, attention, 
     plan = plan_for(workload, device="cpu", matmul_dtype=matmul_dtype, checkpointed_layers=1, compiled=True)
     step = build(workload, plan.changed(attention=attention))
     assert rotated == ([1, 1] if rotates else [])
-    made = [batch_of(*lengths) for lengths in ((50, 46), (96,), (7,) * 11, (1, 90), (40, 30, 20))]
     step(made[0], 1e-3)
     graphs = counters["stats"]["unique_graphs"]
     assert graphs > 0
