@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tunesmith.measure import bench
-from tunesmith.model.forward import Shape
+from tunesmith.model.forward import Shape, trial_inputs
 from tunesmith.parallel import compile
 from tunesmith.plan.plan import ForwardSpec
 from tunesmith.train import graph
@@ -175,6 +175,13 @@ def test_what_cannot_be_recorded_is_run_as_it_is(monkeypatch):
         "The passes could not be captured (operation not permitted when stream is capturing); they are run as they "
         "are, which is slower.",
     )
+
+
+def test_passes_over_shared_prompts_are_not_captured():
+    capture = GraphCapture(SimpleNamespace(device=torch.device("cpu")), ForwardSpec("packed"), [])
+    inputs = trial_inputs(100, torch.device("cpu"))
+    assert not capture.record(replace(inputs, keys=inputs.boundaries, places=inputs.rows))
+    assert capture.tries
 
 
 def test_an_evaluation_that_runs_out_of_memory_gets_that_of_the_passes(monkeypatch):

@@ -154,6 +154,8 @@ def _asks_router_loss(run: Run) -> bool:
 def _settled(plan: Plan, run: Run, probed: Probed) -> Plan:
     """The plan with what the probe has found, and what the load-balancing loss of the model's routers counts."""
     plan, given = with_findings(plan, probed), run.router_aux_loss_coef
+    if _shares_prompts(run, plan.forward):  # captured passes have one number of keys
+        plan = plan.model_copy(update={"cuda_graphs": False})
     if probed.router_loss is None and given:
         raise UserError(
             f"router_aux_loss_coef: {facts_of(run).architecture} has no load-balancing loss in transformers, since it "
@@ -204,7 +206,11 @@ def tokenize_as_called(
     """The data of a run as its model is called with them: with the prompts of pairs once, where it takes that."""
     data = tokenize(run, plan, progress)
     spec = spec if plan is None or plan.forward is None else plan.forward
-    return data.sharing() if objective_of(run).has_pairs and spec is not None and spec.branches else data
+    return data.sharing() if _shares_prompts(run, spec) else data
+
+
+def _shares_prompts(run: Run, spec: ForwardSpec | None) -> bool:
+    return objective_of(run).has_pairs and spec is not None and spec.branches
 
 
 def tokenize(run: Run, plan: Plan | None, progress: Progress | None = None, tokenizer: Any = None) -> Prepared:

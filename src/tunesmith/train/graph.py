@@ -63,7 +63,10 @@ class GraphCapture:
 
     def record(self, inputs: Inputs) -> bool:
         """Whether there are passes for inputs like these; makes them where there are not. If that cannot be done, it is
-        said once, and passes are to be run as they are."""
+        said once, and passes are to be run as they are; so are those of documents that see tokens of others, of which
+        there are as many keys as they share."""
+        if inputs.keys is not None:
+            return False
         has_room = self.passes is not None and inputs.boundaries.shape[0] <= self.passes.inputs.boundaries.shape[0]
         if has_room or not self.tries:
             return has_room
