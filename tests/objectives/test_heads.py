@@ -7,6 +7,7 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -69,6 +70,12 @@ def tunesmith(*arguments: str) -> None:
     assert not ended.value.code
 
 
+def in_full(store, index: int) -> list:
+    """The documents of an example, with what the second shares with the first."""
+    documents = documents_of(store, index, 0)
+    return [one._replace(ids=np.concatenate([documents[0].ids[: one.shared], one.ids]), shared=0) for one in documents]
+
+
 def padded(documents: list, fill: int) -> dict[str, torch.Tensor]:
     ids = torch.full((len(documents), max(len(one.ids) for one in documents)), fill)
     mask = torch.zeros_like(ids)
@@ -109,7 +116,7 @@ def test_loss_and_gradients_are_transformers_own(tiny_model, tmp_path, monkeypat
     assert len(batch.micro_batches) > 1
     result = step(batch, 1.0)
     (store,) = setting.data.train
-    examples = [documents_of(store, index, 0) for index in range(len(store))]
+    examples = [in_full(store, index) for index in range(len(store))]
     plain = load.head.model_class(run, None).from_pretrained(
         tiny_model, num_labels=len(run.labels) or 1, dtype=torch.float32
     )
@@ -141,7 +148,7 @@ def test_a_step_on_pairs_is_that_of_trls_trainer(tiny_model, tmp_path, monkeypat
     assert len(batch.micro_batches) > 1
     result = step_of(job, None)(batch, 1.0)
     (store,) = setting.data.train
-    examples = [documents_of(store, index, 0) for index in range(len(store))]
+    examples = [in_full(store, index) for index in range(len(store))]
     values = torch.tensor([example[0].value for example in examples])
     assert values.any()
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1, dtype=torch.float32)

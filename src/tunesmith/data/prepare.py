@@ -108,7 +108,7 @@ class Prepared:
     def sharing(self) -> Prepared:
         """With the prompts of pairs once (`TokenStore.sharing`)."""
         train, evals = (tuple(store.sharing() for store in some) for some in (self.train, self.evals))
-        return replace(self, train=train, evals=evals, fingerprint=_fingerprint(train, self.weights))
+        return replace(self, train=train, evals=evals, fingerprint=_fingerprint_of(train, self.weights))
 
     @property
     def size(self) -> DataSize:
@@ -196,11 +196,11 @@ def prepare(
     leaks = guard.overlap_warnings({s.title: s.hashes for s in train}, {s.title: s.hashes for s in evals})
     warnings += leaks
     weights = tuple(dataset.weight for dataset in run.data)
-    fingerprint = _fingerprint(train, weights)
+    fingerprint = _fingerprint_of(train, weights)
     return Prepared(train, weights, evals, warnings, fingerprint, encoder, tuple(bad), held_out, tuple(leaks))
 
 
-def _fingerprint(stores: Sequence[TokenStore], weights: Sequence[float]) -> str:
+def _fingerprint_of(stores: Sequence[TokenStore], weights: Sequence[float]) -> str:
     return _hash([store.fingerprint for store in stores], [float(weight) for weight in weights])
 
 
