@@ -6,10 +6,13 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 
 from tunesmith.config.schema import Dataset
 from tunesmith.plan import documents
+from tunesmith.plan.facts import PairedWork, Rows
+from tunesmith.plan.families import from_config
 from tunesmith.plan.hardware import named
 from tunesmith.plan.search import search
 
@@ -74,7 +77,9 @@ def test_padded_micro_batches_are_of_like_length_and_bounded():
     assert all(len(group) * lengths[group[0]] <= 2048 for group in groups)
     computed = sum(len(group) * lengths[group[0]] for group in groups)
     assert computed < 1.25 * sum(lengths)
-    assert documents.padding(lengths, 1024, 4096, 2048) == pytest.approx(computed / sum(lengths))
+    guessed = documents.guessed(lengths, 1024, 4096, sides=1)
+    assert guessed.padding(2048) == pytest.approx(computed / sum(lengths))
+    assert guessed.rounds(2048, 1) == len(groups)
     assert documents.like_lengths([5, 9, 5], 64, alone=6) == [[1], [0, 2]]
     assert documents.like_lengths([], 64) == []
 
@@ -105,6 +110,82 @@ def test_no_other_way_to_cut_a_step_into_padded_micro_batches_is_cheaper(count_o
         assert cost(documents.like_lengths(sides, tokens)) == min(map(cost, ways))
 
 
+@pytest.mark.parametrize("count_of_sides", [1, 2])
+def test_no_micro_batch_needs_more_than_those_that_a_plan_looked_at(count_of_sides):
+    """Of steps that it did not look at, too, whose micro-batches keep to what those had at most."""
+    chance = random.Random(count_of_sides)
+
+    def step() -> np.ndarray:
+        return np.array([[chance.randint(1, 60) for _ in range(count_of_sides)] for _ in range(9)])
+
+    def needs(rows: int, *sides: int) -> tuple[int, int]:
+        pairs = sum(one * other for one, other in itertools.combinations_with_replacement(sides, 2))
+        return rows * sum(sides), rows * pairs
+
+    for _ in range(20):
+        seen, unseen, tokens = [step() for _ in range(2)], [step() for _ in range(4)], 200
+        every = np.concatenate([*seen, *unseen])
+        known = documents.Padded(tuple(seen), documents.outermost(every))
+        most = known.most(tokens)
+        largest = [needs(*shape) for shape in known.largest(tokens)]
+        if count_of_sides == 1:  # both at once
+            assert any(own >= most[0] and pairs >= most[1] for own, pairs in largest)
+        for documents_of_step in [*seen, *unseen]:
+            groups = documents.like_lengths(documents_of_step.tolist(), tokens, most=most)
+            assert sorted(itertools.chain(*groups)) == list(range(9))
+            for group in groups:
+                own = needs(len(group), *documents_of_step[group].max(axis=0).tolist())
+                assert all(
+                    one <= max(limit, *(other[at] for other in largest))
+                    for at, (one, limit) in enumerate(zip(own, most, strict=True))
+                )
+        for looked_at in seen:  # and these are cut as they were
+            ways = [documents.like_lengths(looked_at.tolist(), tokens, most=one) for one in (most, None)]
+            assert ways[0] == ways[1]
+
+
+def test_an_encoder_decoder_is_planned_by_its_micro_batches():
+    """Memory and time as they were counted, for the lengths of the data."""
+    sizes = {"d_model": 1024, "d_ff": 2816, "num_layers": 24, "num_heads": 16, "vocab_size": 32128}
+    a_token = Rows(terms=(2e6, 2e6, 0, 0, 0, 0))
+    counted = {name: Rows(terms=(0,) * 6) for name in PairedWork.model_fields if name not in ("width", "kept")}
+    counted["kernels"] = Rows(terms=(0, 0, 0, 0, 0, 1e6))
+    facts = from_config({"model_type": "t5", **sizes}).changed(paired=PairedWork(kept=a_token, **counted, width=2))
+    asked = run(method="full", sequence_length=1024, batch_tokens=4096)
+    plans = {
+        length: search(asked, facts, named("1xH100"), draw=lambda _, length=length: _steps_of(length)).plan
+        for length in (16, 512)
+    }
+    kept = {length: plan.memory.activations for length, plan in plans.items()}
+    assert kept[512] == pytest.approx(2e6 * 4096, rel=0.01)
+    assert kept[16] == pytest.approx(2e6 * 64, rel=0.01)
+    assert plans[512].memory.gradients > 0  # of the micro-batches before
+    assert plans[16].time.host == pytest.approx(plans[512].time.host, rel=0.1)
+    assert plans[512].time.host > 5  # a million kernels
+
+
+def _steps_of(length: int) -> documents.Padded:
+    """Two pairs in a micro-batch, of texts of so many tokens, or as many as there is room for."""
+    step = np.array([[length, length]] * (4 if length > 100 else 2))
+    return documents.Padded((step,), step[:1], is_every=True)
+
+
+def test_answers_to_a_prompt_are_rows_of_their_own():
+    known = documents.Padded((np.array([[80], [60]]),), np.array([[80]]), rows=2)
+    assert known.shapes(1000) == (((4, 40),),)
+    assert known.largest(1000) == ((4, 40),)
+    assert known.padding(1000) == pytest.approx(160 / 140)
+
+
+def test_where_no_lengths_are_known_all_may_be_the_longest():
+    unknown = documents.guessed((), 64, 256, sides=1)
+    assert unknown.largest(256) == ((4, 64),)
+    assert unknown.most(256) is None
+    assert {
+        rows * (read + written) for rows, read, written in documents.guessed((), 64, 256, sides=2).largest(256)
+    } == {256}
+
+
 def test_the_plan_of_a_model_that_does_not_pack_knows_its_padding(tmp_path):
     """Time by the tokens that are computed, and the attention's memory by the longest document."""
     lines = [("x" * (4500 if n % 10 == 0 else 90 * (n % 7 + 1))) + "\n" for n in range(300)]
@@ -119,7 +200,10 @@ def test_the_plan_of_a_model_that_does_not_pack_knows_its_padding(tmp_path):
     assert not padded.is_compiled
     assert not packed.by_length
     step = padded.sequences_per_step * padded.sequence_length
-    share = documents.padding(lengths, padded.sequence_length, step, padded.sequence_length)
+    known = documents.guessed(lengths, padded.sequence_length, step, sides=1)
+    share = known.padding(padded.micro_batch * padded.sequence_length)
     assert 1 < share < 1.3
-    assert padded.time.matmuls == pytest.approx(share * packed.time.matmuls, rel=0.2)
+    assert padded.time.matmuls == pytest.approx(share * packed.time.matmuls, rel=0.3)
+    assert padded.most_padded == known.most(padded.micro_batch * padded.sequence_length)
+    assert packed.most_padded is None
     assert any(reason.choice == "padded" and "more tokens" in reason.why for reason in padded.reasons)

@@ -137,6 +137,15 @@ def test_rewards_are_weighed_and_summed(tmp_path):
         rewards([("4", {"answer": 4}, "d, line 1")])
 
 
+def test_a_reward_that_ends_the_process_is_said(tmp_path):
+    (tmp_path / "ends.py").write_text("import sys\n\ndef at_once(answer, record):\n    sys.exit(3)\n")
+    (tmp_path / "script.py").write_text("import sys\nsys.exit()\n")
+    with pytest.raises(UserError, match="at_once failed on an answer to d, line 1: SystemExit: 3"):
+        Rewards([Reward(kind="function", function=f"{tmp_path}/ends.py:at_once")])([("4", {}, "d, line 1")])
+    with pytest.raises(UserError, match=r"script\.py cannot be imported: SystemExit"):
+        Rewards([Reward(kind="function", function=f"{tmp_path}/script.py:score")])
+
+
 @pytest.mark.parametrize("given", ["'high'", "'1'", "None", "[1.0]", "float('inf')"])
 def test_what_is_no_number_is_no_reward(tmp_path, given):
     (tmp_path / "mine.py").write_text(f"def reward(answer, record):\n    return {given}\n")

@@ -172,6 +172,10 @@ def test_a_killed_run_goes_on_to_the_same_bytes(models, trained, tmp_path, runs:
     assert_resumes(runs, folder, trained, Die("tunesmith.train.step:TrainStep._forward_backward", 14))
     plan = json.loads((folder / "run" / "plan.json").read_text())
     assert plan["forward"]["layout"] == "encoder-decoder"
+    tokens, pairs = plan["most_padded"]
+    assert 0 < tokens <= plan["micro_batch"] * plan["sequence_length"]
+    assert pairs < tokens**2
+    assert not any("guess" in reason["why"] for reason in plan["reasons"] if reason["topic"] == "layout")
 
 
 def test_adapter_and_merged_model_load_elsewhere(models, trained, tmp_path, monkeypatch, capsys):

@@ -92,10 +92,12 @@ class Loader:
         rank: int = 0,
         ranks: int = 1,
         lengths: Lengths | None = None,
+        most_padded: tuple[int, int] | None = None,
         objective: Objective | None = None,
     ):
         """`steps`, when given, overrides `epochs`; `micro_batch` counts sequences; `lengths` is for models that must
-        have documents by their lengths: what a step holds stays the same, its micro-batches are others."""
+        have documents by their lengths: what a step holds stays the same, its micro-batches are others, of no more than
+        `most_padded` (`plan.documents.like_lengths`)."""
         if not any(len(store) for store in stores):
             raise UserError("The training data holds no examples; check the paths under `data`.")
         assert sequences_per_step >= 1
@@ -104,7 +106,7 @@ class Loader:
         self._stores, self._weights, self._seed = tuple(stores), tuple(weights), seed
         self._capacity, self._per_step, self._micro_batch = sequence_length, sequences_per_step, micro_batch
         self._rank, self._ranks = rank, ranks
-        self._by_length = lengths
+        self._by_length, self._most_padded = lengths, most_padded
         self._counts_prompts = objective is not None and objective.counts_prompts
         self._rows: Rows = "targets" if objective is None else objective.rows
         self._divides = objective is not None and objective.records != "texts"
@@ -148,6 +150,10 @@ class Loader:
                 int(store.lengths[indices[sources == source]].sum()) for source, store in enumerate(self._stores)
             ),
         )
+
+    def widths(self, s: int) -> np.ndarray:
+        """int64 [E], or [E, 2] where they have two sides: tokens of the examples of step `s` as they are padded."""
+        return np.concatenate([_widths_of(one, self._stores) for one in self._sequences_of(s)])
 
     def seen(self) -> list[np.ndarray]:
         """bool [N] for each data set: the examples that the steps of this run have."""
@@ -195,11 +201,8 @@ class Loader:
         self, sequences: list[Sequenced], lengths: Lengths, stores: Sequence[TokenStore]
     ) -> list[list[Sequenced]]:
         """The step's documents of this rank, a micro-batch at a time; as many on all ranks, some without any."""
-        found = []
-        for of_sources, of_indices in sequences:
-            pairs = zip(of_sources.tolist(), of_indices.tolist(), strict=True)
-            found.append(np.array([stores[source].widths[index] for source, index in pairs]))
-        groups = by_length(found, self._micro_batch, self._capacity, lengths)
+        found = [_widths_of(one, stores) for one in sequences]
+        groups = by_length(found, self._micro_batch, self._capacity, lengths, self._most_padded)
         sources, indices = (np.concatenate([one[at] for one in sequences]) for at in (0, 1))
         dealt = [[(sources[group], indices[group])] for group in groups[self._rank :: self._ranks]]
         return dealt + [[]] * (ceil(len(groups) / self._ranks) - len(dealt))
@@ -435,15 +438,24 @@ def deal(
     )
 
 
+def _widths_of(sequence: Sequenced, stores: Sequence[TokenStore]) -> np.ndarray:
+    pairs = zip(*(one.tolist() for one in sequence), strict=True)
+    return np.array([stores[source].widths[index] for source, index in pairs])
+
+
 def by_length(
-    sequences: Sequence[np.ndarray], micro_batch: int, sequence_length: int, lengths: Lengths
+    sequences: Sequence[np.ndarray],
+    micro_batch: int,
+    sequence_length: int,
+    lengths: Lengths,
+    most: tuple[int, int] | None = None,
 ) -> list[np.ndarray]:
     """Micro-batches of the documents in these sequences, whose lengths are given, as indices into all of them: of like
     length, or as they are packed, but for those that must be by themselves. None is larger than planned."""
     is_padded, alone = lengths
     flat = np.concatenate(sequences)
     if is_padded:
-        groups = like_lengths(flat.tolist(), micro_batch * sequence_length, alone=alone)
+        groups = like_lengths(flat.tolist(), micro_batch * sequence_length, alone=alone, most=most)
         return [np.array(group) for group in groups]
     assert alone is not None
     starts = np.cumsum([0, *(len(one) for one in sequences)])

@@ -13,11 +13,15 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a decoder: the longest list of modules that lies in no other list. Empty where it has
     none. Of an encoder-decoder those of its encoder, then those of its decoder."""
     if is_encoder_decoder(model):
-        stacks = [max(_outermost_lists(one), key=len, default=nn.ModuleList()) for one in stacks_of(model)]
-        return list(dict.fromkeys(layer for stack in stacks for layer in stack))
+        return list(dict.fromkeys(layer for stack in stacks_of(model) for layer in layers_of(stack)))
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     lists = [*_outermost_lists(decoder or model)] or [*_outermost_lists(model)]
     return list(dict.fromkeys(max(lists, key=len, default=nn.ModuleList())))
+
+
+def layers_of(stack: nn.Module) -> nn.ModuleList:
+    """Of an encoder-decoder's encoder or decoder."""
+    return max(_outermost_lists(stack), key=len, default=nn.ModuleList())
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:

@@ -5,13 +5,16 @@ Plain dataclasses, since a search makes hundreds of choices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 from tunesmith.config.schema import Lora, Preference
 from tunesmith.objectives.base import Objective
 from tunesmith.objectives.sft import Sft
+from tunesmith.plan.documents import Padded, Shape
 from tunesmith.plan.facts import ModelFacts
 from tunesmith.plan.hardware import Gpu, Hardware, Rates, guessed_rates
 from tunesmith.plan.plan import (
@@ -50,8 +53,10 @@ class Task:
     """Packed sequences of one optimizer step, over all ranks."""
     document_length: int
     """Tokens that attend to each other; the sequence length unless more is known."""
-    padding: float = 1.0
-    """Tokens computed for each token of a document, where the model does not take packed ones."""
+    padded: Padded | None = None
+    """Documents as they are padded, where the model does not take packed ones."""
+    shape: Shape | None = None
+    """Of the padded micro-batch that is looked at; None: as many tokens as there is room for."""
     longest_document: int | None = None
     """Of which the attention of a padded micro-batch keeps its scores; None: that of the usual one."""
     mean_document: int | None = None
@@ -143,6 +148,17 @@ class Task:
     def step_tokens(self) -> int:
         return self.sequences * self.sequence_length
 
+    def of_shape(self, shape: Shape) -> Task:
+        """The same, of a padded micro-batch."""
+        return replace(self, shape=shape, longest_document=max(shape[1:]))
+
+    @cached_property
+    def largest(self) -> Callable[[int], tuple[Task, ...]]:
+        """By the room of a micro-batch, in tokens, the same with each of those that may need the most memory."""
+        assert self.padded is not None
+        padded = self.padded
+        return functools.cache(lambda tokens: tuple(map(self.of_shape, padded.largest(tokens))))
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -208,12 +224,19 @@ class Choice:
         return self.has_masters(task) and self.sharding == "none"
 
     def accumulation_steps(self, task: Task) -> int:
-        """Micro-batches of one rank in one step, at most."""
-        return -(-self._per_rank(task) // self.micro_batch)
+        """Micro-batches of one rank in one step, at most; where they go by lengths, several for all that is known."""
+        count = -(-self._per_rank(task) // self.micro_batch)
+        return count if task.facts.packs else max(2, count)
 
     def tokens(self, task: Task) -> float:
         """Tokens of one micro-batch on one rank."""
+        if task.shape is not None:
+            return task.shape[0] * sum(task.shape[1:])
         return min(self.micro_batch, self._per_rank(task)) * task.sequence_length / self.context
+
+    def room(self, task: Task) -> int:
+        """Tokens that a padded micro-batch may have."""
+        return self.micro_batch * task.sequence_length
 
     def mlp_tokens(self, task: Task) -> float:
         """Tokens for which the wide tensors of an MLP exist at a time."""

@@ -7,9 +7,12 @@ documents, not of the sequences they are packed into; memory depends on neither.
 from __future__ import annotations
 
 import glob
+import itertools
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import le
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,7 @@ import numpy as np
 from tunesmith.config.schema import Dataset, Run
 from tunesmith.disk import expanded
 from tunesmith.plan.defaults import DataSize, held_out_records
+from tunesmith.plan.facts import terms
 from tunesmith.plan.plan import Plan
 
 TOKEN_BYTES = 4.5
@@ -98,31 +102,39 @@ def mean_length(lengths: Sequence[int], sequence_length: int) -> int:
 
 
 def like_lengths(
-    lengths: Sequence[int] | Sequence[Sequence[int]], tokens: int, *, alone: int | None = None
+    lengths: Sequence[int] | Sequence[Sequence[int]],
+    tokens: int,
+    *,
+    alone: int | None = None,
+    most: tuple[int, int] | None = None,
 ) -> list[list[int]]:
     """Which documents share a padded micro-batch, longest first: no more than `tokens` with their padding (but one
     document always), above `alone` tokens each by itself, and as little padding and as few micro-batches as can be. A
-    document may have several sides, each padded by itself: then its length is one number for each."""
+    document may have several sides, each padded by itself: then its length is one number for each. `most`: tokens, and
+    pairs of tokens in rows, that several documents may have together."""
     if not len(lengths):
         return []
     sides = np.array(lengths, dtype=np.int64).reshape(len(lengths), -1)
     keys = [*sides.T, sides.sum(axis=1)] if sides.shape[1] > 1 else [sides[:, 0]]
     orders = [np.lexsort((*-sides.T, -key)) for key in keys]
-    parted = [_part(sides[order], tokens, alone) for order in orders]
+    parted = [_part(sides[order], tokens, alone, most) for order in orders]
     (_, ends), order = min(zip(parted, orders, strict=True), key=lambda one: one[0][0])
     return [order[start:end].tolist() for start, end in pairwise([0, *ends])]
 
 
-def _part(sides: np.ndarray, tokens: int, alone: int | None) -> tuple[float, list[int]]:
+def _part(sides: np.ndarray, tokens: int, alone: int | None, most: tuple[int, int] | None) -> tuple[float, list[int]]:
     """The cheapest way to cut these documents into micro-batches without another order: its cost, in tokens, and where
     each micro-batch ends."""
     count = len(sides)
     best, begins = np.zeros(count + 1), [0] * (count + 1)
     for end in range(1, count + 1):  # of the first so many, by how many of them the last micro-batch may have
         rows = np.arange(1, min(end, max(1, tokens // max(1, sides[end - 1].sum()))) + 1)
-        widest = np.maximum.accumulate(sides[end - len(rows) : end][::-1]).sum(axis=1)
+        wide = np.maximum.accumulate(sides[end - len(rows) : end][::-1])
+        widest = wide.sum(axis=1)
         padded = rows * widest
         fits = padded <= (tokens if alone is None else np.where(widest <= alone, tokens, 0))
+        if most is not None:  # of two sides, a pair of one with the other is one, too
+            fits[1:] &= (padded <= most[0])[1:] & (rows * ((widest**2 + (wide**2).sum(axis=1)) // 2) <= most[1])[1:]
         fits[0] = True
         costs = np.where(fits, best[end - rows] + padded, np.inf)
         rest = int(costs.argmin())
@@ -134,21 +146,121 @@ def _part(sides: np.ndarray, tokens: int, alone: int | None) -> tuple[float, lis
     return float(best[count]), ends[::-1]
 
 
-def padding(lengths: Sequence[int], sequence_length: int, step: int, micro_batch: int) -> float:
-    """Tokens that are computed in the padded layout for each one of a document, in steps and micro-batches of so many
-    tokens; 1 where the lengths are not known."""
+Shape = tuple[int, ...]
+"""Of a padded micro-batch: its rows, and tokens of each side of a row."""
+
+
+@dataclass(frozen=True, eq=False)
+class Padded:
+    """How examples whose documents are padded lie in steps: those of some steps, and what no other one of the run is
+    longer than. Lengths have one number for each side, and are those of all rows of an example."""
+
+    steps: tuple[np.ndarray, ...]
+    """int64 [E, sides], of each step that was looked at."""
+    longest: np.ndarray
+    """int64 [L, sides]: any example of the run is no longer than one of these."""
+    rows: int = 1
+    """Of each example: several where it has two answers, which are padded to the longer one."""
+    is_every: bool = False
+    """These are all the steps of the run."""
+    _known: dict[int, tuple[tuple[Shape, ...], ...]] = field(default_factory=dict)
+    _means: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def shapes(self, tokens: int) -> tuple[tuple[Shape, ...], ...]:
+        """The micro-batches of each step, where each may have so many tokens."""
+        if tokens not in self._known:
+            self._known[tokens] = tuple(
+                tuple(self._shape(step[group]) for group in like_lengths(step.tolist(), tokens)) for step in self.steps
+            )
+        return self._known[tokens]
+
+    def largest(self, tokens: int) -> tuple[Shape, ...]:
+        """No micro-batch of so many tokens that keeps to `most`, and no example by itself, needs more memory than one
+        of these."""
+        found = {shape for step in self.shapes(tokens) for shape in step}
+        found |= {self._shape(one[None]) for one in self.longest}
+        if not self.steps:  # nothing is known: as many of the longest as there is room for
+            found |= {self._shape(one[None], max(1, tokens // max(1, int(one.sum())))) for one in self.longest}
+        if not self.is_every and (most := self.most(tokens)) is not None and all(most):
+            # Steps that were not looked at: as many tokens and as many pairs at once, on either side.
+            length, count = -(-most[1] // most[0]), -(-most[0] * most[0] // most[1])
+            for side in range(self.longest.shape[1]):
+                one = np.where(np.arange(self.longest.shape[1]) == side, length, 0)
+                found.add(self._shape(one[None], count))
+        sizes = {shape: [shape[0] * one for one in _sizes_of(shape[1:])] for shape in found}
+        return tuple(
+            shape
+            for shape, own in sizes.items()
+            if not any(own != other and all(map(le, own, other)) for other in sizes.values())
+        )
+
+    def most(self, tokens: int) -> tuple[int, int] | None:
+        """Tokens, and pairs of tokens in rows, of the largest micro-batches of these steps: what those of other steps
+        keep to."""
+        if not self.steps:
+            return None
+        groups = [step[group] for step in self.steps for group in like_lengths(step.tolist(), tokens)]
+        sizes = [_most_of(group) for group in groups if len(group) > 1] or [(0, 0)]
+        return max(one for one, _ in sizes), max(one for _, one in sizes)
+
+    def padding(self, tokens: int) -> float:
+        """Tokens that are computed for each one of a document; 1 where the lengths are not known."""
+        real = sum(int(step.sum()) for step in self.steps)
+        return sum(rows * sum(sides) for step in self.shapes(tokens) for rows, *sides in step) / real if real else 1.0
+
+    def rounds(self, tokens: int, ranks: int) -> float:
+        """Micro-batches of a rank in a step, in the mean."""
+        return sum(-(-len(step) // ranks) for step in self.shapes(tokens)) / len(self.steps)
+
+    def mean(self, tokens: int) -> np.ndarray:
+        """Over micro-batches, of what those of an encoder-decoder grow with, or of tokens."""
+        if tokens not in self._means:
+            shapes = [shape for step in self.shapes(tokens) for shape in step] or self.largest(tokens)
+            is_paired = len(shapes[0]) == 3
+            self._means[tokens] = np.mean([terms(*one) if is_paired else (one[0] * one[1],) for one in shapes], axis=0)
+        return self._means[tokens]
+
+    def _shape(self, examples: np.ndarray, count: int | None = None) -> Shape:
+        return self.rows * (count or len(examples)), *(-(-examples.max(axis=0) // self.rows)).tolist()
+
+
+def outermost(lengths: np.ndarray) -> np.ndarray:
+    """Of the lengths [N, sides] those that no other has on all of its sides, or more."""
+    if lengths.shape[1] == 1:
+        return lengths.max(axis=0, keepdims=True)
+    order = np.lexsort((-lengths[:, 1], -lengths[:, 0]))
+    best = np.maximum.accumulate(np.concatenate([[-1], lengths[order, 1][:-1]]))
+    return lengths[order][lengths[order, 1] > best]
+
+
+def guessed(lengths: Sequence[int], sequence_length: int, step: int, *, sides: int, rows: int = 1) -> Padded:
+    """From some examples' lengths as files tell them, in steps of so many tokens. Which part of one is read and which
+    is written, files do not tell: half is, in steps, and either all or nothing may be."""
+    halves = [sequence_length // 2, sequence_length - sequence_length // 2]
+    ends = [[sequence_length - 1, 1], halves, [1, sequence_length - 1]] if sides == 2 else [[rows * sequence_length]]
+    found, start = [], 0
     cut = [min(length, sequence_length) for length in lengths]
-    computed = real = start = 0
     while start < len(cut):
         end, total = start, 0
         while end < len(cut) and (end == start or total + cut[end] <= step):
             total += cut[end]
             end += 1
-        part = cut[start:end]
-        for group in like_lengths(part, micro_batch):
-            computed += len(group) * part[group[0]]
-        real, start = real + total, end
-    return computed / real if real else 1.0
+        part = np.array(cut[start:end], dtype=np.int64)
+        found.append(np.stack([part - part // 2, part // 2], axis=1) if sides == 2 else part[:, None])
+        start = end
+    return Padded(tuple(found), np.array(ends, dtype=np.int64), rows)
+
+
+def _sizes_of(sides: Sequence[int]) -> list[int]:
+    """What memory of a row grows with."""
+    return [*sides, *(one * other for one, other in itertools.combinations_with_replacement(sides, 2))]
+
+
+def _most_of(examples: np.ndarray) -> tuple[int, int]:
+    """Tokens, and pairs of tokens in rows, of examples in one micro-batch, as `like_lengths` counts them."""
+    sides = examples.max(axis=0).tolist()
+    pairs = sum(one * other for one, other in itertools.combinations_with_replacement(sides, 2))
+    return len(examples) * sum(sides), len(examples) * pairs
 
 
 def _files(dataset: Dataset) -> list[Path]:

@@ -7,8 +7,9 @@ A model is described by the kinds of layers it has and which layer is of which k
 from __future__ import annotations
 
 import fnmatch
+import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any, Literal
 
@@ -64,6 +65,43 @@ class Work(Part):
     full: tuple[float, float]
     """The same in fp32."""
     kernels: int
+
+
+def terms(rows: float, read: float, written: float) -> tuple[float, ...]:
+    """What the parts of an encoder-decoder grow with, on a micro-batch of so many padded rows that are read and
+    written: tokens, pairs of them that attention looks at, and nothing."""
+    return rows * read, rows * written, rows * read * read, rows * written * written, rows * read * written, 1.0
+
+
+class Rows(Part):
+    """A sum over a micro-batch of an encoder-decoder: how much for each of `terms`."""
+
+    terms: tuple[float, ...]
+
+    def __call__(self, rows: float, read: float, written: float) -> float:
+        return self.of(terms(rows, read, written))
+
+    def of(self, terms: Iterable[float]) -> float:
+        return sum(map(operator.mul, self.terms, terms))
+
+
+class PairedWork(Part):
+    """What a micro-batch of an encoder-decoder takes, as its own code does (`model.paired`)."""
+
+    kept: Rows
+    """Bytes for the backward pass, of all layers and what surrounds them."""
+    layer: Rows
+    """The same of the largest layer."""
+    workspace: Rows
+    """Bytes that exist besides at the worst moment of the backward pass, but for gradients of weights."""
+    bytes: Rows
+    half: Rows
+    full: Rows
+    """As `Work` has them, with the weights' own matmuls."""
+    attention: Rows
+    """Operations of attention's own kernel, both passes."""
+    kernels: Rows
+    width: int
 
 
 class KeptByOwn(Part):
@@ -212,8 +250,10 @@ class ModelFacts(Part):
     has_router_loss: bool = False
     """The load-balancing loss of its routers is asked for, by the settings or by its config."""
     is_causal: bool = True
-    """A decoder alone; an encoder-decoder is planned as if every token passed through both its stacks, which is more
-    than happens."""
+    """A decoder alone; an encoder-decoder of which nothing was counted is planned as if every token passed through both
+    its stacks, which is more than happens."""
+    paired: PairedWork | None = None
+    """Of an encoder-decoder, where it was counted."""
     note: str | None = None
     """What is not certain about these facts; plans then keep a larger margin."""
     adapter: int | None = None

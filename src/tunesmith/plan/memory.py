@@ -97,6 +97,9 @@ HOST_PROCESS = 3 * 2**30
 
 def timeline(task: Task, choice: Choice) -> list[Phase]:
     """The memory of one rank at each moment of a step that may be its peak."""
+    if task.padded is not None and task.shape is None:
+        every = [_timeline(one, choice) for one in task.largest(choice.room(task))]
+        return [max(phases, key=lambda one: one.memory.total) for phases in zip(*every, strict=True)]
     phases, answered = _timeline(task, choice), _with_answers(task, choice)
     if answered is None:
         return phases
@@ -136,6 +139,8 @@ def _timeline(task: Task, choice: Choice) -> list[Phase]:
     has_logits = facts.has_head and not task.objective.has_embeddings
     head = facts.embedding / spread if is_full and has_logits else 0.0
     forward, backward, again = _workspaces(task, choice, hidden)
+    if facts.paired is not None and task.shape is not None:
+        forward, backward, again = hidden, max(0.0, facts.paired.workspace(*task.shape)), 0.0
     is_all_again = choice.checkpointed_layers == facts.layers
     is_some_again = 0 < choice.checkpointed_layers < facts.layers
     inputs = _recomputed(task, choice, tokens)
@@ -162,7 +167,7 @@ def _timeline(task: Task, choice: Choice) -> list[Phase]:
             activations=saved,
             gradients=kept_gradients,
             gathered=gathered_head,
-            loss=_loss(task, tokens, spread, head, in_fp8=is_head_fp8) + hidden,
+            loss=_loss(task, _predicting(task, tokens), spread, head, in_fp8=is_head_fp8) + hidden,
         ),
         phase(
             "first layer of the backward pass",
@@ -197,6 +202,11 @@ def _timeline(task: Task, choice: Choice) -> list[Phase]:
     logits = _logits(task, tokens, in_fp8=is_head_fp8)
     more = POOLS[0]["plain" if choice.matmul_dtype == choice.storage == "plain" else "rounded"]
     return _with_pool(phases, summed=round(kept_gradients + head * width), logits=round(logits), more=more)
+
+
+def _predicting(task: Task, tokens: float) -> float:
+    """Of the tokens, those that may predict others: of an encoder-decoder what is written."""
+    return tokens if task.shape is None or len(task.shape) < 3 else task.shape[0] * task.shape[2]
 
 
 def _late_gradients(task: Task, choice: Choice, gradients: float, head: float) -> tuple[float, float]:
@@ -887,6 +897,11 @@ def _has_gate_kernels(task: Task, tensor: int) -> bool:
 def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, float]:
     """What all layers of this rank keep, and one layer alone, checkpointed or not."""
     facts = task.facts
+    if facts.paired is not None and task.shape is not None:
+        one = facts.paired.layer(*task.shape) * task.width / facts.paired.width
+        every = facts.paired.kept(*task.shape) * task.width / facts.paired.width
+        share = choice.checkpointed_layers / facts.layers
+        return every * (1 - share) + _recomputed(task, choice, tokens), one
 
     def of(kind: Layer, *, is_frozen: bool = False) -> float:
         # Keys and values of other ranks, and of the prompts that second answers of pairs share with the first.

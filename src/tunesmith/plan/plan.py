@@ -219,6 +219,9 @@ class Plan(Part):
     found others that cannot carry one."""
     router_loss: Annotated[float, Field(ge=0)] | None = None
     """Weight of the load-balancing loss of an MoE model's routers; None where it has none or was not tried yet."""
+    most_padded: tuple[int, int] | None = None
+    """Tokens, and pairs of tokens in rows, that a padded micro-batch of several documents may have; None: as many
+    tokens as `micro_batch` sequences have."""
     by_length: bool = False
     """Micro-batches go by the lengths of documents, which the model does not take packed: padded, of like length, and
     no larger than `micro_batch` sequences. Their number changes from step to step."""

@@ -179,11 +179,13 @@ def _explain_computing(task: Task, found: Candidate, decide: Decide) -> None:
     if choice.cuda_graphs:
         waiting = f"{saved_by_graphs(task, choice):.0%} of a step the GPU would wait for the CPU"
         decide("launching", "captured passes", f"{waiting} to start kernels; these are captured once and replayed")
-    rounds = choice.accumulation_steps(task)
+    rounds, about = choice.accumulation_steps(task), ""
+    if task.padded is not None and task.padded.steps:
+        rounds, about = max(1, round(task.padded.rounds(choice.room(task), choice.data_ranks))), "about "
     decide(
         "micro-batch",
         choice.micro_batch,
-        f"{rounds} forward pass{'es'[: 2 * (rounds > 1)]} a step, about {gib(found.bytes)} at the peak",
+        f"{about}{rounds} forward pass{'es'[: 2 * (rounds > 1)]} a step, about {gib(found.bytes)} at the peak",
     )
 
 

@@ -25,7 +25,7 @@ from tunesmith.plan.hardware import Hardware
 from tunesmith.plan.plan import Mesh, Phase, Plan, Reason
 from tunesmith.plan.ranking import best_of, fits_host, should_capture, with_transposed
 from tunesmith.plan.reasons import explain
-from tunesmith.plan.task import decide_determinism, make_task, margin_of
+from tunesmith.plan.task import Draw, decide_determinism, make_task, margin_of
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,17 @@ def search(
     lengths: Sequence[int] = (),
     size: DataSize | None = None,
     held_out: int = 0,
+    draw: Draw | None = None,
 ) -> Search:
     """Look for the best plan. `pins` fixes what may be chosen; `lengths` are those of some documents and `size` that of
-    the training data, where they are known; so many of its records are held out."""
+    the training data, where they are known; so many of its records are held out. `draw` says how documents lie in
+    steps, for models that have them padded."""
     reasons: list[Reason] = []
 
     def decide(topic: str, choice: object, why: str) -> None:
         reasons.append(Reason(topic=topic, choice=str(choice), why=why))
 
-    task, matmul_dtype, amount = make_task(run, facts, hardware, decide, lengths, size)
+    task, matmul_dtype, amount = make_task(run, facts, hardware, decide, lengths, size, draw)
     if held_out:
         why = "asked for" if run.held_out else "no eval is given, and only what is not trained on tells learning apart"
         decide("held out", f"{held_out:,} records", why)
@@ -155,6 +157,7 @@ def _plan_of(
         cuda_graphs=choice.cuda_graphs,
         kernels=rules.kernels(task, choice),
         by_length=not task.facts.packs,
+        most_padded=task.padded.most(choice.room(task)) if task.padded is not None else None,
         cache_transposed=choice.cache_transposed,
         master_weights=choice.has_masters(task),
         sequence_length=task.sequence_length,

@@ -140,13 +140,13 @@ measured with int8."""
 
 def step_time(task: Task, choice: Choice) -> Time:
     """Of one optimizer step, on the slowest rank."""
-    rounds = choice.accumulation_steps(task)
+    rounds: float = choice.accumulation_steps(task)
     if choice.pipeline > 1:
-        rounds = stages.micro_batches(rounds, choice.pipeline)
-    forward, backward, checkpointed = _passes(task, choice)
-    if task.padding > 1:
-        forward, backward = (Time(**{k: task.padding * v for k, v in dict(one).items()}) for one in (forward, backward))
-        checkpointed *= task.padding
+        rounds = stages.micro_batches(choice.accumulation_steps(task), choice.pipeline)
+    if task.padded is not None and task.padded.steps:
+        rounds = task.padded.rounds(choice.room(task), choice.data_ranks)
+    is_paired = task.facts.paired is not None and task.padded is not None
+    forward, backward, checkpointed = (_paired_passes if is_paired else _passes)(task, choice)
     compute = forward.total + backward.total + checkpointed
     time = {part: rounds * (getattr(forward, part) + getattr(backward, part)) for part in Time.model_fields}
     if task.objective.has_baseline:  # answers to other prompts, without a gradient
@@ -177,7 +177,7 @@ def step_time(task: Task, choice: Choice) -> Time:
     return Time(**time)
 
 
-def values_sent(sharding: Sharding, rounds: int = 1) -> tuple[float, float]:
+def values_sent(sharding: Sharding, rounds: float = 1) -> tuple[float, float]:
     """Values a trained parameter costs in gathers and in reductions of one step, in units of all parameters."""
     gathers, reductions = {
         "none": (0, 0),
@@ -199,9 +199,33 @@ def bits_between_nodes(parameters: float, nodes: int, *, rounds: int = 1, bits: 
 # compute
 
 
+def _paired_passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
+    """The same of an encoder-decoder's mean micro-batch, of which all work was counted."""
+    facts, rates, padded = task.facts, task.rates, task.padded
+    assert facts.paired is not None
+    assert padded is not None
+    mean, work = padded.mean(choice.room(task)), facts.paired
+    read, written = (float(one) for one in mean[:2])
+    half, is_gpu = rates.half if task.width == 2 else rates.fp32, task.device == "cuda"
+    rate = _matmul_rate(task, choice, read + written)
+    share = ATTENTION["memory-efficient", "new"][0] if is_gpu else 0.5
+    head = 2 * facts.embedding * written / half
+    both = Time(
+        matmuls=work.half.of(mean) / rate + work.full.of(mean) / rates.fp32,
+        attention=work.attention.of(mean) / (share * half),
+        elementwise=work.bytes.of(mean) * task.width / work.width / (OPERATORS * rates.bandwidth),
+        quantization=_quantization(task, choice, read + written),
+        loss=head * (2 if task.has_adapters else 3) + 20 * facts.vocabulary * written / rates.bandwidth,
+    )
+    forward, backward = (Time(**{name: part * one for name, one in dict(both).items()}) for part in (1 / 3, 2 / 3))
+    return forward, backward, forward.total * choice.checkpointed_layers / facts.layers
+
+
 def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     """Forward and backward of one micro-batch, and what recomputation adds to the backward pass."""
     facts, rates, tokens = task.facts, task.rates, choice.tokens(task)
+    if task.padded is not None:
+        tokens = float(task.padded.mean(choice.room(task))[0])
     split = choice.tensor / _part_of_rank(task, choice)
     matmul_rate = _matmul_rate(task, choice, choice.mlp_tokens(task))
     forward_flops = 2 * facts.active * tokens / split
@@ -278,7 +302,7 @@ def _backward_share(task: Task) -> float:
 def _teacher(task: Task, choice: Choice) -> Time:
     """The forward pass of one micro-batch through the teacher, whose layers are not compiled, and its logits."""
     assert task.facts.teacher is not None
-    asked = replace(task, facts=task.facts.teacher, method="full", padding=1.0)
+    asked = replace(task, facts=task.facts.teacher, method="full")
     way = Choice(
         micro_batch=choice.micro_batch,
         storage=choice.teacher_storage,
@@ -458,7 +482,7 @@ def _quantization(task: Task, choice: Choice, tokens: float) -> float:
     return seconds
 
 
-def _waiting(task: Task, choice: Choice, rounds: int, compute: float) -> float:
+def _waiting(task: Task, choice: Choice, rounds: float, compute: float) -> float:
     """Seconds of a step in which the device waits for the CPU."""
     share = choice.checkpointed_layers / task.facts.layers
     layers = task.facts.layers / choice.pipeline
@@ -477,6 +501,8 @@ def _waiting(task: Task, choice: Choice, rounds: int, compute: float) -> float:
     if all(kind.work is not None for kind in task.facts.kinds):
         started = task.facts.total(lambda kind: kind.work.kernels if kind.work else 0) / choice.pipeline
         kernels = started * (1 + share * KERNELS[0] / sum(KERNELS))
+    if task.facts.paired is not None and task.padded is not None:
+        kernels = task.facts.paired.kernels.of(task.padded.mean(choice.room(task))) * (1 + share / 3)
     return rounds * (max(0.0, LAUNCH * kernels - compute) if task.device == "cuda" else DISPATCH * kernels)
 
 
@@ -532,7 +558,7 @@ def _orthogonal(task: Task) -> float:
     return operations / task.rates.half
 
 
-def _communication(task: Task, choice: Choice, rounds: int, forward: float, backward: float) -> float:
+def _communication(task: Task, choice: Choice, rounds: float, forward: float, backward: float) -> float:
     """What is seen of collectives after they ran beside the forward and backward passes."""
     seen = 0.0
     facts, tokens = task.facts, choice.tokens(task)
@@ -626,13 +652,13 @@ def _activation_traffic(task: Task, choice: Choice, compute: float) -> float:
     return _seen(task, 2 * inputs / choice.pipeline / task.rates.host_link, compute)
 
 
-def _parameter_traffic(task: Task, choice: Choice, rounds: int, forward: float, backward: float) -> float:
+def _parameter_traffic(task: Task, choice: Choice, rounds: float, forward: float, backward: float) -> float:
     """Parameters to the device for each pass, gradients from it at the same time."""
     weights = memory.parameter_bytes(task, choice) / memory.PINNED / task.rates.host_link
     return rounds * (_seen(task, weights, forward) + _seen(task, weights, backward))
 
 
-def _bubbles(choice: Choice, rounds: int, compute: float) -> float:
+def _bubbles(choice: Choice, rounds: float, compute: float) -> float:
     """Each step starts and ends with stages that wait for each other."""
     return (choice.pipeline - 1) * BUBBLE[choice.schedule] * compute if choice.pipeline > 1 and rounds else 0.0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from tunesmith.config.schema import Run
@@ -12,11 +12,13 @@ from tunesmith.objectives.distill import Distill
 from tunesmith.plan import rules
 from tunesmith.plan.choice import OF_PEFT, Task
 from tunesmith.plan.defaults import Amount, DataSize, Decide, propose
-from tunesmith.plan.documents import mean_length, padding
+from tunesmith.plan.documents import Padded, guessed, mean_length
 from tunesmith.plan.facts import ModelFacts
 from tunesmith.plan.hardware import Hardware
 from tunesmith.plan.plan import Device, Precision
 
+Draw = Callable[[Amount], Padded | None]
+"""Of tokenized data, the documents of the steps that it makes; None where they are not padded after all."""
 MARGIN = {"known": 0.04, "uncertain": 0.12, "cpu": 0.15}
 """Share of the free memory that a plan leaves alone."""
 HIGHEST_RATE = 1.0
@@ -30,6 +32,7 @@ def make_task(
     decide: Decide,
     lengths: Sequence[int] = (),
     size: DataSize | None = None,
+    draw: Draw | None = None,
 ) -> tuple[Task, str, Amount]:
     """What is decided before anything is searched for, and the arithmetic of the matmuls."""
     device = _device(run, hardware, decide)
@@ -44,6 +47,9 @@ def make_task(
     if isinstance(objective, Distill) and objective.is_on_policy:
         why = "there the student itself answers, and is compared with the teacher at the tokens that it gave"
         decide("own answers", f"{objective.distillation.on_policy:.0%} of the steps", why)
+    padded = None
+    if not facts.packs and not objective.has_rollouts and not objective.is_on_policy:
+        padded = draw(amount) if draw else _guessed(lengths, amount, facts, objective.documents)
     lengths = [max(1, length // objective.documents) for length in lengths]
     cut = [min(length, sequence_length) for length in lengths]
     task = Task(
@@ -67,20 +73,23 @@ def make_task(
         is_exact=run.deterministic,
         objective=objective,
         teacher_in_steps=objective.has_teacher and run.distillation.top_k is None,
-        padding=1.0
-        if facts.packs
-        else padding(lengths, sequence_length, amount.sequences * sequence_length, sequence_length),
+        padded=padded,
         longest_document=None if facts.packs else sequence_length,
     )
     if not facts.packs:
-        share = f"{task.padding - 1:.0%} more tokens are computed, by the data's own lengths" if lengths else ""
+        more = padded.padding(sequence_length) - 1 if padded is not None else 0.0
+        share = f"{more:.0%} more tokens are computed, by the data's own lengths" if more > 0 else ""
         why = f"{facts.architecture} does not take packed documents; those of like length share a micro-batch"
         if not facts.is_causal:
             why = (
-                "an encoder-decoder: sources and targets are padded rows, those of like length share a micro-batch; "
-                "memory and time are an upper bound, as if every token passed through both stacks"
+                "an encoder-decoder: sources and targets are padded rows, those of like length share a micro-batch"
+                + (
+                    ""
+                    if facts.paired
+                    else "; memory and time are guessed, as if every token passed through both stacks"
+                )
             )
-        decide("layout", "padded", f"{why}{', and ' if share and facts.is_causal else '; ' if share else ''}{share}")
+        decide("layout", "padded", f"{why}{', and ' if share else ''}{share}")
     if task.shared:
         why = "the two answers of a pair share their prompt's computation, which the model was found to do right"
         decide("prompts of pairs", f"once: {task.shared / (1 + task.shared):.0%} fewer tokens", why)
@@ -94,6 +103,12 @@ def make_task(
         why = "the data's own lengths, roughly: attention costs by them, and sequences are packed with several"
         decide("documents", f"about {task.document_length:,} tokens", why)
     return task, matmul_dtype, amount
+
+
+def _guessed(lengths: Sequence[int], amount: Amount, facts: ModelFacts, documents: int) -> Padded:
+    """By what the files tell of their documents, of which there are several in an example of preferences."""
+    step, sides = amount.sequences * amount.sequence_length, 1 if facts.is_causal else 2
+    return guessed(lengths, amount.sequence_length, step, sides=sides, rows=documents)
 
 
 def _mean_document(size: DataSize | None, lengths: Sequence[int]) -> int | None:

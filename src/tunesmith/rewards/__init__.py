@@ -84,7 +84,7 @@ def _number(check: Check, answer: str, record: Record, origin: str, name: str) -
         found = check(answer, record)
     except UserError:
         raise
-    except Exception as error:  # the user's own code, which may do anything
+    except (Exception, SystemExit) as error:  # the user's own code, which may do anything, and end the process
         raise UserError(
             f"rewards: {name} failed on an answer to {origin}: {type(error).__name__}: {first_line(error)}."
         ) from error
@@ -130,7 +130,7 @@ def _function(name: str) -> Check:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(where)
-    except Exception as error:  # the user's own code, which may do anything
+    except (Exception, SystemExit) as error:  # the user's own code, which may do anything, and end the process
         raise UserError(f"rewards: {where} cannot be imported: {type(error).__name__}: {first_line(error)}.") from error
     function = getattr(module, attribute, None)
     if not callable(function):

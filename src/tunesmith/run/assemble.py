@@ -232,6 +232,7 @@ def _loader(setting: Setting, ranks: Ranks, objective: Objective) -> Loader:
         rank=plan.mesh.data_rank(ranks.rank),
         ranks=plan.mesh.data_ranks,
         lengths=plan.forward.lengths(plan.sequence_length),
+        most_padded=plan.most_padded,
         objective=objective,
     )
 

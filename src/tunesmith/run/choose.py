@@ -9,14 +9,18 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError, listed
 from tunesmith.launch.rank_environment import PLAN, RankEnvironment, read_rank_environment
 from tunesmith.objectives import objective_of
-from tunesmith.plan.documents import guess_held_out, measure, sample_lengths
+from tunesmith.plan.defaults import Amount
+from tunesmith.plan.documents import Padded, guess_held_out, measure, outermost, sample_lengths
 from tunesmith.plan.hardware import Hardware, probe, shared
 from tunesmith.plan.models import as_teacher, read_config, read_facts
 from tunesmith.plan.pairs import check_pairs
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
 
 
 LABELS = "labels"
+LOOKED_AT = 4000
+"""Examples of steps whose documents are padded, before a plan is made."""
 Progress = Callable[[str, int, int | None], None]
 """Told what is being done, how far it is, and out of how much (None: not known)."""
 
@@ -56,6 +62,7 @@ def facts_of(run: Run) -> ModelFacts:
 def found_facts(run: Run, hardware: Hardware, probed: Probed) -> ModelFacts:
     """What a plan must know of the model, with what the probe has found of it."""
     from tunesmith.model.kept import count_own, count_work
+    from tunesmith.model.paired import count_paired
 
     facts = facts_of(run)
     packs = probed.spec.lengths(run.sequence_length) is None
@@ -65,6 +72,8 @@ def found_facts(run: Run, hardware: Hardware, probed: Probed) -> ModelFacts:
         found["scan"] = "ours" if "scan" in (probed.kernels or ()) else "mamba-ssm"
     facts = facts.changed(packs=packs, runs_along=probed.spec.seq_idx, **found)
     on_gpu = bool(hardware.gpus) and run.device != "cpu"
+    if not facts.is_causal:
+        facts = facts.changed(paired=count_paired(run, on_gpu=on_gpu))
     own = count_own(run, on_gpu=on_gpu, kernels=probed.kernels or ())
     work = count_work(run, kernels=probed.kernels or ()) if on_gpu else None
     return facts.with_findings(probed.kernels, probed.kept, own, work)
@@ -73,9 +82,12 @@ def found_facts(run: Run, hardware: Hardware, probed: Probed) -> ModelFacts:
 def facts_before(run: Run, hardware: Hardware, tell: Callable[[str], None] = lambda _: None) -> ModelFacts:
     """The same before a run is begun: a model of a family without a formula here is probed, on the CPU. `tell` is told
     so: the first time that takes up to a minute."""
+    from tunesmith.model.paired import count_paired
+
     facts = facts_of(run)
+    on_gpu = bool(hardware.gpus) and run.device != "cpu"
     if facts.note is None:
-        return facts
+        return facts if facts.is_causal else facts.changed(paired=count_paired(run, on_gpu=on_gpu))
     tell("Trying the model's code on a small proxy")
     from tunesmith.model.probe import probe_run
 
@@ -99,7 +111,33 @@ def plan_run(
         lengths=sample_lengths(run),
         size=size,
         held_out=data.held_out if data else guess_held_out(run, size),
+        draw=partial(_drawn, run, data, probed) if data and probed else None,
     ).plan
+
+
+def _drawn(run: Run, data: Prepared, probed: Probed, amount: Amount) -> Padded | None:
+    """The documents of the run's steps, of as many as can be looked at in a second or two."""
+    from tunesmith.data.loader import Loader
+
+    lengths = probed.spec.lengths(amount.sequence_length)
+    if lengths is None or not lengths[0]:  # they are packed, but for long ones
+        return None
+    sizes = {"sequence_length": amount.sequence_length, "sequences_per_step": amount.sequences}
+    loader = Loader(
+        data.train, data.weights, seed=run.seed, **sizes, epochs=run.epochs or amount.epochs, steps=run.steps
+    )
+    steps, left = [], LOOKED_AT
+    for step in range(loader.total_steps):
+        if left <= 0:
+            break
+        steps.append(loader.widths(step))
+        left -= len(steps[-1])
+    widths = np.concatenate([store.widths for store in data.train])
+    sides = 1 if widths.ndim == 1 else widths.shape[1]
+    longest = np.unique(widths.reshape(-1, sides), axis=0)
+    objective = objective_of(run)
+    found, is_every = tuple(one.reshape(-1, sides) for one in steps), len(steps) == loader.total_steps
+    return Padded(found, outermost(longest), objective.documents, is_every)
 
 
 def choose_plan(run: Run, *, plan: Plan | None = None, ranks: int | None = None) -> Plan:

@@ -1,0 +1,66 @@
+"""What an encoder-decoder takes, counted without memory, against what autograd keeps of the model as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM
+
+from encoder_decoders import make_encoder_decoder
+from tunesmith.config.schema import Run
+from tunesmith.model import paired
+from tunesmith.model.structure import stacks_of
+
+SHAPE = (12, 40, 24)
+
+
+def _kept(folder) -> int:
+    """Bytes that autograd saves in a call of the whole model on a CPU."""
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder).train()
+    rows, read, written = SHAPE
+    known = {one.untyped_storage()._cdata for one in [*model.parameters(), *model.buffers()]}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage()._cdata not in known:
+            kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    sources, targets = (torch.full((rows, length), 5) for length in (read, written))
+    mask = torch.ones_like(sources)
+    mask[1, 30:] = 0
+    is_written = torch.ones_like(targets)
+    is_written[1, 20:] = 0
+    encoder, decoder = stacks_of(model)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        states = encoder(input_ids=sources, attention_mask=mask)[0]
+        decoder(
+            input_ids=targets,
+            attention_mask=is_written,
+            encoder_hidden_states=states,
+            encoder_attention_mask=mask,
+            use_cache=False,
+        )
+    return sum(one.untyped_storage().nbytes() for one in kept.values())
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_what_is_counted_is_what_autograd_keeps(tmp_path, family):
+    changes = {"num_layers": 4, "dropout_rate": 0.1} if family == "t5" else {"encoder_layers": 4}
+    folder = make_encoder_decoder(tmp_path / family, family, **changes)
+    found = paired.count_paired(
+        Run.model_validate({"model": str(folder), "data": ["-"], "method": "full"}), on_gpu=False
+    )
+    assert found is not None
+    assert found.kept(*SHAPE) == pytest.approx(_kept(folder), rel=0.02)
+
+
+def test_work_grows_with_tokens(tmp_path):
+    folder = make_encoder_decoder(tmp_path / "model", "flan")
+    lora = paired.count_paired(Run.model_validate({"model": str(folder), "data": ["-"], "method": "lora"}), on_gpu=True)
+    assert lora is not None
+    assert lora.kept(24, 40, 24) > 1.8 * lora.kept(*SHAPE)
+    assert lora.half(24, 40, 24) == pytest.approx(2 * lora.half(*SHAPE), rel=0.1)
+    assert lora.kernels(24, 40, 24) == pytest.approx(lora.kernels(*SHAPE), rel=0.02)
+    assert lora.layer(*SHAPE) < lora.kept(*SHAPE) / 2
