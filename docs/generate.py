@@ -413,11 +413,11 @@ def _families_gpu(rows: list[dict[str, Any]]) -> list[str]:
         "16,384 tokens a step, packed documents, bf16, rank 16. *Busy*: share of our steps with a kernel running.",
         "*Times*: ours over the faster other. GiB and tokens/s of plans stand last.",
         "",
-        "| case | ours, tokens/s | transformers | with Liger | times | busy | GiB, ours | GiB planned | planned |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| case | ours, tokens/s | transformers | Liger | Unsloth | times | busy | GiB, ours | GiB planned | planned |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in (row for row in rows if "failed" not in row):
-        said = [row.get(name, {}) for name in ("ours", "transformers", "liger")]
+        said = [row.get(name, {}) for name in ("ours", "transformers", "liger", "unsloth")]
         speeds = [f"{one['tokens_per_second']:,.0f}" if "failed" not in one and one else "-" for one in said]
         times, ours, plan = ratio(row), said[0], row["predicted"]
         cells = [row["name"], *speeds, f"{times:.2f}" if times else "", f"{ours['busy']:.1%}" if "busy" in ours else ""]
