@@ -1,29 +1,30 @@
-"""Families at published shapes on one GPU: what the planner plans, beside transformers with Liger, in the same process.
+"""Families at published shapes on one GPU: what the planner plans, beside Unsloth and transformers with Liger.
 
     python benchmarks/families_gpu.py --data FILE ... [--out FOLDER] [--deadline SECONDS] [--only TEXT ...] [--list]
     python benchmarks/families_gpu.py --collect FOLDER/families_gpu.jsonl ...
 
-Weights are random and made on the GPU; documents are those of FILE (any that `tunesmith train` reads), packed, cut in
-tokens by a vocabulary learned from them. Each case is a process: it probes the model, makes its plan (bf16, 16,384
-tokens a step) within the case's memory, compiles on few layers beside the others, and is timed alone (`pool.py`): first
-ours, with the share of time in which a kernel ran, then transformers with Liger's kernels, or without where Liger does
-not know the family. Liger comes last and is not touched before: it changes transformers' own code for all of the
-process. Others have the same documents, adapters on the same linears and torch's fused AdamW; their attention is the
-first of flash-attn-4, FlexAttention, torch's and the model's own that runs; they checkpoint their activations where
-they do not fit otherwise.
+Weights are random; documents are those of FILE (any that `tunesmith train` reads), packed, cut in tokens by a
+vocabulary learned from them. Each system measures each case in a process of its own, since Liger and Unsloth change
+transformers' code for all of theirs; they prepare beside each other and are timed alone (`pool.py`). Ours probes the
+model, makes its plan (bf16, 16,384 tokens a step) within the case's memory, compiles on few layers, and is timed, with
+the share of time in which a kernel ran. Transformers have Liger's kernels where Liger knows the family. Others have the
+same documents, adapters on the same linears and torch's fused AdamW; transformers' attention is the first of
+flash-attn-4, FlexAttention, torch's and the model's own that runs. Unsloth loads the model from files (in memory, where
+there is /dev/shm), as its own documentation says, and gets its documents padded, in rows of similar length; rates are
+of tokens that are no padding. Others checkpoint their activations where they do not fit otherwise.
 
 Cases: `lora` (whole models up to 9B; Phi-4 is cut to 24 of 40 layers), `full` (cut to about half: `layers` in the row),
 `moe` (Qwen3-30B-A3B by QLoRA in 24 and in 12 GiB, which the process cannot exceed; beside it transformers with LoRA
-over bf16 weights, since bitsandbytes has no stacks of experts). On an H200, with 16 cores:
+over bf16 weights, since bitsandbytes has no stacks of experts). `--systems` chooses of ours, transformers and unsloth.
+On an H200 with 16 cores the first case was through after 75 s and each one after that took about 65 s, when each was
+one process and without Unsloth; not measured in the form it has now.
 
-    --only lora --deadline 560     75 s until the first, then about 65 s for each of 9 cases
-    --only full --deadline 560     as long
-    --only moe --deadline 300      3 cases; one of them was through after 150 s
-
-Each row is written as soon as it is known; a call that was stopped loses only what was under way, and what is in
-FOLDER already is not measured again. It needs liger-kernel, peft and flash-attn-4; without a GPU, `--tiny` tries all of
-it but Liger on small shapes. The second form puts what was measured into benchmarks/results/families_gpu.json, beside
-rows that are there already.
+Each row is written as soon as it is known, a system and a case at a time; a call that was stopped loses only what was
+under way, and what is in FOLDER already is not measured again. What a process does may take `--seconds` before it has
+its memory, and again after that; then it is ended, and costs its own row alone. It needs peft, flash-attn-4,
+liger-kernel and unsloth, of which each is left out where it is missing; without a GPU, `--tiny` tries all of it but
+Liger and Unsloth on small shapes. The second form puts what was measured into benchmarks/results/families_gpu.json,
+beside rows that are there already.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -61,10 +63,13 @@ TOKENS, LENGTH = 16_384, 4_096
 WARM, TIMED = 2, 5
 SECONDS = 30
 """For the timed steps of others, at most, where one does not take longer."""
-FEW_LAYERS, FEW_WORDS = 6, 16_384
+KERNELS = 60
+"""That are kept of each row, those that take the most time."""
+FEW_WORDS = 16_384
 """Of the rehearsal."""
-SYSTEMS = ("liger", "transformers")
-"""The first that knows the family is measured."""
+SYSTEMS = ("ours", "transformers", "unsloth")
+"""Processes of a case. Transformers have Liger where it knows the family, and are called so then."""
+OTHERS = ("liger", "transformers", "unsloth")
 ATTENTIONS = ("flash_attention_4", "flex_attention", "sdpa", "eager")
 SHAPES = shapes_of(FAMILIES)
 TINY = {
@@ -83,13 +88,16 @@ class Case:
     gib: float = 100
     """What its plan may use."""
     held_gib: float = 112
-    """Set aside for it on the GPU: others take more than ours."""
+    """Set aside on the GPU for another system; for ours what its plan says."""
     is_capped: bool = False
     """Ours cannot exceed it."""
     systems: tuple[str, ...] = SYSTEMS
+    """That are measured, of SYSTEMS."""
     checkpointing: bool = False
     """Of the others, from the start."""
     first_gib: float = 6
+    few_layers: int = 6
+    """Of the rehearsal, in which there are no more than `first_gib`."""
     part_tokens: int = TOKENS
     """Of padded documents that others take at once."""
     tokens: int = TOKENS
@@ -104,23 +112,24 @@ class Case:
 
 LAYERS = {"lora": {"Phi-4": 24}, "full": {"Phi-4": 12, "Qwen3-30B-A3B": 8, "gpt-oss-20b": 6, "Gemma-3-4B": 34}}
 """Of `full`: others have half."""
-OTHERS: dict[str, dict[str, Any]] = {
-    "Qwen3-30B-A3B": {"checkpointing": True},
+MORE: dict[str, dict[str, Any]] = {
+    "Qwen3-30B-A3B": {"checkpointing": True, "first_gib": 16, "few_layers": 2},  # 600M parameters a layer
+    "gpt-oss-20b": {"first_gib": 16, "few_layers": 2},
     "Granite-4-H-Micro": {"part_tokens": 2_048},  # a scan in plain operations: 16,384 tokens took more than 120 GiB
 }
-"""What others cannot do without."""
+"""What others cannot do without, and what a rehearsal needs."""
 CASES = (
     *(
-        Case(shape, "lora", LAYERS["lora"].get(shape, one["num_hidden_layers"]), **OTHERS.get(shape, {}))
+        Case(shape, "lora", LAYERS["lora"].get(shape, one["num_hidden_layers"]), **MORE.get(shape, {}))
         for shape, one in SHAPES.items()
     ),
     *(
-        Case(shape, "full", LAYERS["full"].get(shape, one["num_hidden_layers"] // 2), **OTHERS.get(shape, {}))
+        Case(shape, "full", LAYERS["full"].get(shape, one["num_hidden_layers"] // 2), **MORE.get(shape, {}))
         for shape, one in SHAPES.items()
     ),
-    Case("Qwen3-30B-A3B", "qlora", 48, 24, 24, is_capped=True, systems=()),
-    Case("Qwen3-30B-A3B", "qlora", 48, 12, 12, is_capped=True, systems=()),
-    Case("Qwen3-30B-A3B", "lora", 48, 110, is_capped=True, systems=SYSTEMS, checkpointing=True),
+    Case("Qwen3-30B-A3B", "qlora", 48, 24, is_capped=True, systems=("ours",), **MORE["Qwen3-30B-A3B"]),
+    Case("Qwen3-30B-A3B", "qlora", 48, 12, is_capped=True, systems=("ours",), **MORE["Qwen3-30B-A3B"]),
+    Case("Qwen3-30B-A3B", "lora", 48, 110, is_capped=True, **MORE["Qwen3-30B-A3B"]),
 )
 
 
@@ -130,6 +139,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("families-gpu"))
     parser.add_argument("--deadline", type=float, default=500.0, help="seconds after which no case is begun")
     parser.add_argument("--workers", type=int, default=4, help="processes at once")
+    parser.add_argument("--seconds", type=float, default=200.0, help="of one process before it has memory, and after")
+    parser.add_argument("--systems", nargs="*", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--only", nargs="*", default=[], help="cases whose name contains one of these")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the benchmark itself")
     parser.add_argument("--list", action="store_true", help="only say what would be measured")
@@ -139,22 +150,36 @@ def main() -> None:
         print(f"wrote {collect(options.collect)}")
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    known = {row["name"] for row in read(options.out / "families_gpu.jsonl") if "failed" not in row.get("ours", row)}
     cases = [case for case in CASES if any(text in case.name for text in options.only or [""])]
     cases = [case for case in cases if not case.is_capped or any("moe" in text for text in options.only)]
-    cases = [case for case in cases if case.name not in known]
+    done = {(row["name"], row["system"]) for row in read(options.out / "families_gpu.jsonl") if is_measured(row)}
+    orders = [
+        (case, system)
+        for case in cases
+        for system in case.systems
+        if system in options.systems and is_installed(system) and (case.name, system) not in done
+    ]
     if options.list:
-        print(*(case.name for case in cases), sep="\n")
+        print(*(f"{case.name}: {system}" for case, system in orders), sep="\n")
         return
-    measure(cases, options)
+    measure(orders, options)
 
 
-def measure(cases: list[Case], options: argparse.Namespace) -> None:
+def is_installed(system: str) -> bool:
+    return system != "unsloth" or find_spec("unsloth") is not None
+
+
+def is_measured(row: dict[str, Any]) -> bool:
+    return any("tokens_per_second" in row.get(name, {}) for name in ("ours", *OTHERS))
+
+
+def measure(orders: list[tuple[Case, str]], options: argparse.Namespace) -> None:
     import torch
 
     has_gpu = torch.cuda.is_available()
     total = torch.cuda.get_device_properties(0).total_memory if has_gpu else 1 << 60
-    os.environ.update({**SETTINGS, **os.environ})
+    threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, (os.cpu_count() or 1) // options.workers))}
+    os.environ.update({**SETTINGS, **threads, **os.environ})
     began = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="tunesmith-families-") as folder,
@@ -162,19 +187,22 @@ def measure(cases: list[Case], options: argparse.Namespace) -> None:
         (options.out / "families_gpu.log").open("a") as log,
     ):
         os.environ["TUNESMITH_CACHE"] = f"{folder}/cache"
-        write_models(Path(folder), cases, options)
+        write_models(Path(folder), [case for case, _ in orders], options)
         rows.write(json.dumps({"document": document(WHAT, [])}) + "\n")
         command = [sys.executable, __file__, "--worker", folder, *(str(file.resolve()) for file in options.data)]
         ways = {"workers": options.workers, "budget": total - (options.workers + 2) * GIB, "log": log}
         work = pool.Pool(command, **ways, deadline=options.deadline, reuses_workers=False, patience=math.inf)
         few = {"tokens": 512, "length": 256} if options.tiny else {}
-        for case in cases:
+        for case, system in orders:
             sizes = {"size": int(case.held_gib * GIB), "first_size": int(case.first_gib * GIB)}
-            work.add(pool.Order({**asdict(case), **few, "name": case.name}, **sizes, turn_seconds=60))
+            payload = {**asdict(case), **few, "name": case.name, "system": system}
+            work.add(pool.Order(payload, **sizes, turn_seconds=60, seconds=options.seconds))
         for order, found in work.run():
             rows.write(json.dumps(order.payload | found) + "\n")
             rows.flush()
-            print(f"{time.monotonic() - began:4.0f} s {order.payload['name']}: {words(found)}", flush=True)
+            name = f"{order.payload['name']}: {order.payload['system']}"
+            print(f"{time.monotonic() - began:4.0f} s {name}: {words(found)}", flush=True)
+        shutil.rmtree(in_memory(Path(folder)), ignore_errors=True)  # what processes that were ended have left
 
 
 def write_models(folder: Path, cases: list[Case], options: argparse.Namespace) -> None:
@@ -240,39 +268,34 @@ def learn_tokenizer(files: list[Path], words: int) -> Any:
 def work(folder: Path, files: list[str]) -> None:
     order = next(pool.orders())
     order.pop("name")
-    case = Case(**order | {"systems": tuple(order["systems"])})
+    system = order.pop("system")
     try:
-        found = Measured(case, folder, files).all()
-    except Exception as error:
+        if system == "unsloth":  # which wants to be there before what it changes
+            os.chdir(folder)  # where it writes
+            import unsloth  # noqa: F401
+        case = Case(**order | {"systems": tuple(order["systems"])})
+        kinds = {"ours": Ours, "transformers": Transformers, "unsloth": Unsloth}
+        found = kinds[system](case, folder, files).measure()
+    except BaseException as error:  # an exit, too, is a finding
         traceback.print_exc()
         found = {"failed": said_of(error)}
     pool.say("result", **found)
 
 
-def said_of(error: Exception) -> str:
+def said_of(error: BaseException) -> str:
     is_memory = "OutOfMemory" in type(error).__name__
     return "out of memory" if is_memory else f"{type(error).__name__}: {str(error)[:300]}"
 
 
-def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return measure()
-    except Exception as error:
-        traceback.print_exc()
-        return {"failed": said_of(error)}
-    finally:
-        give_back()
-
-
 class Measured:
-    """One case: ours and the others', one after the other."""
+    """One case by one system."""
 
     def __init__(self, case: Case, folder: Path, files: list[str]):
         from transformers import AutoConfig
 
         from tunesmith.config.schema import Run
 
-        self.case = case
+        self.case, self.folder = case, folder
         where = folder / f"{case.shape}-{case.layers}"
         self.config = AutoConfig.from_pretrained(where)
         sizes = {"batch_tokens": case.tokens, "sequence_length": case.length, "steps": 100, "held_out": 0}
@@ -281,113 +304,15 @@ class Measured:
         data = [{"path": file} for file in files]
         self.run = Run(model=str(where), data=data, lora={"rank": 16, "alpha": 16}, output=output, **sizes, **ways)
         self.rehearsed = cut(
-            self.config, min(FEW_LAYERS, self.config.num_hidden_layers), min(FEW_WORDS, self.config.vocab_size)
+            self.config, min(case.few_layers, self.config.num_hidden_layers), min(FEW_WORDS, self.config.vocab_size)
         )
+        self.began = time.monotonic()
 
-    def all(self) -> dict[str, Any]:
-        began = time.monotonic()
-        self.plan_it()
-        print(f"{self.case.name}: planned after {time.monotonic() - began:.0f} s", file=sys.stderr)
-        found: dict[str, Any] = {"predicted": self.predicted(), "ours": {}}
-        self.rehearse()
-        found["rehearsal_seconds"] = round(time.monotonic() - began, 1)
-        print(f"{self.case.name}: rehearsed after {found['rehearsal_seconds']:.0f} s", file=sys.stderr)
-        pool.ask_for_memory()
-        found["ours"] = attempt(self.measure_ours)
-        print(f"{self.case.name}: {words(found)}", file=sys.stderr)
-        for name in [name for name in self.case.systems if name != "liger" or liger_knows(self.config)][:1]:
-            found[name] = attempt(lambda name=name: self.measure_other(name, *self.attention_of(name)))
-        return found
+    def measure(self) -> dict[str, Any]:
+        raise NotImplementedError
 
-    def plan_it(self) -> None:
-        from tunesmith.model import lora
-        from tunesmith.model.load import load_skeleton
-        from tunesmith.model.probe import probe_run
-        from tunesmith.plan.hardware import probe
-        from tunesmith.run.choose import plan_run, tokenize, with_findings
-
-        self.run, probed, self.notes = probe_run(self.run, device=device())
-        data = tokenize(self.run, None)
-        hardware = probe()
-        gpus = tuple(gpu.changed(free=int(self.case.gib * GIB)) for gpu in hardware.gpus)
-        plan = plan_run(self.run, hardware.changed(gpus=gpus), data, probed)
-        self.plan = with_findings(plan, probed)
-        self.loader = loader_of(self.run, self.plan, data)
-        self.targets = lora.find_targets(load_skeleton(self.run), self.run.lora) if self.run.has_lora else []
-
-    def predicted(self) -> dict[str, Any]:
-        plan = self.plan
-        kept = ("attention", "is_compiled", "cuda_graphs", "by_length", "micro_batch", "checkpointed_layers", "storage",
-                "optimizer_states", "master_weights", "sequences_per_step", "kernels")  # fmt: skip
-        said = {"peak_bytes": plan.memory.allocated if plan.device == "cuda" else plan.memory.total}
-        said |= {"tokens_per_second": round(plan.tokens_per_second, 1), "notes": self.notes}
-        offloads = [one for one in type(plan).model_fields if one.startswith("offload")]
-        said["offloaded"] = {
-            name: value for name in offloads if (value := getattr(plan, name)) not in (False, 0, "none", "gpu", None)
-        }
-        return said | {name: getattr(plan, name) for name in kept}
-
-    def rehearse(self) -> None:
-        """Compile ours on few layers."""
-        few = min(self.plan.checkpointed_layers, self.rehearsed.num_hidden_layers)
-        step = self.our_step(self.rehearsed, self.plan.changed(checkpointed_layers=few))
-        for number in range(2):
-            step(self.loader.step(number), 1e-5)
-        del step
-        give_back()
-
-    def attention_of(self, name: str) -> tuple[str, list[str]]:
-        """The first attention with which a step of few layers runs, and why those before it do not."""
-        tried = []
-        began = time.monotonic()
-        for attention in attentions_for(self.config):
-            try:
-                step = self.their_step(name, self.rehearsed, attention, self.case.checkpointing)
-                step(self.loader.step(0))()
-                print(
-                    f"{self.case.name}: {name} by {attention} after {time.monotonic() - began:.0f} s", file=sys.stderr
-                )
-                return attention, tried
-            except Exception as error:
-                tried.append(f"{attention}: {said_of(error)[:120]}")
-            finally:
-                step = None
-                give_back()
-        raise RuntimeError("; ".join(tried))
-
-    def our_step(self, config: Any, plan: Any) -> Any:
-        from tunesmith.measure.bench import build_step
-
-        return build_step(config, self.run, plan)
-
-    def measure_ours(self) -> dict[str, Any]:
-        import torch
-
-        is_capped = self.case.is_capped and device() == "cuda" and self.case.method == "qlora"
-        if is_capped:
-            whole = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(self.case.gib * GIB / whole)
-        step = self.our_step(self.config, self.plan)
-        found = self.time(lambda batch: step.launch(batch, 1e-5), is_ours=True)
-        if is_capped:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-        return found
-
-    def measure_other(self, name: str, attention: str, tried: list[str]) -> dict[str, Any]:
-        for checkpointing in (False, True):
-            if checkpointing < self.case.checkpointing:
-                continue
-            try:
-                step = self.their_step(name, self.config, attention, checkpointing)
-                found = self.time(step, is_ours=False)
-            except Exception as error:
-                step = None
-                give_back()
-                if checkpointing or "OutOfMemory" not in type(error).__name__:
-                    raise
-                continue
-            return {**found, "attention": attention, "is_checkpointed": checkpointing, "tried": tried}
-        raise AssertionError
+    def note(self, text: str) -> None:
+        print(f"{self.case.name}: {text} after {time.monotonic() - self.began:.0f} s", file=sys.stderr, flush=True)
 
     def time(self, launch: Callable[[Any], Callable[[], Any]], *, is_ours: bool) -> dict[str, Any]:
         """Median of steps after warm-up, by the GPU's own clock; of ours also how busy it was."""
@@ -403,7 +328,7 @@ class Measured:
         if on_gpu:
             torch.cuda.synchronize()
         warm = time.monotonic() - began
-        print(f"{self.case.name}: {WARM} steps took {warm:.1f} s", file=sys.stderr)
+        self.note(f"{WARM} steps took {warm:.1f} s,")
         if not is_ours:  # which compiles nothing
             made = made[: WARM + max(1, min(TIMED, int(SECONDS / (warm / WARM))))]
         with pool.turn():
@@ -419,16 +344,138 @@ class Measured:
         }
         if on_gpu:
             found["reserved_bytes"] = torch.cuda.max_memory_reserved()
-            torch.cuda.reset_peak_memory_stats()
         return found | (busy or {})
 
-    def their_step(self, name: str, config: Any, attention: str, checkpointing: bool) -> Callable[[Any], Any]:
+
+class Ours(Measured):
+    def measure(self) -> dict[str, Any]:
+        self.plan_it()
+        self.note("planned")
+        found: dict[str, Any] = {"predicted": self.predicted()}
+        try:
+            self.rehearse()
+            found["rehearsal_seconds"] = round(time.monotonic() - self.began, 1)
+            self.note("rehearsed")
+            pool.ask_for_memory(self.plan.memory.total + 2 * GIB)
+            found["ours"] = self.measure_step()
+        except Exception as error:  # what was planned is known
+            traceback.print_exc()
+            found["ours"] = {"failed": said_of(error)}
+        return found
+
+    def plan_it(self) -> None:
+        from tunesmith.model.probe import probe_run
+        from tunesmith.plan.hardware import probe
+        from tunesmith.run.choose import plan_run, tokenize, with_findings
+
+        self.run, probed, self.notes = probe_run(self.run, device=device())
+        data = tokenize(self.run, None)
+        hardware = probe()
+        gpus = tuple(gpu.changed(free=int(self.case.gib * GIB)) for gpu in hardware.gpus)
+        plan = plan_run(self.run, hardware.changed(gpus=gpus), data, probed)
+        self.plan = with_findings(plan, probed)
+        lengths = self.plan.forward.lengths(self.plan.sequence_length)
+        self.loader = loader_of(self.run, data, self.plan.sequences_per_step, self.plan.micro_batch, lengths)
+
+    def predicted(self) -> dict[str, Any]:
+        plan = self.plan
+        kept = ("attention", "is_compiled", "cuda_graphs", "by_length", "micro_batch", "checkpointed_layers", "storage",
+                "optimizer_states", "master_weights", "sequences_per_step", "kernels")  # fmt: skip
+        said = {"peak_bytes": plan.memory.allocated if plan.device == "cuda" else plan.memory.total}
+        said |= {"tokens_per_second": round(plan.tokens_per_second, 1), "notes": self.notes}
+        said["memory"] = {name: size for name, size in plan.memory.model_dump().items() if size}
+        said["time"] = {name: round(seconds, 5) for name, seconds in plan.time.model_dump().items() if seconds}
+        offloads = [one for one in type(plan).model_fields if one.startswith("offload")]
+        said["offloaded"] = {
+            name: value for name in offloads if (value := getattr(plan, name)) not in (False, 0, "none", "gpu", None)
+        }
+        return said | {name: getattr(plan, name) for name in kept}
+
+    def rehearse(self) -> None:
+        """Compile on few layers."""
+        few = min(self.plan.checkpointed_layers, self.rehearsed.num_hidden_layers)
+        step = self.step_of(self.rehearsed, self.plan.changed(checkpointed_layers=few))
+        for number in range(2):
+            step(self.loader.step(number), 1e-5)
+        del step
+        give_back()
+
+    def step_of(self, config: Any, plan: Any) -> Any:
+        from tunesmith.measure.bench import build_step
+
+        return build_step(config, self.run, plan)
+
+    def measure_step(self) -> dict[str, Any]:
         import torch
 
-        model = their_model(name, config, attention, checkpointing, self.targets).train()
-        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        if self.case.is_capped and device() == "cuda" and self.case.method == "qlora":
+            whole = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(self.case.gib * GIB / whole)
+        if device() == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        step = self.step_of(self.config, self.plan)
+        return self.time(lambda batch: step.launch(batch, 1e-5), is_ours=True)
+
+
+class Transformers(Measured):
+    """As it is, or with Liger."""
+
+    def __init__(self, case: Case, folder: Path, files: list[str]):
+        super().__init__(case, folder, files)
+        from tunesmith.model import lora
+        from tunesmith.model.load import load_skeleton
+        from tunesmith.run.choose import tokenize
+
+        self.loader = loader_of(self.run, tokenize(self.run, None), case.tokens // case.length)
+        self.targets = lora.find_targets(load_skeleton(self.run), self.run.lora) if self.run.has_lora else []
+
+    def measure(self) -> dict[str, Any]:
+        name = "liger" if liger_knows(self.config) else "transformers"
+        try:
+            attention, tried = self.attention(name)
+            pool.ask_for_memory()
+            return {name: self.timed(name, attention) | {"attention": attention, "tried": tried}}
+        except Exception as error:
+            traceback.print_exc()
+            return {name: {"failed": said_of(error)}}
+
+    def attention(self, name: str) -> tuple[str, list[str]]:
+        """The first attention with which a step of few layers runs, and why those before it do not."""
+        tried = []
+        for attention in attentions_for(self.config):
+            try:
+                step = self.step_of(self.model(name, self.rehearsed, attention, self.case.checkpointing), attention)
+                step(self.loader.step(0))()
+                self.note(f"{name} by {attention}")
+                return attention, tried
+            except Exception as error:
+                tried.append(f"{attention}: {said_of(error)[:120]}")
+            finally:
+                step = None
+                give_back()
+        raise RuntimeError("; ".join(tried))
+
+    def timed(self, name: str, attention: str) -> dict[str, Any]:
+        for checkpointing in (True,) if self.case.checkpointing else (False, True):
+            try:
+                step = self.step_of(self.model(name, self.config, attention, checkpointing), attention)
+                return self.time(step, is_ours=False) | {"is_checkpointed": checkpointing}
+            except Exception as error:
+                step = None
+                if checkpointing or "OutOfMemory" not in type(error).__name__:
+                    raise
+            give_back()
+        raise AssertionError
+
+    def model(self, name: str, config: Any, attention: str, checkpointing: bool) -> Any:
+        return their_model(name, config, attention, checkpointing, self.targets)
+
+    def step_of(self, model: Any, attention: str) -> Callable[[Any], Any]:
+        import torch
+
+        trained = [weight for weight in model.train().parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
-        is_padded = self.plan.forward.layout != "packed" or attention == "eager" or has_plain_scan(self.config)
+        is_padded = attention in ("eager", "its own") or has_plain_scan(self.config)
         kind = device()
 
         def step(batch: Any) -> Callable[[], float]:
@@ -447,13 +494,73 @@ class Measured:
         return step
 
 
-def loader_of(run: Any, plan: Any, data: Any) -> Any:
+class Unsloth(Transformers):
+    def measure(self) -> dict[str, Any]:
+        try:
+            pool.ask_for_memory()
+            return {"unsloth": self.timed("unsloth", "its own") | {"attention": "its own"}}
+        except Exception as error:
+            traceback.print_exc()
+            return {"unsloth": {"failed": said_of(error)}}
+        finally:
+            shutil.rmtree(self.saved_at, ignore_errors=True)
+
+    @property
+    def saved_at(self) -> Path:
+        return in_memory(self.folder) / f"unsloth-{os.getpid()}"
+
+    def model(self, name: str, config: Any, attention: str, checkpointing: bool) -> Any:
+        import torch
+        from unsloth import FastLanguageModel
+
+        model, _ = FastLanguageModel.from_pretrained(
+            str(self.saved()),
+            max_seq_length=self.case.length,
+            dtype=torch.bfloat16,
+            load_in_4bit=False,
+            full_finetuning=not self.targets,
+            use_gradient_checkpointing="unsloth" if checkpointing else False,
+        )
+        if not self.targets:
+            return model
+        ways = {"lora_alpha": 16, "lora_dropout": 0.0, "bias": "none"}
+        return FastLanguageModel.get_peft_model(
+            model,
+            r=16,
+            target_modules=sorted({name.rpartition(".")[-1] for name in self.targets}),
+            use_gradient_checkpointing="unsloth" if checkpointing else False,
+            **ways,
+        )
+
+    def saved(self) -> Path:
+        """A folder with random weights; in memory where that is possible."""
+        folder = self.saved_at
+        if not folder.exists():
+            import torch
+            from transformers import AutoModelForCausalLM, AutoTokenizer
+
+            with torch.device(device()):
+                model = AutoModelForCausalLM.from_config(self.config, dtype=torch.bfloat16)
+            model.save_pretrained(folder)
+            AutoTokenizer.from_pretrained(self.run.model).save_pretrained(folder)
+            del model
+            give_back()
+            self.note("written")
+        return folder
+
+
+def in_memory(folder: Path) -> Path:
+    memory = Path("/dev/shm")
+    return memory / folder.name if memory.is_dir() else folder
+
+
+def loader_of(run: Any, data: Any, sequences: int, micro_batch: int | None = None, lengths: Any = None) -> Any:
+    """Batches of packed documents; others get all of a step as one."""
     from tunesmith.data.loader import Loader
     from tunesmith.objectives import objective_of
 
-    lengths = plan.forward.lengths(plan.sequence_length)
-    sizes = {"sequence_length": plan.sequence_length, "sequences_per_step": plan.sequences_per_step, "steps": run.steps}
-    ways = {"micro_batch": plan.micro_batch, "lengths": lengths, "objective": objective_of(run)}
+    sizes = {"sequence_length": run.sequence_length, "sequences_per_step": sequences, "steps": run.steps}
+    ways = {"micro_batch": micro_batch or sequences, "lengths": lengths, "objective": objective_of(run)}
     return Loader(data.train, [one.weight for one in run.data], seed=0, epochs=None, **sizes, **ways)
 
 
@@ -560,7 +667,7 @@ def busy_share(launch: Callable[[Any], Callable[[], Any]], made: list[Any]) -> d
             result()
     found = gpu_profile.read(trace)
     gap = sum(one[-1] for one in found["gaps"])
-    kernels = [[one["name"][:80], one["calls"], one["ms"]] for one in found["kernels"][:12]]
+    kernels = [[one["name"][:80], one["calls"], one["ms"]] for one in found["kernels"][:KERNELS]]
     share = found["kernel_ms"] / (found["kernel_ms"] + gap) if found["kernel_ms"] else 0.0
     return {"busy": round(share, 4), "kernel_ms": found["kernel_ms"], "kernels": kernels}
 
@@ -575,7 +682,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 def ratio(row: dict[str, Any]) -> float | None:
     """Ours over the fastest other."""
-    others = [row.get(name, {}).get("tokens_per_second") for name in SYSTEMS]
+    others = [row.get(name, {}).get("tokens_per_second") for name in OTHERS]
     ours = row.get("ours", {}).get("tokens_per_second")
     return ours / max(one for one in others if one) if ours and any(others) else None
 
@@ -583,8 +690,8 @@ def ratio(row: dict[str, Any]) -> float | None:
 def words(row: dict[str, Any]) -> str:
     if "failed" in row:
         return f"failed: {row['failed']}"
-    said = [f"{row['rehearsal_seconds']:.0f} s of rehearsal"]
-    for name in ("ours", *SYSTEMS):
+    said = [f"{row['rehearsal_seconds']:.0f} s of rehearsal"] if "rehearsal_seconds" in row else []
+    for name in ("ours", *OTHERS):
         if (one := row.get(name)) is not None:
             busy = f", busy {one['busy']:.1%}" if one.get("busy") is not None else ""
             speed = "tokens_per_second" in one
@@ -594,22 +701,40 @@ def words(row: dict[str, Any]) -> str:
             )
     if (found := ratio(row)) is not None:
         said.append(f"{found:.2f} times the faster")
-    predicted = row["predicted"]
-    said.append(f"predicted {predicted['tokens_per_second']:,.0f}, {predicted['peak_bytes'] / GIB:.1f} GiB")
+    if (predicted := row.get("predicted")) is not None:
+        said.append(f"predicted {predicted['tokens_per_second']:,.0f}, {predicted['peak_bytes'] / GIB:.1f} GiB")
     return "; ".join(said)
 
 
 def collect(files: list[Path]) -> Path:
+    """A row for each case. What another system reached stays where it is not measured again."""
     rows = {row["name"]: row for row in read_rows("families_gpu")}
     about: dict[str, Any] = {}
     for file in files:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         about = next(line["document"] for line in lines if "document" in line) | {"what": WHAT}
-        measured = [row for row in read(file) if "tokens_per_second" in row.get("ours", {})]
-        rows |= {row["name"]: row | {"commit": about["commit"]} for row in measured}
+        for row in read(file):
+            rows[row["name"]] = merged(rows.get(row["name"], {}), row, about["commit"])
+    rows = {name: row for name, row in rows.items() if "predicted" in row}
     for row in rows.values():
         print(f"{row['name']}: {words(row)}")
     return write_result("families_gpu", WHAT, list(rows.values()), about=about | {"commit": "by row"})
+
+
+def merged(before: dict[str, Any], row: dict[str, Any], commit: str) -> dict[str, Any]:
+    """A case's row with what one process has found: a failure in the place of nothing alone."""
+    row = {name: value for name, value in row.items() if name != "system"}
+    parts = {name: row.pop(name) for name in ("ours", *OTHERS) if name in row}
+    if "failed" in row:
+        return before
+    new = {
+        name: part | {"commit": commit}
+        for name, part in parts.items()
+        if "tokens_per_second" in part or "tokens_per_second" not in before.get(name, {})
+    }
+    if "predicted" in row and "ours" not in new:
+        row = {}  # the plan of a run that failed, beside one that did not
+    return before | row | new | ({"commit": commit} if "ours" in new else {})
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -49,6 +50,8 @@ MOST_STEPS = 200
 POLL_SECONDS = 0.02
 ALONE_SECONDS = 45.0
 """The most that one may take to be timed."""
+PLAN_SECONDS, START_SECONDS = 150.0, 240.0
+"""The most that a plan may take, and a run until it can be timed; then it is ended, and costs its own row alone."""
 USABLE_GIB = 128
 DOCUMENT = 900
 """Tokens that the mean token's document has, about."""
@@ -160,6 +163,8 @@ class Forecast:
                     self.measure(one)
                 for one in [one for one in self.running.values() if one.process.poll() is not None]:
                     self.end(one, {"failed": one.last_words()})
+                for one in [one for one in self.running.values() if one.is_late()]:
+                    self.end(one, {"failed": f"at step {one.steps()} after {START_SECONDS:.0f} s"})
                 time.sleep(POLL_SECONDS)
         finally:
             for case in waiting:
@@ -237,10 +242,14 @@ class Forecast:
             **case.settings,
         }
         (folder / "run.yaml").write_text(json.dumps(settings))
-        done = subprocess.run(
-            [sys.executable, __file__, "--plan-one", str(folder), str(case.limit_gib or 0)],
-            env=self.environment, capture_output=True, text=True,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                [sys.executable, __file__, "--plan-one", str(folder), str(case.limit_gib or 0)],
+                env=self.environment, capture_output=True, text=True, timeout=PLAN_SECONDS,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            self.write({**asdict(case), "failed": f"no plan after {PLAN_SECONDS:.0f} s"})
+            return
         if done.returncode:
             self.write({**asdict(case), "failed": f"no plan: {done.stderr.strip()[-400:]}"})
             return
@@ -252,6 +261,7 @@ class Training:
 
     def __init__(self, case: Case, environment: dict[str, str]):
         self.case, self.is_waiting = case, False
+        self.began = time.monotonic()
         folder = Path(case.folder)
         self.log, self.file = folder / "log", folder / "run" / "events.jsonl"
         command = [sys.executable, "-m", "tunesmith", "train", "run.yaml", "--plan", "plan.json"]
@@ -285,6 +295,9 @@ class Training:
             self.is_waiting = True
         return self.is_waiting and self.process.poll() is None
 
+    def is_late(self) -> bool:
+        return not self.is_waiting and time.monotonic() - self.began > START_SECONDS
+
     def last_words(self) -> str:
         return self.log.read_text(errors="replace").strip()[-600:]
 
@@ -292,26 +305,38 @@ class Training:
 def make(folder: Path, size: str, shapes: list[str]) -> None:
     """Models of random weights, and data whose documents have many lengths."""
     import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    write_documents(folder, size)
+    for name in shapes:
+        try:
+            make_one(folder, size, name, device)
+        except Exception:
+            traceback.print_exc()  # its plans fail for themselves
+
+
+def make_one(folder: Path, size: str, name: str, device: str) -> None:
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tunesmith.measure.peers import tokenizer_of
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name in shapes:
-        shape = dict(SHAPES[name])
-        if size == "tiny":
-            shape = {key: SMALL.get(key, value) for key, value in shape.items()}
-            if "num_key_value_heads" in shape:
-                shape["num_key_value_heads"] = min(2, shape["num_key_value_heads"])
-        if size.isdecimal():
-            shape["num_hidden_layers"] = min(int(size), shape["num_hidden_layers"])
-        shape |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
-        config = AutoConfig.for_model(**shape, max_position_embeddings=16384)
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(folder / name, max_shard_size="2GB")
-        tokenizer_of(shape["vocab_size"]).save_pretrained(folder / name)
-        del model
+    shape = dict(SHAPES[name])
+    if size == "tiny":
+        shape = {key: SMALL.get(key, value) for key, value in shape.items()}
+        if "num_key_value_heads" in shape:
+            shape["num_key_value_heads"] = min(2, shape["num_key_value_heads"])
+    if size.isdecimal():
+        shape["num_hidden_layers"] = min(int(size), shape["num_hidden_layers"])
+    shape |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
+    config = AutoConfig.for_model(**shape, max_position_embeddings=16384)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder / name, max_shard_size="2GB")
+    tokenizer_of(shape["vocab_size"]).save_pretrained(folder / name)
+
+
+def write_documents(folder: Path, size: str) -> None:
     chance, texts = random.Random(0), []
     known = range(40, 100) if size == "tiny" else range(4000, 10000)  # not those that begin as special tokens do
     for _ in range(40 if size == "tiny" else 1500):

@@ -52,6 +52,8 @@ class Order:
     family: str = ""
     """Orders of a family share some of it."""
     turn_seconds: float = TURN_SECONDS
+    seconds: float = ORDER_SECONDS
+    """For what it does before it has memory, and again for what it does after that."""
 
 
 @dataclass(eq=False)
@@ -217,6 +219,8 @@ class Pool:
             return (order, {"failed": why}) if order else None
         if message["kind"] == "memory":
             worker.held = 0
+            if order is not None and message.get("bytes"):
+                order.size = message["bytes"]
             self.needs.append((time.monotonic(), worker))
         elif message["kind"] == "turn":
             self.turns.append(worker)
@@ -251,7 +255,7 @@ class Pool:
             return [self.timing] if now - self.timing_since > self.timing.order.turn_seconds else []
         is_over = now > self.deadline + GRACE_SECONDS
         waiting = [*self.turns, *(worker for _, worker in self.needs)]
-        late = [one for one in self.workers if one not in waiting and now - one.since > ORDER_SECONDS]
+        late = [one for one in self.workers if one.order and one not in waiting and now - one.since > one.order.seconds]
         return [one for one in self.workers if one.order and (is_over or one in late)]
 
 
@@ -259,7 +263,8 @@ class Pool:
 
 
 def say(kind: str, **content: Any) -> None:
-    print(MARK + json.dumps({"kind": kind, **content}), flush=True)
+    # A line of its own, whatever a library has written before it.
+    print("\n" + MARK + json.dumps({"kind": kind, **content}), flush=True)
 
 
 def orders() -> Iterator[dict[str, Any]]:
@@ -267,9 +272,9 @@ def orders() -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-def ask_for_memory() -> None:
-    """Wait until the order's size is there; what was used before has been given back."""
-    say("memory")
+def ask_for_memory(size: int | None = None) -> None:
+    """Wait until the order's size is there, or so many bytes; what was used before has been given back."""
+    say("memory", bytes=size)
     sys.stdin.readline()
 
 

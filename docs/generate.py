@@ -413,11 +413,11 @@ def _families_gpu(rows: list[dict[str, Any]]) -> list[str]:
         "16,384 tokens a step, packed documents, bf16, rank 16. *Busy*: share of our steps with a kernel running.",
         "*Times*: ours over the faster other. GiB and tokens/s of plans stand last.",
         "",
-        "| case | ours, tokens/s | transformers | with Liger | times | busy | GiB, ours | GiB planned | planned |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| case | ours, tokens/s | transformers | Liger | Unsloth | times | busy | GiB, ours | GiB planned | planned |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in (row for row in rows if "failed" not in row):
-        said = [row.get(name, {}) for name in ("ours", "transformers", "liger")]
+        said = [row.get(name, {}) for name in ("ours", "transformers", "liger", "unsloth")]
         speeds = [f"{one['tokens_per_second']:,.0f}" if "failed" not in one and one else "-" for one in said]
         times, ours, plan = ratio(row), said[0], row["predicted"]
         cells = [row["name"], *speeds, f"{times:.2f}" if times else "", f"{ours['busy']:.1%}" if "busy" in ours else ""]
@@ -651,8 +651,9 @@ and all ranks. The run's page and report show them; *collapsed routers* is an [a
 pipeline parallelism.
 
 With `method: qlora` experts are held in nf4 and multiplied a layer at a time. Qwen3-30B-A3B, 16,384 tokens a step, is
-planned at 22.3 GiB of a GPU with 24 (weights 15.5), and at 11.1 GiB of one with 12, where the frozen weights are in
-host memory and come to the GPU layer by layer; both are predictions. They come by whole layers and not by experts:
+planned at 22.3 GiB of a GPU with 24 (weights 15.5), and at 11.3 GiB of one with 12, where the layers' frozen weights
+are in host memory and come to the GPU while the layer before them computes; both are predictions. They come by whole
+layers and not by experts:
 each of a layer's 128 gets 1,024 of 131,072 choices on average, so every step reads all of them, but for a router that
 gives one less than a thousandth of its share. What is on the GPU of them at a time is 0.6 GiB. An expert is left out
 only where a micro-batch has about a hundred tokens or fewer, as in decoding.

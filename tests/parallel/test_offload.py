@@ -29,14 +29,16 @@ QUICK = [
     ("full", "ddp", HOST),
     ("full", "zero1", HOST),
     ("full", "zero3", PARAMETERS | DISK),
-    ("lora", "alone", PARAMETERS),
+    ("lora", "none", PARAMETERS),
+    ("qlora", "none", PARAMETERS),
     ("qlora", "zero3", PARAMETERS),
     ("full", "hierarchical", PARAMETERS),
 ]
 """Every method, every way and every place."""
 ALL = [
     *((method, way, moved) for method in METHODS for way in ("none", "zero3") for moved in (HOST, DISK)),
-    *((method, way, PARAMETERS) for method in METHODS for way in ("alone", "zero3")),
+    *((method, "zero3", PARAMETERS) for method in METHODS),
+    ("full", "alone", PARAMETERS),
     *(("full", "hybrid", moved) for moved in (HOST, PARAMETERS)),
 ]
 CELLS = [*QUICK, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ALL if cell not in QUICK)]

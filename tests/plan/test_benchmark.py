@@ -287,6 +287,21 @@ def test_the_model_describes_all_families_that_were_measured_on_an_h200(planner)
     assert max(speeds) < 0.25
 
 
+def test_a_case_gathers_what_each_system_has_found_and_no_failure_replaces_it(planner):
+    families = importlib.import_module("families_gpu")
+    said, speed = {"name": "one", "shape": "some"}, {"tokens_per_second": 10.0}
+    before = {**said, "predicted": {"peak_bytes": 1}, "ours": speed, "liger": speed, "commit": "first"}
+    row = families.merged(before, {**said, "system": "unsloth", "unsloth": {"tokens_per_second": 8.0}}, "second")
+    assert (row["unsloth"], row["commit"]) == ({"tokens_per_second": 8.0, "commit": "second"}, "first")
+    assert families.ratio(row) == 1.0
+    failed = {**said, "system": "ours", "predicted": {"peak_bytes": 2}, "ours": {"failed": "out of memory"}}
+    assert families.merged(row, failed, "second") == row
+    assert families.merged(row, {**said, "system": "transformers", "failed": "out of time"}, "second") == row
+    again = families.merged(row, failed | {"ours": {"tokens_per_second": 12.0}}, "second")
+    assert (again["predicted"], again["commit"]) == ({"peak_bytes": 2}, "second")
+    assert families.ratio(again) == 1.2
+
+
 def errors(rows) -> tuple[list[float], list[float]]:
     """Of memory and of speed, where they were measured."""
     sizes = [abs(row.memory_error) for row in rows if row.memory_error is not None]

@@ -339,3 +339,29 @@ def test_quantization_aware_training_rounds_one_linear_at_a_time_and_takes_longe
     peaks = [memory.peak(memory.timeline(one, Choice())).memory.total for one in (usual, aware)]
     assert 0 < peaks[1] - peaks[0] < 5 * GIB
     assert speed.step_time(aware, Choice()).total > speed.step_time(usual, Choice()).total
+
+
+def test_embedding_and_head_are_whole_from_the_forward_to_the_backward_pass_where_weights_are_sharded():
+    given = task("Llama-3.1-8B", "8 x H100", "full", 4096, 16)
+    ends = (given.facts.embedding + given.facts.head) * given.width
+    phases = memory.timeline(given, Choice(sharding="zero3", shard=8))
+    there = [one.memory.gathered for one in phases if "backward" in one.name or "forward" in one.name]
+    assert min(there) > ends
+
+
+def test_a_frozen_base_in_host_memory_leaves_two_layers_and_what_is_around_them_on_the_device():
+    given = task("Llama-3.1-8B", "RTX 4090", "qlora", 1024, 4)
+    at_home = Choice(storage="nf4", is_compiled=True, checkpointed_layers=32)
+    moved = replace(at_home, offload_parameters=True)
+    before, after = (memory.peak(memory.timeline(given, one)).memory for one in (at_home, moved))
+    ends = (given.facts.embedding + given.facts.head) * given.width
+    layers = before.weights - ends
+    assert after.weights == pytest.approx(ends, rel=0.01)
+    assert (after.adapter, after.optimizer, after.gradients) == (before.adapter, before.optimizer, before.gradients)
+    assert after.gathered == pytest.approx(2 * layers / given.facts.layers, rel=0.01)
+    assert memory.parameter_bytes(given, moved) == pytest.approx(layers, rel=0.01)
+    # Beside the computation, as far as that takes; FSDP's own copies of one rank make the GPU wait.
+    seen = speed.step_time(given, moved).offload
+    whole = 2 * layers / given.rates.host_link
+    waiting = speed.step_time(given, replace(moved, sharding="zero3")).offload
+    assert 0 < seen < whole < waiting

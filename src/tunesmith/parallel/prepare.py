@@ -7,7 +7,7 @@ path, on which the transforms that have nothing to do return at once. Training, 
 benchmarks and the check of parallelism all come through here, with the transforms that they need.
 
     files or state dict ─► read ─► adapt ─► fake-quantize ─► split ─► spread experts ─► watch routers ─► fuse
-                                ─► swap kernels ─► slice ─► checkpoint ─► compile ─► offload ─► shard
+                                ─► swap kernels ─► slice ─► checkpoint ─► compile ─► offload ─► to host ─► shard
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from tunesmith.parallel.activation import HostStore, checkpointed, offloaded, sl
 from tunesmith.parallel.compile import compiled
 from tunesmith.parallel.context import attend_over
 from tunesmith.parallel.expert import find_experts, spread_experts
+from tunesmith.parallel.host_weights import HostWeights
 from tunesmith.parallel.mesh import context_mesh, data_mesh, world_mesh
 from tunesmith.parallel.pipeline import Pipelined, Stages, cut
 from tunesmith.parallel.shard import Sharding, is_sharded
@@ -197,6 +198,10 @@ class Preparation:
     @cached_property
     def host_store(self) -> HostStore:
         return HostStore(self.device)
+
+    @cached_property
+    def host_weights(self) -> HostWeights:
+        return HostWeights(self.device)
 
     @property
     def on_gpu(self) -> bool:
@@ -378,6 +383,12 @@ def offload(work: Preparation, unit: Unit) -> None:
             layer.forward = offloaded(layer.forward, work.host_store, stays=is_last)
 
 
+def to_host(work: Preparation, unit: Unit) -> None:
+    """Parameter offload of a frozen base on one rank; of all else it is the sharding's."""
+    if work.plan.offload_parameters and work.sharding is None:
+        work.host_weights.take(unit.layers)
+
+
 def shard(work: Preparation, unit: Unit) -> None:
     """Data parallelism: DDP, ZeRO-1 to 3, hybrid and hierarchical sharding, each on FSDP2."""
     if work.sharding is None:
@@ -414,6 +425,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     checkpoint,
     compile_layers,
     offload,
+    to_host,
     shard,
 )
 """All of them, in the order in which a unit goes through them."""
@@ -448,6 +460,7 @@ class SharedBase:
         int8, fp8) would be there twice, and heads, new tokens, initial factors and peft's methods change some."""
         is_plain = plan.storage == "plain" and plan.matmul_dtype == "plain" and plan.sharding == "none"
         is_left_alone = not (run.lora.takes_out or run.new_tokens or run.quantization_aware or has_head(run))
+        is_left_alone &= not plan.offload_parameters
         return run.method == "lora" and is_plain and is_left_alone and plan.mesh.ranks == 1
 
     def content(self, run: Run, plan: Plan) -> Content | None:

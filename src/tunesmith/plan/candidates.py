@@ -96,8 +96,8 @@ def candidates_of(
     has_axes = tier.get("axes", False) or task.sequences < task.hardware.gpu_count > 1
     wanted = fixed.get("pipeline")
     plain = list(_meshes(task, has_axes=has_axes)) if wanted in (None, 1) else []
-    if base.offload_parameters and plain == [{}]:
-        plain = [{"sharding": "zero3"}]  # of one rank: what brings parameters layer by layer is the same
+    if base.offload_parameters and plain == [{}] and not task.has_adapters:
+        plain = [{"sharding": "zero3"}]  # of one rank: what brings trained weights layer by layer is the same
     for mesh in itertools.chain(plain, _pipelines(task, wanted)):
         for micro_batch in _micro_batches(task, mesh):
             choice = dataclasses.replace(base, **{**mesh, "micro_batch": micro_batch, **fixed})

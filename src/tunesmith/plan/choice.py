@@ -216,6 +216,10 @@ class Choice:
         """Those of them within a node, where hybrid and hierarchical sharding keep apart what is near."""
         return self.shard * self.context
 
+    def has_frozen_on_host(self, task: Task) -> bool:
+        """Parameter offload on one rank: the frozen weights of layers live in host memory, what is trained does not."""
+        return self.offload_parameters and task.has_adapters and self.ranks == 1 and self.sharding == "none"
+
     def has_masters(self, task: Task) -> bool:
         return task.has_masters and self.master_weights
 

@@ -98,8 +98,10 @@ def _variants(found: Search) -> Iterator[tuple[str, Choice, str]]:
         yield "optimizer in host memory", dataclasses.replace(choice, offload_optimizer="host"), ""
         yield "optimizer on disk", dataclasses.replace(choice, offload_optimizer="disk"), ""
     if not choice.offload_parameters and choice.offload_optimizer == "none" and choice.sharding in ("none", "zero3"):
-        moved = {"offload_parameters": True, "sharding": "zero3", "optimizer_in_backward": False}
-        yield "parameters in host memory", dataclasses.replace(choice, **moved), "the CPU does the update"
+        stays = task.has_adapters and choice.ranks == 1
+        moved = {"offload_parameters": True, "sharding": "none" if stays else "zero3", "optimizer_in_backward": False}
+        gives_up = "" if stays else "the CPU does the update"
+        yield "parameters in host memory", dataclasses.replace(choice, cuda_graphs=False, **moved), gives_up
     for way, best in _best_by_way(found).items():
         yield way, best.choice, ""
 

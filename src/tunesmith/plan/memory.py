@@ -296,7 +296,9 @@ def host_memory(task: Task, choice: Choice, *, copied: int = 0) -> int:
     loading = per_node * task.facts.largest_layer * 4  # a few tensors at a time, on their way to the device
     offloaded = 0.0
     if choice.offload_parameters:
-        offloaded += per_node * (parameter_bytes(task, choice) + gradient_bytes(task, choice))
+        offloaded += per_node * parameter_bytes(task, choice)
+    if choice.offload_parameters and not choice.has_frozen_on_host(task):
+        offloaded += per_node * gradient_bytes(task, choice)
         offloaded += per_node * (_visiting if choice.offload_optimizer == "disk" else offloaded_bytes)(task, choice)
     elif choice.offload_optimizer != "none":  # from a disk by way of as many buffers as the device has
         is_here = choice.offload_optimizer == "host"
@@ -332,9 +334,16 @@ def result_bytes(task: Task) -> int:
 
 
 def parameter_bytes(task: Task, choice: Choice) -> float:
-    """Offloaded parameters of one rank in host memory: the frozen ones as they are held, trained ones in fp32."""
+    """What offloaded parameters of one rank take in host memory."""
+    return parameter_traffic(task, choice) * (1 if choice.has_frozen_on_host(task) else PINNED)
+
+
+def parameter_traffic(task: Task, choice: Choice) -> float:
+    """Offloaded parameters of one rank: the frozen ones as they are held, trained ones in fp32."""
     static = _static(task, dataclasses.replace(choice, offload_parameters=False))
-    return PINNED * sum(static.get(part, 0.0) for part in ("weights", "adapter", "master"))
+    if choice.has_frozen_on_host(task):
+        return static["weights"] - _ends(task, choice) * task.width
+    return sum(static.get(part, 0.0) for part in ("weights", "adapter", "master"))
 
 
 def gradient_bytes(task: Task, choice: Choice) -> float:
@@ -436,14 +445,19 @@ def _held(task: Task, choice: Choice) -> tuple[float, float]:
     """Base and trained parameters of this rank's part of the model, before they are sharded over data ranks."""
     facts = task.facts
     body = facts.total(lambda kind: kind.parameters) / choice.tensor
-    ends = (facts.embedding + facts.head) / choice.tensor + facts.extra
     if choice.pipeline > 1:
         body *= -(-facts.layers // choice.pipeline) / facts.layers
-        ends = facts.embedding / choice.tensor + facts.extra  # the first stage or the last
-    base = body + ends
+    base = body + _ends(task, choice)
     if not task.has_adapters:
         return base, active_parameters(task) if task.optimizer in BLOCKWISE else base
     return base, task.trained / choice.tensor / choice.pipeline
+
+
+def _ends(task: Task, choice: Choice) -> float:
+    """Parameters of this rank that are not in layers."""
+    facts = task.facts
+    head = facts.head if choice.pipeline == 1 else 0  # the first stage or the last
+    return (facts.embedding + head) / choice.tensor + facts.extra
 
 
 def active_parameters(task: Task) -> int:
@@ -463,7 +477,7 @@ def trained_share(task: Task) -> float:
 
 
 def _static(task: Task, choice: Choice) -> dict[str, float]:
-    if choice.offload_parameters:
+    if choice.offload_parameters and not choice.has_frozen_on_host(task):
         return {"weights": 0.0}
     base, trained = _held(task, choice)
     weights = base * task.width
@@ -473,6 +487,7 @@ def _static(task: Task, choice: Choice) -> dict[str, float]:
     elif choice.matmul_dtype == "fp8" and task.has_adapters:  # the frozen base, quantized once; but experts are not
         matrices -= task.facts.total(kind_experts) / choice.tensor / choice.pipeline
         weights -= matrices * (task.width - (2 if choice.cache_transposed else 1))
+    weights = _ends(task, choice) * task.width if choice.has_frozen_on_host(task) else weights
     on_device = choice.offload_optimizer == "none"
     states = _share(choice, "states")
     if choice.sharding != "none" and not task.has_adapters:  # what the forward pass uses is made from these
@@ -540,7 +555,7 @@ def _states(task: Task, choice: Choice) -> float:
 
 def _gradients(task: Task, choice: Choice) -> float:
     """All of them; in fp32 where they are summed or unscaled, else as backward made them. Released: the largest two."""
-    if choice.offload_parameters:
+    if choice.offload_parameters and not choice.has_frozen_on_host(task):
         return 0.0
     is_summed = choice.accumulation_steps(task) > 1 or (choice.sharding != "none" and choice.has_masters(task))
     is_made = task.optimizer in ALONE | BLOCKWISE and task.precision == "bf16" and not is_summed
@@ -563,7 +578,7 @@ def _gathered(task: Task, choice: Choice) -> tuple[float, float, float]:
     """Whole parameters out of shards with the buffers of collectives, in the layers and at the loss, and the
     gradients of one layer on their way."""
     facts = task.facts
-    if choice.sharding == "none" or (choice.ranks == 1 and not choice.offload_parameters):
+    if not choice.offload_parameters and (choice.sharding == "none" or choice.ranks == 1):
         return 0.0, 0.0, 0.0
     stay = kind_experts if choice.expert > 1 else (lambda _: 0)  # tokens go to experts that have their places
     layer = max(kind.parameters - stay(kind) for kind in facts.kinds) / choice.tensor
@@ -580,17 +595,24 @@ def _gathered(task: Task, choice: Choice) -> tuple[float, float, float]:
     width = layer * task.width + packed / 2
     if choice.storage != "plain":  # 4 bits between ranks too
         width -= matrices * (task.width - QUANTIZED[choice.storage])
-    head = facts.embedding / choice.tensor * task.width
+    if choice.has_frozen_on_host(task):
+        return 2 * width, 2 * width, unit  # the layer in use and the next one
     kept = _held(task, choice)[0] * task.width / choice.sharers if choice.sharding == "hierarchical" else 0.0
-    return kept + 2 * width, kept + head + width, unit  # the layer in use and the next one
+    kept += _ends(task, choice) * task.width  # from the forward pass to the backward pass
+    together = 1 if choice.ranks == 1 else 2  # on one rank FSDP brings a layer when it is called, not before
+    return kept + together * width, kept + width, unit
 
 
 def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, float]:
     """On one rank a plain model comes to the device as its files have it; a base that is to be in fp8 becomes so layer
     by layer. Optimizer states do not exist yet."""
-    if choice.ranks > 1 or choice.offload_parameters or task.device == "cpu":
+    on_host = choice.has_frozen_on_host(task)
+    if choice.ranks > 1 or task.device == "cpu" or (choice.offload_parameters and not on_host):
         return {"optimizer": 0.0}
     joint = _widest_product(task, choice)  # weights that share an input are put together for their adapters
+    if on_host:  # where they go layer by layer
+        layer = _gathered(task, choice)[0] / 2
+        return {"optimizer": 0.0, "gathered": layer, "workspace": joint * task.width}
     if choice.storage != "plain":
         return {"optimizer": 0.0, "quantization": joint * (QUANTIZED[choice.storage] + task.width)}
     whole = max(static["weights"], task.facts.parameters * float(task.width))

@@ -249,7 +249,8 @@ class Plan(Part):
     that is gone when the process ends."""
     offload_parameters: bool = False
     """Weights and gradients live in host memory, and each layer comes to the device when it is used, as shards do (also
-    on one rank); the CPU does the update, and the optimizer's states are beside them or on disk."""
+    on one rank); the CPU does the update, and the optimizer's states are beside them or on disk. Of adapters on one
+    rank (sharding none) the frozen weights of the layers alone."""
     optimizer_in_backward: bool = False
     """Optimizer-in-backward (gradient release): each weight is updated and its gradient freed within the backward pass;
     one micro-batch a step, no clipping."""

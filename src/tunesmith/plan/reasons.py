@@ -150,11 +150,13 @@ def _explain_offload(
         decide("offload", *_why_offloaded(task, found, every, has))
     if choice.offload_parameters:
         least = _least(every, lambda one: not one.offload_parameters)
-        moved = 2 * choice.accumulation_steps(task) * memory.parameter_bytes(task, choice) / memory.PINNED
+        moved = 2 * choice.accumulation_steps(task) * memory.parameter_traffic(task, choice)
         rate = task.rates.host_link
         takes = f"{gib(moved)} a step over the host link at {rate / 1e9:.3g} GB/s take {_seconds(moved / rate)}"
-        why = f"all else needs at least {least} of {has}; {takes}, partly beside the computation"
-        decide("offload", "parameters and gradients to host memory", why)
+        is_beside = choice.ranks > 1 or choice.has_frozen_on_host(task)
+        why = f"all else needs at least {least} of {has}; {takes}" + (", partly beside the computation" * is_beside)
+        what = "frozen weights" if choice.has_frozen_on_host(task) else "parameters and gradients"
+        decide("offload", f"{what} to host memory", why)
     if choice.offload_activations:
         others = [one for one in every if not one.choice.offload_activations]
         why = f"all else needs at least {_least(others, lambda _: True)} of {has}"

@@ -219,12 +219,19 @@ REFUSALS: tuple[Refusal, ...] = (
         "only AdamW and Lion update weight by weight, as states in host memory or on disk need it",
     ),
     (
-        lambda task, choice: choice.offload_parameters and choice.offload_optimizer == "host",
+        lambda task, choice: (
+            choice.offload_parameters and choice.offload_optimizer == "host" and not choice.has_frozen_on_host(task)
+        ),
         "where parameters are in host memory, the optimizer's states are there already",
     ),
     (
-        lambda task, choice: choice.offload_parameters and choice.sharding not in ("zero3", "hybrid", "hierarchical"),
-        "parameters in host memory come layer by layer, as those of zero3, hybrid and hierarchical sharding do",
+        lambda task, choice: (
+            choice.offload_parameters
+            and choice.sharding not in ("zero3", "hybrid", "hierarchical")
+            and not choice.has_frozen_on_host(task)
+        ),
+        "parameters in host memory come layer by layer, as those of zero3, hybrid and hierarchical sharding do, or "
+        "frozen ones on one rank",
     ),
     (
         lambda task, choice: choice.optimizer_in_backward and not may_release(task, choice),

@@ -525,7 +525,7 @@ def _optimizer(task: Task, choice: Choice) -> tuple[float, float]:
     states = memory.STATES[task.optimizer] * memory.STATE_BYTES[choice.optimizer_states]
     passes = 2 * states + 3 * 4 + (4 + task.width if choice.has_masters(task) else 4)
     passes += ADAFACTOR_PASSES if task.optimizer == "adafactor" else 0
-    if choice.offload_parameters:  # by the CPUs, which all ranks of a node share
+    if choice.offload_parameters and not choice.has_frozen_on_host(task):  # by the CPUs that all ranks of a node share
         per_node = max(1, choice.ranks // task.hardware.nodes)
         return per_node * held * passes / HOST_UPDATES, 2 * memory.disk(task, choice) / task.hardware.disk_rate
     # From and to the disk for all ranks of a node; a GPU's update is hidden behind that, a CPU's is not.
@@ -653,8 +653,11 @@ def _activation_traffic(task: Task, choice: Choice, compute: float) -> float:
 
 
 def _parameter_traffic(task: Task, choice: Choice, rounds: float, forward: float, backward: float) -> float:
-    """Parameters to the device for each pass, gradients from it at the same time."""
-    weights = memory.parameter_bytes(task, choice) / memory.PINNED / task.rates.host_link
+    """Parameters to the device for each pass, gradients from it at the same time. Of one rank's shards FSDP copies
+    each layer when it is called, and the GPU waits."""
+    weights = memory.parameter_traffic(task, choice) / task.rates.host_link
+    if choice.ranks == 1 and not choice.has_frozen_on_host(task):
+        return rounds * 2 * weights
     return rounds * (_seen(task, weights, forward) + _seen(task, weights, backward))
 
 
