@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 from export.models import FAMILIES, make_model, make_run, make_tokenizer, write_chats
 from tunesmith.cli.main import app
 from tunesmith.errors import UserError
-from tunesmith.export import gguf, gguf_architectures, gguf_tokenizer, onnx, quantized
+from tunesmith.export import gguf, gguf_architectures, gguf_tokenizer, onnx, proof, quantized
 from tunesmith.export.export import FORMATS, export_run, push_folder
 from tunesmith.export.gguf_tokenizer import pre_tokenizer_name
+from tunesmith.export.source import Source
 from tunesmith.model.vllm import vllm_notes
 
 slow = pytest.mark.slow
@@ -45,6 +46,7 @@ def engine_is_here(form: str) -> None:
         ("adapter", "fp32"),
         ("gguf", "f16"),
         ("gguf", "q8_0"),
+        ("onnx", "fp32"),
         ("compressed-tensors", "int8"),
         *(
             pytest.param(*one, marks=slow)
@@ -55,7 +57,6 @@ def engine_is_here(form: str) -> None:
                 ("gguf", "f32"),
                 ("gguf", "bf16"),
                 ("gguf", "q4_0"),
-                ("onnx", "fp32"),
                 ("compressed-tensors", "int4"),
                 ("compressed-tensors", "fp8"),
                 ("bitsandbytes", "nf4"),
@@ -277,6 +278,54 @@ def test_a_fault_in_a_gguf_file_is_found_by_llama_cpp(trained, tmp_path, monkeyp
     plant(monkeypatch)
     with pytest.raises(UserError, match=said):
         export_run(trained, form, kind="f32", out=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_q8_0_is_rounded_here_as_llama_cpp_does(trained, tmp_path):
+    """Weights, and what goes into each matmul."""
+    engine_is_here("gguf")
+    source = Source.of(trained)
+    gguf.write(source, tmp_path, "q8_0", lambda *_: None)
+    ids = list(range(5, 45))
+    engine = FORMATS["gguf"].engine(source, tmp_path, "q8_0")
+    found = engine.scores(ids)
+    engine.close()
+
+    def divergence(kind):
+        rows = proof._reference(source, [ids], kind)[0].gather(1, found.ids_tk)
+        return (rows.exp() * (rows - found.logprobs_tk)).sum(1).mean().item()
+
+    assert divergence("q8_0") < 0.25 * divergence(None)
+
+
+@pytest.fixture
+def stricter(monkeypatch):
+    """8 bits must agree everywhere, as they would have to where every other place is a near tie."""
+    monkeypatch.setitem(proof.BOUNDS, "8 bits", replace(proof.BOUNDS["8 bits"], agreement=1.01))
+
+
+@pytest.mark.parametrize(("form", "kind"), [("gguf", "q8_0"), ("compressed-tensors", "int8")])
+def test_below_the_bound_an_export_is_compared_with_base_and_adapter_rounded_alike(
+    trained, tmp_path, stricter, form, kind
+):
+    engine_is_here(form)
+    made = export_run(trained, form, kind=kind, out=tmp_path / "out")
+    assert made.proof is not None
+    assert made.proof.rounded_agreement >= 0.95
+    assert "| the same, of base + adapter rounded alike | " in (tmp_path / "out" / "README.md").read_text()
+
+
+def off_by_a_tenth(name, tensor, kind):
+    return (tensor * 0.9 if name == "blk.1.attn_norm.weight" else tensor), kind
+
+
+def test_a_fault_is_not_explained_by_rounding(trained, tmp_path, monkeypatch, stricter):
+    """A smaller one than the divergence of 8 bits tells: a norm whose weights are off by a tenth."""
+    engine_is_here("gguf")
+    own = gguf._encoded
+    monkeypatch.setattr(gguf, "_encoded", lambda name, *rest: own(name, *off_by_a_tenth(name, *rest)))
+    with pytest.raises(UserError, match="nor is that what rounding does to this model: base"):
+        export_run(trained, "gguf", kind="q8_0", out=tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -52,10 +52,11 @@ def test_what_is_trained_for_is_what_compressed_tensors_reads_from_the_file(weig
     assert (expected.float() - weight).norm() < {"int4": 0.15, "nvfp4": 0.12}.get(rounding.kind, 0.03) * weight.norm()
 
 
-def test_q4_0_is_bit_for_bit_that_of_the_gguf_package(weight):
-    kind = gguf.GGMLQuantizationType.Q4_0
-    expected = gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind)
-    np.testing.assert_array_equal(Rounding("q4_0")(weight).numpy(), expected)
+@pytest.mark.parametrize("kind", ["q4_0", "q8_0"])
+def test_blocks_of_llama_cpp_are_bit_for_bit_those_of_the_gguf_package(weight, kind):
+    type_ = gguf.GGMLQuantizationType[kind.upper()]
+    expected = gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), type_), type_)
+    np.testing.assert_array_equal(Rounding(kind)(weight).numpy(), expected)
 
 
 def test_groups_are_the_largest_usual_ones_that_divide_all_rows():

@@ -107,6 +107,8 @@ def _proof_lines(form: str, kind: str, proof: Proof | None, missing: str, notes:
             ("stops at", ", ".join(f"`{stop}`" for stop in proof.stops)),
             ("greedy text as base + adapter make it", f"{proof.same_text} of {proof.text_tokens} tokens"),
         ]
+        if proof.rounded_agreement is not None:
+            rows.insert(4, ("the same, of base + adapter rounded alike", f"{proof.rounded_agreement:.2%}"))
         if proof.adapter_share is not None:
             rows.append(("share of the adapter that is in it", f"{proof.adapter_share:.1%} (within {bound.share:.0%})"))
         lines += ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows), ""]

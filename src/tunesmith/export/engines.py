@@ -46,6 +46,9 @@ class Scores:
         logprobs, ids = logits_tv.float().log_softmax(-1).sort(descending=True, stable=True)
         return cls(ids, logprobs)
 
+    def likeliest(self, count: int) -> Scores:
+        return Scores(self.ids_tk[:, :count], self.logprobs_tk[:, :count])
+
 
 class Engine(Protocol):
     name: str

@@ -3,7 +3,7 @@ for, what is measured and what is written are the same bits.
 
 int4 and int8: groups of a row share a scale, which is a bf16 number, so that engines that hold scales in 16 bits lose
 nothing. fp8 (e4m3): a scale for each row. nvfp4 (e2m1): groups of 16 with a scale in fp8, times one for the whole
-matrix. q4_0: llama.cpp's blocks of 32, bit for bit those of the gguf package.
+matrix. q4_0 and q8_0: llama.cpp's blocks of 32, bit for bit those of the gguf package.
 
 Legend: N outputs (rows), K inputs, G weights of a group.
 """
@@ -20,7 +20,7 @@ GROUPS = (128, 64, 32)
 FP8_LARGEST = 448.0
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 NVFP4_GROUP = 16
-Q4_0_BLOCK = 32
+LLAMA_CPP_BLOCK = 32
 BITS = {"int4": 4, "int8": 8}
 
 
@@ -34,7 +34,8 @@ class Rounding:
     @property
     def divisor(self) -> int:
         """Of the rows that this can round."""
-        return {"nvfp4": NVFP4_GROUP, "q4_0": Q4_0_BLOCK, "fp8": 1}.get(self.kind) or self.group
+        blocks = {"nvfp4": NVFP4_GROUP, "q4_0": LLAMA_CPP_BLOCK, "q8_0": LLAMA_CPP_BLOCK, "fp8": 1}
+        return blocks.get(self.kind) or self.group
 
     def __call__(self, weight_nk: torch.Tensor) -> torch.Tensor:
         """The weights that the format's files hold of these, in fp32."""
@@ -42,7 +43,7 @@ class Rounding:
         if self.kind in BITS:
             bits = BITS[self.kind]
             return to_int(weight_nk, int_scales(weight_nk, bits, self.group), bits)
-        return {"fp8": _fp8, "nvfp4": _nvfp4, "q4_0": _q4_0}[self.kind](weight_nk)
+        return {"fp8": _fp8, "nvfp4": _nvfp4, "q4_0": _q4_0, "q8_0": q8_0}[self.kind](weight_nk)
 
 
 def group_of(widths: Iterable[int]) -> int | None:
@@ -92,9 +93,18 @@ def _nvfp4(weight_nk: torch.Tensor) -> torch.Tensor:
 
 
 def _q4_0(weight_nk: torch.Tensor) -> torch.Tensor:
-    blocks = weight_nk.unflatten(1, (-1, Q4_0_BLOCK))
+    blocks = weight_nk.unflatten(1, (-1, LLAMA_CPP_BLOCK))
     largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))  # with its sign
     step = largest / -8
     inverse = torch.where(step == 0, 0.0, 1 / step)
     codes = (blocks * inverse + 8.5).trunc().clamp(0, 15) - 8
     return (codes * step.to(torch.float16).float()).flatten(1)
+
+
+def q8_0(x: torch.Tensor) -> torch.Tensor:
+    """Weights, or what goes into a matmul, which llama.cpp rounds in the same way: [..., K]."""
+    blocks = x.unflatten(-1, (-1, LLAMA_CPP_BLOCK))
+    step = blocks.abs().amax(-1, keepdim=True) / 127
+    scaled = blocks * torch.where(step == 0, 0.0, 1 / step)
+    codes = scaled.sign() * (scaled.abs() + 0.5).floor()  # halves away from zero
+    return (codes * step.to(torch.float16).float()).flatten(-2)

@@ -14,7 +14,7 @@ from torch import nn
 
 from tunesmith.errors import UserError
 from tunesmith.kernels.fake_quantize import fake_quantized_linear
-from tunesmith.kernels.rounding import BITS, Rounding, group_of
+from tunesmith.kernels.rounding import BITS, Rounding, group_of, q8_0
 from tunesmith.model.experts import experts_of_layers
 from tunesmith.model.lora import LoraLinear
 from tunesmith.model.structure import is_transposed, linears_of_layers, replace_module
@@ -40,15 +40,24 @@ class FakeQuantization:
 
     rounding: Rounding
     names: frozenset[str]
+    rounds_inputs: bool = False
+    """As llama.cpp does before each matmul with weights in q8_0."""
 
     @classmethod
     def of(cls, model: nn.Module, kind: str) -> FakeQuantization:
+        """`q8_0`, which nothing is trained for, is what llama.cpp does: every matrix with whole blocks is rounded, and
+        what goes into it."""
         linears = linears_of_layers(model)
         if experts_of_layers(model) or any(is_transposed(one) for one in linears.values()):
             raise UserError(
                 f"quantization_aware: {kind} rounds linears, and {type(model).__name__} has experts or transposed "
                 "weights, which are none; leave it out."
             )
+        if kind == "q8_0":
+            rounding = Rounding(kind)
+            matrices = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear | nn.Embedding)}
+            whole = {name for name, one in matrices.items() if one.weight.shape[-1] % rounding.divisor == 0}
+            return cls(rounding, frozenset(whole), rounds_inputs=True)
         widths = {linear.weight.shape[1] for linear in linears.values()}
         rounding = Rounding(kind, (group_of(widths) or 32) if kind in BITS else 0)
         if odd := [width for width in sorted(widths) if width % rounding.divisor]:
@@ -68,8 +77,22 @@ class FakeQuantization:
             module = modules.get(name)
             if isinstance(module, LoraLinear):
                 module.rounding = self.rounding
+                self._watch(module)
+            elif isinstance(module, nn.Embedding):
+                module.weight.copy_(self.rounding(module.weight))
             elif isinstance(module, nn.Linear):
                 if module.weight.requires_grad or module.weight.is_meta:
                     replace_module(model, name, FakeQuantizedLinear(module, self.rounding))
                 else:
                     module.weight.copy_(self.rounding(module.weight))
+
+    def watch_inputs(self, model: nn.Module) -> None:
+        """Once, before anything is called."""
+        modules = dict(model.named_modules())
+        for name in self.names:
+            if isinstance(modules[name], nn.Linear):
+                self._watch(modules[name])
+
+    def _watch(self, module: nn.Module) -> None:
+        if self.rounds_inputs:
+            module.register_forward_pre_hook(lambda _, args: (q8_0(args[0]), *args[1:]))

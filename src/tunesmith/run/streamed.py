@@ -307,13 +307,15 @@ class StreamedModel:
         rounded_to: str | None = None,
         merged_to: torch.dtype | None = None,
     ):
-        """`rounded_to`: the type that the run was trained for, where linears are to be as in training. `merged_to`:
+        """`rounded_to`: the type that linears are rounded to, as in training for it or as llama.cpp does. `merged_to`:
         adapters are merged into their linears and rounded to this, in another draw than that of merged files."""
         self.weights, self.with_adapter, self.merged_to = weights, with_adapter, merged_to
         self._first: nn.Module | None = None  # that was read before it is called
         self.model, _ = load.load_empty(weights.run, dtype="fp32")
         self.memory = Memory()
         self.rounded = FakeQuantization.of(self.model, rounded_to) if rounded_to else None
+        if self.rounded is not None:
+            self.rounded.watch_inputs(self.model)
         with load.reading(weights.run, "weights"), load.quiet():
             self.source: WeightSource = find_source(
                 self.model, weights.base, dtype=torch.float32, storage="plain", memory=self.memory
@@ -383,7 +385,7 @@ class StreamedModel:
                     if is_called or self.merged_to is not None:
                         self._merge(linear, self.merged_to or torch.float32)
         if self.rounded is not None:
-            self.rounded.put_on(self.model, lambda linear: linear.startswith(prefix))
+            self.rounded.put_on(self.model, lambda linear: linear == name or linear.startswith(prefix))
 
     def _merge(self, name: str, dtype: torch.dtype) -> None:
         adapter = self.model.get_submodule(name)
