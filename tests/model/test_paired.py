@@ -10,6 +10,7 @@ from encoder_decoders import make_encoder_decoder
 from tunesmith.config.schema import Run
 from tunesmith.model import paired
 from tunesmith.model.structure import stacks_of
+from tunesmith.plan.facts import PairedWork, Rows
 
 SHAPE = (12, 40, 24)
 
@@ -64,3 +65,22 @@ def test_work_grows_with_tokens(tmp_path):
     assert lora.half(24, 40, 24) == pytest.approx(2 * lora.half(*SHAPE), rel=0.1)
     assert lora.kernels(24, 40, 24) == pytest.approx(lora.kernels(*SHAPE), rel=0.02)
     assert lora.layer(*SHAPE) < lora.kept(*SHAPE) / 2
+
+
+def test_a_count_is_kept_for_the_next_time_and_made_again_where_it_is_damaged(tmp_path, monkeypatch):
+    monkeypatch.setenv("TUNESMITH_CACHE", str(tmp_path / "cache"))
+    folder = make_encoder_decoder(tmp_path / "model", "t5")
+    run = Run.model_validate({"model": str(folder), "data": ["-"], "method": "full"})
+    counted = PairedWork(
+        **{name: Rows(terms=(1.0,) * 6) for name in PairedWork.model_fields if name != "width"}, width=4
+    )
+    calls = []
+    monkeypatch.setattr(paired, "_count", lambda *_, **__: calls.append(1) or counted)
+    assert [paired.count_paired(run, on_gpu=False) for _ in range(2)] == [counted, counted]
+    (kept,) = (tmp_path / "cache" / "probes").glob("paired-*.json")
+    kept.write_text("{")
+    assert paired.count_paired(run, on_gpu=False) == counted
+    assert len(calls) == 2
+    paired.count_paired(run, on_gpu=True)
+    paired.count_paired(run.model_copy(update={"method": "lora"}), on_gpu=False)
+    assert len(calls) == 4

@@ -18,14 +18,16 @@ from tunesmith.cli.main import main
 from tunesmith.config.load import from_mapping
 from tunesmith.config.schema import Dataset
 from tunesmith.data import formats
+from tunesmith.data.loader import Loader
 from tunesmith.data.paired import PairEncoder
 from tunesmith.data.types import Completion, Conversation, Document, Message, Origin, Record, RecordError
 from tunesmith.errors import UserError
 from tunesmith.model import load
+from tunesmith.model.probe import probe_run
 from tunesmith.plan.documents import like_lengths
 from tunesmith.plan.plan import ForwardSpec
 from tunesmith.run.assemble import assemble
-from tunesmith.run.choose import plan_run
+from tunesmith.run.choose import make_plan, plan_run
 from tunesmith.run.start import prepare_run
 from tunesmith.train.loop import step_of
 
@@ -172,10 +174,26 @@ def test_a_killed_run_goes_on_to_the_same_bytes(models, trained, tmp_path, runs:
     assert_resumes(runs, folder, trained, Die("tunesmith.train.step:TrainStep._forward_backward", 14))
     plan = json.loads((folder / "run" / "plan.json").read_text())
     assert plan["forward"]["layout"] == "encoder-decoder"
-    tokens, pairs = plan["most_padded"]
-    assert 0 < tokens <= plan["micro_batch"] * plan["sequence_length"]
-    assert pairs < tokens**2
-    assert not any("guess" in reason["why"] for reason in plan["reasons"] if reason["topic"] == "layout")
+
+
+def test_the_plan_knows_the_micro_batches_that_the_data_make(models, tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "made", models["t5"])
+    monkeypatch.chdir(folder)
+    run = from_mapping(json.loads((folder / "run.yaml").read_text()))
+    plan, data = make_plan(run, probed=probe_run(run)[1])
+    assert plan.most_padded is not None
+    assert not any("guess" in reason.why for reason in plan.reasons if reason.topic == "layout")
+    widths = data.train[0].widths
+    most = 0
+    sizes = {"sequence_length": plan.sequence_length, "sequences_per_step": plan.sequences_per_step}
+    loader = Loader(data.train, data.weights, seed=run.seed, **sizes, epochs=run.epochs or plan.epochs)
+    for step in range(loader.total_steps):
+        of_step = loader.widths(step)
+        assert {tuple(one) for one in of_step.tolist()} <= {tuple(one) for one in widths.tolist()}
+        for group in like_lengths(of_step.tolist(), plan.micro_batch * plan.sequence_length, most=plan.most_padded):
+            if len(group) > 1:
+                most = max(most, len(group) * int(of_step[group].max(axis=0).sum()))
+    assert most == plan.most_padded[0]
 
 
 def test_adapter_and_merged_model_load_elsewhere(models, trained, tmp_path, monkeypatch, capsys):

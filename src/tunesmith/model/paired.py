@@ -9,18 +9,26 @@ and something for any. As many shapes as there are terms tell what belongs to ea
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import math
+import os
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForSeq2SeqLM
 
+from tunesmith import __version__
+from tunesmith.cache import folder_to_fill
 from tunesmith.config.schema import Run
 from tunesmith.kernels.operator import operator
 from tunesmith.model import load, lora
@@ -40,20 +48,32 @@ COUNTED = ("kept", "bytes", "half", "full", "attention", "kernels")
 
 
 def count_paired(run: Run, *, on_gpu: bool) -> PairedWork | None:
-    """Of the run's model and adapters, run as they are. None where it cannot be counted: models whose code looks at
-    what is in tensors."""
-    settings = run.model_dump_json(include={"lora", "method", "trust_remote_code"})
-    key = load.load_config(run).to_json_string(), settings, on_gpu
-    if key not in _counted:
-        try:
-            _counted[key] = _count(run, on_gpu=on_gpu)
-        except Exception:  # the model's own code, run on tensors that hold nothing
-            _counted[key] = None
-    return _counted[key]
+    """Of the run's model and adapters, run as they are; known from an earlier time where config, settings and versions
+    are the same. None where it cannot be counted: models whose code looks at what is in tensors."""
+    kept = _kept_file(run, on_gpu=on_gpu)
+    if kept is not None and kept.exists():
+        with contextlib.suppress(OSError, ValueError):  # made again
+            return PairedWork.model_validate_json(kept.read_text(encoding="utf-8"))
+    try:
+        found = _count(run, on_gpu=on_gpu)
+    except Exception:  # the model's own code, run on tensors that hold nothing
+        return None
+    if kept is not None:
+        with contextlib.suppress(OSError):  # a cache that cannot be written
+            beside = kept.with_suffix(f".{os.getpid()}.partial")
+            beside.write_text(found.model_dump_json(), encoding="utf-8")
+            beside.replace(kept)
+    return found
 
 
-_counted: dict[Any, PairedWork | None] = {}
-"""A plan asks more than once."""
+def _kept_file(run: Run, *, on_gpu: bool) -> Path | None:
+    """Beside the probes; None where the model's code lies beside its config, and may change."""
+    folder = None if run.trust_remote_code else folder_to_fill("probes")
+    settings = run.model_dump_json(include={"lora", "method"})
+    config = json.dumps(load.load_config(run).to_dict(), sort_keys=True, default=str)
+    parts = [__version__, torch.__version__, transformers.__version__, on_gpu, SHAPES, settings, config]
+    name = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    return folder and folder / f"paired-{name}.json"
 
 
 def _count(run: Run, *, on_gpu: bool) -> PairedWork:
