@@ -66,8 +66,20 @@ def test_losses_and_gradients_are_those_of_the_models_own_code(family, changes):
     found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     assert found.keys() == expected.keys()
     scale = torch.cat([one.flatten() for one in expected.values()]).abs().max()
-    for name, gradient in found.items():
-        assert (gradient - expected[name]).abs().max() <= 1e-5 * scale, name
+    worst = max((gradient - expected[name]).abs().max() for name, gradient in found.items())
+    if worst > 1e-5 * scale:  # no more than the model's own code moves when its weights are off by one rounding
+        assert worst <= min(2 * rounding_moves(model, expected, inputs), 1e-4 * scale)
+
+
+def rounding_moves(model, expected: dict[str, torch.Tensor], inputs) -> float:
+    """By how much the gradients of the model's own code change with its weights' last bits."""
+    other = small(model.config.model_type)
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.copy_(torch.nextafter(weight, torch.full_like(weight, torch.inf)))
+    moved = own_gradients(other.train(), inputs)
+    return max((moved[name] - gradient).abs().max().item() for name, gradient in expected.items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

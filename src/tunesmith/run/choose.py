@@ -82,12 +82,14 @@ def found_facts(run: Run, hardware: Hardware, probed: Probed) -> ModelFacts:
 def facts_before(run: Run, hardware: Hardware, tell: Callable[[str], None] = lambda _: None) -> ModelFacts:
     """The same before a run is begun: a model of a family without a formula here is probed, on the CPU. `tell` is told
     so: the first time that takes up to a minute."""
-    from tunesmith.model.paired import count_paired
-
     facts = facts_of(run)
-    on_gpu = bool(hardware.gpus) and run.device != "cpu"
+    if facts.note is None and facts.is_causal:
+        return facts
     if facts.note is None:
-        return facts if facts.is_causal else facts.changed(paired=count_paired(run, on_gpu=on_gpu))
+        from tunesmith.model.paired import count_paired
+
+        on_gpu = bool(hardware.gpus) and run.device != "cpu"
+        return facts.changed(paired=count_paired(run, on_gpu=on_gpu))
     tell("Trying the model's code on a small proxy")
     from tunesmith.model.probe import probe_run
 
