@@ -38,10 +38,14 @@ build_commands_once()
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.nodeid.endswith(REPEATED):
             item.add_marker(pytest.mark.slow)
+    if list(config.args) == config.getini("testpaths"):  # all of them
+        names = [item.nodeid for item in items]
+        if gone := [end for end in REPEATED if not any(name.endswith(end) for name in names)]:
+            raise pytest.UsageError(f"tests/repeated.py names tests that are not there: {', '.join(gone)}")
 
 
 def pytest_collection_finish():
