@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from tunesmith.measure import bench
+from tunesmith.model.quantized import build_empty
 from tunesmith.parallel import host_weights
 from tunesmith.parallel.activation import checkpointed
 from tunesmith.parallel.host_weights import HostWeights
+from tunesmith.parallel.prepare import Preparation, _move_buffers
 
 LAYERS, WIDTH = 4, 8
+CONFIG = Qwen3MoeConfig(
+    hidden_size=256, intermediate_size=256, moe_intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=64, num_experts=16, num_experts_per_tok=2, vocab_size=512,
+)  # fmt: skip
+QLORA = dataclasses.replace(bench.WORKLOADS["tiny"], method="qlora")
 
 
 class Layer(nn.Module):
@@ -140,3 +152,37 @@ def test_a_copy_waits_for_the_layers_before_and_a_layer_for_its_own_copy(monkeyp
     said.clear()
     weights.use(1, 2)  # the second is on its way since the first was called: one new copy, and one wait
     assert said == [waits, "mark", "compute waits for the copy"]
+
+
+def test_what_surrounds_the_layers_leaves_them_where_they_are():
+    """Its turn is the last, when the layers' weights are in host memory already."""
+    model = build_empty(lambda: AutoModelForCausalLM.from_config(CONFIG))
+    units = Preparation(model, bench.run_of(QLORA), torch.device("cpu"), torch.float32).units
+    layer = model.model.layers[0]
+    layer.register_buffer("base", torch.zeros(2))
+    _move_buffers(units[-1], torch.device("meta"))
+    assert model.model.rotary_emb.inv_freq.is_meta
+    assert not layer.base.is_meta
+    _move_buffers(units[0], torch.device("meta"))
+    assert layer.base.is_meta
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_steps_on_a_gpu_are_the_same_and_the_weights_are_not_there(is_compiled):
+    plan = bench.plan_for(QLORA, device="cuda", matmul_dtype="plain", checkpointed_layers=6, compiled=is_compiled)
+    made, found = bench.batches(QLORA, 3), []
+    for is_on_host in (False, True):
+        before = torch.cuda.memory_allocated()
+        step = bench.build_step(CONFIG, bench.run_of(QLORA), plan.changed(offload_parameters=is_on_host))
+        held = torch.cuda.memory_allocated() - before
+        losses = [step(batch, 1e-3).loss for batch in made]
+        found.append((losses, held, torch.cuda.memory_allocated() - before))
+        del step
+        gc.collect()
+    (losses, held, _), (losses_host, held_host, held_then) = found
+    assert losses_host == pytest.approx(losses, rel=1e-3)  # atomic additions are in no order
+    experts = 16 * 3 * 256 * 256 // 2  # bytes of a layer
+    assert held - held_host > 6 * experts
+    assert held_then - held_host < 4 * experts

@@ -94,12 +94,11 @@ def packed_attention(
     if key_places is not None:
         key, value = (one.index_select(2, key_places) for one in (key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    bounds, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
-    is_cut = key.shape[2] != query.shape[2]
-    if is_cut:
+    bounds, longest, is_cut = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q), False
+    if key.shape[2] != query.shape[2]:  # by a branch, since to the compiler a comparison is no constant
         assert cu_seq_lens_k is not None
         assert max_length_k is not None
-        bounds, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
+        bounds, longest, is_cut = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k), True
     window, chunk = _reach(module, sliding_window, longest[1])
     asked = (softcap is not None, s_aux is not None, alibi_slopes is not None, dropout > 0.0)
     sizes = (query.shape[-1], value.shape[-1], *asked, query.dtype.itemsize, is_cut and window is not None)

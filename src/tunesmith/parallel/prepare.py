@@ -279,7 +279,7 @@ def read(work: Preparation, unit: Unit) -> None:
     for name, weight in unit.weights():
         if weight.is_meta and name not in work.later:
             raise UserError(f"model: the weights of {work.run.model} hold no {name}.")
-    _move_buffers(unit.module, work.device)
+    _move_buffers(unit, work.device)
 
 
 def adapt(work: Preparation, unit: Unit) -> None:
@@ -588,12 +588,13 @@ def _is_checkpointed(work: Preparation, layer: nn.Module) -> bool:
     return work.layers.index(layer) < work.checkpointed
 
 
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    """What no file holds, since the model computed it when it was built."""
-    for one in module.modules():
-        for name, buffer in one._buffers.items():
+def _move_buffers(unit: Unit, device: torch.device) -> None:
+    """What no file holds, since the model computed it when it was built. Those of units inside this one have their own
+    turn, after which they may belong elsewhere."""
+    for name, module in unit.module.named_modules(prefix=unit.name):
+        for leaf, buffer in module._buffers.items() if unit.owns(f"{name}.") else ():
             if buffer is not None and not buffer.is_meta:
-                one._buffers[name] = buffer.to(device)
+                module._buffers[leaf] = buffer.to(device)
 
 
 def _close_gaps(device: torch.device) -> None:
