@@ -11,10 +11,11 @@ import torch
 import torch._dynamo.backends.common
 from torch._dynamo.utils import counters
 
+from families import tiny_config
 from tunesmith.cli.display import Display
 from tunesmith.data.loader import PackedDocument, micro_batch_of
 from tunesmith.data.types import StepBatch
-from tunesmith.measure.bench import Workload, build, plan_for
+from tunesmith.measure.bench import Workload, build, build_step, plan_for, run_of
 from tunesmith.model.fuse import fuse
 from tunesmith.model.rotary import fuse_rope
 from tunesmith.parallel import prepare
@@ -223,3 +224,23 @@ def assert_compiled_once(monkeypatch, made, attention, rotates, matmul_dtype):
         step(batch, 1e-3)
     assert counters["stats"]["unique_graphs"] == graphs
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize(("family", "method"), [("gemma3_text", "lora"), ("qwen3_moe", "qlora")])
+def test_layers_of_a_kind_are_compiled_once(monkeypatch, family, method):
+    """However many there are: nothing in their code is the number of a layer, or of a router."""
+    plain_flash4.install(monkeypatch)
+    compile_by(monkeypatch, "aot_eager")
+    workload, sizes = Workload("tiny", method, 1, 96), {"hidden_size": 64, "moe_intermediate_size": 64}
+    plan = plan_for(workload, device="cpu", matmul_dtype="plain", checkpointed_layers=0, compiled=True)
+    graphs = []
+    for times in (2, 4):
+        kinds = {"layer_types": ["sliding_attention", "full_attention"] * times} if family == "gemma3_text" else {}
+        config = tiny_config(family, num_hidden_layers=2 * times, vocab_size=512, **sizes, **kinds)
+        step = build_step(config, run_of(workload), plan.changed(attention="flash-attn-4"))
+        torch._dynamo.reset()
+        counters.clear()
+        step(batch_of(50, 46), 1e-3)
+        graphs.append(counters["stats"]["unique_graphs"])
+        assert not counters["graph_break"]
+    assert graphs[0] == graphs[1] > 0

@@ -41,6 +41,11 @@ class RoutingRecord:
     def has_loss(self) -> bool:
         return self.experts > 0
 
+    def place_of(self, router: int) -> torch.Tensor:
+        """What `routed` is given in the layer of this router, in host memory. As plain numbers they would be constants
+        of the compiled layer, and each layer would be compiled anew."""
+        return torch.tensor([self.key, router])
+
     def open(self, live_t: torch.Tensor, *, counts: bool) -> None:
         """Before a forward pass: which of its rows are tokens and no padding (1 or 0), and whether choices count."""
         self._is_open, self._counts_choices, self._live_t = True, counts, live_t
@@ -89,46 +94,48 @@ _records: weakref.WeakValueDictionary[int, RoutingRecord] = weakref.WeakValueDic
 
 
 def routed(
-    weights: torch.Tensor, logits: torch.Tensor, choice: torch.Tensor, record: RoutingRecord, router: int
+    weights: torch.Tensor, logits: torch.Tensor, choice: torch.Tensor, place: torch.Tensor, *, has_loss: bool
 ) -> torch.Tensor:
-    """`weights`, as a router gives them with these logits [T, E] and this choice [T, K]; the record is told."""
-    return _routed(weights, logits, choice, record.key, router, record.has_loss)
+    """`weights`, as a router gives them with these logits [T, E] and this choice [T, K]; the record is told, whose
+    `place_of` this router it was."""
+    return _routed(weights, logits, choice, place, has_loss)
 
 
 @operator("routed")
 def _routed(
-    weights: torch.Tensor, logits: torch.Tensor, choice: torch.Tensor, record: int, router: int, has_loss: bool
+    weights: torch.Tensor, logits: torch.Tensor, choice: torch.Tensor, place: torch.Tensor, has_loss: bool
 ) -> torch.Tensor:
+    record, router = place.tolist()
     if (found := _records.get(record)) is not None:
         found.note(router, logits, choice)
     return weights.clone()
 
 
 @torch.library.register_fake(_routed)
-def _(weights, logits, choice, record, router, has_loss):
+def _(weights, logits, choice, place, has_loss):
     return torch.empty_like(weights)
 
 
 @operator("routed_backward")
-def _gradient(logits: torch.Tensor, record: int) -> torch.Tensor:
-    found = _records.get(record)
+def _gradient(logits: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    found = _records.get(place.tolist()[0])
     return torch.zeros_like(logits) if found is None else found.gradient(logits)
 
 
 @torch.library.register_fake(_gradient)
-def _(logits, record):
+def _(logits, place):
     return torch.empty_like(logits)
 
 
 def _save(ctx, inputs, output):
-    _, logits, _, ctx.record, _, ctx.has_loss = inputs
+    _, logits, _, place, ctx.has_loss = inputs
     if ctx.has_loss:
-        ctx.save_for_backward(logits)
+        ctx.save_for_backward(logits, place)
 
 
 def _backward(ctx, d_weights):
-    d_logits = _gradient(ctx.saved_tensors[0], ctx.record) if ctx.has_loss else None
-    return d_weights, d_logits, None, None, None, None
+    d_logits = _gradient(*ctx.saved_tensors) if ctx.has_loss else None
+    return d_weights, d_logits, None, None, None
 
 
 torch.library.register_autograd(_routed, _backward, setup_context=_save)

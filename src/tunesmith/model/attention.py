@@ -24,6 +24,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from tunesmith.errors import UserError
 from tunesmith.kernels import efficient, flash4, flex
+from tunesmith.model.structure import kind_of_layer
 from tunesmith.plan.attention import Capability, Heads, Path, path_of
 from tunesmith.plan.plan import Attention
 
@@ -226,14 +227,11 @@ def _path(kernel: Attention, capability: Capability, is_cuda: bool, sizes: tuple
 def _reach(module: torch.nn.Module, window: int | None, longest: int) -> tuple[int | None, int | None]:
     """How many tokens a query of this layer looks back, and in chunks of how many; None where that is no limit. Some
     models say it to their masks alone, by the kinds of layers in their configs."""
-    chunk = None
-    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and layer is not None and layer < len(kinds):
-        if kinds[layer] == "chunked_attention":
-            chunk = getattr(config, "attention_chunk_size", None)
-        elif kinds[layer] == "sliding_attention" and window is None:
-            window = getattr(config, "sliding_window", None)
+    kind, config, chunk = kind_of_layer(module), getattr(module, "config", None), None
+    if kind == "chunked_attention":
+        chunk = getattr(config, "attention_chunk_size", None)
+    elif kind == "sliding_attention" and window is None:
+        window = getattr(config, "sliding_window", None)
     window, chunk = (one if one is not None and one < longest else None for one in (window, chunk))
     return window, chunk
 

@@ -115,8 +115,9 @@ class Routing:
     def watch(self, name: str) -> None:
         """From now on the router of this name tells what it does."""
         router, at = self.routers[name]
-        number, inner, record = list(self.routers).index(name), router.forward, self.record
-        top_k = getattr(router, "top_k", None) or record.top_k or 1
+        place, inner = self.record.place_of(list(self.routers).index(name)), router.forward
+        top_k = getattr(router, "top_k", None) or self.record.top_k or 1
+        has_loss = self.record.has_loss
 
         def forward(*arguments: Any, **named: Any) -> Any:
             out = inner(*arguments, **named)
@@ -127,7 +128,7 @@ class Routing:
             choice = next((one for one in given if not one.is_floating_point()), None)
             choice = logits.detach().topk(top_k, dim=-1).indices if choice is None else choice
             used = next((place for place, one in enumerate(given) if place != at and one.is_floating_point()), at)
-            given[used] = routed(given[used], logits, choice, record, number)
+            given[used] = routed(given[used], logits, choice, place, has_loss=has_loss)
             return tuple(given) if isinstance(out, tuple) else given[0]
 
         router.forward = forward

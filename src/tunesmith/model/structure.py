@@ -55,6 +55,20 @@ def set_attention(model: Any, name: str) -> None:
     text = model.config.get_text_config()
     parts = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
     model.set_attn_implementation({"": name, **dict.fromkeys(parts, name)} if parts else name)
+    for module in model.modules():
+        if (kind := kind_of_layer(module)) is not None:
+            module.kind_of_layer = kind
+
+
+def kind_of_layer(module: nn.Module) -> str | None:
+    """Of the layer that this attention is in, as the model's config names it (`sliding_attention`); None where the
+    config names none. It stands at the module once `set_attention` has seen it: a compiled layer that looked it up by
+    its number would be compiled for that number alone."""
+    known = getattr(module, "kind_of_layer", None)
+    if known is not None:
+        return known
+    kinds, number = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
+    return kinds[number] if kinds is not None and isinstance(number, int) and number < len(kinds) else None
 
 
 def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
