@@ -262,8 +262,3 @@ def test_a_linear_whose_weight_the_model_needs_is_refused_in_few_bits(tmp_path):
     folder = parity.write_model("deepseek_v32", tmp_path)
     with pytest.raises(UserError, match=r"qlora: the model's own code computes with the weight of .*weights_proj"):
         probe_run(Run(model=str(folder), data="none.jsonl", method="qlora"))
-
-
-def test_a_weight_that_is_only_handed_to_kernels_that_are_missing_may_be_in_few_bits(tmp_path):
-    folder = parity.write_model("granitemoehybrid", tmp_path)
-    assert not probe_run(Run(model=str(folder), data="none.jsonl", method="qlora"))[1].needs_weight

@@ -191,6 +191,7 @@ def test_the_plan_names_the_scan_and_knows_what_its_layers_keep(tmp_path):
     run = Run(model=str(tmp_path / "model"), data=data, method="full", sequence_length=64)
     run, found, notes = probe_run(run)
     assert (notes, "scan" in found.kernels) == ([], True)
+    assert not found.needs_weight  # they are handed to kernels that are missing here: weights may be in few bits
     facts = found_facts(run, named("H200"), found)
     assert (facts.note, facts.scan, facts.packs) == (None, "ours", True)
     mixer, attends = (facts.kinds[at] for at in facts.pattern)

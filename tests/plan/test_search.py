@@ -127,7 +127,7 @@ def test_every_plan_covers_the_batch_and_survives_json(length, sequences, method
 TIERS = st.sampled_from(["full", "lora"])
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(TIERS, st.sampled_from(sorted(MODEL)), st.lists(st.integers(4, 400), min_size=2, max_size=4, unique=True))
 def test_more_memory_never_makes_a_plan_worse(method, model, sizes):
     """Worse: further down the tiers (quantized, offloaded), or slower by more than what counts as equal."""
