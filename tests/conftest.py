@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from ranks import Worlds
 from repeated import REPEATED
@@ -21,7 +21,8 @@ from tiny_model import make_tiny_model
 from tunesmith.cli.main import COLLECTING
 
 gc.set_threshold(*COLLECTING)
-settings.register_profile("tunesmith", deadline=None)  # an example takes longer where something else runs beside it
+# An example takes longer, and is drawn more slowly, where something else runs beside it.
+settings.register_profile("tunesmith", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tunesmith")
 
 

@@ -647,7 +647,9 @@ def test_a_file_in_place_of_the_folder_is_a_clear_error_when_resuming(store, war
 # Which are kept.
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     keep=st.integers(1, 3),
     events=st.lists(

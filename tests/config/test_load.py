@@ -374,14 +374,18 @@ def test_any_mapping_loads_or_is_explained(changes):
     sentences_or_run(lambda: from_mapping(good | changes))
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(changes=st.dictionaries(names, values, max_size=3), overrides=st.lists(st.text(max_size=12), max_size=2))
 def test_any_yaml_loads_or_is_explained(write, changes, overrides):
     path = write(yaml.safe_dump(yaml.safe_load(GOOD) | changes, allow_unicode=False))
     sentences_or_run(lambda: load(path, overrides))
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_any_damage_to_the_file_loads_or_is_explained(write, data):
     content = bytearray(GOOD.encode())
@@ -396,7 +400,9 @@ def test_any_damage_to_the_file_loads_or_is_explained(write, data):
     sentences_or_run(lambda: load(path))
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     key=st.lists(names | st.integers(0, 3).map(str), min_size=1, max_size=4).map(".".join),
     value=st.text(max_size=10) | values.map(lambda v: yaml.safe_dump(v, default_flow_style=True)),

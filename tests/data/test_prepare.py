@@ -391,7 +391,9 @@ files = st.one_of(
     st.sampled_from(["truncate", "split", "drop"]),
     st.integers(8, 60),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 def test_whatever_the_records_they_are_prepared_or_refused_in_a_sentence(chatml, lines, train_on, too_long, length):
     write("train.jsonl", lines)
     wanted = run(train_on=train_on, too_long=too_long, sequence_length=length)
