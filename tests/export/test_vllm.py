@@ -66,8 +66,7 @@ def other_stop(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": 2}))
 
 
-def forget_a_module(folder: Path) -> None:
-    """Its factors stay in the file, and are 0 in one of the two: of such a proof tells no difference but by name."""
+def silence_a_module(folder: Path) -> None:
     tensors = load_file(folder / "adapter_model.safetensors")
     for name in [name for name in tensors if "layers.1.self_attn.o_proj" in name]:
         tensors[name] = torch.zeros_like(tensors[name])
@@ -76,7 +75,7 @@ def forget_a_module(folder: Path) -> None:
 
 FAULTS = {
     "an adapter at half its scale": ("adapter", half_the_scale, "of what the adapter learned"),
-    "a module of an adapter that is lost": ("adapter", forget_a_module, "log-probabilities differ"),
+    "a module of an adapter that is lost": ("adapter", silence_a_module, "log-probabilities differ"),
     "permuted queries": ("safetensors", permuted_queries, "likeliest token"),
     "a lost stop token": ("safetensors", other_stop, "does not stop at"),
 }

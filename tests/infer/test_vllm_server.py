@@ -18,7 +18,8 @@ STAND_IN = f"""#!{sys.executable}
 import http.server, json, os, sys
 words = sys.argv[1:]
 if "--broken" in words:
-    print("(EngineCore pid=7) ERROR 11-19 [core.py:1] ValueError: The model has no head.", file=sys.stderr)
+    print("(Worker pid=7) ERROR 11-19 02:20:40 [core.py:1] ValueError: No kernel. Reasons:", file=sys.stderr)
+    print("(Worker pid=7) ERROR 11-19 02:20:40 [core.py:1]  It has no head.", file=sys.stderr)
     print("RuntimeError: Engine core initialization failed. See root cause above.", file=sys.stderr)
     sys.exit(1)
 class Answers(http.server.BaseHTTPRequestHandler):
@@ -112,5 +113,7 @@ def test_it_is_asked_with_a_key_of_its_own_and_ended(stand_in):
 
 
 def test_a_start_that_fails_says_what_it_failed_of(stand_in):
-    with pytest.raises(UserError, match=r"vLLM does not load model: ValueError: The model has no head\.$"):
+    with pytest.raises(
+        UserError, match=r"vLLM ended before it answered: ValueError: No kernel. Reasons: It has no head\.$"
+    ):
         Server(f"{os.sep}some{os.sep}model", ["--broken"])

@@ -37,6 +37,8 @@ LIKELIEST = 512
 """Tokens whose probabilities llama.cpp and vLLM are asked for at each place."""
 VLLM_CACHE = 1 << 30
 """Bytes of vLLM's key-value cache, which takes most of the memory where it is not told: for a hundred tokens."""
+VLLM_ROOM = 2
+"""Tokens of its context that vLLM needs beside a text that it is asked of: one after it, and one that it makes."""
 LOUDER = 16.0
 EXPORT = "export"
 """The name by which vLLM serves what is proved."""

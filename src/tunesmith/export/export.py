@@ -23,7 +23,16 @@ from tunesmith.config.schema import Dataset
 from tunesmith.errors import UserError, first_line, listed
 from tunesmith.export import adapter, gguf, onnx, quantized, safetensors
 from tunesmith.export.describe import copy_licence, write_card
-from tunesmith.export.engines import Engine, LlamaCpp, OnnxRuntime, Peft, Streamed, Transformers, Vllm
+from tunesmith.export.engines import (
+    VLLM_ROOM,
+    Engine,
+    LlamaCpp,
+    OnnxRuntime,
+    Peft,
+    Streamed,
+    Transformers,
+    Vllm,
+)
 from tunesmith.export.proof import GREEDY, LONGEST, Proof, prove, samples_of
 from tunesmith.export.source import Progress, Source, has
 from tunesmith.infer.vllm_server import VARIABLE, find_command
@@ -191,7 +200,7 @@ def export_run(
     compared = {"eval": [Dataset(path=path) for path in data], "held_out": 0} if data else {}
     stores = held_out_of(folder, source.run.model_copy(update=compared), read_plan(folder), progress)
     context = load.max_positions(source.weights.model.config) or LONGEST
-    samples = samples_of(stores, context=context)
+    samples = samples_of(stores, context=context - (VLLM_ROOM if engine == "vllm" else 0))
     certificate = certify(folder, progress=progress)
     for name, one in certificate["checks"].items():
         if one["verdict"] == "failed":

@@ -35,8 +35,10 @@ import importlib.metadata, json
 print(json.dumps({one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}))
 """
 MODULE = ("-m", "vllm.entrypoints.openai.api_server", "--model")
-TELLING = re.compile(r"\b\w*(?:Error|Exception): \S.*")
-AFTERMATH = ("Engine core initialization failed", "EngineDeadError", "RuntimeError: Worker failed")
+PREFIX = re.compile(r"^(\(\w+ pid=\d+\) ?)?([A-Z]+ [\d-]+ [\d:]+ \[[^]]*\] ?)?\s*")
+"""What vLLM writes before the lines of its log: which of its processes, how grave, when and where."""
+TELLING = re.compile(r"[\w.]*(?:Error|Exception): \S")
+AFTERMATH = ("initialization failed", "EngineDeadError", "Worker failed with error")
 """What the server's own process says when another one has said why."""
 
 
@@ -135,7 +137,7 @@ class Server:
         try:
             while not answers(self.address):
                 if self._process.poll() is not None:
-                    raise UserError(f"vLLM does not load {Path(model).name}: {self._why()}.")
+                    raise UserError(f"vLLM ended before it answered: {self._why()}.")
                 time.sleep(0.2)
         except BaseException:
             self.close()
@@ -170,10 +172,14 @@ class Server:
     def _why(self) -> str:
         """The error that it began with, as far as what it said tells."""
         self._said.seek(0)
-        lines = [line.strip() for line in self._said if line.strip()]
-        errors = [found[0] for line in lines if (found := TELLING.search(line))]
-        telling = [one for one in errors if not any(word in one for word in AFTERMATH)] or errors or lines
-        return telling[-1].rstrip(".") if telling else "it said nothing"
+        lines = [text for line in self._said if (text := PREFIX.sub("", line.strip()))]
+        errors = [number for number, line in enumerate(lines) if TELLING.match(line)]
+        causes = [number for number in errors if not any(word in lines[number] for word in AFTERMATH)]
+        if not (found := causes or errors):
+            return lines[-1].rstrip(".") if lines else "it said nothing"
+        telling = lines[found[-1]]
+        more = lines[found[-1] + 1 : found[-1] + 2] if telling.endswith(":") else []
+        return " ".join([telling, *more]).rstrip(".")
 
 
 def _open(address: str, data: bytes | None = None, headers: Mapping[str, str] | None = None, *, timeout: float) -> Any:
