@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,21 @@ def test_it_is_asked_with_a_key_of_its_own_and_ended(stand_in):
         server.close()
     assert not is_taken("127.0.0.1", port)
     assert server._process.returncode is not None
+
+
+def test_it_ends_with_whoever_started_it(stand_in):
+    """Also where that is killed: nothing of it stays on a GPU."""
+    started = "from tunesmith.infer.vllm_server import Server; print(Server('model', []).address, flush=True); input()"
+    command = [sys.executable, "-c", started]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        port = int(starter.stdout.readline().rpartition(":")[2])
+        assert is_taken("127.0.0.1", port)
+        starter.kill()
+    until = time.monotonic() + 20
+    while is_taken("127.0.0.1", port):
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_a_start_that_fails_says_what_it_failed_of(stand_in):

@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -34,6 +35,14 @@ INSTALLED = """
 import importlib.metadata, json
 print(json.dumps({one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}))
 """
+WATCHED = """
+import os, signal, subprocess, sys, threading
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+signal.signal(signal.SIGTERM, lambda *_: server.terminate())
+threading.Thread(target=lambda: (sys.stdin.read(), os.killpg(0, signal.SIGKILL)), daemon=True).start()
+sys.exit(server.wait())
+"""
+"""A server that ends with whoever started it, however that ends: its memory is a GPU's."""
 MODULE = ("-m", "vllm.entrypoints.openai.api_server", "--model")
 PREFIX = re.compile(r"^(\(\w+ pid=\d+\) ?)?([A-Z]+ [\d-]+ [\d:]+ \[[^]]*\] ?)?\s*")
 """What vLLM writes before the lines of its log: which of its processes, how grave, when and where."""
@@ -127,9 +136,20 @@ class Server:
         self._key = secrets.token_hex(16)
         self._said = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed by close)
         self._process = subprocess.Popen(
-            [*serve_words(command), model, "--host", HOST, "--port", str(port), *options],
+            [
+                sys.executable,
+                "-c",
+                WATCHED,
+                *serve_words(command),
+                model,
+                "--host",
+                HOST,
+                "--port",
+                str(port),
+                *options,
+            ],
             env=os.environ | {"VLLM_API_KEY": self._key} | dict(environment or {}),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=self._said,
             stderr=self._said,
             process_group=0,  # ended as one; Ctrl-C is for us alone
@@ -139,10 +159,10 @@ class Server:
                 if self._process.poll() is not None:
                     raise UserError(f"vLLM ended before it answered: {self._why()}.")
                 time.sleep(0.2)
+            self.version = str(self.ask("/version")["version"])
         except BaseException:
             self.close()
             raise
-        self.version = str(self.ask("/version")["version"])
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """What it answers; text where that is no JSON."""
@@ -167,6 +187,8 @@ class Server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
         end_group(self._process)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         self._said.close()
 
     def _why(self) -> str:
