@@ -21,7 +21,7 @@ from tunesmith.export import gguf, gguf_architectures, gguf_tokenizer, onnx, pro
 from tunesmith.export.export import FORMATS, export_run, push_folder
 from tunesmith.export.gguf_tokenizer import pre_tokenizer_name
 from tunesmith.export.source import Source
-from tunesmith.model.vllm import vllm_notes
+from tunesmith.model.vllm import largest_rank, refused, vllm_notes
 
 slow = pytest.mark.slow
 ENGINES = {
@@ -468,8 +468,12 @@ def test_llama_3s_pattern_has_a_name_for_each_way_of_making_words(split, model, 
         ({"use_dora": True}, "rejects DoRA"),
         ({"bias": "all"}, "rejects adapters with trained biases"),
         ({"modules_to_save": ["lm_head"]}, "rejects fully trained modules"),
-        ({"rank_pattern": {"q_proj": 4}}, "ranks differ"),
-        ({"alpha_pattern": {"q_proj": 4}}, "ignores alpha_pattern"),
+        ({"trainable_token_indices": {"embed_tokens": [5]}}, "rejects trained token embeddings"),
+        ({"lora_bias": True}, "rejects adapters with biases of their own"),
+        ({"init_lora_weights": "pissa"}, "rejects adapters over a base that their start has changed"),
+        ({"rank_pattern": {"q_proj": 4}}, "before 0.32 ignores rank_pattern"),
+        ({"alpha_pattern": {"q_proj": 4}}, "before 0.32 ignores alpha_pattern"),
+        ({"init_lora_weights": "gaussian"}, None),
         ({"r": 100}, "--max-lora-rank 128"),
         ({"r": 8}, None),
     ],
@@ -477,6 +481,13 @@ def test_llama_3s_pattern_has_a_name_for_each_way_of_making_words(split, model, 
 def test_what_vllm_would_ignore_or_reject_is_said(config, said):
     notes = vllm_notes({"r": 8, **config}, [])
     assert (said in notes[0] and len(notes) == 1) if said else notes == []
+
+
+def test_patterns_are_refused_where_vllm_is_known_to_be_old():
+    config = {"r": 8, "alpha_pattern": {"q_proj": 4}, "rank_pattern": {"q_proj": 30}}
+    assert len(refused(config, [], (0, 11, 2))) == 1
+    assert refused(config, [], (0, 32, 0)) == []
+    assert largest_rank(config) == 32
 
 
 def test_a_quantizer_of_llama_cpp_is_used_where_there_is_one(trained, tmp_path, monkeypatch, few):

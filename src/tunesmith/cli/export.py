@@ -29,6 +29,12 @@ def command(
     data: Annotated[
         list[str] | None, typer.Option("--data", help="Compare on these files instead of the run's held-out data.")
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="vllm proves safetensors, adapter and compressed-tensors by vLLM, which takes a minute to start."
+        ),
+    ] = None,
     push: Annotated[
         str | None, typer.Option("--push", metavar="OWNER/NAME", help="Also send it to this repository on the hub.")
     ] = None,
@@ -41,7 +47,7 @@ def command(
     from tunesmith.export.export import export_run
 
     with writing(out or folder / "export", "make room there, or give --out another folder"):
-        options = {"kind": kind, "out": out, "push": push, "data": data or ()}
+        options = {"kind": kind, "out": out, "push": push, "data": data or (), "engine": engine}
         made = export_run(folder, to, **options, progress=output.progress, say=output.warn)
     if made.step is not None:
         output.note(f"The run is not finished; this is its checkpoint of step {made.step}.")

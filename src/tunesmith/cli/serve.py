@@ -102,7 +102,7 @@ def _elsewhere(engine: str, folder: Path, adapters: dict[str, Path], options: Op
     if found is None:
         return None
     try:
-        command = engine_command(found, folder, adapters, options, gpus=max(1, gpus))
+        command = engine_command(found, folder, adapters, options, gpus=gpus)
     except UserError as why:
         if engine != "auto":
             raise

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from tunesmith.errors import UserError
 from tunesmith.export.source import Progress, Source
-from tunesmith.model import lora
+from tunesmith.infer.vllm_server import find_command, installed_version
+from tunesmith.model import lora, vllm
 from tunesmith.model.save import ADAPTER_CONFIG, ADAPTER_FILE
-from tunesmith.model.vllm import vllm_notes
 from tunesmith.run.merge import put_side_files
 
 TYPES = ("fp32", "bf16", "fp16")
@@ -56,4 +56,11 @@ def write(source: Source, folder: Path, kind: str, progress: Progress) -> None:
 
 def notes(source: Source) -> list[str]:
     files = source.weights.adapter
-    return vllm_notes(files.config, list(files.tensors)) if files is not None else []
+    return vllm.vllm_notes(files.config, list(files.tensors)) if files is not None else []
+
+
+def refused(source: Source) -> list[str]:
+    """Why the vLLM that is installed cannot prove it."""
+    files, command = source.weights.adapter, find_command()
+    version = installed_version(command) if command is not None else None
+    return vllm.refused(files.config, list(files.tensors), version) if files is not None else []

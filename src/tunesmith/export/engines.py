@@ -1,7 +1,7 @@
 """The engines that exports are loaded back by: each asked the same few things, in its own process memory.
 
-They stand in for the server that will run the export: transformers, peft, llama.cpp (through xllamacpp) and
-onnxruntime. All of them read the exported files and nothing else of the run.
+They stand in for the server that will run the export: transformers, peft, llama.cpp (through xllamacpp), onnxruntime
+and vLLM. All of them read the exported files and nothing else of the run.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import importlib.metadata
 import io
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,16 +21,27 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError, first_line
+from tunesmith.infer.vllm_server import Server
 from tunesmith.model.load import quiet
+from tunesmith.model.save import ADAPTER_CONFIG, ADAPTER_FILE
+from tunesmith.model.vllm import largest_rank
 from tunesmith.run.streamed import StreamedModel, written_weights
 
 Messages = Sequence[dict[str, str]]
 FEW = 3
 LIKELIEST = 512
-"""Tokens whose probabilities llama.cpp is asked for at each place."""
+"""Tokens whose probabilities llama.cpp and vLLM are asked for at each place."""
+VLLM_CACHE = 1 << 30
+"""Bytes of vLLM's key-value cache, which takes most of the memory where it is not told: for a hundred tokens."""
+VLLM_ROOM = 2
+"""Tokens of its context that vLLM needs beside a text that it is asked of: one after it, and one that it makes."""
+LOUDER = 16.0
+EXPORT = "export"
+"""The name by which vLLM serves what is proved."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +175,8 @@ class Streamed(Transformers):
 class Peft(Transformers):
     """A base with an adapter folder."""
 
+    has_adapter = True
+
     def __init__(self, folder: Path, base: Path):
         self.base = base
         super().__init__(folder)
@@ -289,6 +303,91 @@ class LlamaCpp:
                 return json.load(answer)
         except OSError as error:
             raise UserError(f"llama.cpp gave no answer: {first_line(error)} ({self._last_words()}).") from error
+
+
+class Vllm:
+    """A model folder, or a base with an adapter folder, by vLLM's own server, spoken to over the loopback interface."""
+
+    def __init__(self, folder: Path, *, vocabulary: int, context: int, dtype: str, base: Path | None = None):
+        self.likeliest, self.context = min(vocabulary, LIKELIEST), context
+        self.folder, self.has_adapter = folder, base is not None
+        options = ["--dtype", dtype, "--max-logprobs", str(self.likeliest), "--max-model-len", str(context)]
+        options += ["--max-num-seqs", "1", "--enforce-eager", "--kv-cache-memory-bytes", str(VLLM_CACHE)]
+        if base is None:
+            self.server = Server(str(folder), [*options, "--served-model-name", EXPORT])
+        else:
+            rank = largest_rank(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")))
+            options += ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", f"{EXPORT}={folder}"]
+            options += ["--tokenizer", str(folder), "--generation-config", str(folder), "--served-model-name", "base"]
+            self.server = Server(str(base), options, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"})
+        self.name = f"vLLM {self.server.version}"
+
+    def scores(self, ids: Sequence[int]) -> Scores:
+        rows = self._prompt_logprobs(
+            EXPORT, [*ids, 0], self.likeliest
+        )  # one more, since each is told of by the token after it
+        return Scores(
+            torch.tensor([[token for token, _ in row] for row in rows]),
+            torch.tensor([[logprob for _, logprob in row] for row in rows]),
+        )
+
+    def greedy(self, ids: Sequence[int], count: int) -> list[int]:
+        most = min(count, self.context - len(ids))
+        return self._complete(EXPORT, ids, max_tokens=most, return_token_ids=True)["token_ids"]
+
+    def tokenize(self, text: str) -> list[int]:
+        asked = {"model": EXPORT, "prompt": text, "add_special_tokens": False}
+        return self.server.ask("/tokenize", asked)["tokens"]
+
+    def prompt(self, messages: Messages, mode: dict[str, bool]) -> list[int] | None:
+        asked = {"model": EXPORT, "messages": list(messages), "chat_template_kwargs": mode}
+        return self.server.ask("/tokenize", asked)["tokens"]
+
+    def stops_at(self, token: int) -> bool:
+        found = self._complete(EXPORT, [token], max_tokens=2, allowed_token_ids=[token])
+        return found["finish_reason"] == "stop"
+
+    def without_influence(self, ids: Sequence[int]) -> list[str]:
+        """Tensors of the adapter that change nothing of what vLLM says of these tokens: of each module its two alone
+        are put on the base, and louder, since on a GPU vLLM rounds what a small one says to 16 bits."""
+        tensors = load_file(self.folder / ADAPTER_FILE.format(suffix=""))
+        modules: dict[str, list[str]] = {}
+        for name in tensors:
+            modules.setdefault(_vllm_module(name), []).append(name)
+        plain, found = self._prompt_logprobs("base", ids, FEW), []
+        with tempfile.TemporaryDirectory(prefix="tunesmith-") as folder:
+            config = (self.folder / ADAPTER_CONFIG).read_text(encoding="utf-8")
+            for number, names in enumerate(modules.values()):
+                alone = Path(folder, str(number))
+                alone.mkdir()
+                (alone / ADAPTER_CONFIG).write_text(config, encoding="utf-8")
+                loud = {name: tensors[name] * (LOUDER if ".lora_B" in name else 1.0) for name in names}
+                save_file(loud, alone / ADAPTER_FILE.format(suffix=""))
+                self.server.ask("/v1/load_lora_adapter", {"lora_name": alone.name, "lora_path": str(alone)})
+                if self._prompt_logprobs(alone.name, ids, FEW) == plain:
+                    found += names
+                self.server.ask("/v1/unload_lora_adapter", {"lora_name": alone.name})
+        return found
+
+    def close(self) -> None:
+        self.server.close()
+
+    def _prompt_logprobs(self, model: str, ids: Sequence[int], count: int) -> list[list[tuple[int, float]]]:
+        """For each place but the first: so many tokens and their log-probabilities given what is before it, the
+        likeliest first."""
+        found = self._complete(model, ids, max_tokens=1, prompt_logprobs=count)["prompt_logprobs"]
+        ranked = [sorted(row.items(), key=lambda one: one[1]["rank"])[:count] for row in found[1:]]
+        return [[(int(token), told["logprob"]) for token, told in row] for row in ranked]
+
+    def _complete(self, model: str, ids: Sequence[int], **options: Any) -> dict[str, Any]:
+        asked = {"model": model, "prompt": list(ids), "temperature": 0.0}
+        return self.server.ask("/v1/completions", asked | options)["choices"][0]
+
+
+def _vllm_module(name: str) -> str:
+    """What vLLM loads together: an adapted module, or all experts of a layer."""
+    module = re.sub(r"\.lora_(embedding_)?[AB].*", "", name)
+    return re.sub(r"\.experts\..*", ".experts", module)
 
 
 class OnnxRuntime(Transformers):

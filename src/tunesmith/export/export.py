@@ -23,9 +23,19 @@ from tunesmith.config.schema import Dataset
 from tunesmith.errors import UserError, first_line, listed
 from tunesmith.export import adapter, gguf, onnx, quantized, safetensors
 from tunesmith.export.describe import copy_licence, write_card
-from tunesmith.export.engines import Engine, LlamaCpp, OnnxRuntime, Peft, Streamed, Transformers
+from tunesmith.export.engines import (
+    VLLM_ROOM,
+    Engine,
+    LlamaCpp,
+    OnnxRuntime,
+    Peft,
+    Streamed,
+    Transformers,
+    Vllm,
+)
 from tunesmith.export.proof import GREEDY, LONGEST, Proof, prove, samples_of
 from tunesmith.export.source import Progress, Source, has
+from tunesmith.infer.vllm_server import VARIABLE, find_command
 from tunesmith.model import load
 from tunesmith.model.save import remove_leftovers
 from tunesmith.run.certificate import certify
@@ -47,6 +57,8 @@ class Format:
     """That the engine needs."""
     is_bounded: bool = False
     """The engine runs models that do not fit into memory."""
+    vllm: Callable[[Source, Path, str], Engine] | None = None
+    """The same by vLLM, where that loads this format."""
 
 
 def _gguf_engine(source: Source, folder: Path, kind: str) -> Engine:
@@ -73,6 +85,17 @@ def _safetensors_engine(source: Source, folder: Path, kind: str) -> Engine:
     return Transformers(folder) if fits(source) else Streamed(folder, source.run)
 
 
+def _vllm_engine(source: Source, folder: Path, kind: str) -> Engine:
+    """In fp32, so that what is seen is the files' rounding alone; in few bits, for which kernels want 16-bit
+    activations, and over a base with an adapter on a GPU, as vLLM chooses."""
+    is_adapter = kind in adapter.TYPES and not (folder / "config.json").exists()
+    is_rounded = kind in quantized.COMPRESSED
+    dtype = "auto" if is_rounded or (is_adapter and torch.cuda.is_available()) else "float32"
+    context = min(load.max_positions(source.weights.model.config) or LONGEST, LONGEST + 2 * GREEDY)
+    sizes = {"vocabulary": source.vocabulary, "context": context}
+    return Vllm(folder, dtype=dtype, base=source.weights.base if is_adapter else None, **sizes)
+
+
 def fits(source: Source) -> bool:
     """Whether the model fits into host memory in fp32, twice: engines read files into more than they keep."""
     return 8 * source.weights.count <= psutil.virtual_memory().available
@@ -80,9 +103,17 @@ def fits(source: Source) -> bool:
 
 FORMATS = {
     "safetensors": Format(
-        safetensors.TYPES, safetensors.check, safetensors.size, safetensors.write, _safetensors_engine, is_bounded=True
+        safetensors.TYPES,
+        safetensors.check,
+        safetensors.size,
+        safetensors.write,
+        _safetensors_engine,
+        is_bounded=True,
+        vllm=_vllm_engine,
     ),
-    "adapter": Format(adapter.TYPES, adapter.check, adapter.size, adapter.write, _peft_engine, ("peft",)),
+    "adapter": Format(
+        adapter.TYPES, adapter.check, adapter.size, adapter.write, _peft_engine, ("peft",), vllm=_vllm_engine
+    ),
     "gguf": Format(gguf.TYPES, gguf.check, gguf.size, gguf.write, _gguf_engine, ("xllamacpp",), True),
     "gguf-adapter": Format(
         ("f32", "f16"), gguf.check_adapter, gguf.size_adapter, gguf.write_adapter, _gguf_adapter_engine, ("xllamacpp",)
@@ -95,6 +126,7 @@ FORMATS = {
         quantized.write_compressed,
         lambda s, f, k: Transformers(f),
         ("compressed_tensors",),
+        vllm=_vllm_engine,
     ),
     "bitsandbytes": Format(
         quantized.BITSANDBYTES,
@@ -137,16 +169,20 @@ def export_run(
     out: Path | None = None,
     push: str | None = None,
     data: Sequence[str] = (),
+    engine: str | None = None,
     progress: Progress = lambda *_: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Exported:
     """Export the run in `folder`; `say` is told what should be known before anything is written. It is compared on the
-    run's held-out data, or on the files in `data`."""
+    run's held-out data, or on the files in `data`; by `vllm` where that is the engine which is asked for, else by the
+    format's own."""
     chosen = FORMATS.get(form)
     if chosen is None:
         raise UserError(f"--to is {form}; it can be {listed(FORMATS, most=10)}.")
     if kind is not None and kind not in chosen.types:
         raise UserError(f"--type is {kind}; for --to {form} it can be {listed(chosen.types, most=20)}.")
+    if engine is not None:
+        chosen = _proved_by(engine, form, chosen)
     if push is not None and not hub.is_reachable():
         raise UserError(f"--push {push}: {hub.unreachable()}; export without --push and upload the folder later.")
     refuse_head(folder, "be exported here")
@@ -154,6 +190,8 @@ def export_run(
     source = Source.of(folder)
     kind = kind or _usual(form, chosen, source)
     chosen.check(source, kind)
+    if form == "adapter" and engine == "vllm" and (reasons := adapter.refused(source)):
+        raise UserError(f"--engine vllm: {' '.join(reasons)}")
     notes = (*storage_note(folder), *(adapter.notes(source) if form == "adapter" else ()))
     for note in notes:
         say(note)
@@ -162,7 +200,7 @@ def export_run(
     compared = {"eval": [Dataset(path=path) for path in data], "held_out": 0} if data else {}
     stores = held_out_of(folder, source.run.model_copy(update=compared), read_plan(folder), progress)
     context = load.max_positions(source.weights.model.config) or LONGEST
-    samples = samples_of(stores, context=context)
+    samples = samples_of(stores, context=context - (VLLM_ROOM if engine == "vllm" else 0))
     certificate = certify(folder, progress=progress)
     for name, one in certificate["checks"].items():
         if one["verdict"] == "failed":
@@ -178,7 +216,7 @@ def export_run(
             (partial / "Modelfile").write_text(gguf.modelfile(source, gguf.file_name(kind)), encoding="utf-8")
         proof, missing = None, _missing(chosen, source)
         if not missing:
-            progress("Loading it back", 0, None)
+            progress("Starting vLLM" if engine == "vllm" else "Loading it back", 0, None)
             proof = _prove(source, chosen, partial, kind, samples, progress)
         licence = copy_licence(source, partial)
         told = {"proof": proof, "missing": missing, "notes": notes, "certificate": certificate, "licence": licence}
@@ -189,6 +227,20 @@ def export_run(
     if push is not None:
         push_folder(to, push, progress)
     return Exported(to, kind, proof, missing, notes, source.weights.step)
+
+
+def _proved_by(engine: str, form: str, chosen: Format) -> Format:
+    """The format with vLLM as its engine, before anything is written."""
+    if engine != "vllm":
+        raise UserError(f"--engine is {engine}; it can be vllm, or left out for the engine of the format.")
+    if chosen.vllm is None:
+        able = [name for name, one in FORMATS.items() if one.vllm is not None]
+        raise UserError(f"--engine vllm: it proves --to {listed(able)}, not {form}.")
+    if find_command() is None:
+        raise UserError(
+            f"--engine vllm: vLLM is not installed here (no command `vllm` on the PATH, and {VARIABLE} names none)."
+        )
+    return replace(chosen, engine=chosen.vllm, packages=(), is_bounded=True)
 
 
 def push_folder(folder: Path, name: str, progress: Progress) -> None:

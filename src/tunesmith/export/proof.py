@@ -29,7 +29,7 @@ from jinja2 import TemplateError
 from tunesmith.data.store import TokenStore
 from tunesmith.data.types import Message
 from tunesmith.errors import UserError
-from tunesmith.export.engines import Engine, Peft, Scores
+from tunesmith.export.engines import Engine, Peft, Scores, Vllm
 from tunesmith.export.source import Progress, Source
 from tunesmith.model.side_files import SAMPLE
 from tunesmith.run.streamed import StreamedModel
@@ -175,7 +175,7 @@ def prove(
             if unexplained is not None:
                 proof.failures.insert(0, _disagreement(proof, bound, parted) + unexplained)
         _compare_text(made, continued[len(prompt) - 1 :], bound, proof, source.tokenizer)
-        if isinstance(engine, Peft):
+        if isinstance(engine, Peft | Vllm) and engine.has_adapter:
             _check_influence(source, engine, samples, proof)
     if proof.failures:
         raise UserError(
@@ -380,7 +380,7 @@ def _first_difference(expected: Sequence[int], found: Sequence[int], tokenizer: 
     return f" (token {place + 1} is {shown(found)} instead of {shown(expected)})"
 
 
-def _check_influence(source: Source, engine: Peft, samples: Sequence[Sample], proof: Proof) -> None:
+def _check_influence(source: Source, engine: Peft | Vllm, samples: Sequence[Sample], proof: Proof) -> None:
     """That each tensor of an adapter changes what the engine says; one that is 0, or whose partner is, cannot."""
     files = source.weights.adapter
     assert files is not None

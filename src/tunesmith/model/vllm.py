@@ -1,4 +1,7 @@
-"""What vLLM makes of a LoRA adapter: it reads some kinds without a word about the parts it leaves out."""
+"""What vLLM makes of a LoRA adapter: what it rejects, and what older versions read without a word and leave out.
+
+Held against vLLM 0.32, which was given an adapter of each kind (docs/lab.md).
+"""
 
 from __future__ import annotations
 
@@ -7,44 +10,53 @@ from typing import Any
 LARGEST_RANK = 16
 """Of what vLLM loads when it is not told `--max-lora-rank`."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+HARMLESS_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+"""Of peft's, those that leave the base as it is."""
+PATTERNS_SINCE = (0, 32)
+"""Of vLLM's versions, the first that was seen to scale each module by its own rank and alpha."""
 
 
-def vllm_notes(config: dict[str, Any], tensors: list[str]) -> list[str]:
-    """What vLLM would reject or ignore of an adapter with this config, one sentence each."""
+def vllm_notes(config: dict[str, Any], tensors: list[str], version: tuple[int, ...] | None = None) -> list[str]:
+    """What vLLM, of this version where it is known, would reject or ignore of an adapter with this config, one
+    sentence each."""
     found = []
-    if config.get("use_dora") or any(name.endswith("lora_magnitude_vector") for name in tensors):
+    if config.get("use_dora") or any("lora_magnitude_vector" in name for name in tensors):
         found.append("vLLM rejects DoRA: merge it with --to safetensors to serve it there.")
     if config.get("bias", "none") != "none":
         found.append(f"vLLM rejects adapters with trained biases (bias: {config['bias']}): merge it.")
+    if config.get("lora_bias"):
+        found.append("vLLM rejects adapters with biases of their own (lora_bias): merge it.")
     if config.get("modules_to_save"):
         found.append(f"vLLM rejects fully trained modules (modules_to_save: {', '.join(config['modules_to_save'])}).")
     if config.get("trainable_token_indices"):
-        found.append("vLLM ignores trained token embeddings (trainable_token_indices): merge it.")
-    if config.get("alpha_pattern"):
+        found.append("vLLM rejects trained token embeddings (trainable_token_indices): merge it.")
+    start = config.get("init_lora_weights", True)
+    if isinstance(start, str) and start.lower() not in HARMLESS_STARTS:
+        found.append(f"vLLM rejects adapters over a base that their start has changed (init_lora_weights: {start}).")
+    patterns = [name for name in ("rank_pattern", "alpha_pattern") if config.get(name)]
+    if patterns and (version is None or version < PATTERNS_SINCE):
         found.append(
-            "vLLM ignores alpha_pattern and scales every module by lora_alpha: its answers would differ; merge it."
+            f"vLLM before 0.32 ignores {' and '.join(patterns)} and scales every module alike, so that its answers "
+            "would differ: merge it, or use a newer one."
         )
-    ranks = {config.get("r", 8), *(config.get("rank_pattern") or {}).values()}
-    if config.get("rank_pattern"):
-        found.append(
-            "vLLM scales by the rank `r` of the config, and ranks differ (rank_pattern), so that its answers would: "
-            "merge it."
-        )
-    largest = max(ranks)
+    largest = _largest(config)
     if largest > RANKS[-1]:
         found.append(f"vLLM loads ranks of {RANKS[-1]} at most, and this adapter has {largest}.")
     elif largest > LARGEST_RANK:
-        fitting = next(rank for rank in RANKS if rank >= largest)
-        found.append(f"vLLM needs `--max-lora-rank {fitting}` for this adapter's rank of {largest}.")
+        found.append(f"vLLM needs `--max-lora-rank {largest_rank(config)}` for this adapter's rank of {largest}.")
     return found
 
 
 def largest_rank(config: dict[str, Any]) -> int:
     """What `--max-lora-rank` must be for an adapter with this config."""
-    wanted = max(config.get("r", 8), *(config.get("rank_pattern") or {}).values(), 1)
+    wanted = _largest(config)
     return next(rank for rank in RANKS if rank >= wanted)
 
 
-def refused(config: dict[str, Any], tensors: list[str]) -> list[str]:
+def refused(config: dict[str, Any], tensors: list[str], version: tuple[int, ...] | None = None) -> list[str]:
     """The notes without the one that `largest_rank` answers."""
-    return [note for note in vllm_notes(config, tensors) if "--max-lora-rank" not in note]
+    return [note for note in vllm_notes(config, tensors, version) if "--max-lora-rank" not in note]
+
+
+def _largest(config: dict[str, Any]) -> int:
+    return max(config.get("r", 8), *(config.get("rank_pattern") or {}).values(), 1)
