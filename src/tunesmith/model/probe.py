@@ -706,12 +706,12 @@ def _real_form(
     found = {"factor": spec.logit_scale, "soft cap": spec.softcap}
     made = [(found, _numbers_of(model.config, model))]
     real = _numbers_of(config, model)
-    if made[0][1].get("hidden_size") == real.get("hidden_size"):
-        return spec.logit_scale, spec.softcap
     if is_encoder_decoder(model) and abs(spec.logit_scale * model.config.hidden_size**0.5 - 1) < 1e-5:  # T5
         return config.hidden_size**-0.5, spec.softcap
     values = {name: _real_values(name, made, real) for name in found}
-    if any(len(some) != 1 for some in values.values()) and not is_encoder_decoder(model):
+    if made[0][1].get("hidden_size") == real.get("hidden_size"):
+        values = {name: some if len(some) == 1 else {found[name]} for name, some in values.items()}
+    elif any(len(some) != 1 for some in values.values()) and not is_encoder_decoder(model):
         wider = _wider_proxy(model, config, device, trust_remote_code)
         if wider is not None:
             tokens = trial_inputs(load.vocabulary_size(wider.config), device).tokens[None, -12:]
