@@ -67,7 +67,7 @@ def files(dataset: Dataset) -> list[Path]:
         elif glob.has_magic(str(path)):
             found = _readable(_matching(path), path)
         else:
-            raise UserError(f"{path}: no such file or folder{_near_miss(path)}.")
+            raise UserError(f"{path}: no such file or folder{_near_miss(path)}")
         if all(file.stat().st_size == 0 for file in found):
             raise UserError(f"{path}: {'the file is' if len(found) == 1 else 'all files are'} empty.")
     except OSError as error:
@@ -182,7 +182,7 @@ def _readable(candidates: Iterable[Path], where: Path) -> list[Path]:
         if not is_hidden and p.is_file() and p.name not in side_files:
             here.setdefault(os.path.realpath(p), p)
     if not here:
-        raise UserError(f"{where}: no files there{_near_miss(where)}.")
+        raise UserError(f"{where}: no files there{_near_miss(where)}")
     found = sorted(p for p in here.values() if _kind(p))
     for path in found:
         _check_name(path)
@@ -206,18 +206,19 @@ def _parts_below(path: Path, folder: Path) -> tuple[str, ...]:
 
 
 def _near_miss(path: Path) -> str:
+    """The end of a sentence about a path that is not there."""
     if path.exists():
-        return ""
+        return "."
     folder = path.parent
     while not folder.is_dir() and folder != folder.parent:
         folder, path = folder.parent, folder
     try:
         names = [p.name for p in folder.iterdir() if not p.name.startswith(".")]
     except OSError:
-        return ""
+        return "."
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
     near = near or [n for n in names if Path(n).stem.lower() == path.stem.lower()][:3]
-    return f"; did you mean {' or '.join(str(folder / name) for name in near)}?" if near else ""
+    return f"; did you mean {' or '.join(str(folder / name) for name in near)}?" if near else "."
 
 
 # Reading
