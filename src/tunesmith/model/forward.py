@@ -683,7 +683,7 @@ def _raw_and_logits(
 
 def _fitted_scale(samples: list[tuple[torch.Tensor, torch.Tensor]], cap: float | None) -> float:
     """The factor before the cap that comes nearest to these logits, by those that are neither cut off nor nothing."""
-    products = squares = 0.0
+    crossed = squares = 0.0
     for raw, logits in samples:
         if cap is None:
             wanted = logits
@@ -691,11 +691,11 @@ def _fitted_scale(samples: list[tuple[torch.Tensor, torch.Tensor]], cap: float |
             is_told = (logits.abs() < 0.9 * cap) & (logits.abs() > 0.01 * cap)
             raw, wanted = raw[is_told], cap * torch.atanh(logits[is_told] / cap)
         weight = 1 / max(1.0, raw.abs().max().item() ** 2) if raw.numel() else 0.0
-        products, squares = (
-            products + weight * (raw * wanted).sum().item(),
+        crossed, squares = (
+            crossed + weight * (raw * wanted).sum().item(),
             squares + weight * raw.square().sum().item(),
         )
-    return products / squares if squares else 1.0
+    return crossed / squares if squares else 1.0
 
 
 def _is_close(found: torch.Tensor, logits: torch.Tensor) -> bool:

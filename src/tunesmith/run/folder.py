@@ -189,10 +189,12 @@ def read_identity(folder: Path) -> Identity | None:
     try:
         found = Identity(content["settings"], content["data"], content["model"], tuple(content.get("earlier", ())))
         written = content.get("format", 1)
-    except (KeyError, TypeError, AttributeError) as error:
+    except KeyError as error:
         raise UserError(
             f"{folder / 'run.json'} is damaged: {error} is missing; choose another output folder."
         ) from error
+    except (TypeError, AttributeError) as error:
+        raise UserError(f"{folder / 'run.json'} is damaged; choose another output folder.") from error
     if written == FORMAT:
         return _completed(found)
     if written != 1:
@@ -379,7 +381,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except NotADirectoryError as error:
-        raise UserError(f"{path.parent} is a file, and a run needs a folder; choose another output.") from error
+        raise UserError(f"{path.parent} is a file where the folder of a run is needed; give another one.") from error
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}; repair it or choose another output folder.") from error
 
