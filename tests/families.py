@@ -49,9 +49,11 @@ SIZES: dict[str, Any] = {
 }
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
 BOTH_KINDS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+BESIDE_LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 CHANGES: dict[str, dict[str, Any]] = {
     "axk1": {"first_k_dense_replace": 1},
     "axk2": {"first_k_dense_replace": 1},
+    "bailing_hybrid": BESIDE_LINEAR,
     "bamba": {**MAMBA2, "attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
@@ -69,6 +71,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16}
     | {"num_kv_shared_layers": 0},
     "gemma4_unified_text": {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
     "longcat_flash": {"head_dim": 4},
     "blt": {"encoder_hash_byte_group_vocab": 100, "patch_in_forward": False},
@@ -77,7 +80,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 16},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1, "chunk_size": 16},
     "phi3": {"original_max_position_embeddings": 64},
-    "reformer": {"is_decoder": True},
+    "qwen3_5_moe_text": BESIDE_LINEAR,
+    "qwen3_5_text": BESIDE_LINEAR,
+    "qwen3_next": BESIDE_LINEAR,
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "roc_bert": {"shape_vocab_size": 100, "pronunciation_vocab_size": 100}
     | {"shape_embed_dim": 16, "pronunciation_embed_dim": 16},
     "xmod": {"default_language": "en_XX"},

@@ -94,6 +94,45 @@ def test_folders_and_globs_are_read_in_order_of_names(tmp_path):
     assert [row["n"] for row in rows(tmp_path, limit=2)] == [1, 2]
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["train.jsonl", "test.jsonl", "validation.jsonl"],
+        ["data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl", "dev.jsonl"],
+        ["training/a.jsonl", "test/a.jsonl", "val/a.jsonl"],
+        ["alpaca_train.jsonl", "alpaca_test.jsonl", "alpaca_valid.jsonl"],
+    ],
+)
+def test_of_a_folder_of_splits_only_the_one_that_is_asked_for_is_read(tmp_path, names):
+    for name in names:
+        put(tmp_path, name, json.dumps({"n": name}))
+    train, test, validation = names
+    assert [row["n"] for row in rows(tmp_path)] == [train]
+    assert [row["n"] for row in rows(tmp_path, split="test")] == [test]
+    assert [row["n"] for row in rows(tmp_path, split="validation")] == [validation]
+    assert sorted(row["n"] for row in rows(tmp_path / "**" / "*")) == sorted(names)
+    with pytest.raises(UserError, match=r"has the splits test, train, validation, but not `other`; say which"):
+        rows(tmp_path, split="other")
+
+
+def test_files_that_are_no_splits_are_all_read(tmp_path):
+    for name in ("train.jsonl", "more.jsonl", "contest.jsonl", "trainer.jsonl"):
+        put(tmp_path, name, json.dumps({"n": name}))
+    assert len(rows(tmp_path)) == 4
+
+
+def test_what_the_datasets_library_saved_is_read(tmp_path):
+    import datasets
+
+    made = {name: datasets.Dataset.from_list([{"n": name, "more": [{"a": 2}]}]) for name in ("train", "test")}
+    datasets.DatasetDict(made).save_to_disk(tmp_path / "saved")
+    assert [row["n"] for row in rows(tmp_path / "saved")] == ["train"]
+    assert [row["n"] for row in rows(tmp_path / "saved", split="test")] == ["test"]
+    put(tmp_path, "broken.arrow", "x" * 100)
+    with pytest.raises(UserError, match=r"broken\.arrow: not an Arrow file that can be read, at record 1"):
+        rows(tmp_path / "broken.arrow")
+
+
 def test_a_folder_of_texts_is_read_and_a_hidden_folder_above_does_not_matter(tmp_path):
     put(tmp_path, ".cache/books/a.txt", "A")
     put(tmp_path, ".cache/books/b.md", "B")

@@ -215,3 +215,11 @@ def test_attention_is_ours_where_the_model_as_a_whole_cannot_tell(family, change
         found = probe_config(tiny_config(family, **changes), device=torch.device("cpu"))
     assert found.spec.layout == "packed"
     assert ("rope" in found.kernels) == is_found
+
+
+def test_the_proxy_has_random_weights_in_norms_and_biases_too():
+    """What the weights of a new model hide: a bias of zeros, a norm of ones, an encoder that is not heard."""
+    with quiet():
+        proxy = build_proxy(tiny_config("gpt2"), device=CPU)
+    assert proxy is not None
+    assert all(weight.std() > 0.01 for weight in proxy.model.parameters())

@@ -107,6 +107,17 @@ def test_folders_that_hold_something_else_are_named(tmp_path):
             read_config(str(tmp_path))
 
 
+def test_the_folder_of_a_run_is_told_from_the_model_that_it_made(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"the folder of a run that made an adapter; give what `tunesmith merge` makes"):
+        find(str(tmp_path))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"is the folder of a run; give the model that it made, .*/model\.$"):
+        find(str(tmp_path))
+
+
 @pytest.mark.parametrize("family", ["olmo2", "starcoder2", "granite"])
 def test_an_architecture_without_a_formula_is_counted_on_the_meta_device(family):
     import torch

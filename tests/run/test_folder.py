@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tunesmith.cli.display import read_plan_file
+from tunesmith.config.schema import Run
 from tunesmith.data.types import Origin, RecordError
 from tunesmith.errors import UserError
 from tunesmith.plan.plan import Memory, Plan, Time
-from tunesmith.run.folder import plan_differences, read_plan, read_summary, write_bad_records
+from tunesmith.run.folder import (
+    Identity,
+    plan_differences,
+    read_identity,
+    read_plan,
+    read_run,
+    read_summary,
+    write_bad_records,
+    write_identity,
+)
+from tunesmith.run.there import run_to_open
 
 PLAN = Plan(
     device="cpu",
@@ -60,7 +74,7 @@ def test_what_is_wrong_with_an_edited_plan_is_said(tmp_path, changes, why):
 
 def test_an_output_that_is_a_file_is_named(tmp_path):
     (tmp_path / "data.json").write_text("[]")
-    with pytest.raises(UserError, match=r"data\.json is a file, and a run needs a folder"):
+    with pytest.raises(UserError, match=r"data\.json is a file where the folder of a run is needed"):
         read_summary(tmp_path / "data.json")
 
 
@@ -69,3 +83,68 @@ def test_bad_records_are_written_one_a_line(tmp_path):
     path = write_bad_records(tmp_path / "run", bad)
     line = {"file": "a.jsonl", "line": 3, "kind": "empty answer", "reason": "`output` is empty"}
     assert [json.loads(text) for text in path.read_text().splitlines()] == [line]
+
+
+def written_run(root: Path, output: str, **settings) -> Path:
+    """The folder of a run that was started in `root`."""
+    folder = root / output
+    folder.mkdir(parents=True)
+    run = Run(model="model", data="train*.jsonl", eval="held.jsonl", output=output, **settings)
+    write_identity(folder, Identity(run.model_dump(mode="json"), {}, ""))
+    for name in ("train-1.jsonl", "held.jsonl"):
+        (root / name).write_text("{}\n")
+    (root / "model").mkdir(exist_ok=True)
+    (root / "model" / "config.json").write_text("{}")
+    return folder
+
+
+def paths_of(run: Run) -> list[str]:
+    return [run.model, *(one.path for one in run.data), *(one.path for one in run.eval)]
+
+
+@pytest.mark.parametrize("output", ["runs/one", "one"])
+def test_a_run_is_read_from_any_folder_and_after_it_was_renamed_or_moved_with_its_model(tmp_path, monkeypatch, output):
+    root = tmp_path / "here"
+    folder = written_run(root, output)
+    monkeypatch.chdir(root)
+    assert paths_of(read_run(Path(output))) == ["model", "train*.jsonl", "held.jsonl"]
+    monkeypatch.chdir(folder)
+    assert paths_of(read_run(Path())) == [str(root / name) for name in ("model", "train*.jsonl", "held.jsonl")]
+    folder = folder.rename(folder.parent / "other name")
+    there = root.rename(tmp_path / "there")
+    monkeypatch.chdir(tmp_path)
+    moved = there / folder.relative_to(root)
+    assert paths_of(read_run(moved)) == [str(there / name) for name in ("model", "train*.jsonl", "held.jsonl")]
+    (tmp_path / "model").mkdir()  # what is there from here is what is meant
+    assert read_run(moved).model == "model"
+
+
+def test_what_is_nowhere_and_hub_names_stay_as_they_are(tmp_path, monkeypatch):
+    folder = written_run(tmp_path, "runs/one")
+    shutil.rmtree(tmp_path / "model")
+    monkeypatch.chdir(folder)
+    assert read_run(folder).model == "model"
+    assert read_run(folder.rename(tmp_path / "elsewhere")).data[0].path == "train*.jsonl"
+
+
+def test_a_base_with_new_tokens_is_found_in_the_run_s_own_folder_wherever_that_is(tmp_path):
+    folder = written_run(tmp_path, "runs/one", new_tokens=["<tool>"])
+    identity = read_identity(folder)
+    write_identity(folder, replace(identity, settings={**identity.settings, "model": str(folder / "grown_base")}))
+    (folder / "grown_base").mkdir()
+    (folder / "grown_base" / "config.json").write_text("{}")
+    moved = folder.rename(tmp_path / "moved")
+    assert read_run(moved).model == str(moved / "grown_base")
+
+
+def test_a_base_that_is_gone_is_missed_in_one_sentence_but_by_a_run_that_gave_a_whole_model(tmp_path, monkeypatch):
+    folder = written_run(tmp_path, "runs/one", method="full")
+    monkeypatch.chdir(tmp_path)
+    shutil.rmtree("model")
+    with pytest.raises(
+        UserError, match=r"^The run in .* needs the model that it was trained over, but [^;]*; put it b"
+    ):
+        run_to_open(folder)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    assert run_to_open(folder).model == str(folder / "model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -67,3 +68,15 @@ def test_a_token_that_is_there_already_is_refused(model, tmp_path):
     given = {"model": str(model), "data": "x", "output": str(tmp_path / "run"), "new_tokens": ["<|im_end|>"]}
     with pytest.raises(UserError, match=r"has <.im_end.> already"):
         grown(from_mapping(given))
+
+
+def test_tokens_that_a_tokenizer_got_without_its_model_are_given_rows(model, tmp_path):
+    """As many fine-tunes are published: with a [PAD] that has no embedding."""
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<|call|>", "<|pad|>", *(f"<|{number}|>" for number in range(70))], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    given = {"model": str(folder), "data": "x", "output": str(tmp_path / "run"), "new_tokens": ["<|call|>"]}
+    made = AutoModelForCausalLM.from_pretrained(grown(from_mapping(given)).model)
+    assert made.config.vocab_size == 384 >= len(tokenizer)

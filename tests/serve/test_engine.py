@@ -56,6 +56,7 @@ def check_family(family: str) -> bool:
     """Twelve prompts of varied lengths, more than fit at once, decoded speculatively where the model allows it; returns
     whether they were decoded together."""
     model = tiny_model(family)
+    model.generation_config.forced_eos_token_id = None  # BART and its like: what cuts an answer off is not decoding
     tried = try_out(model)
     engine = Engine(model, lambda _: None, LIMITS, is_shared=tried.is_shared, is_wide=tried.is_wide)
     engine._reads_batches = tried.is_shared  # as on a GPU
@@ -85,7 +86,8 @@ def always_tried(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "is_shared"), [("llama", True), ("gemma3_text", True), ("gpt2", True), ("lfm2_moe", False)]
+    ("family", "is_shared"),
+    [("llama", True), ("gemma3_text", True), ("gpt2", True), ("lfm2_moe", False), ("bart", False)],
 )
 def test_greedy_tokens_are_those_of_generate_whoever_joins_and_leaves(family, is_shared, always_tried):
     assert check_family(family) == is_shared
@@ -256,9 +258,8 @@ def test_proposals_rest_where_they_make_fewer_tokens_a_second_and_are_tried_agai
     assert pace.may_try(8)
 
 
-@pytest.mark.xfail(reason="bart and other families differ from generate; why is not known yet (docs/lab.md)")
 @pytest.mark.slow
-def test_every_family_is_decoded_as_generate_does_or_refused():
+def test_every_family_is_decoded_as_generate_does_or_refused(always_tried):
     """All causal families that transformers has; those that do not run here at all say nothing of the engine."""
     from families import causal_families
 
@@ -277,4 +278,10 @@ def test_every_family_is_decoded_as_generate_does_or_refused():
             wrong[family] = str(error)[:200]
     print(f"{len(shared)} together, {len(alone)} alone {alone}, {len(refused)} refused {refused}")
     assert not wrong
-    assert len(shared) > 50
+    assert len(shared) > 100
+    assert len(alone) > 30
+
+
+def test_a_model_that_keeps_its_states_to_itself_is_refused():
+    with pytest.raises(UserError, match=r"^RecurrentGemmaForCausalLM does not give with a key-value cache what"):
+        try_out(tiny_model("recurrent_gemma"))

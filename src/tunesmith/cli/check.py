@@ -120,7 +120,7 @@ def examine(run: Run, tokenizer: Any, *, examples: int = 3, dataset: str | None 
         ],
         "tasks": [{"title": one.title, "kind": one.kind, "items": len(one.items)} for one in tasks],
         "bad": [{"where": str(one.origin), "kind": one.kind, "reason": one.reason} for one in prepared.bad],
-        "warnings": [*prepared.warnings, *([f"{loader.total_steps} steps are {few}."] if few else [])],
+        "warnings": [*prepared.warnings, *([f"{_steps(loader.total_steps)} {few}."] if few else [])],
     }
 
 
@@ -393,3 +393,7 @@ def _dropped(one: dict[str, Any]) -> str:
         "no targets": one["dropped_without_targets"],
     }
     return ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count) or "0"
+
+
+def _steps(count: int) -> str:
+    return "1 step is" if count == 1 else f"{count} steps are"

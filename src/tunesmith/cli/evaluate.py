@@ -90,6 +90,7 @@ def _held_out(
     from tunesmith.config.schema import Dataset
     from tunesmith.errors import UserError
     from tunesmith.run.folder import read_run
+    from tunesmith.run.there import check_base_there, run_to_open
 
     run = read_run(folder)
     if certificate:
@@ -99,9 +100,10 @@ def _held_out(
         run = run.model_copy(update={"eval": [Dataset(path=path) for path in data], "held_out": 0})
     if not run.eval_texts and not run.held_out:
         raise UserError(f"The run in {folder} has no held-out data; name some with --data FILE.")
-    from tunesmith.plan.models import check_there
-
-    check_there(run.model)
+    if base:
+        check_base_there(folder, run)
+    else:
+        run_to_open(folder)
     if (count := ranks_to_start(ranks, run.device)) > 1:
         flags = [*(["--base"] if base else []), *(["--json"] if as_json else [])]
         start_ranks(["eval", str(folder), *(f"--data={path}" for path in data or ()), *flags], count)

@@ -78,7 +78,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(f"adapter: {folder} holds no adapter: there is no {CONFIG}.") from error
+        inner = folder / "adapter"  # of a run
+        hint = f"; give {inner}" if (inner / CONFIG).exists() else f": there is no {CONFIG}"
+        raise UserError(f"adapter: {folder} holds no adapter{hint}.") from error
     except (OSError, ValueError) as error:
         raise UserError(f"adapter: {folder / CONFIG} cannot be read: {error}.") from error
     if not isinstance(found, dict):

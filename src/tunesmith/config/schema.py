@@ -152,13 +152,13 @@ class Dataset(Settings):
     """One source of examples: a file, folder or glob (`path`), or a data set on the hub (`hub`)."""
 
     path: Text | None = None
-    """File, folder or glob: .json, .jsonl, .csv, .parquet, .txt, also .gz and .zst."""
+    """File, folder or glob: .json, .jsonl, .csv, .parquet, .arrow, .txt, also .gz and .zst."""
     hub: Text | None = None
     """Name of a data set on the Hugging Face hub."""
     subset: Text | None = None
     """Configuration of the hub data set."""
     split: Text = "train"
-    """Split of the hub data set."""
+    """Split of the hub data set, or of a folder whose files are called by splits."""
     name: Text | None = None
     """Name in reports; the file's or data set's name when left out."""
     format: FormatName | TaskFormat | None = None

@@ -289,7 +289,8 @@ def _check_vocabulary(tokenizer: Any, vocab_size: int) -> None:
     if highest >= vocab_size:
         raise UserError(
             f"the tokenizer knows {highest + 1} tokens (the last is {token!r}), but the model has embeddings for only "
-            f"{vocab_size}: they do not belong together."
+            f"{vocab_size}; give the model its own tokenizer, or, where tokens were added to that, name them in "
+            "new_tokens."
         )
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         number = getattr(tokenizer, f"{name}_id", None)

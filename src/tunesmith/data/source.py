@@ -41,18 +41,22 @@ KINDS = {
     ".tsv": "csv",
     ".parquet": "parquet",
     ".pq": "parquet",
+    ".arrow": "arrow",
     ".txt": "text",
     ".text": "text",
     ".md": "text",
 }
 COMPRESSED = (".gz", ".zst", ".zstd")
+SPLITS = {"train": "train|training", "validation": "validation|valid|val|dev|eval|evaluation", "test": "test|testing"}
+"""What files of a data set's splits are called, between hyphens, dots, underscores, blanks or digits, as on the hub."""
 
 
 def files(dataset: Dataset) -> list[Path]:
     """The files behind `path` (a file, a folder with all below it, or a glob), sorted.
 
     In a folder or glob, files with other endings are left out, and so are texts (a README, a licence) that lie
-    beside record files. Symbolic links are followed; a file that several of them lead to is there once.
+    beside record files; in a folder also those of other splits than the one that is asked for. Symbolic links are
+    followed; a file that several of them lead to is there once.
     """
     assert dataset.path
     path = expanded(dataset.path)
@@ -63,11 +67,11 @@ def files(dataset: Dataset) -> list[Path]:
                 ending = f"that end in `{path.suffix}`" if path.suffix else "without an ending"
                 raise UserError(f"{path}: cannot read files {ending}; {_known_endings()}.")
         elif path.is_dir():
-            found = _readable(_walk(path), path)
+            found = _of_split(_readable(_walk(path), path), path, dataset.split)
         elif glob.has_magic(str(path)):
             found = _readable(_matching(path), path)
         else:
-            raise UserError(f"{path}: no such file or folder{_near_miss(path)}.")
+            raise UserError(f"{path}: no such file or folder{_near_miss(path)}")
         if all(file.stat().st_size == 0 for file in found):
             raise UserError(f"{path}: {'the file is' if len(found) == 1 else 'all files are'} empty.")
     except OSError as error:
@@ -127,12 +131,12 @@ def _kind(path: Path) -> str | None:
     for ending in COMPRESSED:
         if name.endswith(ending):
             kind = KINDS.get(Path(name.removesuffix(ending)).suffix)
-            return None if kind == "parquet" else kind
+            return None if kind in ("parquet", "arrow") else kind
     return KINDS.get(path.suffix.lower())
 
 
 def _known_endings() -> str:
-    return f"known are {', '.join(KINDS)}, all but Parquet also with {' or '.join(COMPRESSED[:2])}"
+    return f"known are {', '.join(KINDS)}, all but Parquet and Arrow also with {' or '.join(COMPRESSED[:2])}"
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -175,14 +179,14 @@ _END = re.compile(r"\\[zZ]$")
 
 
 def _readable(candidates: Iterable[Path], where: Path) -> list[Path]:
-    side_files = {"dataset_info.json", "dataset_infos.json", "state.json"}
+    side_files = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
     here: dict[str, Path] = {}  # by what they really are: a file that links lead to as well is there once
     for p in sorted(candidates, key=lambda p: (p.is_symlink(), p)):
         is_hidden = any(part.startswith(".") for part in _parts_below(p, where))
         if not is_hidden and p.is_file() and p.name not in side_files:
             here.setdefault(os.path.realpath(p), p)
     if not here:
-        raise UserError(f"{where}: no files there{_near_miss(where)}.")
+        raise UserError(f"{where}: no files there{_near_miss(where)}")
     found = sorted(p for p in here.values() if _kind(p))
     for path in found:
         _check_name(path)
@@ -190,6 +194,30 @@ def _readable(candidates: Iterable[Path], where: Path) -> list[Path]:
         endings = listed(sorted({f"`{p.suffix or p.name}`" for p in here.values()}), most=5)
         raise UserError(f"{where}: only files that cannot be read ({endings}); {_known_endings()}.")
     return [p for p in found if _kind(p) != "text"] or found
+
+
+def _of_split(found: list[Path], folder: Path, asked: str) -> list[Path]:
+    """Without the files of other splits, where there are several."""
+    by_file = {path: _split_of(path, folder) for path in found}
+    there = {split for split in by_file.values() if split is not None}
+    if len(there) < 2:
+        return found
+    wanted = _split_named(asked) or asked
+    if wanted not in there:
+        raise UserError(f"{folder}: has the splits {listed(sorted(there))}, but not `{asked}`; say which by `split:`.")
+    return [path for path, split in by_file.items() if split in (None, wanted)]
+
+
+def _split_of(path: Path, folder: Path) -> str | None:
+    """By its name, or by that of the folder it is in."""
+    *parents, name = _parts_below(path, folder)
+    names = (_split_named(part) for part in (name.partition(".")[0], *reversed(parents)))
+    return next((split for split in names if split is not None), None)
+
+
+def _split_named(name: str) -> str | None:
+    between = r"(?:^|[-._ 0-9]|$)"
+    return next((key for key, words in SPLITS.items() if re.search(f"(?i){between}(?:{words}){between}", name)), None)
 
 
 def _check_name(path: Path) -> None:
@@ -206,18 +234,19 @@ def _parts_below(path: Path, folder: Path) -> tuple[str, ...]:
 
 
 def _near_miss(path: Path) -> str:
+    """The end of a sentence about a path that is not there."""
     if path.exists():
-        return ""
+        return "."
     folder = path.parent
     while not folder.is_dir() and folder != folder.parent:
         folder, path = folder.parent, folder
     try:
         names = [p.name for p in folder.iterdir() if not p.name.startswith(".")]
     except OSError:
-        return ""
+        return "."
     near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
     near = near or [n for n in names if Path(n).stem.lower() == path.stem.lower()][:3]
-    return f"; did you mean {' or '.join(str(folder / name) for name in near)}?" if near else ""
+    return f"; did you mean {' or '.join(str(folder / name) for name in near)}?" if near else "."
 
 
 # Reading
@@ -232,8 +261,8 @@ def _read_all(dataset: Dataset) -> Iterator[Record | RecordError]:
     for path in files(dataset):
         kind = _kind(path)
         try:
-            if kind == "parquet":
-                yield from _read_parquet(path)
+            if kind in ("parquet", "arrow"):
+                yield from _read_columns(path, kind)
             else:
                 assert kind
                 with _open(path) as stream:
@@ -507,21 +536,23 @@ def _chain(first: str, lines: Iterator[str]) -> Iterator[str]:
     yield from lines
 
 
-def _read_parquet(path: Path) -> Iterator[Record]:
+def _read_columns(path: Path, kind: str) -> Iterator[Record]:
+    """Of Parquet, and of what `save_to_disk` of the datasets library writes."""
     import pyarrow
     import pyarrow.parquet
 
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=512):
+        with pyarrow.memory_map(str(path)) if kind == "arrow" else pyarrow.parquet.ParquetFile(path) as file:
+            batches = pyarrow.ipc.open_stream(file) if kind == "arrow" else file.iter_batches(batch_size=512)
+            for batch in batches:
                 size = batch.nbytes // max(batch.num_rows, 1)
                 for row in batch.to_pylist():
                     number += 1
                     yield Record(row, Origin(str(path), number, "record"), size, is_filled=True)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise UserError(f"{path}: not a Parquet file that can be read, at record {number + 1} ({reason}).") from error
+        reason, what = str(error).splitlines()[0].rstrip("."), "an Arrow" if kind == "arrow" else "a Parquet"
+        raise UserError(f"{path}: not {what} file that can be read, at record {number + 1} ({reason}).") from error
 
 
 def _read_text(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record | RecordError]:

@@ -100,7 +100,9 @@ def bytes_of(cache: Cache) -> int:
 def _sources(rows: Sequence[Row]) -> list[tuple[Cache, int, torch.Tensor, torch.Tensor]]:
     """Each cache and a number of columns at its end that are left out, the places of rows there, and their places among
     `rows`."""
-    device = next(layer.keys.device for layer in rows[0].cache.layers if layer.is_initialized)
+    device = next((layer.keys.device for layer in rows[0].cache.layers if layer.is_initialized), None)
+    if device is None:
+        raise ValueError("its layers keep nothing in the cache that they are given")
     kinds = {(id(row.cache), row.beyond): row for row in rows}
     found = []
     for kind, one in kinds.items():

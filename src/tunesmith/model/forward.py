@@ -41,6 +41,8 @@ from tunesmith.plan.plan import ForwardSpec
 LEAKS = "documents see each other"
 KERNELS = {"causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm", "fla": "flash-linear-attention"}
 """Packages with kernels for what runs along tokens, and the names they are installed by."""
+ENLARGED = (1.0, 8.0, 64.0, 512.0, 4096.0, 32768.0)
+"""Times its weight, an output head's logits are compared with the model's."""
 
 
 class Documents(Protocol):
@@ -505,10 +507,10 @@ def _find_encoder_decoder_spec(model: nn.Module, vocabulary: int, known: Forward
         if spec is None:
             with torch.no_grad():
                 try:
-                    hidden_nh = _decoder_states(model, inputs)[inputs.rows]
+                    _decoder_states(model, inputs)
                 except Exception as error:  # the model's own code, called as it may not expect
                     raise _cannot(model, [str(error).splitlines()[0][:200] or type(error).__name__]) from error
-            form = _form_of(model, logits_nv, hidden_nh) if is_exact else _form_by_config(model)
+            form = _paired_form(model, inputs) if is_exact else _form_by_config(model)
             spec = ForwardSpec("encoder-decoder", *form)
         expected = F.cross_entropy(logits_nv, inputs.labels, reduction="none")
         if not expected.isfinite().all():  # the weights' fault, which is found elsewhere
@@ -521,6 +523,10 @@ def _find_encoder_decoder_spec(model: nn.Module, vocabulary: int, known: Forward
     if not (worst := (found - expected).abs().max().item()) <= (1e-4 if is_exact else 0.05) * largest:
         raise _cannot(model, [f"padded: losses differ by {worst:.2g}"])
     return spec
+
+
+def _paired_form(model: nn.Module, inputs: Inputs) -> tuple[float, float | None]:
+    return _form_of(model, lambda: (_own_paired_logits(model, inputs), _decoder_states(model, inputs)[inputs.rows]))
 
 
 @torch.no_grad()
@@ -605,15 +611,21 @@ def _check_causal(model: nn.Module, inputs: Inputs, vocabulary: int, is_exact: b
         )
 
 
-@torch.no_grad()
 def _logit_form(model: nn.Module, inputs: Inputs, is_exact: bool) -> tuple[float, float | None]:
     """Factor and soft cap between what the output head gives and the model's logits: found by comparing the two in
     fp32, read from the config otherwise."""
-    if not is_exact:
-        return _form_by_config(model)
-    tokens = inputs.tokens[None, -12:]
-    logits = model(input_ids=tokens, use_cache=False).logits[0].double()
-    return _form_of(model, logits, body(model)(input_ids=tokens, use_cache=False)[0][0])
+    return logit_form(model, inputs.tokens[None, -12:]) if is_exact else _form_by_config(model)
+
+
+@torch.no_grad()
+def logit_form(model: nn.Module, tokens: torch.Tensor) -> tuple[float, float | None]:
+    """The same of a model in fp32, by these tokens, [1, T]."""
+
+    def logits_and_states() -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model(input_ids=tokens, use_cache=False).logits[0].double()
+        return logits, body(model)(input_ids=tokens, use_cache=False)[0][0]
+
+    return _form_of(model, logits_and_states)
 
 
 def _form_by_config(model: nn.Module) -> tuple[float, float | None]:
@@ -627,26 +639,100 @@ def _form_by_config(model: nn.Module) -> tuple[float, float | None]:
 
 
 @torch.no_grad()
-def _form_of(model: nn.Module, logits: torch.Tensor, hidden: torch.Tensor) -> tuple[float, float | None]:
-    """Factor and soft cap that make these logits of these hidden states."""
-    config, head = model.config.get_text_config(), model.get_output_embeddings()
-    caps = [value for name, value in vars(config).items() if "softcap" in name and isinstance(value, int | float)]
+def _form_of(
+    model: nn.Module, logits_and_states: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[float, float | None]:
+    """Factor and soft cap that make the model's logits of its hidden states, over the whole range of logits: those of a
+    few random weights lie where a cap bends them by less than is seen, so the output head is made larger, too. A cap
+    that the config does not name is what logits come to then."""
+    config = model.config.get_text_config()
+    named = [value for name, value in vars(config).items() if "softcap" in name and isinstance(value, int | float)]
+    samples = [_raw_and_logits(model, logits_and_states, factor) for factor in ENLARGED]
+    samples = [(raw, logits) for raw, logits in samples if raw.isfinite().all() and logits.isfinite().all()]
+    highest = [logits.abs().max().item() for _, logits in samples]
+    ceiling = float(f"{highest[-1]:.6g}") if len(samples) > 1 and highest[-1] <= highest[-2] * (1 + 1e-6) else None
+    for cap in (None, *(float(cap) for cap in named if cap), *([ceiling] if ceiling else [])):
+        scale = _fitted_scale(samples, cap)
+        made = [raw * scale if cap is None else cap * torch.tanh(raw * scale / cap) for raw, _ in samples]
+        if all(_is_close(one, logits) for one, (_, logits) in zip(made, samples, strict=True)):
+            rounded = float(f"{scale:.6g}")
+            return 1.0 if abs(scale - 1) < 1e-5 else rounded if abs(rounded / scale - 1) < 1e-7 else scale, cap
+    raise _no_form(model, samples, ceiling)
+
+
+def _raw_and_logits(
+    model: nn.Module, logits_and_states: Callable[[], tuple[torch.Tensor, torch.Tensor]], factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the output head, its weight so many times as large, makes of the model's hidden states, and the model's
+    logits: [N, V] each. UserError where there is no such head."""
+    head = model.get_output_embeddings()
     if head is None or getattr(head, "weight", None) is None:
         raise _no_head(model)
-    weight = local(head.weight)
-    if hidden.ndim != 2 or hidden.shape[1] != weight.shape[-1] or weight.shape[0] != logits.shape[-1]:
-        raise _no_head(model)
-    bias = getattr(head, "bias", None)
-    raw = F.linear(hidden, weight, None if bias is None else local(bias)).double()
-    if (added := logit_bias(model)) is not None:
-        raw += added.double()
-    for cap in (None, *(float(cap) for cap in caps if cap)):
-        wanted = logits if cap is None else cap * torch.atanh((logits / cap).clamp(-1 + 1e-7, 1 - 1e-7))
-        scale = ((raw * wanted).sum() / (raw * raw).sum()).item()
-        made = raw * scale if cap is None else cap * torch.tanh(raw * scale / cap)
-        if (made - logits).abs().max().item() <= 1e-4 * max(1.0, logits.abs().max().item()):
-            return 1.0 if abs(scale - 1) < 1e-5 else scale, cap
-    raise _no_head(model)
+    weight, bias, added = local(head.weight), getattr(head, "bias", None), logit_bias(model)
+    before = weight.clone()
+    weight.mul_(factor)
+    try:
+        logits, hidden = logits_and_states()
+        if hidden.ndim != 2 or hidden.shape[1] != weight.shape[-1] or weight.shape[0] != logits.shape[-1]:
+            raise _no_head(model)
+        raw = F.linear(hidden, weight, None if bias is None else local(bias)).double()
+    finally:
+        weight.copy_(before)
+    return raw if added is None else raw + added.double(), logits
+
+
+def _fitted_scale(samples: list[tuple[torch.Tensor, torch.Tensor]], cap: float | None) -> float:
+    """The factor before the cap that comes nearest to these logits, by those that are neither cut off nor nothing."""
+    crossed = squares = 0.0
+    for raw, logits in samples:
+        if cap is None:
+            wanted = logits
+        else:
+            is_told = (logits.abs() < 0.9 * cap) & (logits.abs() > 0.01 * cap)
+            raw, wanted = raw[is_told], cap * torch.atanh(logits[is_told] / cap)
+        weight = 1 / max(1.0, raw.abs().max().item() ** 2) if raw.numel() else 0.0
+        crossed, squares = (
+            crossed + weight * (raw * wanted).sum().item(),
+            squares + weight * raw.square().sum().item(),
+        )
+    return crossed / squares if squares else 1.0
+
+
+def _is_close(found: torch.Tensor, logits: torch.Tensor) -> bool:
+    return (found - logits).abs().max().item() <= 1e-4 * max(1.0, logits.abs().max().item())
+
+
+def _no_form(model: nn.Module, samples: list[tuple[torch.Tensor, torch.Tensor]], ceiling: float | None) -> UserError:
+    """What the model's code does to its logits that the loss here cannot do."""
+    name, differ = type(model).__name__, []
+    for raw, logits in samples[:2]:  # with larger ones what is added is lost in the last digits
+        centered, wanted = raw - raw.mean(0), logits - logits.mean(0)
+        scale = ((centered * wanted).sum() / centered.square().sum()).item()
+        differ.append((logits - scale * raw).mean(0))
+        if not _is_close(scale * raw + differ[-1], logits) or not _is_close(differ[-1], differ[0]):
+            break
+    else:
+        own = [one for one, tensor in (*model.named_parameters(), *model.named_buffers()) if _holds(tensor, differ[0])]
+        what = f"`{own[0]}`" if own else "numbers of its own"
+        return UserError(
+            f"{name} cannot be trained: its code adds {what} to the logits of its output head, which the loss here "
+            "does not do; let its code add them as the bias of that head (nn.Linear)."
+        )
+    if ceiling is not None:
+        return UserError(
+            f"{name} cannot be trained: its code keeps the logits of its output head between -{ceiling:g} and "
+            f"{ceiling:g}, but not by cap * tanh(logits / cap), the only bound that the loss here can compute; let its "
+            "code use that one, or none."
+        )
+    return UserError(
+        f"{name} cannot be trained: its logits are not those of a linear output head over what its layers give, "
+        "neither times a factor nor as cap * tanh(logits / cap), and the loss here is computed from such a head."
+    )
+
+
+def _holds(tensor: torch.Tensor, values_v: torch.Tensor) -> bool:
+    is_alike = tensor.numel() == values_v.numel() and tensor.is_floating_point()
+    return is_alike and _is_close(tensor.detach().reshape(-1).double(), values_v)
 
 
 def _no_head(model: nn.Module) -> UserError:

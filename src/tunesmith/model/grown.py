@@ -54,17 +54,18 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def _make(run: Run, folder: Path, wanted: dict[str, Any]) -> None:
     tokenizer, skeleton = load.load_tokenizer(run), load.load_skeleton(run)
-    known = [token for token in run.new_tokens if token in tokenizer.get_vocab()]
+    before, vocabulary = load.vocabulary_size(skeleton.config), tokenizer.get_vocab()
+    # A tokenizer may have got tokens that its model never had embeddings for.
+    known = [token for token in run.new_tokens if vocabulary.get(token, before) < before]
     if known:
         raise UserError(
             f"new_tokens: the tokenizer has {known[0]} already; leave it out, or name it in special_tokens."
         )
     if len(set(run.new_tokens)) < len(run.new_tokens):
         raise UserError("new_tokens: a token is named twice.")
-    before = load.vocabulary_size(skeleton.config)
     tokenizer.add_tokens(list(run.new_tokens), special_tokens=True)
     ids = [int(tokenizer.convert_tokens_to_ids(token)) for token in run.new_tokens]
-    size = -(-max(before, max(ids) + 1) // MULTIPLE) * MULTIPLE
+    size = -(-max(before, *(number + 1 for number in tokenizer.get_vocab().values())) // MULTIPLE) * MULTIPLE
     base = load.weights_folder(load.locate(run.model))
     with whole_folder(folder) as partial, load.quiet():
         for file in base.iterdir():

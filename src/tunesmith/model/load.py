@@ -268,7 +268,7 @@ def build_small_proxy(run: Run, *, dtype: str, device: torch.device, layers: int
         for config in (small, load_config(run)):
             try:
                 model = kind.from_config(config, dtype=getattr(torch, DTYPES[dtype]), **options).to(device).eval()
-                _draw_weights(model, device)
+                draw_weights(model, device)
                 model(**plain_call(model, torch.arange(4, device=device)[None]))
                 break
             except Exception as error:  # the model's own code: whatever it raises, its config is at fault
@@ -302,7 +302,7 @@ def cut(config: Any, layers: int) -> None:
     text.vocab_size, text.pad_token_id = min(text.vocab_size, PROXY_TOKENS), None
 
 
-def _draw_weights(model: PreTrainedModel, device: torch.device) -> None:
+def draw_weights(model: PreTrainedModel, device: torch.device) -> None:
     """So that each layer changes what passes through it by about as much as it is."""
     import torch
 

@@ -16,7 +16,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from tunesmith.model.forward import (
     find_forward_spec,
     hidden_states,
     installed_kernels,
-    logit_bias,
+    logit_form,
     trial_inputs,
 )
 from tunesmith.model.fuse import fuse
@@ -60,7 +60,7 @@ from tunesmith.plan.models import check_kind, read_config
 from tunesmith.plan.models import is_encoder_decoder as is_encoder_decoder_config
 from tunesmith.plan.plan import Attention, ForwardSpec, Gate, Kernel
 
-VERSION = 12
+VERSION = 13
 """Of what is tried; results of another are not read."""
 TOKENS = 500
 """The proxy's vocabulary."""
@@ -318,11 +318,8 @@ def probe_config(config: Any, *, device: torch.device, trust_remote_code: bool =
     set_attention(model, own)
     if spec.seq_idx:  # as it will be trained
         use_chunked_scan(body(model))
-    if is_encoder_decoder(model):
-        scale = _real_scale(spec.logit_scale, model.config, config)
-    else:
-        scale = _real_scale(spec.logit_scale, model.config.get_text_config(), config.get_text_config())
-    spec = replace(spec, logit_scale=scale)
+    scale, softcap = _real_form(spec, model, config, device, trust_remote_code)
+    spec = replace(spec, logit_scale=scale, softcap=softcap)
     if spec.switch:
         spec = replace(spec, switch=proxy.switch)
         note = note or (
@@ -467,23 +464,27 @@ def _drawn(config: Any, device: torch.device, trust_remote_code: bool, vocabular
     """The model with random weights, the same every time, in evaluation mode; None where it does not compute."""
     tokens = torch.arange(24, device=device)[None] % vocabulary
     for draws in (True, False):
-        try:
-            with load.quiet(), torch.random.fork_rng():
-                torch.manual_seed(0)
+        with load.quiet(), torch.random.fork_rng():
+            torch.manual_seed(0)
+            try:
                 model = language_model_class(config).from_config(
                     copy.deepcopy(config), dtype=torch.float32, trust_remote_code=trust_remote_code
                 )
-                if draws:
-                    load._draw_weights(model)
-                if (bias := logit_bias(model)) is not None:
-                    bias.normal_()  # so that leaving it out would show
+            except Exception:  # the model's own code: it cannot be built like this
+                return None
+            if draws:
+                load.draw_weights(model, torch.device("cpu"))
+            for bias in model.buffers():
+                if bias.is_floating_point() and bias.numel() == vocabulary:  # so that leaving it out would show
+                    bias.normal_()
+            try:
                 model = model.to(device).eval()
                 with torch.no_grad():
                     logits = model(**plain_call(model, tokens)).logits
-            if logits.isfinite().all() and logits.std() > 1e-3:
-                return model
-        except Exception:  # the model's own code: it cannot be called like this
-            continue
+            except Exception:  # the model's own code: it cannot be called like this
+                continue
+        if logits.isfinite().all() and logits.std() > 1e-3:
+            return model
     return None
 
 
@@ -537,6 +538,8 @@ STATE_SPACE_HEADS = (
     ("n_mamba_heads", "mamba_headdim"),
 )
 """What configs call how many there are and how wide each is."""
+NAMES_OF_FORM = r"logit|lm_head|mult|scal|cap"
+"""What configs call factors and soft caps of the logits."""
 LINEAR_HEADS = ("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads")
 
 
@@ -695,40 +698,97 @@ def _lower_switches(config: Any) -> tuple[int | None, int | None]:
     return (SWITCH, min(real)) if real and min(real) >= SWITCH else (None, None)
 
 
-def _real_scale(found: float, small: Any, real: Any) -> float:
-    """The factor of the logits in the model itself: the proxy's, or what of the config makes the proxy's."""
-    if found == 1.0:
-        return 1.0
-    if is_encoder_decoder_config(real.to_dict()) and abs(found * small.hidden_size**0.5 - 1) < 1e-5:
-        return real.hidden_size**-0.5  # T5
-
-    def expressions(config: Any) -> dict[str, float]:
-        hidden = getattr(config, "hidden_size", None)
-        made = {}
-        for name, value in vars(config).items():
-            if isinstance(value, int | float) and not isinstance(value, bool) and 0 < abs(value) < math.inf:
-                made |= {name: value, f"1/{name}": 1 / value}
-                if _is_size(hidden) and name != "hidden_size":
-                    made |= {f"{name}/hidden": value / hidden, f"hidden/{name}": hidden / value}
-        return made
-
-    there, here = expressions(real), expressions(small)
-    fitting = [name for name, value in here.items() if abs(value / found - 1) < 1e-5 and name in there]
-    values = {float(f"{there[name]:.9g}"): there[name] for name in fitting}
-    if len(values) == 1:
-        return next(iter(values.values()))
-    direct = [there[name] for name in fitting if re.search(r"logit|head|mult|scal", name)]
-    if direct and all(value == direct[0] for value in direct):
-        return direct[0]
-    if vars(small).get("hidden_size") == vars(real).get("hidden_size"):
-        return found
-    raise UserError(
-        f"model: its logits are multiplied by a factor that its config does not name ({found:.6g} in a small model of "
-        "its code), so they cannot be computed rightly here."
-    )
+def _real_form(
+    spec: ForwardSpec, model: nn.Module, config: Any, device: torch.device, trust_remote_code: bool
+) -> tuple[float, float | None]:
+    """Factor and soft cap of the logits in the model itself, by what of its config makes those of the proxy, or as they
+    are where nothing there does: constants of its code. Where that leaves several, a wider proxy tells which it is."""
+    found = {"factor": spec.logit_scale, "soft cap": spec.softcap}
+    made = [(found, _numbers_of(model.config, model))]
+    real = _numbers_of(config, model)
+    if is_encoder_decoder(model) and abs(spec.logit_scale * model.config.hidden_size**0.5 - 1) < 1e-5:  # T5
+        return config.hidden_size**-0.5, spec.softcap
+    values = {name: _real_values(name, made, real) for name in found}
+    if made[0][1].get("hidden_size") == real.get("hidden_size"):
+        values = {name: some if len(some) == 1 else {found[name]} for name, some in values.items()}
+    elif any(len(some) != 1 for some in values.values()) and not is_encoder_decoder(model):
+        wider = _wider_proxy(model, config, device, trust_remote_code)
+        if wider is not None:
+            tokens = trial_inputs(load.vocabulary_size(wider.config), device).tokens[None, -12:]
+            form = dict(zip(found, logit_form(wider, tokens), strict=True))
+            made.append((form, _numbers_of(wider.config, wider)))
+            values = {name: _real_values(name, made, real) for name in found}
+    for name, some in values.items():
+        if len(some) != 1:
+            what = "multiplied by a factor" if name == "factor" else "bounded by a soft cap"
+            raise UserError(
+                f"model: its logits are {what} that its config does not name ({found[name] or 0:.6g} in a small model "
+                "of its code), and what makes it is not known, so they cannot be computed rightly here; let its code "
+                "take it from a field of the config."
+            )
+    return values["factor"].pop() or 1.0, values["soft cap"].pop()
 
 
-# Adapters
+def _numbers_of(config: Any, model: nn.Module) -> dict[str, float]:
+    """The numbers of a config, by their names."""
+    parts = [*_texts(config)][::-1] if is_encoder_decoder(model) else [config.get_text_config()]
+    named = {name: value for part in parts for name, value in vars(part).items()}
+    named["hidden_size"] = getattr(parts[-1], "hidden_size", None)  # some have it by another name
+    numbers = {name: value for name, value in named.items() if type(value) in (int, float)}
+    return {name: float(value) for name, value in numbers.items() if 0 < abs(value) < math.inf}
+
+
+def _real_values(
+    name: str, made: Sequence[tuple[dict[str, float | None], dict[str, float]]], real: dict[str, float]
+) -> set[float | None]:
+    """What a model of these numbers may have for what each proxy has: by a name for it in the config; or, where more
+    than one proxy tells it, a constant of the code or what some of the numbers make."""
+    first = made[0][0][name]
+    if first is None or (name == "factor" and first == 1.0):
+        return {first} if all(found[name] == first for found, _ in made) else set()
+    each = [
+        {one for one, value in _expressions(numbers).items() if _is_same(value, found[name])} for found, numbers in made
+    ]
+    there = _expressions(real)
+    fitting = {one: there[one] for one in set.intersection(*each) if one in there}
+    direct = {float(f"{value:.9g}"): value for one, value in fitting.items() if re.search(NAMES_OF_FORM, one)}
+    if len(direct) == 1 or len(made) == 1:
+        return set(direct.values())
+    if all(_is_same(first, found[name]) for found, _ in made):  # whatever else may make it, no size does
+        return {first}
+    return set({float(f"{value:.9g}"): value for value in fitting.values()}.values())
+
+
+def _is_same(value: float, found: float | None) -> bool:
+    return found is not None and abs(value / found - 1) < 1e-5
+
+
+def _expressions(numbers: dict[str, float]) -> dict[str, float]:
+    hidden = numbers.get("hidden_size")
+    made = {}
+    for name, value in numbers.items():
+        made |= {name: value, f"1/{name}": 1 / value}
+        if hidden and name != "hidden_size":
+            made |= {f"{name}/hidden": value / hidden, f"hidden/{name}": hidden / value}
+    return made
+
+
+def _wider_proxy(model: nn.Module, config: Any, device: torch.device, trust_remote_code: bool) -> nn.Module | None:
+    """One of twice the heads, and hidden states as much wider; None where there is no such."""
+    small = model.config.get_text_config()
+    heads = getattr(small, "num_attention_heads", None)
+    if not _is_size(heads):
+        return None
+    wider = copy.deepcopy(config)
+    _set_dropouts(wider)
+    _shrink(wider, getattr(small, "num_hidden_layers", 2), heads=2 * heads, is_harder=True)
+    text = wider.get_text_config()
+    if getattr(text, "hidden_size", None) == getattr(small, "hidden_size", None):
+        return None
+    made = _skeleton(wider, trust_remote_code)
+    if made is None or load.parameter_count(made) > LARGEST:
+        return None
+    return _drawn(wider, device, trust_remote_code, load.vocabulary_size(wider))
 
 
 def try_adapters(model: nn.Module, vocabulary: int) -> tuple[dict[str, str], bool]:

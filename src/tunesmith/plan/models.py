@@ -47,6 +47,13 @@ def find(model: str) -> Found:
             return Found("gguf", str(ggufs[0]))
         if ggufs:
             raise UserError(f"model: {model} holds {len(ggufs)} GGUF files; name the one you mean.")
+        if (path / "model" / "config.json").exists():
+            raise UserError(f"model: {model} is the folder of a run; give the model that it made, {path / 'model'}.")
+        if (path / "adapter" / "adapter_config.json").exists():
+            raise UserError(
+                f"model: {model} is the folder of a run that made an adapter; give what `tunesmith merge` makes of "
+                f"it, or its base and `adapter: {path / 'adapter'}`."
+            )
         raise UserError(f"model: the folder {model} holds no config.json, so it is not a model folder.")
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or path.suffix == ".gguf"
     if looks_like_path or not _is_hub_name(model):

@@ -54,6 +54,7 @@ from tunesmith.run.folder import (
 )
 from tunesmith.run.open import Opened, open_run, tokenizer_of, trained_adapter
 from tunesmith.run.shape import make_reproducible
+from tunesmith.run.there import check_base_there, with_own_model
 
 FILE = "certificate.json"
 FORMAT = 1
@@ -81,7 +82,7 @@ def certify(folder: Path, *, progress: Progress = lambda *_: None) -> dict[str, 
     plan = read_plan(folder)
     progress("Checking what was trained", 0, None)
     checks = {"gradients": _gradients(folder), "moved": _moved(folder, run)}
-    plain = run.model_copy(update={"chat_template": None})  # the tokenizer has it
+    plain = with_own_model(folder, run).model_copy(update={"chat_template": None})  # the tokenizer has it
     tokenizer = None
     try:
         tokenizer = tokenizer_of(folder)
@@ -150,7 +151,11 @@ def _moved(folder: Path, run: Run) -> Check:
         return _verdict(still, len(adapter.tensors))
     if not (folder / "model" / "config.json").exists():
         return _unknown("the run is not finished")
-    trained = run.model_copy(update={"model": str(folder / "model")})
+    try:
+        check_base_there(folder, run)
+    except UserError as error:
+        return _unknown(str(error))
+    trained = with_own_model(folder, run)
     model, base = load.load_empty(run, dtype="fp32")
     before, after = files_of(model, base), files_of(model, load.load_empty(trained, dtype="fp32")[1])
     if before is None or after is None:
@@ -198,7 +203,7 @@ def _model_checks(folder: Path, run: Run, plan: Plan | None, data: Prepared, pro
     names = ("documents_apart", "saved_is_evaluated")
     if plan is None or plan.forward is None:
         return dict.fromkeys(names, _unknown("the run has no plan of this version"))
-    model, _ = load.load_empty(run, dtype="fp32")
+    model, _ = load.load_empty(with_own_model(folder, run), dtype="fp32")
     if plan.device == "cpu" and 5 * load.parameter_count(model) > psutil.virtual_memory().available:
         return dict.fromkeys(names, _unknown("the model does not fit into this machine's memory"))
     progress("Opening the trained model", 0, None)

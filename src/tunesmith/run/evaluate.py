@@ -38,6 +38,7 @@ from tunesmith.run.reference import Reference
 from tunesmith.run.rollout import Generator, held_out_rewards
 from tunesmith.run.shape import as_called, make_reproducible, micro_batch_shape
 from tunesmith.run.stop import StopRule, together
+from tunesmith.run.there import with_own_model
 from tunesmith.train.events import Evaluation
 from tunesmith.train.samples import SampleLog
 
@@ -209,7 +210,7 @@ def evaluate_run(
 def held_out_of(folder: Path, run: Run, plan: Plan | None, progress: Progress | None = None) -> Sequence[TokenStore]:
     """What the run in `folder` was not trained on; of a run without held-out data, what it was trained on."""
     tokenizer = tokenizer_of(folder)
-    run = run.model_copy(update={"chat_template": None})  # the tokenizer has it
+    run = with_own_model(folder, run).model_copy(update={"chat_template": None})  # the tokenizer has it
     if run.held_out or not run.eval_texts:
         found = tokenize(run, plan, progress, tokenizer)
         return found.evals or found.train

@@ -189,10 +189,12 @@ def read_identity(folder: Path) -> Identity | None:
     try:
         found = Identity(content["settings"], content["data"], content["model"], tuple(content.get("earlier", ())))
         written = content.get("format", 1)
-    except (KeyError, TypeError, AttributeError) as error:
+    except KeyError as error:
         raise UserError(
             f"{folder / 'run.json'} is damaged: {error} is missing; choose another output folder."
         ) from error
+    except (TypeError, AttributeError) as error:
+        raise UserError(f"{folder / 'run.json'} is damaged; choose another output folder.") from error
     if written == FORMAT:
         return _completed(found)
     if written != 1:
@@ -248,7 +250,47 @@ def read_trained_run(folder: Path) -> Run:
     if identity is None:
         refuse_sweep(folder)
         raise UserError(f"{folder} holds no run (there is no run.json); give the output folder of a run.")
-    return Run.model_validate(identity.settings)
+    return _found_again(Run.model_validate(identity.settings), folder)
+
+
+def _found_again(run: Run, folder: Path) -> Run:
+    """What a run names by relative paths that are not there from here, because it was started from another folder or
+    moved since together with what it names: they are looked for from where its output is named from."""
+    own = folder / Path(run.model).name
+    if run.new_tokens and not Path(run.model).exists() and (own / "config.json").exists():
+        run = run.model_copy(update={"model": str(own)})  # made for this run, in its folder
+    root = _root_of(run, folder)
+    if root is None:
+        return run
+    changes: dict[str, Any] = {"model": _from(root, run.model)}
+    for name in ("data", "eval"):
+        changes[name] = [
+            one if one.path is None else one.model_copy(update={"path": _from(root, one.path)})
+            for one in getattr(run, name)
+        ]
+    return run.model_copy(update=changes)
+
+
+def _root_of(run: Run, folder: Path) -> Path | None:
+    """The folder that the run was started in, as far as its output tells; None where that is the one we are in."""
+    output = Path(run.output)
+    above, parts = folder.resolve().parent, output.parent.parts
+    if output.is_absolute() or ".." in parts or "~" in parts or above.parts[len(above.parts) - len(parts) :] != parts:
+        return None
+    root = above.parents[len(parts) - 1] if parts else above
+    return None if root == Path.cwd() else root
+
+
+def _from(root: Path, path: str) -> str:
+    """The path from there, if there is something and nothing from here."""
+    if Path(path).is_absolute() or path.startswith("~") or _is_any(Path(), path) or not _is_any(root, path):
+        return path
+    return str(root / path)
+
+
+def _is_any(root: Path, path: str) -> bool:
+    """Whether there is such a file or folder, or one that a pattern stands for."""
+    return (root / path).exists() or (any(sign in path for sign in "*?[") and any(root.glob(path)))
 
 
 def refuse_sweep(folder: Path) -> None:
@@ -339,7 +381,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except NotADirectoryError as error:
-        raise UserError(f"{path.parent} is a file, and a run needs a folder; choose another output.") from error
+        raise UserError(f"{path.parent} is a file where the folder of a run is needed; give another one.") from error
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}; repair it or choose another output folder.") from error
 

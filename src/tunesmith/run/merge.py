@@ -45,6 +45,7 @@ from tunesmith.run.streamed import (
     stored_precision,
     written_weights,
 )
+from tunesmith.run.there import check_base_there
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 4e-3}
 """Largest relative difference of logits that rounding the weights once explains in most models. Where it is more, what
@@ -91,6 +92,7 @@ def merge_run(folder: Path, to: Path, *, precision: str | None = None, progress:
         raise UserError(f"{folder} was trained with method: {run.method}; its model folder needs no merging.")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to} exists and is not empty; give a new folder.")
+    check_base_there(folder, run)
     writer = _writer(folder)
     dtype = precision or writer.stored
     to.parent.mkdir(parents=True, exist_ok=True)

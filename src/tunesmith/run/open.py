@@ -27,7 +27,14 @@ from tunesmith.parallel.prepare import load_model
 from tunesmith.plan.models import is_encoder_decoder, read_config
 from tunesmith.plan.plan import Device, Plan, Precision, Storage
 from tunesmith.run.base import check_base
-from tunesmith.run.folder import check_merged, read_identity, read_plan, read_run, refuse_sweep
+from tunesmith.run.folder import (
+    check_merged,
+    read_identity,
+    read_plan,
+    read_run,
+    refuse_sweep,
+)
+from tunesmith.run.there import check_base_there, run_to_open
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,7 @@ def own_placement() -> tuple[Device, Precision]:
 def open_base(folder: Path) -> Opened:
     """The model that the run in `folder` was trained from, held and asked as the run's own."""
     run, content = read_run(folder), Content()
+    check_base_there(folder, run)
     place, dtype = placement(read_plan(folder))
     model = load_model(run, dtype=dtype, device=place, storage=trained_storage(folder), content=content)
     check_base(folder, run, content)
@@ -119,15 +127,14 @@ def open_run(
     The base is held as in training, in 4 or 8 bits where it was so there, unless `storage` says otherwise.
     """
     check_merged(folder)
-    run = read_run(folder)
+    run = run_to_open(folder)
     if has_head(run):
         run = run.model_copy(update={"output": str(folder)})
     held = storage or trained_storage(folder)
     place, dtype = placement(read_plan(folder), precision=precision, device=device)
     step, tuned = None, None
     if (folder / "model" / "config.json").exists():
-        trained = run.model_copy(update={"model": str(folder / "model")})
-        model = load_model(trained, dtype=dtype, device=place)
+        model = load_model(run, dtype=dtype, device=place)
     else:
         content = Content()
         model = load_model(run, dtype=dtype, device=place, storage=held, content=content)
@@ -186,7 +193,7 @@ def tokenizer_of(folder: Path):
 
 def encoder_of(folder: Path) -> Encoder:
     """What asks the model of the run in `folder` as in training."""
-    run = read_run(folder)
+    run = run_to_open(folder)
     return make_encoder(run, tokenizer_of(folder), train_on=run.train_on, special_tokens=run.special_tokens)
 
 
@@ -204,7 +211,7 @@ def refuse_encoder_decoder(target: Path | str, what: str) -> None:
     is_run = folder.is_dir() and read_identity(folder) is not None
     if folder.is_dir() and not is_run:
         refuse_sweep(folder)
-    if is_encoder_decoder(read_config(read_run(folder).model if is_run else str(target))):
+    if is_encoder_decoder(read_config(run_to_open(folder).model if is_run else str(target))):
         raise UserError(
             f"{target} is an encoder-decoder, which cannot {what}; `tunesmith chat` asks it, and transformers' "
             "AutoModelForSeq2SeqLM loads it."

@@ -38,6 +38,7 @@ from tunesmith.parallel.prepare import Preparation, Unit
 from tunesmith.run.base import check_base
 from tunesmith.run.folder import read_run
 from tunesmith.run.open import trained_adapter
+from tunesmith.run.there import check_base_there
 
 Progress = Callable[[str, int, int | None], None]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -109,6 +110,7 @@ def find_weights(folder: Path) -> Weights:
     """What is known of the weights of the run in `folder` without reading them."""
     run, adapter, adapted, step = read_run(folder), None, (), None
     if run.has_adapters:
+        check_base_there(folder, run)
         _check_streamed(run, folder)
         adapter, step = trained_adapter(folder)
         adapted = tuple(lora.adapted_names(adapter, str(folder)))

@@ -29,6 +29,7 @@ from tunesmith.run.open import (
     refuse_encoder_decoder,
     refuse_head,
 )
+from tunesmith.run.there import check_base_there, run_to_open
 
 BASE = "base"
 FOLDER = "evaluations"
@@ -65,7 +66,7 @@ def base_of(text: str) -> Target:
     if read_identity(folder) is None:
         raise UserError(f"{text} is no run, so it has no base here; name another model with --against.")
     run = read_run(folder)
-    check_there(run.model)
+    check_base_there(folder, run)
     plan = read_plan(folder)
     kept = folder / BASE_FILE
     content = [digest_file(kept)] if kept.exists() else _content_of(run.model)
@@ -74,9 +75,8 @@ def base_of(text: str) -> Target:
 
 
 def _run(folder: Path) -> Target:
-    run = read_run(folder)
     refuse_head(folder, "be asked")
-    check_there(run.model)
+    run = run_to_open(folder)
     plan = read_plan(folder)
     content: list[str | None] = [*_side_files(folder), plan.storage if plan else None]
     trained = next((folder / name for name in ("adapter", "model") if any((folder / name).glob("*.safetensors"))), None)
