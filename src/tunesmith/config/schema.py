@@ -304,6 +304,8 @@ class Embedding(Settings):
 class Rollout(Settings):
     """Answers of the model itself, which `rewards` check (`objective: grpo`, `rloo`) or a teacher does (`distill`)."""
 
+    engine: Literal["own", "vllm"] = "own"
+    """What answers: the trainer itself, or vLLM in a process of its own, given the adapter before each step."""
     prompts: Count = 8
     """Prompts of an optimizer step, over all devices."""
     answers: Annotated[Count, Field(ge=2, le=1024)] = 8
