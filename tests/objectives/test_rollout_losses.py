@@ -160,6 +160,7 @@ class Given:
         self.called = self.model = model
         self.seed, self.encoder = 0, SimpleNamespace(tokenizer=tokenizer)
         self.rewards = SimpleNamespace(names=["given"])
+        self.refresh = lambda _: None
 
     def answers(self, prompts, wanted, **_) -> list[Answer]:
         made = []

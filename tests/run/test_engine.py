@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.test_guardian import running, wait_for
 from objectives.test_runs import tunesmith
 from rollout_tasks import settings_of, write_run
 from tiny import TRAIN, Die, Runs
@@ -28,7 +30,7 @@ from tunesmith.errors import UserError
 from tunesmith.infer import vllm
 from tunesmith.infer.rollout import Sampled, Wanted
 from tunesmith.launch import guardian
-from tunesmith.plan.hardware import machine
+from tunesmith.plan.hardware import named
 from tunesmith.run.choose import plan_run
 from tunesmith.run.engine import FOLDER, LOG
 from tunesmith.run.folder import Identity
@@ -83,7 +85,7 @@ def said_at_the_end(capsys, *arguments: str) -> str:
 
 def test_a_run_learns_from_answers_of_vllm_with_the_adapter_of_each_step(tiny_model, tmp_path, monkeypatch, faked):
     """That the log-probabilities of sampler and trainer agree in every step shows whose adapter has answered."""
-    changes = {"steps": 12, "eval_every": 12, "rollout": {**ROLLOUT, "answers": 8, "temperature": 0.9, "updates": 2}}
+    changes = {"steps": 16, "eval_every": 16, "rollout": {**ROLLOUT, "prompts": 8, "answers": 8}}
     folder = write_run(tmp_path, tiny_model, **changes)
     monkeypatch.chdir(folder)
     tunesmith(list(TRAIN))
@@ -92,7 +94,7 @@ def test_a_run_learns_from_answers_of_vllm_with_the_adapter_of_each_step(tiny_mo
     assert last > first + 0.2
     steps = [one["figures"] for one in found if one["event"] == "step"]
     assert steps[-1]["reward"] > steps[0]["reward"] + 0.2
-    assert len(steps) == 12
+    assert len(steps) == 16
     for figures in steps:
         assert 0 < figures["sampler_gap"] <= figures["sampler_gap_largest"] < 1e-4
         assert figures["sampler_capped"] == 0
@@ -104,10 +106,11 @@ def test_a_run_learns_from_answers_of_vllm_with_the_adapter_of_each_step(tiny_mo
 
 
 @pytest.mark.parametrize("objective", ["grpo", "rloo"])
-def test_what_the_sampler_thought_of_its_tokens_weighs_them(tiny_model, tmp_path, monkeypatch, faked, objective):
-    """A sampler that found each token likelier by 0.5 than the trainer: figures say so, and losses are as much less."""
+def test_how_far_sampler_and_trainer_are_apart_is_said(tiny_model, tmp_path, monkeypatch, faked, objective):
+    """A sampler that found each token likelier by 0.5 than the trainer, after several updates, too."""
     monkeypatch.setenv("FAKE_VLLM", json.dumps({"off": 0.5}))
-    changes = {"objective": objective, "steps": 1, "eval": [], "held_out": 0, "rollout": ROLLOUT}
+    rollout = {**ROLLOUT, "updates": 2, "temperature": 0.7}
+    changes = {"objective": objective, "steps": 1, "eval": [], "held_out": 0, "rollout": rollout}
     folder = write_run(tmp_path, tiny_model, **changes)
     monkeypatch.chdir(folder)
     tunesmith(list(TRAIN))
@@ -139,12 +142,25 @@ def test_ctrl_c_while_it_answers_saves_the_run_and_ends_it(faked_runs, command, 
     assert_none_is_left(command)
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks_ask_the_same_process(tiny_model, tmp_path, monkeypatch, faked):
+    """Of three prompts, one rank asks for the answers to two and the other to one."""
+    folder = write_run(tmp_path, tiny_model, steps=3, eval_every=3, rollout={**ROLLOUT, "prompts": 3, "updates": 2})
+    monkeypatch.chdir(folder)
+    tunesmith(["train", "run.yaml", "--ranks", "2"])
+    steps = [one["figures"] for one in events.read(folder / "run") if one["event"] == "step"]
+    assert len(steps) == 3
+    assert max(one["sampler_gap_largest"] for one in steps) < 1e-4
+    assert_none_is_left(faked)
+
+
 @pytest.mark.parametrize(
     ("faults", "why"),
     [
         ({"ends": "no such architecture"}, "vLLM ended before it answered: ValueError: no such architecture. All it"),
         ({"dies_at": 20}, "vLLM ended while it was to answer: RuntimeError: Worker failed, the cache is full. All it"),
-        ({"rejects": True}, "vLLM rejects the run's adapter: Call to add_lora method failed: the rank is too large."),
+        ({"rejects": True}, "vLLM rejects the run's adapter: LoRA rank 4 is greater than max_lora_rank 8."),
     ],
 )
 def test_what_vllm_fails_by_is_said(tiny_model, tmp_path, monkeypatch, capsys, faked, faults, why):
@@ -213,8 +229,8 @@ def test_runs_from_before_it_was_a_setting_are_known_again(tiny_model):
 def test_the_plan_counts_vllm_beside_the_trainer(tiny_model):
     """Of one GPU, what vLLM is given and what the trainer may use are no more than there is."""
     own, with_engine = (
-        plan_run(from_mapping(settings_of(tiny_model, device="cuda", rollout={"engine": one})), hardware)
-        for one, hardware in (("own", machine("1xL4-24G")), ("vllm", machine("1xL4-24G")))
+        plan_run(from_mapping(settings_of(tiny_model, device="cuda", rollout={"engine": one})), named("H100"))
+        for one in ("own", "vllm")
     )
     assert own.engine_memory == 0
     assert "rollout" in {one.name for one in own.phases} - {one.name for one in with_engine.phases}
@@ -226,8 +242,6 @@ class Slow:
     """A server that takes requests and never answers."""
 
     def __init__(self) -> None:
-        import socket
-
         self.socket = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.address = vllm.Address(self.socket.getsockname()[1], "key")
 
@@ -282,58 +296,6 @@ def test_seeds_differ_in_the_bits_that_torch_looks_at():
     seeds = [vllm.seed_of(f"0:1:2:{n}") for n in range(1000)]
     assert len({seed & 0xFFFFFFFF for seed in seeds}) == 1000
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-@pytest.mark.parametrize("way", ["killed", "closed", "asked", "guardian killed"])
-def test_a_command_ends_with_whoever_started_it(tmp_path, way):
-    """And with it what the command itself has started, in whatever way it is left alone."""
-    import subprocess
-
-    starts = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)', {str(tmp_path)!r}]); time.sleep(99)"  # noqa: E501
-    holds = (
-        "import subprocess, sys, time\n"
-        f"one = subprocess.Popen([sys.executable, '-I', '-S', {guardian.__file__!r}, sys.executable, '-c', "
-        f"{starts!r}, {str(tmp_path)!r}], stdin=subprocess.PIPE, start_new_session=True)\n"
-        "print(one.pid, flush=True)\ntime.sleep(99)\n"
-    )
-    if way == "guardian killed":  # then the one that started it ends it
-        server = vllm.Server([sys.executable, "-c", starts, str(tmp_path)], {}, tmp_path / "log")
-        wait_for(lambda: len(running(tmp_path)) == 3)
-        server._process.kill()
-        server.end()
-        wait_for(lambda: not running(tmp_path))
-        return
-    holder = subprocess.Popen([sys.executable, "-c", holds], stdout=subprocess.PIPE, text=True)
-    pid = int(holder.stdout.readline())
-    wait_for(lambda: len(running(tmp_path)) == 3)
-    if way == "asked":
-        os.kill(pid, signal.SIGTERM)
-    else:
-        holder.send_signal(signal.SIGKILL if way == "killed" else signal.SIGTERM)
-    wait_for(lambda: not running(tmp_path))
-    holder.kill()
-    holder.wait()
-    holder.stdout.close()
-
-
-def running(mark: Path) -> list[str]:
-    """Processes that have been given this path."""
-    found = []
-    for one in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = one.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if str(mark).encode() in words:
-            found.append(one.parent.name)
-    return found
-
-
-def wait_for(fact) -> None:
-    give_up = time.monotonic() + guardian.END_SECONDS + 10
-    while not fact():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
 
 
 @pytest.mark.slow
