@@ -45,6 +45,8 @@ BASE = "base"
 START_SECONDS, STALLED_SECONDS = 1800.0, 1800.0
 """That it may take to start, and to end the next answer of those it is asked for."""
 POLL_SECONDS, DYING_SECONDS = 0.5, 20.0
+CAUSE = re.compile(r"(?:\(.+? pid=\d+\) )?(?:ERROR [^\]]*\] )?\s*([\w.]*(?:Error|Exception): .+)")
+"""An exception in what vLLM prints, behind the name of its process."""
 OURS = (
     *("PYTHONPATH", "PYTHONHOME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
     *("MASTER_ADDR", "MASTER_PORT", "PYTORCH_CUDA_ALLOC_CONF", "TORCHELASTIC_ERROR_FILE", "TRITON_INTERPRET"),
@@ -114,7 +116,7 @@ class Server:
         """The cause that it named when it failed, else its last lines; as a sentence."""
         with self.log.open(encoding="utf-8", errors="replace") as file:
             lines = deque((line.strip() for line in file), maxlen=400)
-        causes = [found[0] for line in lines if (found := re.search(r"\b\w*(Error|Exception): .+", line))]
+        causes = [found[1] for line in lines if (found := CAUSE.match(line))]
         causes = [one for one in causes if "stack trace" not in one] or causes
         said = causes[-1:] or [line for line in lines if line][-3:]
         return f"{' / '.join(said)[-400:].rstrip('.')}." if said else "it said nothing."
