@@ -160,6 +160,10 @@ def test_two_ranks_ask_the_same_process(tiny_model, tmp_path, monkeypatch, faked
     [
         ({"ends": "no such architecture"}, "vLLM ended before it answered: ValueError: no such architecture. All it"),
         ({"dies_at": 20}, "vLLM ended while it was to answer: RuntimeError: Worker failed, the cache is full. All it"),
+        (
+            {"off": 1.5},
+            "vLLM does not compute the model that is trained: in step 1 its log-probability of a token was 1.5",
+        ),
         ({"rejects": True}, "vLLM rejects the run's adapter: LoRA rank 4 is greater than max_lora_rank 8."),
     ],
 )
