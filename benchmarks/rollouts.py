@@ -1,6 +1,6 @@
 """GRPO on a task whose answers can be checked, with a real model: held-out reward before and after.
 
-    python benchmarks/rollouts.py MODEL [--steps 14] [--seed 0] [--objective grpo] [--output DIR]
+    python benchmarks/rollouts.py MODEL [--steps 14] [--seed 0] [--objective grpo] [--engine own] [--output DIR]
 
 Questions that are to be answered in three words at most, which nobody tells the model: it has to find out what is
 rewarded. Instruct models answer in sentences, and a few percent of their samples are short enough.
@@ -23,6 +23,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--objective", default="grpo", choices=("grpo", "rloo"))
+    parser.add_argument("--engine", default="own", choices=("own", "vllm"))
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     folder = options.output or Path(tempfile.mkdtemp(prefix="rollouts-"))
@@ -32,8 +34,8 @@ def main() -> None:
         "model": options.model,
         "objective": options.objective,
         "rewards": [{"kind": "regex", "name": "short", "pattern": r"^\W*\w+(\W+\w+){0,2}\W*$"}],
-        "rollout": {"prompts": 3, "answers": 8, "max_answer_tokens": 12},
-        "precision": "fp32",
+        "rollout": {"engine": options.engine, "prompts": 3, "answers": 8, "max_answer_tokens": 12},
+        "precision": options.precision,
         "lora": {"rank": 8},
         "data": [{"path": str(folder / "train.jsonl")}],
         "eval": [{"path": str(folder / "held_out.jsonl")}],
@@ -50,7 +52,13 @@ def main() -> None:
     subprocess.run([sys.executable, "-m", "tunesmith", "train", str(folder / "run.yaml")], check=True)
     records = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
     rewards = [(one["step"], one["figures"]["reward"]) for one in records if one["event"] == "evaluation"]
-    print(json.dumps({"seconds": round(time.monotonic() - began), "held_out_reward": rewards, "seed": options.seed}))
+    said = {"seconds": round(time.monotonic() - began), "held_out_reward": rewards, "seed": options.seed}
+    steps = [one for one in records if one["event"] == "step"]
+    said["seconds_a_step"] = sorted(one["seconds"] for one in steps)[len(steps) // 2]
+    if options.engine == "vllm":
+        said["sampler_gap"] = max(one["figures"]["sampler_gap"] for one in steps)
+        said["sampler_gap_largest"] = max(one["figures"]["sampler_gap_largest"] for one in steps)
+    print(json.dumps(said))
 
 
 def write_questions(folder: Path) -> None:

@@ -38,6 +38,13 @@ ROLLOUTS: dict[str, dict[str, Any]] = {
     "rloo_batch": {"objective": "rloo", "scale_rewards": "batch", "temperature": 1.3},
 }
 """Settings of `rollout`; the chosen and the rejected answers are the answers to each prompt."""
+DRAWN: dict[str, dict[str, Any]] = {
+    "grpo_drawn": {"objective": "grpo", "engine": "vllm", "temperature": 0.7},
+    "grpo_drawn_kl": {"objective": "grpo", "engine": "vllm", "loss": "grpo", "beta": 0.1, "epsilon_high": 0.3},
+    "grpo_drawn_dr": {"objective": "grpo", "engine": "vllm", "loss": "dr_grpo", "max_answer_tokens": 16},
+    "grpo_drawn_gspo": {"objective": "grpo", "engine": "vllm", "loss": "grpo", "ratios": "sequence", "epsilon": 0.05},
+}
+"""The same where another engine has drawn the answers' tokens, by log-probabilities of its own (`by_sampler`)."""
 ADAPTED: dict[str, dict[str, Any]] = {
     "rloo_kl": {"objective": "rloo", "beta": 0.3, "temperature": 0.7},
     "rloo_kl_batch": {"objective": "rloo", "beta": 0.05, "scale_rewards": "batch"},
@@ -59,6 +66,12 @@ REWARDS = ((1.0, 0.0), (0.5, 0.25), (1.0, 1.0), (0.0, 2.0), (0.0, 1.0))
 def sampled(reference_logps: Any) -> Any:
     """What tokens of an answer were given when they were sampled, from what the reference gives them."""
     return reference_logps + 0.2 * np.cos(np.arange(len(reference_logps)))
+
+
+def by_sampler(sampled_logps: Any) -> Any:
+    """With which the tokens of an answer were drawn by an engine that is not quite the trainer; weights of some are cut
+    off."""
+    return sampled_logps - 0.9 * np.sin(1 + 2 * np.arange(len(sampled_logps))) - 0.4
 
 
 PROMPTS, CHOSEN, REJECTED = (4, 7, 3, 5, 6), (5, 3, 9, 4, 6), (8, 3, 2, 6, 4)

@@ -101,10 +101,10 @@ class _World:
     def __init__(self, count: int):
         import multiprocessing
 
-        from tunesmith.launch.local import _free_port
+        from tunesmith.launch.local import free_port
 
         context = multiprocessing.get_context("fork")
-        port = _free_port()
+        port = free_port()
         self._pipes, self._processes = [], []
         for rank in range(count):
             ours, theirs = context.Pipe()

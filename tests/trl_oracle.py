@@ -49,7 +49,7 @@ def trl_gradients(name: str, model_folder: Path, reference_folder: Path) -> tupl
     return loss.item(), {name: weight.grad for name, weight in trained.named_parameters() if weight.grad is not None}
 
 
-EVERY = cases.CASES | cases.ROLLOUTS | cases.ADAPTED | cases.DISTILLED
+EVERY = cases.CASES | cases.ROLLOUTS | cases.DRAWN | cases.ADAPTED | cases.DISTILLED
 
 
 COMMON = {"report_to": "none", "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "disable_tqdm": True}
@@ -225,7 +225,21 @@ def _rolled_out(objective, case, model, reference, tokenizer, folder) -> tuple[t
     old = [cases.sampled(row[:count].numpy()) for row, count in zip(base, answers, strict=True)]
     old = torch.stack([torch.nn.functional.pad(torch.tensor(one), (0, base.shape[1] - len(one))) for one in old])
     inputs |= {"old_per_token_logps": old.float(), "old_logps": (old * inputs["completion_mask"]).sum(1).float()}
+    if case.get("engine") == "vllm":
+        inputs["importance_sampling_ratio"] = _importance(trainer, old, answers)
     return trainer._compute_loss(trainer.model, inputs), model
+
+
+def _importance(trainer, old: torch.Tensor, answers: list[int]) -> torch.Tensor:
+    """What TRL makes of log-probabilities of another engine, in the mode `token_truncate` with its default cap: the
+    lines of `GRPOTrainer._generate_and_score_completions`, which ask an engine that is not here."""
+    drawn = [cases.by_sampler(row[:count].numpy()) for row, count in zip(old, answers, strict=True)]
+    drawn = torch.stack([torch.nn.functional.pad(torch.tensor(one), (0, old.shape[1] - len(one))) for one in drawn])
+    mask = torch.arange(old.shape[1])[None] < torch.tensor(answers)[:, None]
+    trainer.use_vllm = True
+    assert trainer.vllm_importance_sampling_correction
+    options = {"min": trainer.vllm_importance_sampling_clip_min, "max": trainer.vllm_importance_sampling_clip_max}
+    return torch.exp((old - drawn) * mask).clamp(**options).float()
 
 
 def _adapted(objective, case, model, reference, tokenizer, folder) -> tuple[torch.Tensor, Any]:

@@ -23,6 +23,7 @@ from tunesmith.data.types import StepBatch
 from tunesmith.model import lora
 from tunesmith.model.forward import to_device, token_losses
 from tunesmith.objectives import objective_of
+from tunesmith.objectives.base import Answers
 from tunesmith.optim.build import Optimizer
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.plan import ForwardSpec
@@ -31,6 +32,9 @@ from tunesmith.run.rollout import Answer, Rollouts, at_temperature
 from tunesmith.train.step import TrainStep
 
 TRL = json.loads((Path(__file__).with_name("trl.json")).read_text())
+
+
+EVERY = cases.ROLLOUTS | cases.DRAWN
 
 
 def documents() -> list[PackedDocument]:
@@ -55,7 +59,7 @@ def reference_logps(folder: Path, temperature: float) -> list[np.ndarray]:
 
 def step_of(name: str, folders: tuple[Path, Path], cut: str, *, is_first: bool = False, updates: int = 1):
     """Loss and gradients of one step; the optimizer is stopped from applying them."""
-    settings = dict(cases.ROLLOUTS[name])
+    settings = dict(EVERY[name])
     kind, layout = settings.pop("objective"), "padded" if cut == "padded" else "packed"
     objective = objective_of(Run(model="m", data="d", objective=kind, rollout=settings, rewards="exact"))
     temperature = settings.get("temperature", 1.0)
@@ -87,12 +91,16 @@ def step_of(name: str, folders: tuple[Path, Path], cut: str, *, is_first: bool =
     step = TrainStep(model, spec, optimizer, device=CPU, max_grad_norm=None, seed=0, objective=objective)
     if is_first:
         return step(batch, 3e-3), found
-    step._sampled = [of(one, [cases.sampled(logps) for logps in compared]) for one in batches]
+    sampled = [cases.sampled(logps) for logps in compared]
+    step._sampled = [of(one, sampled) for one in batches]
+    if settings.get("engine") == "vllm":
+        drawn = [cases.by_sampler(logps) for logps in sampled]
+        batch = replace(batch, micro_batches=tuple(replace(one, sampler=of(one, drawn)) for one in batches))
     return step._launch(batch, 1.0, lambda: False)(), found
 
 
-OFTEN = [("grpo", "accumulated"), ("grpo_gspo", "padded"), *((name, "packed") for name in cases.ROLLOUTS)]
-SELDOM = [(name, cut) for name in cases.ROLLOUTS for cut in CUTS if (name, cut) not in OFTEN]
+OFTEN = [("grpo", "accumulated"), ("grpo_gspo", "padded"), *((name, "packed") for name in EVERY)]
+SELDOM = [(name, cut) for name in EVERY for cut in CUTS if (name, cut) not in OFTEN]
 
 
 @pytest.mark.parametrize(("name", "cut"), [*OFTEN, *(pytest.param(*one, marks=pytest.mark.slow) for one in SELDOM)])
@@ -105,7 +113,7 @@ def test_loss_and_gradient_are_trls(models, name, cut):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl 1.16")
-@pytest.mark.parametrize("name", cases.ROLLOUTS)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_number_of_the_gradient_is_trls(models, name):  # noqa: F811
     from trl_oracle import trl_gradients
 
@@ -117,6 +125,34 @@ def test_every_number_of_the_gradient_is_trls(models, name):  # noqa: F811
         torch.testing.assert_close(gradient, expected[weight], atol=1e-5 * largest, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["rloo", "rloo_batch"])
+def test_answers_that_another_engine_has_drawn_count_by_how_likely_they_were(models, name):  # noqa: F811
+    """With `rloo`, which TRL does not correct: each answer as a whole, by at most 3, without a gradient of its own."""
+    settings = dict(cases.ROLLOUTS[name])
+    run = Run(model="m", data="d", objective=settings.pop("objective"), rewards="exact", rollout=settings)
+    objective = objective_of(run.model_copy(update={"rollout": run.rollout.model_copy(update={"engine": "vllm"})}))
+    lengths, count = torch.tensor([3, 1, 4]), 8
+    torch.manual_seed(0)
+    logps, weights = -torch.rand(count).double(), torch.ones(count).double()
+    leaf, ahead = logps.clone().requires_grad_(), torch.tensor([1.5, -0.5, 2.0]).double()
+    before, drawn = logps - 0.01, logps - torch.linspace(-0.9, 0.9, count).double()
+    zeros = torch.zeros(3).double()
+    answers = Answers(leaf, weights, weights, lengths, zeros, zeros, torch.zeros(()), ahead, before, None, drawn)
+    columns = objective.columns(answers)
+    starts = [(0, 3), (3, 4), (4, 8)]
+    importance = torch.stack([(before - drawn)[a:b].sum().exp() for a, b in starts])
+    assert importance.max() > 3 > importance.min()
+    moved = torch.stack([(leaf - before)[a:b].sum().exp() for a, b in starts])
+    expected = -moved * ahead * importance.clamp(max=3.0)
+    torch.testing.assert_close(columns["loss"].each_e, expected, rtol=1e-12, atol=1e-12)
+    (found,) = torch.autograd.grad(columns["loss"].each_e.sum(), leaf, retain_graph=True)
+    torch.testing.assert_close(found, torch.autograd.grad(expected.sum(), leaf)[0], rtol=1e-12, atol=1e-12)
+    far = (before - drawn).abs()
+    assert columns["sampler_gap"].each_e.sum().item() == pytest.approx(far.sum().item())
+    assert columns["sampler_gap_largest"].each_e.tolist() == [far[a:b].max().item() for a, b in starts]
+    assert columns["sampler_capped"].each_e.tolist() == (importance > 3).double().tolist()
+
+
 class Given:
     """A generator whose model has answered already."""
 
@@ -124,6 +160,7 @@ class Given:
         self.called = self.model = model
         self.seed, self.encoder = 0, SimpleNamespace(tokenizer=tokenizer)
         self.rewards = SimpleNamespace(names=["given"])
+        self.refresh = lambda _: None
 
     def answers(self, prompts, wanted, **_) -> list[Answer]:
         made = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +49,8 @@ class Aside:
             how = {"plan": self.plan, "ranks": None if self.environment.is_started else 1, "saves": False}
             setting = start_run(there, others, **how, warn=output.warn, progress=output.progress)
             output.stage("Loading the model")
-            yield assemble(setting, others), others
+            with closing(assemble(setting, others)) as job:
+                yield job, others
             others.wait()  # before the folder is gone
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,8 +88,8 @@ def train_prepared(
         if shared is None:
             screen.show_plan(setting.plan)
         screen.stage("Loading the model")
-    with _memory_errors_in_words(setting.plan, folder, run, observe):
-        job = assemble(setting, others, screen.progress, shared)
+    with _memory_errors_in_words(setting.plan, folder, run, observe), ExitStack() as stack:
+        job = stack.enter_context(closing(assemble(setting, others, screen.progress, shared)))
         for message in job.warnings:
             if message not in setting.data.leaks:
                 observe(events.Warned(message))

@@ -304,6 +304,8 @@ class Embedding(Settings):
 class Rollout(Settings):
     """Answers of the model itself, which `rewards` check (`objective: grpo`, `rloo`) or a teacher does (`distill`)."""
 
+    engine: Literal["own", "vllm"] = "own"
+    """What answers: the trainer itself, or vLLM in a process of its own, given the adapter before each step."""
     prompts: Count = 8
     """Prompts of an optimizer step, over all devices."""
     answers: Annotated[Count, Field(ge=2, le=1024)] = 8
@@ -808,6 +810,8 @@ def _unsuited_rollout(run: Run) -> str | None:
         return why if rollout != Rollout() or run.rewards else None
     if not run.rewards:
         return f"rewards: `objective: {objective}` needs at least one, such as `rewards: [exact]`"
+    if rollout.engine == "vllm" and (why := _unsuited_to_vllm(run)):
+        return f"rollout.engine: vllm {why}; use engine: own"
     titles = [one.title for one in run.rewards]
     if twice := next((one for one in titles if titles.count(one) > 1), None):
         return f"rewards: two of them are called {twice}; give each a `name`"
@@ -828,6 +832,23 @@ def _unsuited_rollout(run: Run) -> str | None:
         )
     if rollout.updates > 1 and str(run.peft.get("peft_type", "")).upper() == "ADALORA":
         return "rollout.updates: AdaLoRA's schedule goes by steps of one update"
+    return None
+
+
+def _unsuited_to_vllm(run: Run) -> str | None:
+    """Why vLLM cannot answer with what is trained."""
+    if run.method in ("qlora", "loqt"):
+        return f"would answer with the base as its files have it, and method {run.method} trains on one in few bits"
+    if run.method != "lora":
+        return f"is given an adapter before each step, so it needs method lora, and method is {run.method}"
+    if run.lora.dora:
+        return "rejects DoRA"
+    if run.new_tokens:
+        return "ignores the embeddings of new_tokens"
+    if run.quantization_aware is not None:
+        return "would answer with a base that is not rounded, and quantization_aware trains on one that is"
+    if run.deterministic:
+        return "does not draw the same bits each time, as deterministic promises"
     return None
 
 

@@ -226,6 +226,8 @@ class MicroBatch:
     """float64 [D]: by how much each answer is better than others to its prompt, where they are the model's own"""
     compared: Any = None
     """float64 [N]: the log-probability that the reference gives each target token, where ratios are by tokens"""
+    sampler: Any = None
+    """float64 [N]: the log-probability with which each target token was drawn, where another engine has answered"""
     is_sampled: bool = False
     """Its targets are the model's own answers, and not the data's."""
     keys: Any = None

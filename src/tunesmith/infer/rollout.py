@@ -37,6 +37,8 @@ class Sampled:
     """Of the answer, the token that ended it included."""
     is_ended: bool
     """By the model itself; else it was cut off."""
+    logps: list[float] | None = None
+    """With which each token was drawn, where another engine has drawn them."""
 
 
 @dataclass(frozen=True)

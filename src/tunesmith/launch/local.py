@@ -119,7 +119,7 @@ def write_failure(message: str, traceback: str) -> bool:
 
 
 def _start(command: Sequence[str], ranks: int, folder: Path) -> list[subprocess.Popen]:
-    port = _free_port()
+    port = free_port()
     return [
         subprocess.Popen(
             list(command),
@@ -187,7 +187,7 @@ def _kill(processes: list[subprocess.Popen]) -> None:
         process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

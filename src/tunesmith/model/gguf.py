@@ -22,9 +22,10 @@ from tunesmith.disk import writing
 from tunesmith.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CONVERTER = "2"
+CONVERTER = "3"
 """Part of the cache key: raise it when the conversion changes."""
 
 
@@ -76,7 +77,7 @@ def _content_key(file: Path) -> str:
 def _convert(file: Path, folder: Path) -> None:
     tokenizer = read_tokenizer(file)
     import torch
-    from safetensors.torch import save_model
+    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +87,7 @@ def _convert(file: Path, folder: Path) -> None:
         tokenizer.save_pretrained(partial)
         with contextlib.redirect_stderr(io.StringIO()):
             model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-        save_model(model, str(partial / "model.safetensors"), metadata={"format": "pt"})
+        save_file(each_once(model), partial / "model.safetensors", metadata={"format": "pt"})
         config = model.config
         del config.quantization_config
         config.architectures = [type(model).__name__]
@@ -99,6 +100,17 @@ def _convert(file: Path, folder: Path) -> None:
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def each_once(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The model's tensors; one with several names by that of the embedding, where others look for it: vLLM makes one
+    up where it finds the head alone."""
+    embedding, state = model.get_input_embeddings().weight, model.state_dict()
+    first = sorted(state, key=lambda name: state[name].data_ptr() != embedding.data_ptr() or "embed" not in name)
+    found: dict[tuple[int, torch.Size], str] = {}
+    for name in first:
+        found.setdefault((state[name].data_ptr(), state[name].shape), name)
+    return {name: state[name].contiguous() for name in found.values()}
 
 
 def _restore_pre_tokenizer(tokenizer, metadata) -> None:

@@ -40,6 +40,8 @@ class Answered(Documents, Protocol):
     def advantages(self) -> torch.Tensor | None: ...
     @property
     def compared(self) -> torch.Tensor | None: ...
+    @property
+    def sampler(self) -> torch.Tensor | None: ...
 
 
 class Scoring:
@@ -93,7 +95,7 @@ class Scoring:
         rows_n, lengths_d = targets_of(batch)
         assert int(lengths_d.sum()) == len(rows_n)
         weights_n = moved(batch.weights[rows_n].double(), self.device)
-        each = {"advantages_d": batch.advantages, "references_n": batch.compared}
+        each = {"advantages_d": batch.advantages, "references_n": batch.compared, "sampler_n": batch.sampler}
         rolled = {name: None if one is None else moved(one, self.device) for name, one in each.items()}
         if rolled["advantages_d"] is not None:
             rolled |= {"advantages_d": rolled["advantages_d"][:count], "sampled_n": self.sampled}

@@ -64,6 +64,8 @@ class Answers:
     """Log-probability of each target token before the first update with these answers; None: as it is now."""
     references_n: Tensor | None = None
     """What the reference gives each target token."""
+    sampler_n: Tensor | None = None
+    """Log-probability with which each target token was drawn, where another engine than the trainer has answered."""
 
     @cached_property
     def logps_d(self) -> Tensor:

@@ -83,6 +83,8 @@ SCAN_CHUNK = 128
 """Tokens of a chunk of a state space, the same as in `kernels.scan`."""
 ROLLOUT_ROWS = 256
 """Answers that are decoded at once, at most."""
+ENGINE = 4 * 2**30
+"""Of vLLM on a GPU besides weights, keys and values. Its documentation's usual figures; not measured here."""
 CACHE_ROOM = 64
 """Columns of their cache that nothing is in yet, the same as in `infer.cache`; captured steps have a multiple."""
 OUTSIDE = frozenset({"loss", "optimizer step"})
@@ -229,7 +231,7 @@ def _besides(
         phases["the teacher's forward pass"] = _asking(task, choice, static, tokens)
     if task.is_merged:
         phases["merge"] = _merging(task, choice, saved, tokens)
-    if (answers := rolled_out(task, choice)) is not None:
+    if (answers := rolled_out(task, choice)) is not None and not has_engine(task):
         phases["rollout"] = _rolling_out(task, *answers)
     return phases
 
@@ -704,6 +706,28 @@ def rolled_out(task: Task, choice: Choice) -> tuple[Rollout, int, int] | None:
         documents = task.sequences * task.sequence_length / max(1, task.mean_document or task.document_length)
         return objective.rollout, math.ceil(documents / choice.data_ranks), 1
     return None
+
+
+def has_engine(task: Task) -> bool:
+    """Whether another process than the trainer answers."""
+    return isinstance(task.objective, Grpo) and task.objective.rollout.engine == "vllm"
+
+
+def engine_memory(task: Task) -> int:
+    """What vLLM needs beside the trainer, on the device where it answers: the base, keys and values of all answers at
+    their longest, and what its libraries, captured passes and its largest batch take."""
+    base = task.facts.parameters * task.width
+    return round(base + engine_cache(task) + (ENGINE if task.device == "cuda" else HOST_PROCESS))
+
+
+def engine_cache(task: Task) -> float:
+    """Bytes of keys and values; on a CPU whole GiB, as vLLM is told them there."""
+    assert isinstance(task.objective, Grpo)
+    facts, rollout = task.facts, task.objective.rollout
+    rows = min(ROLLOUT_ROWS, rollout.prompts * rollout.answers)
+    longest = min(task.sequence_length, (task.longest_sampled or task.document_length) + rollout.max_answer_tokens)
+    size = 2 * facts.kv_heads * facts.head_dim * facts.layers * task.width * rows * longest
+    return size if task.device == "cuda" else 2**30 * math.ceil(size / 2**30)
 
 
 def _rolling_out(task: Task, rollout: Rollout, prompts: int, answers: int) -> dict[str, float]:

@@ -268,6 +268,8 @@ class Plan(Part):
     """The phase of the peak."""
     phases: tuple[Phase, ...] = ()
     """Predicted, at each moment of a step that may be its peak."""
+    engine_memory: int = 0
+    """Bytes of the GPU, or on a CPU of its keys and values, that vLLM may use beside the trainer (`rollout.engine`)."""
     memory_limit: int
     """What the device has for this run, in bytes."""
     host_memory: int = 0

@@ -57,6 +57,27 @@ def explain(
         )
 
 
+def explain_engine(task: Task, found: Candidate, limit: int, decide: Decide) -> int:
+    """Say what another process has that answers in steps, given what the trainer may use; how much vLLM is told."""
+    if not memory.has_engine(task):
+        return 0
+    needed, more = memory.engine_memory(task), max(0, limit - found.bytes)
+    if task.device == "cuda":
+        given = needed + more
+        has = f"{gib(given)} of {'a' if task.hardware.gpu_count > 1 else 'the'} GPU, which the trainer leaves"
+    else:
+        given = round(memory.engine_cache(task))
+        has = f"about {gib(needed)} of host memory"
+    decide(
+        "answers",
+        "by vLLM",
+        f"a process of its own beside the trainer, with {has}; it draws by other arithmetic, which is corrected for, "
+        "and a run that was killed goes on, though not to the same bytes; its speed is guessed as if the trainer "
+        "answered",
+    )
+    return given
+
+
 def _explain_teacher(task: Task, found: Candidate, decide: Decide) -> None:
     if task.facts.teacher is None:
         return

@@ -24,7 +24,7 @@ from tunesmith.plan.facts import ModelFacts
 from tunesmith.plan.hardware import Hardware
 from tunesmith.plan.plan import Mesh, Phase, Plan, Reason
 from tunesmith.plan.ranking import best_of, fits_host, should_capture, with_transposed
-from tunesmith.plan.reasons import explain
+from tunesmith.plan.reasons import explain, explain_engine
 from tunesmith.plan.task import Draw, decide_determinism, make_task, margin_of
 
 
@@ -74,7 +74,7 @@ def search(
         decide("held out", f"{held_out:,} records", why)
     margin = margin_of(task, decide)
     free = task.gpu.free if task.device == "cuda" else hardware.available // hardware.processes
-    limit = int((1 - margin) * free)
+    limit = _beside_engine(task, int((1 - margin) * free))
     pinned = {"matmul_dtype": matmul_dtype, **(pins or {})}
     if run.optimizer_states is not None:
         pinned.setdefault("optimizer_states", run.optimizer_states)
@@ -82,6 +82,7 @@ def search(
     every = [candidate for tier in tiers for candidate in tier]
     found = chosen or min(every, key=lambda candidate: (not fits_host(task, candidate.choice), candidate.bytes))
     explain(run, task, found, every, limit, chosen is not None, decide)
+    engine = explain_engine(task, found, limit, decide)
     saves_beside = _saves_beside(task, found.choice, decide)
     deterministic = decide_determinism(run, task.device, decide)
     plan = _plan_of(
@@ -90,11 +91,26 @@ def search(
         limit,
         amount,
         held_out=held_out,
+        engine=engine,
         saves_beside=saves_beside,
         deterministic=deterministic,
         reasons=tuple(reasons),
     )
     return Search(plan, task, found, tiers)
+
+
+def _beside_engine(task: Task, limit: int) -> int:
+    """What is left for the trainer where another process answers. UserError where that is nothing."""
+    if not memory.has_engine(task):
+        return limit
+    needed = memory.engine_memory(task)
+    if needed >= limit:
+        raise UserError(
+            f"rollout.engine: vllm needs about {gib(needed)} beside the trainer, and {gib(limit)} may be used in all; "
+            "lower rollout.answers or rollout.max_answer_tokens, or use engine: own, which answers with the trainer's "
+            "own weights."
+        )
+    return limit - needed
 
 
 def _choose(
@@ -126,6 +142,7 @@ def _plan_of(
     amount: Amount,
     *,
     held_out: int,
+    engine: int,
     saves_beside: bool,
     deterministic: bool,
     reasons: tuple[Reason, ...],
@@ -179,6 +196,7 @@ def _plan_of(
         memory=found.peak.memory,
         peak=found.peak.name,
         phases=tuple(memory.timeline(task, choice)),
+        engine_memory=engine,
         memory_limit=limit,
         host_memory=memory.host_memory(task, choice, copied=copied),
         disk=memory.disk(task, choice),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ from tunesmith.plan.plan import ForwardSpec, Plan
 from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder
 from tunesmith.run.base import keep_base
+from tunesmith.run.engine import Engine, Started, started_engine
 from tunesmith.run.evaluate import Evaluator, held_out_while_training, with_known_start
 from tunesmith.run.on_policy import OnPolicy, check_prompts
 from tunesmith.run.reference import Progress, Reference
@@ -68,10 +70,25 @@ def assemble(
     progress: Progress | None = None,
     shared: Shared | None = None,
 ) -> Job:
-    """Prepare the model by the plan, and put the job together."""
+    """Prepare the model by the plan, and put the job together; it is to be closed."""
     run, plan, ranks = setting.run, setting.plan, ranks or Ranks()
     device = _device(plan, ranks)
     _make_ready(run, plan, device, ranks)
+    with ExitStack() as stack:
+        started = stack.enter_context(started_engine(run, plan, ranks, progress))
+        job = _assembled(setting, ranks, device, progress, shared, started)
+        return replace(job, close=stack.pop_all().close)
+
+
+def _assembled(
+    setting: Setting,
+    ranks: Ranks,
+    device: torch.device,
+    progress: Progress | None,
+    shared: Shared | None,
+    started: Started | None,
+) -> Job:
+    run, plan = setting.run, setting.plan
     objective = objective_of(run)
     loader = _prompt_loader(setting, objective) if isinstance(objective, Grpo) else _loader(setting, ranks, objective)
     teach = None
@@ -101,7 +118,8 @@ def assemble(
     state = TrainingState(optimizer, share, setting.checkpoints, schedule or merges, rule=rule)
     told = {"steps": loader.total_steps, "losses": state.losses}
     result = ResultWriter.of(run, plan, model, optimizer, share, setting.data, **told, tuned=prepared.tuned)
-    answering = _answering(setting, called, objective, device, ranks)
+    engine = None if started is None else Engine(started, result.write_current, ranks)
+    answering = _answering(setting, called, objective, device, ranks, engine)
     evaluate, samples = None, SampleLog(Path(run.output), is_first=ranks.is_first)
     if answering.generator is not None and evals:
         evaluate = RewardEvaluator(answering.generator, evals, ranks, state.losses)
@@ -185,11 +203,16 @@ class _Answering(NamedTuple):
 
 
 def _answering(
-    setting: Setting, called: nn.Module, objective: Objective, device: torch.device, ranks: Ranks
+    setting: Setting,
+    called: nn.Module,
+    objective: Objective,
+    device: torch.device,
+    ranks: Ranks,
+    engine: Engine | None,
 ) -> _Answering:
     run, plan, encoder, folder = setting.run, setting.plan, setting.data.encoder, Path(setting.run.output)
     if isinstance(objective, Grpo):
-        generator = Generator(called, encoder, run.rollout, Rewards(run.rewards), run.seed)
+        generator = Generator(called, encoder, run.rollout, Rewards(run.rewards), run.seed, engine)
         spec = at_temperature(plan.forward, run.rollout.temperature)
         longest = max(int(store.lengths.max()) for store in setting.data.train)
         return _Answering(spec, Rollouts(generator, objective, spec, plan, device, ranks, folder, longest), generator)

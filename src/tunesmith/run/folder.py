@@ -104,6 +104,8 @@ class Identity:
             kept.pop("rewards", None)
             if not is_on_policy:
                 kept.pop("rollout", None)
+        if (kept.get("rollout") or {}).get("engine") == "own":  # as runs were known before it was a setting
+            kept["rollout"] = {name: one for name, one in kept["rollout"].items() if name != "engine"}
         return kept
 
 

@@ -109,6 +109,18 @@ class ResultWriter:
             self._write_model_together(target, describe)
         return target
 
+    def write_current(self, target: Path) -> Path:
+        """The adapter as it is now and no more than its config beside it, for another engine that answers with it. All
+        ranks must take part."""
+        self.optimizer.finish_update()
+        if not isinstance(self.share.called, Sharded):
+            return write_adapter(self.model, self.run, target)
+        self._write_adapter_together(target, lambda partial: self._write_config(partial))
+        return target
+
+    def _write_config(self, target: Path) -> None:
+        (target / ADAPTER_CONFIG).write_text(self.adapter_config)
+
     def _write_adapter_together(self, target: Path, describe: Callable[[Path], None]) -> None:
         tensors = self.share.own(self.optimizer.weights)
         parts, shapes = self._adapter_parts(tensors)
@@ -185,7 +197,7 @@ class ResultWriter:
         dtype = None if self.run.gives_adapter else self.dtype
         side_files.put_beside(Path(self.run.output) / side_files.FOLDER, target, dtype=dtype, card=text)
         if self.adapter_config:
-            (target / ADAPTER_CONFIG).write_text(self.adapter_config)
+            self._write_config(target)
 
 
 def _adapter_config(model: nn.Module, run: Run, share: Share) -> str:

@@ -1,6 +1,7 @@
 """Steps of a run whose model learns from its own answers: prompts -> answers -> rewards -> advantages -> micro-batches.
 
-The answers are given by the weights and modules that are being trained, adapters on, from a key-value cache. Ranks
+The answers are given by the weights and modules that are being trained, adapters on, from a key-value cache, or by vLLM
+with the same adapter (`run.engine`), whose log-probabilities then stand beside the tokens. Ranks
 share the prompts of a step; then each knows all answers, and packs them as one rank alone would. What tokens were given
 when they were sampled is taken from the step's own forward pass, so that ratios begin at exactly 1.
 """
@@ -41,6 +42,7 @@ from tunesmith.parallel.shard import Sharded
 from tunesmith.plan.memory import ROLLOUT_ROWS as ROWS
 from tunesmith.plan.plan import ForwardSpec, Plan
 from tunesmith.rewards import Rewards
+from tunesmith.run.engine import Engine
 from tunesmith.run.shape import micro_batch_shape
 from tunesmith.train.events import Evaluation
 
@@ -60,16 +62,24 @@ class Answer:
     found: list[float]
     """What each reward gives it."""
     reward: float
+    logps: list[float] | None = None
+    """With which its tokens were drawn, where another engine has drawn them."""
 
 
 class Sampler:
     """The model as it answers."""
 
-    def __init__(self, called: nn.Module, encoder: Encoder, settings: Rollout, seed: int):
-        self.called, self.encoder, self.settings, self.seed = called, encoder, settings, seed
+    def __init__(self, called: nn.Module, encoder: Encoder, settings: Rollout, seed: int, engine: Engine | None = None):
+        """`engine`: what answers in the model's place, with the same weights."""
+        self.called, self.encoder, self.settings, self.seed, self.engine = called, encoder, settings, seed, engine
         self.model: nn.Module = called.model if isinstance(called, Entrance) else called
         self.stop_ids = frozenset(stop_tokens(self.model, encoder))
         self._is_shared: bool | None = None
+
+    def refresh(self, step: int) -> None:
+        """Before answers by the weights as they are after so many steps. All ranks take part."""
+        if self.engine is not None:
+            self.engine.refresh(f"step-{step}")
 
     def sampled(
         self,
@@ -82,11 +92,13 @@ class Sampler:
         should_stop: Callable[[int], None] = lambda _: None,
     ) -> list[Sampled]:
         """`max_tokens`: of an answer, where that is less than the settings say. `rows`: answers at a time."""
-        was_training = self.called.training
-        self.called.eval()
         most = max_tokens or self.settings.max_answer_tokens
         options = {"max_tokens": most, "temperature": temperature, "rows": rows}
         options |= {"stop_ids": self.stop_ids, "should_stop": should_stop}
+        if self.engine is not None:
+            return self.engine.sampled(prompts, wanted, **options)
+        was_training = self.called.training
+        self.called.eval()
         work = partial(self._sample, prompts=prompts, wanted=wanted, **options)
         try:
             return self.called(work) if isinstance(self.called, Entrance) else work(self.called)
@@ -104,8 +116,16 @@ class Sampler:
 class Generator(Sampler):
     """With what its answers are checked by."""
 
-    def __init__(self, called: nn.Module, encoder: Encoder, settings: Rollout, rewards: Rewards, seed: int):
-        super().__init__(called, encoder, settings, seed)
+    def __init__(
+        self,
+        called: nn.Module,
+        encoder: Encoder,
+        settings: Rollout,
+        rewards: Rewards,
+        seed: int,
+        engine: Engine | None = None,
+    ):
+        super().__init__(called, encoder, settings, seed, engine)
         self.rewards = rewards
 
     def answers(
@@ -122,7 +142,7 @@ class Generator(Sampler):
         asked = [prompts[one.prompt] for one in wanted]
         found = self.rewards([(text, one.facts, one.origin) for text, one in zip(texts, asked, strict=True)])
         return [
-            Answer(one.ids, one.is_ended, text, values, self.rewards.total(values))
+            Answer(one.ids, one.is_ended, text, values, self.rewards.total(values), one.logps)
             for one, text, values in zip(made, texts, found, strict=True)
         ]
 
@@ -163,6 +183,7 @@ class Rollouts:
             )
 
     def __call__(self, batch: PromptBatch, should_stop: Callable[[int, int], None]) -> StepBatch:
+        self.generator.refresh(batch.step)
         groups = self._groups(batch, should_stop)
         self._save_samples(batch, groups)
         documents = [
@@ -176,7 +197,7 @@ class Rollouts:
             for number, (prompt, group) in enumerate(zip(batch.prompts, groups, strict=True))
             for place, answer in enumerate(group)
         ]
-        micro_batches = self._dealt(documents)
+        micro_batches = with_sampler(self._dealt(documents), [one.logps for group in groups for one in group])
         rewards = [[answer.reward for answer in group] for group in groups]
         figures: dict[str, float] = {}
         if self.objective.rollout.beta:
@@ -351,6 +372,7 @@ class RewardEvaluator:
 
     def __call__(self, step: int, progress: Callable[[int, int], None]) -> Evaluation:
         began = time.monotonic()
+        self.generator.refresh(step)
         results = held_out_rewards(self.generator, self.stores, ranks=self.ranks, progress=progress)
         self.losses[step] = overall(results)
         return Evaluation(
@@ -396,6 +418,18 @@ def held_out_rewards(
         results.append(HeldOut(store.title, -reward / count, tokens, len(store), figures))
         done += len(store)
     return results
+
+
+def with_sampler(batches: tuple[MicroBatch, ...], logps: Sequence[list[float] | None]) -> tuple[MicroBatch, ...]:
+    """Micro-batches of answers, with the log-probabilities their tokens were drawn with, where these are known."""
+    if not all(logps):
+        return batches
+
+    def of(batch: MicroBatch) -> torch.Tensor:
+        counted = batch.numbers[batch.parts >= 0].tolist()
+        return torch.tensor([one for number in counted for one in logps[number] or ()], dtype=torch.float64)
+
+    return tuple(replace(one, sampler=of(one)) for one in batches)
 
 
 def check_rewards(rewards: Rewards, stores: Sequence[TokenStore]) -> None:

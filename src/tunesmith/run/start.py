@@ -26,6 +26,7 @@ from tunesmith.plan.plan import Plan
 from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder
 from tunesmith.run.choose import Progress, make_plan, tokenize_as_called, will_write, with_label_reason
+from tunesmith.run.engine import check_engine
 from tunesmith.run.initial import make_start
 from tunesmith.run.rollout import check_rewards
 from tunesmith.run.task_scores import read_tasks
@@ -71,6 +72,7 @@ def prepare_run(
     planned = run_folder.read_plan(folder) if before else None
     check_pairs(run)
     check_teacher(run)
+    check_engine(run)
     rewards = Rewards(run.rewards)  # mistakes in them are found before anything is read
     if has_head(run):
         make_head(run, load.load_skeleton(run))

@@ -93,5 +93,7 @@ class Job:
     """With `objective: distill`."""
     sets: tuple[tuple[str, str], ...] = ()
     """Title of each training data set, and the key under which the token cache has it."""
+    close: Callable[[], None] = lambda: None
+    """Ends what was started for it beside this process; once it is over, however it went."""
     roll_out: RollOut | None = None
     """With objectives that learn from the model's own answers: makes a step of its prompts."""

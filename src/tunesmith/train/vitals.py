@@ -32,6 +32,8 @@ STILL = 1e-9
 """Movement relative to the weights' size that is none: fp32 keeps seven digits."""
 PATIENCE = 3
 """Steps without any gradient, until which there may have been a reason."""
+FOREIGN = 1.0
+"""Mean difference of the log-probabilities of sampler and trainer that no rounding makes."""
 ALIKE = 5
 """Steps in a row whose answers to each prompt all have the same reward, after which that is said."""
 LEARNED = 1e-3
@@ -144,6 +146,12 @@ class Vitals:
 
     def see_rewards(self, step: int, figures: Mapping[str, float]) -> str | None:
         """What a step with the model's own answers found of them: where no reward differs, it teaches nothing."""
+        if (gap := figures.get("sampler_gap", 0.0)) > FOREIGN:
+            raise Failing(
+                f"vLLM does not compute the model that is trained: in step {step} its log-probability of a token was "
+                f"{gap:.2g} off the trainer's on average, where rounding makes it a few hundredths at most. Its log, "
+                "vllm.log in the run's folder, may say what it made of the model's files; or use rollout.engine: own."
+            )
         self.alike = self.alike + 1 if figures.get("no_spread") == 1 else 0
         if self.alike < ALIKE:
             return None
