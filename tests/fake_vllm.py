@@ -166,7 +166,7 @@ def _error(status: int, message: str) -> tuple[int, Any]:
 def main() -> None:
     settings = read_arguments()
     if FAULTS.get("ends"):
-        sys.exit(f"(EngineCore pid=1) ERROR 01-01 [core.py:1] ValueError: {FAULTS['ends']}")
+        sys.exit(f"(EngineCore pid=1) ERROR 01-01 00:00:00 [core.py:1] ValueError: {FAULTS['ends']}")
     engine, key = Engine(settings), os.environ["VLLM_API_KEY"]
     assert os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
     assert "RANK" not in os.environ
@@ -175,7 +175,8 @@ def main() -> None:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self._send(200 if self.path == "/health" else 404, "")
+            said = {"/health": "", "/version": {"version": "0.32.0"}}
+            self._send(200 if self.path in said else 404, said.get(self.path, ""))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -14,7 +14,15 @@ import pytest
 
 from tunesmith.errors import UserError
 from tunesmith.infer import vllm_server
-from tunesmith.infer.vllm_server import VARIABLE, Server, find_command, installed_version, is_taken, serve_words
+from tunesmith.infer.vllm_server import (
+    VARIABLE,
+    Server,
+    cause_of,
+    find_command,
+    installed_version,
+    is_taken,
+    serve_words,
+)
 
 STAND_IN = f"""#!{sys.executable}
 import http.server, json, os, sys
@@ -114,19 +122,30 @@ def test_it_is_asked_with_a_key_of_its_own_and_ended(stand_in):
     assert server._process.returncode is not None
 
 
-def test_it_ends_with_whoever_started_it(stand_in):
-    """Also where that is killed: nothing of it stays on a GPU."""
-    started = "from tunesmith.infer.vllm_server import Server; print(Server('model', []).address, flush=True); input()"
-    command = [sys.executable, "-c", started]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as starter:
-        assert starter.stdout is not None
-        port = int(starter.stdout.readline().rpartition(":")[2])
-        assert is_taken("127.0.0.1", port)
-        starter.kill()
+def assert_ends(port: int) -> None:
     until = time.monotonic() + 20
     while is_taken("127.0.0.1", port):
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_it_ends_with_whoever_started_it(stand_in):
+    """Also where that is killed: nothing of it stays on a GPU."""
+    started = "from tunesmith.infer.vllm_server import Server; print(Server('model', []).port, flush=True); input()"
+    command = [sys.executable, "-c", started]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        port = int(starter.stdout.readline())
+        assert is_taken("127.0.0.1", port)
+        starter.kill()
+    assert_ends(port)
+
+
+def test_it_is_ended_where_the_process_that_watches_it_was_killed(stand_in):
+    server = Server("model", [])
+    server._process.kill()
+    server.close()
+    assert_ends(server.port)
 
 
 def test_a_start_that_fails_says_what_it_failed_of(stand_in):
@@ -134,3 +153,24 @@ def test_a_start_that_fails_says_what_it_failed_of(stand_in):
         UserError, match=r"vLLM ended before it answered: ValueError: No kernel. Reasons: It has no head\.$"
     ):
         Server(f"{os.sep}some{os.sep}model", ["--broken"])
+
+
+def test_the_cause_is_found_among_what_vllm_prints():
+    """Lines of vLLM 0.32."""
+    at = "(EngineCore pid=7) ERROR 11-19 02:19:55 [core.py:1512]"
+    said = [
+        "(APIServer pid=3) WARNING 11-19 02:18:39 [utils.py:255] This can cause errors like `OSError: [Errno 24]`",
+        f'{at}   File "multiproc_executor.py", line 444, in get_response',
+        f"{at} RuntimeError: Worker failed with error 'Unsupported CPU attention configuration: head_dim=8'",
+        "(APIServer pid=3) ERROR 11-19 02:19:55 [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: Engine "
+        "encountered an issue. See stack trace (above) for the root cause.",
+        "nanobind: leaked 64 types!",
+    ]
+    worker = "RuntimeError: Worker failed with error 'Unsupported CPU attention configuration: head_dim=8'"
+    assert cause_of(said) == worker
+    assert (
+        cause_of([f"{at} ValueError: head_dim=8 is not supported.", *said]) == "ValueError: head_dim=8 is not supported"
+    )
+    assert cause_of(said[-2:]).startswith("vllm.v1.engine.exceptions.EngineDeadError")
+    assert cause_of(["killed."]) == "killed"
+    assert cause_of([]) == "it said nothing"

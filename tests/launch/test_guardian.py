@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.infer.vllm import Server
 from tunesmith.launch import guardian
 
 SLEEPS = "import time; time.sleep(99)"
@@ -63,11 +62,3 @@ def test_a_command_ends_with_whoever_started_it(tmp_path, way):
     starter.kill()
     starter.wait()
     starter.stdout.close()
-
-
-def test_where_the_guardian_was_killed_the_starter_ends_its_command(tmp_path):
-    server = Server(command(tmp_path), {}, tmp_path / "log")
-    wait_for(lambda: len(running(tmp_path)) == 3)
-    server._process.kill()
-    server.end()
-    wait_for(lambda: not running(tmp_path))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -35,9 +34,9 @@ from tunesmith.run.choose import plan_run
 from tunesmith.run.engine import FOLDER, LOG
 from tunesmith.run.folder import Identity
 from tunesmith.train import events
+from vllm_here import needs_vllm
 
 FAKE = Path(__file__).parents[1] / "fake_vllm.py"
-REAL = shutil.which(os.environ.get("TUNESMITH_VLLM") or "vllm")
 CHOSEN = "tunesmith.infer.vllm:sampled_of"
 ROLLOUT = {"engine": "vllm", "prompts": 4, "answers": 4}
 
@@ -296,27 +295,6 @@ def test_answers_are_read_with_their_log_probabilities():
             vllm.sampled_of(said(ids, logps), ends, 4)
 
 
-def test_the_cause_is_found_among_what_vllm_prints(tmp_path):
-    """Lines of vLLM 0.32."""
-    at = "(EngineCore pid=7) ERROR 11-19 02:19:55 [core.py:1512]"
-    log = [
-        "(APIServer pid=3) WARNING 11-19 02:18:39 [utils.py:255] This can cause errors like `OSError: [Errno 24]`",
-        f'{at}   File "multiproc_executor.py", line 444, in get_response',
-        f"{at} RuntimeError: Worker failed with error 'Unsupported CPU attention configuration: head_dim=8'",
-        "(APIServer pid=3) ERROR 11-19 02:19:55 [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: Engine "
-        "encountered an issue. See stack trace (above) for the root cause.",
-        "nanobind: leaked 64 types!",
-    ]
-    server = object.__new__(vllm.Server)
-    server.log = tmp_path / "log"
-    server.log.write_text("\n".join(log))
-    assert server.last_words() == (
-        "RuntimeError: Worker failed with error 'Unsupported CPU attention configuration: head_dim=8'."
-    )
-    server.log.write_text("killed")
-    assert server.last_words() == "killed."
-
-
 def test_seeds_differ_in_the_bits_that_torch_looks_at():
     seeds = [vllm.seed_of(f"0:1:2:{n}") for n in range(1000)]
     assert len({seed & 0xFFFFFFFF for seed in seeds}) == 1000
@@ -324,7 +302,7 @@ def test_seeds_differ_in_the_bits_that_torch_looks_at():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(REAL is None, reason="needs vLLM: the command vllm, or where TUNESMITH_VLLM says")
+@needs_vllm
 def test_vllm_itself_answers_and_the_run_learns(tmp_path, monkeypatch):
     """Its log-probabilities are the trainer's to rounding in fp32, in every step: it has answered with that adapter."""
     model = make_tiny_model(tmp_path / "model", head_dim=32)  # its kernels for CPUs know no smaller one

@@ -1,11 +1,8 @@
-"""Answers by vLLM: its server as a process of its own beside the run, and what is said to it.
+"""Answers by vLLM, for a run that learns from them: what is said to its server (`infer.vllm_server`) by each rank.
 
-vLLM pins other versions of torch and transformers, so it is never imported: it is the command `vllm`, or what
-TUNESMITH_VLLM names. It listens on this machine alone, at a port that was free, and answers those who have its key,
-which is drawn for it; `launch.guardian` ends it with the run, however that ends. Adapters come and go while it runs.
 Prompts are sent and answers come back as token ids, these with the log-probabilities that their tokens were drawn with:
-of the distribution after the temperature. What vLLM keeps of prompts (prefix caching) it keeps by the adapter's name
-and path, which are other ones in each step.
+of the distribution after the temperature. Adapters come and go while it runs; what vLLM keeps of prompts (prefix
+caching) it keeps by the adapter's name and path, which are other ones in each step.
 """
 
 from __future__ import annotations
@@ -14,19 +11,11 @@ import hashlib
 import http.client
 import json
 import math
-import os
 import queue
-import re
-import secrets
-import shutil
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,36 +24,10 @@ from typing import Any
 
 from tunesmith.errors import UserError
 from tunesmith.infer.rollout import Sampled, Wanted
-from tunesmith.launch import guardian
-from tunesmith.launch.local import free_port
 
-COMMAND = "TUNESMITH_VLLM"
-"""The variable that names the command, where `vllm` is not on the PATH: it may be in an environment of its own."""
-BASE = "base"
-"""The name of the model without an adapter."""
-START_SECONDS, STALLED_SECONDS = 1800.0, 1800.0
-"""That it may take to start, and to end the next answer of those it is asked for."""
+STALLED_SECONDS = 1800.0
+"""That it may take to end the next answer of those it is asked for."""
 POLL_SECONDS, DYING_SECONDS = 0.5, 20.0
-CAUSE = re.compile(r"(?:\(.+? pid=\d+\) )?(?:ERROR [^\]]*\] )?\s*([\w.]*(?:Error|Exception): .+)")
-"""An exception in what vLLM prints, behind the name of its process."""
-OURS = (
-    *("PYTHONPATH", "PYTHONHOME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
-    *("MASTER_ADDR", "MASTER_PORT", "PYTORCH_CUDA_ALLOC_CONF", "TORCHELASTIC_ERROR_FILE", "TRITON_INTERPRET"),
-)
-"""Variables that are meant for the trainer's own processes: vLLM has other libraries, and is no rank of the run."""
-
-
-def vllm_command() -> str:
-    """Where vLLM's command is. UserError where it is not installed."""
-    named = os.environ.get(COMMAND)
-    found = shutil.which(named or "vllm")
-    if found is None:
-        where = f"{COMMAND} is {named}, which is no command" if named else "there is no command `vllm`"
-        raise UserError(
-            f"rollout.engine: vllm needs vLLM, which is not installed here ({where}); install it in an environment of "
-            f"its own and set {COMMAND} to the command in there, or leave rollout.engine at own."
-        )
-    return found
 
 
 @dataclass(frozen=True)
@@ -73,77 +36,6 @@ class Address:
 
     port: int
     key: str
-
-
-class Server:
-    """vLLM's process, from its start to its end."""
-
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str], log: Path):
-        """`words`: of the command `vllm serve`, but for where it listens. What it prints goes into `log`."""
-        self.address, self.log = Address(free_port(), secrets.token_urlsafe(24)), log
-        own = {name: value for name, value in os.environ.items() if name not in OURS}
-        own |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", **environment}
-        own["VLLM_API_KEY"] = self.address.key
-        place = ["--host", "127.0.0.1", "--port", str(self.address.port)]
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", guardian.__file__, *words, *place],
-                env=own,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                start_new_session=True,  # a terminal's Ctrl-C is for the run, which may still want answers
-            )
-        assert self._process.stdout is not None
-        self._group = int(self._process.stdout.readline() or 0)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def wait_until_ready(self, tell: Callable[[float], None] = lambda _: None) -> None:
-        """Until it answers; `tell` is told for how many seconds it was waited for. UserError where it ends first."""
-        began = time.monotonic()
-        while not self._answers():
-            if not self.is_alive:
-                raise UserError(f"vLLM ended before it answered: {self.last_words()} All it said is in {self.log}.")
-            if time.monotonic() - began > START_SECONDS:
-                raise UserError(f"vLLM did not answer within {START_SECONDS:.0f} s; what it said is in {self.log}.")
-            tell(time.monotonic() - began)
-            time.sleep(POLL_SECONDS)
-
-    def last_words(self) -> str:
-        """The cause that it named when it failed, else its last lines; as a sentence."""
-        with self.log.open(encoding="utf-8", errors="replace") as file:
-            lines = deque((line.strip() for line in file), maxlen=400)
-        causes = [found[1] for line in lines if (found := CAUSE.match(line))]
-        causes = [one for one in causes if "stack trace" not in one] or causes
-        said = causes[-1:] or [line for line in lines if line][-3:]
-        return f"{' / '.join(said)[-400:].rstrip('.')}." if said else "it said nothing."
-
-    def end(self) -> None:
-        """It, and all that it has started; no error where it is gone already."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        with suppress(ProcessLookupError):
-            self._process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(guardian.END_SECONDS + 10)
-        if self._group and self._process.returncode != 0:  # the guardian itself may have been killed
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._group, signal.SIGKILL)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-
-    def _answers(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self.address.port, timeout=5)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
 
 
 class Client:

@@ -1,7 +1,9 @@
 """vLLM's server as a process of its own: how its command is found, started, waited for, asked and ended.
 
 vLLM pins versions of torch and transformers, and so lives in an environment of its own as a rule: nothing of it is
-imported here. `TUNESMITH_VLLM` names its command where that is not on the PATH.
+imported here. `TUNESMITH_VLLM` names its command where that is not on the PATH. A `Server` listens on this machine
+alone, at a port that was free, and answers those who have its key, which is drawn for it; `launch.guardian` ends it
+with whoever started it, however that ends.
 """
 
 from __future__ import annotations
@@ -20,35 +22,33 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import UserError, first_line
+from tunesmith.launch import guardian
+from tunesmith.launch.local import free_port
 
 VARIABLE = "TUNESMITH_VLLM"
 HOST = "127.0.0.1"
-ASK_SECONDS = 600
-END_SECONDS = 10
+START_SECONDS, ASK_SECONDS = 1800, 600
+OURS = (
+    *("PYTHONPATH", "PYTHONHOME", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    *("MASTER_ADDR", "MASTER_PORT", "PYTORCH_CUDA_ALLOC_CONF", "TORCHELASTIC_ERROR_FILE", "TRITON_INTERPRET"),
+)
+"""Variables that are meant for our own processes: vLLM has other libraries, and is no rank of a run."""
 INSTALLED = """
 import importlib.metadata, json
 print(json.dumps({one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}))
 """
-WATCHED = """
-import os, signal, subprocess, sys, threading
-server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
-signal.signal(signal.SIGTERM, lambda *_: server.terminate())
-threading.Thread(target=lambda: (sys.stdin.read(), os.killpg(0, signal.SIGKILL)), daemon=True).start()
-sys.exit(server.wait())
-"""
-"""A server that ends with whoever started it, however that ends: its memory is a GPU's."""
 MODULE = ("-m", "vllm.entrypoints.openai.api_server", "--model")
 PREFIX = re.compile(r"^(\(\w+ pid=\d+\) ?)?([A-Z]+ [\d-]+ [\d:]+ \[[^]]*\] ?)?\s*")
 """What vLLM writes before the lines of its log: which of its processes, how grave, when and where."""
 TELLING = re.compile(r"[\w.]*(?:Error|Exception): \S")
 AFTERMATH = ("initialization failed", "EngineDeadError", "Worker failed with error")
-"""What the server's own process says when another one has said why."""
+"""What other processes say of one that failed, the emptiest first: the last may quote what nobody else has said."""
 
 
 def find_command() -> str | None:
@@ -123,85 +123,113 @@ def end_group(process: subprocess.Popen) -> None:
 
 
 class Server:
-    """A server on this machine for one client, until `close`. What it says is kept, and told where it fails."""
+    """A server on this machine, until `close`. What it says is kept, and told where it fails."""
 
-    def __init__(self, model: str, options: Sequence[str], environment: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        model: str,
+        options: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        log: Path | None = None,
+        tell: Callable[[float], None] = lambda _: None,
+    ):
+        """Started, and waited for until it answers; `tell` is told for how many seconds. What it says goes into `log`,
+        or where only this object finds it. UserError where vLLM is not installed, or ends before it answers."""
         command = find_command()
         if command is None:
             raise UserError(f"vLLM is not installed here: no command `vllm` on the PATH, and {VARIABLE} names none.")
-        with socket.socket() as free:
-            free.bind((HOST, 0))
-            port = free.getsockname()[1]
-        self.address = f"http://{HOST}:{port}"
-        self._key = secrets.token_hex(16)
-        self._said = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed by close)
+        self.port, self.key, self.log = free_port(), secrets.token_urlsafe(24), log
+        words = [*serve_words(command), model, "--host", HOST, "--port", str(self.port), *options]
+        own = {name: value for name, value in os.environ.items() if name not in OURS}
+        own |= {"VLLM_NO_USAGE_STATS": "1", **(environment or {}), "VLLM_API_KEY": self.key}
+        self._said = tempfile.TemporaryFile("w+b") if log is None else log.open("w+b")  # noqa: SIM115  (closed by close)
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                WATCHED,
-                *serve_words(command),
-                model,
-                "--host",
-                HOST,
-                "--port",
-                str(port),
-                *options,
-            ],
-            env=os.environ | {"VLLM_API_KEY": self._key} | dict(environment or {}),
+            [sys.executable, "-I", "-S", guardian.__file__, *words],
+            env=own,
             stdin=subprocess.PIPE,
-            stdout=self._said,
+            stdout=subprocess.PIPE,
             stderr=self._said,
-            process_group=0,  # ended as one; Ctrl-C is for us alone
+            start_new_session=True,  # a terminal's Ctrl-C is for us alone, who may still want answers
         )
+        assert self._process.stdout is not None
+        self._group = int(self._process.stdout.readline() or 0)
         try:
-            while not answers(self.address):
-                if self._process.poll() is not None:
-                    raise UserError(f"vLLM ended before it answered: {self._why()}.")
-                time.sleep(0.2)
+            self._wait(tell)
             self.version = str(self.ask("/version")["version"])
         except BaseException:
             self.close()
             raise
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """What it answers; text where that is no JSON."""
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
         data = json.dumps(body).encode() if body is not None else None
         try:
-            with _open(self.address + path, data, headers, timeout=ASK_SECONDS) as answer:
+            with _open(f"{self._address}{path}", data, headers, timeout=ASK_SECONDS) as answer:
                 text = answer.read().decode()
         except urllib.error.HTTPError as error:
-            why = self._why() if error.code >= 500 else _reason(error)
+            why = self.last_words() if error.code >= 500 else _reason(error)
             raise UserError(f"vLLM refuses a request: {why}.") from error
         except OSError as error:
-            raise UserError(f"vLLM gave no answer: {first_line(error)} ({self._why()}).") from error
+            raise UserError(f"vLLM gave no answer: {first_line(error)} ({self.last_words()}).") from error
         try:
             return json.loads(text)
         except ValueError:
             return text
 
+    def last_words(self) -> str:
+        """The error that it began with, as far as what it said tells; and where all of it is."""
+        self._said.seek(0)
+        said = self._said.read().decode("utf-8", errors="replace")
+        return cause_of(said.splitlines()) + (f". All it said is in {self.log}" if self.log else "")
+
     def close(self) -> None:
-        """End it and what it started."""
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_SECONDS)
-        end_group(self._process)
+        """End it and all that it has started; no error where it is gone already."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.close()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(guardian.END_SECONDS + 10)
+        if self._group and self._process.returncode != 0:  # the guardian itself may have been killed
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._group, signal.SIGKILL)
+        self._process.stdout.close()
         self._said.close()
 
-    def _why(self) -> str:
-        """The error that it began with, as far as what it said tells."""
-        self._said.seek(0)
-        lines = [text for line in self._said if (text := PREFIX.sub("", line.strip()))]
-        errors = [number for number, line in enumerate(lines) if TELLING.match(line)]
-        causes = [number for number in errors if not any(word in lines[number] for word in AFTERMATH)]
-        if not (found := causes or errors):
-            return lines[-1].rstrip(".") if lines else "it said nothing"
-        telling = lines[found[-1]]
-        more = lines[found[-1] + 1 : found[-1] + 2] if telling.endswith(":") else []
-        return " ".join([telling, *more]).rstrip(".")
+    @property
+    def _address(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def _wait(self, tell: Callable[[float], None]) -> None:
+        began = time.monotonic()
+        while not answers(self._address):
+            if not self.is_alive:
+                raise UserError(f"vLLM ended before it answered: {self.last_words()}.")
+            if time.monotonic() - began > START_SECONDS:
+                raise UserError(f"vLLM did not answer within {START_SECONDS:.0f} s: {self.last_words()}.")
+            tell(time.monotonic() - began)
+            time.sleep(0.2)
+
+
+def cause_of(said: Sequence[str]) -> str:
+    """The error that these lines of its log began with, or the last of them."""
+    lines = [text for line in said if (text := PREFIX.sub("", line.strip()))]
+    errors = [number for number, line in enumerate(lines) if TELLING.match(line)]
+    for words in (AFTERMATH, AFTERMATH[:2], ()):
+        if found := [number for number in errors if not any(word in lines[number] for word in words)]:
+            break
+    else:
+        return lines[-1].rstrip(".") if lines else "it said nothing"
+    telling = lines[found[-1]]
+    more = lines[found[-1] + 1 : found[-1] + 2] if telling.endswith(":") else []
+    return " ".join([telling, *more]).rstrip(".")
 
 
 def _open(address: str, data: bytes | None = None, headers: Mapping[str, str] | None = None, *, timeout: float) -> Any:

@@ -22,7 +22,8 @@ from safetensors import safe_open
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.infer.rollout import Sampled, Wanted
-from tunesmith.infer.vllm import BASE, Address, Client, Server, vllm_command
+from tunesmith.infer.vllm import Address, Client
+from tunesmith.infer.vllm_server import VARIABLE, Server, find_command, installed_version
 from tunesmith.launch.rank_environment import read_rank_environment
 from tunesmith.model import side_files, vllm
 from tunesmith.model.load import DTYPES, locate
@@ -31,6 +32,8 @@ from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.memory import ROLLOUT_ROWS
 from tunesmith.plan.plan import Plan
 
+BASE = "base"
+"""The name of the model without an adapter."""
 LOG, FOLDER = "vllm.log", "rollout_adapter"
 """In the run's folder: what vLLM says, and the adapter it has now, which is gone when the run ends."""
 GIB = 2**30
@@ -46,12 +49,16 @@ def check_engine(run: Run) -> None:
             "rollout.engine: vllm is for ranks of one host, which share the process that answers; on several hosts "
             "leave it at own."
         )
-    vllm_command()
+    if find_command() is None:
+        raise UserError(
+            "rollout.engine: vllm needs vLLM, which is not installed here (no command `vllm`); install it in an "
+            f"environment of its own and set {VARIABLE} to the command in there, or leave rollout.engine at own."
+        )
 
 
-def engine_words(run: Run, plan: Plan) -> list[str]:
-    """The command that serves the run's base, ready for its adapters."""
-    words = [vllm_command(), "serve", locate(run.model).location, "--served-model-name", BASE]
+def engine_options(run: Run, plan: Plan) -> list[str]:
+    """With which vLLM serves the run's base, ready for its adapters."""
+    words = ["--served-model-name", BASE]
     side = Path(run.output) / side_files.FOLDER
     words += ["--tokenizer", str(side.resolve())] if side.exists() else []
     words += ["--trust-remote-code"] if run.trust_remote_code else []
@@ -74,10 +81,12 @@ def engine_words(run: Run, plan: Plan) -> list[str]:
 
 
 def engine_environment(plan: Plan) -> dict[str, str]:
+    """What is no option: that adapters may come and go, and the device."""
+    loads = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
     if plan.device == "cpu":
-        return {"VLLM_CPU_KVCACHE_SPACE": str(max(1, plan.engine_memory // GIB))}
+        return loads | {"VLLM_CPU_KVCACHE_SPACE": str(max(1, plan.engine_memory // GIB))}
     visible, here = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.current_device()
-    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[here] if visible else str(here)}
+    return loads | {"CUDA_VISIBLE_DEVICES": visible.split(",")[here] if visible else str(here)}
 
 
 @dataclass(frozen=True)
@@ -100,20 +109,25 @@ def started_engine(run: Run, plan: Plan, ranks: Ranks, progress: Progress | None
         if ranks.is_first:
             shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
             folder.mkdir(parents=True)
-            server = Server(engine_words(run, plan), engine_environment(plan), Path(run.output) / LOG)
-            server.wait_until_ready(lambda _: progress("Starting vLLM", 0, None) if progress else None)
-        said = json.loads(ranks.tell(json.dumps([server.address.port, server.address.key] if server else [])))
+            server = Server(
+                locate(run.model).location,
+                engine_options(run, plan),
+                engine_environment(plan),
+                log=Path(run.output) / LOG,
+                tell=lambda _: progress("Starting vLLM", 0, None) if progress else None,
+            )
+        said = json.loads(ranks.tell(json.dumps([server.port, server.key] if server else [])))
         yield Started(Client(Address(*said), lambda: _why_ended(server)), folder)
     finally:
         if server is not None:
-            server.end()
+            server.close()
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _why_ended(server: Server | None) -> str | None:
     if server is None or server.is_alive:
         return None
-    return f"vLLM ended while it was to answer: {server.last_words()} All it said is in {server.log}."
+    return f"vLLM ended while it was to answer: {server.last_words()}."
 
 
 class Engine:
@@ -152,5 +166,6 @@ def check_adapter(folder: Path) -> None:
     config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     with safe_open(folder / ADAPTER_FILE.format(suffix=""), framework="pt") as file:
         names = list(file.keys())
-    if notes := vllm.refused(config, names):
+    version = installed_version(found) if (found := find_command()) else None
+    if notes := vllm.refused(config, names, version):
         raise UserError(f"rollout.engine: vllm cannot answer with this run's adapter; use own. {' '.join(notes)}")
