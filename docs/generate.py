@@ -604,7 +604,7 @@ its own and `trust_remote_code: true`. What is found by itself, in the order in 
 | --- | --- | --- |
 | whether it is a causal language model | its config, then its logits on the proxy | a refusal in one sentence |
 | how documents are called: packed or padded | losses against one document at a time | `forward` in the plan |
-| scale and soft cap of the logits | the proxy's logits against its hidden states | `forward` |
+| scale and soft cap of the logits | the proxy's logits against its hidden states, large ones too | `forward` |
 | which linears carry adapters, fused or not | against a changed weight | `adapted`, `fuse_adapters` |
 | the attention path of each kind of layer | its heads; tried on the GPU | `attention_paths`, with a reason |
 | fused RoPE; gated MLPs (`swiglu`, `geglu`, `clamped_swiglu`) | our module against the model's own | `kernels` |
