@@ -121,6 +121,7 @@ def started_engine(run: Run, plan: Plan, ranks: Ranks, progress: Progress | None
     finally:
         if server is not None:
             server.close()
+        if ranks.is_first:
             shutil.rmtree(folder, ignore_errors=True)
 
 
