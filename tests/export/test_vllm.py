@@ -62,8 +62,13 @@ def permuted_queries(folder: Path) -> None:
 
 
 def other_stop(folder: Path) -> None:
-    config = json.loads((folder / "generation_config.json").read_text())
-    (folder / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": 2}))
+    """In both files: vLLM stops at the end token of the tokenizer, too."""
+    for name, end in (
+        ("generation_config.json", {"eos_token_id": 2}),
+        ("tokenizer_config.json", {"eos_token": "</s>"}),
+    ):
+        config = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**config, **end}))
 
 
 def silence_a_module(folder: Path) -> None:
