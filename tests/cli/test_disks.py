@@ -152,7 +152,7 @@ def test_what_a_verb_cannot_write_is_one_sentence(verb, fault, finished, tunesmi
     if fault is file_in_the_way and verb in ("bench --to", "train"):
         assert ended.code == 1
         assert ended.err.count("\n") == 1
-        assert "there is no folder" in ended.err or "is a file where the folder of a run is needed" in ended.err
+        assert "there is no folder" in ended.err or "is a file where the output folder of a run is needed" in ended.err
     else:
         assert_one_sentence(ended, "there")
         assert not re.search(r"/\.|trial|partial", ended.err), "names that the user gave, not ours"

@@ -74,7 +74,7 @@ def test_what_is_wrong_with_an_edited_plan_is_said(tmp_path, changes, why):
 
 def test_an_output_that_is_a_file_is_named(tmp_path):
     (tmp_path / "data.json").write_text("[]")
-    with pytest.raises(UserError, match=r"data\.json is a file where the folder of a run is needed"):
+    with pytest.raises(UserError, match=r"data\.json is a file where the output folder of a run is needed"):
         read_summary(tmp_path / "data.json")
 
 
