@@ -94,7 +94,7 @@ def check_distillation(device: str, dtypes=(torch.float32, torch.float16)) -> No
     for dtype in dtypes:
         for rows, vocabulary, count in ((2, 8, 8), (3, 300, 7), (2, 4099, 64)):
             for kind in distillation.KINDS if dtype == torch.float32 or vocabulary == 300 else ():
-                for temperature, padding, scale, softcap in forms:
+                for temperature, padding, scale, softcap in forms if vocabulary < 4099 else forms[1:]:
                     generator = torch.Generator().manual_seed(rows)
                     width = vocabulary + padding
                     logits = (torch.randn(rows, width, generator=generator) * 4).to(dtype).to(device)
@@ -565,7 +565,7 @@ def check_decoding(device: str, dtype=torch.float32, only: tuple[str, ...] = ())
 
 
 def check_some_decoding(device: str) -> None:
-    check_decoding(device, only=("biases, several splits", "norms of heads"))
+    check_decoding(device, only=("biases, several splits",))
 
 
 def check_decoding_of_others(device: str) -> None:

@@ -6,7 +6,7 @@ from interpreted import run_interpreted
 
 
 def test_decoding_steps_are_those_of_the_model():
-    assert "decoding: 2 cases" in run_interpreted("check_some_decoding")
+    assert "decoding: 1 cases" in run_interpreted("check_some_decoding")
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def test_a_batch_smaller_than_a_sequence_is_refused():
         make_plan(run(batch_tokens=512), SMOL, machine())
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.integers(8, 8192),
     st.integers(1, 64),
@@ -312,7 +312,7 @@ def test_host_memory_that_is_too_small_for_loading_is_said():
     assert "may be killed" in why(plan, "host memory")
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     st.sampled_from(sorted(MODEL)),
     st.integers(1, 5),
