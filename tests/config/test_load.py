@@ -378,6 +378,7 @@ def test_any_mapping_loads_or_is_explained(changes):
     max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(changes=st.dictionaries(names, values, max_size=3), overrides=st.lists(st.text(max_size=12), max_size=2))
+@example(changes={"sweep": {"\r": None}}, overrides=[])
 def test_any_yaml_loads_or_is_explained(write, changes, overrides):
     path = write(yaml.safe_dump(yaml.safe_load(GOOD) | changes, allow_unicode=False))
     sentences_or_run(lambda: load(path, overrides))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import socket
 import sys
@@ -66,11 +65,18 @@ def faked_runs(command, tmp_path_factory) -> Iterator[Runs]:
     runs.close()
 
 
+def is_stand_in(pid: str) -> bool:
+    try:
+        return "fake_vllm" in Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended, even between opening and reading
+        return False
+
+
 def assert_none_is_left(command: Path) -> None:
     """Of all that were started; they are given the time that a guardian may take."""
     give_up = time.monotonic() + guardian.END_SECONDS + 5
     for pid in (command.parent / "pids").read_text().split():
-        while os.path.exists(f"/proc/{pid}") and "fake_vllm" in Path(f"/proc/{pid}/cmdline").read_text():
+        while is_stand_in(pid):
             assert time.monotonic() < give_up
             time.sleep(0.05)
 

@@ -439,7 +439,8 @@ def _as_sweep(value: object) -> object:
     flat = _dotted(value)
     for name, values in flat.items():
         if not isinstance(values, list) or not values:
-            raise ValueError(f"needs a list of values for `{name}`, such as `{name}: [A, B]`")
+            shown = name if name.isprintable() else repr(name)[1:-1]
+            raise ValueError(f"needs a list of values for `{shown}`, such as `{shown}: [A, B]`")
     return flat
 
 
