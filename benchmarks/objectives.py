@@ -10,8 +10,8 @@ trains by DPO here and in TRL, as its own trainer does it when nothing is said (
 one after the other, on the same pairs. Tokens are those of documents: padding does not count, and a prompt counts with
 each of its answers.
 
-Groups of cases, for --only: `drawn` (20 configurations over all objectives and adapters, drawn by a seed that no
-constant of the planner has seen; rows named `drawn` alone are those of the seed before), `8B into 1B` (distillation
+Groups of cases, for --only: `third draw` (20 configurations over all objectives and adapters, drawn by a seed that no
+constant of the planner has seen; rows named `drawn` and `drawn again` are those of the seeds before), `8B into 1B` (distillation
 from a live teacher, from what it was asked once, and the student alone), `sweep of four` (the memory of four adapters
 over one 8B base against one's), `against TRL`. The second form puts what was measured into
 benchmarks/results/objectives.json, beside rows that are there already.
@@ -40,7 +40,7 @@ from tunesmith.measure.bench import SHAPES as BENCH_SHAPES
 
 WHAT = "Objectives as planned and as measured in `tunesmith train`; DPO (8B) and GRPO (1B) beside TRL"
 SMALL, LARGE = "Llama-3.2-1B", "Llama-3-8B"
-SEED = 20261201
+SEED = 20261203
 """Of the 20 configurations: another than those by which anything was measured before."""
 PEFT_TYPES = ("IA3", "VERA", "OFT", "BOFT", "LOHA", "LOKR", "ADALORA", "FOURIERFT", "LN_TUNING", "RANDLORA", "HRA")
 DECODERS = (SMALL, "Qwen3-1.7B", "OLMo-2-1B")
@@ -167,7 +167,7 @@ def draw_new(folder: Path, *, tiny: bool) -> list[Case]:
         if name == "grpo":
             sizes.pop("batch_tokens")
         method = "dora" if settings.get("lora", {}).get("dora") else settings["method"]
-        said = ", ".join(["drawn again", shape, *dict.fromkeys((name, method)), *map(str, sizes.values())])
+        said = ", ".join(["third draw", shape, *dict.fromkeys((name, method)), *map(str, sizes.values())])
         cases.append(Case(said, shape, settings | {"data": str(folder / settings["data"])} | sizes))
     return cases
 

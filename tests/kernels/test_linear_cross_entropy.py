@@ -189,6 +189,22 @@ def test_a_frozen_head_in_fp8_is_right_on_the_gpu(vocabulary, softcap):
     assert ((gradient - wanted).norm() / wanted.norm()).item() < 0.04
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("vocabulary", [32000, 50257, 49155])
+def test_a_trained_head_of_any_vocabulary_is_right_on_the_gpu(vocabulary):
+    states, weight, bias, given = frozen(256, vocabulary, tokens=300, targets=200, dtype=torch.bfloat16, device="cuda")
+    leaves = [states, weight.requires_grad_(), bias.requires_grad_()]
+    exact = [one.detach().double().requires_grad_() for one in leaves]
+    found, _ = linear_cross_entropy(leaves[0], leaves[1], *given, bias_v=leaves[2], chunk=64)
+    wanted, _ = reference.linear_cross_entropy(exact[0], exact[1], *given, bias_v=exact[2])
+    pairs = zip(
+        (found, *torch.autograd.grad(found, leaves)), (wanted, *torch.autograd.grad(wanted, exact)), strict=True
+    )
+    for one, other in pairs:
+        assert ((one.double() - other).norm() / other.norm()).item() < 0.01
+
+
 @pytest.mark.parametrize("in_fp8", [False, True])
 def test_one_chunk_of_logits_exists_at_a_time(in_fp8):
     states, weight, _, given = frozen(32, 96)

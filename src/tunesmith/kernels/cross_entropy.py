@@ -21,6 +21,8 @@ BLOCK = 8192
 LOWEST = -1e30
 """Below every logit, and unlike minus infinity a number to subtract from."""
 LARGEST = 448.0
+PADDED = 16
+"""Values between rows are padding if they are fewer."""
 
 
 def cross_entropy_(
@@ -34,7 +36,7 @@ def cross_entropy_(
     needs_gradient: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of each row and the logarithm of its sum of exponentials, [C] in fp32; `logits_cv` becomes the gradient
-    of the weighted sum by the raw logits.
+    of the weighted sum by the raw logits. Fewer than 16 values between two rows are padding, and become zeros.
 
     `scale` and `softcap` are applied to the raw logits first, and `z_loss` adds to the gradient, as in
     `kernels.linear_cross_entropy`.
@@ -73,16 +75,19 @@ def _run(logits_cv, labels_c, weights_c, values8_cw, results, scale, softcap, z_
     rows, vocabulary = logits_cv.shape
     if not rows:
         return
-    block = min(BLOCK, triton.next_power_of_2(vocabulary))
+    stride = logits_cv.stride(0)
+    places = stride if vocabulary <= stride < vocabulary + PADDED else vocabulary
+    block = min(BLOCK, triton.next_power_of_2(places))
     _row[(rows,)](
         logits_cv,
-        logits_cv.stride(0),
+        stride,
         labels_c,
         weights_c,
         *results,
         logits_cv if values8_cw is None else values8_cw,
         vocabulary,
-        vocabulary if values8_cw is None else values8_cw.shape[1],
+        places,
+        places if values8_cw is None else values8_cw.shape[1],
         scale,
         softcap if softcap is not None else 1.0,
         z_loss,
@@ -108,6 +113,7 @@ def _row(
     owns,
     values8,
     vocabulary,
+    places,
     width,
     scale,
     softcap,
@@ -135,10 +141,10 @@ def _row(
     totals = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, vocabulary, BLOCK):
         column = first + offsets
-        inside = column < vocabulary
-        z = tl.load(start + column, mask=inside, other=float("-inf")).to(tl.float32) * scale
+        z = tl.load(start + column, mask=column < places, other=0.0).to(tl.float32) * scale
         if HAS_SOFTCAP:
-            z = tl.where(inside, softcap * _tanh(z / softcap), float("-inf"))
+            z = softcap * _tanh(z / softcap)
+        z = tl.where(column < vocabulary, z, float("-inf"))  # places as a mask: others would go value by value
         if IN_FP8:  # not as a mask of the load, which would then go value by value
             z = tl.where(column == label, float("-inf"), z)
         new_largest = tl.maximum(largest, tl.max(z, 0))
@@ -159,20 +165,18 @@ def _row(
         tl.store(owns + row, (tl.exp(own - log_total) * more - 1.0) * slope * weight)
         for first in range(0, width, BLOCK):
             column = first + offsets
-            inside = column < vocabulary
-            z = tl.load(start + column, mask=inside, other=0.0).to(tl.float32) * scale
+            z = tl.load(start + column, mask=column < places, other=0.0).to(tl.float32) * scale
             if HAS_SOFTCAP:
                 capped = _tanh(z / softcap)
                 value = tl.exp(softcap * capped - largest_other) * (1.0 - capped * capped)
             else:
                 value = tl.exp(z - largest_other)
-            value = tl.where(inside & (column != label), value * LARGEST, 0.0)
+            value = tl.where((column < vocabulary) & (column != label), value * LARGEST, 0.0)
             tl.store(values8 + row * width + column, value.to(values8.dtype.element_ty), mask=column < width)
     elif NEEDS_GRADIENT:
         for first in range(0, vocabulary, BLOCK):
             column = first + offsets
-            inside = column < vocabulary
-            z = tl.load(start + column, mask=inside, other=0.0).to(tl.float32) * scale
+            z = tl.load(start + column, mask=column < places, other=0.0).to(tl.float32) * scale
             if HAS_SOFTCAP:
                 capped = _tanh(z / softcap)
                 gradient = tl.exp(softcap * capped - log_total) * more
@@ -180,7 +184,8 @@ def _row(
             else:
                 gradient = tl.exp(z - log_total) * more
                 gradient = tl.where(column == label, gradient - 1.0, gradient)
-            tl.store(start + column, (gradient * weight).to(logits.dtype.element_ty), mask=inside)
+            gradient = tl.where(column < vocabulary, gradient * weight, 0.0)
+            tl.store(start + column, gradient.to(logits.dtype.element_ty), mask=column < places)
 
 
 @triton.jit

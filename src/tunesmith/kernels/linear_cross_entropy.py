@@ -32,6 +32,9 @@ ROWS_MULTIPLE = 128
 """Chunks are whole tiles of a GPU's matmuls."""
 ALIGNED = 256
 """Bytes."""
+PADDED = 16
+"""Rows of logits begin at multiples of so many values on a GPU, whose matmuls are much slower where they do not
+(docs/lab.md): vocabularies may be odd."""
 
 
 class VocabularyPart(NamedTuple):
@@ -94,9 +97,34 @@ def chunk_rows(device: torch.device, height: int, *, is_shared: bool = False) ->
     return max(1, budget // height // ROWS_MULTIPLE) * ROWS_MULTIPLE
 
 
+def head_logits(
+    rows_ch: torch.Tensor, weight_vh: torch.Tensor, bias_v: torch.Tensor | None, room: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Raw logits of a few rows, in `room` where there is one. Between rows there may be padding."""
+    places = (rows_ch.shape[0], _row_width(weight_vh))
+    logits_cv = _placed(room, 0, places, rows_ch.dtype, rows_ch.device)[:, : weight_vh.shape[0]]
+    torch.mm(rows_ch, weight_vh.t(), out=logits_cv)
+    if bias_v is not None:
+        logits_cv += bias_v
+    return logits_cv
+
+
+def add_weight_gradient_(d_weight_vh: torch.Tensor, d_logits_cv: torch.Tensor, rows_ch: torch.Tensor) -> None:
+    """Add a few rows' part, in fp32. On a GPU the matmul itself adds, and nothing is rounded on the way."""
+    if rows_ch.is_cuda and rows_ch.dtype != torch.float32:
+        torch.addmm(d_weight_vh, d_logits_cv.t(), rows_ch, torch.float32, out=d_weight_vh)
+    else:
+        d_weight_vh += d_logits_cv.t() @ rows_ch
+
+
+def _row_width(weight_vh: torch.Tensor) -> int:
+    height = weight_vh.shape[0]
+    return -(-height // PADDED) * PADDED if weight_vh.is_cuda else height
+
+
 def _logits_bytes(rows: int, weight_vh: torch.Tensor) -> int:
     """Up to where something else may begin."""
-    return -(-rows * weight_vh.shape[0] * weight_vh.itemsize // ALIGNED) * ALIGNED
+    return -(-rows * _row_width(weight_vh) * weight_vh.itemsize // ALIGNED) * ALIGNED
 
 
 def scaled_gradients(ctx, d_total: torch.Tensor) -> list[torch.Tensor | None]:
@@ -155,7 +183,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if d_hidden is not None:
                     d_hidden.index_copy_(0, rows_n[some], d_logits @ weight_vh)
                 if d_weight is not None:
-                    d_weight += d_logits.t() @ rows_ch
+                    add_weight_gradient_(d_weight, d_logits, rows_ch)
                 if d_bias is not None:
                     d_bias += d_logits.float().sum(0)
             del d_logits  # before the next chunk is made
@@ -189,10 +217,7 @@ def _chunk(rows_ch, weight_vh, bias_v, labels_c, weights_c, scale, softcap, z_lo
     """Losses of a few rows, logarithms of their sums of exponentials, and the gradient by the raw logits: in fp8 of
     this `width` where it is given."""
     rows = rows_ch.shape[0]
-    logits_cv = _placed(room, 0, (rows, weight_vh.shape[0]), rows_ch.dtype, rows_ch.device)
-    torch.mm(rows_ch, weight_vh.t(), out=logits_cv)
-    if bias_v is not None:
-        logits_cv += bias_v
+    logits_cv = head_logits(rows_ch, weight_vh, bias_v, room)
     if logits_cv.is_cuda and part is None:
         from tunesmith.kernels.cross_entropy import cross_entropy_, cross_entropy_fp8
 

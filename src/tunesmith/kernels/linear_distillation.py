@@ -25,10 +25,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tunesmith.kernels.linear_cross_entropy import chunk_rows, scaled_gradients
+from tunesmith.kernels.linear_cross_entropy import add_weight_gradient_, chunk_rows, head_logits, scaled_gradients
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 MOST = 4096
@@ -132,7 +131,7 @@ class _LinearDistillation(torch.autograd.Function):
         for start in range(0, n, chunk):
             some = slice(start, min(start + chunk, n))
             rows_ch = hidden_th.index_select(0, rows_n[some])
-            logits_cv = F.linear(rows_ch, weight_vh, bias_v)
+            logits_cv = head_logits(rows_ch, weight_vh, bias_v)
             taught = lesson.taught(some.start, some.stop)
             given = (logits_cv, labels_n[some], weights_n[some], taught, lesson)
             needs_gradient = needs_hidden or needs_weight or needs_bias
@@ -144,7 +143,7 @@ class _LinearDistillation(torch.autograd.Function):
             if d_hidden is not None:
                 d_hidden.index_copy_(0, rows_n[some], d_logits_cv @ weight_vh)
             if d_weight is not None:
-                d_weight += d_logits_cv.t() @ rows_ch
+                add_weight_gradient_(d_weight, d_logits_cv, rows_ch)
             if d_bias is not None:
                 d_bias += d_logits_cv.float().sum(0)
             del logits_cv, taught, given, d_logits_cv  # before the next chunk is made

@@ -116,8 +116,11 @@ class Optimizer:
         for name, weight in self.weights.items():
             if master_weights and not is_fused:
                 weight.register_post_accumulate_grad_hook(_gather_into(self.masters[name]))
-            elif weight.dtype == torch.float16 or (weight.dtype == torch.bfloat16 and accumulates):
+            elif weight.dtype == torch.float16:
                 weight.grad_dtype = torch.float32
+            elif weight.dtype == torch.bfloat16 and accumulates:
+                weight.grad_dtype = None  # those of later micro-batches are added as they are, by one kernel each
+                weight.register_post_accumulate_grad_hook(_in_fp32)
             if release:
                 weight.register_post_accumulate_grad_hook(self._update_at_once(name))
 
@@ -443,6 +446,11 @@ def _translate(values: dict[str, torch.Tensor], *, is_fused: bool) -> None:
         elif not is_fused and root in values and values[root].dtype == torch.float32:
             local(values[root]).square_()
             values[square] = values.pop(root)
+
+
+def _in_fp32(weight: torch.Tensor) -> None:
+    if weight.grad.dtype != torch.float32:
+        weight.grad = weight.grad.float()
 
 
 def _gather_into(master: nn.Parameter):

@@ -89,7 +89,7 @@ CACHE_ROOM = 64
 """Columns of their cache that nothing is in yet, the same as in `infer.cache`; captured steps have a multiple."""
 OUTSIDE = frozenset({"loss", "optimizer step"})
 """Moments whose workspace is not that of the layers' passes."""
-POOLS = {"plain": 0.015, "rounded": 0.05}, 128 * MIB
+POOLS = {"plain": 0.015, "rounded": 0.05}, {"full": 128 * MIB, "adapters": 160 * MIB}
 """What two pools hold beyond what they need: a share of all, and this. With plenty of memory it was 1 to 2% where
 matmuls and weights are in half precision, 4 to 10% with fp8 or nf4, whose weights come and go in many sizes. Where it
 does not suffice, passes are run as they are."""
@@ -202,7 +202,8 @@ def _timeline(task: Task, choice: Choice) -> list[Phase]:
     if not choice.cuda_graphs:
         return phases
     logits = _logits(task, tokens, in_fp8=is_head_fp8)
-    more = POOLS[0]["plain" if choice.matmul_dtype == choice.storage == "plain" else "rounded"]
+    share = POOLS[0]["plain" if choice.matmul_dtype == choice.storage == "plain" else "rounded"]
+    more = (share, POOLS[1]["full" if is_full else "adapters"])
     return _with_pool(phases, summed=round(kept_gradients + head * width), logits=round(logits), more=more)
 
 
@@ -418,10 +419,10 @@ def has_fp8_head(task: Task, choice: Choice) -> bool:
 # parts
 
 
-def _with_pool(phases: list[Phase], *, summed: int, logits: int, more: float) -> list[Phase]:
+def _with_pool(phases: list[Phase], *, summed: int, logits: int, more: tuple[float, int]) -> list[Phase]:
     """Captured passes have a pool of memory of their own, as large as they need it at their worst moment, and nothing
-    but the `logits` can use what is free in it. `summed`: bytes of gradients that are made elsewhere; `more`: the part
-    that is held beyond what is needed."""
+    but the `logits` can use what is free in it. `summed`: bytes of gradients that are made elsewhere; `more`: the part,
+    and the bytes, that are held beyond what is needed."""
     loading, *step = phases
 
     def within(phase: Phase) -> int:
@@ -431,7 +432,7 @@ def _with_pool(phases: list[Phase], *, summed: int, logits: int, more: float) ->
         return now.activations + max(0, now.gradients - summed) + short_lived
 
     held = max(within(one) for one in step) + max(one.memory.total - within(one) for one in step)
-    held += round(more * (held - step[0].memory.context)) + POOLS[1]
+    held += round(more[0] * (held - step[0].memory.context)) + more[1]
 
     def whole(memory: Memory) -> Memory:
         return memory.changed(fragmentation=memory.fragmentation + held - memory.total)
@@ -622,7 +623,8 @@ def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, 
 
 
 def _loss(task: Task, tokens: float, spread: int, head: float, *, in_fp8: bool) -> float:
-    """A chunk of logits and the gradient of the head (`kernels.linear_cross_entropy`): in fp32, and its part of it. Of
+    """A chunk of logits and the gradient of the head (`kernels.linear_cross_entropy`): in fp32, and its part of it, or,
+    where the matmul itself adds that, the gradient once more in half precision when the logits are gone. Of
     embeddings, the hidden states that are pooled, in fp32, with their gradient (`model.embedding`). Of words with
     labels, as if every token were one: hidden states, as they are and in fp32, and scores, with the gradients."""
     if task.objective.has_embeddings:
@@ -632,7 +634,10 @@ def _loss(task: Task, tokens: float, spread: int, head: float, *, in_fp8: bool) 
         return tokens * (2 * (4 + task.width) * hidden + 3 * 4 * outputs)
     if isinstance(task.objective, Distill):
         return _compared(task, task.objective, tokens, head) + 4 * head
-    return _logits(task, tokens, in_fp8=in_fp8) / spread + (4 + task.width) * head
+    logits = _logits(task, tokens, in_fp8=in_fp8) / spread
+    if task.device == "cuda" and task.width == 2:
+        return max(logits + 4 * head, (4 + task.width) * head)
+    return logits + (4 + task.width) * head
 
 
 def _logits(task: Task, tokens: float, *, in_fp8: bool) -> float:
@@ -663,7 +668,7 @@ def _compared(task: Task, objective: Distill, tokens: float, head: float) -> flo
     if task.device == "cuda":  # by a kernel that reads both as they are; the teacher's are made in two precisions
         taught = 4 if task.teacher_in_steps else 0
         rounding = task.width if taught else 0
-        return logits * (task.width + taught) + max(logits * rounding, task.width * head)
+        return max(logits * (task.width + taught + rounding), task.width * head)
     is_own = objective.distillation.temperature == 1 and (teacher or facts).vocabulary >= facts.vocabulary
     tensors = DISTILLED["every" if task.teacher_in_steps else "likeliest"] + (not is_own)
     return tensors * 4 * logits  # the head's gradient is added when the comparison is over

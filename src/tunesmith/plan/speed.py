@@ -84,6 +84,8 @@ HOST_LAYER = {
 GPU waits for nothing else. Measured on machines with an H200, in fp8 on one whose CPU compiled other things
 meanwhile: alone on it, adapters in fp8 took 3. Adapters in half precision were only seen over nf4 and with states in
 few bits."""
+HOST_ADAPTED = 7
+"""Adapted linears of the layers that were measured: what adapters take is shared out over so many."""
 HOST_NF4 = {"plain": 4.5e-3, "fp8": 1e-3}
 """Seconds of it more where weights are made whole first. In fp8 a step of 8B took no longer than its kernels."""
 HOST_AGAIN = 0.5
@@ -488,9 +490,11 @@ def _waiting(task: Task, choice: Choice, rounds: float, compute: float) -> float
     layers = task.facts.layers / choice.pipeline
     if task.device == "cuda" and choice.is_compiled:
         kind = "adapters" if task.has_adapters else "full"
-        layer = HOST_LAYER[kind, choice.matmul_dtype] + (
-            HOST_NF4[choice.matmul_dtype] if choice.storage == "nf4" else 0.0
-        )
+        layer = HOST_LAYER[kind, choice.matmul_dtype]
+        if task.has_adapters:
+            adapted = _matrices(task) / 2 / task.facts.layers
+            layer -= (layer - HOST_LAYER["full", "plain"]) * max(0.0, 1 - adapted / HOST_ADAPTED)
+        layer += HOST_NF4[choice.matmul_dtype] if choice.storage == "nf4" else 0.0
         starting = rounds * layers * layer * (1 + share * HOST_AGAIN)
         if choice.cuda_graphs:
             starting = rounds * (layers * RECORDED_LAYER + RECORDED_ROUND) + RECORDED_WEIGHT * _matrices(task)
