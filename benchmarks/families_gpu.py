@@ -112,6 +112,8 @@ class Case:
 
 LAYERS = {"lora": {"Phi-4": 24}, "full": {"Phi-4": 12, "Qwen3-30B-A3B": 8, "gpt-oss-20b": 6, "Gemma-3-4B": 34}}
 """Of `full`: others have half."""
+FULL_GIB = 124
+"""For weights, gradients and states in fp32; others have theirs in bf16, and no limit but the GPU's."""
 MORE: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": {"checkpointing": True, "first_gib": 16, "few_layers": 2},  # 600M parameters a layer
     "gpt-oss-20b": {"first_gib": 16, "few_layers": 2},
@@ -124,7 +126,7 @@ CASES = (
         for shape, one in SHAPES.items()
     ),
     *(
-        Case(shape, "full", LAYERS["full"].get(shape, one["num_hidden_layers"] // 2), **MORE.get(shape, {}))
+        Case(shape, "full", LAYERS["full"].get(shape, one["num_hidden_layers"] // 2), FULL_GIB, **MORE.get(shape, {}))
         for shape, one in SHAPES.items()
     ),
     Case("Qwen3-30B-A3B", "qlora", 48, 24, is_capped=True, systems=("ours",), **MORE["Qwen3-30B-A3B"]),

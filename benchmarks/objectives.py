@@ -11,9 +11,9 @@ one after the other, on the same pairs. Tokens are those of documents: padding d
 each of its answers.
 
 Groups of cases, for --only: `third draw` (20 configurations over all objectives and adapters, drawn by a seed that no
-constant of the planner has seen; rows named `drawn` and `drawn again` are those of the seeds before), `8B into 1B` (distillation
-from a live teacher, from what it was asked once, and the student alone), `sweep of four` (the memory of four adapters
-over one 8B base against one's), `against TRL`. The second form puts what was measured into
+constant of the planner has seen; rows named `drawn` and `drawn again` are those of the seeds before), `8B into 1B`
+(distillation from a live teacher, from what it was asked once, and the student alone), `sweep of four` (the memory of
+four adapters over one 8B base against one's), `against TRL`. The second form puts what was measured into
 benchmarks/results/objectives.json, beside rows that are there already.
 """
 

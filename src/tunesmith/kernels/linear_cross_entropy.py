@@ -32,9 +32,9 @@ ROWS_MULTIPLE = 128
 """Chunks are whole tiles of a GPU's matmuls."""
 ALIGNED = 256
 """Bytes."""
-PADDED = 16
-"""Rows of logits begin at multiples of so many values on a GPU, whose matmuls are much slower where they do not
-(docs/lab.md): vocabularies may be odd."""
+WHOLE = 16
+"""On a GPU rows of logits begin at multiples of so many, and the tokens beyond the last multiple are multiplied apart:
+vocabularies may be odd, and such a matmul takes five times as long (docs/lab.md)."""
 
 
 class VocabularyPart(NamedTuple):
@@ -103,23 +103,42 @@ def head_logits(
     """Raw logits of a few rows, in `room` where there is one. Between rows there may be padding."""
     places = (rows_ch.shape[0], _row_width(weight_vh))
     logits_cv = _placed(room, 0, places, rows_ch.dtype, rows_ch.device)[:, : weight_vh.shape[0]]
-    torch.mm(rows_ch, weight_vh.t(), out=logits_cv)
+    for some in _tokens_apart(weight_vh):
+        torch.mm(rows_ch, weight_vh[some].t(), out=logits_cv[:, some])
     if bias_v is not None:
         logits_cv += bias_v
     return logits_cv
 
 
+def hidden_gradient(d_logits_cv: torch.Tensor, weight_vh: torch.Tensor) -> torch.Tensor:
+    """Of a few rows."""
+    first, *rest = _tokens_apart(weight_vh)
+    d_rows_ch = d_logits_cv[:, first] @ weight_vh[first]
+    for some in rest:
+        d_rows_ch.addmm_(d_logits_cv[:, some], weight_vh[some])
+    return d_rows_ch
+
+
 def add_weight_gradient_(d_weight_vh: torch.Tensor, d_logits_cv: torch.Tensor, rows_ch: torch.Tensor) -> None:
     """Add a few rows' part, in fp32. On a GPU the matmul itself adds, and nothing is rounded on the way."""
-    if rows_ch.is_cuda and rows_ch.dtype != torch.float32:
-        torch.addmm(d_weight_vh, d_logits_cv.t(), rows_ch, torch.float32, out=d_weight_vh)
-    else:
-        d_weight_vh += d_logits_cv.t() @ rows_ch
+    for some in _tokens_apart(d_weight_vh):
+        here_vh, d_some_vc = d_weight_vh[some], d_logits_cv[:, some].t()
+        if rows_ch.is_cuda and rows_ch.dtype != torch.float32:
+            torch.addmm(here_vh, d_some_vc, rows_ch, torch.float32, out=here_vh)
+        else:
+            here_vh += d_some_vc @ rows_ch
+
+
+def _tokens_apart(weight_vh: torch.Tensor) -> list[slice]:
+    """The tokens that are multiplied together."""
+    height = weight_vh.shape[0]
+    whole = height // WHOLE * WHOLE if weight_vh.is_cuda else height
+    return [some for some in (slice(0, whole), slice(whole, height)) if some.start < some.stop]
 
 
 def _row_width(weight_vh: torch.Tensor) -> int:
     height = weight_vh.shape[0]
-    return -(-height // PADDED) * PADDED if weight_vh.is_cuda else height
+    return -(-height // WHOLE) * WHOLE if weight_vh.is_cuda else height
 
 
 def _logits_bytes(rows: int, weight_vh: torch.Tensor) -> int:
@@ -181,7 +200,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 d_logits = d_logits.to(rows_ch.dtype)
                 if d_hidden is not None:
-                    d_hidden.index_copy_(0, rows_n[some], d_logits @ weight_vh)
+                    d_hidden.index_copy_(0, rows_n[some], hidden_gradient(d_logits, weight_vh))
                 if d_weight is not None:
                     add_weight_gradient_(d_weight, d_logits, rows_ch)
                 if d_bias is not None:

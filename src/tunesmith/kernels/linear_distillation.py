@@ -27,7 +27,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tunesmith.kernels.linear_cross_entropy import add_weight_gradient_, chunk_rows, head_logits, scaled_gradients
+from tunesmith.kernels.linear_cross_entropy import (
+    add_weight_gradient_,
+    chunk_rows,
+    head_logits,
+    hidden_gradient,
+    scaled_gradients,
+)
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
 MOST = 4096
@@ -141,7 +147,7 @@ class _LinearDistillation(torch.autograd.Function):
             if not needs_gradient:
                 continue
             if d_hidden is not None:
-                d_hidden.index_copy_(0, rows_n[some], d_logits_cv @ weight_vh)
+                d_hidden.index_copy_(0, rows_n[some], hidden_gradient(d_logits_cv, weight_vh))
             if d_weight is not None:
                 add_weight_gradient_(d_weight, d_logits_cv, rows_ch)
             if d_bias is not None:
