@@ -413,9 +413,28 @@ def _as_it_was(facts: Any, said: dict[str, Any]) -> Any:
     return facts.changed(kinds=tuple(map(changed, facts.kinds)))
 
 
-def shape_of(row: dict[str, Any]) -> dict[str, Any]:
+def config_of(row: dict[str, Any]) -> dict[str, Any]:
+    """The model's config as its folder had it, with what transformers adds."""
+    from transformers import AutoConfig
+
     shape = SHAPES[row["shape"]]
-    return shape | {"num_hidden_layers": min(row.get("layers") or math.inf, shape["num_hidden_layers"])}
+    layers = min(row.get("layers") or math.inf, shape["num_hidden_layers"])
+    return AutoConfig.for_model(**shape | {"num_hidden_layers": layers, "max_position_embeddings": 16384}).to_dict()
+
+
+def _with_rounded_head(phases: list[Any], task: Any) -> list[Any]:
+    """As memory was when the rows were measured: the part of a head's gradient was made in half precision beside the
+    logits, before it was added."""
+    from tunesmith.plan.memory import _logits
+
+    if task.has_adapters:
+        return phases
+    head = task.facts.embedding
+    more = round(min(task.width * head, _logits(task, task.step_tokens, in_fp8=False)))
+    found = {phase.name: phase for phase in phases}
+    loss = found["loss"].memory
+    found["loss"] = found["loss"].changed(memory=loss.changed(loss=loss.loss + more))
+    return list(found.values())
 
 
 def predicted_now(row: dict[str, Any]) -> tuple[int, float]:
@@ -430,7 +449,7 @@ def predicted_now(row: dict[str, Any]) -> tuple[int, float]:
     said, settings = row["predicted"], row["settings"]
     full, lora = settings["method"] == "full", settings.get("lora", {})
     task = Task(
-        facts=_as_it_was(from_config({"max_position_embeddings": 16384, **shape_of(row)}), said),
+        facts=_as_it_was(from_config(config_of(row)), said),
         hardware=named("H200"),
         device="cuda",
         precision="bf16",
@@ -446,7 +465,7 @@ def predicted_now(row: dict[str, Any]) -> tuple[int, float]:
     storage = "nf4" if settings["method"] == "qlora" else "plain"
     way = Choice(storage=storage, **{name: said[name] for name in kept})
     ways = [replace(way, cache_transposed=has) for has in (False, True)]
-    peaks = [memory.peak(memory.timeline(task, one)).memory for one in ways]
+    peaks = [memory.peak(_with_rounded_head(memory.timeline(task, one), task)).memory for one in ways]
     off = [abs(one.weights - said["memory"]["weights"]) for one in peaks]
     at = off.index(min(off))
     seconds = speed.step_time(task, ways[at]).total

@@ -275,15 +275,16 @@ def _forecast(path: Path) -> list[str]:
         _summary("peak memory, by today's formulas", sizes),
         _summary("tokens a second, by today's formulas", speeds),
         "",
-        "Today's formulas count what a compiled layer of each structure keeps for backward, and were made with these",
-        "rows in view; the table below is what plans said before that.",
+        "The table is what plans said before anything was measured, with formulas that no row of it had been seen by.",
+        "Today's formulas are held against the same rows, so that a change which makes them worse is seen.",
         "",
         f"Predicted too small by more than 2%: the peak memory of {sum(memory < -0.02 for memory, _ in found)}.",
         "",
         "| configuration | GiB predicted | measured | error | tokens/s predicted | measured | error |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    return lines + _predicted_rows(rows)
+    notes = {row["shape"]: row["note"] for row in rows if "note" in row}
+    return [*lines, *_predicted_rows(rows), "", *(f"{shape}: {note}." for shape, note in notes.items())]
 
 
 def _objectives(rows: list[dict[str, Any]]) -> list[str]:
@@ -411,7 +412,8 @@ def _families_gpu(rows: list[dict[str, Any]]) -> list[str]:
 
     lines = [
         "16,384 tokens a step, packed documents, bf16, rank 16. *Busy*: share of our steps with a kernel running.",
-        "*Times*: ours over the faster other. GiB and tokens/s of plans stand last.",
+        "*Times*: ours over the faster other. GiB and tokens/s of plans stand last. `full`: ours has master weights and",
+        "states in fp32, others have theirs in bf16.",
         "",
         "| case | ours, tokens/s | transformers | Liger | Unsloth | times | busy | GiB, ours | GiB planned | planned |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",

@@ -89,7 +89,7 @@ CACHE_ROOM = 64
 """Columns of their cache that nothing is in yet, the same as in `infer.cache`; captured steps have a multiple."""
 OUTSIDE = frozenset({"loss", "optimizer step"})
 """Moments whose workspace is not that of the layers' passes."""
-POOLS = {"plain": 0.015, "rounded": 0.05}, {"full": 128 * MIB, "adapters": 160 * MIB}
+POOLS = {"plain": 0.015, "rounded": 0.05}, 128 * MIB
 """What two pools hold beyond what they need: a share of all, and this. With plenty of memory it was 1 to 2% where
 matmuls and weights are in half precision, 4 to 10% with fp8 or nf4, whose weights come and go in many sizes. Where it
 does not suffice, passes are run as they are."""
@@ -202,8 +202,7 @@ def _timeline(task: Task, choice: Choice) -> list[Phase]:
     if not choice.cuda_graphs:
         return phases
     logits = _logits(task, tokens, in_fp8=is_head_fp8)
-    share = POOLS[0]["plain" if choice.matmul_dtype == choice.storage == "plain" else "rounded"]
-    more = (share, POOLS[1]["full" if is_full else "adapters"])
+    more = POOLS[0]["plain" if choice.matmul_dtype == choice.storage == "plain" else "rounded"]
     return _with_pool(phases, summed=round(kept_gradients + head * width), logits=round(logits), more=more)
 
 
@@ -419,10 +418,10 @@ def has_fp8_head(task: Task, choice: Choice) -> bool:
 # parts
 
 
-def _with_pool(phases: list[Phase], *, summed: int, logits: int, more: tuple[float, int]) -> list[Phase]:
+def _with_pool(phases: list[Phase], *, summed: int, logits: int, more: float) -> list[Phase]:
     """Captured passes have a pool of memory of their own, as large as they need it at their worst moment, and nothing
-    but the `logits` can use what is free in it. `summed`: bytes of gradients that are made elsewhere; `more`: the part,
-    and the bytes, that are held beyond what is needed."""
+    but the `logits` can use what is free in it. `summed`: bytes of gradients that are made elsewhere; `more`: the part
+    that is held beyond what is needed."""
     loading, *step = phases
 
     def within(phase: Phase) -> int:
@@ -432,7 +431,7 @@ def _with_pool(phases: list[Phase], *, summed: int, logits: int, more: tuple[flo
         return now.activations + max(0, now.gradients - summed) + short_lived
 
     held = max(within(one) for one in step) + max(one.memory.total - within(one) for one in step)
-    held += round(more[0] * (held - step[0].memory.context)) + more[1]
+    held += round(more * (held - step[0].memory.context)) + POOLS[1]
 
     def whole(memory: Memory) -> Memory:
         return memory.changed(fragmentation=memory.fragmentation + held - memory.total)
