@@ -190,7 +190,7 @@ def both_ways(width: int) -> Group:
     def apart(inputs: tuple) -> tuple:
         x, values, scale, values_turned, scale_turned, _ = inputs
         quantize.quantize_rows_into(x, None, values, scale)
-        quantize.quantize_turned_into(x, values_turned, scale_turned)
+        quantize.quantize_transposed_into(x, values_turned, scale_turned)
         return inputs
 
     def together(inputs: tuple, stages: int, per_warp: int, at_work: int, is_turned: bool = True) -> tuple:
@@ -199,7 +199,7 @@ def both_ways(width: int) -> Group:
         with patch.object(quantize, "WITH_MAXIMA", sizes):
             quantize.quantize_with_maxima_into(x, values, scale, largest)
         if is_turned:
-            quantize.quantize_turned_into(x, values_turned, scale_turned, largest)
+            quantize.quantize_transposed_into(x, values_turned, scale_turned, largest)
         return inputs
 
     def check(_, found: tuple) -> None:

@@ -397,7 +397,7 @@ def check_nf4(device: str, dtypes=(torch.float32, torch.float16)) -> None:
 
 def check_quantize(device: str, values_dtype=torch.float32) -> None:
     """Rows, and columns of the transposed matrix, over their scales; before rounding where `values_dtype` is wide."""
-    from tunesmith.kernels.quantize import quantize_rows_into, quantize_turned_into
+    from tunesmith.kernels.quantize import quantize_rows_into, quantize_transposed_into
 
     bound = {torch.float32: 1e-5, torch.float8_e4m3fn: 2**-4}[values_dtype]
     cases = 0
@@ -414,10 +414,10 @@ def check_quantize(device: str, values_dtype=torch.float32) -> None:
         longest = rows + -rows % 16
         values = torch.full((columns, longest), 7.0, device=device).to(values_dtype)
         scale = torch.empty(columns, 1, device=device)
-        quantize_turned_into(x, values, scale)
+        quantize_transposed_into(x, values, scale)
         _check_scaled(values[:, :rows], scale, x.t(), bound)
         assert values[:, rows:].float().abs().sum() == 0
-        quantize_turned_into(x, values, scale, x.new_full((columns,), 44.8))  # what is given is used
+        quantize_transposed_into(x, values, scale, x.new_full((columns,), 44.8))  # what is given is used
         torch.testing.assert_close(scale, torch.full_like(scale, 0.1), rtol=1e-6, atol=0)
         cases += 1
     print(f"quantize: {cases} cases")
@@ -555,14 +555,14 @@ def check_rotary(device: str, dtypes=(torch.float32, torch.float16)) -> None:
 
 
 def check_transpose(device: str) -> None:
-    from tunesmith.kernels.quantize import turn_into
+    from tunesmith.kernels.quantize import transpose_into
 
     for rows, columns in ((1, 1), (130, 257), (64, 300)):
         values = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, device=device)
         found = torch.empty(columns, rows, dtype=torch.uint8, device=device)
-        turn_into(values, found)
+        transpose_into(values, found)
         assert torch.equal(found, values.t())
-    print("turn: 3 cases")
+    print("transpose: 3 cases")
 
 
 def check_decoding(device: str, dtype=torch.float32, only: tuple[str, ...] = ()) -> None:

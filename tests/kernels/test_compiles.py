@@ -64,7 +64,7 @@ def test_cross_entropy(in_fp8, has_softcap):
 
     results = dict.fromkeys(("losses", "log_totals", "scales", "owns"), "*fp32")
     types = {"logits": "*bf16", "labels": "*i64", "weights": "*fp32", "values8": "*fp8e4nv" if in_fp8 else "*bf16"}
-    types |= results | dict.fromkeys(("stride", "vocabulary", "width"), "i32")
+    types |= results | dict.fromkeys(("stride", "vocabulary", "places", "width"), "i32")
     types |= dict.fromkeys(("scale", "softcap", "z_loss"), "fp32")
     flags = {"HAS_SOFTCAP": has_softcap, "NEEDS_GRADIENT": True, "IN_FP8": in_fp8}
     for capability in (HOPPER,) if in_fp8 else (HOPPER, AMPERE):

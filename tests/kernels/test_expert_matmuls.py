@@ -39,11 +39,11 @@ def test_rows_are_multiplied_by_their_experts(storage, dtype, device):
     torch.testing.assert_close(found_gradient, expected_gradient, **off)
 
 
-@pytest.mark.parametrize("is_turned", [False, True])
-def test_torchs_grouped_products_mean_the_same(is_turned):
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_torchs_grouped_products_mean_the_same(is_transposed):
     torch.manual_seed(0)
     weight = torch.randn(len(COUNTS), 24, 64, dtype=torch.bfloat16)
-    weight = weight.transpose(1, 2) if is_turned else weight
+    weight = weight.transpose(1, 2) if is_transposed else weight
     x = torch.randn(sum(COUNTS), weight.shape[1], dtype=torch.bfloat16)
     ends = torch.tensor(COUNTS).cumsum(0).int()
     torch.testing.assert_close(grouped(x, weight, ends), F.grouped_mm(x, weight, offs=ends), rtol=2e-2, atol=2e-2)

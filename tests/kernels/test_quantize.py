@@ -5,7 +5,7 @@ import torch
 from interpreted import run_interpreted
 
 from tunesmith.kernels.fp8 import quantize_transposed, quantize_with_maxima
-from tunesmith.kernels.lowrank import quantize_apart, quantize_rows, turn
+from tunesmith.kernels.lowrank import quantize_apart, quantize_rows, transposed_copy
 
 
 def test_rows_and_turned_columns_come_out_over_their_scales_in_the_interpreter():
@@ -60,12 +60,12 @@ def test_matrices_whose_rows_are_not_whole_are_quantized_rightly_on_the_gpu():
 
 def test_a_matrix_in_fp8_is_transposed():
     values = quantize_rows(torch.randn(7, 32, generator=torch.Generator().manual_seed(0)))[0]
-    assert torch.equal(turn(values).float(), values.float().t())
-    torch.library.opcheck(turn, (values,), test_utils=("test_faketensor",))
+    assert torch.equal(transposed_copy(values).float(), values.float().t())
+    torch.library.opcheck(transposed_copy, (values,), test_utils=("test_faketensor",))
 
 
 def test_a_matrix_in_fp8_is_transposed_in_the_interpreter():
-    assert "turn: 3 cases" in run_interpreted("check_transpose")
+    assert "transpose: 3 cases" in run_interpreted("check_transpose")
 
 
 @pytest.mark.gpu

@@ -79,7 +79,7 @@ def test_padded_micro_batches_are_of_like_length_and_bounded():
     assert computed < 1.25 * sum(lengths)
     guessed = documents.guessed(lengths, 1024, 4096, sides=1)
     assert guessed.padding(2048) == pytest.approx(computed / sum(lengths))
-    assert guessed.rounds(2048, 1) == len(groups)
+    assert guessed.micro_batches(2048, 1) == len(groups)
     assert documents.like_lengths([5, 9, 5], 64, alone=6) == [[1], [0, 2]]
     assert documents.like_lengths([], 64) == []
 

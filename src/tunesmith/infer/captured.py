@@ -158,7 +158,7 @@ class Step:
             for _ in range(2):  # kernels are compiled and workspaces made before
                 expected = tried()
         torch.cuda.current_stream().wait_stream(stream)
-        self.graph, self.logits = recorded(self.run, pool, stream, ROOM + 4 * expected.nbytes)
+        self.graph, self.logits = captured(self.run, pool, stream, ROOM + 4 * expected.nbytes)
         return expected
 
     def replay(self) -> torch.Tensor:
@@ -226,7 +226,7 @@ class Ahead:
         return self.step is step and self.lengths == list(lengths) and self.chosen() == list(last)
 
 
-def recorded(
+def captured(
     run: Callable[[], torch.Tensor], pool: Any, stream: torch.cuda.Stream, needed: int
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """What `run` does, captured on the stream, and the tensor that it gives. A capture takes memory of its own, which

@@ -2,7 +2,7 @@
 used: in the forward pass and again in the backward pass, and not kept.
 
 Tokens lie expert by expert. Where torch multiplies groups of rows by a matrix each, that is one kernel, and the
-CPU need not know how many tokens an expert has; elsewhere it is a product for each expert.
+CPU need not know how many tokens an expert has; elsewhere it is a matmul for each expert.
 
 Legend: S pairs of a token and one of its experts, E experts, N outputs, K inputs.
 """

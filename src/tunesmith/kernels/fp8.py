@@ -86,10 +86,10 @@ def quantize_transposed(
     """
     if not x_tk.is_cuda:
         return quantize_rows(F.pad(x_tk.t(), (0, -x_tk.shape[0] % FP8_MULTIPLE)).contiguous())
-    from tunesmith.kernels.quantize import quantize_turned_into
+    from tunesmith.kernels.quantize import quantize_transposed_into
 
     values, scale = _transposed(x_tk)
-    quantize_turned_into(with_whole_rows(x_tk), values, scale, largest_k)
+    quantize_transposed_into(with_whole_rows(x_tk), values, scale, largest_k)
     return values, scale
 
 

@@ -1,6 +1,6 @@
 """A frozen linear and its low-rank adapter as one operation: `x @ W.T + (x @ A.T) @ B.T`, with its gradients.
 
-The large product runs in bf16 or in fp8, with W held in bf16, fp8 or nf4; the adapter's small ones add to its output
+The large matmul runs in bf16 or in fp8, with W held in bf16, fp8 or nf4; the adapter's small ones add to its output
 in place, so that neither the sum nor the gradient of a sum is a pass over memory of its own. W has no gradient. In
 fp8 each row of x, of W and of the incoming gradient has its own scale. W is quantized once; its scales are folded
 into the gradient before that is quantized, so that forward and backward use the same values of W.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tunesmith.kernels.nf4 import whole
+from tunesmith.kernels.nf4 import dequantized
 from tunesmith.kernels.operator import operator
 
 E4M3 = torch.float8_e4m3fn
@@ -73,19 +73,19 @@ def _(x, factor):
     return quantized_like(x)
 
 
-@operator("turn")
-def turn(values8: torch.Tensor) -> torch.Tensor:
+@operator("transposed_copy")
+def transposed_copy(values8: torch.Tensor) -> torch.Tensor:
     """The transposed matrix."""
     if not values8.is_cuda:
         return values8.t().contiguous()
-    from tunesmith.kernels.quantize import turn_into
+    from tunesmith.kernels.quantize import transpose_into
 
     transposed = _transposed_like(values8)
-    turn_into(values8.contiguous(), transposed)
+    transpose_into(values8.contiguous(), transposed)
     return transposed
 
 
-@torch.library.register_fake(turn)
+@torch.library.register_fake(transposed_copy)
 def _transposed_like(values8):
     return values8.new_empty(values8.shape[1], values8.shape[0])
 
@@ -105,8 +105,8 @@ class _LowRank(torch.autograd.Function):
         low_tr = x_tk @ a_rk.t()
         ctx.save_for_backward(x_tk, weight_nk, a_rk, b_nr, low_tr)
         ctx.rows = rows
-        weight_nk = whole(weight_nk, rows, x_tk.shape[1], x_tk)
-        return product_plus_small(x_tk, weight_nk.t(), low_tr, b_nr.t(), bias_n)
+        weight_nk = dequantized(weight_nk, rows, x_tk.shape[1], x_tk)
+        return matmul_add_lowrank(x_tk, weight_nk.t(), low_tr, b_nr.t(), bias_n)
 
     @staticmethod
     def backward(ctx, g_tn):
@@ -114,7 +114,7 @@ class _LowRank(torch.autograd.Function):
         g_tr = g_tn @ b_nr
         d_x = None
         if ctx.needs_input_grad[0]:
-            d_x = product_plus_small(g_tn, whole(weight_nk, ctx.rows, x_tk.shape[1], g_tn), g_tr, a_rk, None)
+            d_x = matmul_add_lowrank(g_tn, dequantized(weight_nk, ctx.rows, x_tk.shape[1], g_tn), g_tr, a_rk, None)
         return d_x, None, g_tr.t() @ x_tk, g_tn.t() @ low_tr, None, None
 
 
@@ -124,8 +124,8 @@ class _LowRankFp8(torch.autograd.Function):
         low_tr = x_tk @ a_rk.t()
         ctx.save_for_backward(x_tk, held, scale_n, a_rk, b_nr, low_tr, transposed8_kn)
         ctx.rows = rows
-        weight8_nk = whole(held, rows, x_tk.shape[1], x_tk, scale_n)
-        y = product_plus_small_fp8(*quantize_apart(x_tk, None), weight8_nk, scale_n, low_tr, b_nr.t(), x_tk.dtype)
+        weight8_nk = dequantized(held, rows, x_tk.shape[1], x_tk, scale_n)
+        y = matmul_add_lowrank_fp8(*quantize_apart(x_tk, None), weight8_nk, scale_n, low_tr, b_nr.t(), x_tk.dtype)
         return y if bias_n is None else y + bias_n
 
     @staticmethod
@@ -134,12 +134,12 @@ class _LowRankFp8(torch.autograd.Function):
         g_tr = g_tn @ b_nr
         d_x = None
         if ctx.needs_input_grad[0]:
-            transposed = turned_fp8(held, transposed8_kn, ctx.rows, x_tk.shape[1], g_tn, scale_n)
-            d_x = product_plus_small_fp8(*quantize_apart(g_tn, scale_n), *transposed, g_tr, a_rk, g_tn.dtype)
+            transposed = transposed_fp8(held, transposed8_kn, ctx.rows, x_tk.shape[1], g_tn, scale_n)
+            d_x = matmul_add_lowrank_fp8(*quantize_apart(g_tn, scale_n), *transposed, g_tr, a_rk, g_tn.dtype)
         return d_x, None, None, g_tr.t() @ x_tk, g_tn.t() @ low_tr, None, None, None
 
 
-def turned_fp8(
+def transposed_fp8(
     held: torch.Tensor,
     transposed8_kn: torch.Tensor | None,
     rows: Sequence[int],
@@ -149,7 +149,11 @@ def turned_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The transposed weight for a gradient that has the rows' scales in it already, and ones in place of scales. Made
     anew each time where it is not kept: 6 ms a step for an 8B model, against 7 GB."""
-    made = transposed8_kn if transposed8_kn is not None else turn(whole(held, rows, columns, like, scale_n))
+    made = (
+        transposed8_kn
+        if transposed8_kn is not None
+        else transposed_copy(dequantized(held, rows, columns, like, scale_n))
+    )
     return made, torch.ones(columns, device=like.device, dtype=torch.float32)
 
 
@@ -171,11 +175,11 @@ def matmul_fp8(
     return ((x8.float() * scale_t) @ (weight8_nk.float() * scale_n.reshape(-1, 1)).t()).to(dtype)
 
 
-# The large product with the small one added in place: opaque to the compiler, which would copy the sum.
+# The large matmul with the small one added in place: opaque to the compiler, which would copy the sum.
 
 
-@operator("product_plus_small")
-def product_plus_small(
+@operator("matmul_add_lowrank")
+def matmul_add_lowrank(
     x: torch.Tensor, weight: torch.Tensor, low: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """`x @ weight + low @ up (+ bias)`."""
@@ -183,13 +187,13 @@ def product_plus_small(
     return _add_small_(y, low, up)
 
 
-@torch.library.register_fake(product_plus_small)
+@torch.library.register_fake(matmul_add_lowrank)
 def _(x, weight, low, up, bias):
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
-@operator("product_plus_small_fp8")
-def product_plus_small_fp8(
+@operator("matmul_add_lowrank_fp8")
+def matmul_add_lowrank_fp8(
     x8: torch.Tensor,
     scale_t: torch.Tensor,
     weight8_nk: torch.Tensor,
@@ -202,7 +206,7 @@ def product_plus_small_fp8(
     return _add_small_(matmul_fp8(x8, scale_t, weight8_nk, scale_n, dtype), low, up)
 
 
-@torch.library.register_fake(product_plus_small_fp8)
+@torch.library.register_fake(matmul_add_lowrank_fp8)
 def _(x8, scale_t, weight8_nk, scale_n, low, up, dtype):
     return low.new_empty(x8.shape[0], weight8_nk.shape[0], dtype=dtype)
 

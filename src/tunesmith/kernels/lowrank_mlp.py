@@ -1,6 +1,6 @@
 """A gated MLP with frozen weights and adapters on its three linears, as one operation.
 
-`down(act(gate(x)) * up(x))`, with the activations of `kernels.gating`. Of the wide tensors only the joint product of
+`down(act(gate(x)) * up(x))`, with the activations of `kernels.gating`. Of the wide tensors only the joint matmul of
 gate and up is kept for backward. In slices of tokens not even that: each slice is computed again in the backward pass,
 and wide tensors never exist for more than one of them.
 
@@ -16,15 +16,15 @@ import torch
 
 from tunesmith.kernels.gating import SILU
 from tunesmith.kernels.lowrank import (
+    matmul_add_lowrank,
+    matmul_add_lowrank_fp8,
     matmul_fp8,
-    product_plus_small,
-    product_plus_small_fp8,
     quantize_apart,
     quantize_rows,
-    turn,
-    turned_fp8,
+    transposed_copy,
+    transposed_fp8,
 )
-from tunesmith.kernels.nf4 import whole
+from tunesmith.kernels.nf4 import dequantized
 from tunesmith.kernels.operator import operator
 from tunesmith.kernels.swiglu import swiglu, swiglu_backward
 
@@ -84,17 +84,17 @@ def _up(x, gate_up, gate_up_scale, a_gate_up, b_gate, b_up, a_down, gating, quan
     """From the input to the activation (in its own precision, and in fp8 with scales), and what backward needs."""
     is_fp8 = gate_up_scale is not None
     low = x @ a_gate_up.t()
-    weight = whole(gate_up, _rows(b_gate, b_up), x.shape[1], x, gate_up_scale)
+    weight = dequantized(gate_up, _rows(b_gate, b_up), x.shape[1], x, gate_up_scale)
     y = matmul_fp8(*quantize(x), weight8_nk=weight, scale_n=gate_up_scale, dtype=x.dtype) if is_fp8 else x @ weight.t()
     act, act8, act_scale = swiglu(y, low, b_gate, b_up, is_fp8, gating)
     return y, low, act @ a_down.t(), (act, act8, act_scale)
 
 
 def _down(act, act8, act_scale, down, down_scale, low_down, b_down):
-    weight = whole(down, _rows(b_down), act.shape[1], act, down_scale)
+    weight = dequantized(down, _rows(b_down), act.shape[1], act, down_scale)
     if down_scale is not None:
-        return product_plus_small_fp8(act8, act_scale, weight, down_scale, low_down, b_down.t(), act.dtype)
-    return product_plus_small(act, weight.t(), low_down, b_down.t(), None)
+        return matmul_add_lowrank_fp8(act8, act_scale, weight, down_scale, low_down, b_down.t(), act.dtype)
+    return matmul_add_lowrank(act, weight.t(), low_down, b_down.t(), None)
 
 
 def _gradients(
@@ -122,11 +122,11 @@ def _gradients(
     is_fp8 = gate_up_scale is not None
     g_down = g @ b_down
     if is_fp8:
-        transposed = turned_fp8(down, down_transposed, _rows(b_down), a_down.shape[1], g, down_scale)
+        transposed = transposed_fp8(down, down_transposed, _rows(b_down), a_down.shape[1], g, down_scale)
         g8, g_scale = quantize_apart(g, down_scale)
         d_act = matmul_fp8(g8, g_scale, *transposed, g.dtype)
     else:
-        d_act = g @ whole(down, _rows(b_down), a_down.shape[1], g)
+        d_act = g @ dequantized(down, _rows(b_down), a_down.shape[1], g)
     scale_in = gate_up_scale if is_fp8 else y.new_empty(0, dtype=torch.float32)
     d_y, d8, d_scale, d_factors = swiglu_backward(d_act, g_down, y, low, b_gate, b_up, a_down, scale_in, is_fp8, gating)
     intermediate = b_gate.shape[0]
@@ -138,10 +138,10 @@ def _gradients(
     if needs_x:
         rows = _rows(b_gate, b_up)
         if is_fp8:
-            transposed = turned_fp8(gate_up, gate_up_transposed, rows, x.shape[1], d_y, gate_up_scale)
-            d_x = product_plus_small_fp8(d8, d_scale, *transposed, g_gate_up, a_gate_up, g.dtype)
+            transposed = transposed_fp8(gate_up, gate_up_transposed, rows, x.shape[1], d_y, gate_up_scale)
+            d_x = matmul_add_lowrank_fp8(d8, d_scale, *transposed, g_gate_up, a_gate_up, g.dtype)
         else:
-            d_x = product_plus_small(d_y, whole(gate_up, rows, x.shape[1], d_y), g_gate_up, a_gate_up, None)
+            d_x = matmul_add_lowrank(d_y, dequantized(gate_up, rows, x.shape[1], d_y), g_gate_up, a_gate_up, None)
     d_b_gate, d_b_up, d_a_down = d_factors.unbind()
     return d_x, g_gate_up.t() @ x, d_b_gate, d_b_up, d_a_down.t(), g.t() @ low_down
 
@@ -165,7 +165,7 @@ def _sliced(
     gating: str,
 ) -> torch.Tensor:
     out = torch.empty_like(x)
-    gate_up, down = _whole_once(x, gate_up, gate_up_scale, down, down_scale, b_gate, b_up, b_down)
+    gate_up, down = _dequantized_once(x, gate_up, gate_up_scale, down, down_scale, b_gate, b_up, b_down)
     factors = (a_gate_up, b_gate, b_up, a_down)
     for part in _slices(x, size):
         _, _, low_down, activation = _up(x[part], gate_up, gate_up_scale, *factors, gating, quantize=_quantize_alone)
@@ -200,8 +200,8 @@ def _sliced_backward(
     factors = (a_gate_up, b_gate, b_up, a_down, b_down)
     d_x = torch.empty_like(x) if needs_x else x.new_empty(0)
     sums = [torch.zeros_like(factor, dtype=torch.float32) for factor in factors]
-    gate_up, down = _whole_once(x, gate_up, gate_up_scale, down, down_scale, b_gate, b_up, b_down)
-    transposed = (turn(gate_up), turn(down)) if gate_up_scale is not None else (None, None)
+    gate_up, down = _dequantized_once(x, gate_up, gate_up_scale, down, down_scale, b_gate, b_up, b_down)
+    transposed = (transposed_copy(gate_up), transposed_copy(down)) if gate_up_scale is not None else (None, None)
     frozen = (gate_up, gate_up_scale, down if transposed[1] is None else transposed[1], down_scale)
     del down  # the transposed one is enough
     for part in _slices(x, size):
@@ -239,11 +239,11 @@ def _backward(ctx, g):
 torch.library.register_autograd(_sliced, _backward, setup_context=_keep)
 
 
-def _whole_once(x, gate_up, gate_up_scale, down, down_scale, b_gate, b_up, b_down):
+def _dequantized_once(x, gate_up, gate_up_scale, down, down_scale, b_gate, b_up, b_down):
     """The weights that all slices multiply with: made from nf4 for all of them."""
     return (
-        whole(gate_up, _rows(b_gate, b_up), x.shape[1], x, gate_up_scale),
-        whole(down, _rows(b_down), b_gate.shape[0], x, down_scale),
+        dequantized(gate_up, _rows(b_gate, b_up), x.shape[1], x, gate_up_scale),
+        dequantized(down, _rows(b_down), b_gate.shape[0], x, down_scale),
     )
 
 

@@ -1,6 +1,6 @@
-"""The joint product of queries, keys and values with frozen weights and adapters, rotated, as one operation.
+"""The joint matmul of queries, keys and values with frozen weights and adapters, rotated, as one operation.
 
-`rotate(x @ W.T + (x @ A.T) @ B.T)`, apart into queries, keys and values. The product itself is not kept, and the
+`rotate(x @ W.T + (x @ A.T) @ B.T)`, apart into queries, keys and values. The matmul itself is not kept, and the
 gradients of the three become one matrix in the pass that rotates them back.
 
 Legend: T tokens, K inputs, N outputs, R rank, D head dim; `8` marks fp8 values.
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tunesmith.kernels.lowrank import product_plus_small, product_plus_small_fp8, quantize_apart, turned_fp8
-from tunesmith.kernels.nf4 import whole
+from tunesmith.kernels.lowrank import matmul_add_lowrank, matmul_add_lowrank_fp8, quantize_apart, transposed_fp8
+from tunesmith.kernels.nf4 import dequantized
 from tunesmith.kernels.rotary import rotated_apart, rotated_back
 
 
@@ -38,12 +38,12 @@ def lowrank_qkv(
 class _LowRankQkv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_tk, held, scale_n, a_rk, b_nr, bias_n, rows, transposed8_kn, cos_td, sin_td):
-        weight_nk = whole(held, rows, x_tk.shape[1], x_tk, scale_n)
+        weight_nk = dequantized(held, rows, x_tk.shape[1], x_tk, scale_n)
         low_tr = x_tk @ a_rk.t()
         if scale_n is None:
-            y_tn = product_plus_small(x_tk, weight_nk.t(), low_tr, b_nr.t(), bias_n)
+            y_tn = matmul_add_lowrank(x_tk, weight_nk.t(), low_tr, b_nr.t(), bias_n)
         else:
-            y_tn = product_plus_small_fp8(*quantize_apart(x_tk, None), weight_nk, scale_n, low_tr, b_nr.t(), x_tk.dtype)
+            y_tn = matmul_add_lowrank_fp8(*quantize_apart(x_tk, None), weight_nk, scale_n, low_tr, b_nr.t(), x_tk.dtype)
             y_tn = y_tn if bias_n is None else y_tn + bias_n
         ctx.save_for_backward(x_tk, held, scale_n, a_rk, b_nr, low_tr, transposed8_kn, cos_td, sin_td)
         ctx.rows = rows
@@ -57,9 +57,9 @@ class _LowRankQkv(torch.autograd.Function):
         d_x = None
         if ctx.needs_input_grad[0]:
             if scale_n is not None:
-                transposed = turned_fp8(held, transposed8_kn, ctx.rows, x_tk.shape[1], g_tn, scale_n)
-                d_x = product_plus_small_fp8(*quantize_apart(g_tn, scale_n), *transposed, g_tr, a_rk, g_tn.dtype)
+                transposed = transposed_fp8(held, transposed8_kn, ctx.rows, x_tk.shape[1], g_tn, scale_n)
+                d_x = matmul_add_lowrank_fp8(*quantize_apart(g_tn, scale_n), *transposed, g_tr, a_rk, g_tn.dtype)
             else:
-                weight_nk = whole(held, ctx.rows, x_tk.shape[1], g_tn)
-                d_x = product_plus_small(g_tn, weight_nk, g_tr, a_rk, None)
+                weight_nk = dequantized(held, ctx.rows, x_tk.shape[1], g_tn)
+                d_x = matmul_add_lowrank(g_tn, weight_nk, g_tr, a_rk, None)
         return d_x, None, None, g_tr.t() @ x_tk, g_tn.t() @ low_tr, *[None] * 5

@@ -103,7 +103,7 @@ def _(weight4, rows, columns, dtype, scale_n=None, after=None):
     return weight4.new_empty(sum(rows), columns, dtype=dtype)
 
 
-def whole(
+def dequantized(
     held: torch.Tensor, rows: Sequence[int], columns: int, like: torch.Tensor, scale_n: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The weight to multiply `like` with: made from nf4 where it is held so, else the tensor itself. In fp8, with
@@ -124,12 +124,12 @@ class _Nf4Linear(torch.autograd.Function):
     def forward(ctx, x, weight4, outputs, bias):
         ctx.save_for_backward(weight4)
         ctx.outputs, ctx.columns = outputs, x.shape[-1]
-        return F.linear(x, whole(weight4, [outputs], x.shape[-1], x), bias)
+        return F.linear(x, dequantized(weight4, [outputs], x.shape[-1], x), bias)
 
     @staticmethod
     def backward(ctx, g):
         (weight4,) = ctx.saved_tensors
-        return g @ whole(weight4, [ctx.outputs], ctx.columns, g), None, None, None
+        return g @ dequantized(weight4, [ctx.outputs], ctx.columns, g), None, None, None
 
 
 def cut_rows(weight4: torch.Tensor, shape_nk: tuple[int, int], rank: int, ranks: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 `quantize_rows` holds a row in registers: one read, one write. `quantize_transposed` quantizes along the other dimension
 and writes the transposed matrix, as fp8 matmuls want it; the largest values of the columns, which it needs, may come
-from `quantize_with_maxima`. `turn` transposes what is in fp8 already.
+from `quantize_with_maxima`. `transpose_into` transposes what is in fp8 already.
 
 Legend: T rows, K columns; `8` marks fp8 values.
 """
@@ -88,7 +88,7 @@ def quantize_with_maxima_into(
     )
 
 
-def quantize_turned_into(
+def quantize_transposed_into(
     x_tk: torch.Tensor, values_kt: torch.Tensor, scale_k1: torch.Tensor, largest_k: torch.Tensor | None = None
 ) -> None:
     """fp8 values [K, T] of the transposed matrix, with the scale of each of its rows; T may be longer, then zeros fill
@@ -113,7 +113,7 @@ def quantize_turned_into(
     )
 
 
-def turn_into(values8_nk: torch.Tensor, transposed8_kn: torch.Tensor) -> None:
+def transpose_into(values8_nk: torch.Tensor, transposed8_kn: torch.Tensor) -> None:
     """The transposed matrix."""
     rows, columns = values8_nk.shape
     _turn_bytes[(triton.cdiv(columns, BYTES["BK"]), triton.cdiv(rows, BYTES["BN"]))](

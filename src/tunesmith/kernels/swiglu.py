@@ -1,7 +1,7 @@
 """act(gate) * up with the adapters of gate and up added on the way, and its result quantized to fp8 where asked. `act`
 is SiLU (SwiGLU) or what else `kernels.gating` has.
 
-The joint product of gate and up is the widest tensor of a layer. Adding its adapter and applying the activation are one
+The joint matmul of gate and up is the widest tensor of a layer. Adding its adapter and applying the activation are one
 pass over it here, and quantizing a second one, over the result. (Looking for each row's largest value in the first pass
 already, so that the second need not hold a whole row, made the first half again as slow.) Backward computes the
 activation again instead of keeping it, adds the adapter of down to the gradient that comes in, and sums the gradients

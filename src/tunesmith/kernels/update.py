@@ -133,7 +133,7 @@ def update_plainly_(
         w = w * keep - rate * (m / (v.sqrt() * unbias + epsilon))
         _encode_(state, "root", v.sqrt(), kind, again & 0xFFFF)
     _encode_(state, "exp_avg", m, kind, _upper(again))
-    weight.copy_(round_at_random(w, _upper(draw)) if weight.dtype == torch.bfloat16 else w)
+    weight.copy_(round_stochastically(w, _upper(draw)) if weight.dtype == torch.bfloat16 else w)
     if prerounded:
         preround_(weight, start=start)
     if copy is not None:
@@ -168,7 +168,7 @@ def copy_half_(copy: torch.Tensor, values: torch.Tensor, *, start: int = 0) -> N
         if copy.is_cuda:
             copy_half_(to, piece.to(copy.device), start=start)
         else:
-            to.copy_(round_at_random(piece, _draw(piece, start)))
+            to.copy_(round_stochastically(piece, _draw(piece, start)))
         start += size
 
 
@@ -228,7 +228,7 @@ def _draw(values: torch.Tensor, start: int) -> torch.Tensor:
     return _upper(_hash(_places(values, start), (values.view(torch.int32) & 0xFFFF) * SPREAD))
 
 
-def round_at_random(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+def round_stochastically(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """fp32 to bf16, up with the probability that makes the mean exact. `bits`: 16 random ones for each value."""
     noisy = values.view(torch.int32) + bits.to(torch.int32)
     rounded = (noisy & -0x10000).view(torch.float32)
@@ -279,7 +279,7 @@ def _decode(state: State, name: str, like: torch.Tensor, kind: States) -> torch.
 def _encode_(state: State, name: str, values: torch.Tensor, kind: States, bits: torch.Tensor) -> None:
     is_root = name == "root"
     if kind in ("fp32", "bf16"):
-        state[name].copy_(values if kind == "fp32" else round_at_random(values, bits))
+        state[name].copy_(values if kind == "fp32" else round_stochastically(values, bits))
         return
     rows, columns = values.shape[0], values[0].numel()
     values = values.view(rows, columns)

@@ -146,7 +146,7 @@ def _kernel(
     )  # fmt: skip
     rounded = w
     if IS_RANDOM:
-        rounded = _round_at_random(w, draw >> 16)
+        rounded = _round_stochastically(w, draw >> 16)
     if IS_PREROUNDED:
         held = w.to(tl.uint32, bitcast=True)
         held += tl.where((held & 0xFFFF) == 0x8000, 1, 0).to(tl.uint32)
@@ -172,7 +172,7 @@ def _copy_kernel(copy, values, count, start, SIZE: tl.constexpr):
 @triton.jit
 def _copy(copy, values, at, start, inside):
     if copy.dtype.element_ty == tl.bfloat16:
-        values = _round_at_random(values, _draw(values.to(tl.uint32, bitcast=True), at, start))
+        values = _round_stochastically(values, _draw(values.to(tl.uint32, bitcast=True), at, start))
     tl.store(copy + at, values.to(copy.dtype.element_ty), mask=inside)
 
 
@@ -201,7 +201,7 @@ def _hash(x, seed):
 
 
 @triton.jit
-def _round_at_random(x, bits):
+def _round_stochastically(x, bits):
     noisy = x.to(tl.uint32, bitcast=True) + bits
     rounded = (noisy & 0xFFFF0000).to(tl.float32, bitcast=True)
     return tl.where(x == x, rounded, x)  # whose bits may have overflowed
@@ -242,7 +242,7 @@ def _encode(
     if FORMAT == 0:
         tl.store(state + at, values, mask=inside)
     elif FORMAT == 1:
-        tl.store(state + at, _round_at_random(values, bits).to(tl.bfloat16), mask=inside)
+        tl.store(state + at, _round_stochastically(values, bits).to(tl.bfloat16), mask=inside)
     else:
         values = tl.where(inside, values, 0.0)
         scale = tl.max(tl.abs(values), 1)

@@ -242,7 +242,7 @@ def batches(workload: Workload, count: int) -> list[StepBatch]:
 
     made = []
     for step in range(count):
-        rounds = [
+        drawn = [
             chat_lengths(random, workload) if workload.is_packed else [workload.length] * workload.sequences
             for _ in range(workload.accumulation_steps)
         ]
@@ -250,9 +250,9 @@ def batches(workload: Workload, count: int) -> list[StepBatch]:
             StepBatch(
                 step=step,
                 epoch=0.0,
-                micro_batches=tuple(micro_batch_of([document(length) for length in lengths]) for lengths in rounds),
-                target_weight=float(sum(sum(lengths) - len(lengths) for lengths in rounds)),
-                tokens=sum(sum(lengths) for lengths in rounds),
+                micro_batches=tuple(micro_batch_of([document(length) for length in lengths]) for lengths in drawn),
+                target_weight=float(sum(sum(lengths) - len(lengths) for lengths in drawn)),
+                tokens=sum(sum(lengths) for lengths in drawn),
             )
         )
     return made

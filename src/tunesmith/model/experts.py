@@ -4,7 +4,7 @@ transformers keeps the experts of a layer as two stacks of matrices, [experts, o
 for each token. Adapters are on the linears around them. Frozen experts are most of an MoE model: with `method: qlora`
 each stack is held in nf4 or int8, as linears are, and made whole while a layer is computed.
 
-A token's result is the sum of its experts', each times a weight of the router's. The second product is linear, so the
+A token's result is the sum of its experts', each times a weight of the router's. The second matmul is linear, so the
 weight can as well be multiplied in before it: then backward needs no expert's result for the weight's gradient, which
 would be most of what an MoE layer keeps (K times the hidden states).
 
@@ -73,7 +73,7 @@ class QuantizedExperts(nn.Module):
         self.num_experts = experts.num_experts
         self.shapes_nk = {name: tuple(weight.shape[1:]) for name, weight in weights.items()}
         self.storage = storage
-        self.gate = copy.copy(experts)  # the model's own way from the first product to the second
+        self.gate = copy.copy(experts)  # the model's own way from the first matmul to the second
         self.gate._parameters = {}
 
     def hold(self, name: str, stack_enk: torch.Tensor) -> None:
@@ -109,9 +109,9 @@ class QuantizedExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         given = (hidden_states, top_k_index, top_k_weights)
-        return _mixed(self.gate, self.num_experts, self._product, *given)
+        return _mixed(self.gate, self.num_experts, self._matmul, *given)
 
-    def _product(self, name: str, x: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:
+    def _matmul(self, name: str, x: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:
         held, scale_n = getattr(self, name), getattr(self, f"{name}_scale")
         return expert_matmuls(x, ends_e, held, scale_n, outputs=self.shapes_nk[name][0])
 
@@ -136,34 +136,34 @@ def _is_grouped(experts: nn.Module) -> bool:
 def _plain(
     experts: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    def product(name: str, x: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:
+    def matmul(name: str, x: torch.Tensor, ends_e: torch.Tensor) -> torch.Tensor:
         stack = getattr(experts, name)
         weight_ekn = stack if experts.is_transposed else stack.transpose(1, 2)
         return F.grouped_mm(x.to(stack.dtype), weight_ekn, offs=ends_e)
 
-    return _mixed(experts, experts.num_experts, product, hidden_states, top_k_index, top_k_weights)
+    return _mixed(experts, experts.num_experts, matmul, hidden_states, top_k_index, top_k_weights)
 
 
 def _mixed(
     experts: nn.Module,
     count: int,
-    product: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor],
+    matmul: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor],
     x_th: torch.Tensor,
     index_tk: torch.Tensor,
     weights_tk: torch.Tensor,
 ) -> torch.Tensor:
-    """What its experts make of each token, summed by their weights. `product` multiplies rows, expert by expert, with
+    """What its experts make of each token, summed by their weights. `matmul` multiplies rows, expert by expert, with
     the stack of that name; `experts` knows the rest."""
     chosen_s, order_s = torch.sort(index_tk.reshape(-1), stable=True)
     every_e = torch.arange(count, device=chosen_s.device, dtype=chosen_s.dtype)
     ends_e = torch.searchsorted(chosen_s, every_e, right=True).int()
     first, second = STACKS if experts.has_gate else ("up_proj", "down_proj")
-    inner_s = product(first, x_th[order_s // index_tk.shape[1]], ends_e)
+    inner_s = matmul(first, x_th[order_s // index_tk.shape[1]], ends_e)
     if experts.has_bias:
         inner_s = inner_s + getattr(experts, f"{first}_bias")[chosen_s]
     inner_s = experts._apply_gate(inner_s) if experts.has_gate else experts.act_fn(inner_s)
     weight_s1 = weights_tk.reshape(-1)[order_s][:, None]
-    out_sh = product(second, (inner_s * weight_s1).to(inner_s.dtype), ends_e)
+    out_sh = matmul(second, (inner_s * weight_s1).to(inner_s.dtype), ends_e)
     place_s = torch.empty_like(order_s)
     place_s[order_s] = torch.arange(len(order_s), device=order_s.device)
     out_th = out_sh[place_s].view(*index_tk.shape, -1).sum(1)

@@ -127,7 +127,7 @@ def find(
     for stored, held in tensors.items():
         name = stored.replace(".block_sparse_moe.", ".mlp.")  # as Mixtral's files call it
         if name in wanted:
-            found[name] = replace(held, is_turned=True) if isinstance(held, Packed) and name in transposed else held
+            found[name] = replace(held, is_transposed=True) if isinstance(held, Packed) and name in transposed else held
         elif (match := SINGLE_EXPERT.fullmatch(name)) and match[3] in STACKS:
             stack, place = STACKS[match[3]]
             matrices = stacks.setdefault(f"{match[1]}.experts.{stack}", {})

@@ -1,7 +1,7 @@
 """Adapters at full speed: linears that share an input are computed together, over a base in bf16, fp8 or nf4.
 
 `fuse` takes over the bases of a model's adapters. The q, k and v projections of an attention, and gate and up of an
-MLP, become one product with one joint adapter; every other adapted linear is a group of one. The model's code is not
+MLP, become one matmul with one joint adapter; every other adapted linear is a group of one. The model's code is not
 touched: it still calls q_proj, k_proj and v_proj, and the first of them computes all three. The trained factors stay
 where they were, under their names, so checkpoints and adapter files do not change.
 """
@@ -68,7 +68,7 @@ def _parents(model: nn.Module) -> list[nn.Module]:
 
 
 class JointLinear(nn.Module):
-    """The frozen weights of a group, one below the other, and their product with all the group's adapters.
+    """The frozen weights of a group, one below the other, and their matmul with all the group's adapters.
 
     The members are called one after the other with the same input: the first computes all, the others take their part.
     """
@@ -254,6 +254,6 @@ def _fits_fp8(member: LoraLinear) -> bool:
 
 
 def _group(members: list[LoraLinear], *, fp8: bool, cache_transposed: bool) -> None:
-    product = JointLinear(members, fp8=fp8, cache_transposed=cache_transposed)
+    matmul = JointLinear(members, fp8=fp8, cache_transposed=cache_transposed)
     for index, member in enumerate(members):
-        member.join(product, index)
+        member.join(matmul, index)

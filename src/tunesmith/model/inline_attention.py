@@ -107,7 +107,7 @@ def _install(model: nn.Module) -> Inline | None:
 
 
 def _of_bloom(model: nn.Module) -> Inline | None:
-    if model.config.pretraining_tp > 1 and model.config.slow_but_exact:  # its last product in pieces
+    if model.config.pretraining_tp > 1 and model.config.slow_but_exact:  # its last matmul in pieces
         return None
     bias = model.build_alibi_tensor(torch.ones(1, 2), model.num_heads, torch.float32)
     return Inline("alibi", bias.diff(dim=-1).view(-1))

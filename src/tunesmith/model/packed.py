@@ -60,7 +60,7 @@ class Packed:
     """Its codes as `kernels.nf4` holds them, where they are the same."""
     int8_codes: Callable[[Parts], tuple[torch.Tensor, torch.Tensor]] | None = field(default=None)
     """Its codes and their rows' scales as `kernels.int8` holds them, where they are the same."""
-    is_turned: bool = False
+    is_transposed: bool = False
     """The model stores it [inputs, outputs]."""
 
     @property
@@ -72,11 +72,11 @@ class Packed:
         return {entry.path for entry in self.entries}
 
     def shape(self, opened: Opened | None = None) -> tuple[int, ...]:
-        return tuple(reversed(self.full_shape)) if self.is_turned else self.full_shape
+        return tuple(reversed(self.full_shape)) if self.is_transposed else self.full_shape
 
     def read(self, opened: Opened, block: Block = ()) -> torch.Tensor:
         full = self.decode(self.read_parts(opened))
-        full = full.t().contiguous() if self.is_turned else full
+        full = full.t().contiguous() if self.is_transposed else full
         return full[block] if block else full
 
     def read_parts(self, opened: Opened) -> dict[str, torch.Tensor]:
@@ -450,11 +450,17 @@ def _weight_groups(scheme: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     formats.discard("mixed-precision")
     sparsity = scheme.get("sparsity_config") or {}
     is_sparse = isinstance(sparsity, Mapping) and str(sparsity.get("format") or "dense") != "dense"
-    is_turned = isinstance(scheme.get("transform_config"), Mapping) and bool(
+    has_transforms = isinstance(scheme.get("transform_config"), Mapping) and bool(
         scheme["transform_config"].get("config_groups")
     )
-    if is_sparse or is_turned or not formats <= CT_FORMATS:
-        what = "sparse weights" if is_sparse else "transforms" if is_turned else shortened(sorted(formats - CT_FORMATS))
+    if is_sparse or has_transforms or not formats <= CT_FORMATS:
+        what = (
+            "sparse weights"
+            if is_sparse
+            else "transforms"
+            if has_transforms
+            else shortened(sorted(formats - CT_FORMATS))
+        )
         raise UserError(
             f"model: compressed-tensors with {what} cannot be read here; give the model as it was before it was "
             "quantized."

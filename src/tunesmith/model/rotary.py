@@ -108,7 +108,7 @@ def attention_options(module: nn.Module, dtype: torch.dtype, device: torch.devic
 
     x = draw(1, TRIED, _inputs(module.q_proj))
     cos, sin = draw(1, TRIED, module.head_dim), draw(1, TRIED, module.head_dim)
-    with torch.no_grad(), _recorded(module.config) as calls:
+    with torch.no_grad(), _observed(module.config) as calls:
         try:
             out = module(x, position_embeddings=(cos, sin), attention_mask=None)[0]
             ((parts, options),) = calls
@@ -134,7 +134,7 @@ def _stand_in_for(module: nn.Module, dtype: torch.dtype, device: torch.device) -
 
 
 @contextmanager
-def _recorded(config: Any) -> Iterator[list[tuple[tuple[torch.Tensor, ...], dict[str, Any]]]]:
+def _observed(config: Any) -> Iterator[list[tuple[tuple[torch.Tensor, ...], dict[str, Any]]]]:
     """While this lasts, attention functions take note of their arguments, and pass queries on."""
     from transformers import AttentionInterface
 

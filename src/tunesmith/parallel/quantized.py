@@ -80,8 +80,8 @@ class Packing:
     has some of these weights only, is taken for one matrix.
     """
 
-    def __init__(self, pieces: Sequence[tuple[bool, int]], wire: TrafficDtype):
-        self.bits, self.block = BITS[wire], BLOCK[wire]
+    def __init__(self, pieces: Sequence[tuple[bool, int]], dtype: TrafficDtype):
+        self.bits, self.block = BITS[dtype], BLOCK[dtype]
         self.zero = 2 ** (self.bits - 1)  # as a code between ranks; values reach so many steps, less one, either way
         self.length = sum(length for _, length in pieces)
         self.runs = [

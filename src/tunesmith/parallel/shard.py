@@ -148,11 +148,11 @@ class Sharding:
             ignored_params=apart,
         )
         if self._is_quantized:
-            wire = {
+            collectives = {
                 "quantized_all_gather": plan.quantized_all_gather,
                 "quantized_reduce_scatter": plan.quantized_reduce_scatter,
             }
-            quantize_collectives(unit, shapes, plan.mesh.data_ranks, self._nodes, **wire)
+            quantize_collectives(unit, shapes, plan.mesh.data_ranks, self._nodes, **collectives)
         if self._mesh.shape[-1] == 1 and self._is_gradient and hasattr(unit, "set_custom_reduce_scatter"):
             unit.set_custom_reduce_scatter(_InPlace())
         if self._mesh.size() > 1:  # the loss is divided by the target tokens of all ranks; on one FSDP would by one

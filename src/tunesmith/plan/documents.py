@@ -208,7 +208,7 @@ class Padded:
         real = sum(int(step.sum()) for step in self.steps)
         return sum(rows * sum(sides) for step in self.shapes(tokens) for rows, *sides in step) / real if real else 1.0
 
-    def rounds(self, tokens: int, ranks: int) -> float:
+    def micro_batches(self, tokens: int, ranks: int) -> float:
         """Micro-batches of a rank in a step, in the mean."""
         return sum(-(-len(step) // ranks) for step in self.shapes(tokens)) / len(self.steps)
 

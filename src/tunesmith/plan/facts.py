@@ -186,7 +186,7 @@ class Layer(Part):
     copies: int = 0
     """MoE models: how often a token's hidden state is copied, once for each of its experts."""
     has_early_weights: bool = False
-    """MoE models: tokens are weighted before the last product of their experts (`model.experts`)."""
+    """MoE models: tokens are weighted before the last matmul of their experts (`model.experts`)."""
     shared: int = 0
     """Of the `intermediate` width, that of an expert through which every token passes, behind a gate of its own."""
     dropouts: int = 0

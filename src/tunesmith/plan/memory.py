@@ -71,7 +71,7 @@ ENDS = {"adapters": 2, "full": 4}
 """Hidden states that are kept outside of the layers; a final norm that is trained keeps its input in fp32 as well."""
 ROUNDED = 16
 """Bytes a weight while it is rounded: itself with its adapter, its scale, and two in between, in fp32."""
-WIRE = {"int8": 1 + 4 / 128, "int4": 0.5 + 4 / 64}
+COLLECTIVE_BYTES = {"int8": 1 + 4 / 128, "int4": 0.5 + 4 / 64}
 """Bytes of a rounded value between ranks, with its share of a block's scale (`parallel.quantized`)."""
 CROWDED = 1.2
 """Tokens that come to the rank whose experts are the most popular, against the mean; taken, not measured."""
@@ -264,7 +264,7 @@ def _workspaces(task: Task, choice: Choice, hidden: float) -> tuple[float, float
     else:
         backward = 3 * wide + 4 * hidden
     backward += 2 * wide if choice.mlp_slice else 0.0  # a slice is computed again first
-    # Of experts, the gradient of their first product, and of its input.
+    # Of experts, the gradient of their first matmul, and of its input.
     copied = max(kind.copies for kind in task.facts.kinds) * hidden
     backward = max(backward, 2 * wide + copied) if copied else backward
     scan = max((_scan_bytes(task, kind.state_space) for kind in task.facts.kinds), default=0.0)
@@ -587,8 +587,10 @@ def _gathered(task: Task, choice: Choice) -> tuple[float, float, float]:
     matrices = max(kind.matrices - stay(kind) for kind in facts.kinds) / choice.tensor
     unit = layer * (task.width + 2 * 4) if not task.has_adapters else 0.0  # as made; in fp32, with those before
     if choice.quantized_reduce_scatter != "plain":
-        unit += layer * (4 + 2 * WIRE[choice.quantized_reduce_scatter])
-    packed = 0.0 if choice.quantized_all_gather == "plain" else 2 * layer * WIRE[choice.quantized_all_gather]
+        unit += layer * (4 + 2 * COLLECTIVE_BYTES[choice.quantized_reduce_scatter])
+    packed = (
+        0.0 if choice.quantized_all_gather == "plain" else 2 * layer * COLLECTIVE_BYTES[choice.quantized_all_gather]
+    )
     if choice.sharding in ("ddp", "zero1", "zero2"):
         base, trained = _held(task, choice)
         whole = 4 * trained if task.has_adapters else base * task.width
@@ -611,7 +613,7 @@ def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, 
     on_host = choice.has_frozen_on_host(task)
     if choice.ranks > 1 or task.device == "cpu" or (choice.offload_parameters and not on_host):
         return {"optimizer": 0.0}
-    joint = _widest_product(task, choice)  # weights that share an input are put together for their adapters
+    joint = _widest_matmul(task, choice)  # weights that share an input are put together for their adapters
     if on_host:  # where they go layer by layer
         layer = _gathered(task, choice)[0] / 2
         return {"optimizer": 0.0, "gathered": layer, "workspace": joint * task.width}
@@ -765,18 +767,18 @@ def _last_gradient(task: Task, choice: Choice) -> float:
 
 def _dequantized(task: Task, choice: Choice) -> float:
     """A weight made whole: in half precision, or in fp8 with its transposed copy, which is as much."""
-    widest = _widest_product(task, choice) / choice.tensor
+    widest = _widest_matmul(task, choice) / choice.tensor
     if task.is_quantization_aware:
         return widest * (ROUNDED + task.width)
     if choice.storage != "plain":
         return widest * task.width
-    is_turned = (
+    is_transposed = (
         choice.matmul_dtype == "fp8" and task.has_adapters and choice.is_compiled and not choice.cache_transposed
     )
-    return widest if is_turned else 0.0  # the transposed copy alone
+    return widest if is_transposed else 0.0  # the transposed copy alone
 
 
-def _widest_product(task: Task, choice: Choice) -> float:
+def _widest_matmul(task: Task, choice: Choice) -> float:
     """Weights that are multiplied at once: those of gate and up together where they are fused, a rank's experts of a
     layer where they are held in few bits, or the largest ones."""
     is_joint = task.has_adapters and not is_apart(task, choice.storage)
@@ -857,7 +859,7 @@ def _structured_bytes(
     if is_in_full(task, attention_kernel or preferred(task), kind):
         length = task.longest_document or task.document_length
         attention += 8 * task.facts.heads * min(length, kind.window or length)
-    copies = kind.copies * (2 - task.has_adapters - is_early)  # what enters the first product, what leaves the last
+    copies = kind.copies * (2 - task.has_adapters - is_early)  # what enters the first matmul, what leaves the last
     mlp = crowded * (mlp + copies * task.facts.hidden * task.width)
     adapter = 0.0
     if task.has_adapters:
@@ -887,14 +889,14 @@ def _compiled_parts(
     norms = hidden * ((inputs + kind.post_norms) * width + into_matmuls * (1 if is_fp8 else width))
     norms += 4 * (kind.norms + kind.post_norms + qk_norms / task.facts.head_dim)  # what each scales by
     attention = 2 * (kind.query + kind.key) * width
-    # Of a joint product that is not rotated in one pass with it (`model.rotary`) the values keep all alive, and
+    # Of a joint matmul that is not rotated in one pass with it (`model.rotary`) the values keep all alive, and
     # norms of queries and keys need nothing else.
     is_joint = kind.is_qkv_fused or (task.has_adapters and not are_apart)
     is_made_anew = kind.is_rotated and (tensor > 1 or not kind.is_rope_fused)
-    keeps_product = is_joint and (is_made_anew or kind.has_qk_norm)
-    attention += ((kind.query + kind.key) if keeps_product else qk_norms) * width
+    keeps_joint = is_joint and (is_made_anew or kind.has_qk_norm)
+    attention += ((kind.query + kind.key) if keeps_joint else qk_norms) * width
     # Adapters fused with the MLP compute the activation again, too, as kernels for trained weights do (`model.gated`);
-    # others keep it, in fp8 where it enters its last product so. Frozen experts need none of it.
+    # others keep it, in fp8 where it enters its last matmul so. Frozen experts need none of it.
     values = (2 if kind.is_gated else 1) * kind.intermediate * width + (kind.intermediate if is_fp8 else 0)
     is_made_again = kind.gate is not None and (not are_apart if task.has_adapters else _has_gate_kernels(task, tensor))
     kept = kind.intermediate - kind.shared if is_full or experts == 1 else 0

@@ -212,7 +212,7 @@ class Plan(Part):
     kernels: tuple[Kernel, ...] | None = None
     """Kernels of ours that take the place of the model's own modules on a GPU, which the probe has found to be equal:
     `rope`, queries and keys rotated in one pass; `swiglu`, `geglu` and `clamped_swiglu`, gated MLPs whose activation is
-    computed again in the backward pass; `experts`, of an MoE model, which weigh tokens before their last product;
+    computed again in the backward pass; `experts`, of an MoE model, which weigh tokens before their last matmul;
     `fp8_head`, a frozen head's gradient in fp8. None: whatever is found equal when the model is loaded."""
     adapted: tuple[str, ...] | None = None
     """Linears that get adapters, by name or pattern, where they are not all that the settings choose: the probe has

@@ -107,7 +107,7 @@ def _explain_ranks(task: Task, found: Candidate, every: list[Candidate], limit: 
         decide("sharding", _sharding_words(choice), _why_sharding(task, found, every, limit))
     if choice.is_lossy:
         sent = {"weights": choice.quantized_all_gather, "gradients": choice.quantized_reduce_scatter}
-        words = " and ".join(f"{what} in {wire}" for what, wire in sent.items() if wire != "plain")
+        words = " and ".join(f"{what} in {dtype}" for what, dtype in sent.items() if dtype != "plain")
         decide("communication", words, _why_lossy(task, found, [one for one in every if one.bytes <= limit]))
 
 
@@ -202,13 +202,13 @@ def _explain_computing(task: Task, found: Candidate, decide: Decide) -> None:
     if choice.cuda_graphs:
         waiting = f"{saved_by_graphs(task, choice):.0%} of a step the GPU would wait for the CPU"
         decide("launching", "captured passes", f"{waiting} to start kernels; these are captured once and replayed")
-    rounds, about = choice.accumulation_steps(task), ""
+    count, about = choice.accumulation_steps(task), ""
     if task.padded is not None and task.padded.steps:
-        rounds, about = max(1, round(task.padded.rounds(choice.room(task), choice.data_ranks))), "about "
+        count, about = max(1, round(task.padded.micro_batches(choice.room(task), choice.data_ranks))), "about "
     decide(
         "micro-batch",
         choice.micro_batch,
-        f"{about}{rounds} forward pass{'es'[: 2 * (rounds > 1)]} a step, about {gib(found.bytes)} at the peak",
+        f"{about}{count} forward pass{'es'[: 2 * (count > 1)]} a step, about {gib(found.bytes)} at the peak",
     )
 
 
@@ -324,9 +324,9 @@ def _why_lossy(task: Task, found: Candidate, fitting: list[Candidate]) -> str:
         gain = f"; a plan with plain collectives is exact, and takes {times:.1f} times as long over "
         gain += f"{gigabits:.3g} Gbit/s"
     off = "; ".join(
-        OFF[wire]
-        for wire in dict.fromkeys((found.choice.quantized_all_gather, found.choice.quantized_reduce_scatter))
-        if wire in OFF
+        OFF[dtype]
+        for dtype in dict.fromkeys((found.choice.quantized_all_gather, found.choice.quantized_reduce_scatter))
+        if dtype in OFF
     )
     return f"lossy: each value is off by at most {off}{gain}"
 

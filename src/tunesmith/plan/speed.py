@@ -90,7 +90,7 @@ HOST_NF4 = {"plain": 4.5e-3, "fp8": 1e-3}
 """Seconds of it more where weights are made whole first. In fp8 a step of 8B took no longer than its kernels."""
 HOST_AGAIN = 0.5
 """Times as much more where the layer is computed again, within the graph of its backward pass."""
-RECORDED_LAYER, RECORDED_ROUND, RECORDED_WEIGHT = 0.1e-3, 2e-3, 0.06e-3
+GRAPH_LAYER, GRAPH_MICRO_BATCH, GRAPH_WEIGHT = 0.1e-3, 2e-3, 0.06e-3
 """Seconds of the CPU for a layer of captured passes; for what is not captured of a micro-batch, its loss and
 copies; and for each trained weight in clipping and update. A step of 30 layers with 420 matrices of adapters took 31 ms
 so, and 15 on a quieter CPU."""
@@ -142,60 +142,60 @@ measured with int8."""
 
 def step_time(task: Task, choice: Choice) -> Time:
     """Of one optimizer step, on the slowest rank."""
-    rounds: float = choice.accumulation_steps(task)
+    micro_batches: float = choice.accumulation_steps(task)
     if choice.pipeline > 1:
-        rounds = stages.micro_batches(choice.accumulation_steps(task), choice.pipeline)
+        micro_batches = stages.micro_batches(choice.accumulation_steps(task), choice.pipeline)
     if task.padded is not None and task.padded.steps:
-        rounds = task.padded.rounds(choice.room(task), choice.data_ranks)
+        micro_batches = task.padded.micro_batches(choice.room(task), choice.data_ranks)
     is_paired = task.facts.paired is not None and task.padded is not None
     forward, backward, checkpointed = (_paired_passes if is_paired else _passes)(task, choice)
     compute = forward.total + backward.total + checkpointed
-    time = {part: rounds * (getattr(forward, part) + getattr(backward, part)) for part in Time.model_fields}
+    time = {part: micro_batches * (getattr(forward, part) + getattr(backward, part)) for part in Time.model_fields}
     if task.objective.has_baseline:  # answers to other prompts, without a gradient
-        time = {part: seconds + rounds * getattr(forward, part) for part, seconds in time.items()}
-    if task.objective.has_embeddings and rounds > 1:  # all texts once before, without a gradient
-        time = {part: seconds + rounds * getattr(forward, part) for part, seconds in time.items()}
+        time = {part: seconds + micro_batches * getattr(forward, part) for part, seconds in time.items()}
+    if task.objective.has_embeddings and micro_batches > 1:  # all texts once before, without a gradient
+        time = {part: seconds + micro_batches * getattr(forward, part) for part, seconds in time.items()}
     if task.teacher_in_steps:
         taught = _teacher(task, choice)
-        time = {part: seconds + rounds * getattr(taught, part) for part, seconds in time.items()}
+        time = {part: seconds + micro_batches * getattr(taught, part) for part, seconds in time.items()}
     if (answers := memory.rolled_out(task, choice)) is not None:
         rolled, objective = _rollout(task, choice, *answers), task.objective
         updates = objective.rollout.updates if isinstance(objective, Grpo) else 1
         share = objective.distillation.on_policy if isinstance(objective, Distill) else 1.0
         time = {part: updates * seconds + share * getattr(rolled, part) for part, seconds in time.items()}
-    time["recomputation"] = rounds * checkpointed
+    time["recomputation"] = micro_batches * checkpointed
     time["optimizer"], host_update = _optimizer(task, choice)
     if choice.offload_optimizer == "host" and choice.ranks == 1 and not choice.optimizer_in_backward:
         host_update = max(0.0, host_update - forward.total)  # layers begin once their own weights are updated
-    time["communication"] = _communication(task, choice, rounds, forward.total, backward.total + checkpointed)
-    time["offload"] = host_update + rounds * _activation_traffic(task, choice, compute)
+    time["communication"] = _communication(task, choice, micro_batches, forward.total, backward.total + checkpointed)
+    time["offload"] = host_update + micro_batches * _activation_traffic(task, choice, compute)
     if choice.offload_parameters:
-        time["offload"] += _parameter_traffic(task, choice, rounds, forward.total, backward.total + checkpointed)
-    time["bubbles"] = _bubbles(choice, rounds, compute)
+        time["offload"] += _parameter_traffic(task, choice, micro_batches, forward.total, backward.total + checkpointed)
+    time["bubbles"] = _bubbles(choice, micro_batches, compute)
     update = 0.0
     if task.optimizer == "adafactor" and task.device == "cuda":
         update = ADAFACTOR["adapters" if task.has_adapters else "full"] * _matrices(task)
-    time["host"] += _waiting(task, choice, rounds, compute) + update + STEP
+    time["host"] += _waiting(task, choice, micro_batches, compute) + update + STEP
     return Time(**time)
 
 
-def values_sent(sharding: Sharding, rounds: float = 1) -> tuple[float, float]:
+def values_sent(sharding: Sharding, micro_batches: float = 1) -> tuple[float, float]:
     """Values a trained parameter costs in gathers and in reductions of one step, in units of all parameters."""
     gathers, reductions = {
         "none": (0, 0),
         "ddp": (1, 1),  # an all-reduce is a reduction and a gather
         "zero1": (1, 1),
-        "zero2": (1, rounds),
-        "zero3": (2 * rounds, rounds),
-        "hybrid": (2 * rounds, rounds),
-        "hierarchical": (2 * rounds, rounds),
+        "zero2": (1, micro_batches),
+        "zero3": (2 * micro_batches, micro_batches),
+        "hybrid": (2 * micro_batches, micro_batches),
+        "hierarchical": (2 * micro_batches, micro_batches),
     }[sharding]
     return gathers, reductions
 
 
-def bits_between_nodes(parameters: float, nodes: int, *, rounds: int = 1, bits: int = 16) -> float:
+def bits_between_nodes(parameters: float, nodes: int, *, micro_batches: int = 1, bits: int = 16) -> float:
     """What full sharding sends from each node to each other one in a step: its own share, for every collective."""
-    return sum(values_sent("zero3", rounds)) * bits * parameters / nodes
+    return sum(values_sent("zero3", micro_batches)) * bits * parameters / nodes
 
 
 # compute
@@ -263,7 +263,7 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
         adapter=adapter * 2 / 3,
         quantization=quantization / 2 * share,
     )
-    # A checkpointed layer's output is nobody's input: its last product falls out of the graph that both passes are.
+    # A checkpointed layer's output is nobody's input: its last matmul falls out of the graph that both passes are.
     needed = 1 - _last_share(task) if choice.is_compiled else 1
     again = needed * matmuls + FORWARD_ELEMENTWISE * elementwise + adapter / 3 + quantization / 2
     again += 0.0 if choice.save_attention else attention
@@ -484,7 +484,7 @@ def _quantization(task: Task, choice: Choice, tokens: float) -> float:
     return seconds
 
 
-def _waiting(task: Task, choice: Choice, rounds: float, compute: float) -> float:
+def _waiting(task: Task, choice: Choice, micro_batches: float, compute: float) -> float:
     """Seconds of a step in which the device waits for the CPU."""
     share = choice.checkpointed_layers / task.facts.layers
     layers = task.facts.layers / choice.pipeline
@@ -495,19 +495,19 @@ def _waiting(task: Task, choice: Choice, rounds: float, compute: float) -> float
             adapted = _matrices(task) / 2 / task.facts.layers
             layer -= (layer - HOST_LAYER["full", "plain"]) * max(0.0, 1 - adapted / HOST_ADAPTED)
         layer += HOST_NF4[choice.matmul_dtype] if choice.storage == "nf4" else 0.0
-        starting = rounds * layers * layer * (1 + share * HOST_AGAIN)
+        starting = micro_batches * layers * layer * (1 + share * HOST_AGAIN)
         if choice.cuda_graphs:
-            starting = rounds * (layers * RECORDED_LAYER + RECORDED_ROUND) + RECORDED_WEIGHT * _matrices(task)
+            starting = micro_batches * (layers * GRAPH_LAYER + GRAPH_MICRO_BATCH) + GRAPH_WEIGHT * _matrices(task)
         if memory.STATE_BYTES[choice.optimizer_states] < 2:
             starting += HOST_STATES * _matrices(task)
-        return max(0.0, starting - rounds * compute)
+        return max(0.0, starting - micro_batches * compute)
     kernels = layers * (KERNELS[0] * (1 + share) + KERNELS[1] + (70 if task.has_adapters else 0))
     if all(kind.work is not None for kind in task.facts.kinds):
         started = task.facts.total(lambda kind: kind.work.kernels if kind.work else 0) / choice.pipeline
         kernels = started * (1 + share * KERNELS[0] / sum(KERNELS))
     if task.facts.paired is not None and task.padded is not None:
         kernels = task.facts.paired.kernels.of(task.padded.mean(choice.room(task))) * (1 + share / 3)
-    return rounds * (max(0.0, LAUNCH * kernels - compute) if task.device == "cuda" else DISPATCH * kernels)
+    return micro_batches * (max(0.0, LAUNCH * kernels - compute) if task.device == "cuda" else DISPATCH * kernels)
 
 
 def _matrices(task: Task) -> int:
@@ -562,26 +562,26 @@ def _orthogonal(task: Task) -> float:
     return operations / task.rates.half
 
 
-def _communication(task: Task, choice: Choice, rounds: float, forward: float, backward: float) -> float:
+def _communication(task: Task, choice: Choice, micro_batches: float, forward: float, backward: float) -> float:
     """What is seen of collectives after they ran beside the forward and backward passes."""
     seen = 0.0
     facts, tokens = task.facts, choice.tokens(task)
     if choice.tensor > 1:  # four gathers or scatters of the hidden states in a layer, each way, nothing to hide behind
         moved = 8 * facts.layers / choice.pipeline * tokens * facts.hidden * task.width
-        seen += rounds * moved * (choice.tensor - 1) / choice.tensor / (LINK * task.hardware.link)
+        seen += micro_batches * moved * (choice.tensor - 1) / choice.tensor / (LINK * task.hardware.link)
     if choice.context > 1:  # keys and values gathered, their gradients scattered: nothing to hide behind either
         moved = 3 * facts.total(lambda kind: 2 * kind.key) / choice.pipeline / choice.tensor * tokens * task.width
-        seen += rounds * moved * (choice.context - 1) / (LINK * task.hardware.link)
+        seen += micro_batches * moved * (choice.context - 1) / (LINK * task.hardware.link)
     if choice.pipeline > 1:  # hidden states to the next stage, gradients to the one before
         moved = 2 * stages.PER_RANK[choice.schedule] * tokens * facts.hidden * task.width
         beside = choice.ranks // choice.pipeline  # that send at the same time, over the same link where it is a node's
         moved *= min(beside, task.ranks_per_node) if task.hardware.nodes > 1 else 1
-        seen += rounds * _seen(task, moved / _between(task), forward + backward)
+        seen += micro_batches * _seen(task, moved / _between(task), forward + backward)
     if choice.expert > 1:  # tokens to their experts and back, in both passes, with nothing to hide behind
         moved = 4 * facts.total(lambda kind: kind.copies) * tokens * facts.hidden * task.width
         nodes = task.hardware.nodes
         away = task.ranks_per_node * (nodes - 1) / nodes if nodes > 1 else (choice.expert - 1) / choice.expert
-        seen += rounds * moved * away / _between(task)
+        seen += micro_batches * moved * away / _between(task)
     if choice.holders == 1 or choice.sharding == "none":
         return seen
     split = choice.tensor * choice.pipeline
@@ -591,8 +591,8 @@ def _communication(task: Task, choice: Choice, rounds: float, forward: float, ba
     if choice.storage != "plain":
         gathered -= (facts.matrices - stay) / split * (task.width - memory.QUANTIZED[choice.storage])
     reduced = (task.trained - (0 if task.has_adapters else stay)) / split * GRADIENT
-    rounded_weights = base * memory.WIRE.get(choice.quantized_all_gather, 0.0)
-    rounded_gradients = task.trained / split * memory.WIRE.get(choice.quantized_reduce_scatter, 0.0)
+    rounded_weights = base * memory.COLLECTIVE_BYTES.get(choice.quantized_all_gather, 0.0)
+    rounded_gradients = task.trained / split * memory.COLLECTIVE_BYTES.get(choice.quantized_reduce_scatter, 0.0)
     if choice.sharding != "hierarchical":
         gathered = rounded_weights or gathered
         reduced = rounded_gradients or reduced
@@ -601,7 +601,7 @@ def _communication(task: Task, choice: Choice, rounds: float, forward: float, ba
         reduction = twice * _collective(task, choice, reduced, everywhere=True)
         sent = reduced if task.has_adapters else gathered  # a frozen base is on each rank already
         gather = 0.0 if choice.sharding == "ddp" else _collective(task, choice, sent, everywhere=True)
-        times = rounds if choice.sharding == "zero2" else 1
+        times = micro_batches if choice.sharding == "zero2" else 1
         return seen + times * _seen(task, reduction, backward) + gather
     gather_forward = _collective(task, choice, gathered, everywhere=choice.sharding != "hybrid")
     gather_backward = _collective(task, choice, gathered, everywhere=choice.sharding == "zero3")
@@ -611,7 +611,7 @@ def _communication(task: Task, choice: Choice, rounds: float, forward: float, ba
         gather_forward = _node_by_node(task, choice, between=rounded_weights, within=rounded_weights)
     if choice.sharding == "hierarchical" and rounded_gradients:
         reduction = _node_by_node(task, choice, between=rounded_gradients, within=reduced_within)
-    seen += rounds * (_seen(task, gather_forward, forward) + _seen(task, gather_backward + reduction, backward))
+    seen += micro_batches * (_seen(task, gather_forward, forward) + _seen(task, gather_backward + reduction, backward))
     if choice.sharding == "hybrid" and choice.replicate > 1:
         # Each rank reduces its shard with its peers in the other nodes, all over the same link, in the last round.
         share = (choice.replicate - 1) / choice.replicate
@@ -656,18 +656,18 @@ def _activation_traffic(task: Task, choice: Choice, compute: float) -> float:
     return _seen(task, 2 * inputs / choice.pipeline / task.rates.host_link, compute)
 
 
-def _parameter_traffic(task: Task, choice: Choice, rounds: float, forward: float, backward: float) -> float:
+def _parameter_traffic(task: Task, choice: Choice, micro_batches: float, forward: float, backward: float) -> float:
     """Parameters to the device for each pass, gradients from it at the same time. Of one rank's shards FSDP copies
     each layer when it is called, and the GPU waits."""
     weights = memory.parameter_traffic(task, choice) / task.rates.host_link
     if choice.ranks == 1 and not choice.has_frozen_on_host(task):
-        return rounds * 2 * weights
-    return rounds * (_seen(task, weights, forward) + _seen(task, weights, backward))
+        return micro_batches * 2 * weights
+    return micro_batches * (_seen(task, weights, forward) + _seen(task, weights, backward))
 
 
-def _bubbles(choice: Choice, rounds: float, compute: float) -> float:
+def _bubbles(choice: Choice, micro_batches: float, compute: float) -> float:
     """Each step starts and ends with stages that wait for each other."""
-    return (choice.pipeline - 1) * BUBBLE[choice.schedule] * compute if choice.pipeline > 1 and rounds else 0.0
+    return (choice.pipeline - 1) * BUBBLE[choice.schedule] * compute if choice.pipeline > 1 and micro_batches else 0.0
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ class Passes:
             _forget(weights)
             aside = _beside(rehearse)
             _forget(weights)
-            replays, self.pool = _recorded(aside, forward, backward, between=lend_room)
+            replays, self.pool = _captured(aside, forward, backward, between=lend_room)
             self.replay_forward, self.replay_backward = replays
             self.gradients = [(weight, weight.grad) for weight in weights if weight.grad is not None]
         finally:
@@ -191,7 +191,7 @@ def _beside(rehearse: Callable[[], None]) -> torch.cuda.Stream:
     return stream
 
 
-def _recorded(
+def _captured(
     stream: torch.cuda.Stream, first: Callable[[], None], second: Callable[[], None], *, between: Callable[[], None]
 ) -> tuple[list[Callable[[], None]], tuple[int, int]]:
     """Two functions' kernels, to be started by what is returned, and the pool that they share; they run in this order.
