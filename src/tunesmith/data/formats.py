@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from tunesmith.data.messages import turns_of
 from tunesmith.data.types import (
     Asked,
     Completion,
@@ -296,9 +297,12 @@ def _convert_tokens(fields: dict[str, Any], origin: Origin, dataset: Dataset) ->
 def _convert_preference(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Preference:
     values = [fields["chosen"], fields["rejected"]]
     asked = _asked(fields, origin, dataset)
-    if all(isinstance(value, str) for value in values) and asked is None:
-        values, asked = [_dialogue(value, name, origin) for value, name in zip(values, ANSWERS, strict=True)], None
-        made = _with_common_prompt(*values, origin)
+    are_texts = all(isinstance(value, str) for value in values)
+    if are_texts and (asked is None or (isinstance(asked, str) and all(map(turns_of, values)))):
+        turns = [_dialogue(value, name, origin) for value, name in zip(values, ANSWERS, strict=True)]
+        before = turns_of(asked) if asked else None
+        _check_prompt(asked if before is None else [one for one in before if one.content], turns, origin)
+        made = _with_common_prompt(*turns, origin)
     elif isinstance(asked, str) and all(isinstance(value, str | int | float) for value in values):
         answers = [_answer(value, name, origin).content for value, name in zip(values, ANSWERS, strict=True)]
         made = Preference(*(Completion(asked, answer) for answer in answers))
@@ -388,20 +392,15 @@ def _with_common_prompt(
     return Preference(*both)
 
 
-_TURN = re.compile(r"\n\n(Human|Assistant): ?")
-
-
 def _dialogue(text: str, name: str, origin: Origin) -> list[Message]:
-    """A whole conversation as one text, in the form of Anthropic's: "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
-    found = _TURN.split(text if text.startswith("\n\n") else f"\n\n{text}")
-    if found[0].strip() or len(found) < 5:
+    """A whole conversation as one text."""
+    messages = turns_of(text)
+    if messages is None:
         raise RecordError(
             "no prompt",
             origin,
             f"`{name}` is a text without a `prompt` before it; give the prompt, or whole conversations as messages",
         )
-    turns = zip(found[1::2], found[2::2], strict=True)
-    messages = [Message("user" if who == "Human" else "assistant", said.strip()) for who, said in turns]
     if not messages[-1].content:
         raise RecordError("empty answer", origin, f"`{name}` is empty, which would teach the model to be silent")
     return messages

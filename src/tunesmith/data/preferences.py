@@ -14,6 +14,7 @@ import numpy as np
 
 from tunesmith.data.build import store_of
 from tunesmith.data.chat import Encoder
+from tunesmith.data.messages import as_conversation
 from tunesmith.data.store import TokenStore
 from tunesmith.data.types import (
     Asked,
@@ -23,7 +24,6 @@ from tunesmith.data.types import (
     Example,
     Judged,
     Labelled,
-    Message,
     Origin,
     Preference,
     RecordError,
@@ -148,7 +148,7 @@ def _to_be_scored(
 def _ids_of(text: Conversation | Document | Completion, encoder: Encoder, origin: Origin) -> np.ndarray:
     """As whoever asks the model later gets them: from the tokenizer's chat template, or from the tokenizer alone."""
     if isinstance(text, Completion) and encoder.has_template:
-        text = Conversation((Message("user", text.prompt), Message("assistant", text.completion)))
+        text = as_conversation(text)
     if isinstance(text, Conversation):
         return np.array(encoder.whole(text, origin), dtype=np.int32)
     made = encoder.encode(text, origin).ids
