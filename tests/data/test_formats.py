@@ -104,6 +104,16 @@ def test_tool_calls_in_all_the_ways_people_write_them():
         assert converted({"messages": messages}).messages[1].extra == {"tool_calls": expected}, way
 
 
+def test_tools_are_read_under_the_name_that_openai_gave_them_first():
+    described = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+    call = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}}
+    messages = [{"role": "user", "content": "Hi"}, call]
+    expected = ({"type": "function", "function": described},)
+    assert converted({"messages": messages, "tools": [described]}).tools == expected
+    assert converted({"messages": messages, "functions": [described]}).tools == expected
+    assert converted({"messages": messages, "functions": "def add(): ..."}).tools == ()
+
+
 def test_null_arguments_of_tool_calls_are_kept_but_for_those_that_columns_were_filled_with():
     call = {"name": "add", "arguments": {"a": None, "b": [None, {"c": None}]}}
     tool = {"name": "add", "parameters": {"a": {"default": None}}}
@@ -260,7 +270,8 @@ REFUSED = [
     ({"question": "Hi", "answer": " \n"}, "`answer` is empty"),
     ({"question": "Hi", "answer": True}, "`answer` must be text, found true/false"),
     ({"question": "Hi", "answers": []}, "`answers` is null"),
-    ({"question": "Hi", "choices": ["a", "b"], "answer": 1}, "multiple-choice"),
+    ({"question": "Hi", "choices": ["a", "b"], "answer": 1}, "multiple-choice question, whose `choices` would not"),
+    ({"question": "Hi", "options": {"A": "a", "B": "b"}, "answer": "B"}, "multiple-choice question, whose `options`"),
     ({"prompt": "Hi", "completion": {"a": 1}}, "has no `role`"),
     ({"instruction": "", "output": "x"}, "`instruction` is empty"),
     ({"instruction": "Hi", "output": "x", "history": ["Hi"]}, "`history` must be a list of"),

@@ -81,6 +81,8 @@ def test_pairs_are_recognised_in_the_shapes_people_have(shape):
         {"messages": [*TURN, ASK, YES], "label": True},
         {"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Yes"}], "label": "true"},
         {"question": "Hi?", "response": "Yes", "label": True},
+        {"prompt": "Hi?", "completion": "Yes", "label": "1"},
+        {"prompt": "Hi?", "completion": "Yes", "label": "desirable"},
     ],
 )
 def test_judged_answers_are_recognised(fields):

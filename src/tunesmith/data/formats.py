@@ -91,7 +91,7 @@ NEEDED: dict[Records, str] = {
 MOST = 0.8
 """Share of the records that must fit a format for it to be theirs."""
 OPTIONAL = {
-    "labels", "attention_mask", "tools", "system", "system_prompt", "input", "history", "context", "choices",
+    "labels", "attention_mask", "tools", "functions", "system", "system_prompt", "input", "history", "context", "choices",
     "role", "content", "prompt", "answer", "tests", "entry_point", "negative", "negatives",
 }  # fmt: skip
 ROLES = {
@@ -237,12 +237,12 @@ def _convert_prompt_completion(fields: dict[str, Any], origin: Origin, dataset: 
 
 
 def _convert_question_answer(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Conversation:
-    if isinstance(fields.get("choices"), list):
+    if choices := next((name for name in ("choices", "options") if isinstance(fields.get(name), list | dict)), None):
         raise RecordError(
             "multiple choice",
             origin,
-            "a multiple-choice question (`choices`), whose `answer` is only a number; write the "
-            "choices into the question and the answer as text",
+            f"a multiple-choice question, whose `{choices}` would not be read; write the choices into the question and "
+            "the answer as text",
         )
     answer, name = _first(fields, "answer", "answers", "response")
     if isinstance(answer, dict):
@@ -406,10 +406,14 @@ def _dialogue(text: str, name: str, origin: Origin) -> list[Message]:
     return messages
 
 
+_JUDGEMENTS = {"true": True, "1": True, "desirable": True, "false": False, "0": False, "undesirable": False}
+"""As columns of text hold them."""
+
+
 def _convert_judged(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Judged:
     label = fields["label"]
-    if isinstance(label, str) and label.strip().lower() in ("true", "false"):
-        label = label.strip().lower() == "true"
+    if isinstance(label, str):
+        label = _JUDGEMENTS.get(label.strip().lower(), label)
     if not isinstance(label, bool) and label not in (0, 1):
         raise RecordError("wrong label", origin, f"`label` must be true or false, found {json.dumps(label)[:80]}")
     if "completion" in fields or "response" in fields:
@@ -434,7 +438,9 @@ def _convert_labelled(fields: dict[str, Any], origin: Origin, dataset: Dataset) 
         label = _numeric(label, name, origin)
     elif isinstance(label, bool):
         label = int(label)
-    elif not isinstance(label, str | int | float) or (isinstance(label, float) and not label.is_integer()):
+    elif isinstance(label, str):
+        label = label.strip()
+    elif not isinstance(label, int | float) or (isinstance(label, float) and not label.is_integer()):
         raise RecordError("wrong label", origin, f"`label` must be a name or a number, found {json.dumps(label)[:80]}")
     if "completion" in fields or "response" in fields:
         return Labelled(_convert_prompt_completion({"prompt": "", **fields}, origin, dataset), label)
@@ -492,7 +498,7 @@ def _convert_prompts(fields: dict[str, Any], origin: Origin, dataset: Dataset) -
     if asked is None:
         raise RecordError("missing value", origin, "the prompt is empty")
     messages = [_user(asked)] if isinstance(asked, str) else asked
-    used = {*names, "input", "context", "system", "system_prompt", "tools"}
+    used = {*names, "input", "context", "system", "system_prompt", "tools", "functions"}
     facts = {name: value for name, value in fields.items() if name not in used}
     while messages and messages[-1].role == "assistant":  # a conversation with its answer, which is not shown
         facts = {"answer": messages[-1].content, **facts}
@@ -710,17 +716,18 @@ def _tool_calls(value: Any, where: str, origin: Origin) -> list[dict[str, Any]]:
 
 
 def _tools(fields: dict[str, Any], origin: Origin) -> tuple[dict[str, Any], ...]:
-    value = _given(fields.get("tools"))
+    name = "functions" if isinstance(fields.get("functions"), list) and not fields.get("tools") else "tools"
+    value = _given(fields.get(name))
     if not value:
         return ()
-    value = _parsed(value, "`tools`", origin)
+    value = _parsed(value, f"`{name}`", origin)
     tools = []
     for tool in value if isinstance(value, list) else [value]:
-        tool = _parsed(tool, "`tools`", origin)
-        _check_numbers(tool, "description in `tools`", origin)
+        tool = _parsed(tool, f"`{name}`", origin)
+        _check_numbers(tool, f"description in `{name}`", origin)
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RecordError("wrong tool call", origin, "an entry of `tools` has no `name`")
+            raise RecordError("wrong tool call", origin, f"an entry of `{name}` has no `name`")
         tools.append(tool if "function" in tool else {"type": "function", "function": tool})
     return tuple(tools)
 

@@ -7,6 +7,7 @@ length) keeps its answers together.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +173,8 @@ def _value_of(label: str | float, encoder: Encoder, origin: Origin, name: str = 
         return float(label)
     if isinstance(label, str) and label in names:
         return float(names.index(label))
-    if not isinstance(label, str) and 0 <= label < len(names):
+    is_number = not isinstance(label, str) or re.fullmatch("[0-9]{1,9}", label)  # columns of text hold numbers so
+    if is_number and 0 <= float(label) < len(names):
         return float(label)
     raise RecordError("unknown label", origin, f"{name} is {label!r}, which is not among `labels` ({', '.join(names)})")
 
