@@ -285,6 +285,10 @@ REFUSED = [
     (chat({"content": None}), "`messages` 2 is an empty answer"),
     (chat({"content": "x", "weight": -1}), "`weight` of `messages` 2 must be a number from 0 up"),
     (chat({"content": [{"type": "image", "url": "x"}]}), "part of type `image`; only text"),
+    (
+        {"image": "x.png", "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "x"}]},
+        "the text holds <image>, for `image` beside it; only text is read",
+    ),
     (chat({"content": "", "tool_calls": "{"}), "tool call in `messages` 2 is not valid JSON"),
     (chat({"content": "", "tool_calls": [{"arguments": {}}]}), "has no function `name`"),
     (chat({"content": "x"}, tools="["), "`tools` is not valid JSON"),
@@ -322,6 +326,17 @@ def test_a_mapping_that_cannot_be_is_named():
         formats.recognise([record({"q": "Hi"})], Dataset(path="d", fields={"promt": "q"}))
     with pytest.raises(UserError, match="maps prompt to `q`, but the record has `question`"):
         formats.recognise([record({"question": "Hi"})], Dataset(path="d", fields={"prompt": "q"}))
+
+
+def test_fields_that_nothing_is_made_of_are_known():
+    def unread(*fields, **more):
+        rows, dataset = [record(one) for one in fields], Dataset(path="d.jsonl", **more)
+        return formats.unread(rows, formats.recognise(rows, dataset), dataset)
+
+    assert unread({"prompt": "Hi", "completion": "Hello", "thinking": "Hm", "system": ""}) == ["thinking"]
+    assert unread({"prompt": "Hi", "completion": "x", "system": ""}, {"prompt": "a", "completion": "b", "system": "c"}) == []
+    assert unread({"q": "Hi", "a": "x", "id": 3}, fields={"prompt": "q", "completion": "a"}) == ["id"]
+    assert unread({"messages": chat({"content": "x"})["messages"], "images": [], "score": 0}) == ["score"]
 
 
 VALUES = st.recursive(

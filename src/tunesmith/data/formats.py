@@ -91,8 +91,8 @@ NEEDED: dict[Records, str] = {
 MOST = 0.8
 """Share of the records that must fit a format for it to be theirs."""
 OPTIONAL = {
-    "labels", "attention_mask", "tools", "functions", "system", "system_prompt", "input", "history", "context", "choices",
-    "role", "content", "prompt", "answer", "tests", "entry_point", "negative", "negatives",
+    "labels", "attention_mask", "tools", "functions", "system", "system_prompt", "input", "history", "context",
+    "choices", "role", "content", "prompt", "answer", "tests", "entry_point", "negative", "negatives",
 }  # fmt: skip
 ROLES = {
     "user": "user", "human": "user", "prompter": "user",
@@ -169,7 +169,54 @@ def convert(record: Record, format: FormatName, dataset: Dataset) -> Item:
         raise RecordError(
             "missing field", record.origin, f"the field {missing} is missing: the record has {_names(fields)}"
         )
-    return _CONVERTERS[format](fields, record.origin, dataset)
+    made = _CONVERTERS[format](fields, record.origin, dataset)
+    _check_media(fields, made, record.origin)
+    return made
+
+
+def unread(sample: Sequence[Record], format: FormatName, dataset: Dataset) -> list[str]:
+    """Names of fields that hold something, but nothing that is made of a record depends on: what changes nothing when
+    it is left out."""
+    names: dict[str, bool] = {}
+    for record in sample:
+        try:
+            made = convert(record, format, dataset)
+        except RecordError:
+            continue
+        for name in [name for name, value in record.fields.items() if _given(value) not in (None, "", [], {})]:
+            if not names.get(name):
+                less = {other: value for other, value in record.fields.items() if other != name}
+                names[name] = _converted(replace(record, fields=less), format, dataset) != made
+    return [name for name, is_read in names.items() if not is_read]
+
+
+def _converted(record: Record, format: FormatName, dataset: Dataset) -> Item | None:
+    try:
+        return convert(record, format, dataset)
+    except RecordError:
+        return None
+
+
+_MEDIA = {"image": "<image>", "images": "<image>", "video": "<video>", "videos": "<video>", "audio": "<audio>"}
+_MEDIA |= {"audios": "<audio>"}
+
+
+def _check_media(fields: dict[str, Any], item: Item, origin: Origin) -> None:
+    """A text that speaks of a picture beside it would be learned blind."""
+    if not isinstance(item, Conversation | Completion | Document):
+        return
+    texts = texts_of(item)
+    for name, mark in _MEDIA.items():
+        if fields.get(name) and any(mark in text for text in texts):
+            raise RecordError("not text", origin, f"the text holds {mark}, for `{name}` beside it; only text is read")
+
+
+def texts_of(item: Conversation | Document | Completion | Tokens) -> list[str]:
+    if isinstance(item, Conversation):
+        return [message.content for message in item.messages]
+    if isinstance(item, Completion):
+        return [item.prompt, item.completion]
+    return [item.text] if isinstance(item, Document) else []
 
 
 def conversation_of(
