@@ -286,7 +286,7 @@ REFUSED = [
     (chat({"content": "x", "weight": -1}), "`weight` of `messages` 2 must be a number from 0 up"),
     (chat({"content": [{"type": "image", "url": "x"}]}), "part of type `image`; only text"),
     (
-        {"image": "x.png", "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "x"}]},
+        {"prompt": "<image>\nWhat?", "completion": "A cat", "image": "x.png"},
         "the text holds <image>, for `image` beside it; only text is read",
     ),
     (chat({"content": "", "tool_calls": "{"}), "tool call in `messages` 2 is not valid JSON"),
@@ -333,8 +333,9 @@ def test_fields_that_nothing_is_made_of_are_known():
         rows, dataset = [record(one) for one in fields], Dataset(path="d.jsonl", **more)
         return formats.unread(rows, formats.recognise(rows, dataset), dataset)
 
-    assert unread({"prompt": "Hi", "completion": "Hello", "thinking": "Hm", "system": ""}) == ["thinking"]
-    assert unread({"prompt": "Hi", "completion": "x", "system": ""}, {"prompt": "a", "completion": "b", "system": "c"}) == []
+    pair = {"prompt": "Hi", "completion": "Hello"}
+    assert unread({**pair, "thinking": "Hm", "system": ""}) == ["thinking"]
+    assert unread({**pair, "system": ""}, {**pair, "system": "Be brief"}) == []
     assert unread({"q": "Hi", "a": "x", "id": 3}, fields={"prompt": "q", "completion": "a"}) == ["id"]
     assert unread({"messages": chat({"content": "x"})["messages"], "images": [], "score": 0}) == ["score"]
 
