@@ -62,8 +62,8 @@ ROUTERS_EVERY, ROUTERS_MOST = 16, 32
 """What routers do is recorded in the first step and each so many steps, but about so often at most: of a large model
 it is thousands of numbers."""
 OTHER_HELD_OUT = (
-    "The held-out data are not those that this run was evaluated on before: held-out losses from here cannot be compared "
-    "with earlier ones, and the result will not say what the loss was before training."
+    "The held-out data are not those that this run was evaluated on before: held-out losses from here cannot be "
+    "compared with earlier ones, and the result will not say what the loss was before training."
 )
 WAITED_SECONDS = 2e-4
 """That asking for a result takes where the device is not done with it."""
