@@ -15,11 +15,13 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from export.models import FAMILIES, make_model, make_run, make_tokenizer, write_chats
+from tiny import TRAIN, write_all
 from tunesmith.cli.main import app
 from tunesmith.errors import UserError
 from tunesmith.export import gguf, gguf_architectures, gguf_tokenizer, onnx, proof, quantized
 from tunesmith.export.export import FORMATS, export_run, push_folder
 from tunesmith.export.gguf_tokenizer import pre_tokenizer_name
+from tunesmith.export.proof import GREEDY
 from tunesmith.export.source import Source
 from tunesmith.model.vllm import largest_rank, refused, vllm_notes
 
@@ -90,6 +92,16 @@ def test_an_export_is_what_was_trained_as_its_engine_runs_it(trained, tmp_path, 
         modelfile = (tmp_path / "out" / "Modelfile").read_text()
         assert modelfile.startswith(f'FROM ./model-{kind}.gguf\nPARAMETER stop "<|im_end|>"\n')
         assert '{{ if eq .Role "user" }}' in modelfile.replace("else if", "if")
+
+
+def test_a_text_with_characters_of_several_tokens_is_compared_token_by_token(runs, tiny_model, tmp_path):
+    """A model with random weights and a token a byte says little else; llama.cpp tells no probabilities of such parts."""
+    engine_is_here("gguf")
+    write_all(tmp_path, tiny_model, steps=3)
+    assert runs(tmp_path, *TRAIN).code == 0
+    proof = export_run(tmp_path / "run", "gguf", kind="f16", out=tmp_path / "out").proof
+    assert "\ufffd" in proof.text
+    assert proof.same_text == proof.text_tokens == GREEDY
 
 
 def changed(monkeypatch, form, change):
