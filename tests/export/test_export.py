@@ -95,7 +95,7 @@ def test_an_export_is_what_was_trained_as_its_engine_runs_it(trained, tmp_path, 
 
 
 def test_a_text_with_characters_of_several_tokens_is_compared_token_by_token(runs, tiny_model, tmp_path):
-    """A model with random weights and a token a byte says little else; llama.cpp tells no probabilities of such parts."""
+    """A model with random weights and a token a byte says little else; llama.cpp tells no probabilities of those."""
     engine_is_here("gguf")
     write_all(tmp_path, tiny_model, steps=3)
     assert runs(tmp_path, *TRAIN).code == 0
