@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from export.models import FAMILIES, make_model, make_run, make_tokenizer, write_chats
@@ -23,6 +23,7 @@ from tunesmith.export.export import FORMATS, export_run, push_folder
 from tunesmith.export.gguf_tokenizer import pre_tokenizer_name
 from tunesmith.export.proof import GREEDY
 from tunesmith.export.source import Source
+from tunesmith.model.gguf import read_tokenizer
 from tunesmith.model.vllm import largest_rank, refused, vllm_notes
 
 slow = pytest.mark.slow
@@ -102,6 +103,16 @@ def test_a_text_with_characters_of_several_tokens_is_compared_token_by_token(run
     proof = export_run(tmp_path / "run", "gguf", kind="f16", out=tmp_path / "out").proof
     assert "\ufffd" in proof.text
     assert proof.same_text == proof.text_tokens == GREEDY
+
+
+def test_an_exported_gguf_is_read_again_with_its_tokenizer_whatever_lies_beside_it(trained, llama, tmp_path):
+    engine_is_here("gguf")
+    export_run(trained, "gguf", kind="f16", out=tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    found, own = read_tokenizer(tmp_path / "out" / "model-f16.gguf"), AutoTokenizer.from_pretrained(llama)
+    assert [found.bos_token, found.eos_token, found.pad_token] == [own.bos_token, own.eos_token, own.pad_token]
+    assert found.chat_template == own.chat_template
+    assert found("Who are you?")["input_ids"] == own("Who are you?")["input_ids"]
 
 
 def changed(monkeypatch, form, change):
