@@ -38,3 +38,7 @@ def test_a_file_with_hundreds_of_lists_is_one_readable_sentence(tmp_path):
 def test_of_a_library_s_error_the_first_line_is_quoted_without_its_full_stop():
     assert first_line(ValueError("\n  it broke.\nand then more")) == "it broke"
     assert first_line(KeyError()) == "KeyError"
+    assert first_line(ValueError("Validation error for heads:\n\n    It has 3 heads.\nMore")) == (
+        "Validation error for heads: It has 3 heads"
+    )
+    assert first_line(ValueError("Nothing follows:")) == "Nothing follows"

@@ -37,9 +37,11 @@ def listed(names: Iterable[object], separator: str = ", ", most: int = MOST_NAME
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of some library says first, without the full stop; its kind, where it says nothing."""
-    lines = (line.strip() for line in str(error).splitlines())
-    return next((line.rstrip(".") for line in lines if line), type(error).__name__)
+    """What an error of some library says first, without the full stop; its kind, where it says nothing. A line that
+    only announces the next one (`Validation error for x:`) goes with it."""
+    lines = [line for text in str(error).splitlines() if (line := text.strip())]
+    count = next((n for n, line in enumerate(lines, start=1) if not line.endswith(":")), len(lines))
+    return " ".join(lines[:count]).rstrip(".:,") or type(error).__name__
 
 
 def _shortened(name: str) -> str:

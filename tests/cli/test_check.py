@@ -178,6 +178,11 @@ def test_targets_are_in_colour_and_the_middle_of_long_examples_is_left_out():
     assert check.marked(["\x1b[31m"], [0], has_colour=True).plain == "␛[31m"
 
 
+def test_fields_that_nothing_is_made_of_are_named(run_yaml, tunesmith, tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "Hi", "completion": "Hello", "thinking": "Hm"}\n')
+    assert "train: not read of its records: thinking." in tunesmith(run_yaml).stdout
+
+
 def test_a_run_for_a_gpu_can_be_checked_without_one(run_yaml, tunesmith):
     assert tunesmith(run_yaml, "device=cuda", "--examples", 0).exit_code == 0
 

@@ -207,6 +207,15 @@ def test_with_a_template_a_completion_is_a_question_and_its_answer(chatml):
     assert encoded(chatml, Completion("Hi", "Hello")) == encoded(chatml, as_chat)
 
 
+def test_a_prompt_that_is_a_dialogue_in_text_becomes_its_turns(chatml):
+    """In the form of Anthropic's."""
+    prompt = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant:"
+    assert encoded(chatml, Completion(prompt, " two")) == encoded(chatml, TWO_TURNS, "last")
+    for other in ("Human: Hi", "\n\nHuman: Hi\n\nAssistant: Go on", "Say \n\nHuman: Hi\n\nAssistant:"):
+        asked = Conversation((Message("user", other), Message("assistant", " two")))
+        assert encoded(chatml, Completion(other, " two")) == encoded(chatml, asked)
+
+
 def test_a_document_gets_the_tokenizer_s_bos_and_eos_and_is_all_target(base, chatml, inst):
     assert encoded(base, Document("Hi two")) == ["<bos> [Hi] [_] [two] [<|endoftext|>]"]
     assert encoded(chatml, Document("Hi")) == ["[Hi] [<|im_end|>]"]

@@ -104,6 +104,16 @@ def test_tool_calls_in_all_the_ways_people_write_them():
         assert converted({"messages": messages}).messages[1].extra == {"tool_calls": expected}, way
 
 
+def test_tools_are_read_under_the_name_that_openai_gave_them_first():
+    described = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+    call = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}}
+    messages = [{"role": "user", "content": "Hi"}, call]
+    expected = ({"type": "function", "function": described},)
+    assert converted({"messages": messages, "tools": [described]}).tools == expected
+    assert converted({"messages": messages, "functions": [described]}).tools == expected
+    assert converted({"messages": messages, "functions": "def add(): ..."}).tools == ()
+
+
 def test_null_arguments_of_tool_calls_are_kept_but_for_those_that_columns_were_filled_with():
     call = {"name": "add", "arguments": {"a": None, "b": [None, {"c": None}]}}
     tool = {"name": "add", "parameters": {"a": {"default": None}}}
@@ -260,7 +270,8 @@ REFUSED = [
     ({"question": "Hi", "answer": " \n"}, "`answer` is empty"),
     ({"question": "Hi", "answer": True}, "`answer` must be text, found true/false"),
     ({"question": "Hi", "answers": []}, "`answers` is null"),
-    ({"question": "Hi", "choices": ["a", "b"], "answer": 1}, "multiple-choice"),
+    ({"question": "Hi", "choices": ["a", "b"], "answer": 1}, "multiple-choice question, whose `choices` would not"),
+    ({"question": "Hi", "options": {"A": "a", "B": "b"}, "answer": "B"}, "multiple-choice question, whose `options`"),
     ({"prompt": "Hi", "completion": {"a": 1}}, "has no `role`"),
     ({"instruction": "", "output": "x"}, "`instruction` is empty"),
     ({"instruction": "Hi", "output": "x", "history": ["Hi"]}, "`history` must be a list of"),
@@ -274,6 +285,10 @@ REFUSED = [
     (chat({"content": None}), "`messages` 2 is an empty answer"),
     (chat({"content": "x", "weight": -1}), "`weight` of `messages` 2 must be a number from 0 up"),
     (chat({"content": [{"type": "image", "url": "x"}]}), "part of type `image`; only text"),
+    (
+        {"prompt": "<image>\nWhat?", "completion": "A cat", "image": "x.png"},
+        "the text holds <image>, for `image` beside it; only text is read",
+    ),
     (chat({"content": "", "tool_calls": "{"}), "tool call in `messages` 2 is not valid JSON"),
     (chat({"content": "", "tool_calls": [{"arguments": {}}]}), "has no function `name`"),
     (chat({"content": "x"}, tools="["), "`tools` is not valid JSON"),
@@ -311,6 +326,18 @@ def test_a_mapping_that_cannot_be_is_named():
         formats.recognise([record({"q": "Hi"})], Dataset(path="d", fields={"promt": "q"}))
     with pytest.raises(UserError, match="maps prompt to `q`, but the record has `question`"):
         formats.recognise([record({"question": "Hi"})], Dataset(path="d", fields={"prompt": "q"}))
+
+
+def test_fields_that_nothing_is_made_of_are_known():
+    def unread(*fields, **more):
+        rows, dataset = [record(one) for one in fields], Dataset(path="d.jsonl", **more)
+        return formats.unread(rows, formats.recognise(rows, dataset), dataset)
+
+    pair = {"prompt": "Hi", "completion": "Hello"}
+    assert unread({**pair, "thinking": "Hm", "system": ""}) == ["thinking"]
+    assert unread({**pair, "system": ""}, {**pair, "system": "Be brief"}) == []
+    assert unread({"q": "Hi", "a": "x", "id": 3}, fields={"prompt": "q", "completion": "a"}) == ["id"]
+    assert unread({"messages": chat({"content": "x"})["messages"], "images": [], "score": 0}) == ["score"]
 
 
 VALUES = st.recursive(

@@ -124,6 +124,21 @@ def test_placeholders_and_markup_left_in_the_text_are_counted_with_their_first_p
     ]
 
 
+def test_answers_that_begin_with_their_question_are_counted(encoder):
+    question = "What is the capital of France?"
+    watch = seen(
+        encoder,
+        chat(question, "Paris"),
+        chat(question, f" {question} Paris"),
+        Completion(question, f"{question}\nParis"),
+        chat("Hi", "Hi there"),
+    )
+    assert watch.warnings() == [
+        "data.jsonl, line 2: the answer begins with the whole question (2 records), so the model will learn to repeat "
+        "it; give the answer alone."
+    ]
+
+
 def test_watches_of_workers_merge_to_what_one_would_have_seen(encoder, reasoning):
     items = [chat("Hi", "I am {{name}}"), chat("Hi", "two"), chat("Hi", "x", 0.0), chat("{{a}}", "{{name}} <s>")]
     whole = seen(encoder, *items)

@@ -8,6 +8,7 @@ import pytest
 
 from tunesmith.config.load import from_mapping
 from tunesmith.data.labels import with_labels
+from tunesmith.data.prepare import prepare
 from tunesmith.errors import UserError
 
 
@@ -22,6 +23,7 @@ def labelled(folder, found, **settings):
     ("labels", "expected"),
     [
         (["good", "bad", "good"], ["bad", "good"]),
+        ([" good", "bad ", "good"], ["bad", "good"]),
         (["10", "9", "x", "10"], ["9", "10", "x"]),
         ([1, 0, 2.0, 1], ["0", "1", "2"]),
         ([True, False], ["0", "1"]),
@@ -34,6 +36,21 @@ def test_labels_are_read_and_sorted(tmp_path, labels, expected):
 
 def test_labels_that_are_given_stay_as_they_are(tmp_path):
     assert labelled(tmp_path, ["good", "bad"], labels=["good", "bad"]) == ["good", "bad"]
+
+
+def test_numbers_in_columns_of_text_are_numbers_unless_they_are_names(tiny_model, tmp_path):
+    from transformers import AutoTokenizer
+
+    (tmp_path / "train.csv").write_text("text,label\nred, 1\nblue,0\n")
+    given = {"model": str(tiny_model), "objective": "classify", "data": str(tmp_path / "train.csv"), "held_out": 0}
+
+    def values(labels):
+        run = from_mapping({**given, "labels": labels})
+        (store,) = prepare(run, AutoTokenizer.from_pretrained(tiny_model), 259).train
+        return [store.value(document) for document in range(len(store))]
+
+    assert values(["bad", "good"]) == [1, 0]
+    assert values(["1", "0"]) == [0, 1]
 
 
 def test_labels_of_words_are_read_too(tmp_path):

@@ -36,6 +36,11 @@ SHAPES = {
     },
     "whole conversations and their beginning": {"prompt": [ASK], "chosen": [ASK, YES], "rejected": [ASK, NO]},
     "dialogues": {"chosen": "\n\nHuman: Hi?\n\nAssistant: Yes", "rejected": "\n\nHuman: Hi?\n\nAssistant: No"},
+    "dialogues and their prompt": {
+        "prompt": "\n\nHuman: Hi?\n\nAssistant:",
+        "chosen": "\n\nHuman: Hi?\n\nAssistant: Yes",
+        "rejected": "\n\nHuman: Hi?\n\nAssistant: No",
+    },
     "question": {"question": "Hi?", "chosen": "Yes", "rejected": "No"},
     "instruction": {"instruction": "Hi?", "input": "", "chosen": "Yes", "rejected": "No"},
     "earlier turns": {"chosen": [*TURN, ASK, YES], "rejected": [*TURN, ASK, NO]},
@@ -76,6 +81,8 @@ def test_pairs_are_recognised_in_the_shapes_people_have(shape):
         {"messages": [*TURN, ASK, YES], "label": True},
         {"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Yes"}], "label": "true"},
         {"question": "Hi?", "response": "Yes", "label": True},
+        {"prompt": "Hi?", "completion": "Yes", "label": "1"},
+        {"prompt": "Hi?", "completion": "Yes", "label": "desirable"},
     ],
 )
 def test_judged_answers_are_recognised(fields):
@@ -96,6 +103,10 @@ def test_judged_answers_are_recognised(fields):
         ({"chosen": [ASK, YES], "rejected": [{**ASK, "content": "Other?"}, NO]}, "the same up to an assistant turn"),
         ({"messages": [ASK, YES]}, "trained on pairs of answers"),
         ({"prompt": "Bye?", "chosen": [ASK, YES], "rejected": [ASK, NO]}, "not one that begins with the prompt beside"),
+        (
+            {"prompt": "Bye?", "chosen": "Human: Hi?\n\nAssistant: Yes", "rejected": "Human: Hi?\n\nAssistant: No"},
+            "not one that begins with the prompt beside",
+        ),
         ({"prompt": TURN, "chosen": [ASK, YES], "rejected": [ASK, NO]}, "not one that begins with the prompt beside"),
     ],
 )

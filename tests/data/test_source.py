@@ -121,6 +121,11 @@ def test_files_that_are_no_splits_are_all_read(tmp_path):
     assert len(rows(tmp_path)) == 4
 
 
+def test_lines_within_a_cell_end_as_those_of_a_file_from_elsewhere_do_here(tmp_path):
+    put(tmp_path, "a.csv", b'a,b\r\n"one\r\ntwo",3\r\n')
+    assert rows(tmp_path / "a.csv") == [{"a": "one\ntwo", "b": "3"}]
+
+
 def test_what_the_datasets_library_saved_is_read(tmp_path):
     import datasets
 
@@ -128,6 +133,8 @@ def test_what_the_datasets_library_saved_is_read(tmp_path):
     datasets.DatasetDict(made).save_to_disk(tmp_path / "saved")
     assert [row["n"] for row in rows(tmp_path / "saved")] == ["train"]
     assert [row["n"] for row in rows(tmp_path / "saved", split="test")] == ["test"]
+    datasets.Dataset.from_list([{"n": 1}, {"n": 2}]).data.table.to_pandas().to_feather(tmp_path / "indexed.arrow")
+    assert [row["n"] for row in rows(tmp_path / "indexed.arrow")] == [1, 2]
     put(tmp_path, "broken.arrow", "x" * 100)
     with pytest.raises(UserError, match=r"broken\.arrow: not an Arrow file that can be read, at record 1"):
         rows(tmp_path / "broken.arrow")
@@ -153,6 +160,7 @@ BROKEN = {
     "array of numbers": ("a.json", "[1, 2]", r"a\.json, record 1: expected an object"),
     "scalar": ("a.json", "3", r"a\.json: holds only a number"),
     "several lists": ("a.json", '{"x": [{"a": 1}], "y": [{"a": 1}]}', r"several lists of records \(x, y\)"),
+    "columns": ("a.json", '{"x": {"0": "a", "1": "b"}, "y": {"0": "c", "1": "d"}}', r"holds columns \(`x`, `y`\)"),
     "no records": ("a.json", "[]", r"a\.json: holds no records"),
     "blank": ("a.jsonl", "\n \n", r"a\.jsonl: holds no records"),
     "empty": ("a.jsonl", "", r"a\.jsonl: the file is empty"),

@@ -11,16 +11,19 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from export.models import FAMILIES, make_model, make_run, make_tokenizer, write_chats
+from tiny import TRAIN, write_all
 from tunesmith.cli.main import app
 from tunesmith.errors import UserError
 from tunesmith.export import gguf, gguf_architectures, gguf_tokenizer, onnx, proof, quantized
 from tunesmith.export.export import FORMATS, export_run, push_folder
 from tunesmith.export.gguf_tokenizer import pre_tokenizer_name
+from tunesmith.export.proof import GREEDY
 from tunesmith.export.source import Source
+from tunesmith.model.gguf import read_tokenizer
 from tunesmith.model.vllm import largest_rank, refused, vllm_notes
 
 slow = pytest.mark.slow
@@ -90,6 +93,26 @@ def test_an_export_is_what_was_trained_as_its_engine_runs_it(trained, tmp_path, 
         modelfile = (tmp_path / "out" / "Modelfile").read_text()
         assert modelfile.startswith(f'FROM ./model-{kind}.gguf\nPARAMETER stop "<|im_end|>"\n')
         assert '{{ if eq .Role "user" }}' in modelfile.replace("else if", "if")
+
+
+def test_a_text_with_characters_of_several_tokens_is_compared_token_by_token(runs, tiny_model, tmp_path):
+    """A model with random weights and a token a byte says little else; llama.cpp tells no probabilities of those."""
+    engine_is_here("gguf")
+    write_all(tmp_path, tiny_model, steps=3)
+    assert runs(tmp_path, *TRAIN).code == 0
+    proof = export_run(tmp_path / "run", "gguf", kind="f16", out=tmp_path / "out").proof
+    assert "\ufffd" in proof.text
+    assert proof.same_text == proof.text_tokens == GREEDY
+
+
+def test_an_exported_gguf_is_read_again_with_its_tokenizer_whatever_lies_beside_it(trained, llama, tmp_path):
+    engine_is_here("gguf")
+    export_run(trained, "gguf", kind="f16", out=tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    found, own = read_tokenizer(tmp_path / "out" / "model-f16.gguf"), AutoTokenizer.from_pretrained(llama)
+    assert [found.bos_token, found.eos_token, found.pad_token] == [own.bos_token, own.eos_token, own.pad_token]
+    assert found.chat_template == own.chat_template
+    assert found("Who are you?")["input_ids"] == own("Who are you?")["input_ids"]
 
 
 def changed(monkeypatch, form, change):

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from tunesmith.errors import UserError
-from tunesmith.model import attention, state_space
+from tunesmith.model import attention, forward, state_space
 from tunesmith.model.forward import Inputs, _own_losses, confirm_forward_spec, token_losses, trial_inputs
 from tunesmith.plan.plan import ForwardSpec
 
@@ -214,3 +214,16 @@ def test_a_model_whose_kernels_take_document_numbers_packs_with_them_and_pads_wi
 
     monkeypatch.setattr(modeling_lfm2.Lfm2ShortConv, "forward", forgetful)
     assert confirm_forward_spec(model, vocabulary=64)[0].layout == "padded"
+
+
+def test_a_model_that_fails_without_a_word_is_told_by_the_kind_of_its_failure(monkeypatch):
+    """An `assert` without a message, as in the code of many models."""
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL)).eval()
+
+    def fail(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(forward, "token_losses", fail)
+    own, spec = model.config._attn_implementation, ForwardSpec("padded")
+    found = forward._over_lengths(model, spec, own, SMALL["vocab_size"], long=20)
+    assert found == (spec, "documents of more than 20 tokens: AssertionError")

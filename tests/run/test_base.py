@@ -87,6 +87,30 @@ def test_a_base_replaced_after_training_is_refused_by_every_verb_that_reads_it(m
     assert not (moved / "merged").exists()
 
 
+def test_a_base_that_holds_its_tied_weight_twice_is_known_again_by_every_verb(tmp_path, tiny_model):
+    """As trainers that gather state dicts write it."""
+    base = tmp_path / "base"
+    hold_twice(shutil.copytree(tiny_model, base), 1.0)
+    where = {"data": [{"path": str(tmp_path / "train.jsonl")}], "output": str(tmp_path / "run")}
+    write_all(tmp_path, base, epochs=1, eval=[], **where)
+    train_in(tmp_path)
+    for use in VERBS.values():
+        use(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "merged" / "model.safetensors")
+    hold_twice(base, 2.0)
+    with pytest.raises(UserError, match=r"lm_head.weight with other values than model.embed_tokens.weight, but its"):
+        merge_run(tmp_path / "run", tmp_path / "again")
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(UserError, match=r'the two are one weight; put "tie_word_embeddings": false there'):
+        train_in(tmp_path)
+
+
+def hold_twice(base: Path, times: float) -> None:
+    tensors = load_file(base / "model.safetensors")
+    tensors["lm_head.weight"] = times * tensors["model.embed_tokens.weight"]
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+
+
 def test_a_run_is_not_continued_over_another_base_unless_that_is_accepted(moved):
     (moved / "run" / "summary.json").unlink()
     train_in(moved)  # nothing has changed

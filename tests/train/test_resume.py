@@ -293,6 +293,18 @@ def test_changed_records_in_the_same_file_are_noticed(runs, folder):
     assert_one_sentence(runs(folder, *TRAIN), "the training data are not the same")
 
 
+def test_losses_of_other_held_out_data_are_not_compared(runs, folder):
+    """The result would say that the loss fell from that of one set to that of another."""
+    write_data(folder / "held_out.jsonl", 6, seed=7)
+    ended = runs(folder, *TRAIN)
+    assert ended.code == 0, ended.err
+    assert "held-out losses from here cannot be compared with earlier ones" in ended.err
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["held_out_before"] is None
+    assert summary["held_out_after"] > 0
+    assert "before training" not in (folder / "run" / "adapter" / "README.md").read_text()
+
+
 def test_where_the_data_lie_and_how_often_is_saved_may_change(runs, reference, folder):
     (folder / "train.jsonl").rename(folder / "elsewhere.jsonl")
     changes = ["data=[{path: elsewhere.jsonl, name: train}]", "save_every=3", "keep=5", "eval_every=4"]

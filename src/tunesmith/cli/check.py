@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 SHOWN_TOKENS = 1000
 """Of a longer example, the middle is left out."""
+UNREAD_SAMPLE = 20
+"""Records that are looked at for fields which nothing is made of."""
 
 
 def command(
@@ -118,10 +120,25 @@ def examine(run: Run, tokenizer: Any, *, examples: int = 3, dataset: str | None 
             | {"shown": [one.plain() for i in range(min(examples, len(store))) for one in shown(store, i)]}
             for store, use, weight in _chosen(prepared, dataset)
         ],
+        "unread": _unread(run),
         "tasks": [{"title": one.title, "kind": one.kind, "items": len(one.items)} for one in tasks],
         "bad": [{"where": str(one.origin), "kind": one.kind, "reason": one.reason} for one in prepared.bad],
         "warnings": [*prepared.warnings, *([f"{_steps(loader.total_steps)} {few}."] if few else [])],
     }
+
+
+def _unread(run: Run) -> list[dict[str, Any]]:
+    """Fields of the records that nothing is made of, by data set."""
+    from tunesmith.data import formats
+    from tunesmith.data.prepare import sample
+    from tunesmith.objectives import objective_of
+
+    records, found = objective_of(run).records, []
+    for dataset in run.data:
+        first = sample(dataset)
+        names = formats.unread(first[:UNREAD_SAMPLE], formats.recognise(first, dataset, records), dataset)
+        found += [{"title": dataset.title, "fields": names}] if names else []
+    return found
 
 
 @dataclass(frozen=True)
@@ -264,6 +281,7 @@ def _described(store: TokenStore, use: str, weight: float | None, length: int) -
 
 def _show(report: dict[str, Any], one_a_line: bool) -> None:
     from tunesmith.cli.output import say, stdout, table
+    from tunesmith.errors import listed
 
     sets = report["datasets"]
     columns = ("data set", "for", "weight", "format", "records", "examples", "truncated", "split", "dropped")
@@ -286,6 +304,10 @@ def _show(report: dict[str, Any], one_a_line: bool) -> None:
     if report["tasks"]:
         rows = [(one["title"], one["kind"], f"{one['items']:,}") for one in report["tasks"]]
         say(table(("task", "kind", "items"), rows, title="Asked while it trains", right=("items",)))
+        say()
+    for one in report["unread"]:
+        say(f"{one['title']}: not read of its records: {listed(one['fields'], most=12)}.")
+    if report["unread"]:
         say()
     columns = ("data set", "shortest", "median", "95%", "longest", "tokens", "targets", "sequences", "full")
     rows = [

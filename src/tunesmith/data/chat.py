@@ -22,7 +22,15 @@ import numpy as np
 from tunesmith.data import template as templates
 from tunesmith.data import traits
 from tunesmith.data.marked import TextTokenizer, any_of, clean, marked
-from tunesmith.data.messages import REFUSED, as_dict, fold_system, tool_parts_of, with_thoughts_apart, write_tools
+from tunesmith.data.messages import (
+    REFUSED,
+    as_conversation,
+    as_dict,
+    fold_system,
+    tool_parts_of,
+    with_thoughts_apart,
+    write_tools,
+)
 from tunesmith.data.template import TemplateRefusal
 from tunesmith.data.types import Completion, Conversation, Document, Example, Message, Origin, RecordError, Tokens
 from tunesmith.disk import expanded
@@ -228,7 +236,7 @@ class Encoder:
 
     def _encode(self, item: Conversation | Document | Completion | Tokens, origin: Origin) -> list[Example]:
         if isinstance(item, Completion) and self.has_template:
-            item = Conversation((Message("user", item.prompt), Message("assistant", item.completion)))
+            item = as_conversation(item)
         if isinstance(item, Conversation):
             return self._encode_conversation(item, origin)
         ids: list[int] = []

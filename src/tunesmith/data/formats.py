@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from tunesmith.data.messages import turns_of
 from tunesmith.data.types import (
     Asked,
     Completion,
@@ -90,8 +91,8 @@ NEEDED: dict[Records, str] = {
 MOST = 0.8
 """Share of the records that must fit a format for it to be theirs."""
 OPTIONAL = {
-    "labels", "attention_mask", "tools", "system", "system_prompt", "input", "history", "context", "choices",
-    "role", "content", "prompt", "answer", "tests", "entry_point", "negative", "negatives",
+    "labels", "attention_mask", "tools", "functions", "system", "system_prompt", "input", "history", "context",
+    "choices", "role", "content", "prompt", "answer", "tests", "entry_point", "negative", "negatives",
 }  # fmt: skip
 ROLES = {
     "user": "user", "human": "user", "prompter": "user",
@@ -168,7 +169,54 @@ def convert(record: Record, format: FormatName, dataset: Dataset) -> Item:
         raise RecordError(
             "missing field", record.origin, f"the field {missing} is missing: the record has {_names(fields)}"
         )
-    return _CONVERTERS[format](fields, record.origin, dataset)
+    made = _CONVERTERS[format](fields, record.origin, dataset)
+    _check_media(fields, made, record.origin)
+    return made
+
+
+def unread(sample: Sequence[Record], format: FormatName, dataset: Dataset) -> list[str]:
+    """Names of fields that hold something, but nothing that is made of a record depends on: what changes nothing when
+    it is left out."""
+    names: dict[str, bool] = {}
+    for record in sample:
+        try:
+            made = convert(record, format, dataset)
+        except RecordError:
+            continue
+        for name in [name for name, value in record.fields.items() if _given(value) not in (None, "", [], {})]:
+            if not names.get(name):
+                less = {other: value for other, value in record.fields.items() if other != name}
+                names[name] = _converted(replace(record, fields=less), format, dataset) != made
+    return [name for name, is_read in names.items() if not is_read]
+
+
+def _converted(record: Record, format: FormatName, dataset: Dataset) -> Item | None:
+    try:
+        return convert(record, format, dataset)
+    except RecordError:
+        return None
+
+
+_MEDIA = {"image": "<image>", "images": "<image>", "video": "<video>", "videos": "<video>", "audio": "<audio>"}
+_MEDIA |= {"audios": "<audio>"}
+
+
+def _check_media(fields: dict[str, Any], item: Item, origin: Origin) -> None:
+    """A text that speaks of a picture beside it would be learned blind."""
+    if not isinstance(item, Conversation | Completion | Document):
+        return
+    texts = texts_of(item)
+    for name, mark in _MEDIA.items():
+        if fields.get(name) and any(mark in text for text in texts):
+            raise RecordError("not text", origin, f"the text holds {mark}, for `{name}` beside it; only text is read")
+
+
+def texts_of(item: Conversation | Document | Completion | Tokens) -> list[str]:
+    if isinstance(item, Conversation):
+        return [message.content for message in item.messages]
+    if isinstance(item, Completion):
+        return [item.prompt, item.completion]
+    return [item.text] if isinstance(item, Document) else []
 
 
 def conversation_of(
@@ -236,12 +284,12 @@ def _convert_prompt_completion(fields: dict[str, Any], origin: Origin, dataset: 
 
 
 def _convert_question_answer(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Conversation:
-    if isinstance(fields.get("choices"), list):
+    if choices := next((name for name in ("choices", "options") if isinstance(fields.get(name), list | dict)), None):
         raise RecordError(
             "multiple choice",
             origin,
-            "a multiple-choice question (`choices`), whose `answer` is only a number; write the "
-            "choices into the question and the answer as text",
+            f"a multiple-choice question, whose `{choices}` would not be read; write the choices into the question and "
+            "the answer as text",
         )
     answer, name = _first(fields, "answer", "answers", "response")
     if isinstance(answer, dict):
@@ -296,9 +344,12 @@ def _convert_tokens(fields: dict[str, Any], origin: Origin, dataset: Dataset) ->
 def _convert_preference(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Preference:
     values = [fields["chosen"], fields["rejected"]]
     asked = _asked(fields, origin, dataset)
-    if all(isinstance(value, str) for value in values) and asked is None:
-        values, asked = [_dialogue(value, name, origin) for value, name in zip(values, ANSWERS, strict=True)], None
-        made = _with_common_prompt(*values, origin)
+    are_texts = all(isinstance(value, str) for value in values)
+    if are_texts and (asked is None or (isinstance(asked, str) and all(map(turns_of, values)))):
+        turns = [_dialogue(value, name, origin) for value, name in zip(values, ANSWERS, strict=True)]
+        before = turns_of(asked) if asked else None
+        _check_prompt(asked if before is None else [one for one in before if one.content], turns, origin)
+        made = _with_common_prompt(*turns, origin)
     elif isinstance(asked, str) and all(isinstance(value, str | int | float) for value in values):
         answers = [_answer(value, name, origin).content for value, name in zip(values, ANSWERS, strict=True)]
         made = Preference(*(Completion(asked, answer) for answer in answers))
@@ -388,29 +439,28 @@ def _with_common_prompt(
     return Preference(*both)
 
 
-_TURN = re.compile(r"\n\n(Human|Assistant): ?")
-
-
 def _dialogue(text: str, name: str, origin: Origin) -> list[Message]:
-    """A whole conversation as one text, in the form of Anthropic's: "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
-    found = _TURN.split(text if text.startswith("\n\n") else f"\n\n{text}")
-    if found[0].strip() or len(found) < 5:
+    """A whole conversation as one text."""
+    messages = turns_of(text)
+    if messages is None:
         raise RecordError(
             "no prompt",
             origin,
             f"`{name}` is a text without a `prompt` before it; give the prompt, or whole conversations as messages",
         )
-    turns = zip(found[1::2], found[2::2], strict=True)
-    messages = [Message("user" if who == "Human" else "assistant", said.strip()) for who, said in turns]
     if not messages[-1].content:
         raise RecordError("empty answer", origin, f"`{name}` is empty, which would teach the model to be silent")
     return messages
 
 
+_JUDGEMENTS = {"true": True, "1": True, "desirable": True, "false": False, "0": False, "undesirable": False}
+"""As columns of text hold them."""
+
+
 def _convert_judged(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Judged:
     label = fields["label"]
-    if isinstance(label, str) and label.strip().lower() in ("true", "false"):
-        label = label.strip().lower() == "true"
+    if isinstance(label, str):
+        label = _JUDGEMENTS.get(label.strip().lower(), label)
     if not isinstance(label, bool) and label not in (0, 1):
         raise RecordError("wrong label", origin, f"`label` must be true or false, found {json.dumps(label)[:80]}")
     if "completion" in fields or "response" in fields:
@@ -435,7 +485,9 @@ def _convert_labelled(fields: dict[str, Any], origin: Origin, dataset: Dataset) 
         label = _numeric(label, name, origin)
     elif isinstance(label, bool):
         label = int(label)
-    elif not isinstance(label, str | int | float) or (isinstance(label, float) and not label.is_integer()):
+    elif isinstance(label, str):
+        label = label.strip()
+    elif not isinstance(label, int | float) or (isinstance(label, float) and not label.is_integer()):
         raise RecordError("wrong label", origin, f"`label` must be a name or a number, found {json.dumps(label)[:80]}")
     if "completion" in fields or "response" in fields:
         return Labelled(_convert_prompt_completion({"prompt": "", **fields}, origin, dataset), label)
@@ -493,7 +545,7 @@ def _convert_prompts(fields: dict[str, Any], origin: Origin, dataset: Dataset) -
     if asked is None:
         raise RecordError("missing value", origin, "the prompt is empty")
     messages = [_user(asked)] if isinstance(asked, str) else asked
-    used = {*names, "input", "context", "system", "system_prompt", "tools"}
+    used = {*names, "input", "context", "system", "system_prompt", "tools", "functions"}
     facts = {name: value for name, value in fields.items() if name not in used}
     while messages and messages[-1].role == "assistant":  # a conversation with its answer, which is not shown
         facts = {"answer": messages[-1].content, **facts}
@@ -711,17 +763,18 @@ def _tool_calls(value: Any, where: str, origin: Origin) -> list[dict[str, Any]]:
 
 
 def _tools(fields: dict[str, Any], origin: Origin) -> tuple[dict[str, Any], ...]:
-    value = _given(fields.get("tools"))
+    name = "functions" if isinstance(fields.get("functions"), list) and not fields.get("tools") else "tools"
+    value = _given(fields.get(name))
     if not value:
         return ()
-    value = _parsed(value, "`tools`", origin)
+    value = _parsed(value, f"`{name}`", origin)
     tools = []
     for tool in value if isinstance(value, list) else [value]:
-        tool = _parsed(tool, "`tools`", origin)
-        _check_numbers(tool, "description in `tools`", origin)
+        tool = _parsed(tool, f"`{name}`", origin)
+        _check_numbers(tool, f"description in `{name}`", origin)
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RecordError("wrong tool call", origin, "an entry of `tools` has no `name`")
+            raise RecordError("wrong tool call", origin, f"an entry of `{name}` has no `name`")
         tools.append(tool if "function" in tool else {"type": "function", "function": tool})
     return tuple(tools)
 

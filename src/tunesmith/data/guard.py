@@ -10,11 +10,13 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from tunesmith.data.chat import TEMPLATE_DATE, Encoder, TemplateRefusal
+from tunesmith.data.formats import texts_of
 from tunesmith.data.types import (
     Completion,
     Conversation,
@@ -66,6 +68,8 @@ class Watch:
     tools_as_text: Finding = field(default_factory=lambda: Finding())
     unranked: Finding = field(default_factory=lambda: Finding())
     """Pairs with scores, of which that of the chosen answer is not above the other's."""
+    repeated: Finding = field(default_factory=lambda: Finding())
+    """Answers that begin with their question."""
     bad: list[RecordError] = field(default_factory=list)
     """Records that were left out."""
 
@@ -97,9 +101,11 @@ class Watch:
             self.ended += bool(np.isin(ids[is_target], list(self.end_ids)).any())
         if record.origin != self.last:  # one record may give several examples
             self.last = record.origin
-            self._look_at_text(_texts(item), record.origin, encoder)
+            self._look_at_text(texts_of(item), record.origin, encoder)
             if _is_unranked(record.fields):
                 self.unranked.add(record.origin)
+            if _repeats_question(item):
+                self.repeated.add(record.origin)
             if encoder and isinstance(item, Conversation) and encoder.writes_tools_as_text(item.messages, item.tools):
                 self.tools_as_text.add(record.origin)
 
@@ -112,6 +118,7 @@ class Watch:
         self.bad += other.bad
         self.tools_as_text.merge(other.tools_as_text)
         self.unranked.merge(other.unranked)
+        self.repeated.merge(other.repeated)
         for mine, theirs in (
             (self.placeholders, other.placeholders),
             (self.markup, other.markup),
@@ -148,6 +155,11 @@ class Watch:
                 f"{self.unranked.first}: the score of the chosen answer is not above that of the rejected one "
                 f"({_records(self.unranked.count)}), so the data do not say which is better; leave such pairs out, or "
                 "turn them round."
+            )
+        if self.repeated.count:
+            found.append(
+                f"{self.repeated.first}: the answer begins with the whole question ({_records(self.repeated.count)}), "
+                "so the model will learn to repeat it; give the answer alone."
             )
         if self.untargeted.count and self.targets:
             share = f"{self.untargeted.count} of {self.examples} examples have no target token"
@@ -258,16 +270,22 @@ class Finding:
 
 SCORES = (("score_chosen", "score_rejected"), ("chosen_score", "rejected_score"))
 """Fields of pairs in which people keep what each answer was given."""
+LONG = 16
+"""Characters."""
 _PLACEHOLDER = re.compile(r"\{\{\s*[A-Za-z_][\w .-]{0,40}\s*\}\}")
 _MARKUP = re.compile(r"<\|[A-Za-z_]+\|>|</?s>|\[/INST\]|<(?:start|end)_of_turn>|<(?:bos|eos)>")
 
 
-def _texts(item: Conversation | Document | Completion | Tokens) -> list[str]:
-    if isinstance(item, Conversation):
-        return [message.content for message in item.messages]
+def _repeats_question(item: Conversation | Document | Completion | Tokens) -> bool:
+    """Whether an answer begins with all of its question, where that is too long to be a manner of speaking."""
     if isinstance(item, Completion):
-        return [item.prompt, item.completion]
-    return [item.text] if isinstance(item, Document) else []
+        pairs = [(item.prompt, item.completion)]
+    elif isinstance(item, Conversation):
+        turns = pairwise(item.messages)
+        pairs = [(one.content, two.content) for one, two in turns if (one.role, two.role) == ("user", "assistant")]
+    else:
+        return False
+    return any(len(asked.strip()) >= LONG and said.strip().startswith(asked.strip()) for asked, said in pairs)
 
 
 def _is_unranked(fields: Mapping[str, Any]) -> bool:

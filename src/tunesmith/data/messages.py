@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tunesmith.data.types import Message, Origin, RecordError
+from tunesmith.data.types import Completion, Conversation, Message, Origin, RecordError
 from tunesmith.errors import UserError
 
 REFUSED = "refused by the chat template"
@@ -17,6 +17,28 @@ _TOOLS = (
     "You can call these functions:\n{lines}\n\nTo call one, answer with its name and arguments as JSON:\n<tool_call>\n"
     '{{"name": NAME, "arguments": ARGUMENTS}}\n</tool_call>'
 )
+
+
+_TURN = re.compile(r"\n\n(Human|Assistant): ?")
+
+
+def turns_of(text: str) -> list[Message] | None:
+    """The turns of a text in the form of Anthropic's, "\\n\\nHuman: ...\\n\\nAssistant: ..."; None of any other text. A
+    prompt in this form ends with an empty answer."""
+    found = _TURN.split(text if text.startswith("\n\n") else f"\n\n{text}")
+    if found[0].strip() or len(found) < 5:
+        return None
+    turns = zip(found[1::2], found[2::2], strict=True)
+    return [Message("user" if who == "Human" else "assistant", said.strip()) for who, said in turns]
+
+
+def as_conversation(item: Completion) -> Conversation:
+    """For a model with a chat template: a question and its answer, or the turns that the prompt is the text of."""
+    turns = turns_of(item.prompt)
+    if not turns or turns[0].role != "user" or turns[-1] != Message("assistant", ""):
+        return Conversation((Message("user", item.prompt), Message("assistant", item.completion)))
+    before = (replace(turn, weight=0.0) if turn.role == "assistant" else turn for turn in turns[:-1])
+    return Conversation((*before, Message("assistant", item.completion.strip())))
 
 
 def tool_parts_of(messages: Sequence[Message], tools: Sequence[Any]) -> set[str]:

@@ -7,6 +7,7 @@ length) keeps its answers together.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from tunesmith.data.build import store_of
 from tunesmith.data.chat import Encoder
+from tunesmith.data.messages import as_conversation
 from tunesmith.data.store import TokenStore
 from tunesmith.data.types import (
     Asked,
@@ -23,7 +25,6 @@ from tunesmith.data.types import (
     Example,
     Judged,
     Labelled,
-    Message,
     Origin,
     Preference,
     RecordError,
@@ -148,7 +149,7 @@ def _to_be_scored(
 def _ids_of(text: Conversation | Document | Completion, encoder: Encoder, origin: Origin) -> np.ndarray:
     """As whoever asks the model later gets them: from the tokenizer's chat template, or from the tokenizer alone."""
     if isinstance(text, Completion) and encoder.has_template:
-        text = Conversation((Message("user", text.prompt), Message("assistant", text.completion)))
+        text = as_conversation(text)
     if isinstance(text, Conversation):
         return np.array(encoder.whole(text, origin), dtype=np.int32)
     made = encoder.encode(text, origin).ids
@@ -172,7 +173,8 @@ def _value_of(label: str | float, encoder: Encoder, origin: Origin, name: str = 
         return float(label)
     if isinstance(label, str) and label in names:
         return float(names.index(label))
-    if not isinstance(label, str) and 0 <= label < len(names):
+    is_number = not isinstance(label, str) or re.fullmatch("[0-9]{1,9}", label)  # columns of text hold numbers so
+    if is_number and 0 <= float(label) < len(names):
         return float(label)
     raise RecordError("unknown label", origin, f"{name} is {label!r}, which is not among `labels` ({', '.join(names)})")
 

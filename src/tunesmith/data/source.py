@@ -386,6 +386,11 @@ def _rows(value: Any, path: Path, dataset: Dataset) -> list[Any]:
         return [value] if is_one_record else value
     if not isinstance(value, dict):
         raise UserError(f"{path}: holds only {_type_name(value)}, not records.")
+    if _is_columns(value):
+        raise UserError(
+            f"{path}: holds columns ({listed([f'`{name}`' for name in value], most=5)}), not records; write one object "
+            "a record (with pandas: `to_json(path, orient='records', lines=True)`)."
+        )
     record_fields = {
         "messages",
         "conversations",
@@ -406,6 +411,14 @@ def _rows(value: Any, path: Path, dataset: Dataset) -> list[Any]:
             f"name one with `split:`, or keep them in files of their own."
         )
     return value[lists[0]] if lists else [value]
+
+
+def _is_columns(value: dict[str, Any]) -> bool:
+    """As pandas writes a table unless told otherwise: `{"prompt": {"0": ..., "1": ...}, ...}`."""
+    columns = list(value.values())
+    if len(columns) < 2 or not all(isinstance(one, dict) and one for one in columns):
+        return False
+    return all(one.keys() == columns[0].keys() for one in columns) and all(map(str.isdigit, columns[0]))
 
 
 def _is_rowlike(item: Any) -> bool:
@@ -495,7 +508,10 @@ def _plain(message: str) -> str:
 
 
 def _read_csv(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record | RecordError]:
-    lines = (line.decode(errors="surrogateescape") for line in _lines(stream, path))
+    def ended(line: str) -> str:  # within cells, too, lines end as the program ended them that wrote the file
+        return f"{line[:-2]}\n" if line.endswith("\r\n") else line
+
+    lines = (ended(line.decode(errors="surrogateescape")) for line in _lines(stream, path))
     first = next(lines, "")
     delimiter = "\t" if ".tsv" in path.suffixes else ","
     if delimiter not in first:
@@ -537,15 +553,14 @@ def _chain(first: str, lines: Iterator[str]) -> Iterator[str]:
 
 
 def _read_columns(path: Path, kind: str) -> Iterator[Record]:
-    """Of Parquet, and of what `save_to_disk` of the datasets library writes."""
+    """Of Parquet and Arrow."""
     import pyarrow
     import pyarrow.parquet
 
     number = 0
     try:
         with pyarrow.memory_map(str(path)) if kind == "arrow" else pyarrow.parquet.ParquetFile(path) as file:
-            batches = pyarrow.ipc.open_stream(file) if kind == "arrow" else file.iter_batches(batch_size=512)
-            for batch in batches:
+            for batch in _arrow_batches(file) if kind == "arrow" else file.iter_batches(batch_size=512):
                 size = batch.nbytes // max(batch.num_rows, 1)
                 for row in batch.to_pylist():
                     number += 1
@@ -553,6 +568,19 @@ def _read_columns(path: Path, kind: str) -> Iterator[Record]:
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         reason, what = str(error).splitlines()[0].rstrip("."), "an Arrow" if kind == "arrow" else "a Parquet"
         raise UserError(f"{path}: not {what} file that can be read, at record {number + 1} ({reason}).") from error
+
+
+def _arrow_batches(file: Any) -> Iterator[Any]:
+    """Of a stream, as the datasets library writes it, or of a file with an index (Feather), as others do."""
+    import pyarrow
+
+    is_indexed = file.read(6) == b"ARROW1"
+    file.seek(0)
+    if not is_indexed:
+        yield from pyarrow.ipc.open_stream(file)
+        return
+    indexed = pyarrow.ipc.open_file(file)
+    yield from (indexed.get_batch(number) for number in range(indexed.num_record_batches))
 
 
 def _read_text(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record | RecordError]:

@@ -266,8 +266,8 @@ class LlamaCpp:
         )
 
     def greedy(self, ids: Sequence[int], count: int) -> list[int]:
-        found = self._complete(ids, n_predict=count, n_probs=1, return_tokens=True)
-        return [one["id"] for one in found.get("completion_probabilities", ())]
+        # Not the tokens whose probabilities it tells: those of a character that has several are left out there.
+        return self._complete(ids, n_predict=count, return_tokens=True)["tokens"]
 
     def tokenize(self, text: str) -> list[int]:
         return self._ask("/tokenize", {"content": text, "add_special": False, "parse_special": True})["tokens"]

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from tunesmith.errors import UserError
+from tunesmith.errors import UserError, first_line
 from tunesmith.kernels import efficient, flash4, flex
 from tunesmith.model.structure import kind_of_layer
 from tunesmith.plan.attention import Capability, Heads, Path, path_of
@@ -205,7 +205,7 @@ def fault_of(asked: Asked, device: torch.device) -> str | None:
         with torch.enable_grad():
             found = computed([tensor.clone() for tensor in given], in_full=False)
     except Exception as error:  # a compiler's, a driver's, or that of a kernel's own checks
-        return str(error).splitlines()[0][:160] if str(error) else type(error).__name__
+        return first_line(error)[:160]
     with torch.enable_grad():
         expected = computed([tensor.float() for tensor in given], in_full=True)
     for mine, plain in zip(found, expected, strict=True):

@@ -24,7 +24,7 @@ import torch
 
 from tunesmith.disk import BLOCK_BYTES
 from tunesmith.errors import UserError
-from tunesmith.model.content import Bytes, Content
+from tunesmith.model.content import ROOM, Bytes, Content
 from tunesmith.model.headers import Entry, read_headers, shortened
 from tunesmith.model.packed import FP8, Packed, logical
 from tunesmith.plan.models import quantization_of, read_config_file
@@ -148,6 +148,26 @@ def find(
         if name not in wanted or held.shape() != tuple(wanted[name].shape):
             return None
     return found or None
+
+
+def are_equal(one: Held, other: Held) -> bool:
+    """Whether both hold the same bytes."""
+    pairs = list(zip(one.entries, other.entries, strict=False))
+    if len(one.entries) != len(other.entries) or any(a.dtype != b.dtype or a.shape != b.shape for a, b in pairs):
+        return False
+    with ExitStack() as stack:
+        files = Bytes(stack, {entry.path for pair in pairs for entry in pair})
+        rooms = [memoryview(bytearray(ROOM)) for _ in range(2)]
+        for pair in pairs:
+            for start in range(0, pair[0].size, ROOM):
+                size = min(ROOM, pair[0].size - start)
+                mine, theirs = (
+                    files.into(room[:size], entry.path, entry.start + start)
+                    for room, entry in zip(rooms, pair, strict=True)
+                )
+                if mine != theirs:
+                    return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from torch import nn
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-from tunesmith.errors import UserError, listed
+from tunesmith.errors import UserError, first_line, listed
 from tunesmith.kernels.linear_cross_entropy import Transposed, chunk_bytes, chunk_rows, linear_cross_entropy
 from tunesmith.kernels.linear_distillation import Lesson, distillation_by_module, linear_distillation
 from tunesmith.model.attention import NAME as PACKED_ATTENTION
@@ -509,7 +509,7 @@ def _find_encoder_decoder_spec(model: nn.Module, vocabulary: int, known: Forward
                 try:
                     _decoder_states(model, inputs)
                 except Exception as error:  # the model's own code, called as it may not expect
-                    raise _cannot(model, [str(error).splitlines()[0][:200] or type(error).__name__]) from error
+                    raise _cannot(model, [first_line(error)[:200]]) from error
             form = _paired_form(model, inputs) if is_exact else _form_by_config(model)
             spec = ForwardSpec("encoder-decoder", *form)
         expected = F.cross_entropy(logits_nv, inputs.labels, reduction="none")
@@ -768,7 +768,7 @@ def _tried(
             # document must not reach the others at all, whatever the precision.
             others = token_losses(model, replace(given, tokens=changed), spec)[1].to(expected.dtype)
     except Exception as error:  # the model's own code, called as it may not expect
-        return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        return first_line(error)[:200]
     worst = (found - expected).abs().max().item()
     if not worst <= tolerance:
         return f"losses differ by {worst:.2g}"
@@ -854,7 +854,7 @@ def _over_lengths(
         if _one_by_one_differs(model, spec, inputs, expected) <= tolerance:
             return replace(spec, switch=long), None
     except Exception as error:  # the model's own code, called as it may not expect
-        return spec, f"documents of more than {long} tokens: {str(error).splitlines()[0][:200]}"
+        return spec, f"documents of more than {long} tokens: {first_line(error)[:200]}"
     return spec, "long documents differ"
 
 

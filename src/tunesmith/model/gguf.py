@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CONVERTER = "3"
+CONVERTER = "4"
 """Part of the cache key: raise it when the conversion changes."""
+BEGINNING = ("llama3", "llama-v3", "llama-bpe")
+"""Byte-level vocabularies whose texts begin with a token of their own where the file does not say."""
 
 
 def converted_folder(file: Path, cache: Path) -> Path:
@@ -43,10 +45,20 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     metadata = _metadata(file)
-    with contextlib.redirect_stderr(io.StringIO()):  # transformers' bars fight with a live display; errors raise
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    with _alone(file) as folder, contextlib.redirect_stderr(io.StringIO()):
+        # transformers' bars fight with a live display; errors raise
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
     _restore_pre_tokenizer(tokenizer, metadata)
+    _restore_bos(tokenizer, metadata)
     return tokenizer
+
+
+@contextlib.contextmanager
+def _alone(file: Path) -> Iterator[Path]:
+    """A folder with nothing but the file: of a tokenizer.json beside it transformers would take a part."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / file.name).symlink_to(file.resolve())
+        yield Path(folder)
 
 
 def _metadata(file: Path) -> Mapping[str, Any]:
@@ -85,8 +97,8 @@ def _convert(file: Path, folder: Path) -> None:
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         tokenizer.save_pretrained(partial)
-        with contextlib.redirect_stderr(io.StringIO()):
-            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        with _alone(file) as alone, contextlib.redirect_stderr(io.StringIO()):
+            model = AutoModelForCausalLM.from_pretrained(alone, gguf_file=file.name, dtype=torch.float32)
         save_file(each_once(model), partial / "model.safetensors", metadata={"format": "pt"})
         config = model.config
         del config.quantization_config
@@ -125,3 +137,21 @@ def _restore_pre_tokenizer(tokenizer, metadata) -> None:
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
             ]
         )
+
+
+def _restore_bos(tokenizer, metadata) -> None:
+    """transformers leaves out that texts begin with a token of their own, as they do for llama.cpp."""
+    model, pre, asked = (
+        field.contents() if (field := metadata.get(f"tokenizer.ggml.{name}")) is not None else None
+        for name in ("model", "pre", "add_bos_token")
+    )
+    is_wanted = asked if asked is not None else model == "llama" or pre in BEGINNING
+    bos, backend = tokenizer.bos_token_id, tokenizer.backend_tokenizer
+    if not is_wanted or bos is None or backend.encode("x", add_special_tokens=True).ids[:1] == [bos]:
+        return
+    from tokenizers import processors
+
+    name = tokenizer.bos_token
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{name} $A", pair=f"{name} $A {name} $B", special_tokens=[(name, bos)]
+    )

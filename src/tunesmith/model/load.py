@@ -404,10 +404,10 @@ def reading(run: Run, what: str):
                 f"model: {run.model} is neither a folder here nor in the hub's cache, and {hub.unreachable()}; give "
                 "the path of a model folder or a .gguf file."
             ) from error
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        first = first_line(error)
         if "trust_remote_code" in str(error):
             first = "it brings Python code of its own; read that code, then say trust_remote_code: true"
-        raise UserError(f"model: the {what} of {run.model} could not be loaded: {first.rstrip('.')}.") from error
+        raise UserError(f"model: the {what} of {run.model} could not be loaded: {first}.") from error
 
 
 @contextlib.contextmanager

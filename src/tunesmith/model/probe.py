@@ -26,7 +26,7 @@ from torch import nn
 from tunesmith import __version__
 from tunesmith.cache import folder_to_fill
 from tunesmith.config.schema import Lora, Run
-from tunesmith.errors import UserError
+from tunesmith.errors import UserError, first_line
 from tunesmith.kernels import flash4
 from tunesmith.model import adapters, attention, load, lora
 from tunesmith.model.attention import NAME as PACKED_ATTENTION
@@ -892,7 +892,7 @@ def _both_modes(*models: nn.Module) -> Iterator[tuple[nn.Module, ...]]:
 
 
 def _why_failed(error: Exception) -> str:
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    text = first_line(error)
     if isinstance(error, AttributeError):
         return READS_WEIGHT
     if isinstance(error, TypeError):

@@ -25,6 +25,7 @@ from tunesmith.model.files import (
     Memory,
     Read,
     Tensor,
+    are_equal,
     check_rounding,
     find,
     lazily,
@@ -152,9 +153,20 @@ def files_of(empty: nn.Module, folder: Path) -> dict[str, Held] | None:
     if found is None:
         return None
     tied = getattr(empty, "all_tied_weights_keys", None) or {}
+    for name in tied.keys() & found.keys():
+        if tied[name] in found and not are_equal(found[name], found[tied[name]]):
+            raise ValueError(_untied(name, tied[name]))
     found = {tied[name] if name in tied and tied[name] not in found else name: held for name, held in found.items()}
     missing = [name for name in wanted if name not in found and tied.get(name) not in found]
     return None if missing else found
+
+
+def _untied(name: str, other: str) -> str:
+    """Which of the two is meant cannot be told: transformers takes both, and other programs the embedding alone."""
+    return (
+        f"its files hold {name} with other values than {other}, but its config.json says that the two are one weight; "
+        'put "tie_word_embeddings": false there if both are meant, or remove the one that is not'
+    )
 
 
 def _with_head(empty: nn.Module, tensors: dict[str, Any], wanted: Collection[str]) -> dict[str, Any]:
@@ -197,6 +209,9 @@ def _translated(
         )
     if problem := _misfit(model, found):
         raise ValueError(problem)
+    tied, left = (getattr(one, "all_tied_weights_keys", None) or {} for one in (empty, model))
+    for name in tied.keys() - left.keys():
+        raise ValueError(_untied(name, tied[name]))
     check_finite(model, dtype)
     return model.state_dict()
 

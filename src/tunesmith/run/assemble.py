@@ -115,7 +115,8 @@ def _assembled(
     share = Share(called, plan, ranks)
     schedule = RankSchedule.of(prepared.tuned)
     rule = StopRule.of(run, plan, objective, has_held_out=bool(evals))
-    state = TrainingState(optimizer, share, setting.checkpoints, schedule or merges, rule=rule)
+    fingerprints = tuple(store.fingerprint for store in evals)
+    state = TrainingState(optimizer, share, setting.checkpoints, schedule or merges, rule=rule, held_out=fingerprints)
     told = {"steps": loader.total_steps, "losses": state.losses}
     result = ResultWriter.of(run, plan, model, optimizer, share, setting.data, **told, tuned=prepared.tuned)
     engine = None if started is None else Engine(started, result.write_current, ranks)

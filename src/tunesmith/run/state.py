@@ -60,6 +60,8 @@ class TrainingState:
     """Held-out losses by step, which go on with the run."""
     rule: StopRule | None = None
     """What of the evaluations `stop_when` has to remember."""
+    held_out: tuple[str, ...] = ()
+    """Fingerprints of the data that are evaluated."""
 
     def save(self, step: int, state: dict[str, Any], metric: float | None, *, beside: bool) -> Saving:
         """Begins a checkpoint. All ranks must take part. Weights are decoded until they are copied or written."""
@@ -74,6 +76,8 @@ class TrainingState:
 
     def _begin(self, step: int, state: dict[str, Any], metric: float | None, copy: dict[str, Any]) -> Saving:
         tensors, ranks = self.optimizer.tensors(), self.share.ranks
+        if self.held_out:
+            state = {**state, "held_out": list(self.held_out)}
         if self.rule is not None:
             state = {**state, "stop_when": self.rule.state()}
         if self.schedule is not None:
@@ -92,7 +96,8 @@ class TrainingState:
             self.optimizer.encode()
 
     def restore(self, store: CheckpointStore, found: Checkpoint) -> dict[str, Any]:
-        """Gives weights and optimizer the values of a checkpoint, and returns the state that was saved with it."""
+        """Gives weights and optimizer the values of a checkpoint, and returns the state that was saved with it. Losses
+        of other held-out data are no part of it; `has_other_held_out` then says so."""
         loaded, state = store.load_rows(found, self._wanted_rows, self.optimizer.room)
         tensors = {}
         for name, part in loaded.items():
@@ -105,7 +110,9 @@ class TrainingState:
         if self.schedule is not None:
             self.schedule.restore({name.removeprefix("schedule/"): value for name, value in own.items()})
         self.optimizer.restore(tensors)
-        if found.metric is not None:
+        if self.held_out and state.get("held_out") not in (None, list(self.held_out)):
+            state = {**state, "first_loss": None, "has_other_held_out": True}
+        elif found.metric is not None:
             self.losses[found.step] = found.metric
         if state.get("first_loss") is not None:
             self.losses[0] = state["first_loss"]

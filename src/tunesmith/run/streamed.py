@@ -150,7 +150,8 @@ def merged_weights(
             tensor = tensor.to(wide) if tensor.is_floating_point() and not source.knows_dtypes else tensor
             return _merged(weights, name, tensor, dtype, look=look, in_place=isinstance(source, Files))
 
-        reads = source.read(held, part=lambda *_: (), pin=False, codes={})
+        others = [name for name in source.names if name not in buffers and name not in set(held)]
+        reads = source.read([*held, *others], part=lambda *_: (), pin=False, codes={})
         given = ((name, buffers[name] if name in buffers else next(reads)[1]) for name in names)
         with closing(reads):
             for number, (name, tensor) in enumerate(_in_threads(finish, given), start=1):
@@ -158,6 +159,8 @@ def merged_weights(
                 yield name, tensor
                 if progress:
                     progress("Merging" if weights.adapter else "Reading", number, len(names))
+            for _ in reads:  # a tied weight that the files have twice is part of the base, too
+                pass
     if run.has_adapters:
         check_base(weights.folder, run, content)
 

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tunesmith.errors import first_line
 from tunesmith.model.forward import Inputs, hidden_states, loss_bytes
 from tunesmith.parallel import compile
 from tunesmith.plan.plan import ForwardSpec
@@ -76,8 +77,7 @@ class GraphCapture:
         except RuntimeError as error:
             self.tries -= 1
             if not self.tries:
-                first = _first(error)
-                why = str(first).splitlines()[0].rstrip(".") if str(first) else type(first).__name__
+                why = first_line(_first(error))
                 compile.tell(f"The passes could not be captured ({why}); they are run as they are, which is slower.")
         return self.passes is not None
 

@@ -61,6 +61,10 @@ RETRY_SECONDS = 30.0
 ROUTERS_EVERY, ROUTERS_MOST = 16, 32
 """What routers do is recorded in the first step and each so many steps, but about so often at most: of a large model
 it is thousands of numbers."""
+OTHER_HELD_OUT = (
+    "The held-out data are not those that this run was evaluated on before: held-out losses from here cannot be "
+    "compared with earlier ones, and the result will not say what the loss was before training."
+)
 WAITED_SECONDS = 2e-4
 """That asking for a result takes where the device is not done with it."""
 
@@ -266,13 +270,17 @@ class _Loop:
         self.done = found.step
         self.saved_at = found.step
         self.first_loss = state["first_loss"]
-        if found.metric is not None:
+        if state.get("has_other_held_out"):
+            if self.job.ranks.is_first:
+                self._warn(OTHER_HELD_OUT)
+        elif found.metric is not None:
             self.metric_at = (found.step, found.metric)
         self.vitals.has_learned = True
         self.begun_at = found.step
         if self.job.ranks.is_first:
             records = [one for one in events.read(self.job.folder) if one.get("step", 0) <= found.step]
-            self.alerts.recall(records)
+            is_comparable = not state.get("has_other_held_out")
+            self.alerts.recall(one for one in records if is_comparable or one["event"] != "evaluation")
             for record in records:
                 if record["event"] in self.before and record["step"] <= found.step:
                     self.before[record["event"]] += record["seconds"]

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from tunesmith.errors import UserError, listed
+from tunesmith.errors import UserError, first_line, listed
 from tunesmith.train import events
 
 FILE = "trackers.json"
@@ -260,7 +260,7 @@ class Trackers:
                 work(tracker)
             except (Exception, SystemExit) as error:  # of any library: none of them may stop a run
                 del self._open[name]
-                why = str(error).strip().split("\n")[0][:300] or type(error).__name__
+                why = first_line(error)[:300]
                 self._warn(f"The tracker {name} failed and is told no more, while the run goes on: {why}")
 
 
