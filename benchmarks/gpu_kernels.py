@@ -1,7 +1,7 @@
 """Our kernels on a GPU over their tiles and beside variants of them: one line each, checked against plain torch.
 
-    python benchmarks/kernels.py [--only TEXT ...] [--rows 16384] [--deadline 85]
-    TRITON_INTERPRET=1 python benchmarks/kernels.py --device cpu --rows 40 --narrow 64
+    python benchmarks/gpu_kernels.py [--only TEXT ...] [--rows 16384] [--deadline 85]
+    TRITON_INTERPRET=1 python benchmarks/gpu_kernels.py --device cpu --rows 40 --narrow 64
 
 Median of 20 calls, the cache emptied before each. Several processes first run everything on few rows, so that what is
 timed afterwards, alone, is compiled already. The first of each group is what is in use, or what it replaced; the last
