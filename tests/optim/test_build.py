@@ -278,6 +278,12 @@ def test_without_masters_gradients_of_several_micro_batches_are_summed_in_fp32()
     torch.testing.assert_close(model[1].bias.grad, torch.full((2,), 300.0))
 
 
+def test_weights_are_prepared_for_that_once_however_many_optimizers_they_have_in_turn():
+    model, _ = make("adamw", dtype=torch.bfloat16, masters=False, accumulates=True)
+    Optimizer(model.named_parameters(), Run(model="m", data="d"), master_weights=False, accumulates=True)
+    assert {len(weight._post_accumulate_grad_hooks) for weight in model.parameters()} == {1}
+
+
 def test_one_micro_batch_a_step_keeps_the_gradients_in_bf16():
     model, _ = make("adamw", dtype=torch.bfloat16, masters=False)
     model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()

@@ -118,7 +118,7 @@ class Optimizer:
                 weight.register_post_accumulate_grad_hook(_gather_into(self.masters[name]))
             elif weight.dtype == torch.float16:
                 weight.grad_dtype = torch.float32
-            elif weight.dtype == torch.bfloat16 and accumulates:
+            elif weight.dtype == torch.bfloat16 and accumulates and weight.grad_dtype is not None:  # not prepared yet
                 weight.grad_dtype = None  # those of later micro-batches are added as they are, by one kernel each
                 weight.register_post_accumulate_grad_hook(_in_fp32)
             if release:
