@@ -37,7 +37,7 @@ ALLOWED = {
     "src/tunesmith/model/gguf.py": "processors",
     "docs/lab.md": ".*",
 }
-"""Plans of version 1 have the old names; a module of another library is called so; what was written down as it was tried
+"""Plans of version 1 have the old names; a module of another library has its own; what was written down as it was tried
 stays as it was written."""
 
 
