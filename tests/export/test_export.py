@@ -95,11 +95,14 @@ def test_an_export_is_what_was_trained_as_its_engine_runs_it(trained, tmp_path, 
         assert '{{ if eq .Role "user" }}' in modelfile.replace("else if", "if")
 
 
-def test_a_text_with_characters_of_several_tokens_is_compared_token_by_token(runs, tiny_model, tmp_path):
+def test_rows_that_are_no_blocks_are_refused_and_characters_of_several_tokens_compared(runs, tiny_model, tmp_path):
     """A model with random weights and a token a byte says little else; llama.cpp tells no probabilities of those."""
     engine_is_here("gguf")
     write_all(tmp_path, tiny_model, steps=3)
     assert runs(tmp_path, *TRAIN).code == 0
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        with pytest.raises(UserError, match="no multiples of 64, as nf4 wants; --to gguf can hold it"):
+            export_run(tmp_path / "run", "bitsandbytes", out=tmp_path / "nf4")
     proof = export_run(tmp_path / "run", "gguf", kind="f16", out=tmp_path / "out").proof
     assert "\ufffd" in proof.text
     assert proof.same_text == proof.text_tokens == GREEDY

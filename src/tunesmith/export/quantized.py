@@ -37,6 +37,8 @@ COMPRESSED = ("int8", "int4", "fp8", "nvfp4")
 BITSANDBYTES = ("nf4",)
 BYTES = {"int8": 1.13, "int4": 0.63, "fp8": 1.01, "nvfp4": 0.57, "nf4": 0.52}
 """A weight, at most."""
+BLOCK = 64
+"""Weights that have a scale of their own in bitsandbytes' nf4."""
 FILE_BYTES = 2 * 10**9
 """Of one file, and of what waits in memory to be written."""
 Quantize = Callable[[torch.Tensor], dict[str, torch.Tensor]]
@@ -45,17 +47,20 @@ Quantize = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 def check_compressed(source: Source, kind: str) -> None:
     needs("compressed_tensors", "export")
     check_linears(source)
-    rounding = rounding_of(source, kind)
-    if any(width % rounding.divisor for width in widths_of(source)):
-        raise UserError(
-            f"The rows of this model's linears are no multiples of {rounding.divisor}, as {kind} wants; --to gguf can "
-            "hold it."
-        )
+    _check_widths(source, kind, rounding_of(source, kind).divisor)
 
 
 def check_bitsandbytes(source: Source, kind: str) -> None:
     needs("bitsandbytes", "export")
     check_linears(source)
+    _check_widths(source, kind, BLOCK)  # else its kernels for CPUs fail
+
+
+def _check_widths(source: Source, kind: str, divisor: int) -> None:
+    if any(width % divisor for width in widths_of(source)):
+        raise UserError(
+            f"The rows of this model's linears are no multiples of {divisor}, as {kind} wants; --to gguf can hold it."
+        )
 
 
 def check_linears(source: Source) -> None:
