@@ -190,6 +190,44 @@ SMOLLM3 = """
 {%- endif %}
 """
 
+# Writes nothing after an answer: the model ends its turn with what begins the next one.
+GLM = """
+{{- '[gMASK]<sop>' }}
+{%- if tools %}{{- '<|system|>\\n# Tools' }}{%- endif %}
+{%- for tool in tools or [] %}{{- '\\n' + tool | tojson }}{%- endfor %}
+{%- for m in messages %}
+  {%- if m.role == 'assistant' and m.tool_calls %}
+    {%- for call in m.tool_calls %}
+      {{- '<|assistant|>' + call.function.name + '\\n' + call.function.arguments | tojson }}
+    {%- endfor %}
+  {%- elif m.role == 'tool' %}{{- '<|observation|>\\n' + m.content }}
+  {%- else %}{{- '<|' + m.role + '|>\\n' + m.content }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
+"""
+# The same with thoughts, which only answers to the last question keep, and an empty one in all others.
+GLM45 = """
+{{- '[gMASK]<sop>' }}
+{%- if tools %}{{- '<|system|>\\n# Tools' }}{%- endif %}
+{%- for tool in tools or [] %}{{- '\\n' + tool | tojson }}{%- endfor %}
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- set is_off = enable_thinking is defined and not enable_thinking %}
+{%- for m in messages %}
+  {%- if m.role == 'user' %}{{- '<|user|>\\n' + m.content + ('/nothink' if is_off else '') }}
+  {%- elif m.role == 'assistant' %}
+    {{- '<|assistant|>' }}
+    {%- if loop.index0 > ns.last and m.reasoning_content %}
+      {{- '\\n<think>' + m.reasoning_content.strip() + '</think>' }}
+    {%- else %}{{- '\\n<think></think>' }}{%- endif %}
+    {%- if m.content.strip() %}{{- '\\n' + m.content.strip() }}{%- endif %}
+    {%- for call in m.tool_calls or [] %}{{- '\\n<tool_call>' + call.function | tojson + '</tool_call>' }}{%- endfor %}
+  {%- elif m.role == 'tool' %}{{- '<|observation|>\\n<tool_response>' + m.content + '</tool_response>' }}
+  {%- else %}{{- '<|system|>\\n' + m.content }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' + ('\\n<think></think>' if is_off else '') }}{%- endif %}
+"""
+
 TEMPLATES = {
     "qwen3": QWEN3,
     "r1": R1,
@@ -201,17 +239,19 @@ TEMPLATES = {
     "chatml": CHATML,
     "granite": GRANITE,
     "smollm3": SMOLLM3,
+    "glm4": GLM,
+    "glm45": GLM45,
 }
-THINKING = ("qwen3", "r1", "harmony", "granite", "smollm3")
-TOOLS = ("qwen3", "llama31", "mistral", "harmony", "granite")
-ENDS = {"llama31": "<|eom_id|>", "harmony": "<|call|>"}
+THINKING = ("qwen3", "r1", "harmony", "granite", "smollm3", "glm45")
+TOOLS = ("qwen3", "llama31", "mistral", "harmony", "granite", "glm4", "glm45")
+ENDS = {"llama31": "<|eom_id|>", "harmony": "<|call|>", "glm4": "<|observation|>", "glm45": "<|observation|>"}
 """Tokens that end a call, where they are not those that end an answer."""
 SPECIAL = (
     "<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>", "<|User|>", "<|Assistant|>", "<|start_header_id|>",
     "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]",
     "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<|user|>",
     "<|assistant|>", "<|system|>", "<|end|>", "<|start|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>",
-    "<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>",
+    "<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>", "<|observation|>", "[gMASK]", "<sop>",
 )  # fmt: skip
 
 

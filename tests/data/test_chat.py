@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import templates
 from tunesmith.config.schema import Dataset
 from tunesmith.data import chat as chat_module
 from tunesmith.data.chat import Encoder, read_template
@@ -622,3 +623,34 @@ def test_a_conversation_beyond_any_sequence_is_refused(chatml, monkeypatch):
     monkeypatch.setattr(chat_module, "LONGEST_CHAT", 100)
     with pytest.raises(UserError, match=r"line 7: 154 characters in one conversation"):
         encoded(chatml, Conversation((Message("user", "Hi " * 50), Message("assistant", "four"))))
+
+
+@pytest.mark.parametrize("name", ["glm4", "glm45"])
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+def test_where_a_template_ends_no_turn_answers_end_with_what_begins_the_next(name, train_on):
+    tokenizer = templates.make_tokenizer(templates.TEMPLATES[name])
+    encoder = Encoder(tokenizer, template=None, train_on=train_on)
+    call = {"type": "function", "id": "abcdefghi", "function": {"name": "find", "arguments": {"x": 1}}}
+    tool = {"type": "function", "function": {"name": "find", "description": "d", "parameters": {"type": "object"}}}
+    messages = (
+        Message("user", "one"), Message("assistant", "", None, {"tool_calls": [call]}), Message("tool", "42"),
+        Message("assistant", "two"), Message("user", "three"), Message("assistant", "four"),
+    )  # fmt: skip
+    (made,) = encoder.encode_all(Conversation(messages, (tool,)), Origin("x", 1, "record"))
+    names = [tokenizer.convert_ids_to_tokens(int(i)) for i in made.ids]
+    assert [name for name in names if name in ("<|user|>", "<|observation|>")] == [
+        "<|user|>", "<|observation|>", "<|user|>", "<|user|>"
+    ]  # fmt: skip
+    assert names[-1] == "<|user|>"
+    ends = [made.weights[place] > 0 for place, name in enumerate(names) if name in ("<|user|>", "<|observation|>")]
+    assert ends == {"assistant": [False, True, True, True], "last": [False] * 3 + [True], "all": [True] * 4}[train_on]
+    stops = {tokenizer.convert_ids_to_tokens(i) for i in encoder.end_ids}
+    assert stops == {"<|user|>", "<|observation|>", "<|endoftext|>"}
+    asked = encoder.prompt(messages[:1])
+    assert tokenizer.decode(asked).endswith("one<|assistant|>")
+
+
+def test_what_begins_the_next_turn_is_no_end_where_it_is_plain_text():
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+    tokenizer = templates.make_tokenizer(template)
+    assert Encoder(tokenizer, template=None, train_on="last").turn_end_id is None

@@ -128,6 +128,8 @@ class Encoder:
         """Tokens that end an assistant's turn or a document: where generation stops."""
         self.turn_end_id: int | None = None
         """The token with which the template ends an assistant's turn."""
+        self._next_turns: dict[str, tuple[str, int]] = {}
+        """Where it ends them with nothing: what begins the next one, which then is what answers end with."""
         self.folds_system = False
         """The template has no place for a system message, so it goes in front of the first user message."""
         self.mode: dict[str, bool] = {}
@@ -144,6 +146,8 @@ class Encoder:
             self._marks = any("endgeneration" in text for text in self._templates.values())
             self._special |= self.end_ids
             self.turn_end_id = traits.turn_end(self.render, self._text, self._special)
+            if self.turn_end_id is None and (found := traits.next_turns(self.render, self._text)):
+                self._next_turns, self.turn_end_id = found, found["user"][1]
             self.end_ids |= {i for i in (self.turn_end_id,) if i is not None}
             self._special |= self.end_ids
             self.folds_system = traits.has_no_system_role(self.render)
@@ -355,10 +359,22 @@ class Encoder:
         kept = self._until_turn_end(place.answer, ids, offsets)
         written = place.answer[: offsets[kept - 1][1] if kept else 0]
         in_full = full.startswith(place.prompt + written)
+        ids = ids[:kept]
+        if self._next_turns:
+            role = "tool" if chat.messages[i].extra.get("tool_calls") else "user"
+            text, end = self._next_turn(role, full[len(place.prompt + written) :] if in_full else "")
+            written, ids = written + text, [*ids, *end]
         if self.train_on == "all" and not in_full and chat.messages[i].weight is not None:
             self._message_span(chat, i, full)  # refuses: the weight has no place in the full text
         start = len(place.prompt)
-        return _Turn(place.prompt, start, start + len(written), ids[:kept], weight, in_full)
+        return _Turn(place.prompt, start, start + len(written), ids, weight, in_full)
+
+    def _next_turn(self, role: str, rest: str) -> tuple[str, list[int]]:
+        """With what an answer ends, of the text that follows it, and its tokens: what begins a turn of this role where
+        nothing follows; nothing, where another answer does."""
+        if not rest:
+            return "", [self._next_turns.get(role, self._next_turns["user"])[1]]
+        return next(((text, [i]) for text, i in self._next_turns.values() if rest.startswith(text)), ("", []))
 
     def _place(
         self, dicts: list[dict[str, Any]], i: int, tools: Sequence[dict[str, Any]], full: str | None = None

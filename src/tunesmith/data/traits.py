@@ -36,6 +36,28 @@ def turn_end(render: Render, text_tokenizer: TextTokenizer, special: set[int]) -
     return next(iter((common or [i for i in end if i in added])[::-1]), None)
 
 
+def next_turns(render: Render, text_tokenizer: TextTokenizer) -> dict[str, tuple[str, int]]:
+    """Of a template that writes nothing after an answer (GLM's): the token with which it begins what may come next, a
+    user's turn or the result of a tool, and its text. It is what the model says when it is done."""
+    tokenizer = text_tokenizer.tokenizer
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "vwkyt", "arguments": {"qxzjp": "qxzjv"}}}
+    answers = {"user": {"content": "qxzja"}, "tool": {"content": "", "tool_calls": [call]}}
+    more = {"user": {"content": "vwkyb"}, "tool": {"content": "qxzjr", "name": "vwkyt", "tool_call_id": "abcdefghi"}}
+    found = {}
+    for role, answer in answers.items():
+        messages = [{"role": "user", "content": "vwkya"}, {"role": "assistant", **answer}]
+        try:
+            before, after = render(messages), render([*messages, {"role": role, **more[role]}])
+        except TemplateRefusal:
+            continue
+        if not after.startswith(before):
+            continue
+        ids, offsets = text_tokenizer.start(after[len(before) :])
+        if ids and ids[0] in tokenizer.added_tokens_decoder and ids[0] != tokenizer.bos_token_id:
+            found[role] = (after[len(before) :][: offsets[0][1]], ids[0])
+    return found if "user" in found else {}
+
+
 def between_turns(render: Render, text_tokenizer: TextTokenizer) -> set[int]:
     """Tokens that the template writes between an answer and the next question."""
     words = ("vwkya", "qxzja", "vwkyb", "qxzjb")
