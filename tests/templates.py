@@ -1,4 +1,4 @@
-"""Ten chat templates in the manner of well-known families, each with what makes its family hard to ask right."""
+"""Chat templates in the manner of well-known families, each with what makes its family hard to ask right."""
 
 from __future__ import annotations
 
@@ -54,6 +54,16 @@ R1 = """
   {{- '<|Assistant|>' }}
   {{- '<think>\\n\\n</think>\\n\\n' if thinking is defined and not thinking else '<think>\\n' }}
 {%- endif %}
+"""
+# As it was published: the prompt opens the thoughts, and finished turns have none.
+R1_OWN = """
+{{- bos_token }}
+{%- for m in messages %}
+  {%- if m.role == 'system' %}{{- m.content }}
+  {%- elif m.role == 'user' %}{{- '<|User|>' + m.content }}
+  {%- else %}{{- '<|Assistant|>' + m.content.split('</think>')[-1] + '<|endoftext|>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|Assistant|><think>\\n' }}{%- endif %}
 """
 # Today's date in the system message, tools described there, calls that end in a token of their own.
 LLAMA31 = """
@@ -231,6 +241,7 @@ GLM45 = """
 TEMPLATES = {
     "qwen3": QWEN3,
     "r1": R1,
+    "r1_own": R1_OWN,
     "llama31": LLAMA31,
     "gemma": GEMMA,
     "mistral": MISTRAL,
@@ -242,7 +253,7 @@ TEMPLATES = {
     "glm4": GLM,
     "glm45": GLM45,
 }
-THINKING = ("qwen3", "r1", "harmony", "granite", "smollm3", "glm45")
+THINKING = ("qwen3", "r1", "r1_own", "harmony", "granite", "smollm3", "glm45")
 TOOLS = ("qwen3", "llama31", "mistral", "harmony", "granite", "glm4", "glm45")
 ENDS = {"llama31": "<|eom_id|>", "harmony": "<|call|>", "glm4": "<|observation|>", "glm45": "<|observation|>"}
 """Tokens that end a call, where they are not those that end an answer."""

@@ -247,9 +247,9 @@ def test_the_template_s_own_refusal_is_reported_with_the_record(gemma):
 def test_a_prompt_that_finished_turns_do_not_begin_with_is_refused(make_tokenizer):
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<plan>\\n' }}{% endif %}"
     )
-    with pytest.raises(UserError, match="asks for an answer with '<think>"):
+    with pytest.raises(UserError, match="asks for an answer with '<plan>"):
         encoded(make_tokenizer(template), TWO_TURNS)
 
 
@@ -654,3 +654,23 @@ def test_what_begins_the_next_turn_is_no_end_where_it_is_plain_text():
     template = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
     tokenizer = templates.make_tokenizer(template)
     assert Encoder(tokenizer, template=None, train_on="last").turn_end_id is None
+
+
+def test_thoughts_that_a_template_opens_and_leaves_out_are_put_back():
+    tokenizer = templates.make_tokenizer(templates.TEMPLATES["r1_own"])
+    thoughtful = Message("assistant", "two", extra={"reasoning_content": "one and one"})
+    question, plain = Message("user", "Sum?"), Message("assistant", "two")
+    in_one = Message("assistant", "<think>\none and one\n</think>\n\ntwo")
+    wanted = "one and one\n</think>\n\ntwo<|endoftext|>"
+    assert targets(tokenizer, Conversation((question, thoughtful))) == [wanted]
+    assert targets(tokenizer, Conversation((question, in_one))) == [wanted]
+    assert targets(tokenizer, Conversation((question, plain))) == ["\n</think>\n\ntwo<|endoftext|>"]
+    again = Conversation((question, thoughtful, Message("user", "Sure?"), thoughtful))
+    assert targets(tokenizer, again) == [wanted, wanted]
+    encoder = Encoder(tokenizer, template=None, train_on="assistant")
+    second = encoder.encode_all(again, HERE)[1]
+    asked = encoder.prompt([question, thoughtful, Message("user", "Sure?")], reasons=True)
+    assert second.ids.tolist()[: len(asked)] == asked
+    assert tokenizer.decode(asked) == "<s><|User|>Sum?<|Assistant|>two<|endoftext|><|User|>Sure?<|Assistant|><think>\n"
+    with pytest.raises(UserError, match="out of finished turns"):
+        Encoder(tokenizer, template=None, train_on="all").encode_all(again, HERE)

@@ -138,6 +138,8 @@ class Encoder:
         """What the template writes of tools: descriptions, calls, arguments, results."""
         self._takes_reasoning = False
         """Thoughts go to the template apart from the answer."""
+        self.opens_thoughts = False
+        """Prompts open an answer for thoughts that the template leaves out of finished turns; they are put back."""
         self.controls: re.Pattern[str] | None = None
         """Special tokens, as the data may write them out: they become plain text."""
         self._spoken_controls: re.Pattern[str] | None = None
@@ -153,7 +155,8 @@ class Encoder:
             self.folds_system = traits.has_no_system_role(self.render)
             self.mode = self._find_mode()
             self._tool_parts = traits.tool_parts(self.render)
-            self._takes_reasoning = traits.writes_reasoning(self.render)
+            self.opens_thoughts = traits.opens_thoughts(self.render)
+            self._takes_reasoning = self.opens_thoughts or traits.writes_reasoning(self.render)
             self.end_ids |= self._find_call_ends()
             self._special |= self.end_ids
         ends = {str(tokenizer.added_tokens_decoder[i]) for i in self.end_ids if i in tokenizer.added_tokens_decoder}
@@ -364,6 +367,13 @@ class Encoder:
             role = "tool" if chat.messages[i].extra.get("tool_calls") else "user"
             text, end = self._next_turn(role, full[len(place.prompt + written) :] if in_full else "")
             written, ids = written + text, [*ids, *end]
+        if self.train_on == "all" and self.opens_thoughts and "reasoning_content" in chat.messages[i].extra:
+            raise RecordError(
+                "dropped by the chat template",
+                chat.origin,
+                f"the chat template leaves the reasoning of message {i + 1} out of finished turns, so that "
+                "`train_on: all` would miss it; train on answers (`train_on: assistant`)",
+            )
         if self.train_on == "all" and not in_full and chat.messages[i].weight is not None:
             self._message_span(chat, i, full)  # refuses: the weight has no place in the full text
         start = len(place.prompt)
@@ -396,6 +406,9 @@ class Encoder:
             is_skipped = not reasons and _NO_THOUGHTS.fullmatch(prompt[shared:])
             if is_skipped and not upto[shared:].lstrip().startswith("</"):
                 return _Place(prompt, upto[shared:], mode)
+            if self.opens_thoughts and traits.OPENED.fullmatch(prompt[shared:]):
+                thoughts = dicts[i].get("reasoning_content", "").strip("\n")
+                return _Place(prompt, f"{thoughts}\n</think>\n\n{upto[shared:]}", mode)
         return None
 
     def _marked_place(self, dicts: list[dict[str, Any]], i: int, tools: Sequence[dict[str, Any]]) -> _Place | None:

@@ -359,6 +359,11 @@ def _check_template(encoder: Encoder, tokenizer: Any) -> list[str]:
             "would never learn to stop; give a `chat_template` that ends it with one, such as the eos_token."
         )
 
+    if encoder.opens_thoughts:
+        warnings.append(
+            "the chat template opens every answer for thoughts: answers without `reasoning_content` teach the model to "
+            "close them at once."
+        )
     if encoder.folds_system:
         warnings.append(
             "the chat template has no system role: system messages are put in front of the first user message."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from tunesmith.data.marked import TextTokenizer
@@ -92,6 +93,25 @@ def writes_reasoning(render: Render) -> bool:
     except TemplateRefusal:
         return False
     return text.count("qxzja") == 1 and text.count("</think>") == 1 and text.index("qxzja") < text.find("qxzjb")
+
+
+OPENED = re.compile(r"\s*<think>\s*")
+"""With which a prompt opens an answer for its thoughts."""
+
+
+def opens_thoughts(render: Render) -> bool:
+    """Whether prompts open an answer for its thoughts, and finished turns hold none (DeepSeek-R1's)."""
+    question, answer = {"role": "user", "content": "vwkya"}, {"role": "assistant", "content": "qxzja"}
+    thoughts = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "qxzjb")
+    try:
+        asked = render([question], generation=True)
+        finished = [render([question, answer]), render([question, answer | thoughts])]
+    except TemplateRefusal:
+        return False
+    before, tag, rest = asked.rpartition("<think>")
+    if not OPENED.fullmatch(tag + rest) or any("qxzjb" in text or not text.startswith(before) for text in finished):
+        return False
+    return all(text[len(before) :].startswith("qxzja") for text in finished)
 
 
 def tool_parts(render: Render) -> frozenset[str]:
