@@ -393,3 +393,22 @@ def test_data_as_people_publish_it(name):
     assert formats.recognise(records, dataset, kind) == PUBLIC[name]
     for one in records:
         formats.convert(one, PUBLIC[name], dataset)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"instruction": "Sum?", "output": "two"},
+        {"prompt": "Sum?", "completion": "two"},
+        {"prompt": [{"role": "user", "content": "Sum?"}], "completion": "two"},
+        {"question": "Sum?", "answer": "two"},
+    ],
+)
+def test_reasoning_in_a_field_of_its_own_belongs_to_the_answer(fields):
+    dataset = Dataset(path="d", fields={"reasoning_content": "Complex_CoT"})
+    record = Record({**fields, "Complex_CoT": "one and one"}, Origin("d", 1, "line"))
+    made = formats.convert(record, formats.recognise([record], dataset), dataset)
+    assert [(one.role, one.content, one.extra) for one in made.messages] == [
+        ("user", "Sum?", {}),
+        ("assistant", "two", {"reasoning_content": "one and one"}),
+    ]

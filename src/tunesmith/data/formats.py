@@ -93,7 +93,10 @@ MOST = 0.8
 OPTIONAL = {
     "labels", "attention_mask", "tools", "functions", "system", "system_prompt", "input", "history", "context",
     "choices", "role", "content", "prompt", "answer", "tests", "entry_point", "negative", "negatives",
+    "reasoning_content",
 }  # fmt: skip
+ONE_ANSWER = ("alpaca", "prompt_completion", "question_answer")
+"""Formats whose records have one answer, to which a field with its reasoning belongs."""
 ROLES = {
     "user": "user", "human": "user", "prompter": "user",
     "assistant": "assistant", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant",
@@ -170,6 +173,8 @@ def convert(record: Record, format: FormatName, dataset: Dataset) -> Item:
             "missing field", record.origin, f"the field {missing} is missing: the record has {_names(fields)}"
         )
     made = _CONVERTERS[format](fields, record.origin, dataset)
+    if format in ONE_ANSWER and (thoughts := _given(fields.get("reasoning_content"))):
+        made = _with_thoughts(made, _text(thoughts, "reasoning_content", record.origin))
     _check_media(fields, made, record.origin)
     return made
 
@@ -188,6 +193,15 @@ def unread(sample: Sequence[Record], format: FormatName, dataset: Dataset) -> li
                 less = {other: value for other, value in record.fields.items() if other != name}
                 names[name] = _converted(replace(record, fields=less), format, dataset) != made
     return [name for name, is_read in names.items() if not is_read]
+
+
+def _with_thoughts(item: Item, thoughts: str) -> Conversation:
+    if isinstance(item, Completion):
+        item = Conversation((_user(item.prompt), Message("assistant", item.completion)))
+    assert isinstance(item, Conversation)
+    *before, answer = item.messages
+    answer = replace(answer, extra={**answer.extra, "reasoning_content": thoughts})
+    return replace(item, messages=(*before, answer))
 
 
 def _converted(record: Record, format: FormatName, dataset: Dataset) -> Item | None:
