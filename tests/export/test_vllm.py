@@ -138,7 +138,7 @@ def protocol(monkeypatch):
 
 def test_what_vllm_tells_of_prompts_becomes_scores_of_each_place(protocol, tmp_path):
     engine = Vllm(tmp_path, vocabulary=3, context=64, dtype="float32")
-    scores = engine.scores([1, 2, 4])
+    (scores,) = engine.scores([[1, 2, 4]])
     assert scores.ids_tk.tolist() == [[2, 3, 4], [3, 4, 0], [0, 1, 2]], "the likeliest, without the token that came"
     assert scores.logprobs_tk[0].tolist() == [-1.0, -1.5, -2.0]
 

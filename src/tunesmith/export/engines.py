@@ -33,8 +33,10 @@ from tunesmith.run.streamed import StreamedModel, written_weights
 
 Messages = Sequence[dict[str, str]]
 FEW = 3
-LIKELIEST = 512
-"""Tokens whose probabilities llama.cpp and vLLM are asked for at each place."""
+LIKELIEST = 128
+"""Tokens whose probabilities llama.cpp and vLLM are asked for at each place. Of 512, llama.cpp takes a third longer."""
+SLOTS = 8
+"""Sequences that llama.cpp is asked of at once: it reads its weights once for a token of each."""
 VLLM_CACHE = 1 << 30
 """Bytes of vLLM's key-value cache, which takes most of the memory where it is not told: for a hundred tokens."""
 VLLM_ROOM = 2
@@ -48,24 +50,39 @@ EXPORT = "export"
 class Scores:
     """Log-probabilities of the next token at each place of a sequence.
 
-    Legend: T places, K of the tokens, the likeliest first."""
+    Legend: T places, V vocabulary, K tokens that an engine tells of: all of the vocabulary, or some."""
 
-    ids_tk: torch.Tensor
     logprobs_tk: torch.Tensor
+    ids_tk: torch.Tensor | None = None
+    """Which they are, the likeliest first; None: all, in their order."""
 
     @classmethod
     def of(cls, logits_tv: torch.Tensor) -> Scores:
-        logprobs, ids = logits_tv.float().log_softmax(-1).sort(descending=True, stable=True)
-        return cls(ids, logprobs)
+        return cls(logits_tv.float().log_softmax(-1))
 
-    def likeliest(self, count: int) -> Scores:
-        return Scores(self.ids_tk[:, :count], self.logprobs_tk[:, :count])
+    @classmethod
+    def told(cls, rows: Sequence[Sequence[tuple[int, float]]]) -> Scores:
+        """Of a row of tokens and their log-probabilities for each place."""
+        logprobs = torch.tensor([[logprob for _, logprob in row] for row in rows])
+        return cls(logprobs, torch.tensor([[token for token, _ in row] for row in rows]))
+
+    @property
+    def best_t(self) -> torch.Tensor:
+        return self.logprobs_tk.argmax(1) if self.ids_tk is None else self.ids_tk[:, 0]
+
+    def same_of(self, rows_tv: torch.Tensor) -> torch.Tensor:
+        """What others say of the tokens that are told of here."""
+        return rows_tv if self.ids_tk is None else rows_tv.gather(1, self.ids_tk)
+
+    def as_many_of(self, rows_tv: torch.Tensor) -> Scores:
+        """What would be told of others."""
+        return Scores(rows_tv) if self.ids_tk is None else Scores(*rows_tv.topk(self.ids_tk.shape[1]))
 
 
 class Engine(Protocol):
     name: str
 
-    def scores(self, ids: Sequence[int]) -> Scores: ...
+    def scores(self, sequences: Sequence[Sequence[int]]) -> list[Scores]: ...
     def greedy(self, ids: Sequence[int], count: int) -> list[int]: ...
     def tokenize(self, text: str) -> list[int]:
         """Of text in which special tokens stand for themselves; nothing is put around it."""
@@ -110,8 +127,10 @@ class Transformers:
         return model
 
     @torch.no_grad()
-    def scores(self, ids: Sequence[int]) -> Scores:
-        return Scores.of(self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0])
+    def scores(self, sequences: Sequence[Sequence[int]]) -> list[Scores]:
+        return [
+            Scores.of(self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]) for ids in sequences
+        ]
 
     @torch.no_grad()
     def greedy(self, ids: Sequence[int], count: int) -> list[int]:
@@ -161,8 +180,8 @@ class Streamed(Transformers):
         self.streamed = StreamedModel(written_weights(folder, self.run))
         return self.streamed.model
 
-    def scores(self, ids: Sequence[int]) -> Scores:
-        return Scores.of(self.streamed.logits(torch.tensor([list(ids)]))[0])
+    def scores(self, sequences: Sequence[Sequence[int]]) -> list[Scores]:
+        return [Scores.of(logits) for logits in self.streamed.logits_of(sequences)]
 
     def greedy(self, ids: Sequence[int], count: int) -> list[int]:
         """A few tokens only: all weights are read for each."""
@@ -207,7 +226,8 @@ import json, sys, xllamacpp
 asked = json.loads(sys.argv[1])
 parameters = xllamacpp.CommonParams()
 parameters.model.path = asked["file"]
-parameters.n_ctx, parameters.n_parallel, parameters.n_gpu_layers, parameters.warmup = asked["context"], 1, 0, False
+parameters.n_ctx, parameters.n_parallel = asked["context"] * asked["slots"], asked["slots"]
+parameters.n_gpu_layers, parameters.warmup = 0, False
 parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = asked["threads"]
 parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
 # Its flash attention rounds to fp16.
@@ -230,7 +250,8 @@ class LlamaCpp:
         self.name = f"llama.cpp (xllamacpp {importlib.metadata.version('xllamacpp')})"
         self.likeliest = min(vocabulary, LIKELIEST)
         threads = torch.get_num_threads()
-        asked = {"file": str(file), "context": context, "threads": threads, "adapter": str(adapter) if adapter else ""}
+        asked = {"file": str(file), "context": context, "slots": SLOTS, "threads": threads}
+        asked["adapter"] = str(adapter) if adapter else ""
         self._said = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed by close)
         self._process = subprocess.Popen(
             [sys.executable, "-c", SERVER, json.dumps(asked)],
@@ -254,20 +275,26 @@ class LlamaCpp:
         telling = [line for line in lines if "error" in line.lower() or "GGML_ASSERT" in line] or lines
         return telling[-1].rstrip(".") if telling else "it said nothing"
 
-    def scores(self, ids: Sequence[int]) -> Scores:
-        rows = []
+    def scores(self, sequences: Sequence[Sequence[int]]) -> list[Scores]:
+        """It tells of what comes after a text alone. So each text is asked of place by place, which costs one token
+        as long as its cache has those before, and a place of all of them at once."""
         plain = self.tokenize("a")[0]  # taken by force: at an end token, probabilities would not be told
-        for end in range(1, len(ids) + 1):
-            found = self._complete(ids[:end], n_predict=1, n_probs=self.likeliest, logit_bias=[[plain, 1e4]])
-            rows.append([(one["id"], one["logprob"]) for one in found["completion_probabilities"][0]["top_logprobs"]])
-        return Scores(
-            torch.tensor([[token for token, _ in row] for row in rows]),
-            torch.tensor([[logprob for _, logprob in row] for row in rows]),
-        )
+        options = {"n_predict": 1, "n_probs": self.likeliest, "logit_bias": [[plain, 1e4]]}
+        rows: list[list[list[tuple[int, float]]]] = [[] for _ in sequences]
+        for first in range(0, len(sequences), SLOTS):
+            together = list(enumerate(sequences))[first : first + SLOTS]
+            for end in range(1, max(len(ids) for _, ids in together) + 1):
+                asked = [(number, ids[:end]) for number, ids in together if end <= len(ids)]
+                answers = self._complete([ids for _, ids in asked], **options)
+                for (number, _), found in zip(asked, answers, strict=True):
+                    told = found["completion_probabilities"][0]["top_logprobs"]
+                    rows[number].append([(one["id"], one["logprob"]) for one in told])
+        return [Scores.told(one) for one in rows]
 
     def greedy(self, ids: Sequence[int], count: int) -> list[int]:
         # Not the tokens whose probabilities it tells: those of a character that has several are left out there.
-        return self._complete(ids, n_predict=count, return_tokens=True)["tokens"]
+        (found,) = self._complete([ids], n_predict=count, return_tokens=True)
+        return found["tokens"]
 
     def tokenize(self, text: str) -> list[int]:
         return self._ask("/tokenize", {"content": text, "add_special": False, "parse_special": True})["tokens"]
@@ -278,7 +305,7 @@ class LlamaCpp:
         return self._ask("/tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"]
 
     def stops_at(self, token: int) -> bool:
-        found = self._complete([token], n_predict=2, logit_bias=[[token, 1000.0]])
+        (found,) = self._complete([[token]], n_predict=2, logit_bias=[[token, 1000.0]])
         return found["stop_type"] == "eos"
 
     def close(self) -> None:
@@ -290,11 +317,12 @@ class LlamaCpp:
         self._process.stdout.close()
         self._said.close()
 
-    def _complete(self, ids: Sequence[int], **options: Any) -> dict[str, Any]:
-        asked = {"prompt": list(ids), "temperature": 0.0, "cache_prompt": True, "top_k": 1, "samplers": ["top_k"]}
-        return self._ask("/completion", asked | options)
+    def _complete(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[dict[str, Any]]:
+        asked = {"prompt": [list(ids) for ids in prompts], "temperature": 0.0, "cache_prompt": True}
+        found = self._ask("/completion", {**asked, "top_k": 1, "samplers": ["top_k"], **options})
+        return found if isinstance(found, list) else [found]  # one prompt has one answer
 
-    def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, path: str, body: dict[str, Any]) -> Any:
         data = json.dumps(body).encode()
         request = urllib.request.Request(self._address + path, data=data, headers={"Content-Type": "application/json"})
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy stands before this machine
@@ -322,14 +350,9 @@ class Vllm:
             self.server = Server(str(base), options, {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"})
         self.name = f"vLLM {self.server.version}"
 
-    def scores(self, ids: Sequence[int]) -> Scores:
-        rows = self._prompt_logprobs(
-            EXPORT, [*ids, 0], self.likeliest
-        )  # one more, since each is told of by the token after it
-        return Scores(
-            torch.tensor([[token for token, _ in row] for row in rows]),
-            torch.tensor([[logprob for _, logprob in row] for row in rows]),
-        )
+    def scores(self, sequences: Sequence[Sequence[int]]) -> list[Scores]:
+        """Of one token more each, since a place is told of by the token after it."""
+        return [Scores.told(self._prompt_logprobs(EXPORT, [*ids, 0], self.likeliest)) for ids in sequences]
 
     def greedy(self, ids: Sequence[int], count: int) -> list[int]:
         most = min(count, self.context - len(ids))
@@ -408,8 +431,8 @@ class OnnxRuntime(Transformers):
     def _load(self, folder: Path) -> Any:
         return torch.nn.Identity()  # the graph is all there is
 
-    def scores(self, ids: Sequence[int]) -> Scores:
-        return Scores.of(self._run(list(ids), None)[0])
+    def scores(self, sequences: Sequence[Sequence[int]]) -> list[Scores]:
+        return [Scores.of(self._run(list(ids), None)[0]) for ids in sequences]
 
     def greedy(self, ids: Sequence[int], count: int) -> list[int]:
         """Token by token, through the cache."""

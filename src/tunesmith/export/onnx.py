@@ -21,15 +21,16 @@ from torch import nn
 
 from tunesmith import disk
 from tunesmith.errors import UserError, first_line
+from tunesmith.export.onnx_layers import PAST, PRESENT, Inputs, by_layers, cache_of, named
 from tunesmith.export.source import Progress, Source, needs
 from tunesmith.model import load
 from tunesmith.model.structure import decoder_layers, put_tensor, set_attention
 from tunesmith.run.merge import put_side_files
 from tunesmith.run.streamed import merged_weights
 
+log = logging.getLogger(__name__)
 TYPES = ("fp32",)
 FILE = "model.onnx"
-PAST, PRESENT = "past_key_values.{}.{}", "present.{}.{}"
 
 
 def check(source: Source, kind: str) -> None:
@@ -60,11 +61,7 @@ class Decoder(nn.Module):
         self.model = model
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, past: list[torch.Tensor]) -> Any:
-        from transformers import DynamicCache
-
-        cache = DynamicCache()
-        for layer, (keys, values) in enumerate(zip(past[::2], past[1::2], strict=True)):
-            cache.update(keys, values, layer)
+        cache = cache_of(past)
         found = self.model(input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True)
         kept = [tensor for layer in found.past_key_values.layers for tensor in (layer.keys, layer.values)]
         return found.logits, *kept
@@ -76,37 +73,50 @@ def write(source: Source, folder: Path, kind: str, progress: Progress) -> None:
     config = model.config.get_text_config()
     layers = len(decoder_layers(model))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    past = [torch.zeros(2, config.num_key_value_heads, 3, head_dim) for _ in range(2 * layers)]
-    tokens = torch.arange(8).view(2, 4) % source.vocabulary
-    mask = torch.ones(2, 7, dtype=torch.int64)
+    sizes = {"layers": layers, "kv_heads": config.num_key_value_heads, "head_dim": head_dim}
+    inputs = _inputs(source, **sizes)
+    try:
+        program = _traced(model, inputs, layers)
+    except Exception as error:  # of torch's exporter, which has many kinds
+        raise UserError(
+            f"torch could not export {type(model).__name__} to ONNX: {first_line(error)[:300]}; use --to safetensors."
+        ) from error
+    program.save(folder / FILE, external_data=True)
+    put_side_files(source.folder, folder, dtype=torch.float32, card=None)
+    (folder / "onnx.json").write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
+
+
+def _inputs(source: Source, *, layers: int, kv_heads: int, head_dim: int) -> Inputs:
+    past = [torch.zeros(2, kv_heads, 18, head_dim) for _ in range(2 * layers)]
+    tokens = torch.arange(26).view(2, 13) % source.vocabulary
+    mask = torch.ones(2, 31, dtype=torch.int64)  # no other sizes are 13 or 31
     batch, new, before = (torch.export.Dim(name) for name in ("batch", "sequence", "past_sequence"))
-    names = [(n, leaf) for n in range(layers) for leaf in ("key", "value")]
     dynamic = {
         "input_ids": {0: batch, 1: new},
         "attention_mask": {0: batch, 1: torch.export.Dim.DYNAMIC},
         "past": [{0: batch, 2: before} for _ in past],
     }
+    return Inputs(tokens, mask, past, dynamic)
+
+
+def _traced(model: nn.Module, inputs: Inputs, layers: int) -> Any:
     try:
-        with warnings.catch_warnings(), load.quiet(), _unheard("torch.onnx", "onnxscript", "onnx_ir"):
-            warnings.simplefilter("ignore")
-            torch.onnx.export(
-                Decoder(model).eval(),
-                (tokens, mask, past),
-                folder / FILE,
-                input_names=["input_ids", "attention_mask", *(PAST.format(*name) for name in names)],
-                output_names=["logits", *(PRESENT.format(*name) for name in names)],
-                dynamic_shapes=dynamic,
-                dynamo=True,
-                external_data=True,
-                verbose=False,
-            )
-    except Exception as error:  # of torch's exporter, which has many kinds
-        raise UserError(
-            f"torch could not export {type(model).__name__} to ONNX: {first_line(error)[:300]}; use --to safetensors."
-        ) from error
-    put_side_files(source.folder, folder, dtype=torch.float32, card=None)
-    sizes = {"layers": layers, "kv_heads": config.num_key_value_heads, "head_dim": head_dim}
-    (folder / "onnx.json").write_text(json.dumps(sizes, indent=2) + "\n", encoding="utf-8")
+        return by_layers(model, inputs, _export)
+    except Exception as error:  # the same graph, more slowly, of a model whose layers cannot be called by themselves
+        log.debug("%s is traced as a whole: %r", type(model).__name__, error)
+    names = ["input_ids", "attention_mask", *named(PAST, layers)]
+    taken = (inputs.tokens, inputs.mask, inputs.past)
+    return _export(Decoder(model), taken, names, ["logits", *named(PRESENT, layers)], inputs.dynamic)
+
+
+def _export(
+    module: nn.Module, inputs: tuple, names: list[str], told: list[str], dynamic: dict[str, Any], **options: Any
+) -> Any:
+    """torch's exporter."""
+    options |= {"input_names": names, "output_names": told, "dynamic_shapes": dynamic}
+    with warnings.catch_warnings(), load.quiet(), _unheard("torch.onnx", "onnxscript", "onnx_ir"):
+        warnings.simplefilter("ignore")
+        return torch.onnx.export(module.eval(), inputs, dynamo=True, verbose=False, **options)
 
 
 @contextmanager

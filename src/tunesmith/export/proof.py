@@ -152,10 +152,8 @@ def prove(
     bound, proof = BOUNDS[precision], Proof(engine.name, precision)
     _compare_words(source, engine, proof)
     if not proof.failures:
-        scores = []
-        for number, sample in enumerate(samples):
-            progress(f"Asking {engine.name.partition(' ')[0]}", number, len(samples))
-            scores.append(engine.scores(sample.ids))
+        progress(f"Asking {engine.name.partition(' ')[0]}", 0, None)
+        scores = engine.scores([sample.ids for sample in samples])
         asked = next((s for s in samples if 1 < s.asked < len(s.ids)), samples[0])
         prompt = asked.ids[: max(1, min(asked.asked, len(asked.ids) - 1))]
         made = engine.greedy(prompt, GREEDY)
@@ -188,12 +186,9 @@ def prove(
 def _reference(
     source: Source, sequences: Sequence[Sequence[int]], rounded_to: str | None = None, *, with_adapter: bool = True
 ) -> list[torch.Tensor]:
-    """Log-probabilities [T, V] of each sequence, in one pass over the model. What follows a sequence in its row changes
-    nothing before it."""
-    longest = max(len(ids) for ids in sequences)
-    tokens = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in sequences])
-    logits = StreamedModel(source.weights, with_adapter=with_adapter, rounded_to=rounded_to).logits(tokens)
-    return [row[: len(ids)].log_softmax(-1) for row, ids in zip(logits, sequences, strict=True)]
+    """Log-probabilities [T, V] of each sequence, in one pass over the model."""
+    model = StreamedModel(source.weights, with_adapter=with_adapter, rounded_to=rounded_to)
+    return [logits.log_softmax(-1) for logits in model.logits_of(sequences)]
 
 
 def _compare_scores(
@@ -209,14 +204,14 @@ def _compare_scores(
     sums = dict.fromkeys(("same", "forgiven", "divergence", "own", "reference", "targets", "along", "squares"), 0.0)
     weights, parted = 0.0, ""
     for number, (sample, found, rows_tv) in enumerate(zip(samples, scores, expected, strict=True)):
-        near_tk = rows_tv.gather(1, found.ids_tk)
+        near_tk = found.same_of(rows_tv)
         likely_tk = near_tk.exp()
         difference_tk = near_tk - found.logprobs_tk
         seen = likely_tk >= LIKELY
         proof.largest = max(proof.largest, difference_tk[seen].abs().max().item() if seen.any() else 0.0)
-        sums["divergence"] += (likely_tk * difference_tk).sum().item()
-        best_t, chosen_t = rows_tv.argmax(1), found.ids_tk[:, 0]
-        gap_t = rows_tv.amax(1) - near_tk[:, 0]
+        sums["divergence"] += (likely_tk * difference_tk).sum().item() + _divergence_of_rest(near_tk, found)
+        best_t, chosen_t = rows_tv.argmax(1), found.best_t
+        gap_t = rows_tv.amax(1) - rows_tv.gather(1, chosen_t[:, None])[:, 0]
         sums["same"] += (best_t == chosen_t).sum().item()
         sums["forgiven"] += (gap_t <= bound.tie).sum().item()
         proof.places += len(sample.ids)
@@ -229,7 +224,7 @@ def _compare_scores(
         sums["reference"] += reference
         sums["targets"] += len(sample.ids) - 1
         if base is not None:
-            start_tk = base[number].gather(1, found.ids_tk)
+            start_tk = found.same_of(base[number])
             moved_tk = near_tk - start_tk
             sums["along"] += (likely_tk * moved_tk * (found.logprobs_tk - start_tk)).sum().item()
             sums["squares"] += (likely_tk * moved_tk.square()).sum().item()
@@ -261,7 +256,7 @@ def _exceeds_rounding(
     except UserError:  # a model whose rounding is not computed here, such as one with experts
         return ""
     again = Proof("rounded", proof.precision)
-    told = [Scores.of(rows).likeliest(one.ids_tk.shape[1]) for rows, one in zip(rounded, scores, strict=True)]
+    told = [one.as_many_of(rows) for rows, one in zip(rounded, scores, strict=True)]
     _compare_scores(samples, told, expected, None, bound, again, source.tokenizer)
     proof.rounded_agreement = again.agreement_without_ties
     found, usual = (round((1 - one.agreement_without_ties) * one.places) for one in (proof, again))
@@ -300,10 +295,21 @@ def _judge(proof: Proof, bound: Bound, parted: str) -> None:
         proof.failures.append(f"{share:.0%} of what the adapter learned are in it (1 ± {bound.share:.0%} are wanted)")
 
 
+def _divergence_of_rest(near_tk: torch.Tensor, found: Scores) -> float:
+    """Of all tokens together that an engine does not tell of."""
+    if found.ids_tk is None:
+        return 0.0
+    rest_t, own_t = ((1 - one.exp().sum(1)).clamp(min=1e-9) for one in (near_tk, found.logprobs_tk))
+    return (rest_t * (rest_t / own_t).log()).sum().item()
+
+
 def _label_logprobs(ids: Sequence[int], found: Scores, rows_tv: torch.Tensor) -> tuple[float, float]:
     """Sums over the tokens that come next. What an engine does not tell of is as likely as the least that it tells of,
     for both."""
     labels = torch.tensor(ids[1:])
+    if found.ids_tk is None:
+        own, reference = (rows.gather(1, labels[:, None]) for rows in (found.logprobs_tk[:-1], rows_tv[:-1]))
+        return own.double().sum().item(), reference.double().sum().item()
     hits = found.ids_tk[:-1] == labels[:, None]
     floor = found.logprobs_tk[:-1, -1]
     own = torch.where(hits.any(1), (found.logprobs_tk[:-1].masked_fill(~hits, 0.0)).sum(1), floor)

@@ -12,7 +12,7 @@ import math
 import random
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -334,6 +334,13 @@ class StreamedModel:
         """[B, T] -> [B, T, V], in fp32."""
         with self._streaming(), load.quiet():
             return self.model(**plain_call(self.model, tokens)).logits.float()
+
+    def logits_of(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """[T, V] of each, in one pass over the weights. What follows a sequence in its row changes nothing before
+        it."""
+        longest = max(len(ids) for ids in sequences)
+        tokens = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in sequences])
+        return [row[: len(ids)] for row, ids in zip(self.logits(tokens), sequences, strict=True)]
 
     def _from_files(self, names: Iterable[str]) -> Iterator[Read]:
         return self.source.read(dict.fromkeys(names), part=lambda *_: (), pin=False, codes={})
