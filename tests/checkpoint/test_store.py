@@ -100,7 +100,7 @@ def test_every_kind_of_tensor_comes_back_bit_for_bit(store):
     assert set(safetensors.torch.load_file(saved.path / "tensors.safetensors")) == set(tensors)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.dictionaries(
         st.text(),
@@ -648,7 +648,7 @@ def test_a_file_in_place_of_the_folder_is_a_clear_error_when_resuming(store, war
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(
     keep=st.integers(1, 3),

@@ -375,7 +375,7 @@ def test_any_mapping_loads_or_is_explained(changes):
 
 
 @settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(changes=st.dictionaries(names, values, max_size=3), overrides=st.lists(st.text(max_size=12), max_size=2))
 @example(changes={"sweep": {"\r": None}}, overrides=[])
@@ -402,7 +402,7 @@ def test_any_damage_to_the_file_loads_or_is_explained(write, data):
 
 
 @settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(
     key=st.lists(names | st.integers(0, 3).map(str), min_size=1, max_size=4).map(".".join),

@@ -395,7 +395,7 @@ def test_the_mode_without_thinking_is_used_where_only_that_fits_the_answers(make
 TEXT = st.text(alphabet=st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=12).filter(str.strip)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(answers=st.lists(TEXT, min_size=1, max_size=3), question=TEXT)
 def test_targets_read_as_the_answers_whatever_they_say(chatml, answers, question):
     messages = [m for answer in answers for m in (Message("user", question), Message("assistant", answer))]
@@ -404,7 +404,7 @@ def test_targets_read_as_the_answers_whatever_they_say(chatml, answers, question
     assert chatml.decode(example.ids[example.weights > 0].tolist()) == "".join(f"{a}<|im_end|>" for a in answers)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(texts=st.lists(TEXT, min_size=2, max_size=4).filter(lambda texts: len(texts) % 2 == 0))
 def test_the_tokens_read_as_the_template_s_own_text(chatml, llama3, gemma, marked, texts):
     messages = [Message("assistant" if n % 2 else "user", text) for n, text in enumerate(texts)]

@@ -356,7 +356,7 @@ NAMES = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     fields=st.dictionaries(NAMES, VALUES, max_size=4),
     insisted=st.sampled_from([None, *formats.WANTED]),

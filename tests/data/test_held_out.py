@@ -36,7 +36,7 @@ def test_nothing_is_held_out_where_nothing_is_asked_for():
     assert held == []
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     sets=st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=250), min_size=1, max_size=3),
     count=st.integers(1, 60),

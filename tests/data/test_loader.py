@@ -60,7 +60,7 @@ stores = st.lists(
 
 
 @given(stores, st.integers(0, 2**63 - 1), st.integers(1, 5), st.integers(1, 3))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_every_example_is_seen_once_per_epoch(sets, seed, per_step, epochs):
     data = loader(sets, seed=seed, sequences_per_step=per_step, epochs=epochs)
     seen = Counter()
@@ -71,7 +71,7 @@ def test_every_example_is_seen_once_per_epoch(sets, seed, per_step, epochs):
 
 
 @given(stores, st.integers(1, 7), st.integers(1, 4))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_a_step_holds_the_same_for_any_number_of_ranks_and_any_micro_batch(sets, per_step, micro_batch):
     alone = loader(sets, sequences_per_step=per_step, epochs=1.5)
     for ranks in (1, 2, 4):
@@ -93,7 +93,7 @@ def test_a_step_holds_the_same_for_any_number_of_ranks_and_any_micro_batch(sets,
 
 
 @given(stores, st.lists(st.sampled_from([0.3, 0.5, 1, 2.25]), min_size=3, max_size=3), st.randoms())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_any_step_asked_for_alone_equals_the_one_met_on_the_way(sets, weights, random):
     def fresh():
         return loader(sets, weights[: len(sets)], epochs=2.5, micro_batch=2)
@@ -195,7 +195,7 @@ def test_documents_are_laid_end_to_end_with_labels_shifted_within_each():
 
 
 @given(st.lists(st.integers(2, LENGTH), min_size=1, max_size=60), st.integers(1, 4))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_evaluation_sees_everything_once_in_bounded_batches(sizes, micro_batch):
     held_out = store(sizes)
     batches = list(evaluation_batches(held_out, sequence_length=LENGTH, micro_batch=micro_batch, source=2))

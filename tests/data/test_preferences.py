@@ -132,7 +132,7 @@ def pair(index: int, sizes: tuple[int, int]) -> Example:
     return Example(ids, weights, Origin("d", index + 1), sizes, (1.0, 0.0))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     sizes=SIZES,
     length=st.integers(8, 30),

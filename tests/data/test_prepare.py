@@ -392,7 +392,7 @@ files = st.one_of(
     st.integers(8, 60),
 )
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_whatever_the_records_they_are_prepared_or_refused_in_a_sentence(chatml, lines, train_on, too_long, length):
     write("train.jsonl", lines)

@@ -275,7 +275,7 @@ def test_long_examples_are_split_without_losing_a_target():
     st.lists(st.lists(st.sampled_from([0, 1, 0.5]), min_size=1, max_size=30), min_size=1, max_size=8),
     st.integers(2, 9),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_splitting_keeps_every_target_whatever_the_lengths(all_weights, size):
     examples = [example([*weights, 1], line) for line, weights in enumerate(all_weights, start=1)]
     store = store_of(examples, sequence_length=size, too_long="split")

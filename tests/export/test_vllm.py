@@ -160,13 +160,13 @@ def test_a_module_that_vllm_does_not_read_is_found(protocol, tmp_path):
     ]
 
 
-def test_what_vllm_cannot_prove_is_refused_before_anything_is_written(run, tmp_path, monkeypatch):
+def test_what_vllm_cannot_prove_is_refused_before_anything_is_written(trained, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="--engine is peft; it can be vllm"):
-        export_run(run, "adapter", out=tmp_path / "out", engine="peft")
+        export_run(trained, "adapter", out=tmp_path / "out", engine="peft")
     with pytest.raises(UserError, match="it proves --to safetensors, adapter, compressed-tensors, not onnx"):
-        export_run(run, "onnx", out=tmp_path / "out", engine="vllm")
+        export_run(trained, "onnx", out=tmp_path / "out", engine="vllm")
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="--engine vllm: vLLM is not installed here"):
-        export_run(run, "adapter", out=tmp_path / "out", engine="vllm")
+        export_run(trained, "adapter", out=tmp_path / "out", engine="vllm")
     assert list(tmp_path.iterdir()) == []
