@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -378,6 +379,21 @@ def test_families_survive_the_trip(tmp_path, family):
         proof = export_run(run, form, kind=kind, out=tmp_path / form / kind).proof
         assert proof is not None
         assert proof.agreement >= (0.97 if kind == "q8_0" else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "context"),
+    [
+        ("MistralConfig", {"sliding_window": 2047}, 2047),
+        ("Phi3Config", {"sliding_window": 2047, "pad_token_id": 0}, 2047),  # llama.cpp reads it, and lets it be
+        ("Phi3Config", {"sliding_window": None, "pad_token_id": 0}, 4096),
+        ("Qwen2Config", {"sliding_window": 2047, "use_sliding_window": False}, 4096),
+        ("Gemma2Config", {"sliding_window": 2047}, 4096),
+    ],
+)
+def test_a_file_names_no_longer_context_than_the_window_that_llama_cpp_does_not_have(config, changes, context):
+    described = getattr(transformers, config)(max_position_embeddings=4096, **changes)
+    assert gguf_architectures._context(described) == context
 
 
 @slow

@@ -243,11 +243,10 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def _context(config: Any) -> int:
-    """llama.cpp has no sliding window for Llamas and Qwens: they are exported for contexts that fit into theirs."""
+    """llama.cpp has sliding windows for Gemmas alone (it reads a Phi-3's and lets it be): others are exported for
+    contexts that fit into theirs."""
     window = getattr(config, "sliding_window", None)
-    is_used = (
-        getattr(config, "use_sliding_window", True) and "gemma" not in config.model_type and config.model_type != "phi3"
-    )
+    is_used = getattr(config, "use_sliding_window", True) and "gemma" not in config.model_type
     return min(config.max_position_embeddings, window) if window and is_used else config.max_position_embeddings
 
 
