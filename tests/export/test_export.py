@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import re
 import shutil
@@ -15,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from export.models import FAMILIES, make_model, make_run, make_tokenizer, write_chats
+from export.models import FAMILIES, SHAPE, make_model, make_run, make_tokenizer, write_chats
 from tunesmith.cli.main import app
 from tunesmith.errors import UserError
 from tunesmith.export import gguf, gguf_architectures, gguf_tokenizer, onnx, proof, quantized
+from tunesmith.export.engines import LlamaCpp
 from tunesmith.export.export import FORMATS, export_run, push_folder
 from tunesmith.export.gguf_tokenizer import pre_tokenizer_name
 from tunesmith.export.source import Source
@@ -394,6 +396,59 @@ def test_families_survive_the_trip(tmp_path, family):
 def test_a_file_names_no_longer_context_than_the_window_that_llama_cpp_does_not_have(config, changes, context):
     described = getattr(transformers, config)(max_position_embeddings=4096, **changes)
     assert gguf_architectures._context(described) == context
+
+
+class Said(dict):
+    """A writer that keeps what is said to it."""
+
+    def __getattr__(self, name):
+        return lambda *said: self.update({name.removeprefix("add_"): said[0] if len(said) == 1 else said})
+
+
+def described(family, **changes):
+    """What a GGUF file says of a tiny model of this family, without its weights."""
+    name, _, own = FAMILIES[family]
+    config = getattr(transformers, name)(**{**SHAPE, "vocab_size": 64, **own, **changes})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    said = Said()
+    gguf_architectures.describe(said, model, gguf_architectures.architecture_of(model))
+    return said
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("own", "scale"),
+    [({}, 1.0), ({"attention_factor": 1.0}, 0.8782), ({"mscale": 0.7, "mscale_all_dim": 1.0}, 0.8461)],
+)
+def test_yarns_scale_of_attention_is_told_beside_llama_cpps_own(own, scale):
+    """llama.cpp multiplies by 1 + 0.1 ln 4 itself, whatever the model does."""
+    said = described("llama", rope_parameters={**YARN, **own})
+    assert said["rope_scaling_attn_factors"] == pytest.approx(scale, abs=1e-4)
+    assert said["rope_scaling_factor"] == 4.0
+
+
+@pytest.mark.parametrize(("own", "found"), [({"beta_fast": 8.0}, "beta_fast 8.0"), ({"truncate": False}, "truncate")])
+def test_a_yarn_that_llama_cpp_computes_otherwise_is_refused(own, found):
+    with pytest.raises(UserError, match=f"its YaRN has {found}"):
+        described("llama", rope_parameters={**YARN, **own})
+
+
+def test_a_gemma_2_without_soft_caps_is_not_given_llama_cpps():
+    assert described("gemma2")["attn_logit_softcapping"] == 50.0
+    said = described("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert said["attn_logit_softcapping"] == said["final_logit_softcapping"] >= 1e5
+
+
+def test_what_llama_cpp_does_not_like_about_a_file_is_said():
+    engine = object.__new__(LlamaCpp)
+    engine._said = io.StringIO(
+        "0.00 E llama_model_load: error loading model: invalid n_rot: 8, expected 16\n"
+        "0.01 E srv init: exiting due to model loading error\nRuntimeError: Failed to init server.\n"
+    )
+    assert engine._last_words() == "invalid n_rot: 8, expected 16"
 
 
 @slow

@@ -220,6 +220,8 @@ print("listening", server.listening_address, flush=True)
 sys.stdin.read()
 """
 """llama.cpp's own server, until nobody listens any more."""
+LOADING = "error loading model: "
+"""Before what llama.cpp does not like about a file."""
 
 
 class LlamaCpp:
@@ -251,6 +253,8 @@ class LlamaCpp:
     def _last_words(self) -> str:
         self._said.seek(0)
         lines = [line.strip() for line in self._said if line.strip()]
+        if found := [line.partition(LOADING)[2] for line in lines if LOADING in line]:
+            return found[-1].rstrip(".")  # what comes after it only says that there is no model
         telling = [line for line in lines if "error" in line.lower() or "GGML_ASSERT" in line] or lines
         return telling[-1].rstrip(".") if telling else "it said nothing"
 
