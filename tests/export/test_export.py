@@ -25,6 +25,7 @@ from tunesmith.export.export import FORMATS, export_run, push_folder
 from tunesmith.export.gguf_tokenizer import pre_tokenizer_name
 from tunesmith.export.source import Source
 from tunesmith.model.vllm import largest_rank, refused, vllm_notes
+from tunesmith.run.merge import merge_run
 
 slow = pytest.mark.slow
 ENGINES = {
@@ -503,6 +504,23 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(trained, 
         export_run(trained, "gguf", out=tmp_path / "out")
     gguf_architectures.ARCHITECTURES["LlamaForCausalLM"] = gguf_architectures.ARCHITECTURES["Other"]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora": {"rank": 2, "targets": ["q_proj", "embed_tokens"]}}, "embedding and output head are one weight"),
+        (
+            {"method": "peft", "lora": {}, "peft": {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 2}},
+            "PROMPT_TUNING puts vectors before each document",
+        ),
+    ],
+)
+def test_an_adapter_that_no_weight_can_take_in_is_not_sent_on_to_be_merged(tiny_model, tmp_path, changes, said):
+    run = make_run(tmp_path, tiny_model, steps=1, **changes)
+    for attempt in (lambda: export_run(run, "gguf", out=tmp_path / "out"), lambda: merge_run(run, tmp_path / "out")):
+        with pytest.raises(UserError, match=f"{said}.*keep the adapter"):
+            attempt()
 
 
 def test_a_way_of_splitting_texts_without_a_name_is_refused():

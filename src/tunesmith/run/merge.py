@@ -180,10 +180,7 @@ def _merge_whole(opened: Opened, dtype: torch.dtype, *, start: int = 0) -> int:
     else:
         names = [*lora.adapters(model), *lora.token_row_modules(model)]
         if (shared := lora.shared_end(model)) is not None:
-            raise UserError(
-                f"The adapter on '{shared}' cannot be merged: the model's embedding and output head are one "
-                "weight, and it changes one of the two; keep the adapter apart."
-            )
+            raise lora.SharedEnd(shared)
         lora.merge(model)
     for name in names:
         weight = model.get_submodule(name).weight
