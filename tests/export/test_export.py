@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import re
 import shutil
@@ -10,21 +11,24 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from export.models import FAMILIES, make_model, make_run, make_tokenizer, write_chats
+from export.models import FAMILIES, SHAPE, make_model, make_run, make_tokenizer, write_chats
 from tiny import TRAIN, write_all
 from tunesmith.cli.main import app
 from tunesmith.errors import UserError
 from tunesmith.export import gguf, gguf_architectures, gguf_tokenizer, onnx, onnx_layers, proof, quantized
+from tunesmith.export.engines import LlamaCpp
 from tunesmith.export.export import FORMATS, export_run, push_folder
 from tunesmith.export.gguf_tokenizer import pre_tokenizer_name
 from tunesmith.export.proof import GREEDY
 from tunesmith.export.source import Source
 from tunesmith.model.gguf import read_tokenizer
 from tunesmith.model.vllm import largest_rank, refused, vllm_notes
+from tunesmith.run.merge import merge_run
 
 slow = pytest.mark.slow
 ENGINES = {
@@ -438,6 +442,74 @@ def test_families_survive_the_trip(tmp_path, family):
         assert proof.agreement >= (0.97 if kind == "q8_0" else 1.0)
 
 
+@pytest.mark.parametrize(
+    ("config", "changes", "context"),
+    [
+        ("MistralConfig", {"sliding_window": 2047}, 2047),
+        ("Phi3Config", {"sliding_window": 2047, "pad_token_id": 0}, 2047),  # llama.cpp reads it, and lets it be
+        ("Phi3Config", {"sliding_window": None, "pad_token_id": 0}, 4096),
+        ("Qwen2Config", {"sliding_window": 2047, "use_sliding_window": False}, 4096),
+        ("Gemma2Config", {"sliding_window": 2047}, 4096),
+    ],
+)
+def test_a_file_names_no_longer_context_than_the_window_that_llama_cpp_does_not_have(config, changes, context):
+    described = getattr(transformers, config)(max_position_embeddings=4096, **changes)
+    assert gguf_architectures._context(described) == context
+
+
+class Said(dict):
+    """A writer that keeps what is said to it."""
+
+    def __getattr__(self, name):
+        return lambda *said: self.update({name.removeprefix("add_"): said[0] if len(said) == 1 else said})
+
+
+def described(family, **changes):
+    """What a GGUF file says of a tiny model of this family, without its weights."""
+    name, _, own = FAMILIES[family]
+    config = getattr(transformers, name)(**{**SHAPE, "vocab_size": 64, **own, **changes})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    said = Said()
+    gguf_architectures.describe(said, model, gguf_architectures.architecture_of(model))
+    return said
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("own", "scale"),
+    [({}, 1.0), ({"attention_factor": 1.0}, 0.8782), ({"mscale": 0.7, "mscale_all_dim": 1.0}, 0.8461)],
+)
+def test_yarns_scale_of_attention_is_told_beside_llama_cpps_own(own, scale):
+    """llama.cpp multiplies by 1 + 0.1 ln 4 itself, whatever the model does."""
+    said = described("llama", rope_parameters={**YARN, **own})
+    assert said["rope_scaling_attn_factors"] == pytest.approx(scale, abs=1e-4)
+    assert said["rope_scaling_factor"] == 4.0
+
+
+@pytest.mark.parametrize(("own", "found"), [({"beta_fast": 8.0}, "beta_fast 8.0"), ({"truncate": False}, "truncate")])
+def test_a_yarn_that_llama_cpp_computes_otherwise_is_refused(own, found):
+    with pytest.raises(UserError, match=f"its YaRN has {found}"):
+        described("llama", rope_parameters={**YARN, **own})
+
+
+def test_a_gemma_2_without_soft_caps_is_not_given_llama_cpps():
+    assert described("gemma2")["attn_logit_softcapping"] == 50.0
+    said = described("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert said["attn_logit_softcapping"] == said["final_logit_softcapping"] >= 1e5
+
+
+def test_what_llama_cpp_does_not_like_about_a_file_is_said():
+    engine = object.__new__(LlamaCpp)
+    engine._said = io.StringIO(
+        "0.00 E llama_model_load: error loading model: invalid n_rot: 8, expected 16\n"
+        "0.01 E srv init: exiting due to model loading error\nRuntimeError: Failed to init server.\n"
+    )
+    assert engine._last_words() == "invalid n_rot: 8, expected 16"
+
+
 @slow
 @pytest.mark.parametrize("takes_words", [False, True])
 def test_words_that_no_merge_makes_are_read_as_the_tokenizer_reads_them(tmp_path, takes_words):
@@ -490,6 +562,23 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(trained, 
         export_run(trained, "gguf", out=tmp_path / "out")
     gguf_architectures.ARCHITECTURES["LlamaForCausalLM"] = gguf_architectures.ARCHITECTURES["Other"]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora": {"rank": 2, "targets": ["q_proj", "embed_tokens"]}}, "embedding and output head are one weight"),
+        (
+            {"method": "peft", "lora": {}, "peft": {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 2}},
+            "PROMPT_TUNING puts vectors before each document",
+        ),
+    ],
+)
+def test_an_adapter_that_no_weight_can_take_in_is_not_sent_on_to_be_merged(tiny_model, tmp_path, changes, said):
+    run = make_run(tmp_path, tiny_model, steps=1, **changes)
+    for attempt in (lambda: export_run(run, "gguf", out=tmp_path / "out"), lambda: merge_run(run, tmp_path / "out")):
+        with pytest.raises(UserError, match=f"{said}.*keep the adapter"):
+            attempt()
 
 
 def test_a_way_of_splitting_texts_without_a_name_is_refused():

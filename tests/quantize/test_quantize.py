@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -13,10 +14,12 @@ from safetensors.torch import load_file
 from transformers import GemmaConfig, GemmaForCausalLM
 from typer.testing import CliRunner
 
-from export.models import SHAPE, make_model, write_chats
+from export.models import FAMILIES, SHAPE, make_model, write_chats
+from families import tiny_model
 from tunesmith.cli.main import app
 from tunesmith.errors import UserError
 from tunesmith.evaluate.loss import overall
+from tunesmith.export.quantized import check_linears
 from tunesmith.quantize import methods
 from tunesmith.quantize.awq import find_folds
 from tunesmith.quantize.quantize import quantize_model
@@ -78,6 +81,27 @@ def test_models_by_themselves_are_quantized_whatever_their_norms_and_linears(tmp
     for ours, plain in zip(made.report.layers, nearest.report.layers, strict=True):
         assert ours.output_error < plain.output_error, ours.name
     assert "fine-tuned" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_norms_in_16_bits_beside_linears_in_8_are_read_back(tmp_path, monkeypatch, caplog):
+    """Of LayerNorms transformers gives back weights in bf16 and biases in fp32, which torch does not compute with."""
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setitem(FAMILIES, "phi", ("PhiConfig", "smollm", {}))
+    model = make_model(tmp_path / "model", "phi")
+    data = write_chats(tmp_path / "data.jsonl", 16)
+    made = quantize_model(str(model), tmp_path / "out", method="int8-outliers", data=[str(data)], **FEW)
+    assert made.proof is not None
+    assert not [record for record in caplog.records if "MatMul8bitLt" in record.getMessage()]
+
+
+@pytest.mark.parametrize(("family", "found"), [("falcon", "FalconLinear"), ("llama", None)])
+def test_a_model_whose_weights_are_in_no_linears_is_refused_and_not_called_quantized(family, found):
+    weights = SimpleNamespace(model=tiny_model(family), files={})
+    if found is None:
+        check_linears(SimpleNamespace(weights=weights))
+    else:
+        with pytest.raises(UserError, match=f"Most weights in the layers of this .* are those of {found} modules"):
+            check_linears(SimpleNamespace(weights=weights))
 
 
 def test_awq_finds_what_comes_before_linears_in_a_gemma():

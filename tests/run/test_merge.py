@@ -98,6 +98,21 @@ def test_a_base_that_is_no_longer_finite_is_refused_with_the_tensor_and_how_many
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.parametrize("name", ["merged", "merged[1]"])
+def test_what_a_killed_merge_has_left_is_removed_by_the_next(folder, tmp_path, monkeypatch, name):
+    def killed(self, merged):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Streamed, "prove", killed)
+        patched.setattr(merge.shutil, "rmtree", lambda *_, **__: None)  # nothing tidies up after a kill
+        with pytest.raises(KeyboardInterrupt):
+            merge_run(folder / "run", tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] != []
+    merge_run(folder / "run", tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_it_is_the_same_each_time(folder, tmp_path):
     for name in ("once", "again"):
         merge_run(folder / "run", tmp_path / name)

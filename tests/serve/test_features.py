@@ -122,6 +122,7 @@ def test_any_object_will_do_and_others_are_answered_freely_beside(server):
         (held_to({"type": "array", "uniqueItems": True}), "uniqueItems"),
         (held_to({"type": "object", "minProperties": 2, "x-guidance": {"lenient": True}}), "minProperties"),
         (held_to({"type": "nothing"}), "nothing"),
+        (held_to({"type": "string", "pattern": "(ab"}), "regex parse error: unclosed group"),
         (held_to({"$ref": "http://example.org/x"}), "cannot be held"),
         (held_to({"description": "x" * 70_000}), "64 KiB"),
         (held_to(POINT, stop="}"), "stop"),

@@ -17,14 +17,18 @@ from types import SimpleNamespace
 import httpx2
 import pytest
 import torch
+from tokenizers import decoders
 
+from export.models import make_tokenizer
 from serve.serving import free_port, serving
+from tunesmith.data.chat import Encoder
 from tunesmith.data.types import Message
 from tunesmith.errors import UserError
 from tunesmith.infer.sampling import Token
 from tunesmith.run.open import open_model
 from tunesmith.serve import app
 from tunesmith.serve.answer import Answer, tool_calls
+from tunesmith.serve.models import Served
 from tunesmith.serve.server import Options, listen, prepare
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -352,6 +356,30 @@ def test_text_is_given_out_as_whole_characters_and_never_twice(trained):
     said = [broken.push(Token(token)) for token in ids[3:4] + ids[:2] + ids[8:9]] + [broken.rest()]
     made = "".join(piece.text for piece in said if piece)
     assert made == tokenizer.decode(ids[3:4] + ids[:2] + ids[8:9])
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "gemma"])
+def test_a_character_of_several_byte_tokens_comes_whole(kind):
+    """A byte fallback's decoder gives one replacement character for each byte that is no character yet."""
+    tokenizer = make_tokenizer(kind)
+    text = "a 😀 and 👨\u200d👩 é漢"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert "<0xF0>" in tokenizer.convert_ids_to_tokens(ids)
+    answer = Answer(tokenizer, [])
+    pieces = [piece.text for piece in (*(answer.push(Token(token)) for token in ids), answer.rest()) if piece]
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert "".join(pieces).strip() == text
+
+
+def test_a_token_of_log_probabilities_has_the_space_that_it_begins_with():
+    tokenizer = make_tokenizer("sentencepiece")
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    ids = tokenizer.encode("who are", add_special_tokens=False)
+    assert tokenizer.decode(ids) == "who are"
+    shape = app.Shape(Served("run", Encoder(tokenizer, template=None, train_on="all"), False, frozenset()))
+    assert "".join(map(shape._said, ids)) == " who are"
 
 
 def test_sigterm_finishes_what_is_under_way_and_nothing_new_begins(runs, trained, tmp_path):

@@ -10,6 +10,7 @@ import contextlib
 import importlib.metadata
 import io
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -121,7 +122,12 @@ class Transformers:
             if isinstance(module, torch.nn.Linear):
                 module.register_forward_pre_hook(_as_weight)
                 module.register_forward_hook(lambda _, args, y: y.float())
-        if getattr(model.config, "quantization_config", None) is not None:
+        quantized = getattr(model.config, "quantization_config", None)
+        if quantized is not None and quantized.quant_method == "bitsandbytes":
+            _say_nothing_of_each_matmul()
+            for one in (*model.parameters(), *model.buffers()):  # some of what is not quantized stays in 16 bits there
+                one.data = one.data.float() if one.dtype in (torch.bfloat16, torch.float16) else one.data
+        if quantized is not None:
             with contextlib.redirect_stderr(io.StringIO()):  # compressed-tensors dequantizes now, with bars of its own
                 model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
         return model
@@ -160,6 +166,11 @@ class Transformers:
 
     def close(self) -> None:
         del self.model
+
+
+def _say_nothing_of_each_matmul() -> None:
+    """bitsandbytes warns at each matmul in 8 bits whose input is not fp16, which is all of them here."""
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
 def _as_weight(linear: torch.nn.Linear, args: tuple) -> tuple:
@@ -240,6 +251,8 @@ print("listening", server.listening_address, flush=True)
 sys.stdin.read()
 """
 """llama.cpp's own server, until nobody listens any more."""
+LOADING = "error loading model: "
+"""Before what llama.cpp does not like about a file."""
 
 
 class LlamaCpp:
@@ -272,6 +285,8 @@ class LlamaCpp:
     def _last_words(self) -> str:
         self._said.seek(0)
         lines = [line.strip() for line in self._said if line.strip()]
+        if found := [line.partition(LOADING)[2] for line in lines if LOADING in line]:
+            return found[-1].rstrip(".")  # what comes after it only says that there is no model
         telling = [line for line in lines if "error" in line.lower() or "GGML_ASSERT" in line] or lines
         return telling[-1].rstrip(".") if telling else "it said nothing"
 

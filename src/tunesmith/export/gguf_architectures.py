@@ -19,6 +19,10 @@ from torch import nn
 from tunesmith.errors import UserError, listed
 
 
+NO_CAP = 1e6
+"""For a Gemma 2 without soft caps: left out, llama.cpp takes the usual ones. So far from it tanh is a straight line."""
+
+
 @dataclass(frozen=True)
 class Architecture:
     name: str
@@ -44,10 +48,8 @@ def _experts(writer: Any, config: Any) -> None:
 
 
 def _gemma2(writer: Any, config: Any) -> None:
-    if config.attn_logit_softcapping:
-        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-    if config.final_logit_softcapping:
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    writer.add_attn_logit_softcapping(config.attn_logit_softcapping or NO_CAP)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping or NO_CAP)
     writer.add_sliding_window(config.sliding_window)
 
 
@@ -143,6 +145,8 @@ def architecture_of(model: nn.Module) -> Architecture:
         kind = parameters["rope_type"]
         if why is None and kind not in ROPE_TYPES and not (kind == "longrope" and found.name == "PHI3"):
             why = f"its rotary positions are scaled by {kind}"
+        if why is None and kind == "yarn" and (odd := _odd_yarn(parameters)):
+            why = f"its YaRN has {odd}"
     if why is None and found.name in ("LLAMA", "QWEN2", "QWEN3") and _mixes_windows(config):
         why = "some of its layers see a sliding window and others do not"
     if why is not None:
@@ -167,7 +171,7 @@ def describe(writer: Any, model: nn.Module, architecture: Architecture) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_rope_freq_base(parameters["rope_theta"])
     writer.add_rope_dimension_count(int(head_dim * (parameters.get("partial_rotary_factor") or 1.0)))
-    _say_scaling(writer, parameters)
+    _say_scaling(writer, config, parameters)
     architecture.says(writer, config)
 
 
@@ -221,7 +225,7 @@ def arranged(name: str, tensor: torch.Tensor, config: Any, architecture: Archite
     return tensor
 
 
-def _say_scaling(writer: Any, parameters: dict[str, Any]) -> None:
+def _say_scaling(writer: Any, config: Any, parameters: dict[str, Any]) -> None:
     import gguf
 
     kind = parameters["rope_type"]
@@ -229,9 +233,28 @@ def _say_scaling(writer: Any, parameters: dict[str, Any]) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(parameters["factor"])
     elif kind == "yarn":
+        original = parameters["original_max_position_embeddings"]
+        factor = parameters.get("factor") or config.max_position_embeddings / original
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(parameters["factor"])
-        writer.add_rope_scaling_orig_ctx_len(parameters["original_max_position_embeddings"])
+        writer.add_rope_scaling_factor(factor)
+        writer.add_rope_scaling_orig_ctx_len(original)
+        own = 1 + 0.1 * math.log(factor) if factor > 1 else 1.0  # llama.cpp's scale of queries and keys
+        writer.add_rope_scaling_attn_factors(_attention_scale(config) / own)
+
+
+def _odd_yarn(parameters: dict[str, Any]) -> str | None:
+    """What llama.cpp has one value for: it reads others from no file of these architectures."""
+    usual = {"beta_fast": 32, "beta_slow": 1, "truncate": True}
+    found = ((name, parameters.get(name)) for name in usual)
+    return next((f"{name} {value}" for name, value in found if value is not None and value != usual[name]), None)
+
+
+def _attention_scale(config: Any) -> float:
+    """By which YaRN scales queries and keys, as transformers finds it in the many ways in which configs say it."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    layers = None if "rope_type" in config.rope_parameters else "full_attention"
+    return ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"), layer_type=layers)[1]
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
@@ -243,11 +266,10 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def _context(config: Any) -> int:
-    """llama.cpp has no sliding window for Llamas and Qwens: they are exported for contexts that fit into theirs."""
+    """llama.cpp has sliding windows for Gemmas alone (it reads a Phi-3's and lets it be): others are exported for
+    contexts that fit into theirs."""
     window = getattr(config, "sliding_window", None)
-    is_used = (
-        getattr(config, "use_sliding_window", True) and "gemma" not in config.model_type and config.model_type != "phi3"
-    )
+    is_used = getattr(config, "use_sliding_window", True) and "gemma" not in config.model_type
     return min(config.max_position_embeddings, window) if window and is_used else config.max_position_embeddings
 
 

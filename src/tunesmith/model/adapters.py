@@ -99,6 +99,17 @@ def is_prompt(run: Run) -> bool:
     return run.method == "peft" and make_config(run).is_prompt_learning
 
 
+def check_merges(run: Run) -> None:
+    """UserError where what the run trains can be in no weight, before anything is loaded."""
+    _refuse_prompt(make_config(run))
+
+
+def _refuse_prompt(config: Any) -> None:
+    if config.is_prompt_learning:
+        kind = config.peft_type.value
+        raise UserError(f"{kind} puts vectors before each document, which no weight can take in; keep the adapter.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Tuned:
     """A model with an adapter of peft's on it."""
@@ -357,8 +368,7 @@ def merge(tuned: Tuned) -> list[str]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     kind = tuned.config.peft_type.value
-    if tuned.is_prompt:
-        raise UserError(f"{kind} puts vectors before each document, which no weight can take in; keep the adapter.")
+    _refuse_prompt(tuned.config)
     names = [name for name, module in tuned.model.named_modules() if isinstance(module, BaseTunerLayer)]
     try:
         with warnings.catch_warnings(), quiet():

@@ -415,6 +415,14 @@ def shared_end(model: nn.Module) -> str | None:
     return None
 
 
+class SharedEnd(UserError):
+    def __init__(self, name: str):
+        super().__init__(
+            f"The adapter on '{name}' cannot be merged: the model's embedding and output head are one weight, and it "
+            "changes one of the two; keep the adapter apart."
+        )
+
+
 def merge(model: nn.Module) -> int:
     """Add every adapter to its base, in fp32 and rounded once, and put the bases back; returns how many."""
     found = adapters(model)

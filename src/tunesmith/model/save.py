@@ -5,6 +5,7 @@ Both are written beside their place and moved there whole.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -82,7 +83,7 @@ def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def remove_leftovers(folder: Path) -> None:
     """What killed processes have left of `folder`. Only for those who know that no other process writes it now."""
-    for leftover in folder.parent.glob(f".{folder.name}.partial-*"):
+    for leftover in folder.parent.glob(f".{glob.escape(folder.name)}.partial-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 

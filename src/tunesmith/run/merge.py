@@ -29,7 +29,7 @@ from tunesmith.infer.described import beside, facts_of
 from tunesmith.kernels.update import halved
 from tunesmith.model import adapters, load, lora, side_files
 from tunesmith.model.card import card
-from tunesmith.model.save import MODEL_FILES, saved_buffers, write_model
+from tunesmith.model.save import MODEL_FILES, remove_leftovers, saved_buffers, write_model
 from tunesmith.model.structure import plain_call, put_tensor
 from tunesmith.parallel.prepare import load_model
 from tunesmith.parallel.ranks import Ranks
@@ -96,7 +96,8 @@ def merge_run(folder: Path, to: Path, *, precision: str | None = None, progress:
     writer = _writer(folder)
     dtype = precision or writer.stored
     to.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
+    remove_leftovers(to)
+    partial = Path(tempfile.mkdtemp(prefix=f".{to.name}.partial-", dir=to.parent))
     try:
         writer.write(partial / "model", precision=dtype, card=_card(run, folder, writer.step), progress=progress)
         difference, effect = writer.prove(partial / "model")
@@ -180,10 +181,7 @@ def _merge_whole(opened: Opened, dtype: torch.dtype, *, start: int = 0) -> int:
     else:
         names = [*lora.adapters(model), *lora.token_row_modules(model)]
         if (shared := lora.shared_end(model)) is not None:
-            raise UserError(
-                f"The adapter on '{shared}' cannot be merged: the model's embedding and output head are one "
-                "weight, and it changes one of the two; keep the adapter apart."
-            )
+            raise lora.SharedEnd(shared)
         lora.merge(model)
     for name in names:
         weight = model.get_submodule(name).weight

@@ -26,7 +26,7 @@ from torch import nn
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.kernels.update import halve_into, halved
-from tunesmith.model import load, lora
+from tunesmith.model import adapters, load, lora
 from tunesmith.model.content import Content
 from tunesmith.model.fake_quantize import FakeQuantization
 from tunesmith.model.files import Held, Memory, Read, at_block, own_copy, read_tensors
@@ -97,6 +97,7 @@ class NotStreamed(UserError):
 def _check_streamed(run: Run, folder: Path) -> None:
     is_finished = (folder / "adapter" / "adapter_config.json").exists()
     if run.method == "peft":
+        adapters.check_merges(run)
         raise NotStreamed(folder, f"is one of peft's ({run.peft.get('peft_type', 'its own type')})")
     if run.new_tokens:
         raise NotStreamed(folder, "has rows of new tokens")
@@ -120,7 +121,9 @@ def find_weights(folder: Path) -> Weights:
         raise UserError(f"{folder} holds no finished model yet; run `tunesmith train` first.")
     model, base = load.load_empty(run, dtype="fp32")
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    if any(end is module for name, module in model.named_modules() if name in adapted for end in ends):
+    if on_ends := [name for name, module in model.named_modules() if name in adapted and module in ends]:
+        if ends[1] is not None and ends[0].weight is ends[1].weight:
+            raise lora.SharedEnd(on_ends[0])
         raise NotStreamed(folder, "is on the model's embedding or output head")
     with load.reading(run, "weights"):
         files = files_of(model, base)

@@ -29,8 +29,9 @@ class Text:
         new = self._new()
         if not new:
             return ""
-        if new.endswith("\ufffd"):  # perhaps the first bytes of a character
-            piece, self._sent = new[self._sent : -1], max(self._sent, len(new) - 1)
+        if new.endswith("\ufffd"):  # perhaps the first bytes of a character, each of which may stand as one of its own
+            whole = max(self._sent, len(new.rstrip("\ufffd")))
+            piece, self._sent = new[self._sent : whole], whole
             return piece
         piece = new[self._sent :]
         self._start, self._read, self._sent = self._read, len(self._ids), 0

@@ -521,7 +521,10 @@ class Shape:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.served.name, "choices": choices}
 
     def _said(self, token: int) -> str:
-        return self.served.encoder.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        """As it goes on from another one: some tokenizers strip the space before the first word of what they decode."""
+        tokenizer = self.served.encoder.tokenizer
+        once, twice = (tokenizer.decode([token] * n, clean_up_tokenization_spaces=False) for n in (1, 2))
+        return twice[len(once) :]
 
 
 class ChatShape(Shape):
