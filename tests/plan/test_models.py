@@ -62,6 +62,11 @@ def test_a_gguf_header_says_what_config_json_says(tmp_path, tied):
     assert read_facts(str(tmp_path)).parameters == expected.parameters  # a folder that holds nothing else
 
 
+def test_a_gguf_that_took_the_place_of_another_is_read_anew(tmp_path):
+    found = [gguf_config(write_gguf(tmp_path / "m.gguf", tied=tied))["tie_word_embeddings"] for tied in (True, False)]
+    assert found == [True, False]
+
+
 def test_a_damaged_gguf_is_one_sentence(tmp_path):
     good = write_gguf(tmp_path / "m.gguf").read_bytes()
     for name, content in {

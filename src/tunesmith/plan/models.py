@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -390,8 +391,8 @@ _GGUF_STRING, _GGUF_ARRAY = 8, 9
 def gguf_config(file: Path) -> dict[str, Any]:
     """What the header of a GGUF file says, in the words of config.json."""
     try:
-        with file.open("rb") as stream:
-            values, tensors = _read_gguf(stream)
+        about = file.stat()
+        values, tensors = _gguf_header(file, about.st_size, about.st_mtime_ns)
     except OSError as error:
         raise UserError(f"model: {file} cannot be read: {error.strerror or error}.") from error
     except (struct.error, ValueError, MemoryError, OverflowError) as error:
@@ -407,6 +408,14 @@ def gguf_config(file: Path) -> dict[str, Any]:
     config.setdefault("vocab_size", values.get("tokenizer.ggml.tokens"))
     config["tie_word_embeddings"] = "output.weight" not in tensors
     return config
+
+
+@lru_cache(4)
+def _gguf_header(file: Path, size: int, changed: int) -> tuple[dict[str, Any], set[str]]:
+    """Read once, since a vocabulary takes a while and a run asks often. `size` and `changed` tell one file from what is
+    put in its place."""
+    with file.open("rb") as stream:
+        return _read_gguf(stream)
 
 
 def _read_gguf(stream: BinaryIO) -> tuple[dict[str, Any], set[str]]:
