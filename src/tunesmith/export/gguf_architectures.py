@@ -18,7 +18,6 @@ from torch import nn
 
 from tunesmith.errors import UserError, listed
 
-
 NO_CAP = 1e6
 """For a Gemma 2 without soft caps: left out, llama.cpp takes the usual ones. So far from it tanh is a straight line."""
 

@@ -63,8 +63,8 @@ def check_linears(source: Source) -> None:
     model = source.weights.model
     if experts_of_layers(model):
         raise UserError(
-            f"The experts of this {type(model).__name__} cannot be quantized here; `tunesmith export` writes them to gguf "
-            "or safetensors."
+            f"The experts of this {type(model).__name__} cannot be quantized here; `tunesmith export` writes them to "
+            "gguf or safetensors."
         )
     if any(is_transposed(module) for module in linears_of_layers(model).values()):
         raise UserError(f"{type(model).__name__} stores its linears transposed, which engines do not read in few bits.")

@@ -74,7 +74,9 @@ class Grammars:
             matcher.compute_bitmask()  # a schema that is nothing but a reference to itself fails here first
         if matcher.is_error():
             first, *more = matcher.get_error().strip().splitlines()
-            why = (f"{first} {more[-1].removeprefix('error: ')}" if first.endswith(":") and more else first)[:300].rstrip(".")
+            why = (f"{first} {more[-1].removeprefix('error: ')}" if first.endswith(":") and more else first)[
+                :300
+            ].rstrip(".")
             raise ApiError(400, f"{PARAM}: answers cannot be held to this schema: {why}.", param=PARAM)
         return JsonGrammar(matcher)
 
