@@ -8,11 +8,13 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -24,7 +26,7 @@ from tunesmith.export import gguf, gguf_architectures, gguf_tokenizer, onnx, onn
 from tunesmith.export.engines import LlamaCpp
 from tunesmith.export.export import FORMATS, export_run, push_folder
 from tunesmith.export.gguf_tokenizer import pre_tokenizer_name
-from tunesmith.export.proof import GREEDY
+from tunesmith.export.proof import GREEDY, Proof
 from tunesmith.export.source import Source
 from tunesmith.model.gguf import read_tokenizer
 from tunesmith.model.vllm import largest_rank, refused, vllm_notes
@@ -527,6 +529,25 @@ def test_words_that_no_merge_makes_are_read_as_the_tokenizer_reads_them(tmp_path
     assert proof.agreement == 1.0
 
 
+@pytest.mark.parametrize("taken", ["lstrip", "rstrip"])
+def test_a_token_that_takes_in_the_spaces_beside_it_is_looked_at_with_spaces(trained, taken):
+    """llama.cpp leaves them where they are, but in models that are called Phi-3."""
+    source = Source.of(trained)
+    source.tokenizer.add_tokens([AddedToken("<mask>", special=True, **{taken: True})], special_tokens=True)
+    plain = Source.of(trained).tokenizer
+    plain.add_tokens(["<mask>"], special_tokens=True)
+
+    def failures(tokenizer):
+        ways = {"tokenize": lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]}
+        ways |= {"prompt": lambda *_: None, "stops_at": lambda _: True}
+        found = Proof("an engine", "fp32")
+        proof._compare_words(source, SimpleNamespace(**ways), found)
+        return found.failures
+
+    assert failures(source.tokenizer) == []
+    assert "'A line of text, 1234 <mask> A line of' becomes other tokens" in failures(plain)[0]
+
+
 # What is refused, or said
 
 
@@ -586,6 +607,18 @@ def test_a_way_of_splitting_texts_without_a_name_is_refused():
     last = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
     with pytest.raises(UserError, match=r"splits texts in a way for which no llama.cpp name is known"):
         pre_tokenizer_name({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, last]}, "model": {}})
+
+
+@pytest.mark.parametrize("step", [None, normalizers.Replace("``", '"'), normalizers.NFKC(), normalizers.Prepend("_")])
+def test_a_sentencepiece_that_changes_more_than_spaces_is_refused(step):
+    tokenizer = make_tokenizer("sentencepiece")
+    usual = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    if step is None:
+        gguf_tokenizer.write_tokenizer(gguf._Nothing(), tokenizer, vocabulary=len(tokenizer), ends=[4])
+        return
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([step, *usual])
+    with pytest.raises(UserError, match=r"changes texts by .* first, which llama.cpp does not"):
+        gguf_tokenizer.write_tokenizer(gguf._Nothing(), tokenizer, vocabulary=len(tokenizer), ends=[4])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from tunesmith.data.build import store_of
 from tunesmith.data.chat import Encoder
 from tunesmith.data.prepare import answers_reason
 from tunesmith.data.types import Completion, Conversation, Document, Message, Origin
+from tunesmith.errors import UserError
 from tunesmith.infer.generate import prompt_ids
 
 HERE = Origin("data.jsonl", 7)
@@ -103,6 +104,15 @@ def test_without_a_template_a_prompt_is_the_text_that_was_trained_on():
         assert found == example.ids[example.weights == 0].tolist()
         document = encoder.encode(Document("What is this?"), HERE)
         assert found == document.ids.tolist()[:-1]
+
+
+def test_without_a_template_tools_are_refused_and_not_left_out():
+    encoder = Encoder(make_tokenizer(None), template=None, train_on="assistant")
+    tool = {"type": "function", "function": {"name": "add"}}
+    call = Message("assistant", "", extra={"tool_calls": [{"function": {"name": "add", "arguments": {}}}]})
+    for messages, tools in (([QUESTION], [tool]), ([QUESTION, call], [])):
+        with pytest.raises(UserError, match="no chat template"):
+            encoder.prompt(messages, tools)
 
 
 def test_what_a_model_said_that_no_data_could_have_does_not_end_a_chat():

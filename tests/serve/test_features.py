@@ -174,6 +174,11 @@ def test_texts_that_have_no_embedding_are_refused(server, given, said):
     assert said in response.json()["error"]["message"]
 
 
+def test_fewer_dimensions_are_refused_with_what_to_do(server):
+    error = server.post(EMBEDDINGS, model="run", input="red", dimensions=8).json()["error"]
+    assert error["message"] == "dimensions: it must be left out."
+
+
 def test_adapters_come_and_go_while_others_are_answered(trained, server):
     first, second = trained
     ask = {"messages": QUESTION, "temperature": 0, "max_tokens": 12}

@@ -140,6 +140,7 @@ def test_tools_are_part_of_the_prompt(server):
         ({"n": True}, 400, None, "n:"),
         ({"store": 0}, 400, None, "store: it must be true or false"),
         ({"surprise": 1}, 400, None, "surprise"),
+        ({"logit_bias": {"5": 100}}, 400, None, "logit_bias: it must be empty or left out"),
         ({"stop": list("abcdefghijklmnopq")}, 400, None, "at most 16 items"),
         ({"stop": [""]}, 400, None, "stop.0: String should have at least 1 character"),
         ({"stream_options": {"include_usage": True}}, 400, None, "stream_options: say `stream: true`"),

@@ -195,6 +195,11 @@ class Encoder:
         """What the model is given to answer these messages, token for token as training puts it before an answer:
         before one that begins with reasoning, where the data had such (`prepare.answers_reason`)."""
         if not self.has_template:
+            if tools or any(message.extra.get("tool_calls") for message in messages):
+                raise UserError(
+                    "The model has no chat template, which alone could say what tools and their calls are; ask it without "
+                    "them."
+                )
             return self.text_prompt("\n".join(message.content for message in messages))
         problem: UserError | None = None
         for is_thought in (reasons, not reasons):  # the other kind, where the template knows only that

@@ -104,9 +104,9 @@ def _write_sentencepiece(writer: Any, found: dict[str, Any], tokenizer: Any, voc
 
     steps = _flat(found.get("pre_tokenizer"))
     normalizers = _flat(found.get("normalizer"), "normalizers")
-    kinds = [one["type"] for one in (*normalizers, *steps)]
-    if odd := [kind for kind in kinds if kind not in ("Prepend", "Replace", "Metaspace", "Split")]:
-        raise UserError(f"This model's tokenizer changes texts by {odd[0]} first, which llama.cpp does not.")
+    if odd := [one for one in (*normalizers, *steps) if not _is_about_spaces(one)]:
+        shown = json.dumps(odd[0], ensure_ascii=False)[:200]
+        raise UserError(f"This model's tokenizer changes texts by {shown} first, which llama.cpp does not.")
     prefixes = any(one["type"] == "Prepend" for one in normalizers) or any(
         one["type"] == "Metaspace" and one.get("prepend_scheme", "always") != "never" for one in steps
     )
@@ -130,6 +130,17 @@ def _write_sentencepiece(writer: Any, found: dict[str, Any], tokenizer: Any, voc
     writer.add_add_space_prefix(prefixes)
     if unknown in tokens:
         writer.add_unk_token_id(tokens.index(unknown))
+
+
+def _is_about_spaces(step: dict[str, Any]) -> bool:
+    """Whether it writes spaces as ▁, or splits at them, which llama.cpp does for itself."""
+    kind, space = step["type"], {"String": " "}
+    return (
+        (kind == "Prepend" and step["prepend"] == "▁")
+        or (kind == "Replace" and (step["pattern"], step["content"]) == (space, "▁"))
+        or (kind == "Metaspace" and step["replacement"] == "▁")
+        or (kind == "Split" and step["pattern"] == space)
+    )
 
 
 def _tokens(found: dict[str, Any], tokenizer: Any, vocabulary: int) -> tuple[list[str], list[int]]:

@@ -336,8 +336,10 @@ def _compare_text(made: list[int], rows_tv: torch.Tensor, bound: Bound, proof: P
 def _compare_words(source: Source, engine: Engine, proof: Proof) -> None:
     """Texts, the chat template and stop tokens: to be the same in every precision."""
     tokenizer, encoder = source.tokenizer, source.encoder
-    added = [str(token) for _, token in sorted(tokenizer.added_tokens_decoder.items())][:ADDED]
-    texts = [SAMPLE, *(f"{SAMPLE[:20]}{token}{SAMPLE[:9]}" for token in added)]
+    added = [token for _, token in sorted(tokenizer.added_tokens_decoder.items())]
+    texts = [SAMPLE, *(f"{SAMPLE[:20]}{token}{SAMPLE[:9]}" for token in added[:ADDED])]
+    strips = [token for token in added if token.lstrip or token.rstrip]  # takes in the spaces beside it
+    texts += [f"{SAMPLE[:20]} {token} {SAMPLE[:9]}" for token in strips[:ADDED]]
     for text in texts:
         expected, found = tokenizer(text, add_special_tokens=False)["input_ids"], engine.tokenize(text)
         if found != expected:

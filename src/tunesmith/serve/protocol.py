@@ -41,6 +41,12 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
     return tool
 
 
+def _unbiased(bias: dict[str, float]) -> dict[str, float]:
+    if bias:
+        raise ValueError("it must be empty or left out; no token is made more or less likely here")
+    return bias
+
+
 Off = Annotated[Literal[False] | None, _as_written(bool)]
 One = Annotated[Literal[1] | None, _as_written(int)]
 Zero = Annotated[Literal[0] | None, _as_written(int)]
@@ -102,7 +108,7 @@ class Common(BaseModel):
     n: One = 1
     frequency_penalty: Zero = 0
     presence_penalty: Zero = 0
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    logit_bias: Annotated[dict[str, float], AfterValidator(_unbiased)] | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -209,7 +215,7 @@ def parse(kind: type[Request], body: bytes) -> Request:
         names = [str(part) for part in first["loc"] if isinstance(part, int) or part in fields]
         param = ".".join(names) or None
         where = ".".join(str(part) for part in first["loc"][:1])
-        said = first["msg"].removeprefix("Value error, ")
+        said = "it must be left out" if first["type"] == "none_required" else first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             message = f"{where[:100]}: this server does not know that field."
         else:
