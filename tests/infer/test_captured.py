@@ -268,7 +268,7 @@ def test_a_capture_leaves_the_allocators_memory_where_enough_is_free(monkeypatch
     device = Device(monkeypatch, free)
     streams = [captured._stream_beside(torch.device("cuda", 0)) for _ in range(3)]
     assert all(stream is streams[0] for stream in streams)
-    assert captured.recorded(lambda: torch.ones(1), None, streams[0], 10)[1] == 1
+    assert captured.captured(lambda: torch.ones(1), None, streams[0], 10)[1] == 1
     assert device.calls == calls
 
 
@@ -279,5 +279,5 @@ def test_a_capture_that_fails_is_ended(monkeypatch):
         raise RuntimeError("spoiled")
 
     with pytest.raises(RuntimeError, match="spoiled"):
-        captured.recorded(fail, None, captured._stream_beside(torch.device("cuda", 0)), 10)
+        captured.captured(fail, None, captured._stream_beside(torch.device("cuda", 0)), 10)
     assert device.calls == ["begin", "end"]

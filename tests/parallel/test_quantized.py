@@ -84,7 +84,7 @@ def test_usual_values_are_off_by_this_share_and_take_so_many_bytes(wire, share, 
     packing = Packing([(True, values.numel())], wire)
     assert ((there_and_back(packing, values) - values).norm() / values.norm()).item() == pytest.approx(share, rel=0.1)
     assert packing.bytes(values.numel(), values.dtype) / values.numel() == pytest.approx(size, rel=0.001)
-    assert size == pytest.approx(memory.WIRE[wire], rel=0.001)
+    assert size == pytest.approx(memory.COLLECTIVE_BYTES[wire], rel=0.001)
 
 
 @WIRES

@@ -59,7 +59,7 @@ def replayed(monkeypatch):
             return (replay_forward, replay_backward), (0, 0)
 
         monkeypatch.setattr(graph, "_beside", lambda rehearse: rehearse())
-        monkeypatch.setattr(graph, "_recorded", record)
+        monkeypatch.setattr(graph, "_captured", record)
         return found
 
     return recorded
