@@ -182,8 +182,8 @@ class Encoder:
         if not self.has_template:
             if tools or any(message.extra.get("tool_calls") for message in messages):
                 raise UserError(
-                    "The model has no chat template, which alone could say what tools and their calls are; ask it without "
-                    "them."
+                    "The model has no chat template, which alone could say what tools and their calls are; ask it "
+                    "without them."
                 )
             return self.text_prompt("\n".join(message.content for message in messages))
         problem: UserError | None = None
