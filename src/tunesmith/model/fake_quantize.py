@@ -55,8 +55,8 @@ class FakeQuantization:
             )
         if not linears:
             raise UserError(
-                f"quantization_aware: {kind} rounds linears, and the layers of {type(model).__name__} have none that are "
-                "plain ones; leave it out."
+                f"quantization_aware: {kind} rounds linears, and the layers of {type(model).__name__} have none that "
+                "are plain ones; leave it out."
             )
         if kind == "q8_0":
             rounding = Rounding(kind)
