@@ -9,10 +9,13 @@ import torch
 from pydantic import ValidationError
 
 from export.models import make_run
+from families import tiny_model
 from tunesmith.config.schema import Run
+from tunesmith.errors import UserError
 from tunesmith.evaluate.loss import overall
 from tunesmith.export.engines import Transformers
 from tunesmith.export.export import export_run
+from tunesmith.model.fake_quantize import FakeQuantization
 from tunesmith.model.lora import LoraLinear
 from tunesmith.run.evaluate import evaluate_run
 from tunesmith.run.folder import read_run, read_summary
@@ -98,6 +101,11 @@ def test_llama_cpp_reads_the_weights_that_training_computed_with(llama, tmp_path
 
 
 @slow
+def test_a_model_without_plain_linears_is_refused_and_not_trained_as_usual():
+    with pytest.raises(UserError, match="the layers of FalconForCausalLM have none"):
+        FakeQuantization.of(tiny_model("falcon"), "int4")
+
+
 def test_layers_compile_with_it():
     from tunesmith.kernels.fake_quantize import fake_quantized_lowrank
     from tunesmith.kernels.rounding import Rounding

@@ -53,6 +53,11 @@ class FakeQuantization:
                 f"quantization_aware: {kind} rounds linears, and {type(model).__name__} has experts or transposed "
                 "weights, which are none; leave it out."
             )
+        if not linears:
+            raise UserError(
+                f"quantization_aware: {kind} rounds linears, and the layers of {type(model).__name__} have none that "
+                "are plain ones; leave it out."
+            )
         if kind == "q8_0":
             rounding = Rounding(kind)
             matrices = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear | nn.Embedding)}
