@@ -21,8 +21,8 @@ from tiny_model import make_tiny_model
 from tunesmith.cli.main import COLLECTING
 
 gc.set_threshold(*COLLECTING)
-# An example takes longer, and is drawn more slowly, where something else runs beside it. CI draws the same ones each time:
-# a change is judged by what it changes, and others find what only some examples show.
+# An example takes longer, and is drawn more slowly, where something else runs beside it. CI draws the same ones each
+# time, so that a change is judged by what it changes.
 settings.register_profile(
     "tunesmith", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=bool(os.environ.get("CI"))
 )
