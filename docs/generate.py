@@ -426,7 +426,7 @@ def _families_gpu(rows: list[dict[str, Any]]) -> list[str]:
         cells += [f"{ours['peak_bytes'] / 2**30:.1f}" if "peak_bytes" in ours else ours.get("failed", "")]
         cells += [f"{plan['peak_bytes'] / 2**30:.1f}", f"{plan['tokens_per_second']:,.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    return [*lines, "", *(f"- {row['name']}: {row['note']}." for row in rows if "note" in row)]
 
 
 def attention_table(rows: list[dict[str, Any]]) -> list[str]:
