@@ -14,6 +14,7 @@ from tunesmith.infer.attention import NAME, use_decoding_attention
 from tunesmith.infer.cache import Row, cut, regroup
 from tunesmith.infer.call import Call
 from tunesmith.infer.sampling import Choice, choose
+from tunesmith.kernels import streams
 from tunesmith.model.forward import own_attention
 
 SHAPE = {
@@ -260,15 +261,15 @@ class Device:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, free))
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.calls.append("empty"))
-        monkeypatch.setattr(captured, "_streams", {})
+        monkeypatch.setattr(streams, "_streams", {})
 
 
 @pytest.mark.parametrize(("free", "calls"), [(10, ["begin", "end"]), (9, ["empty", "begin", "end"])])
 def test_a_capture_leaves_the_allocators_memory_where_enough_is_free(monkeypatch, free, calls):
     device = Device(monkeypatch, free)
-    streams = [captured._stream_beside(torch.device("cuda", 0)) for _ in range(3)]
-    assert all(stream is streams[0] for stream in streams)
-    assert captured.captured(lambda: torch.ones(1), None, streams[0], 10)[1] == 1
+    every = [streams.capture_stream(torch.device("cuda", 0)) for _ in range(3)]
+    assert all(stream is every[0] for stream in every)
+    assert captured.captured(lambda: torch.ones(1), None, every[0], 10)[1] == 1
     assert device.calls == calls
 
 
@@ -279,5 +280,5 @@ def test_a_capture_that_fails_is_ended(monkeypatch):
         raise RuntimeError("spoiled")
 
     with pytest.raises(RuntimeError, match="spoiled"):
-        captured.captured(fail, None, captured._stream_beside(torch.device("cuda", 0)), 10)
+        captured.captured(fail, None, streams.capture_stream(torch.device("cuda", 0)), 10)
     assert device.calls == ["begin", "end"]

@@ -31,6 +31,7 @@ from tunesmith.errors import first_line
 from tunesmith.infer.cache import RoomyLayer
 from tunesmith.infer.compiled import CompiledLayers, NotCompiledError
 from tunesmith.infer.fused import FusedModel, NotFusedError
+from tunesmith.kernels.streams import capture_stream
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 COLUMNS = 256
@@ -152,7 +153,7 @@ class Step:
 
         if self.tokens.device.type != "cuda":
             return tried()
-        stream = _stream_beside(self.tokens.device)
+        stream = capture_stream(self.tokens.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):  # kernels are compiled and workspaces made before
@@ -243,16 +244,6 @@ def captured(
         finally:
             graph.capture_end()
     return graph, result
-
-
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """The same for every capture: cuBLAS keeps a workspace of 32 MiB for each stream that it was called on."""
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
 
 
 class Captured:

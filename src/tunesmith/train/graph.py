@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tunesmith.errors import first_line
+from tunesmith.kernels.streams import capture_stream
 from tunesmith.model.forward import Inputs, hidden_states, loss_bytes
 from tunesmith.parallel import compile
 from tunesmith.plan.plan import ForwardSpec
@@ -180,7 +181,7 @@ def _forget(weights: Sequence[nn.Parameter]) -> None:
 def _beside(rehearse: Callable[[], None]) -> torch.cuda.Stream:
     """Do on another stream what is to be captured there, without drawing from the stream of random numbers."""
     drawn = torch.cuda.get_rng_state()
-    stream = torch.cuda.Stream()
+    stream = capture_stream(torch.device("cuda", torch.cuda.current_device()))
     stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(stream):
