@@ -335,7 +335,7 @@ def _remark(row: dict[str, Any]) -> str:
         told.append(f"{row['time_to_live']:.0%} of a step that asks the teacher")
     if row.get("memory_to_one") is not None:
         told.append(f"{row['peak_bytes'] / 2**30:.1f} GiB at the peak, {row['memory_to_one']} times one adapter's")
-    return "; ".join([", ".join(told), *([row["note"]] if row.get("note") else [])])
+    return "; ".join(filter(None, [", ".join(told), row.get("note")]))
 
 
 def _predicted_rows(rows: list[dict[str, Any]]) -> list[str]:

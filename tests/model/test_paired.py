@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForSeq2SeqLM
 
 from encoder_decoders import make_encoder_decoder
@@ -55,6 +56,31 @@ def test_what_is_counted_is_what_autograd_keeps(tmp_path, family):
     )
     assert found is not None
     assert found.kept(*SHAPE) == pytest.approx(_kept(folder), rel=0.02)
+
+
+def test_what_is_dropped_on_a_gpu_is_a_byte_a_value():
+    def sizes(attention, *given) -> list[int]:
+        kept: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.nbytes), lambda _: None), attention:
+            F.dropout(given[0], 0.1)
+            F.scaled_dot_product_attention(*given[:3], attn_mask=given[3], dropout_p=0.1)
+        return sorted(kept)
+
+    given = [torch.empty(2, 4, 64, 8, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    bias = torch.empty(1, 64, 64, 4, device="meta", dtype=torch.bfloat16).permute(0, 3, 1, 2)
+    values, scores = given[0].numel(), 2 * 4 * 64 * 64
+    # Dropped values; q, k and v in fp32; the scores' softmax, what is left of it, and what is dropped.
+    expected = sorted([values, *[4 * values] * 3, 4 * scores, 4 * scores, scores])
+    assert sizes(paired._Attention(on_gpu=True), *given, bias) == expected
+
+
+def test_scores_computed_plainly_are_those_of_torchs_attention():
+    torch.manual_seed(0)
+    q, bias = torch.randn(2, 4, 9, 8), torch.randn(1, 4, 9, 9)
+    k, v = torch.randn(2, 2, 2, 9, 8)
+    for mask in (bias, bias > 0):
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        assert torch.allclose(paired._plain(q, k, v, mask, 0.0), expected, atol=1e-5)
 
 
 def test_work_grows_with_tokens(tmp_path):

@@ -217,8 +217,8 @@ class _Live(TorchDispatchMode):
 class _Attention(TorchFunctionMode):
     """Stands in for torch's attention where one of its kernels would do it on the device: that keeps what goes in, what
     comes out, and logarithms. Where none does, torch computes all scores by plain operations, in fp32: on a GPU where a
-    bias does not lie in memory row by row (T5's, whose heads are innermost), on a CPU where there is dropout, or a bias
-    that is trained."""
+    bias does not lie in memory row by row (T5's, whose heads are innermost, before transformers 5.22), on a CPU where
+    there is dropout, or a bias that is trained. And for dropout on a GPU, which keeps a byte of each value."""
 
     def __init__(self, *, on_gpu: bool):
         super().__init__()
@@ -226,6 +226,8 @@ class _Attention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is F.dropout and self.on_gpu:
+            return _dropped(*args, **kwargs)
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         q, k, v = args
@@ -233,6 +235,8 @@ class _Attention(TorchFunctionMode):
         if mask is None:
             mask = q.new_empty(1, 1, 1, 1)
         elif not (mask.stride(-1) == 1 if self.on_gpu else not (dropout or mask.requires_grad)):
+            if self.on_gpu:
+                return _plain(q, k, v, mask, dropout)
             with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
                 return func(*args, **kwargs)
         elif mask.dtype is torch.bool:
@@ -242,6 +246,20 @@ class _Attention(TorchFunctionMode):
         if k.shape[1] != q.shape[1]:
             k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
         return counted(q, k, v, mask)[0]
+
+
+def _dropped(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    return torch.native_dropout(x, p, True)[0] if training and p else x
+
+
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, dropout: float) -> torch.Tensor:
+    """As torch computes it on a GPU where no kernel does; on meta tensors it would keep more of what is dropped."""
+    k, v = (one.float().repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
+    if mask.dtype is torch.bool:
+        mask = torch.where(mask, mask.new_zeros((), dtype=q.dtype), float("-inf"))
+    scale = q.shape[-1] ** -0.25
+    scores = (scale * q.float()) @ (scale * k).transpose(2, 3) + mask
+    return (_dropped(scores.softmax(-1), dropout) @ v).to(q.dtype)
 
 
 @operator(KERNEL)

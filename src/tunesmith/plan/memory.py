@@ -887,6 +887,7 @@ def _compiled_parts(
     is_read_by_none = experts > 1 and not is_full and not kind.shared  # frozen experts and their router
     into_matmuls = kind.norms + kind.bare_inputs - is_read_by_none
     norms = hidden * ((inputs + kind.post_norms) * width + into_matmuls * (1 if is_fp8 else width))
+    norms += hidden * (width - 1) if is_fp8 and experts > 1 else 0  # trained experts multiply in half precision
     norms += 4 * (kind.norms + kind.post_norms + qk_norms / task.facts.head_dim)  # what each scales by
     attention = 2 * (kind.query + kind.key) * width
     # Of a joint matmul that is not rotated in one pass with it (`model.rotary`) the values keep all alive, and
@@ -897,12 +898,13 @@ def _compiled_parts(
     attention += ((kind.query + kind.key) if keeps_joint else qk_norms) * width
     # Adapters fused with the MLP compute the activation again, too, as kernels for trained weights do (`model.gated`);
     # others keep it, in fp8 where it enters its last matmul so. Frozen experts need none of it.
-    values = (2 if kind.is_gated else 1) * kind.intermediate * width + (kind.intermediate if is_fp8 else 0)
+    values = (2 if kind.is_gated else 1) * kind.intermediate * width
+    values += (kind.intermediate if experts == 1 else kind.shared) if is_fp8 else 0
     is_made_again = kind.gate is not None and (not are_apart if task.has_adapters else _has_gate_kernels(task, tensor))
     kept = kind.intermediate - kind.shared if is_full or experts == 1 else 0
-    kept = 0 if is_made_again and experts == 1 else kept
-    kept += 0 if is_made_again else kind.shared
-    values += 0 if is_fp8 else kept * width
+    kept = 0 if (is_made_again or is_fp8) and experts == 1 else kept
+    kept += 0 if is_made_again or is_fp8 else kind.shared
+    values += kept * width
     values += hidden * width if kind.shared else 0  # what its gate multiplies
     active = max((linear.active for linear in kind.linears), default=1)
     # The router's weights of all experts, and of a token's own: four numbers that say where it goes, and a weight.

@@ -44,7 +44,7 @@ from tunesmith.run.on_policy import OnPolicy, check_prompts
 from tunesmith.run.reference import Progress, Reference
 from tunesmith.run.result import ResultWriter
 from tunesmith.run.rollout import Generator, RewardEvaluator, Rollouts, Sampler, at_temperature
-from tunesmith.run.shape import make_reproducible, micro_batch_shape
+from tunesmith.run.shape import micro_batch_shape, settle_torch
 from tunesmith.run.start import Setting
 from tunesmith.run.state import Share, TrainingState
 from tunesmith.run.stop import StopRule
@@ -172,7 +172,7 @@ def _device(plan: Plan, ranks: Ranks) -> torch.device:
 def _make_ready(run: Run, plan: Plan, device: torch.device, ranks: Ranks) -> None:
     """The process as the plan needs it: its ranks, its random numbers, its attention; UserError where it cannot be."""
     check_ranks(plan, ranks)
-    make_reproducible(plan)
+    settle_torch(plan)
     attention.register(plan.attention)
     check_parallelism(run, plan, device)
 

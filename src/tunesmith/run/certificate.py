@@ -53,7 +53,7 @@ from tunesmith.run.folder import (
     write_json,
 )
 from tunesmith.run.open import Opened, open_run, tokenizer_of, trained_adapter
-from tunesmith.run.shape import make_reproducible
+from tunesmith.run.shape import settle_torch
 from tunesmith.run.there import check_base_there, with_own_model
 
 FILE = "certificate.json"
@@ -207,7 +207,7 @@ def _model_checks(folder: Path, run: Run, plan: Plan | None, data: Prepared, pro
     if plan.device == "cpu" and 5 * load.parameter_count(model) > psutil.virtual_memory().available:
         return dict.fromkeys(names, _unknown("the model does not fit into this machine's memory"))
     progress("Opening the trained model", 0, None)
-    make_reproducible(plan)
+    settle_torch(plan)
     attention.register()
     opened = open_run(folder)
     if plan.forward.layout == "packed":

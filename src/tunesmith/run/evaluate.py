@@ -36,7 +36,7 @@ from tunesmith.run.choose import Progress, plan_run, tokenize, with_findings
 from tunesmith.run.open import encoder_of, open_run, placement, tokenizer_of
 from tunesmith.run.reference import Reference
 from tunesmith.run.rollout import Generator, held_out_rewards
-from tunesmith.run.shape import as_called, make_reproducible, micro_batch_shape
+from tunesmith.run.shape import as_called, micro_batch_shape, settle_torch
 from tunesmith.run.stop import StopRule, together
 from tunesmith.run.there import with_own_model
 from tunesmith.train.events import Evaluation
@@ -167,7 +167,7 @@ def evaluate_run(
         if is_turn:
             stores = held_out_of(folder, run, plan, progress)
         ranks.wait()
-    make_reproducible(plan)
+    settle_torch(plan)
     attention.register()
     device, precision = placement(plan)
     objective = objective_of(run)

@@ -30,8 +30,11 @@ def micro_batch_shape(plan: Plan) -> Shape | None:
     return Shape(tokens=tokens, longest=plan.sequence_length)
 
 
-def make_reproducible(plan: Plan) -> None:
-    """The same numbers every time: always on a CPU, on a GPU when the plan says so."""
+def settle_torch(plan: Plan) -> None:
+    """The same numbers every time: always on a CPU, on a GPU when the plan says so. And no kernels that have to be
+    prepared for each shape, where the shape is another one with every micro-batch: cuDNN's attention takes 50 ms."""
+    if plan.by_length:
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if torch.get_num_threads() != plan.threads and plan.device == "cpu":
         torch.set_num_threads(plan.threads)
     if plan.deterministic and plan.device == "cuda":
