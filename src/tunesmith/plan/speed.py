@@ -63,6 +63,9 @@ ADAPTER_PASSES = 2.0
 UNFUSED_ADAPTER_PASSES = 4.0
 """The same where an adapter is a linear beside the base's, whose outputs and gradients are added in passes of their
 own; half as many again, as of all adapters in layers that are not compiled. Counted."""
+DORA_PASSES = 6.5
+"""And where each output is scaled as well, and what it was before is read again for the scale's gradient: measured of a
+classifier's and an embedding model's steps (OLMo-2-1B, H200)."""
 ADAPTER_RATE = 0.25
 """Share of the half-precision rate that matmuls as narrow as an adapter's reach."""
 ROUNDING_BYTES = 48
@@ -237,6 +240,7 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     attention = _attention(task, choice) * tokens / split
     elementwise = _elementwise_bytes(task, choice) * tokens / split / rates.bandwidth
     passes = UNFUSED_ADAPTER_PASSES if task.method == "loqt" else ADAPTER_PASSES
+    passes = DORA_PASSES if task.has_adapters and task.lora.dora else passes
     adapter = task.adapted[1] * passes * task.width * tokens / split / rates.bandwidth
     adapter += 6 * task.adapted[0] * tokens / split / (ADAPTER_RATE * (rates.fp32 if task.width == 4 else rates.half))
     adapter *= 1 if choice.is_compiled else 1.5
