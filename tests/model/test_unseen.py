@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,25 @@ def test_the_count_is_what_autograd_keeps(unseen, tmp_path):
             packed_hidden_states(model, inputs)
         sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
     assert (sizes[1] - sizes[0]) / tokens == pytest.approx(counted.full, rel=0.05)
+
+
+@pytest.mark.parametrize("gives", ["(output.logits,)", "output.last"])
+def test_code_that_gives_no_logits_by_name_is_refused_in_a_sentence(unseen, tmp_path, gives):
+    from tunesmith.config.schema import Run
+    from tunesmith.errors import UserError
+    from tunesmith.model.probe import probe
+
+    folder = shutil.copytree(unseen, tmp_path / "model")
+    forward = "    def forward(self, input_ids=None, **named):\n        output = super().forward(input_ids, **named)\n"
+    (folder / "unseen.py").write_text(f"{CODE}\n{forward}        return {gives}\n")
+    with pytest.raises(UserError, match=r"cannot be called as transformers' models are .*`logits`"):
+        probe(Run(model=str(folder), data="-", **TRUSTED))
+
+
+def test_what_a_config_asks_a_model_to_give_besides_logits_is_not_asked(tmp_path):
+    """A tuple in place of names, or all attention weights, which only slow attention has."""
+    folder = parity.write_model("llama", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    asks = {"return_dict": False, "output_attentions": True, "output_hidden_states": True}
+    (folder / "config.json").write_text(json.dumps(config | asks))
+    assert parity.train(folder, "lora", tmp_path / "run").job.spec.layout == "packed"

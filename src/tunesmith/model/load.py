@@ -34,6 +34,8 @@ TOKENIZER_FILES = ("tokenizer*", "*vocab*", "*.model", "merges.txt", "*tiktoken*
 GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of a tokenizer_config.json that do no more than read tokenizer.json."""
 TOKENIZER_SAMPLE = "The cat, 2024: don't say 'no' x=1;\n\n\tz  \u00fcber \u6f22\u5b57"
+RETURNED = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
+"""What a model gives is by name, and its logits alone, whatever its config.json asks for besides."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -66,7 +68,7 @@ def load_config(run: Run) -> PreTrainedConfig:
         check_quantization(read_config_file(Path(source.location) / "config.json"))
     with reading(run, "config"):
         config = AutoConfig.from_pretrained(
-            source.location, trust_remote_code=run.trust_remote_code, local_files_only=source.offline
+            source.location, trust_remote_code=run.trust_remote_code, local_files_only=source.offline, **RETURNED
         )
         check_quantization(config.to_dict())
     if head.has_head(run):
@@ -269,14 +271,19 @@ def build_small_proxy(run: Run, *, dtype: str, device: torch.device, layers: int
             try:
                 model = kind.from_config(config, dtype=getattr(torch, DTYPES[dtype]), **options).to(device).eval()
                 draw_weights(model, device)
-                model(**plain_call(model, torch.arange(4, device=device)[None]))
+                if model(**plain_call(model, torch.arange(4, device=device)[None])).logits is None:
+                    raise TypeError("it gives no logits")
                 break
-            except Exception as error:  # the model's own code: whatever it raises, its config is at fault
+            except Exception as error:  # the model's own code: whatever it raises, its config or that code is at fault
                 if config is not small:
-                    raise UserError(
-                        f"model: {run.model} cannot be built from its config.json ({first_line(error)}); compare that "
-                        "file with the original's."
-                    ) from error
+                    is_own = hasattr(config, "auto_map")
+                    how = "called as transformers' models are" if is_own else "built from its config.json"
+                    mended = (
+                        "its code has to take `input_ids` and `use_cache`, and to give an output with `logits`"
+                        if is_own
+                        else "compare that file with the original's"
+                    )
+                    raise UserError(f"model: {run.model} cannot be {how} ({first_line(error)}); {mended}.") from error
     return model
 
 
