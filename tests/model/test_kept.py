@@ -13,7 +13,7 @@ from tunesmith.model.fuse import fuse
 from tunesmith.model.kept import _grown, count_kept, count_own
 from tunesmith.model.probe import probe
 from tunesmith.model.structure import decoder_layers
-from tunesmith.plan import memory
+from tunesmith.plan import activations
 from tunesmith.plan.choice import Task
 from tunesmith.plan.facts import KEPT_RANK
 from tunesmith.plan.families import from_config
@@ -168,6 +168,6 @@ def test_a_compiled_layer_keeps_what_the_formulas_say(family, has_kernels):
     assert counted is not None
     for method in ("full", "lora"):
         task = Task(facts, named("H200"), "cuda", "bf16", method, Lora(rank=KEPT_RANK), "adamw", 1024, 1, 900)
-        said = memory.layer_bytes(task, facts.kinds[facts.pattern[0]], is_compiled=True)
+        said = activations.layer_bytes(task, facts.kinds[facts.pattern[0]], is_compiled=True)
         kept = counted[0].full if method == "full" else counted[0].adapters
         assert said == pytest.approx(kept, rel=0.006), method

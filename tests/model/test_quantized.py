@@ -15,7 +15,7 @@ from tunesmith.model import load, lora, quantized, source, structure
 from tunesmith.model.fuse import JointLinear, fuse
 from tunesmith.model.probe import probe_run
 from tunesmith.parallel.prepare import load_model
-from tunesmith.plan.memory import QUANTIZED
+from tunesmith.plan.model_states import QUANTIZED
 
 TOKENS = torch.arange(3, 40)[None]
 

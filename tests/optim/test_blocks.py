@@ -19,7 +19,7 @@ from tunesmith.model.structure import decoder_layers
 from tunesmith.optim import blocks
 from tunesmith.optim.blocks import BlockOptimizer, BlockSchedule, turn_length
 from tunesmith.optim.build import Optimizer
-from tunesmith.plan import memory
+from tunesmith.plan import memory, model_states
 from tunesmith.plan.choice import Choice
 from tunesmith.plan.families import from_config
 from tunesmith.run.assemble import assemble
@@ -129,7 +129,7 @@ def test_what_is_trained_at_a_time_is_what_the_plan_counts(kind, is_tied):
     named = dict(built.named_parameters())
     sizes = [sum(named[name].numel() for name in schedule.active(turn)) for turn in range(40)]
     given = task(from_config(config.to_dict()), "H200", "full", 64, 1, optimizer=kind)
-    assert max(sizes) == memory.active_parameters(given)
+    assert max(sizes) == model_states.active_parameters(given)
     assert set().union(*(schedule.active(turn) for turn in range(40))) == set(named)
     found, usual = (
         memory.peak(memory.timeline(one, Choice())).memory for one in (given, replace(given, optimizer="adamw"))

@@ -11,7 +11,7 @@ from tunesmith.errors import UserError
 from tunesmith.optim.build import Optimizer
 from tunesmith.optim.fused import Fused
 from tunesmith.optim.muon import GroupedMuon
-from tunesmith.plan.memory import STATE_BYTES, STATES
+from tunesmith.plan.model_states import STATE_BYTES, STATES
 
 
 def make(kind: str, *, dtype=torch.float32, seed: int = 0, masters: bool = True, width: int = 8, **more):

@@ -11,7 +11,7 @@ from torch import nn
 from tunesmith.config.schema import Run
 from tunesmith.optim import lowrank
 from tunesmith.optim.build import Optimizer
-from tunesmith.plan.memory import projected_rank
+from tunesmith.plan.model_states import projected_rank
 
 RATE, STEPS, EVERY = 1e-2, 5, 3
 

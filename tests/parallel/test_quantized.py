@@ -15,7 +15,7 @@ from parallel.test_shard import settings  # noqa: F401  (a fixture)
 from tunesmith.config.load import from_mapping
 from tunesmith.errors import UserError
 from tunesmith.parallel.quantized import BLOCK, Packing
-from tunesmith.plan import memory
+from tunesmith.plan import model_states
 from tunesmith.run.start import prepare_run
 
 FLAT = ("zero3", {"shard": 4})
@@ -84,7 +84,7 @@ def test_usual_values_are_off_by_this_share_and_take_so_many_bytes(wire, share, 
     packing = Packing([(True, values.numel())], wire)
     assert ((there_and_back(packing, values) - values).norm() / values.norm()).item() == pytest.approx(share, rel=0.1)
     assert packing.bytes(values.numel(), values.dtype) / values.numel() == pytest.approx(size, rel=0.001)
-    assert size == pytest.approx(memory.COLLECTIVE_BYTES[wire], rel=0.001)
+    assert size == pytest.approx(model_states.COLLECTIVE_BYTES[wire], rel=0.001)
 
 
 @WIRES

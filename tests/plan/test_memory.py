@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunesmith.config.schema import Lora
-from tunesmith.plan import memory, speed
+from tunesmith.plan import activations, memory, model_states, speed
 from tunesmith.plan.choice import Choice
 from tunesmith.plan.families import from_config
 
@@ -21,7 +21,7 @@ GB = 1e9
 @pytest.mark.parametrize(("sharding", "gigabytes"), [("none", 120), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)])
 def test_the_table_of_the_zero_paper(sharding, gigabytes):
     """7.5B parameters on 64 GPUs; 2 bytes of weights, 2 of gradients, 12 of states."""
-    found = memory.model_states(7_500_000_000, sharding, 64) / GB
+    found = model_states.published(7_500_000_000, sharding, 64) / GB
     assert found == pytest.approx(gigabytes, abs=0.05)
 
 
@@ -35,15 +35,15 @@ def test_the_estimates_of_deepspeed():
     def gib(size: float) -> float:
         return size / GIB
 
-    stage2 = memory.model_states(parameters, "zero2", 8, **recipe)
+    stage2 = model_states.published(parameters, "zero2", 8, **recipe)
     assert gib(stage2 + half_gradients) == pytest.approx(15.93, abs=0.01)
-    offloaded = memory.model_states(parameters, "zero2", 8, **recipe, offload_states=True)
+    offloaded = model_states.published(parameters, "zero2", 8, **recipe, offload_states=True)
     assert gib(offloaded) == pytest.approx(5.31, abs=0.01)
-    stage3 = memory.model_states(parameters, "zero3", 8, **recipe)
+    stage3 = model_states.published(parameters, "zero3", 8, **recipe)
     assert gib(stage3 + layer) == pytest.approx(6.10, abs=0.02)
-    offloaded = memory.model_states(parameters, "zero3", 8, **recipe, offload_states=True)
+    offloaded = model_states.published(parameters, "zero3", 8, **recipe, offload_states=True)
     assert gib(offloaded + layer) == pytest.approx(0.79, abs=0.01)
-    nothing = memory.model_states(parameters, "zero3", 8, **recipe, offload_states=True, offload_weights=True)
+    nothing = model_states.published(parameters, "zero3", 8, **recipe, offload_states=True, offload_weights=True)
     assert gib(nothing + layer) == pytest.approx(0.12, abs=0.01)
 
 
@@ -100,7 +100,7 @@ def test_activations_are_what_autograd_keeps(family, method):
     # Without the layer's window, which makes a difference from the second layer on in some families only.
     options = {"is_compiled": False, "is_frozen": method == "frozen"}
     options["storage"] = "nf4" if method == "qlora" else "plain"
-    expected = tokens * memory.layer_bytes(given, facts.kinds[facts.pattern[-1]], **options)
+    expected = tokens * activations.layer_bytes(given, facts.kinds[facts.pattern[-1]], **options)
     expected += given.adapted[0] / 2 * 2 * 2  # the factors in bf16, of one layer
     assert expected == pytest.approx(per_layer, rel=0.1 if method == "frozen" else 0.03)
 
@@ -163,7 +163,7 @@ def test_the_loss_holds_as_many_logits_as_its_kernel_says():
     from tunesmith.kernels.linear_cross_entropy import CHUNK_ELEMENTS
 
     assert memory.LOGITS == CHUNK_ELEMENTS
-    assert memory.FP8_MULTIPLE == FP8_MULTIPLE
+    assert model_states.FP8_MULTIPLE == FP8_MULTIPLE
 
 
 def test_a_cache_has_the_room_that_it_is_made_with():
@@ -188,7 +188,7 @@ def test_a_cache_has_the_room_that_it_is_made_with():
 def test_a_frozen_head_in_fp8_costs_a_byte_a_weight_and_one_a_logit(monkeypatch, method, choice, is_there):
     given = task("Llama-3.1-8B", "8 x H200", method, 4096, 4)
     found = loss_phase(given, choice)
-    monkeypatch.setattr(memory, "has_fp8_head", lambda *_: False)
+    monkeypatch.setattr(model_states, "has_fp8_head", lambda *_: False)
     without = loss_phase(given, choice)
     assert found.weights - without.weights == is_there * given.facts.embedding
     assert found.loss - without.loss == is_there * memory.LOGITS["cuda"]
@@ -359,7 +359,7 @@ def test_a_frozen_base_in_host_memory_leaves_two_layers_and_what_is_around_them_
     assert after.weights == pytest.approx(ends, rel=0.01)
     assert (after.adapter, after.optimizer, after.gradients) == (before.adapter, before.optimizer, before.gradients)
     assert after.gathered == pytest.approx(2 * layers / given.facts.layers, rel=0.01)
-    assert memory.parameter_bytes(given, moved) == pytest.approx(layers, rel=0.01)
+    assert model_states.parameter_bytes(given, moved) == pytest.approx(layers, rel=0.01)
     # Beside the computation, as far as that takes; FSDP's own copies of one rank make the GPU wait.
     seen = speed.step_time(given, moved).offload
     whole = 2 * layers / given.rates.host_link

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tunesmith.objectives import objective_of
-from tunesmith.plan import memory, speed
+from tunesmith.plan import activations, speed
 from tunesmith.plan.choice import Choice
 from tunesmith.plan.facts import Work
 from tunesmith.plan.families import from_config
@@ -239,9 +239,9 @@ def test_a_joint_gate_and_up_is_as_much_of_the_mlp_as_two():
 
 def test_others_wait_for_the_rank_of_the_most_popular_experts(monkeypatch):
     given, choice = task(MIXTRAL, "8xH100", "lora", 4096, 8), Choice(micro_batch=1, expert=8)
-    monkeypatch.setattr(memory, "CROWDED", 1.0)
+    monkeypatch.setattr(activations, "CROWDED", 1.0)
     even = speed._passes(given, choice)[0].matmuls
-    monkeypatch.setattr(memory, "CROWDED", 2.0)
+    monkeypatch.setattr(activations, "CROWDED", 2.0)
     crowded = speed._passes(given, choice)[0].matmuls
     assert crowded / even == pytest.approx(1 + speed._expert_share(given))
     assert speed._expert_share(given) > 0.8

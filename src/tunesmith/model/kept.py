@@ -34,7 +34,7 @@ from tunesmith.model.rotary import fuse_rope
 from tunesmith.model.structure import decoder_layers, replace_module
 from tunesmith.model.work import Tally
 from tunesmith.plan.facts import KEPT_RANK, Kept, KeptByOwn, Work
-from tunesmith.plan.memory import BLOCKWISE
+from tunesmith.plan.model_states import BLOCKWISE
 from tunesmith.plan.plan import GATES
 
 TOKENS, REAL_TOKENS = 1031, 23

@@ -19,7 +19,7 @@ from torch import nn
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.optim.build import Optimizer, weight_of
-from tunesmith.plan.memory import LISA_LAYERS
+from tunesmith.plan.model_states import LISA_LAYERS
 
 LONGEST = {"lisa": 20, "badam": 100}
 """Steps of a turn, as the papers have them; fewer where a run is too short for all weights to be trained."""

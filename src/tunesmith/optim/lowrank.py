@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from tunesmith.kernels.directions import right_directions
-from tunesmith.plan.memory import projected_rank
+from tunesmith.plan.model_states import projected_rank
 
 EVERY = 200
 """Steps between two projections."""

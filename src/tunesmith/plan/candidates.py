@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tunesmith.plan import memory, paths, rules, speed
+from tunesmith.plan import memory, model_states, paths, rules, speed
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.plan import Phase, Time
 
@@ -50,7 +50,7 @@ def tiers_of(task: Task) -> list[dict[str, Any]]:
     asked = "int8" if task.lora.bits == 8 else "nf4"
     plain = {"storage": asked if task.is_quantized else "plain"}
     if task.device == "cpu":
-        has_large_states = not task.has_adapters and task.optimizer in memory.ALONE
+        has_large_states = not task.has_adapters and task.optimizer in model_states.ALONE
         return [plain, {**plain, "offload_optimizer": "disk"}] if has_large_states else [plain]
     if task.has_adapters:
         # What was asked for stays; else 8 bits, which are closer to the base, before 4.
@@ -58,7 +58,7 @@ def tiers_of(task: Task) -> list[dict[str, Any]]:
         order = [plain] if task.method in ("qlora", "peft") or task.is_merged else [plain, {"storage": "int8"}, small]
         order += [] if task.is_merged else [{**order[-1], "offload_parameters": True}]
     else:
-        is_fused, sent = task.optimizer in memory.ALONE, {"offload_activations": True}
+        is_fused, sent = task.optimizer in model_states.ALONE, {"offload_activations": True}
         small = {"optimizer_states": "int8"} if is_fused else {}
         rounded = [{**small, "master_weights": False}] if is_fused and task.precision == "bf16" else []
         more = ({}, {**small, **sent})
@@ -87,7 +87,7 @@ def candidates_of(
         # layers that are frozen and trained by turns.
         is_compiled=task.device == "cuda"
         and task.facts.packs
-        and task.optimizer not in memory.BLOCKWISE
+        and task.optimizer not in model_states.BLOCKWISE
         and task.method not in ("peft", "loqt"),
         **{name: value for name, value in tier.items() if name != "axes"},
     )

@@ -179,7 +179,7 @@ class Layer(Part):
     """Of an MLP `down(act(gate(x)) * up(x))` with gate and up in two linears or one, whose activation kernels of ours
     compute again (`model.gated`)."""
     kept: Kept | None = None
-    """None: what layers of this structure keep, by `plan.memory`."""
+    """None: what layers of this structure keep, by `plan.activations`."""
     kept_by_own: KeptByOwn | None = None
     work: Work | None = None
     """Of layers that run as they are, on a GPU, where it was counted."""

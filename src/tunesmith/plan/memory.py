@@ -5,7 +5,8 @@ pass at its first layer (the last of the model, while all activations are still 
 computed again, at its last and at its end (when all gradients are there), and the optimizer's step. Pure arithmetic on
 sizes; nothing here knows what fits.
 
-What compiled layers keep and need on the way was measured on an H200 (benchmarks/planner.py); where a number below is
+Model states are counted in `plan.model_states`, what layers keep in `plan.activations`; here is what comes beside them,
+and when. What compiled layers need on the way was measured on an H200 (benchmarks/planner.py); where a number below is
 not a count of tensors in our own code, it says so.
 """
 
@@ -15,46 +16,25 @@ import dataclasses
 import functools
 import math
 
-from tunesmith.config.schema import Lora, Rollout
+from tunesmith.config.schema import Rollout
 from tunesmith.objectives.distill import Distill
 from tunesmith.objectives.grpo import Grpo
 from tunesmith.objectives.head import ClassifyTokens
+from tunesmith.plan import activations, model_states
 from tunesmith.plan.choice import Choice, Task
-from tunesmith.plan.facts import KEPT_RANK, Layer, Linear, StateSpace
-from tunesmith.plan.paths import is_in_full, preferred
-from tunesmith.plan.plan import Attention, Memory, Phase, Sharding
+from tunesmith.plan.facts import Layer, Linear, StateSpace
+from tunesmith.plan.plan import Memory, Phase
 from tunesmith.plan.stages import PER_RANK, micro_batches
 
 MIB = 2**20
-QUANTIZED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0 + 4 / 2048}
-"""Bytes of a quantized weight: nf4 with 8-bit scales of 64 values, and fp32 scales of 256 of those; int8 with an fp32
-scale for each row, which is 2,048 values or more where it matters."""
-STATES = {"adamw": 2, "lion": 1, "muon": 1, "sgd": 1, "adafactor": 0, "galore": 1, "apollo": 1, "lisa": 2, "badam": 2}
-"""Values of optimizer state for each trained parameter."""
-STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0 + 4 / 256, "fp8": 1.0 + 4 / 256, "int4": 0.5 + 4 / 128}
-"""Of one value, with its share of a block's scale (`kernels.update`)."""
-PROJECTED = frozenset({"galore", "apollo"})
-"""Optimizers with the states of projected gradients."""
-BLOCKWISE = frozenset({"lisa", "badam"})
-"""Optimizers that train some layers at a time, and have gradients, states and masters of those alone."""
-LISA_LAYERS = 2
-"""Layers that LISA trains at a time."""
-ALONE = frozenset({"adamw", "lion"})
-"""Optimizers that update each weight for itself, from its gradient as backward made it (`optim.fused`)."""
-PIECE, BUFFERS = {"host": 1 << 24, "disk": 1 << 20}, 4
-"""Values whose states visit the device at a time, and how many such pieces do; as in `optim.offload`."""
 TOGETHER = 1 << 23
 """Values of the matrices that Muon computes at a time, as in `optim.muon`."""
-PINNED = 1.25
-"""Host memory of pinned tensors: their sizes are rounded up to powers of two."""
 LOGITS = {"cpu": 1 << 23, "cuda": 1 << 28}
 """Logits the loss holds at a time; the same as `kernels.linear_cross_entropy.CHUNK_ELEMENTS`."""
 DISTILLED = {"every": 8, "likeliest": 4}
 """Tensors in fp32, as large as a chunk of logits, while two models are compared without a kernel, by all tokens or by
 the teacher's likeliest; of a quarter of the usual chunk. One more where the student's probabilities are not those of
 its own loss."""
-FP8_MULTIPLE = 16
-"""Sizes of fp8 matmuls are multiples of this; the same as in `kernels.fp8`."""
 LOGIT_BYTES = {"cpu": 8, "cuda": 2}
 """Of one logit at the worst moment: on a CPU fp32 logits and softmax; on a GPU the gradient replaces them."""
 CONTEXT = {"cpu": 450 * MIB, "cuda": 800 * MIB}
@@ -67,14 +47,8 @@ those of the activation (one) and of both its inputs (two), then their fp8 value
 WIDE_AGAIN = {"adapters": 0.8, "full": 3.5}
 """How many more where the layer is computed again at the same time, if it is compiled in two pieces; measured. Of one
 graph none are seen, with all weights or in fp8; adapters in half precision have not been measured as one."""
-ENDS = {"adapters": 2, "full": 4}
-"""Hidden states that are kept outside of the layers; a final norm that is trained keeps its input in fp32 as well."""
 ROUNDED = 16
 """Bytes a weight while it is rounded: itself with its adapter, its scale, and two in between, in fp32."""
-COLLECTIVE_BYTES = {"int8": 1 + 4 / 128, "int4": 0.5 + 4 / 64}
-"""Bytes of a rounded value between ranks, with its share of a block's scale (`parallel.quantized`)."""
-CROWDED = 1.2
-"""Tokens that come to the rank whose experts are the most popular, against the mean; taken, not measured."""
 COLLECTIVES = 300 * MIB
 """What NCCL takes once there is more than one rank."""
 FRAGMENTATION = {"cpu": 0.08, "cuda": 0.01}
@@ -126,16 +100,16 @@ def _with_answers(task: Task, choice: Choice) -> tuple[Task, Choice] | None:
 def _timeline(task: Task, choice: Choice) -> list[Phase]:
     facts, width = task.facts, task.width
     is_full = not task.has_adapters
-    static = _static(task, choice)
-    is_head_fp8 = has_fp8_head(task, choice)
+    static = model_states.static(task, choice)
+    is_head_fp8 = model_states.has_fp8_head(task, choice)
     static["weights"] += facts.embedding if is_head_fp8 else 0
     static["weights"] += teacher_bytes(task, choice) if task.teacher_in_steps else 0.0
     tokens = choice.tokens(task)
-    saved, one_layer = _activations(task, choice, tokens)
-    gradients = _gradients(task, choice)
-    kept_gradients = _kept_gradients(task, choice)
+    saved, one_layer = activations.kept(task, choice, tokens)
+    gradients = model_states.gradients(task, choice)
+    kept_gradients = model_states.kept_gradients(task, choice)
     saved += _taught(task, tokens)
-    gathered, gathered_head, unit = _gathered(task, choice)
+    gathered, gathered_head, unit = model_states.gathered(task, choice)
     spread = choice.tensor
     hidden = tokens * facts.hidden * width
     has_logits = facts.has_head and not task.objective.has_embeddings
@@ -145,8 +119,8 @@ def _timeline(task: Task, choice: Choice) -> list[Phase]:
         forward, backward, again = hidden, max(0.0, facts.paired.workspace(*task.shape)), 0.0
     is_all_again = choice.checkpointed_layers == facts.layers
     is_some_again = 0 < choice.checkpointed_layers < facts.layers
-    inputs = _recomputed(task, choice, tokens)
-    ends = ENDS["full" if is_full else "adapters"] * hidden / spread
+    inputs = activations.kept_by_recomputed(task, choice, tokens)
+    ends = activations.ENDS["full" if is_full else "adapters"] * hidden / spread
     upper, late = _late_gradients(task, choice, gradients, head) if is_full else (0.0, 0.0)
     last = _last_gradient(task, choice)
     dequantized = _dequantized(task, choice)
@@ -216,7 +190,7 @@ def _late_gradients(task: Task, choice: Choice, gradients: float, head: float) -
     that are missing before its last layer."""
     facts = task.facts
     layer = max(kind.parameters for kind in facts.kinds) / choice.tensor
-    for_each = gradients / max(1.0, _held(task, choice)[1])
+    for_each = gradients / max(1.0, model_states.held_parameters(task, choice)[1])
     upper = head + (facts.layers - choice.checkpointed_layers) * layer
     late = (0.0 if facts.tied else facts.embedding / choice.tensor) + layer
     return upper * for_each, late * for_each
@@ -298,121 +272,20 @@ def host_memory(task: Task, choice: Choice, *, copied: int = 0) -> int:
     loading = per_node * task.facts.largest_layer * 4  # a few tensors at a time, on their way to the device
     offloaded = 0.0
     if choice.offload_parameters:
-        offloaded += per_node * parameter_bytes(task, choice)
+        offloaded += model_states.parameter_bytes(task, choice)
     if choice.offload_parameters and not choice.has_frozen_on_host(task):
-        offloaded += per_node * gradient_bytes(task, choice)
-        offloaded += per_node * (_visiting if choice.offload_optimizer == "disk" else offloaded_bytes)(task, choice)
-    elif choice.offload_optimizer != "none":  # from a disk by way of as many buffers as the device has
-        is_here = choice.offload_optimizer == "host"
-        offloaded += per_node * (offloaded_bytes(task, choice) if is_here else _visiting(task, choice))
+        offloaded += model_states.gradient_bytes(task, choice) + _optimizer_on_host(task, choice)
+    elif choice.offload_optimizer != "none":
+        offloaded += _optimizer_on_host(task, choice)
     if choice.offload_activations:
-        offloaded += per_node * _layer_inputs(task, choice, choice.tokens(task))
-    return round(per_node * HOST_PROCESS + max(loading, offloaded + copied))
+        offloaded += activations.recomputed_inputs(task, choice, choice.tokens(task))
+    return round(per_node * HOST_PROCESS + max(loading, per_node * offloaded + copied))
 
 
-def checkpoint(task: Task, choice: Choice) -> int:
-    """What all ranks of a node write of a checkpoint."""
-    return round(checkpoint_bytes(task, choice) / min(choice.ranks, task.hardware.nodes))
-
-
-def checkpoint_bytes(task: Task, choice: Choice) -> float:
-    """Of a checkpoint: trained weights as the optimizer updates them, and states."""
-    if task.optimizer in BLOCKWISE and not task.has_adapters:
-        active = active_parameters(task)
-        return (task.trained - active) * task.width + active * (4 + _states(task, choice))
-    is_half = task.precision != "fp32" and choice.sharding == "none" and not choice.has_masters(task)
-    if task.is_merged:
-        held = task.width if choice.storage == "plain" else QUANTIZED[choice.storage]
-        return task.facts.matrices * held + task.trained * (4 + _states(task, choice))
-    weight = task.width if is_half and not task.has_adapters else 4
-    return task.trained * (weight + _states(task, choice))
-
-
-def result_bytes(task: Task) -> int:
-    """Of the trained adapter, or of the model in the precision it is held in."""
-    if task.is_merged:
-        return task.facts.parameters * task.width
-    return task.trained * (4 if task.has_adapters else task.width)
-
-
-def parameter_bytes(task: Task, choice: Choice) -> float:
-    """What offloaded parameters of one rank take in host memory."""
-    return parameter_traffic(task, choice) * (1 if choice.has_frozen_on_host(task) else PINNED)
-
-
-def parameter_traffic(task: Task, choice: Choice) -> float:
-    """Offloaded parameters of one rank: the frozen ones as they are held, trained ones in fp32."""
-    static = _static(task, dataclasses.replace(choice, offload_parameters=False))
-    if choice.has_frozen_on_host(task):
-        return static["weights"] - _ends(task, choice) * task.width
-    return sum(static.get(part, 0.0) for part in ("weights", "adapter", "master"))
-
-
-def gradient_bytes(task: Task, choice: Choice) -> float:
-    """Offloaded gradients of one rank."""
-    return 4 * _held(task, choice)[1] * _share(choice, "states")
-
-
-def disk(task: Task, choice: Choice) -> int:
-    """What all ranks of a node keep on its disk while they train."""
-    per_node = max(1, choice.ranks // task.hardware.nodes)
-    return round(per_node * offloaded_bytes(task, choice)) if choice.offload_optimizer == "disk" else 0
-
-
-def offloaded_bytes(task: Task, choice: Choice) -> float:
-    """States, and masters beside the model's weights, of one rank."""
-    values = _states(task, choice) + (4 if choice.has_masters_apart(task) else 0)
-    return _held(task, choice)[1] * values * _share(choice, "states")
-
-
-def share(sharding: Sharding, what: str, data_ranks: int, shard: int) -> float:
-    """The part of `what` (weights, gradients or states) that one rank holds between uses."""
-    whole = {
-        "none": (),
-        "ddp": (),
-        "zero1": ("states",),
-        "zero2": ("states", "gradients"),
-        "zero3": ("states", "gradients", "weights"),
-        "hybrid": ("states", "gradients", "weights"),
-        "hierarchical": ("states", "gradients", "weights"),
-    }[sharding]
-    if what not in whole:
-        return 1.0
-    return 1 / (shard if sharding == "hybrid" else data_ranks)
-
-
-def model_states(
-    parameters: int,
-    sharding: Sharding,
-    ranks: int,
-    *,
-    weights: float = 2.0,
-    gradients: float = 2.0,
-    states: float = 12.0,
-    offload_states: bool = False,
-    offload_weights: bool = False,
-) -> float:
-    """Bytes a rank holds of weights, gradients and states alone, given their bytes a parameter: what is published."""
-    held = 0.0 if offload_weights else weights * share(sharding, "weights", ranks, ranks)
-    if not offload_states:
-        held += gradients * share(sharding, "gradients", ranks, ranks) + states * share(
-            sharding, "states", ranks, ranks
-        )
-    return parameters * held
-
-
-def kind_experts(kind: Layer) -> int:
-    """Parameters of a layer's experts."""
-    return sum(linear.count * linear.inputs * linear.outputs for linear in kind.linears if linear.count > 1)
-
-
-def has_fp8_head(task: Task, choice: Choice) -> bool:
-    """Whether a frozen head has its weight in fp8 besides (`model.fp8`): where it is whole on each rank, and memory is
-    not so short that layers are checkpointed."""
-    is_cut = choice.tensor * choice.pipeline * choice.expert > 1
-    is_whole = not is_cut and choice.sharding in ("none", "ddp", "zero1", "zero2")
-    is_frozen = task.has_adapters and task.facts.has_head and not choice.checkpointed_layers
-    return choice.matmul_dtype == "fp8" and is_frozen and is_whole and task.facts.hidden % FP8_MULTIPLE == 0
+def _optimizer_on_host(task: Task, choice: Choice) -> float:
+    """What of a rank's states is in host memory: from a disk they come by way of as many buffers as the device has."""
+    is_on_disk = choice.offload_optimizer == "disk"
+    return (model_states.visiting if is_on_disk else model_states.offloaded_bytes)(task, choice)
 
 
 # parts
@@ -439,174 +312,6 @@ def _with_pool(phases: list[Phase], *, summed: int, logits: int, more: float) ->
     return [loading, *(one.changed(memory=whole(one.memory)) for one in step)]
 
 
-def _share(choice: Choice, what: str) -> float:
-    return share(choice.sharding, what, choice.holders, choice.sharers)
-
-
-def _held(task: Task, choice: Choice) -> tuple[float, float]:
-    """Base and trained parameters of this rank's part of the model, before they are sharded over data ranks."""
-    facts = task.facts
-    body = facts.total(lambda kind: kind.parameters) / choice.tensor
-    if choice.pipeline > 1:
-        body *= -(-facts.layers // choice.pipeline) / facts.layers
-    base = body + _ends(task, choice)
-    if not task.has_adapters:
-        return base, active_parameters(task) if task.optimizer in BLOCKWISE else base
-    return base, task.trained / choice.tensor / choice.pipeline
-
-
-def _ends(task: Task, choice: Choice) -> float:
-    """Parameters of this rank that are not in layers."""
-    facts = task.facts
-    head = facts.head if choice.pipeline == 1 else 0  # the first stage or the last
-    return (facts.embedding + head) / choice.tensor + facts.extra
-
-
-def active_parameters(task: Task) -> int:
-    """Those that are trained at a time, at most (`optim.blocks`)."""
-    facts = task.facts
-    layers = sorted((facts.kinds[kind].parameters for kind in facts.pattern), reverse=True)
-    if task.optimizer == "badam":
-        is_apart = facts.has_head and not facts.tied
-        return max(layers[0], facts.head + facts.extra + (0 if is_apart else facts.embedding), facts.embedding)
-    return facts.embedding + facts.head + facts.extra + sum(layers[:LISA_LAYERS])
-
-
-def trained_share(task: Task) -> float:
-    """Of the layers, where all weights are trained: how many are at a time."""
-    at_once = {"lisa": LISA_LAYERS, "badam": 1}.get(task.optimizer, task.facts.layers)
-    return 1.0 if task.has_adapters else min(1.0, at_once / task.facts.layers)
-
-
-def _static(task: Task, choice: Choice) -> dict[str, float]:
-    if choice.offload_parameters and not choice.has_frozen_on_host(task):
-        return {"weights": 0.0}
-    base, trained = _held(task, choice)
-    weights = base * task.width
-    matrices = task.facts.matrices / choice.tensor / choice.pipeline
-    if choice.storage != "plain":
-        weights -= matrices * (task.width - QUANTIZED[choice.storage])
-    elif choice.matmul_dtype == "fp8" and task.has_adapters:  # the frozen base, quantized once; but experts are not
-        matrices -= task.facts.total(kind_experts) / choice.tensor / choice.pipeline
-        weights -= matrices * (task.width - (2 if choice.cache_transposed else 1))
-    weights = _ends(task, choice) * task.width if choice.has_frozen_on_host(task) else weights
-    on_device = choice.offload_optimizer == "none"
-    states = _share(choice, "states")
-    if choice.sharding != "none" and not task.has_adapters:  # what the forward pass uses is made from these
-        has_masters = choice.has_masters(task)
-        return {
-            "weights": 0.0 if has_masters else task.width * trained * states,
-            "master": 4 * trained * states if has_masters else 0.0,
-            "optimizer": trained * _states(task, choice) * states if on_device else _visiting(task, choice),
-        }
-    return {
-        "weights": weights * _share(choice, "weights"),
-        "adapter": 4 * trained * states if task.has_adapters else 0.0,
-        "master": 4 * trained * states if choice.has_masters(task) and on_device else 0.0,
-        "optimizer": trained * _states(task, choice) * states if on_device else _visiting(task, choice),
-    }
-
-
-def _visiting(task: Task, choice: Choice) -> float:
-    """Buffers for what lives in host memory or on disk."""
-    trained = _held(task, choice)[1] * _share(choice, "states")
-    return BUFFERS * min(PIECE[choice.offload_optimizer] / trained, 1) * offloaded_bytes(task, choice)
-
-
-def projected_rank(optimizer: str, short: int) -> int:
-    """Of the projected gradients of a matrix with this shorter side."""
-    quarter = max(1, short // 4)
-    return quarter if optimizer == "galore" else min(256, quarter)
-
-
-def _projected_states(task: Task) -> float:
-    """Values of state of all weights: two moments of each projected matrix, GaLore's projections, and AdamW's of the
-    rest."""
-
-    def of(kind: Layer) -> float:
-        values = 2.0 * kind.parameters
-        for one in kind.linears:
-            short, long = sorted((one.inputs, one.outputs))
-            rank = projected_rank(task.optimizer, short)
-            held = 2 * rank * long + (short * rank if task.optimizer == "galore" else 0)
-            values += (held - 2 * short * long) if one.count == 1 else 0  # stacks of experts are AdamW's
-        return values
-
-    facts = task.facts
-    return facts.total(of) + 2.0 * (facts.embedding + facts.head + facts.extra)
-
-
-def _states(task: Task, choice: Choice) -> float:
-    """Bytes of optimizer state for each trained parameter."""
-    if task.optimizer == "adafactor":  # a row and a column of each matrix
-        facts = task.facts
-        widths = task.adapted[1] if task.has_adapters else facts.total(lambda kind: kind.widths) + facts.vocabulary
-        return min(4.0, 4 * widths / max(1, task.trained))
-    if task.optimizer in PROJECTED:
-        return 4 * _projected_states(task) / max(1, task.trained)
-    values = float(STATES[task.optimizer])
-    if task.optimizer == "muon" and not task.has_adapters:  # embedding and head are AdamW's
-        values += (task.facts.embedding + task.facts.head) / task.facts.parameters
-    if task.method == "loqt":  # the first factor is not trained
-        values /= 2
-    size = STATE_BYTES[choice.optimizer_states]
-    if task.has_adapters and size < 2:  # rows of the second factor are shorter than a block: they stay in fp32
-        size = (size + 4.0) / 2
-    return values * size
-
-
-def _gradients(task: Task, choice: Choice) -> float:
-    """All of them; in fp32 where they are summed or unscaled, else as backward made them. Released: the largest two."""
-    if choice.offload_parameters and not choice.has_frozen_on_host(task):
-        return 0.0
-    is_summed = choice.accumulation_steps(task) > 1 or (choice.sharding != "none" and choice.has_masters(task))
-    is_made = task.optimizer in ALONE | BLOCKWISE and task.precision == "bf16" and not is_summed
-    width = task.width if is_made and task.has_masters else 4
-    held = _held(task, choice)[1] * _share(choice, "states")
-    if choice.optimizer_in_backward:
-        held = min(held, 2 * task.facts.embedding / choice.tensor)
-    return width * held
-
-
-def _kept_gradients(task: Task, choice: Choice) -> float:
-    """Those of the micro-batches before: whole where they are reduced once a step."""
-    if choice.accumulation_steps(task) == 1:
-        return 0.0
-    is_whole = choice.sharding in ("ddp", "zero1") or (choice.sharding not in ("none", "zero2") and task.has_adapters)
-    return 4 * _held(task, choice)[1] if is_whole else _gradients(task, choice)
-
-
-def _gathered(task: Task, choice: Choice) -> tuple[float, float, float]:
-    """Whole parameters out of shards with the buffers of collectives, in the layers and at the loss, and the
-    gradients of one layer on their way."""
-    facts = task.facts
-    if not choice.offload_parameters and (choice.sharding == "none" or choice.ranks == 1):
-        return 0.0, 0.0, 0.0
-    stay = kind_experts if choice.expert > 1 else (lambda _: 0)  # tokens go to experts that have their places
-    layer = max(kind.parameters - stay(kind) for kind in facts.kinds) / choice.tensor
-    matrices = max(kind.matrices - stay(kind) for kind in facts.kinds) / choice.tensor
-    unit = layer * (task.width + 2 * 4) if not task.has_adapters else 0.0  # as made; in fp32, with those before
-    if choice.quantized_reduce_scatter != "plain":
-        unit += layer * (4 + 2 * COLLECTIVE_BYTES[choice.quantized_reduce_scatter])
-    packed = (
-        0.0 if choice.quantized_all_gather == "plain" else 2 * layer * COLLECTIVE_BYTES[choice.quantized_all_gather]
-    )
-    if choice.sharding in ("ddp", "zero1", "zero2"):
-        base, trained = _held(task, choice)
-        whole = 4 * trained if task.has_adapters else base * task.width
-        buffer = 0.0 if choice.sharding == "ddp" else whole / facts.layers if task.has_adapters else layer * task.width
-        return whole + packed + buffer, whole, unit
-    width = layer * task.width + packed / 2
-    if choice.storage != "plain":  # 4 bits between ranks too
-        width -= matrices * (task.width - QUANTIZED[choice.storage])
-    if choice.has_frozen_on_host(task):
-        return 2 * width, 2 * width, unit  # the layer in use and the next one
-    kept = _held(task, choice)[0] * task.width / choice.sharers if choice.sharding == "hierarchical" else 0.0
-    kept += _ends(task, choice) * task.width  # from the forward pass to the backward pass
-    together = 1 if choice.ranks == 1 else 2  # on one rank FSDP brings a layer when it is called, not before
-    return kept + together * width, kept + width, unit
-
-
 def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, float]:
     """On one rank a plain model comes to the device as its files have it; a base that is to be in fp8 becomes so layer
     by layer. Optimizer states do not exist yet."""
@@ -615,10 +320,10 @@ def _loading(task: Task, choice: Choice, static: dict[str, float]) -> dict[str, 
         return {"optimizer": 0.0}
     joint = _widest_matmul(task, choice)  # weights that share an input are put together for their adapters
     if on_host:  # where they go layer by layer
-        layer = _gathered(task, choice)[0] / 2
+        layer = model_states.gathered(task, choice)[0] / 2
         return {"optimizer": 0.0, "gathered": layer, "workspace": joint * task.width}
     if choice.storage != "plain":
-        return {"optimizer": 0.0, "quantization": joint * (QUANTIZED[choice.storage] + task.width)}
+        return {"optimizer": 0.0, "quantization": joint * (model_states.QUANTIZED[choice.storage] + task.width)}
     whole = max(static["weights"], task.facts.parameters * float(task.width))
     return {"optimizer": 0.0, "weights": whole, "workspace": joint * task.width if task.has_adapters else 0.0}
 
@@ -652,7 +357,7 @@ def teacher_bytes(task: Task, choice: Choice) -> float:
     teacher = task.facts.teacher
     if teacher is None:
         return 0.0
-    saved = 0.0 if choice.teacher_storage == "plain" else task.width - QUANTIZED[choice.teacher_storage]
+    saved = 0.0 if choice.teacher_storage == "plain" else task.width - model_states.QUANTIZED[choice.teacher_storage]
     return teacher.parameters * task.width - teacher.matrices * saved
 
 
@@ -684,7 +389,7 @@ def _asking(task: Task, choice: Choice, static: dict[str, float], tokens: float)
     if choice.teacher_storage != "plain":
         workspace += task.width * max(one.inputs * one.outputs for kind in teacher.kinds for one in kind.linears)
     if task.teacher_in_steps:
-        return {"gradients": _kept_gradients(task, choice), "workspace": workspace}
+        return {"gradients": model_states.kept_gradients(task, choice), "workspace": workspace}
     logits = DISTILLED["likeliest"] * 4 * min(LOGITS[task.device] / 4, tokens * teacher.vocabulary)
     return {"weights": teacher_bytes(task, choice), **dict.fromkeys(static.keys() - {"weights"}, 0.0)} | {
         "workspace": workspace,
@@ -761,7 +466,9 @@ def _last_gradient(task: Task, choice: Choice) -> float:
     head's, or to that of an fp32 master."""
     if task.has_adapters:
         return 0.0
-    is_added = task.facts.tied or (choice.has_masters(task) and task.optimizer not in ALONE | BLOCKWISE)
+    is_added = task.facts.tied or (
+        choice.has_masters(task) and task.optimizer not in model_states.ALONE | model_states.BLOCKWISE
+    )
     return task.facts.embedding * task.width if is_added else 0.0
 
 
@@ -781,7 +488,7 @@ def _dequantized(task: Task, choice: Choice) -> float:
 def _widest_matmul(task: Task, choice: Choice) -> float:
     """Weights that are multiplied at once: those of gate and up together where they are fused, a rank's experts of a
     layer where they are held in few bits, or the largest ones."""
-    is_joint = task.has_adapters and not is_apart(task, choice.storage)
+    is_joint = task.has_adapters and not activations.is_apart(task, choice.storage)
 
     def together(kind: Layer, linear: Linear) -> float:
         if linear.count > 1:
@@ -794,235 +501,6 @@ def _widest_matmul(task: Task, choice: Choice) -> float:
         for linear in kind.linears
         if linear.count == 1 or choice.storage != "plain"
     )
-
-
-def is_apart(task: Task, storage: str) -> bool:
-    """Adapters that are not fused with the linears they belong to."""
-    return task.has_adapters and bool(task.lora.dropout or task.lora.dora or storage == "int8" or task.is_merged)
-
-
-def layer_bytes(
-    task: Task,
-    kind: Layer,
-    *,
-    is_compiled: bool,
-    matmul_dtype: str = "plain",
-    storage: str = "plain",
-    tensor: int = 1,
-    is_sliced: bool = False,
-    crowded: float = 1.0,
-    attention_kernel: Attention | None = None,
-    is_frozen: bool = False,
-) -> float:
-    """What a layer keeps for backward, for each token. Where the probe has counted it for the usual case, others are to
-    that as the formulas say. `is_frozen`: none of its weights is trained, so its linears keep no inputs (eager)."""
-    options = {"is_sliced": is_sliced, "crowded": crowded, "attention_kernel": attention_kernel, "is_frozen": is_frozen}
-    case = {"is_compiled": is_compiled, "matmul_dtype": matmul_dtype, "storage": storage, "tensor": tensor}
-    found = _structured_bytes(task, kind, **case, **options)
-    if (own := kind.kept_by_own) is not None:
-        precision = task.precision if task.width == own.width else "fp32" if own.width == 4 else "bf16"
-        counted = dataclasses.replace(task, precision=precision)
-        return found * own.bytes / _structured_bytes(counted, kind, is_compiled=own.is_compiled)
-    if kind.kept is None:
-        return found
-    precision = task.precision if task.width == kind.kept.width else "fp32" if kind.kept.width == 4 else "bf16"
-    counted = dataclasses.replace(task, precision=precision, lora=Lora(rank=KEPT_RANK))
-    usual = _structured_bytes(counted, kind, is_compiled=kind.kept.is_compiled)
-    return found * (kind.kept.adapters if task.has_adapters else kind.kept.full) / usual
-
-
-def _structured_bytes(
-    task: Task,
-    kind: Layer,
-    *,
-    is_compiled: bool,
-    matmul_dtype: str = "plain",
-    storage: str = "plain",
-    tensor: int = 1,
-    is_sliced: bool = False,
-    crowded: float = 1.0,
-    attention_kernel: Attention | None = None,
-    is_frozen: bool = False,
-) -> float:
-    """The same from the layer's structure. Eager: as autograd's own hooks count it. Compiled: norms and
-    activations are computed again from what stands before them, save where an adapter keeps its input."""
-    if is_compiled:
-        norms, attention, mlp = _compiled_parts(task, kind, matmul_dtype, storage, tensor)
-    else:
-        norms, attention, mlp = _eager_parts(task, kind, matmul_dtype, storage, tensor, is_frozen)
-    if is_sliced:
-        mlp = 0  # its input alone, which is counted with the norms
-    is_early = crowded == 1.0 and (storage != "plain" or (task.device == "cuda" and kind.has_early_weights))
-    if kind.copies and is_early and not is_compiled:
-        mlp += kind.intermediate * task.width  # what the weights are multiplied with
-    attention += 4 * task.facts.heads
-    if is_in_full(task, attention_kernel or preferred(task), kind):
-        length = task.longest_document or task.document_length
-        attention += 8 * task.facts.heads * min(length, kind.window or length)
-    copies = kind.copies * (2 - task.has_adapters - is_early)  # what enters the first matmul, what leaves the last
-    mlp = crowded * (mlp + copies * task.facts.hidden * task.width)
-    adapter = 0.0
-    if task.has_adapters:
-        linears = [linear for linear in kind.linears if linear.is_adaptable]
-        adapter = len(linears) * task.lora.rank * task.width
-        if task.lora.dora:  # each output before it is scaled
-            adapter += sum(linear.outputs for linear in linears) * task.width
-        if task.lora.dropout:  # each linear drops for itself: its input again, and which values were dropped
-            adapter += sum(linear.inputs for linear in linears) * (task.width + 1)
-    dropped = kind.dropouts * task.facts.hidden * (1 if is_compiled or task.device == "cuda" else task.width)
-    return (norms + attention + mlp + adapter + dropped) / tensor
-
-
-def _compiled_parts(
-    task: Task, kind: Layer, matmul_dtype: str, storage: str, tensor: int
-) -> tuple[float, float, float]:
-    """Norms with what they give to matmuls, attention, and the MLP, of a compiled layer."""
-    width, hidden, is_full = task.width, task.facts.hidden, not task.has_adapters
-    qk_norms = (kind.query + kind.key) if kind.has_qk_norm else 0
-    experts = max((linear.count for linear in kind.linears), default=1)
-    are_apart = is_apart(task, storage)
-    is_fp8 = matmul_dtype == "fp8" and is_full
-    # Where a norm follows attention, the sum that the next one reads is made again from what both its parts keep.
-    inputs = min(1, kind.norms) if kind.is_parallel or kind.post_norms else kind.norms
-    is_read_by_none = experts > 1 and not is_full and not kind.shared  # frozen experts and their router
-    into_matmuls = kind.norms + kind.bare_inputs - is_read_by_none
-    norms = hidden * ((inputs + kind.post_norms) * width + into_matmuls * (1 if is_fp8 else width))
-    norms += hidden * (width - 1) if is_fp8 and experts > 1 else 0  # trained experts multiply in half precision
-    norms += 4 * (kind.norms + kind.post_norms + qk_norms / task.facts.head_dim)  # what each scales by
-    attention = 2 * (kind.query + kind.key) * width
-    # Of a joint matmul that is not rotated in one pass with it (`model.rotary`) the values keep all alive, and
-    # norms of queries and keys need nothing else.
-    is_joint = kind.is_qkv_fused or (task.has_adapters and not are_apart)
-    is_made_anew = kind.is_rotated and (tensor > 1 or not kind.is_rope_fused)
-    keeps_joint = is_joint and (is_made_anew or kind.has_qk_norm)
-    attention += ((kind.query + kind.key) if keeps_joint else qk_norms) * width
-    # Adapters fused with the MLP compute the activation again, too, as kernels for trained weights do (`model.gated`);
-    # others keep it, in fp8 where it enters its last matmul so. Frozen experts need none of it.
-    values = (2 if kind.is_gated else 1) * kind.intermediate * width
-    values += (kind.intermediate if experts == 1 else kind.shared) if is_fp8 else 0
-    is_made_again = kind.gate is not None and (not are_apart if task.has_adapters else _has_gate_kernels(task, tensor))
-    kept = kind.intermediate - kind.shared if is_full or experts == 1 else 0
-    kept = 0 if (is_made_again or is_fp8) and experts == 1 else kept
-    kept += 0 if is_made_again or is_fp8 else kind.shared
-    values += kept * width
-    values += hidden * width if kind.shared else 0  # what its gate multiplies
-    active = max((linear.active for linear in kind.linears), default=1)
-    # The router's weights of all experts, and of a token's own: four numbers that say where it goes, and a weight.
-    values += (width * experts + (4 * 8 + width) * active) if experts > 1 else 0
-    return norms, attention, values
-
-
-def _eager_parts(
-    task: Task, kind: Layer, matmul_dtype: str, storage: str, tensor: int, is_frozen: bool
-) -> tuple[float, float, float]:
-    """The same of a layer that is run as it is."""
-    width, hidden, is_full = task.width, task.facts.hidden, not task.has_adapters
-    qk_norms = (kind.query + kind.key) if kind.has_qk_norm else 0
-    # An RMS norm keeps its input in fp32 and, where its own weight is trained, what it multiplies with that.
-    kept = {"rms": 4, "wide": 4, "centered": 8, "layer": width}[kind.norm]
-    trained = {"rms": width, "wide": 4, "centered": 4, "layer": 0}[kind.norm] if is_full else 0
-    inputs = min(1, kind.norms) if kind.is_parallel else kind.norms
-    norms = hidden * (inputs * kept + kind.norms * (width + trained) + kind.post_norms * (kept + trained))
-    norms += hidden * kind.bare_inputs * width
-    norms += qk_norms * (kept + trained)
-    attention = 2 * (kind.query + kind.key) * width
-    # The values keep all three alive.
-    attention += (kind.query + kind.key) * width if kind.is_qkv_fused and kind.is_rotated else 0
-    attention += kind.query * width if task.device == "cpu" else 0  # heads last: a copy
-    if task.has_lora and not is_apart(task, storage) and not kind.is_qkv_fused:
-        is_rotated_at_once = task.device == "cuda" and kind.is_rope_fused and not kind.has_qk_norm
-        is_held_by_norms = kind.has_qk_norm and width == 4
-        attention += 0 if is_rotated_at_once or is_held_by_norms else (kind.query + kind.key) * width
-    is_made_again = is_full and matmul_dtype != "fp8" and _has_gate_kernels(task, tensor) and kind.gate is not None
-    values = 2 if is_made_again else kind.mlp_values
-    if is_frozen:
-        norms -= hidden * (kind.norms * (width + trained) + kind.post_norms * trained) + qk_norms * trained
-        values -= 0 if is_made_again else 1
-    if any(linear.count > 1 for linear in kind.linears) and not is_full:
-        values -= 1  # frozen experts do not keep their inputs
-    return norms, attention, values * kind.intermediate * width
-
-
-def _has_gate_kernels(task: Task, tensor: int) -> bool:
-    """Of trained weights (`model.gated`)."""
-    return task.device == "cuda" and tensor == 1
-
-
-def _activations(task: Task, choice: Choice, tokens: float) -> tuple[float, float]:
-    """What all layers of this rank keep, and one layer alone, checkpointed or not."""
-    facts = task.facts
-    if facts.paired is not None and task.shape is not None:
-        one = facts.paired.layer(*task.shape) * task.width / facts.paired.width
-        every = facts.paired.kept(*task.shape) * task.width / facts.paired.width
-        share = choice.checkpointed_layers / facts.layers
-        return every * (1 - share) + _recomputed(task, choice, tokens), one
-
-    def of(kind: Layer, *, is_frozen: bool = False) -> float:
-        # Keys and values of other ranks, and of the prompts that second answers of pairs share with the first.
-        gathered = 2 * kind.key * task.width * (choice.context - 1 + task.shared) / choice.tensor
-        fixed = kind.kept_by_own.fixed if kind.kept_by_own is not None else 0
-        experts = max((linear.count for linear in kind.linears), default=1)
-        logits = experts * task.width if facts.has_router_loss and experts > 1 else 0
-        return (
-            fixed
-            + tokens * (gathered + logits)
-            + tokens
-            * layer_bytes(
-                task,
-                kind,
-                is_compiled=choice.is_compiled,
-                matmul_dtype=choice.matmul_dtype,
-                storage=choice.storage,
-                tensor=choice.tensor,
-                is_sliced=choice.mlp_slice > 0,
-                attention_kernel=choice.attention,
-                is_frozen=is_frozen,
-                crowded=CROWDED if choice.expert > 1 and kind_experts(kind) else 1.0,
-            )
-        )
-
-    boundary = tokens * facts.hidden * task.width / choice.tensor
-    one = max(of(kind) for kind in facts.kinds)
-    share = choice.checkpointed_layers / facts.layers
-    if choice.save_attention and choice.checkpointed_layers:
-        one -= tokens * max(kind.query * task.width + 4 * facts.heads for kind in facts.kinds) / choice.tensor
-    every = facts.total(of)
-    if (part := trained_share(task)) < 1:
-        every = part * every + (1 - part) * facts.total(lambda kind: of(kind, is_frozen=True))
-    saved = every * (1 - share) * task.backward_share * _layers_at_once(task, choice)
-    # The factors in the matmuls' precision; checkpointed layers make them again.
-    casts = (1 - share) * task.adapted[0] * task.width / choice.tensor / choice.pipeline
-    ends = ENDS["adapters" if task.has_adapters else "full"] * boundary
-    ends += boundary if task.has_adapters and choice.checkpointed_layers else 0.0  # measured; whose it is is not known
-    return saved + _recomputed(task, choice, tokens) + ends + casts, one
-
-
-def _recomputed(task: Task, choice: Choice, tokens: float) -> float:
-    """What checkpointed layers keep on the device: their inputs, and what attention gave."""
-    facts, kept = task.facts, 0.0
-    if choice.save_attention:
-        share = choice.checkpointed_layers / facts.layers
-        kept = share * tokens * facts.total(lambda kind: kind.query * task.width + 4 * facts.heads) / choice.tensor
-        kept *= task.backward_share * _layers_at_once(task, choice)
-    boundary = tokens * facts.hidden * task.width / choice.tensor
-    inputs = _layer_inputs(task, choice, tokens)
-    return kept + (min(inputs, 2 * boundary) if choice.offload_activations else inputs)  # in use, and on its way
-
-
-def _layer_inputs(task: Task, choice: Choice, tokens: float) -> float:
-    """What checkpointed layers keep, in host memory where the plan says so."""
-    boundary = tokens * task.facts.hidden * task.width / choice.tensor
-    return choice.checkpointed_layers * boundary * task.backward_share * _layers_at_once(task, choice)
-
-
-def _layers_at_once(task: Task, choice: Choice) -> float:
-    """Times all layers of the model, how many this rank keeps activations of."""
-    if choice.pipeline == 1:
-        return 1.0
-    layers, stages = task.facts.layers, choice.pipeline
-    # Micro-batches between their two passes on the first rank: it has half of its layers twice as early, interleaved.
-    flying = (3 * stages - 1) / 2 if choice.schedule == "interleaved" else stages
-    return -(-layers // stages) / layers * min(flying, micro_batches(choice.accumulation_steps(task), stages))
 
 
 def _received(task: Task, choice: Choice, tokens: float) -> float:
@@ -1043,11 +521,11 @@ def _optimizer_workspace(task: Task, choice: Choice) -> float:
     largest = (matrix if task.has_adapters else max(facts.embedding, matrix)) / choice.tensor
     if task.optimizer == "adafactor":
         return 3 * 4 * largest
-    if task.optimizer in PROJECTED:  # one matrix's gradient, its update, and what finds its directions
+    if task.optimizer in model_states.PROJECTED:  # one matrix's gradient, its update, and what finds its directions
         return 4 * 4 * matrix
     if task.optimizer == "muon":  # matrices and their matmuls, in fp32 and bf16; embedding and head are AdamW's
         return 4 * 4 * max(matrix, min(TOGETHER, task.trained)) / choice.tensor
     if choice.offload_optimizer != "none":
-        largest = min(largest, PIECE[choice.offload_optimizer])
+        largest = min(largest, model_states.PIECE[choice.offload_optimizer])
     is_fused = task.optimizer == "lion" or choice.optimizer_states != "fp32" or choice.offload_optimizer != "none"
     return 8 * 4 * largest if is_fused and task.device == "cpu" else 0.0  # a GPU does it in one pass

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tunesmith.plan import memory, rules, speed
+from tunesmith.plan import memory, model_states, rules, speed
 from tunesmith.plan.candidates import Candidate, make_candidate
 from tunesmith.plan.choice import Choice, Task
 
@@ -57,7 +57,7 @@ def fits_host(task: Task, choice: Choice) -> bool:
     """Whether host memory and disk hold what is offloaded; loading alone is warned about, since it can go well."""
     is_offloaded = choice.offload_optimizer != "none" or choice.offload_parameters or choice.offload_activations
     fits_memory = task.device == "cpu" or memory.host_memory(task, choice) <= task.hardware.available
-    return not is_offloaded or (fits_memory and memory.disk(task, choice) <= task.hardware.disk)
+    return not is_offloaded or (fits_memory and model_states.disk(task, choice) <= task.hardware.disk)
 
 
 def with_transposed(task: Task, found: Candidate, pins: Mapping[str, Any], limit: int) -> Candidate:

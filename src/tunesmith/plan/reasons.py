@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tunesmith.config.schema import Run
 from tunesmith.disk import gib
-from tunesmith.plan import memory, paths, rules
+from tunesmith.plan import memory, model_states, paths, rules
 from tunesmith.plan.candidates import Candidate
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.defaults import Decide
@@ -135,9 +135,9 @@ def _explain_weights(run: Run, task: Task, found: Candidate, every: list[Candida
 def _explain_blocks(task: Task, found: Candidate, limit: int, decide: Decide) -> None:
     """Layers that are trained by turns; or, where states or masters were sacrificed or moved, that they could be."""
     facts, choice = task.facts, found.choice
-    if task.optimizer in memory.BLOCKWISE:
-        active = memory.active_parameters(task)
-        what = "a block at a time" if task.optimizer == "badam" else f"{memory.LISA_LAYERS} layers at a time"
+    if task.optimizer in model_states.BLOCKWISE:
+        active = model_states.active_parameters(task)
+        what = "a block at a time" if task.optimizer == "badam" else f"{model_states.LISA_LAYERS} layers at a time"
         held = f"gradients, states and masters are those of {active:,} of {facts.parameters:,} parameters"
         decide("trained", what, f"optimizer: {task.optimizer}; {held}, and a weight begins anew with each of its turns")
         return
@@ -171,7 +171,7 @@ def _explain_offload(
         decide("offload", *_why_offloaded(task, found, every, has))
     if choice.offload_parameters:
         least = _least(every, lambda one: not one.offload_parameters)
-        moved = 2 * choice.accumulation_steps(task) * memory.parameter_traffic(task, choice)
+        moved = 2 * choice.accumulation_steps(task) * model_states.parameter_traffic(task, choice)
         rate = task.rates.host_link
         takes = f"{gib(moved)} a step over the host link at {rate / 1e9:.3g} GB/s take {_seconds(moved / rate)}"
         is_beside = choice.ranks > 1 or choice.has_frozen_on_host(task)
@@ -242,9 +242,13 @@ def _why_offloaded(task: Task, found: Candidate, every: list[Candidate], has: st
     least = _least(every, lambda one: one.offload_optimizer == "none")
     why = f"all else needs at least {least} of {has}"
     if choice.offload_optimizer == "host":
-        moved, rate, way = memory.offloaded_bytes(task, choice), task.rates.host_link, "each way over the host link"
+        moved, rate, way = (
+            model_states.offloaded_bytes(task, choice),
+            task.rates.host_link,
+            "each way over the host link",
+        )
     else:
-        moved, rate, way = 2 * memory.disk(task, choice), hardware.disk_rate, "from and to the disk"
+        moved, rate, way = 2 * model_states.disk(task, choice), hardware.disk_rate, "from and to the disk"
         in_memory = dataclasses.replace(choice, offload_optimizer="host")
         if task.device == "cuda" and (need := memory.host_memory(task, in_memory)) > hardware.available:
             why += f", and host memory would have to hold {gib(need)} and has {gib(hardware.available)}"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tunesmith.plan import memory, paths
+from tunesmith.plan import activations, model_states, paths
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import Linear
-from tunesmith.plan.memory import ALONE, BLOCKWISE, PROJECTED
+from tunesmith.plan.model_states import ALONE, BLOCKWISE, PROJECTED
 from tunesmith.plan.plan import GATES, Kernel
 from tunesmith.plan.stages import PER_RANK
 
@@ -389,7 +389,7 @@ def kernels(task: Task, choice: Choice) -> tuple[Kernel, ...]:
     if task.device == "cpu":
         return ()
     if task.has_adapters:  # one operation with them
-        has_gates = task.has_lora and not memory.is_apart(task, choice.storage) and choice.tensor == 1
+        has_gates = task.has_lora and not activations.is_apart(task, choice.storage) and choice.tensor == 1
     else:
         has_gates = choice.matmul_dtype == "plain" and choice.tensor == 1
     has_gates = has_gates and not task.is_quantization_aware
@@ -398,7 +398,7 @@ def kernels(task: Task, choice: Choice) -> tuple[Kernel, ...]:
         "rope": choice.tensor == 1 and any(kind.is_rope_fused for kind in task.facts.kinds),
         **{gate: gate in gates for gate in GATES},
         "experts": choice.expert == 1 and any(kind.has_early_weights for kind in task.facts.kinds),
-        "fp8_head": memory.has_fp8_head(task, choice),
+        "fp8_head": model_states.has_fp8_head(task, choice),
     }
     return tuple(name for name, applies in found.items() if applies)
 

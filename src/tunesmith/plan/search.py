@@ -16,7 +16,7 @@ from tunesmith.config.schema import Run
 from tunesmith.disk import gib
 from tunesmith.errors import UserError
 from tunesmith.objectives import objective_of
-from tunesmith.plan import memory, paths, rules
+from tunesmith.plan import memory, model_states, paths, rules
 from tunesmith.plan.candidates import Candidate, Refused, candidates_of, tiers_of
 from tunesmith.plan.choice import OF_PEFT, Choice, Task
 from tunesmith.plan.defaults import Amount, DataSize, Decide
@@ -148,7 +148,7 @@ def _plan_of(
     reasons: tuple[Reason, ...],
 ) -> Plan:
     choice = found.choice
-    copied = memory.checkpoint(task, choice) if saves_beside else 0
+    copied = model_states.checkpoint(task, choice) if saves_beside else 0
     return Plan(
         device=task.device,
         threads=max(1, task.hardware.cores // task.hardware.processes),
@@ -199,7 +199,7 @@ def _plan_of(
         engine_memory=engine,
         memory_limit=limit,
         host_memory=memory.host_memory(task, choice, copied=copied),
-        disk=memory.disk(task, choice),
+        disk=model_states.disk(task, choice),
         time=found.time,
         beyond=rules.beyond(task, choice),
         reasons=reasons,
@@ -208,7 +208,7 @@ def _plan_of(
 
 def _saves_beside(task: Task, choice: Choice, decide: Decide) -> bool:
     """Whether checkpoints are copied and written beside training. States that are not on the device change in place."""
-    copied = memory.checkpoint(task, choice)
+    copied = model_states.checkpoint(task, choice)
     if choice.offload_optimizer != "none":
         return False
     fits = memory.host_memory(task, choice, copied=copied) <= task.hardware.available
@@ -240,7 +240,7 @@ class Written(NamedTuple):
 def written(run: Run, plan: Plan, facts: ModelFacts, hardware: Hardware) -> Written:
     """By a run that obeys this plan."""
     task, choice = _of_plan(run, plan, facts, hardware)
-    return Written(round(memory.checkpoint_bytes(task, choice)), memory.result_bytes(task))
+    return Written(round(model_states.checkpoint_bytes(task, choice)), model_states.result_bytes(task))
 
 
 def predicted_memory(run: Run, plan: Plan, facts: ModelFacts, hardware: Hardware) -> int:

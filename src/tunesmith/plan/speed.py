@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from tunesmith.config.schema import Rollout
 from tunesmith.objectives.distill import Distill
 from tunesmith.objectives.grpo import Grpo
-from tunesmith.plan import memory, stages
+from tunesmith.plan import activations, memory, model_states, stages
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import Layer, StateSpace
 from tunesmith.plan.paths import is_in_full, path_of_kind
@@ -236,7 +236,7 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     matmul_rate = _matmul_rate(task, choice, choice.mlp_tokens(task))
     forward_flops = 2 * facts.active * tokens / split
     matmuls = forward_flops / matmul_rate
-    matmuls *= 1 + (memory.CROWDED - 1) * _expert_share(task) if choice.expert > 1 else 1
+    matmuls *= 1 + (activations.CROWDED - 1) * _expert_share(task) if choice.expert > 1 else 1
     attention = _attention(task, choice) * tokens / split
     elementwise = _elementwise_bytes(task, choice) * tokens / split / rates.bandwidth
     passes = UNFUSED_ADAPTER_PASSES if task.method == "loqt" else ADAPTER_PASSES
@@ -249,8 +249,8 @@ def _passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     quantization = _quantization(task, choice, tokens) / split
     head = 2 * facts.embedding * tokens / split / (rates.fp32 if task.width == 4 else rates.half)
     logits = 20 * facts.vocabulary * tokens / split / rates.bandwidth
-    weight_gradients = 0 if task.has_adapters else memory.trained_share(task)
-    has_fp8_head = rates.fp8 and memory.has_fp8_head(task, choice)
+    weight_gradients = 0 if task.has_adapters else model_states.trained_share(task)
+    has_fp8_head = rates.fp8 and model_states.has_fp8_head(task, choice)
     head_backward = rates.half / rates.fp8 if has_fp8_head else 1 + weight_gradients
     share = _backward_share(task)
     forward = Time(
@@ -332,7 +332,7 @@ def _rollout(task: Task, choice: Choice, rollout: Rollout, prompts: int, answers
     tokens = batches * rollout.max_answer_tokens
     weights, rate = facts.active + facts.embedding, rates.fp32 if task.width == 4 else rates.half
     flops = 2 * weights * (rows * rollout.max_answer_tokens + prompts * task.document_length)
-    held = task.width if choice.storage == "plain" else memory.QUANTIZED[choice.storage] + 2 * task.width
+    held = task.width if choice.storage == "plain" else model_states.QUANTIZED[choice.storage] + 2 * task.width
     read = (facts.matrices * held + facts.embedding * task.width) * tokens / rates.bandwidth
     columns = task.document_length + rollout.max_answer_tokens / 2
     kept = facts.total(lambda kind: 2 * kind.key) * task.width * columns
@@ -468,8 +468,8 @@ def _quantization(task: Task, choice: Choice, tokens: float) -> float:
         seconds += 2 * ROUNDING_BYTES * task.facts.matrices / task.rates.bandwidth
     if choice.storage != "plain":
         times = 1 + (math.ceil(tokens / choice.mlp_tokens(task)) - 1) * _mlp_share(task)  # once for each slice
-        size = memory.QUANTIZED[choice.storage] + 2 * task.width
-        elsewhere = task.facts.total(memory.kind_experts) * (1 - 1 / choice.expert)
+        size = model_states.QUANTIZED[choice.storage] + 2 * task.width
+        elsewhere = task.facts.total(model_states.kind_experts) * (1 - 1 / choice.expert)
         seconds += 2 * times * (task.facts.matrices - elsewhere) * size / task.rates.bandwidth
     if choice.quantized_all_gather != "plain":
         gathers = 1 if choice.sharding == "hierarchical" else 2
@@ -503,7 +503,7 @@ def _waiting(task: Task, choice: Choice, micro_batches: float, compute: float) -
         starting = micro_batches * layers * layer * (1 + share * HOST_AGAIN)
         if choice.cuda_graphs:
             starting = micro_batches * (layers * GRAPH_LAYER + GRAPH_MICRO_BATCH) + GRAPH_WEIGHT * _matrices(task)
-        if memory.STATE_BYTES[choice.optimizer_states] < 2:
+        if model_states.STATE_BYTES[choice.optimizer_states] < 2:
             starting += HOST_STATES * _matrices(task)
         return max(0.0, starting - micro_batches * compute)
     kernels = layers * (KERNELS[0] * (1 + share) + KERNELS[1] + (70 if task.has_adapters else 0))
@@ -527,30 +527,30 @@ def _matrices(task: Task) -> int:
 def _optimizer(task: Task, choice: Choice) -> tuple[float, float]:
     """Seconds of the update on the device, and of the way between it and where the states live, if elsewhere."""
     if choice.offload_optimizer == "host":  # both ways at once, and the update is hidden behind them
-        return 0.0, memory.offloaded_bytes(task, choice) / task.rates.host_link
-    trained = memory.active_parameters(task) if task.optimizer in memory.BLOCKWISE else task.trained
+        return 0.0, model_states.offloaded_bytes(task, choice) / task.rates.host_link
+    trained = model_states.active_parameters(task) if task.optimizer in model_states.BLOCKWISE else task.trained
     base = trained / choice.tensor / choice.pipeline
-    held = base * memory.share(choice.sharding, "states", choice.holders, choice.sharers)
-    states = memory.STATES[task.optimizer] * memory.STATE_BYTES[choice.optimizer_states]
+    held = base * model_states.share(choice.sharding, "states", choice.holders, choice.sharers)
+    states = model_states.STATES[task.optimizer] * model_states.STATE_BYTES[choice.optimizer_states]
     passes = 2 * states + 3 * 4 + (4 + task.width if choice.has_masters(task) else 4)
     passes += ADAFACTOR_PASSES if task.optimizer == "adafactor" else 0
     if choice.offload_parameters and not choice.has_frozen_on_host(task):  # by the CPUs that all ranks of a node share
         per_node = max(1, choice.ranks // task.hardware.nodes)
-        return per_node * held * passes / HOST_UPDATES, 2 * memory.disk(task, choice) / task.hardware.disk_rate
+        return per_node * held * passes / HOST_UPDATES, 2 * model_states.disk(task, choice) / task.hardware.disk_rate
     # From and to the disk for all ranks of a node; a GPU's update is hidden behind that, a CPU's is not.
-    streamed = 2 * memory.disk(task, choice) / task.hardware.disk_rate
+    streamed = 2 * model_states.disk(task, choice) / task.hardware.disk_rate
     update = held * passes / task.rates.bandwidth + _orthogonal(task) + _projections(task)
     return update if not streamed or task.device == "cpu" else 0.0, streamed
 
 
 def _projections(task: Task) -> float:
     """Seconds of the matmuls into the small space of GaLore and APOLLO, and of GaLore's back from there, in fp32."""
-    if task.optimizer not in memory.PROJECTED:
+    if task.optimizer not in model_states.PROJECTED:
         return 0.0
     operations = 0
     for kind, count in task.facts.counts:
         for linear in kind.linears:
-            rank = memory.projected_rank(task.optimizer, min(linear.inputs, linear.outputs))
+            rank = model_states.projected_rank(task.optimizer, min(linear.inputs, linear.outputs))
             operations += count * 2 * rank * linear.inputs * linear.outputs if linear.count == 1 else 0
     return operations * (2 if task.optimizer == "galore" else 1) / task.rates.fp32
 
@@ -590,14 +590,14 @@ def _communication(task: Task, choice: Choice, micro_batches: float, forward: fl
     if choice.holders == 1 or choice.sharding == "none":
         return seen
     split = choice.tensor * choice.pipeline
-    stay = facts.total(memory.kind_experts) if choice.expert > 1 else 0
+    stay = facts.total(model_states.kind_experts) if choice.expert > 1 else 0
     base = (facts.parameters - stay) / split
     gathered = base * task.width
     if choice.storage != "plain":
-        gathered -= (facts.matrices - stay) / split * (task.width - memory.QUANTIZED[choice.storage])
+        gathered -= (facts.matrices - stay) / split * (task.width - model_states.QUANTIZED[choice.storage])
     reduced = (task.trained - (0 if task.has_adapters else stay)) / split * GRADIENT
-    rounded_weights = base * memory.COLLECTIVE_BYTES.get(choice.quantized_all_gather, 0.0)
-    rounded_gradients = task.trained / split * memory.COLLECTIVE_BYTES.get(choice.quantized_reduce_scatter, 0.0)
+    rounded_weights = base * model_states.COLLECTIVE_BYTES.get(choice.quantized_all_gather, 0.0)
+    rounded_gradients = task.trained / split * model_states.COLLECTIVE_BYTES.get(choice.quantized_reduce_scatter, 0.0)
     if choice.sharding != "hierarchical":
         gathered = rounded_weights or gathered
         reduced = rounded_gradients or reduced
@@ -664,7 +664,7 @@ def _activation_traffic(task: Task, choice: Choice, compute: float) -> float:
 def _parameter_traffic(task: Task, choice: Choice, micro_batches: float, forward: float, backward: float) -> float:
     """Parameters to the device for each pass, gradients from it at the same time. Of one rank's shards FSDP copies
     each layer when it is called, and the GPU waits."""
-    weights = memory.parameter_traffic(task, choice) / task.rates.host_link
+    weights = model_states.parameter_traffic(task, choice) / task.rates.host_link
     if choice.ranks == 1 and not choice.has_frozen_on_host(task):
         return micro_batches * 2 * weights
     return micro_batches * (_seen(task, weights, forward) + _seen(task, weights, backward))

@@ -33,7 +33,7 @@ from tunesmith.parallel.mesh import check_ranks
 from tunesmith.parallel.prepare import Prepared, SharedBase, is_cut, prepare
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.defaults import few_steps
-from tunesmith.plan.memory import BLOCKWISE
+from tunesmith.plan.model_states import BLOCKWISE
 from tunesmith.plan.plan import ForwardSpec, Plan
 from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder

@@ -39,7 +39,7 @@ from tunesmith.model.structure import set_attention
 from tunesmith.objectives import objective_of
 from tunesmith.optim.build import weight_of
 from tunesmith.parallel.prepare import make_fast
-from tunesmith.plan.memory import BLOCKWISE
+from tunesmith.plan.model_states import BLOCKWISE
 from tunesmith.plan.plan import ForwardSpec, Plan
 from tunesmith.run.choose import tokenize
 from tunesmith.run.evaluate import held_out_while_training

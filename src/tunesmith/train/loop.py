@@ -34,7 +34,7 @@ from tunesmith.model.routers import routing_of
 from tunesmith.optim.schedule import learning_rate
 from tunesmith.parallel.compile import Compilation, news
 from tunesmith.plan.defaults import EVALUATED_SHARE
-from tunesmith.plan.memory import BLOCKWISE
+from tunesmith.plan.model_states import BLOCKWISE
 from tunesmith.train import events
 from tunesmith.train.alerts import SHORT, Alerts
 from tunesmith.train.documents import DocumentLog
