@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -195,7 +195,8 @@ class Server:
         told = (asked.top_logprobs or 0) if asked.logprobs else None
         most = asked.max_completion_tokens or asked.max_tokens
         shape = ChatShape(served, bool(asked.tools) and asked.tool_choice != "none", bool(asked.logprobs))
-        answer = Answer(served.encoder.tokenizer, asked.stops)
+        stops = [] if grammar is not None else asked.stops or served.asked.stops
+        answer = Answer(served.encoder.tokenizer, stops)
         return Reply(self, asked, shape, self._job(served, asked, prompt, most, told, grammar), answer)
 
     async def complete(self, request: Request) -> Response:
@@ -204,7 +205,7 @@ class Server:
         served = self._served(asked.model)
         prompt = await self._rendered(lambda: self._text_prompt(served, asked.one_prompt, "prompt"))
         shape = CompletionShape(served, asked.logprobs is not None)
-        answer = Answer(served.encoder.tokenizer, asked.stops, prompt)
+        answer = Answer(served.encoder.tokenizer, asked.stops or served.asked.stops, prompt)
         job = self._job(served, asked, prompt, asked.max_tokens or COMPLETION_TOKENS, asked.logprobs)
         return Reply(self, asked, shape, job, answer)
 
@@ -364,7 +365,7 @@ class Server:
         return Job(
             model=served,
             prompt=prompt,
-            max_tokens=most or room,
+            max_tokens=most or served.asked.longest(len(prompt), room),
             stop_ids=served.stop_ids,
             take=lambda _: False,
             end=lambda _: None,
@@ -374,6 +375,7 @@ class Server:
             top_logprobs=told,
             deadline=time.monotonic() + self.timeout,
             grammar=grammar,
+            decoding=replace(served.asked.decoding, **asked.decoding),
         )
 
 

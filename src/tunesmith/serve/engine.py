@@ -26,6 +26,7 @@ from torch import nn
 
 from tunesmith.infer.cache import Row, cut, regroup
 from tunesmith.infer.call import Call, Tried
+from tunesmith.infer.decoding import PLAIN, Decoding, History
 from tunesmith.infer.sampling import Choice, Token, choose
 from tunesmith.infer.speculate import MOST, Draft, Drafted, Lookup, Pace
 
@@ -91,6 +92,9 @@ class Job:
     deadline: float = float("inf")
     """By `time.monotonic`."""
     grammar: Grammar | None = None
+    decoding: Decoding = PLAIN
+    history: History | None = None
+    """Once its prompt is read, where more is asked of decoding than that."""
     generated: int = 0
     is_cancelled: bool = False
     is_broken: bool = False
@@ -101,6 +105,8 @@ class Job:
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)  # None: seeded by the system
         self.lookup = Lookup(())
+        if self.temperature <= 0:
+            self.decoding = self.decoding.without_sampling()
 
     @property
     def needs(self) -> int:
@@ -110,18 +116,33 @@ class Job:
     @property
     def is_greedy(self) -> bool:
         """Whether it goes on with the likeliest token each time."""
-        return self.temperature <= 0 and self.top_logprobs is None and self.grammar is None
+        is_told = self.top_logprobs is not None
+        return self.temperature <= 0 and not is_told and self.grammar is None and self.decoding.is_plain
+
+    def begin(self, device: torch.device) -> None:
+        """Its prompt is read."""
+        self.lookup = Lookup(self.prompt)
+        if not self.decoding.is_plain:
+            self.history = History(self.decoding, self.prompt, ends=self.stop_ids, most=self.max_tokens, device=device)
+
+    def push(self, token: int) -> None:
+        self.generated += 1
+        self.lookup.push(token)
+        if self.history is not None:
+            self.history.push(token)
 
     def finish(self, reason: Reason) -> None:
         if not self.is_ended:
             self.is_ended = True
             self.end(reason)
             # What it held goes now, not when the garbage collector comes by: whoever asked holds the job, too.
-            self.take, self.end, self.grammar, self.lookup = lambda _: True, lambda _: None, None, Lookup(())
+            self.take, self.end, self.lookup = lambda _: True, lambda _: None, Lookup(())
+            self.grammar = self.history = None
 
     def choice(self) -> Choice:
         allowed = self.grammar.allowed() if self.grammar is not None else None
-        return Choice(self.temperature, self.top_p, self.chance.random(), self.top_logprobs, allowed)
+        drawn = self.chance.random()
+        return Choice(self.temperature, self.top_p, drawn, self.top_logprobs, allowed, self.history)
 
 
 @dataclass
@@ -354,7 +375,7 @@ class Engine:
         logits_bv, cache = self._call.read(prompts[0]) if len(jobs) == 1 else self._call.read_all(prompts)
         rows: list[tuple[Job, int, Row]] = []
         for place, job in enumerate(jobs):
-            job.lookup = Lookup(job.prompt)
+            job.begin(self._call.device)
             self.stats.prompt_tokens += len(job.prompt)
             if (choice := self._choice(job)) is None:
                 job.finish("failed")
@@ -459,12 +480,12 @@ class Engine:
             log.error("the model %s gave no numbers", job.model)
             self.stats.failed += 1
             return "failed"
-        job.generated += 1
+        job.push(token.id)
         self.stats.generated_tokens += 1
-        job.lookup.push(token.id)
+        is_cut = job.generated >= job.max_tokens
         if token.id in job.stop_ids or self._takes_no_more(job, token):
-            return "failed" if job.is_broken else "stop"
-        return "length" if job.generated >= job.max_tokens else None
+            return "failed" if job.is_broken else "length" if is_cut and job.decoding.forces_end else "stop"
+        return "length" if is_cut else None
 
     def _choice(self, job: Job) -> Choice | None:
         """None where its grammar cannot be followed any further."""
