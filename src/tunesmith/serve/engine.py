@@ -38,7 +38,7 @@ QUIET = 8
 """Steps without proposals after which the next step is begun before its tokens are read: proposals undo that."""
 LONGEST = 8192
 """Tokens of a prompt and its answer, where the model's files name no limit."""
-Reason = Literal["stop", "length", "cancelled", "timeout", "failed"]
+Reason = Literal["stop", "length", "cancelled", "timeout", "failed", "not followed"]
 log = logging.getLogger("tunesmith.serve")
 
 
@@ -58,6 +58,10 @@ class Limits:
 
 class Busy(Exception):
     """The queue is full, or the server is going away."""
+
+
+class NotFollowedError(Exception):
+    """What an answer must spell is too intricate to be followed any further."""
 
 
 class Grammar(Protocol):
@@ -97,7 +101,8 @@ class Job:
     """Once its prompt is read, where more is asked of decoding than that."""
     generated: int = 0
     is_cancelled: bool = False
-    is_broken: bool = False
+    fault: Reason | None = None
+    """Where its own text or grammar has failed."""
     is_ended: bool = False
     chance: random.Random = field(init=False)
     lookup: Lookup = field(init=False)
@@ -378,7 +383,7 @@ class Engine:
             job.begin(self._call.device)
             self.stats.prompt_tokens += len(job.prompt)
             if (choice := self._choice(job)) is None:
-                job.finish("failed")
+                job.finish(job.fault or "failed")
                 continue
             token = choose(logits_bv[place : place + 1], [choice])[0]
             if why := self._given(job, token):
@@ -450,7 +455,8 @@ class Engine:
             if not going:
                 break
             choices = {place: self._choice(group.jobs[place]) for place in going}
-            ended |= {group.jobs[place]: "failed" for place, choice in choices.items() if choice is None}
+            failed = [group.jobs[place] for place, choice in choices.items() if choice is None]
+            ended |= {job: job.fault or "failed" for job in failed}
             ready = {place: choice for place, choice in choices.items() if choice is not None}
             rows_bv = logits_bwv[:, column] if len(ready) == len(group.jobs) else logits_bwv[list(ready), column]
             known = self._call.likeliest if column == 0 and len(ready) == len(group.jobs) else None
@@ -484,7 +490,9 @@ class Engine:
         self.stats.generated_tokens += 1
         is_cut = job.generated >= job.max_tokens
         if token.id in job.stop_ids or self._takes_no_more(job, token):
-            return "failed" if job.is_broken else "length" if is_cut and job.decoding.forces_end else "stop"
+            if job.fault is not None:
+                return job.fault
+            return "length" if is_cut and job.decoding.forces_end else "stop"
         return "length" if is_cut else None
 
     def _choice(self, job: Job) -> Choice | None:
@@ -492,8 +500,7 @@ class Engine:
         try:
             return job.choice()
         except Exception as error:  # of this request's grammar; those beside it go on
-            log.error("an answer failed: %s at %s", type(error).__name__, _place_of(error))
-            self.stats.failed += 1
+            self._note_fault(job, error)
             return None
 
     def _takes_no_more(self, job: Job, token: Token) -> bool:
@@ -501,10 +508,13 @@ class Engine:
             is_stopped = job.take(token)
             return (job.grammar is not None and job.grammar.take(token.id)) or is_stopped
         except Exception as error:  # of this request's text; those beside it go on
-            log.error("an answer failed: %s at %s", type(error).__name__, _place_of(error))
-            self.stats.failed += 1
-            job.is_broken = True
+            self._note_fault(job, error)
             return True
+
+    def _note_fault(self, job: Job, error: Exception) -> None:
+        log.error("an answer failed: %s at %s", type(error).__name__, _place_of(error))
+        self.stats.failed += 1
+        job.fault = "not followed" if isinstance(error, NotFollowedError) else "failed"
 
     def _keep(self, group: Group, places: list[int], beyond: list[int] | None = None) -> None:
         """Go on with these rows, each without the columns at its end that are not its own."""

@@ -230,6 +230,8 @@ def parse(kind: type[Request], body: bytes) -> Request:
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = _fault(error)
+        if first["type"] == "json_invalid" and "recursion" in first["msg"]:
+            raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from None
         if first["type"] == "json_invalid":
             raise ApiError(400, "The body is no JSON that can be read.", code="invalid_json") from None
         parts = (kind, ChatMessage, StreamOptions, ResponseFormat, JsonSchema)
