@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from families import VOCABULARY, tiny_model
+from tunesmith.infer import call, captured
 from tunesmith.infer.decoding import Asked, Decoding, History, asked_of, not_streamed, processed
 from tunesmith.infer.sampling import Choice, choose
 from tunesmith.infer.speculate import Draft, Pace
@@ -85,9 +86,12 @@ def generated(model: Any, settings: dict[str, Any], prompt: list[int], most: int
     return found[:-1] if found[-1:] == [END] else found
 
 
-@pytest.mark.parametrize("speculates", [False, True])
-def test_rows_that_ask_for_different_things_each_have_what_generate_makes_of_them(llama, speculates, monkeypatch):
+@pytest.mark.parametrize("way", ["one by one", "speculative", "captured"])
+def test_rows_that_ask_for_different_things_each_have_what_generate_makes_of_them(llama, way, monkeypatch):
     monkeypatch.setattr(Pace, "may_try", lambda self, rows: True)
+    monkeypatch.setattr(captured, "COLUMNS", 16)
+    monkeypatch.setattr(call, "is_capturable", lambda model: way == "captured")  # as on a GPU, without its graphs
+    speculates = way == "speculative"
     chance = random.Random(0)
     prompts = [[chance.randrange(3, 12) for _ in range(size)] for size in (1, 2, 9, 20) for _ in CONFIGS]
     settings = CONFIGS * 4

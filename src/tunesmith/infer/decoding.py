@@ -212,10 +212,13 @@ def _entries(
     histories: Mapping[int, History], logits_bv: torch.Tensor, of: Callable[[History], np.ndarray]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Where in the logits, laid end to end, the tokens of texts are [N], and a number for each [N]."""
-    size = logits_bv.shape[-1]  # an embedding may have tokens that the output head has not
-    kept = {place: one.ids < size for place, one in histories.items()}
-    places = np.concatenate([place * size + one.ids[kept[place]] for place, one in histories.items()])
-    values = np.concatenate([of(one)[kept[place]] for place, one in histories.items()]).astype(np.float32)
+    size = logits_bv.shape[-1]
+    ids = np.concatenate([one.ids for one in histories.values()])
+    rows = np.repeat(list(histories), [len(one.ids) for one in histories.values()])
+    values = np.concatenate([of(one) for one in histories.values()]).astype(np.float32)
+    places, known = rows * size + ids, ids < size  # an embedding may have tokens that the output head has not
+    if not known.all():
+        places, values = places[known], values[known]
     return torch.from_numpy(places).to(logits_bv.device), torch.from_numpy(values).to(logits_bv.device)
 
 
