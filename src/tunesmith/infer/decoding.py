@@ -2,7 +2,8 @@
 transformers' `generate` applies it, and by requests.
 
 Penalties of tokens that a text has already are computed for all rows of a batch at once. What models rarely ask for is
-left to transformers' own processors, row by row. Of the distribution that is drawn from, `infer.sampling` knows more.
+left to transformers' own logits processors, row by row. Of the distribution that is drawn from, `infer.sampling` knows
+more.
 
 Legend: B rows, V tokens of the vocabulary, N tokens of texts, each once a row.
 """
@@ -164,7 +165,7 @@ class History:
         return self.decoding.frequency_penalty * counts + self.decoding.presence_penalty * (counts > 0)
 
     def process(self, stage: Mapping[str, Any], scores_v: torch.Tensor) -> torch.Tensor:
-        """By those of transformers' processors that belong here."""
+        """By those of transformers' logits processors that belong here."""
         found = [one for name, one in self._processors.items() if name in stage and one is not None]
         if not found:
             return scores_v
@@ -177,7 +178,7 @@ class History:
 
 def processed(logits_bv: torch.Tensor, histories: Sequence[History | None]) -> torch.Tensor:
     """Logits with what is asked of their rows, in the order of `generate`; as they are where nothing is. Frequency and
-    presence come last, where `generate` has the processors that its caller brings."""
+    presence come last, where `generate` has its caller's logits processors."""
     asking = {place: one for place, one in enumerate(histories) if one is not None}
     if not asking:
         return logits_bv
@@ -224,7 +225,7 @@ def _entries(
 
 @dataclass(frozen=True)
 class _Start:
-    """What processors are made from."""
+    """What logits processors are made from."""
 
     prompt: list[int]
     ends: list[int]
