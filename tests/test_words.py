@@ -25,7 +25,7 @@ PRIVATE = {
     r"\bCalling\b": "ForwardSpec",
     r"\btwins?\b": "proxy model",
     r"\b[Mm]ixtures\b(?! of)": "MoE",
-    r"(?<!platform\.)\bprocessors?\b": "CPU",
+    r"(?<!platform\.)(?<!logits )\bprocessors?\b": "CPU",
     r"\bnought\b": "zero",
     r"\bKEEPS_WHOLE\b|\bwhole_mlps\b": "full tensor, fused MLPs",
     r"\btrain\.moments\b|\bMoment\b": "memory phases of a step",

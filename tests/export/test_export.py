@@ -742,6 +742,19 @@ def test_full_runs_and_files_in_parts_are_exported(llama, tmp_path, monkeypatch,
     AutoModelForCausalLM.from_pretrained(tmp_path / "safetensors")
 
 
+def test_what_a_generation_config_asks_of_decoding_is_no_fault_of_an_export(tmp_path):
+    """The text of the proof is the model's alone; a repetition penalty makes another one."""
+    base = make_model(tmp_path / "base", "llama")
+    file = base / "generation_config.json"
+    asked = {"repetition_penalty": 50.0, "do_sample": True, "num_beams": 2}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **asked}))
+    run = make_run(tmp_path / "run", base, steps=2)
+    proof = export_run(run, "safetensors", kind="fp32", out=tmp_path / "out").proof
+    assert proof is not None
+    assert proof.same_text == proof.text_tokens > 1
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()).items() >= asked.items()
+
+
 def test_an_export_of_a_checkpoint_says_so(trained, tmp_path, few):
     shutil.copytree(trained, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "adapter")

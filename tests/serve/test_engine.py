@@ -12,6 +12,7 @@ import torch
 from families import VOCABULARY, tiny_model
 from tunesmith.errors import UserError
 from tunesmith.infer.call import try_out
+from tunesmith.infer.decoding import asked_of
 from tunesmith.infer.speculate import Draft, Drafted, Lookup, Pace
 from tunesmith.serve.engine import Engine, Job, Limits, Reason
 
@@ -56,8 +57,7 @@ def check_family(family: str) -> bool:
     """Twelve prompts of varied lengths, more than fit at once, decoded speculatively where the model allows it; returns
     whether they were decoded together."""
     model = tiny_model(family)
-    model.generation_config.forced_eos_token_id = None  # BART and its like: what cuts an answer off is not decoding
-    tried = try_out(model)
+    tried, decoding = try_out(model), asked_of(model).decoding  # BART and its like force the end of what is cut off
     engine = Engine(model, lambda _: None, LIMITS, is_shared=tried.is_shared, is_wide=tried.is_wide)
     engine._reads_batches = tried.is_shared  # as on a GPU
     chance = random.Random(0)
@@ -65,7 +65,7 @@ def check_family(family: str) -> bool:
     for _ in range(12):
         prompt = [chance.randrange(3, VOCABULARY) for _ in range(chance.randint(1, 20))]
         most, stop = chance.randint(1, 24), chance.choice([None, 7])
-        asked.append(Asked(prompt, most, frozenset([stop] if stop is not None else [])))
+        asked.append(Asked(prompt, most, frozenset([stop] if stop is not None else []), decoding=decoding))
         expected.append(generated(model, prompt, most, stop))
     engine.start()
     try:

@@ -8,6 +8,7 @@ import re
 import struct
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 from serve.serving import serving
 from tunesmith.errors import UserError
 from tunesmith.run.open import open_model
+from tunesmith.serve import trial
 from tunesmith.serve.server import Options, prepare
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -116,6 +118,70 @@ def test_any_object_will_do_and_others_are_answered_freely_beside(server):
             assert said.lstrip().startswith("{")
 
 
+def nested(depth: int):
+    schema = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def options(count: int, **more):
+    properties = {f"p{number}": {"type": "integer"} for number in range(count)}
+    return {"type": "object", "properties": properties, "additionalProperties": False, **more}
+
+
+LARGE = {
+    "optional properties": options(1500),
+    "required properties": options(2000, required=[f"p{number}" for number in range(2000)]),
+    "optional properties further in": {"type": "array", "items": options(900), "minItems": 1},
+    "strings": {"enum": [f"value {number}" for number in range(10_000)]},
+    "kinds": {
+        "anyOf": [
+            {"type": "object", "properties": {"k": {"const": n}, f"x{n}": {"type": "null"}}, "required": ["k"]}
+            for n in range(300)
+        ]
+    },
+    "repeats": {"type": "string", "pattern": "^((a|b|[c-z]+){500}){500}$"},
+    "characters": {"type": "string", "minLength": 100_000, "maxLength": 1_000_000},
+    "items": {"type": "array", "items": {"type": "integer"}, "minItems": 10_000, "maxItems": 10**9},
+    "depth": nested(80),
+    "itself": {"$defs": {"a": options(0) | {"properties": {"b": {"$ref": "#/$defs/a"}}}}, "$ref": "#/$defs/a"},
+}
+
+
+@pytest.mark.parametrize("schema", LARGE.values(), ids=LARGE)
+def test_large_schemas_are_answered_by(server, schema):
+    pytest.importorskip("llguidance")
+    response = server.post(CHAT, **held_to(schema, temperature=2, seed=1, max_tokens=60))
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    if choice["finish_reason"] == "stop":
+        json.loads(choice["message"]["content"])
+    else:
+        assert choice["finish_reason"] == "length"
+
+
+def test_while_a_schema_is_compiled_others_are_answered(server, monkeypatch):
+    pytest.importorskip("llguidance")
+    goes_on = threading.Event()
+    monkeypatch.setattr(trial, "is_compiled", lambda grammar: goes_on.wait(60))
+    asked = held_to({"type": "string", "maxLength": 5}, max_tokens=4)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(server.post, CHAT, **asked)
+        assert server.chat("What is red?", max_tokens=4)["choices"]
+        assert not slow.done()
+        goes_on.set()
+        assert slow.result().status_code == 200
+
+
+def test_a_schema_that_turns_out_too_intricate_ends_its_answer_in_a_sentence(server, monkeypatch):
+    pytest.importorskip("llguidance")
+    monkeypatch.setitem(trial.LIMITS, "max_items_in_row", 50)
+    response = server.post(CHAT, **held_to(options(200), max_tokens=20))
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "response_format")
+    assert "too intricate" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -124,7 +190,13 @@ def test_any_object_will_do_and_others_are_answered_freely_beside(server):
         (held_to({"type": "nothing"}), "nothing"),
         (held_to({"type": "string", "pattern": "(ab"}), "regex parse error: unclosed group"),
         (held_to({"$ref": "http://example.org/x"}), "cannot be held"),
-        (held_to({"description": "x" * 70_000}), "64 KiB"),
+        (held_to({"description": "x" * 300_000}), "256 KiB"),
+        (
+            held_to({"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 2}}, "$ref": "#/$defs/a"}),
+            "no answer is valid by it",
+        ),
+        (held_to(nested(300)), "nested too deeply"),
+        (held_to({"type": "integer", "multipleOf": 999_983}), "takes too long, or too much memory"),
         (held_to(POINT, stop="}"), "stop"),
         (held_to(POINT, tools=[{"type": "function", "function": {"name": "add"}}]), "tools"),
         ({"response_format": {"type": "json_schema"}}, "json_schema"),

@@ -20,6 +20,7 @@ def command(
     from tunesmith.cli import output
 
     output.stage(f"Loading the model of {folder}")
+    from tunesmith.infer.decoding import not_streamed
     from tunesmith.infer.generate import stream
     from tunesmith.run.open import open_model
 
@@ -27,6 +28,8 @@ def command(
     output.clear_bottom()
     if opened.step is not None:
         output.note(f"The run is not finished; this is its checkpoint of step {opened.step}.")
+    if said := not_streamed(opened.model)[1]:
+        output.note(said)
     beginning = [{"role": "system", "content": system}] if system else []
     turns = list(beginning)
 

@@ -108,6 +108,10 @@ class Transformers:
             self.model = self._load(folder).eval()
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
             self.generation = GenerationConfig.from_pretrained(folder)
+            ends = (
+                self.generation.eos_token_id
+            )  # no penalty, and no beams: a text is compared with the likeliest tokens
+            self.model.generation_config = GenerationConfig(eos_token_id=ends)
 
     def _load(self, folder: Path) -> Any:
         from transformers import AutoModelForCausalLM
@@ -141,15 +145,10 @@ class Transformers:
     @torch.no_grad()
     def greedy(self, ids: Sequence[int], count: int) -> list[int]:
         tokens = torch.tensor([list(ids)])
-        options = {"temperature": None, "top_p": None, "top_k": None, "do_sample": False, "max_new_tokens": count}
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
         with quiet():
             made = self.model.generate(
-                tokens,
-                attention_mask=torch.ones_like(tokens),
-                pad_token_id=pad,
-                generation_config=self.generation,
-                **options,
+                tokens, attention_mask=torch.ones_like(tokens), pad_token_id=pad, do_sample=False, max_new_tokens=count
             )
         return made[0, len(ids) :].tolist()
 
@@ -418,7 +417,7 @@ class Vllm:
         return [[(int(token), told["logprob"]) for token, told in row] for row in ranked]
 
     def _complete(self, model: str, ids: Sequence[int], **options: Any) -> dict[str, Any]:
-        asked = {"model": model, "prompt": list(ids), "temperature": 0.0}
+        asked = {"model": model, "prompt": list(ids), "temperature": 0.0, "repetition_penalty": 1.0}
         return self.server.ask("/v1/completions", asked | options)["choices"][0]
 
 

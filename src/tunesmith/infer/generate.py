@@ -14,6 +14,7 @@ from torch import nn
 
 from tunesmith.data.chat import Encoder
 from tunesmith.data.types import Message
+from tunesmith.infer.decoding import FIRST, LAST, not_streamed
 from tunesmith.model.structure import is_encoder_decoder
 
 Conversation = Sequence[dict[str, str]]
@@ -111,11 +112,14 @@ def stop_tokens(model: nn.Module, encoder: Encoder) -> list[int]:
 def _options(model: nn.Module, encoder: Encoder, max_new_tokens: int, temperature: float) -> dict:
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     if temperature <= 0:  # what the model's own file says of sampling would only cause a warning
-        sampling |= {"temperature": None, "top_p": None, "top_k": None}
+        sampling |= dict.fromkeys(("temperature", "top_p", "top_k", "min_p", *FIRST, *LAST))
     return {
+        **not_streamed(model)[0],
+        "return_dict_in_generate": False,
         "max_new_tokens": max_new_tokens,
         "eos_token_id": stop_tokens(model, encoder) or None,
         "pad_token_id": _padding_token(encoder),
+        "tokenizer": encoder.tokenizer,
         "use_cache": True,
         **sampling,
     }

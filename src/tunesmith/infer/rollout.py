@@ -23,6 +23,7 @@ from tunesmith.errors import UserError
 from tunesmith.infer.attention import use_decoding_attention
 from tunesmith.infer.cache import Row, regroup
 from tunesmith.infer.call import Call
+from tunesmith.infer.decoding import PLAIN, Decoding, History, processed
 from tunesmith.model.forward import own_attention as own_attention_of
 from tunesmith.model.lora import keep_lengths
 from tunesmith.model.structure import set_attention
@@ -57,6 +58,16 @@ class _Row:
     draws: np.ndarray
     ids: list[int]
     is_ended: bool = False
+    history: History | None = None
+
+    def begin(self, decoding: Decoding, prompt: list[int], ends: frozenset[int], device: torch.device) -> None:
+        self.history = History(decoding, prompt, ends=ends, most=len(self.draws), device=device)
+
+    def push(self, token: int, ends: frozenset[int]) -> None:
+        self.ids.append(token)
+        self.is_ended = token in ends
+        if self.history is not None:
+            self.history.push(token)
 
 
 @torch.no_grad()
@@ -72,10 +83,13 @@ def sample(
     is_shared: bool,
     should_stop: Callable[[int], None] = lambda _: None,
     goes_on: Callable[[bool], bool] = bool,
+    decoding: Decoding = PLAIN,
 ) -> list[Sampled]:
-    """The answers that are wanted, so many `rows` at a time; a temperature of 0 takes the likeliest tokens. The model
-    must be in evaluation mode. `should_stop` is told how many answers are done, and may raise. `goes_on`: whether any
+    """The answers that are wanted, so many `rows` at a time; a temperature of 0 takes the likeliest tokens, to which
+    `decoding` applies: what is drawn is the model's own distribution, which training knows. The model must be in
+    evaluation mode. `should_stop` is told how many answers are done, and may raise. `goes_on`: whether any
     rank still has something to do, where all must call the model as often."""
+    assert temperature == 0 or decoding.is_plain
     call, done = Call(model, is_shared=is_shared, expected=max_tokens - 1), []
     rows = rows if is_shared else 1
     with own_attention(model):
@@ -86,6 +100,8 @@ def sample(
                     _Row(one, len(prompts[one.prompt]), _draws(one.seed, max_tokens), [])
                     for one in wanted[start : start + rows]
                 ]
+                for row in some if not decoding.is_plain else ():
+                    row.begin(decoding, prompts[row.wanted.prompt], stop_ids, call.device)
                 should_stop(start)
                 _decode(call, prompts, some, max_tokens, temperature, stop_ids, should_stop, start, goes_on)
                 done += some
@@ -110,10 +126,10 @@ def _decode(
     live = list(rows)
     draws_bt = torch.tensor(np.stack([row.draws for row in rows]), device=logits_bv.device)
     for number in range(max_tokens):
-        for row, token in zip(live, _chosen(logits_bv, temperature, draws_bt[:, number]), strict=True):
+        asked_bv = processed(logits_bv, [None if row.is_ended else row.history for row in live])
+        for row, token in zip(live, _chosen(asked_bv, temperature, draws_bt[:, number]), strict=True):
             if not row.is_ended:
-                row.ids.append(token)
-                row.is_ended = token in stop_ids
+                row.push(token, stop_ids)
         should_stop(done)
         left = sum(not row.is_ended for row in live)
         if number + 1 == max_tokens or not goes_on(left > 0):

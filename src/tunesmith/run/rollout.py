@@ -31,6 +31,7 @@ from tunesmith.data.types import MicroBatch, StepBatch
 from tunesmith.errors import UserError
 from tunesmith.evaluate.loss import HeldOut, overall, overall_figures
 from tunesmith.infer.call import try_out
+from tunesmith.infer.decoding import PLAIN, Decoding
 from tunesmith.infer.generate import stop_tokens
 from tunesmith.infer.rollout import Sampled, Wanted, own_attention, sample
 from tunesmith.model import lora
@@ -90,16 +91,19 @@ class Sampler:
         max_tokens: int | None = None,
         rows: int = ROWS,
         should_stop: Callable[[int], None] = lambda _: None,
+        decoding: Decoding = PLAIN,
     ) -> list[Sampled]:
-        """`max_tokens`: of an answer, where that is less than the settings say. `rows`: answers at a time."""
+        """`max_tokens`: of an answer, where that is less than the settings say. `rows`: answers at a time. `decoding`:
+        of the likeliest tokens; what is trained on is drawn from the model's own distribution."""
         most = max_tokens or self.settings.max_answer_tokens
         options = {"max_tokens": most, "temperature": temperature, "rows": rows}
         options |= {"stop_ids": self.stop_ids, "should_stop": should_stop}
         if self.engine is not None:
+            assert decoding.is_plain
             return self.engine.sampled(prompts, wanted, **options)
         was_training = self.called.training
         self.called.eval()
-        work = partial(self._sample, prompts=prompts, wanted=wanted, **options)
+        work = partial(self._sample, prompts=prompts, wanted=wanted, decoding=decoding, **options)
         try:
             return self.called(work) if isinstance(self.called, Entrance) else work(self.called)
         finally:

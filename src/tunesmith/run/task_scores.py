@@ -29,6 +29,7 @@ from tunesmith.evaluate import answers, choices
 from tunesmith.evaluate.figures import figure, measures_of
 from tunesmith.evaluate.loss import by_document
 from tunesmith.evaluate.tasks import Choices, Item, Question, Task, task_of
+from tunesmith.infer.decoding import asked_of
 from tunesmith.infer.rollout import Wanted
 from tunesmith.model.forward import to_device, token_losses
 from tunesmith.parallel.context import cut_of
@@ -115,7 +116,8 @@ def with_tasks(
     tasks, note = sampled(run, tasks, total_steps * plan.sequences_per_step * plan.sequence_length)
     reasons = answers_reason(data.encoder, data.train)
     asking = Asking(called, data.encoder, plan, device, ranks, tasks, reasons=reasons)
-    return TaskEvaluator(evaluate, asking, rule, note, samples)
+    notes = [note, asked_of(getattr(called, "model", called)).sentence if asking.decodes else None]
+    return TaskEvaluator(evaluate, asking, rule, " ".join(filter(None, notes)) or None, samples)
 
 
 def read_tasks(run: Run, plan: Plan) -> list[Task]:
@@ -209,6 +211,11 @@ class Asking:
         self._fill = cut_of(plan, ranks.rank, micro_batch_shape(plan))  # to tokens that tensor ranks share evenly
         self._generator: Generator | None = None
 
+    @property
+    def decodes(self) -> bool:
+        """Whether a task is answered in words."""
+        return bool(self._prompts)
+
     def __call__(self, progress: Callable[[int, int], None]) -> Results:
         assert not self.called.training
         total = sum(len(task.items) for task in self.tasks)
@@ -287,6 +294,7 @@ class Asking:
         prompts = [self._prompts[task.title][place] for place in mine]
         options = {"max_tokens": self._most(task), "temperature": 0.0, "rows": ROWS}
         options["should_stop"] = lambda done: tell(done / len(mine))
+        options["decoding"] = asked_of(self._generator.model).decoding.without_sampling()
         made = self._generator.sampled(prompts, [Wanted(number, "") for number in range(len(mine))], **options)
         said = {place: self._text(self._generator.text_of(one)) for place, one in zip(mine, made, strict=True)}
         every: dict[int, str] = {}

@@ -16,6 +16,7 @@ from tunesmith.evaluate import answers, choices, harness, texts
 from tunesmith.evaluate.results import Results
 from tunesmith.evaluate.score import Scorer
 from tunesmith.evaluate.tasks import Item, Question, Task
+from tunesmith.infer.decoding import asked_of
 from tunesmith.model.forward import own_attention
 from tunesmith.model.structure import set_attention
 from tunesmith.parallel.ranks import Ranks
@@ -89,6 +90,7 @@ class Session:
         self._generate, self._known = generate, target.known
         self._name, self._warn = target.name, warn or (lambda _: None)
         self._own_attention = own_attention(self.opened.model)
+        self._asks_in_vain = asked_of(self.opened.model).sentence
         self._scorer: Scorer | None = None
 
     def scores(self, task: Task, items: Sequence[Item]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -119,6 +121,9 @@ class Session:
     def _answers(self, task: Task, items: Sequence[Item]) -> Iterator[tuple[Item, dict[str, Any]]]:
         if self.opened.tuned is not None and self.opened.tuned.is_prompt:
             raise UserError(f"{self._name} trained a prompt, not weights; it cannot be asked for answers here.")
+        if self._asks_in_vain is not None:
+            self._warn(f"{self._name}: {self._asks_in_vain}")
+            self._asks_in_vain = None
         set_attention(self.opened.model, self._own_attention)
         said: dict[str, list[str]] = {item.id: [] for item in items}
         asking = list(items)

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,6 +49,8 @@ from tunesmith.serve.protocol import (
 BODY_BYTES = 8 << 20
 BODY_SECONDS = 30.0
 """For a client to send its request."""
+COMPILERS = 2
+"""Schemas that are compiled at a time."""
 READ_SECONDS = 30.0
 """For a client to take a piece of its answer; then it counts as gone."""
 COMPLETION_TOKENS = 16
@@ -88,7 +90,8 @@ def make_app(
             yield
         finally:
             await asyncio.to_thread(engine.close)
-            server.renderer.shutdown(wait=False, cancel_futures=True)
+            for pool in (server.renderer, server.compiler):
+                pool.shutdown(wait=False, cancel_futures=True)
 
     changing = [
         Route("/v1/load_lora_adapter", server.load_adapter, methods=["POST"]),
@@ -177,6 +180,7 @@ class Server:
         self.metrics = Metrics(engine)
         self.is_draining = False
         self.renderer = ThreadPoolExecutor(1, "render")  # one: tokenizers are not made for several threads
+        self.compiler = ThreadPoolExecutor(COMPILERS, "compile")
         self._longest = max(map(_longest_token, models.served.values()))
 
     # Endpoints
@@ -190,12 +194,14 @@ class Server:
         _check_format(asked)
         prompt = await self._rendered(lambda: self._chat_prompt(served, asked))
         form, grammar = asked.response_format, None
-        if form is not None:
-            grammar = await self._rendered(lambda: self.grammars.of(served, form))
+        if form is not None and form.is_json:
+            await self._rendered(lambda: self.grammars.prepare(served))
+            grammar = await self._compiled(lambda: self.grammars.of(served, form))
         told = (asked.top_logprobs or 0) if asked.logprobs else None
         most = asked.max_completion_tokens or asked.max_tokens
         shape = ChatShape(served, bool(asked.tools) and asked.tool_choice != "none", bool(asked.logprobs))
-        answer = Answer(served.encoder.tokenizer, asked.stops)
+        stops = [] if grammar is not None else asked.stops or served.asked.stops
+        answer = Answer(served.encoder.tokenizer, stops)
         return Reply(self, asked, shape, self._job(served, asked, prompt, most, told, grammar), answer)
 
     async def complete(self, request: Request) -> Response:
@@ -204,7 +210,7 @@ class Server:
         served = self._served(asked.model)
         prompt = await self._rendered(lambda: self._text_prompt(served, asked.one_prompt, "prompt"))
         shape = CompletionShape(served, asked.logprobs is not None)
-        answer = Answer(served.encoder.tokenizer, asked.stops, prompt)
+        answer = Answer(served.encoder.tokenizer, asked.stops or served.asked.stops, prompt)
         job = self._job(served, asked, prompt, asked.max_tokens or COMPLETION_TOKENS, asked.logprobs)
         return Reply(self, asked, shape, job, answer)
 
@@ -321,6 +327,16 @@ class Server:
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from None
 
+    async def _compiled(self, work: Callable[[], Made]) -> Made:
+        """Beside all others, whose prompts do not wait for it."""
+        if self.is_draining:
+            raise _going_away()
+        try:
+            async with asyncio.timeout(self.timeout):
+                return await asyncio.get_running_loop().run_in_executor(self.compiler, work)
+        except TimeoutError:
+            raise _ended("timeout") from None
+
     def _chat_prompt(self, served: Served, asked: ChatRequest) -> list[int]:
         self._check_size(sum(len(str(message.content or "")) for message in asked.messages), "messages")
         tools = None if asked.tool_choice == "none" else asked.tools
@@ -364,7 +380,7 @@ class Server:
         return Job(
             model=served,
             prompt=prompt,
-            max_tokens=most or room,
+            max_tokens=most or served.asked.longest(len(prompt), room),
             stop_ids=served.stop_ids,
             take=lambda _: False,
             end=lambda _: None,
@@ -374,6 +390,7 @@ class Server:
             top_logprobs=told,
             deadline=time.monotonic() + self.timeout,
             grammar=grammar,
+            decoding=replace(served.asked.decoding, **asked.decoding),
         )
 
 
@@ -697,6 +714,9 @@ def _ended(reason: str) -> ApiError:
         return ApiError(504, "The answer took longer than this server allows.", code="timeout")
     if reason == "cancelled":
         return _going_away()
+    if reason == "not followed":
+        message = "response_format: the schema is too intricate for this answer to be held to it; give a simpler one."
+        return ApiError(400, message, param="response_format")
     return ApiError(500, "The model failed on this request.")
 
 

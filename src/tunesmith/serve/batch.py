@@ -11,6 +11,7 @@ from torch import nn
 from tunesmith.data.chat import Encoder
 from tunesmith.errors import UserError
 from tunesmith.infer.call import try_out
+from tunesmith.infer.decoding import asked_of
 from tunesmith.infer.generate import stop_tokens
 from tunesmith.infer.sampling import Token
 from tunesmith.serve.answer import Answer
@@ -28,8 +29,9 @@ def generate(
     max_tokens: int,
     stops: Sequence[str] = (),
 ) -> Iterator[tuple[int, str]]:
-    """The place of each prompt and its answer, the likeliest token each time. A prompt that leaves no room for an
-    answer loses its beginning."""
+    """The place of each prompt and its answer, the likeliest token each time by the model and its generation config. A
+    prompt that leaves no room for an answer loses its beginning."""
+    asked = asked_of(model)
     tried = try_out(model)
     config: Any = model.config
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -47,7 +49,7 @@ def generate(
 
     def job(place: int) -> Job:
         prompt = list(prompts[place])[-(length - most) :]
-        answer, said = Answer(encoder.tokenizer, stops, prompt), []
+        answer, said = Answer(encoder.tokenizer, [*stops, *asked.stops], prompt), []
 
         def take(token: Token) -> bool:
             if piece := answer.push(token):
@@ -63,6 +65,7 @@ def generate(
             end=lambda reason: done.put((place, reason, answer, said)),
             temperature=0.0,
             seed=0,
+            decoding=asked.decoding,
         )
 
     # The longest first: rows that are decoded together are padded to the longest of them.

@@ -26,6 +26,7 @@ from torch import nn
 
 from tunesmith.infer.cache import Row, cut, regroup
 from tunesmith.infer.call import Call, Tried
+from tunesmith.infer.decoding import PLAIN, Decoding, History
 from tunesmith.infer.sampling import Choice, Token, choose
 from tunesmith.infer.speculate import MOST, Draft, Drafted, Lookup, Pace
 
@@ -37,7 +38,7 @@ QUIET = 8
 """Steps without proposals after which the next step is begun before its tokens are read: proposals undo that."""
 LONGEST = 8192
 """Tokens of a prompt and its answer, where the model's files name no limit."""
-Reason = Literal["stop", "length", "cancelled", "timeout", "failed"]
+Reason = Literal["stop", "length", "cancelled", "timeout", "failed", "not followed"]
 log = logging.getLogger("tunesmith.serve")
 
 
@@ -57,6 +58,10 @@ class Limits:
 
 class Busy(Exception):
     """The queue is full, or the server is going away."""
+
+
+class NotFollowedError(Exception):
+    """What an answer must spell is too intricate to be followed any further."""
 
 
 class Grammar(Protocol):
@@ -91,9 +96,13 @@ class Job:
     deadline: float = float("inf")
     """By `time.monotonic`."""
     grammar: Grammar | None = None
+    decoding: Decoding = PLAIN
+    history: History | None = None
+    """Once its prompt is read, where more is asked of decoding than that."""
     generated: int = 0
     is_cancelled: bool = False
-    is_broken: bool = False
+    fault: Reason | None = None
+    """Where its own text or grammar has failed."""
     is_ended: bool = False
     chance: random.Random = field(init=False)
     lookup: Lookup = field(init=False)
@@ -101,6 +110,8 @@ class Job:
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)  # None: seeded by the system
         self.lookup = Lookup(())
+        if self.temperature <= 0:
+            self.decoding = self.decoding.without_sampling()
 
     @property
     def needs(self) -> int:
@@ -110,18 +121,33 @@ class Job:
     @property
     def is_greedy(self) -> bool:
         """Whether it goes on with the likeliest token each time."""
-        return self.temperature <= 0 and self.top_logprobs is None and self.grammar is None
+        is_told = self.top_logprobs is not None
+        return self.temperature <= 0 and not is_told and self.grammar is None and self.decoding.is_plain
+
+    def begin(self, device: torch.device) -> None:
+        """Its prompt is read."""
+        self.lookup = Lookup(self.prompt)
+        if not self.decoding.is_plain:
+            self.history = History(self.decoding, self.prompt, ends=self.stop_ids, most=self.max_tokens, device=device)
+
+    def push(self, token: int) -> None:
+        self.generated += 1
+        self.lookup.push(token)
+        if self.history is not None:
+            self.history.push(token)
 
     def finish(self, reason: Reason) -> None:
         if not self.is_ended:
             self.is_ended = True
             self.end(reason)
             # What it held goes now, not when the garbage collector comes by: whoever asked holds the job, too.
-            self.take, self.end, self.grammar, self.lookup = lambda _: True, lambda _: None, None, Lookup(())
+            self.take, self.end, self.lookup = lambda _: True, lambda _: None, Lookup(())
+            self.grammar = self.history = None
 
     def choice(self) -> Choice:
         allowed = self.grammar.allowed() if self.grammar is not None else None
-        return Choice(self.temperature, self.top_p, self.chance.random(), self.top_logprobs, allowed)
+        drawn = self.chance.random()
+        return Choice(self.temperature, self.top_p, drawn, self.top_logprobs, allowed, self.history)
 
 
 @dataclass
@@ -354,10 +380,10 @@ class Engine:
         logits_bv, cache = self._call.read(prompts[0]) if len(jobs) == 1 else self._call.read_all(prompts)
         rows: list[tuple[Job, int, Row]] = []
         for place, job in enumerate(jobs):
-            job.lookup = Lookup(job.prompt)
+            job.begin(self._call.device)
             self.stats.prompt_tokens += len(job.prompt)
             if (choice := self._choice(job)) is None:
-                job.finish("failed")
+                job.finish(job.fault or "failed")
                 continue
             token = choose(logits_bv[place : place + 1], [choice])[0]
             if why := self._given(job, token):
@@ -429,7 +455,8 @@ class Engine:
             if not going:
                 break
             choices = {place: self._choice(group.jobs[place]) for place in going}
-            ended |= {group.jobs[place]: "failed" for place, choice in choices.items() if choice is None}
+            failed = [group.jobs[place] for place, choice in choices.items() if choice is None]
+            ended |= {job: job.fault or "failed" for job in failed}
             ready = {place: choice for place, choice in choices.items() if choice is not None}
             rows_bv = logits_bwv[:, column] if len(ready) == len(group.jobs) else logits_bwv[list(ready), column]
             known = self._call.likeliest if column == 0 and len(ready) == len(group.jobs) else None
@@ -459,20 +486,21 @@ class Engine:
             log.error("the model %s gave no numbers", job.model)
             self.stats.failed += 1
             return "failed"
-        job.generated += 1
+        job.push(token.id)
         self.stats.generated_tokens += 1
-        job.lookup.push(token.id)
+        is_cut = job.generated >= job.max_tokens
         if token.id in job.stop_ids or self._takes_no_more(job, token):
-            return "failed" if job.is_broken else "stop"
-        return "length" if job.generated >= job.max_tokens else None
+            if job.fault is not None:
+                return job.fault
+            return "length" if is_cut and job.decoding.forces_end else "stop"
+        return "length" if is_cut else None
 
     def _choice(self, job: Job) -> Choice | None:
         """None where its grammar cannot be followed any further."""
         try:
             return job.choice()
         except Exception as error:  # of this request's grammar; those beside it go on
-            log.error("an answer failed: %s at %s", type(error).__name__, _place_of(error))
-            self.stats.failed += 1
+            self._note_fault(job, error)
             return None
 
     def _takes_no_more(self, job: Job, token: Token) -> bool:
@@ -480,10 +508,13 @@ class Engine:
             is_stopped = job.take(token)
             return (job.grammar is not None and job.grammar.take(token.id)) or is_stopped
         except Exception as error:  # of this request's text; those beside it go on
-            log.error("an answer failed: %s at %s", type(error).__name__, _place_of(error))
-            self.stats.failed += 1
-            job.is_broken = True
+            self._note_fault(job, error)
             return True
+
+    def _note_fault(self, job: Job, error: Exception) -> None:
+        log.error("an answer failed: %s at %s", type(error).__name__, _place_of(error))
+        self.stats.failed += 1
+        job.fault = "not followed" if isinstance(error, NotFollowedError) else "failed"
 
     def _keep(self, group: Group, places: list[int], beyond: list[int] | None = None) -> None:
         """Go on with these rows, each without the columns at its end that are not its own."""

@@ -6,6 +6,7 @@ refuses before anything is generated; so what is answered is valid, or was cut b
 
 from __future__ import annotations
 
+import hashlib
 import json
 import weakref
 from typing import Any
@@ -13,10 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from tunesmith.serve import trial
+from tunesmith.serve.engine import NotFollowedError
 from tunesmith.serve.models import Served
 from tunesmith.serve.protocol import ApiError, ResponseFormat
 
-SCHEMA_CHARACTERS = 64 << 10
+SCHEMA_CHARACTERS = 256 << 10
+KNOWN = 10_000
+"""Schemas of which it is kept that they are compiled within bounds."""
 OPTIONS = {
     "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,24}",  # some models would else write spaces until there is no room
     "item_separator": ",",
@@ -45,7 +50,7 @@ class JsonGrammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():  # its message may quote the answer
-            raise RuntimeError("the grammar of an answer cannot be followed any further")
+            raise NotFollowedError
 
 
 class Grammars:
@@ -53,37 +58,59 @@ class Grammars:
 
     def __init__(self) -> None:
         self._tokenizers: weakref.WeakKeyDictionary[Served, Any] = weakref.WeakKeyDictionary()
+        self._known: dict[bytes, None] = {}
+        """By their content, the oldest first."""
 
-    def of(self, served: Served, asked: ResponseFormat) -> JsonGrammar | None:
-        """None where any text will do. ApiError where answers cannot be held to what is asked."""
-        if asked.type == "text":
-            return None
+    def prepare(self, served: Served) -> None:
+        """Before `of`, where nobody else uses its tokenizer. ApiError where it has none that will do."""
         try:
-            from llguidance import LLMatcher
+            import llguidance  # noqa: F401
         except ImportError:
             message = f"{PARAM}: this server makes no JSON answers; install llguidance beside it (tunesmith[serve])."
             raise ApiError(400, message, param=PARAM) from None
+        if served not in self._tokenizers:
+            self._tokenizers[served] = _made(served)
+
+    def of(self, served: Served, asked: ResponseFormat) -> JsonGrammar:
+        """ApiError where answers cannot be held to what is asked. May take seconds, the first time for a schema."""
+        from llguidance import LLMatcher, LLParserLimits
+
         text = json.dumps(_schema(asked))
         if len(text) > SCHEMA_CHARACTERS:
             message = f"{PARAM}: the schema is longer than {SCHEMA_CHARACTERS >> 10} KiB."
             raise ApiError(400, message, param=PARAM)
-        matcher = LLMatcher(
-            self._tokenizer(served), LLMatcher.grammar_from_json_schema(text, overrides=OPTIONS), log_level=0
-        )
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides=OPTIONS)
+        if asked.json_schema is not None:
+            self._try(grammar)
+        limits = LLParserLimits(**trial.LIMITS)
+        matcher = LLMatcher(self._tokenizers[served], grammar, log_level=0, limits=limits)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # a schema that is nothing but a reference to itself fails here first
+            matcher.compute_bitmask()
         if matcher.is_error():
-            first, *more = matcher.get_error().strip().splitlines()
-            why = (f"{first} {more[-1].removeprefix('error: ')}" if first.endswith(":") and more else first)[
-                :300
-            ].rstrip(".")
-            raise ApiError(400, f"{PARAM}: answers cannot be held to this schema: {why}.", param=PARAM)
+            raise ApiError(400, f"{PARAM}: answers cannot be held to this schema: {_why(matcher)}.", param=PARAM)
         return JsonGrammar(matcher)
 
-    def _tokenizer(self, served: Served) -> Any:
-        if served not in self._tokenizers:
-            self._tokenizers[served] = _made(served)
-        return self._tokenizers[served]
+    def _try(self, grammar: str) -> None:
+        key = hashlib.sha256(grammar.encode()).digest()
+        if key in self._known:
+            return
+        if not trial.is_compiled(grammar):
+            message = (
+                f"{PARAM}: the schema takes too long, or too much memory, to be compiled; give a simpler one, with "
+                "fewer optional properties, patterns and alternatives, and no `multipleOf` of a large number."
+            )
+            raise ApiError(400, message, param=PARAM)
+        self._known[key] = None
+        if len(self._known) > KNOWN:
+            self._known.pop(next(iter(self._known)), None)
+
+
+def _why(matcher: Any) -> str:
+    first, *more = matcher.get_error().strip().splitlines()
+    if first.startswith("NoExtension"):  # such as one that is nothing but a reference to itself
+        return "no answer is valid by it"
+    said = f"{first} {more[-1].removeprefix('error: ')}" if first.endswith(":") and more else first
+    return said[:300].rstrip(".")
 
 
 def _schema(asked: ResponseFormat) -> dict[str, Any]:

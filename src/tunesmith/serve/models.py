@@ -17,6 +17,7 @@ from torch import nn
 
 from tunesmith.data.chat import Encoder
 from tunesmith.errors import UserError
+from tunesmith.infer.decoding import ASKS_NOTHING, Asked, asked_of
 from tunesmith.infer.generate import stop_tokens
 from tunesmith.model import lora, side_files
 from tunesmith.model.structure import replace_module
@@ -40,6 +41,8 @@ class Served:
     """What stands in the place of the base's modules."""
     step: int | None = None
     """Of the checkpoint it was taken from; None for a finished result."""
+    asked: Asked = ASKS_NOTHING
+    """What its generation config asks for."""
 
     def __str__(self) -> str:
         return self.name
@@ -132,7 +135,7 @@ def open_models(folder: Path, more: Mapping[str, Path]) -> Models:
 def _served(
     name: str, model: nn.Module, encoder: Encoder, reasons: bool, modules: dict[str, nn.Module], step: int | None
 ) -> Served:
-    return Served(name, encoder, reasons, frozenset(stop_tokens(model, encoder)), modules, step)
+    return Served(name, encoder, reasons, frozenset(stop_tokens(model, encoder)), modules, step, asked_of(model))
 
 
 def _check_names(name: str, more: Mapping[str, Path]) -> None:

@@ -49,7 +49,7 @@ def _unbiased(bias: dict[str, float]) -> dict[str, float]:
 
 Off = Annotated[Literal[False] | None, _as_written(bool)]
 One = Annotated[Literal[1] | None, _as_written(int)]
-Zero = Annotated[Literal[0] | None, _as_written(int)]
+Penalty = Annotated[float | None, Field(ge=-2, le=2, allow_inf_nan=False)]
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -106,9 +106,31 @@ class Common(BaseModel):
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=1000)
     n: One = 1
-    frequency_penalty: Zero = 0
-    presence_penalty: Zero = 0
+    frequency_penalty: Penalty = Field(
+        None, description="taken off a token's logit for each time that the answer has it; 0 where left out"
+    )
+    presence_penalty: Penalty = Field(
+        None, description="taken off a token's logit once the answer has it; 0 where left out"
+    )
+    repetition_penalty: float | None = Field(
+        None, gt=0, le=100, allow_inf_nan=False,
+        description="divides the logits of tokens that the prompt or the answer has; the model's own where left out",
+    )  # fmt: skip
+    top_k: int | None = Field(
+        None, ge=-1, lt=2**31, description="tokens that are drawn from, 0 or -1 for all; the model's own where left out"
+    )
+    min_p: float | None = Field(
+        None, ge=0, le=1, allow_inf_nan=False,
+        description="the least share of the likeliest token's probability; the model's own where left out",
+    )  # fmt: skip
     logit_bias: Annotated[dict[str, float], AfterValidator(_unbiased)] | None = None
+
+    @property
+    def decoding(self) -> dict[str, Any]:
+        """What it asks of decoding itself."""
+        names = ("frequency_penalty", "presence_penalty", "repetition_penalty", "top_k", "min_p")
+        asked = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return asked | ({"top_k": max(0, self.top_k)} if self.top_k is not None else {})
 
     @property
     def stops(self) -> list[str]:
@@ -208,6 +230,8 @@ def parse(kind: type[Request], body: bytes) -> Request:
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = _fault(error)
+        if first["type"] == "json_invalid" and "recursion" in first["msg"]:
+            raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from None
         if first["type"] == "json_invalid":
             raise ApiError(400, "The body is no JSON that can be read.", code="invalid_json") from None
         parts = (kind, ChatMessage, StreamOptions, ResponseFormat, JsonSchema)
