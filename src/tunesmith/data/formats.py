@@ -93,7 +93,7 @@ MOST = 0.8
 OPTIONAL = {
     "labels", "attention_mask", "tools", "functions", "system", "system_prompt", "input", "history", "context",
     "choices", "role", "content", "prompt", "answer", "tests", "entry_point", "negative", "negatives",
-    "reasoning_content",
+    "reasoning_content", "label_name",
 }  # fmt: skip
 ONE_ANSWER = ("alpaca", "prompt_completion", "question_answer")
 """Formats whose records have one answer, to which a field with its reasoning belongs."""
@@ -501,18 +501,33 @@ def _convert_labelled(fields: dict[str, Any], origin: Origin, dataset: Dataset) 
         label = int(label)
     elif isinstance(label, str):
         label = label.strip()
+        if not label:
+            raise RecordError("wrong label", origin, "`label` is empty")
     elif not isinstance(label, int | float) or (isinstance(label, float) and not label.is_integer()):
         raise RecordError("wrong label", origin, f"`label` must be a name or a number, found {json.dumps(label)[:80]}")
+    beside = _label_name(label, fields, dataset)
     if "completion" in fields or "response" in fields:
-        return Labelled(_convert_prompt_completion({"prompt": "", **fields}, origin, dataset), label)
+        return Labelled(_convert_prompt_completion({"prompt": "", **fields}, origin, dataset), label, beside)
     if "text" in fields:
         text = _text(fields["text"], "text", origin)
         if not text.strip():
             raise RecordError("empty text", origin, "`text` is empty, so there is nothing to label")
-        return Labelled(Document(text), label)
+        return Labelled(Document(text), label, beside)
     key = next(k for k in ("messages", "conversations", "conversation") if k in fields)
     messages = _messages(fields[key], key, origin, dataset)
-    return Labelled(Conversation((*_system(fields, messages, origin), *messages), _tools(fields, origin)), label)
+    asked = Conversation((*_system(fields, messages, origin), *messages), _tools(fields, origin))
+    return Labelled(asked, label, beside)
+
+
+def _label_name(label: str | float, fields: dict[str, Any], dataset: Dataset) -> str | None:
+    """Of a label that is a number: what a field beside it calls it (`label_text`, or as `fields` says)."""
+    if isinstance(label, str) and not label.isdecimal():
+        return None
+    own = dataset.fields.get("label", "label")
+    found, _ = _first(fields, "label_name", *(f"{own}_{end}" for end in ("name", "text", "str")), f"text_{own}")
+    if isinstance(found, str) and found.strip():
+        return found.strip()
+    return json.dumps(fields["label"]) if isinstance(fields.get("label"), bool) else None
 
 
 def _convert_tagged(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Tagged:
@@ -541,7 +556,7 @@ def _tag(value: Any, name: str, origin: Origin) -> str | int | None:
         value = int(value)
     if value is None or value == -100:
         return None
-    if isinstance(value, bool) or not isinstance(value, str | int):
+    if isinstance(value, bool) or not isinstance(value, str | int) or (isinstance(value, str) and not value.strip()):
         raise RecordError("wrong label", origin, f"`{name}` must hold names or numbers, found {json.dumps(value)[:80]}")
     return value
 
