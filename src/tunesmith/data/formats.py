@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tunesmith.data.messages import turns_of
+from tunesmith.data.messages import asked_as_turns, turns_of
 from tunesmith.data.types import (
     Asked,
     Completion,
@@ -265,7 +265,7 @@ def _convert_alpaca(fields: dict[str, Any], origin: Origin, dataset: Dataset) ->
     if not question:
         raise RecordError("empty question", origin, "`instruction` is empty")
     messages += [_user(question), _answer(*_first(fields, "output", "response"), origin)]
-    return _conversation([*_system(fields, messages, origin), *messages], origin)
+    return _conversation(asked_as_turns([*_system(fields, messages, origin), *messages]), origin)
 
 
 def _convert_prompt_completion(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Conversation | Completion:
@@ -285,7 +285,8 @@ def _convert_prompt_completion(fields: dict[str, Any], origin: Origin, dataset: 
             else [_answer(completion, name, origin)]
         )
         messages = [*asked, *answered]
-        return _conversation([*_system(fields, messages, origin), *messages], origin, _tools(fields, origin))
+        messages = asked_as_turns([*_system(fields, messages, origin), *messages])
+        return _conversation(messages, origin, _tools(fields, origin))
     if _given(prompt) is None:
         reason = f'`prompt` is {_found(prompt)}; write "" where the completion stands alone'
         raise RecordError(_lacks(prompt), origin, reason)
@@ -293,7 +294,7 @@ def _convert_prompt_completion(fields: dict[str, Any], origin: Origin, dataset: 
     answer = _answer(completion, name, origin)
     system = _system(fields, [], origin)
     if system:
-        return _conversation([*system, _user(prompt), answer], origin)
+        return _conversation(asked_as_turns([*system, _user(prompt), answer]), origin)
     return Completion(prompt, answer.content)
 
 
@@ -315,7 +316,7 @@ def _convert_question_answer(fields: dict[str, Any], origin: Origin, dataset: Da
     if isinstance(context, str) and context.strip():
         question = f"{context}\n\n{question}"
     messages = [_user(question), _answer(answer, name, origin)]
-    return _conversation([*_system(fields, messages, origin), *messages], origin)
+    return _conversation(asked_as_turns([*_system(fields, messages, origin), *messages]), origin)
 
 
 def _convert_text(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Document:
@@ -376,7 +377,7 @@ def _convert_preference(fields: dict[str, Any], origin: Origin, dataset: Dataset
             before = [_user(asked)] if isinstance(asked, str) else asked
             before = [replace(m, weight=0.0) if m.role == "assistant" else m for m in before]
             before, tools = [*_system(fields, before, origin), *before], _tools(fields, origin)
-            made = Preference(*(_conversation([*before, *some], origin, tools) for some in turns))
+            made = Preference(*(_conversation(asked_as_turns([*before, *some]), origin, tools) for some in turns))
     if made.chosen == made.rejected:
         raise RecordError("same answers", origin, "`chosen` and `rejected` are the same, which prefers nothing")
     margin = _given(fields.get("margin"))
@@ -573,9 +574,9 @@ def _convert_prompts(fields: dict[str, Any], origin: Origin, dataset: Dataset) -
     asked = _asked(fields, origin, dataset, names)
     if asked is None:
         raise RecordError("missing value", origin, "the prompt is empty")
-    messages = [_user(asked)] if isinstance(asked, str) else asked
+    messages, answered = _without_answer([_user(asked)] if isinstance(asked, str) else asked)
     used = {*names, "input", "context", "system", "system_prompt", "tools", "functions"}
-    facts = {name: value for name, value in fields.items() if name not in used}
+    facts = answered | {name: value for name, value in fields.items() if name not in used}
     while messages and messages[-1].role == "assistant":  # a conversation with its answer, which is not shown
         facts = {"answer": messages[-1].content, **facts}
         messages = messages[:-1]
@@ -590,6 +591,16 @@ def _convert_prompts(fields: dict[str, Any], origin: Origin, dataset: Dataset) -
     messages = [*_system(fields, messages, origin), *messages]
     before = (replace(m, weight=0.0) if m.role == "assistant" else m for m in messages)
     return Asked(tuple(before), _tools(fields, origin), facts)
+
+
+def _without_answer(messages: list[Message]) -> tuple[list[Message], dict[str, str]]:
+    """A question that is a dialogue in one text up to its last answer, and that answer."""
+    *before, asked = messages
+    turns = turns_of(asked.content) if asked.role == "user" and all(one.role == "system" for one in before) else None
+    if not turns or turns[-1].role == "user" or not turns[-1].content:
+        return messages, {}
+    end = asked.content.rindex("\n\nAssistant:") + len("\n\nAssistant:")
+    return [*before, replace(asked, content=asked.content[:end])], {"answer": turns[-1].content}
 
 
 _NEGATIVES = ("negative", "neg", "negatives", "hard_negatives", "negative_passages")

@@ -15,7 +15,7 @@ import numpy as np
 
 from tunesmith.data.build import store_of
 from tunesmith.data.chat import Encoder
-from tunesmith.data.messages import as_conversation
+from tunesmith.data.messages import as_conversation, asked_as_turns
 from tunesmith.data.store import TokenStore
 from tunesmith.data.types import (
     Asked,
@@ -74,7 +74,8 @@ def encode(
 
 def _to_be_answered(item: Asked, encoder: Encoder, origin: Origin) -> tuple[list[Example], list[tuple[Any, Example]]]:
     """A prompt as the model is asked it, with what its record says besides."""
-    ids = np.array(encoder.prompt(item.messages, item.tools), dtype=np.int32)
+    messages = asked_as_turns(item.messages) if encoder.has_template else item.messages
+    ids = np.array(encoder.prompt(messages, item.tools), dtype=np.int32)
     if not len(ids):
         raise RecordError("empty text", origin, "there is no token in the prompt")
     facts = json.dumps(item.facts, ensure_ascii=False, default=str)
