@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 
 from tunesmith.cli.main import app
 from tunesmith.errors import UserError
+from tunesmith.export.source import Source
 from tunesmith.plan.plan import Memory, Plan
+from tunesmith.run.folder import read_run
 from tunesmith.run.open import open_model, placement
 
 
@@ -50,6 +52,36 @@ def test_a_model_folder_is_opened_by_itself_and_others_are_refused(tiny_model, t
     assert torch.isfinite(opened.model(input_ids=ids).logits).all()
     with pytest.raises(UserError, match="holds no run"):
         open_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ((), "holds no run .*; give the output folder of a run"),
+        (None, "no such folder; give the output folder of a run"),
+        (("config.json",), "holds no run .* but a model by itself, which `tunesmith chat`"),
+        (("adapter_config.json",), "holds no run .* but an adapter by itself; peft merges it"),
+        (("config.json", "../run.json"), "holds no run .* but what the run in .* has given; give that folder"),
+    ],
+)
+def test_what_is_given_for_a_run_is_told_and_what_takes_it(tmp_path, there, said):
+    folder = tmp_path / "out" / "model"
+    if there is not None:
+        folder.mkdir(parents=True)
+    for name in there or ():
+        (folder / name).write_text("{}")
+    with pytest.raises(UserError, match=said):
+        read_run(folder)
+
+
+def test_a_classifier_by_itself_is_neither_talked_to_nor_quantized(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}'
+    )
+    with pytest.raises(UserError, match=r"is a classifier .* can be opened here"):
+        open_model(tmp_path)
+    with pytest.raises(UserError, match=r"is a classifier .* can be quantized here"), Source.of_model(str(tmp_path)):
+        pass
 
 
 @pytest.mark.parametrize("words", [["export", "--to", "gguf"], ["serve"], ["chat"], ["eval"], ["report"]])
