@@ -265,7 +265,8 @@ def _convert_alpaca(fields: dict[str, Any], origin: Origin, dataset: Dataset) ->
     if not question:
         raise RecordError("empty question", origin, "`instruction` is empty")
     messages += [_user(question), _answer(*_first(fields, "output", "response"), origin)]
-    return _conversation(asked_as_turns([*_system(fields, messages, origin), *messages]), origin)
+    messages = asked_as_turns([*_system(fields, messages, origin), *messages])
+    return _conversation(messages, origin, _tools(fields, origin))
 
 
 def _convert_prompt_completion(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Conversation | Completion:
@@ -292,9 +293,9 @@ def _convert_prompt_completion(fields: dict[str, Any], origin: Origin, dataset: 
         raise RecordError(_lacks(prompt), origin, reason)
     prompt = _text(prompt, "prompt", origin)
     answer = _answer(completion, name, origin)
-    system = _system(fields, [], origin)
-    if system:
-        return _conversation(asked_as_turns([*system, _user(prompt), answer]), origin)
+    system, tools = _system(fields, [], origin), _tools(fields, origin)
+    if system or tools:
+        return _conversation(asked_as_turns([*system, _user(prompt), answer]), origin, tools)
     return Completion(prompt, answer.content)
 
 
@@ -316,7 +317,8 @@ def _convert_question_answer(fields: dict[str, Any], origin: Origin, dataset: Da
     if isinstance(context, str) and context.strip():
         question = f"{context}\n\n{question}"
     messages = [_user(question), _answer(answer, name, origin)]
-    return _conversation(asked_as_turns([*_system(fields, messages, origin), *messages]), origin)
+    messages = asked_as_turns([*_system(fields, messages, origin), *messages])
+    return _conversation(messages, origin, _tools(fields, origin))
 
 
 def _convert_text(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Document:
@@ -366,8 +368,12 @@ def _convert_preference(fields: dict[str, Any], origin: Origin, dataset: Dataset
         _check_prompt(asked if before is None else [one for one in before if one.content], turns, origin)
         made = _with_common_prompt(*turns, origin)
     elif isinstance(asked, str) and all(isinstance(value, str | int | float) for value in values):
-        answers = [_answer(value, name, origin).content for value, name in zip(values, ANSWERS, strict=True)]
-        made = Preference(*(Completion(asked, answer) for answer in answers))
+        answers = [_answer(value, name, origin) for value, name in zip(values, ANSWERS, strict=True)]
+        if tools := _tools(fields, origin):
+            both = (asked_as_turns([_user(asked), answer]) for answer in answers)
+            made = Preference(*(_conversation(messages, origin, tools) for messages in both))
+        else:
+            made = Preference(*(Completion(asked, answer.content) for answer in answers))
     else:
         turns = [_turns(value, name, origin, dataset) for value, name in zip(values, ANSWERS, strict=True)]
         if asked is None or all(some[0].role != "assistant" for some in turns):
@@ -1038,15 +1044,17 @@ _LIKE_PROMPT = (
 )  # fmt: skip
 _LIKE_COMPLETION = (
     "completion", "reply", "answer", "response", "output", "outputs", "solution", "assistant", "target",
-    "targets", "bot", "gpt", "result", "a", "summary", "highlights", "label_text",
+    "targets", "answers", "bot", "gpt", "result", "a", "summary", "highlights", "label_text",
 )  # fmt: skip
+_BESIDE = ("system", "system_prompt", "tools", "functions")
+"""Read whatever the others are called."""
 _LIKE_TEXT = ("content", "body", "document", "article", "passage", "raw", "code", "story")
 
 
 def _suggestion(rows: list[tuple[dict[str, Any], Origin]]) -> str:
     fields = rows[0][0]
     chats = [k for k, v in fields.items() if isinstance(v, list) and v and isinstance(v[0], dict) and len(v[0]) > 1]
-    texts = [k for k, v in fields.items() if isinstance(v, str)]
+    texts = [k for k, v in fields.items() if isinstance(v, str) and k not in _BESIDE]
     by_name = {name.lower(): name for name in texts}
     prompt = next((by_name[n] for n in _LIKE_PROMPT if n in by_name), None)
     completion = next((by_name[n] for n in _LIKE_COMPLETION if n in by_name), None)
