@@ -451,3 +451,10 @@ def test_tools_beside_a_question_and_its_answer_are_told_to_the_model(records, f
 def test_no_mapping_is_proposed_that_takes_a_system_text_or_tools_for_a_question(fields, mapping):
     with pytest.raises(UserError, match=re.escape(f"`fields: {mapping}`")):
         formats.recognise([Record(fields, Origin("a.jsonl", 1))], Dataset(path="a.jsonl"))
+
+
+@pytest.mark.parametrize(("records", "wanted"), [("judged", "label"), ("ranked", "score")])
+def test_the_mapping_in_a_refusal_is_one_of_what_the_objective_learns_from(records, wanted):
+    record = Record({"prompt": "Where?", "completion": "Here.", "rating": 5}, Origin("a.jsonl", 1))
+    with pytest.raises(UserError, match=re.escape(f"`fields: {{prompt: NAME, completion: NAME, {wanted}: NAME}}`")):
+        formats.recognise([record], Dataset(path="a.jsonl"), records)

@@ -70,6 +70,7 @@ def labelled_words(folder):
         ([0.25, 0.5, 1.0], "line 1: .*0.25; scores are for `objective: reward`"),
         ([1, 2, 3], "are the numbers 1, 2, 3, not all from 0"),
         (["a", 1], r"are names and numbers \(1, a\)"),
+        ([[0], [1]], r"line 1: `label` must be a name or a number, found \[0\]"),
         (["good", "bad", "Good "], "labels 'Good' and 'good' differ in capitals or spaces alone"),
         ([f"answer {n}" for n in range(30)], "30 labels have 30 different values .*too many to be classes"),
         ([f"{n}" for _ in range(3) for n in range(1001)], "3,003 labels have 1,001 different values"),

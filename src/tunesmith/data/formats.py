@@ -155,11 +155,14 @@ def recognise(sample: Sequence[Record], dataset: Dataset, records: Records = "te
 
 
 def _fields_for(records: Records) -> str:
-    if records == "tagged":
-        return "{tokens: NAME, tags: NAME}"
-    if records in ("prompts", "related"):
-        return "{prompt: NAME, answer: NAME}" if records == "prompts" else "{anchor: NAME, positive: NAME}"
-    return "{text: NAME, label: NAME}" if records == "labelled" else "{prompt: NAME, chosen: NAME, rejected: NAME}"
+    return {
+        "tagged": "{tokens: NAME, tags: NAME}",
+        "prompts": "{prompt: NAME, answer: NAME}",
+        "related": "{anchor: NAME, positive: NAME}",
+        "labelled": "{text: NAME, label: NAME}",
+        "judged": "{prompt: NAME, completion: NAME, label: NAME}",
+        "ranked": "{prompt: NAME, completion: NAME, score: NAME}",
+    }.get(records, "{prompt: NAME, chosen: NAME, rejected: NAME}")
 
 
 def convert(record: Record, format: FormatName, dataset: Dataset) -> Item:
@@ -467,7 +470,8 @@ def _dialogue(text: str, name: str, origin: Origin) -> list[Message]:
         raise RecordError(
             "no prompt",
             origin,
-            f"`{name}` is a text without a `prompt` before it; give the prompt, or whole conversations as messages",
+            f"`{name}` is a text without a `prompt` before it; say `fields: {{prompt: NAME}}` where another field has "
+            "it, or give whole conversations as messages",
         )
     if not messages[-1].content:
         raise RecordError("empty answer", origin, f"`{name}` is empty, which would teach the model to be silent")

@@ -37,6 +37,7 @@ def _found(dataset: Dataset, run: Run) -> Iterator[tuple[str | float, str | None
     records = objective_of(run).records
     known = dataset.format if dataset.format in formats.FORMATS[records] else None
     format = known or formats.recognise(sample(dataset), dataset, records)
+    first, is_any = None, False
     for record in source.read(dataset, lambda _: None):
         try:
             item = formats.convert(record, format, dataset)
@@ -44,11 +45,15 @@ def _found(dataset: Dataset, run: Run) -> Iterator[tuple[str | float, str | None
             is_score = isinstance(record.fields.get(dataset.fields.get("label", "label")), float)
             if error.kind == "wrong label" and is_score and run.bad_records == "stop":
                 raise UserError(f"{str(error).rstrip('.')}; scores are for `objective: reward`.") from None
+            first = first or error
             continue
+        is_any = True
         if isinstance(item, Labelled):
             yield item.label, item.name
         elif isinstance(item, Tagged):
             yield from ((tag, None) for tag in item.tags if tag is not None)
+    if first is not None and not is_any:  # none has a label: why the first has not says more than that
+        raise first
 
 
 def _told(dataset: Dataset, run: Run) -> list[str]:
