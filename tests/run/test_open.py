@@ -10,11 +10,15 @@ import torch
 from typer.testing import CliRunner
 
 from tunesmith.cli.main import app
+from tunesmith.config.load import from_mapping
 from tunesmith.errors import UserError
 from tunesmith.export.source import Source
 from tunesmith.plan.plan import Memory, Plan
-from tunesmith.run.folder import read_run
+from tunesmith.run.assemble import assemble
+from tunesmith.run.evaluate import held_out_of
+from tunesmith.run.folder import read_plan, read_run
 from tunesmith.run.open import open_model, placement
+from tunesmith.run.start import prepare_run
 
 
 def plan(device: str) -> Plan:
@@ -94,3 +98,14 @@ def test_the_folder_of_a_sweep_is_refused_and_its_runs_are_named(tmp_path, words
     said = ended.output.replace("\n", "")
     assert f"{tmp_path} holds a sweep of 2 runs; give the folder of one of them" in said
     assert "learning_rate=0.002" in said
+
+
+def test_held_out_data_of_a_model_with_few_positions_are_read_as_they_were_in_training(tiny_model, tmp_path):
+    """Nothing was said of `sequence_length`, so that its usual value is cut to what the model was made for."""
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": f"{n} words " * 400}) + "\n" for n in range(30)))
+    given = {"model": str(tiny_model), "data": str(tmp_path / "train.jsonl"), "output": str(tmp_path / "run")}
+    (tmp_path / "run").mkdir()
+    setting = prepare_run(from_mapping(given | {"device": "cpu", "steps": 2, "held_out": 4}), warn=lambda _: None)
+    folder = assemble(setting).folder
+    (found,) = held_out_of(folder, read_run(folder), read_plan(folder))
+    assert found.fingerprint == setting.data.evals[0].fingerprint

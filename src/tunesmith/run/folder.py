@@ -252,7 +252,9 @@ def read_trained_run(folder: Path) -> Run:
     if identity is None:
         refuse_sweep(folder)
         raise no_run(folder)
-    return _found_again(Run.model_validate(identity.settings), folder)
+    usual = {name: field.default for name, field in Run.model_fields.items()}
+    given = {name: value for name, value in identity.settings.items() if name not in usual or value != usual[name]}
+    return _found_again(Run.model_validate(given), folder)  # what is as usual was left to the model and its data
 
 
 def no_run(folder: Path) -> UserError:
