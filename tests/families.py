@@ -57,7 +57,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {**MAMBA2, "attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
-    "dbrx": {"ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}},
+    "dbrx": {"attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 8, "rope_theta": 10000.0}}
+    | {"ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2}},
     "deepseek_v2": {"first_k_dense_replace": 1},
     "deepseek_v3": {"first_k_dense_replace": 1},
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},

@@ -809,3 +809,13 @@ def test_killed_at_every_file_operation_nothing_acknowledged_is_lost(tmp_path, w
         newest, best = check_after_kill(folder, max(newest, writers.acknowledged), best)
         furthest = max(furthest, newest - started)
     assert 30 < dies_at < 80
+
+
+def test_the_best_is_one_of_those_that_were_measured_on_the_newest_data(tmp_path):
+    store = CheckpointStore(tmp_path, "l", keep=1)
+    for step, (metric, data) in enumerate([(1.0, "a"), (5.0, "b"), (4.0, "b"), (6.0, "b")], start=1):
+        store.save(step, {"weight": torch.ones(2)}, {}, metric=metric, measured_on=data)
+    assert store.best().metric == 4.0
+    assert [found.step for found in store.all()] == [3, 4]
+    store.save(5, {"weight": torch.ones(2)}, {})  # not measured
+    assert store.best().metric == 4.0

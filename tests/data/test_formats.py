@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from itertools import islice
 from pathlib import Path
 
@@ -412,3 +413,48 @@ def test_reasoning_in_a_field_of_its_own_belongs_to_the_answer(fields):
         ("user", "Sum?", {}),
         ("assistant", "two", {"reasoning_content": "one and one"}),
     ]
+
+
+TOOL = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.mark.parametrize(
+    ("records", "fields"),
+    [
+        ("texts", {"prompt": "Where?", "completion": "Here."}),
+        ("texts", {"instruction": "Where?", "output": "Here."}),
+        ("texts", {"question": "Where?", "answer": "Here."}),
+        ("pairs", {"prompt": "Where?", "chosen": "Here.", "rejected": "There."}),
+        ("judged", {"prompt": "Where?", "completion": "Here.", "label": True}),
+    ],
+    ids=str,
+)
+def test_tools_beside_a_question_and_its_answer_are_told_to_the_model(records, fields):
+    """They were left out of records that are no conversations."""
+    given = {**fields, "tools": json.dumps([TOOL])}
+    record, dataset = Record(given, Origin("a.jsonl", 1)), Dataset(path="a.jsonl")
+    format = formats.recognise([record], dataset, records)
+    made = formats.convert(record, format, dataset)
+    made = made.chosen if records == "pairs" else made.answer if records == "judged" else made
+    assert [tool["function"] for tool in made.tools] == [TOOL]
+    assert formats.unread([record], format, dataset) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "mapping"),
+    [
+        ({"query": "Where?", "tools": "[]", "answers": "Here."}, "{prompt: query, completion: answers}"),
+        ({"system": "Be brief.", "chat": "Hi."}, "{prompt: NAME, completion: NAME}"),
+    ],
+    ids=str,
+)
+def test_no_mapping_is_proposed_that_takes_a_system_text_or_tools_for_a_question(fields, mapping):
+    with pytest.raises(UserError, match=re.escape(f"`fields: {mapping}`")):
+        formats.recognise([Record(fields, Origin("a.jsonl", 1))], Dataset(path="a.jsonl"))
+
+
+@pytest.mark.parametrize(("records", "wanted"), [("judged", "label"), ("ranked", "score")])
+def test_the_mapping_in_a_refusal_is_one_of_what_the_objective_learns_from(records, wanted):
+    record = Record({"prompt": "Where?", "completion": "Here.", "rating": 5}, Origin("a.jsonl", 1))
+    with pytest.raises(UserError, match=re.escape(f"`fields: {{prompt: NAME, completion: NAME, {wanted}: NAME}}`")):
+        formats.recognise([record], Dataset(path="a.jsonl"), records)

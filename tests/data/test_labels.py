@@ -26,7 +26,7 @@ def labelled(folder, found, **settings):
         ([" good", "bad ", "good"], ["bad", "good"]),
         (["10", "9", "x", "10"], ["9", "10", "x"]),
         ([1, 0, 2.0, 1], ["0", "1", "2"]),
-        ([True, False], ["0", "1"]),
+        ([True, False], ["false", "true"]),
         ([f"{n % 40:02}" for n in range(100)], [f"{n:02}" for n in range(40)]),
     ],
 )
@@ -66,11 +66,12 @@ def labelled_words(folder):
 @pytest.mark.parametrize(
     ("labels", "said"),
     [
-        (["same", "same"], "have same for a label, and classes are two or more"),
+        (["same", "same"], "have `same` for a label, and classes are two or more"),
         ([0.25, 0.5, 1.0], "line 1: .*0.25; scores are for `objective: reward`"),
         ([1, 2, 3], "are the numbers 1, 2, 3, not all from 0"),
         (["a", 1], r"are names and numbers \(1, a\)"),
-        (["a", " "], "A label in the data is empty"),
+        ([[0], [1]], r"line 1: `label` must be a name or a number, found \[0\]"),
+        (["good", "bad", "Good "], "labels 'Good' and 'good' differ in capitals or spaces alone"),
         ([f"answer {n}" for n in range(30)], "30 labels have 30 different values .*too many to be classes"),
         ([f"{n}" for _ in range(3) for n in range(1001)], "3,003 labels have 1,001 different values"),
     ],
@@ -79,3 +80,61 @@ def test_what_is_no_class_is_refused_in_a_sentence(tmp_path, labels, said):
     with pytest.raises(UserError, match=said) as caught:
         labelled(tmp_path, labels)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("beside", "expected"),
+    [
+        ({"label_text": ["bad", "good"]}, ["bad", "good"]),
+        ({"label_name": ["bad", "good"]}, ["bad", "good"]),
+        ({"label_text": ["the same", "the same"]}, ["0", "1"]),  # names nothing
+        ({"source": ["here", "there"]}, ["0", "1"]),
+    ],
+)
+@pytest.mark.parametrize("kind", [int, str])
+def test_numbers_are_called_what_a_field_beside_them_says(tmp_path, beside, expected, kind):
+    (name, names), path = *beside.items(), tmp_path / "train.jsonl"
+    rows = [{"text": f"text {n}", "label": kind(n % 2), name: names[n % 2]} for n in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert with_labels(from_mapping({"model": "m", "objective": "classify", "data": str(path)})).labels == expected
+    mapped = {"path": str(path), "fields": {"label_name": name}}
+    found = with_labels(from_mapping({"model": "m", "objective": "classify", "data": [mapped]})).labels
+    assert found == (names if len(set(names)) == 2 else ["0", "1"])
+
+
+def test_a_name_beside_a_number_goes_before_the_numbers_place_among_given_labels(tiny_model, tmp_path):
+    from transformers import AutoTokenizer
+
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"text": "red", "label": 0, "label_text": "bad"}\n{"text": "blue", "label": true}\n')
+    given = {"model": str(tiny_model), "objective": "classify", "data": str(path), "held_out": 0}
+    run = from_mapping({**given, "labels": ["true", "bad"]})
+    (store,) = prepare(run, AutoTokenizer.from_pretrained(tiny_model), 259).train
+    assert [store.value(document) for document in range(len(store))] == [1, 0]
+
+
+@pytest.mark.parametrize("ending", ["parquet", "saved"])
+def test_classes_are_those_that_columns_name(tmp_path, ending):
+    """As data sets of the hub have them, with a class that no record is of."""
+    import datasets
+
+    columns = datasets.Features(
+        {
+            "text": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=["sad", "joyful", "none"]),
+            "tokens": datasets.Sequence(datasets.Value("string")),
+            "ner_tags": datasets.Sequence(datasets.ClassLabel(names=["O", "B", "I"])),
+        }
+    )
+    rows = [{"text": "x", "label": n % 2, "tokens": ["a", "b"], "ner_tags": [0, n % 2]} for n in range(4)]
+    made = datasets.Dataset.from_list(rows, features=columns)
+    path = tmp_path / f"data.{ending}"
+    made.to_parquet(path) if ending == "parquet" else made.save_to_disk(path)
+
+    def labels(objective, **fields):
+        data = [{"path": str(path), "fields": fields}]
+        return with_labels(from_mapping({"model": "m", "objective": objective, "data": data})).labels
+
+    assert labels("classify") == ["sad", "joyful", "none"]
+    assert labels("classify_tokens") == ["O", "B", "I"]
+    assert labels("classify_tokens", tags="ner_tags") == ["O", "B", "I"]

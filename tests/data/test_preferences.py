@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tunesmith.config.schema import Dataset
 from tunesmith.data import formats
 from tunesmith.data.build import store_of
+from tunesmith.data.chat import Encoder
 from tunesmith.data.loader import Loader
-from tunesmith.data.preferences import mismatched
+from tunesmith.data.preferences import encode, mismatched
 from tunesmith.data.store import shortened
 from tunesmith.data.types import Completion, Example, Judged, Origin, Preference, Record
 from tunesmith.errors import UserError
@@ -212,3 +213,42 @@ def test_pairs_that_are_dropped_for_their_length_are_said_with_what_helps(tiny_m
     weights = [found.train[0].document(d)[1] for d in found.train[0].documents(0)]
     prompts = [tokens[counted == 0].tolist() for tokens, counted in zip(ids, weights, strict=True)]
     assert prompts[0] == prompts[1]
+
+
+HUMAN = "\n\nHuman: Hi?\n\nAssistant: Hello.\n\nHuman: Bye?\n\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    ("records", "fields"),
+    [
+        ("texts", {"prompt": HUMAN, "completion": " Ciao."}),
+        ("texts", {"prompt": HUMAN, "completion": [{"role": "assistant", "content": " Ciao."}]}),
+        ("texts", {"prompt": HUMAN, "completion": " Ciao.", "system": "Be brief."}),
+        ("texts", {"instruction": HUMAN, "output": " Ciao."}),
+        ("texts", {"question": HUMAN, "answer": " Ciao."}),
+        ("pairs", {"prompt": HUMAN, "chosen": " Ciao.", "rejected": " No.", "system": "Be brief."}),
+        ("judged", {"question": HUMAN, "completion": " Ciao.", "label": True}),
+        ("ranked", {"prompt": HUMAN, "completion": " Ciao.", "score": 1.0}),
+        ("labelled", {"prompt": HUMAN, "completion": " Ciao.", "label": "good"}),
+        ("prompts", {"prompt": HUMAN, "answer": "Ciao."}),
+        ("prompts", {"question": HUMAN + " Ciao.", "system": "Be brief."}),
+    ],
+    ids=str,
+)
+def test_a_prompt_that_is_a_dialogue_in_one_text_is_asked_as_its_turns(tiny_model, records, fields):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    encoder = Encoder(tokenizer, template=None, train_on="assistant")
+    encoder.labels = ("good",) if records == "labelled" else ()
+    record, dataset = Record(fields, Origin("a.jsonl", 1)), Dataset(path="a.jsonl")
+    item = formats.convert(record, formats.recognise([record], dataset, records), dataset)
+    made, _ = encode(item, encoder, record.origin, records)
+    text = tokenizer.decode(made[0].ids.tolist())
+    before = "<|im_start|>system\nBe brief.<|im_end|>\n" if "system" in fields else ""
+    turns = ["user\nHi?", "assistant\nHello.", "user\nBye?"]
+    asked = before + "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns) + "<|im_start|>assistant\n"
+    assert text.startswith(asked if records == "prompts" else f"{asked}Ciao.<|im_end|>")
+    if records == "prompts":
+        assert text == asked
+        assert item.facts["answer"] == "Ciao."

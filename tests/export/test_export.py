@@ -432,6 +432,18 @@ def test_onnx_layers_of_a_kind_are_traced_once_and_each_has_its_weights(tmp_path
         np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-4)
 
 
+def test_a_model_whose_layers_cannot_be_traced_one_by_one_is_traced_as_a_whole_and_that_is_said(monkeypatch):
+    def fails(*_):
+        raise TypeError("no such layer")
+
+    said, model = [], torch.nn.Linear(2, 2)
+    monkeypatch.setattr(onnx, "by_layers", fails)
+    monkeypatch.setattr(onnx, "_export", lambda module, *_: module)
+    inputs = onnx_layers.Inputs(torch.zeros(1, 2), torch.zeros(1, 2), [], {})
+    assert isinstance(onnx._traced(model, inputs, 4, lambda *told: said.append(told)), onnx.Decoder)
+    assert said == [("Tracing all 4 layers for ONNX, which takes minutes", 0, None)]
+
+
 @slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_survive_the_trip(tmp_path, family):

@@ -19,6 +19,7 @@ from tunesmith.errors import UserError
 from tunesmith.kernels import int8, nf4
 from tunesmith.model import quantized, source, structure
 from tunesmith.model.experts import STACKS, QuantizedExperts, experts_of_layers, use_early_weights
+from tunesmith.model.probe import probe_run
 from tunesmith.parallel.prepare import load_model
 
 SMALL = {
@@ -157,5 +158,8 @@ def test_each_rank_keeps_the_values_of_its_experts(mixture):
 def test_experts_of_another_make_are_refused_in_a_sentence(tmp_path):
     config = GptOssConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="GptOssExperts cannot be held in 4 or 8 bits; use method: lora, with"):
+    refused = "GptOssExperts cannot be held in 4 or 8 bits; use method: lora, with"
+    with pytest.raises(UserError, match=refused):  # before anything is loaded
+        probe_run(Run(model=str(tmp_path), data="none.jsonl", method="qlora"))
+    with pytest.raises(UserError, match=refused):
         load_model(Run(model=str(tmp_path), data="none.jsonl"), dtype="fp32", device="cpu", storage="nf4")

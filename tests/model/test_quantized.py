@@ -262,3 +262,24 @@ def test_a_linear_whose_weight_the_model_needs_is_refused_in_few_bits(tmp_path):
     folder = parity.write_model("deepseek_v32", tmp_path)
     with pytest.raises(UserError, match=r"qlora: the model's own code computes with the weight of .*weights_proj"):
         probe_run(Run(model=str(folder), data="none.jsonl", method="qlora"))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"new_decoder_architecture": True, "num_kv_heads": 2}, {"bias": True}], ids=str
+)
+def test_linears_of_a_models_own_class_are_held_in_few_bits_where_they_compute_as_others(tmp_path, changes):
+    """Falcon's, which were held as they are; its code adds to what the last one gives in place."""
+    folder = parity.write_model("falcon", tmp_path / "model", **changes)
+    trained = parity.train(folder, "qlora", tmp_path / "run")
+    assert len([one for one in trained.job.model.modules() if isinstance(one, JointLinear)]) == 8
+    plain = parity.plain_model(folder)
+    quantized.round_weights(plain, "nf4")
+    assert parity.distance(trained.losses, parity.plain_losses(plain, trained, "qlora")) < parity.TOLERANCE
+
+
+def test_a_model_most_of_which_would_stay_as_it_is_is_refused_in_few_bits(tmp_path):
+    folder = parity.write_model("dbrx", tmp_path)
+    with pytest.raises(UserError, match="most weights in the layers of DbrxForCausalLM are those of DbrxExpertGLU"):
+        probe_run(Run(model=str(folder), data="none.jsonl", method="qlora"))
+    found = probe_run(Run(model=str(folder), data="none.jsonl"))[1]
+    assert found.router_loss == 0.01  # which its class has, and its config has elsewhere

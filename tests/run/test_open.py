@@ -10,9 +10,15 @@ import torch
 from typer.testing import CliRunner
 
 from tunesmith.cli.main import app
+from tunesmith.config.load import from_mapping
 from tunesmith.errors import UserError
+from tunesmith.export.source import Source
 from tunesmith.plan.plan import Memory, Plan
+from tunesmith.run.assemble import assemble
+from tunesmith.run.evaluate import held_out_of
+from tunesmith.run.folder import read_plan, read_run
 from tunesmith.run.open import open_model, placement
+from tunesmith.run.start import prepare_run
 
 
 def plan(device: str) -> Plan:
@@ -52,6 +58,36 @@ def test_a_model_folder_is_opened_by_itself_and_others_are_refused(tiny_model, t
         open_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ((), "holds no run .*; give the output folder of a run"),
+        (None, "no such folder; give the output folder of a run"),
+        (("config.json",), "holds no run .* but a model by itself, which `tunesmith chat`"),
+        (("adapter_config.json",), "holds no run .* but an adapter by itself; peft merges it"),
+        (("config.json", "../run.json"), "holds no run .* but what the run in .* has given; give that folder"),
+    ],
+)
+def test_what_is_given_for_a_run_is_told_and_what_takes_it(tmp_path, there, said):
+    folder = tmp_path / "out" / "model"
+    if there is not None:
+        folder.mkdir(parents=True)
+    for name in there or ():
+        (folder / name).write_text("{}")
+    with pytest.raises(UserError, match=said):
+        read_run(folder)
+
+
+def test_a_classifier_by_itself_is_neither_talked_to_nor_quantized(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}'
+    )
+    with pytest.raises(UserError, match=r"is a classifier .* can be opened here"):
+        open_model(tmp_path)
+    with pytest.raises(UserError, match=r"is a classifier .* can be quantized here"), Source.of_model(str(tmp_path)):
+        pass
+
+
 @pytest.mark.parametrize("words", [["export", "--to", "gguf"], ["serve"], ["chat"], ["eval"], ["report"]])
 def test_the_folder_of_a_sweep_is_refused_and_its_runs_are_named(tmp_path, words):
     variants = [{"name": "learning_rate=0.001"}, {"name": "learning_rate=0.002"}]
@@ -62,3 +98,14 @@ def test_the_folder_of_a_sweep_is_refused_and_its_runs_are_named(tmp_path, words
     said = ended.output.replace("\n", "")
     assert f"{tmp_path} holds a sweep of 2 runs; give the folder of one of them" in said
     assert "learning_rate=0.002" in said
+
+
+def test_held_out_data_of_a_model_with_few_positions_are_read_as_they_were_in_training(tiny_model, tmp_path):
+    """Nothing was said of `sequence_length`, so that its usual value is cut to what the model was made for."""
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": f"{n} words " * 400}) + "\n" for n in range(30)))
+    given = {"model": str(tiny_model), "data": str(tmp_path / "train.jsonl"), "output": str(tmp_path / "run")}
+    (tmp_path / "run").mkdir()
+    setting = prepare_run(from_mapping(given | {"device": "cpu", "steps": 2, "held_out": 4}), warn=lambda _: None)
+    folder = assemble(setting).folder
+    (found,) = held_out_of(folder, read_run(folder), read_plan(folder))
+    assert found.fingerprint == setting.data.evals[0].fingerprint

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from tiny import SETTINGS, Die, Runs, assert_same, wait_until_stopped, write_all, write_data
+from tunesmith.checkpoint.store import CheckpointStore
 from tunesmith.cli.main import main
+from tunesmith.run.folder import read_identity
 from tunesmith.train import events
 
 TRAIN = ("train", "run.yaml", "--plan", "plan.json")
@@ -303,6 +305,12 @@ def test_losses_of_other_held_out_data_are_not_compared(runs, folder):
     assert summary["held_out_before"] is None
     assert summary["held_out_after"] > 0
     assert "before training" not in (folder / "run" / "adapter" / "README.md").read_text()
+    records = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    change = next(n for n, one in enumerate(records) if one.get("has_other_held_out"))
+    kept = [one for n, one in enumerate(events.comparable(records)) if one["event"] == "evaluation"]
+    assert kept == [one for one in records[change:] if one["event"] == "evaluation"]
+    found = CheckpointStore(folder / "run" / "checkpoints", read_identity(folder / "run").lineage)
+    assert found.best().metric in [one["loss"] for one in kept]
 
 
 def test_where_the_data_lie_and_how_often_is_saved_may_change(runs, reference, folder):

@@ -86,6 +86,12 @@ def test_held_out_losses_that_a_resumed_run_has_forgotten_are_not_the_best(tmp_p
     assert digest(tmp_path).best == 0.9
 
 
+def test_held_out_losses_of_other_data_are_not_the_best(tmp_path):
+    earlier, later = (line(events.Evaluation(step, loss, {}, 1.0, 0.1), 5.0) for step, loss in ((1, 0.5), (4, 0.9)))
+    (tmp_path / events.FILE).write_text(earlier + line(events.Resumed(2, has_other_held_out=True), 6.0) + later)
+    assert digest(tmp_path).best == 0.9
+
+
 @pytest.mark.parametrize(
     "content",
     [

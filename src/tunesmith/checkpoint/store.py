@@ -62,6 +62,12 @@ class Checkpoint:
     lineage: str
     metric: float | None
     """Held-out loss at this step, where it was measured; lower is better."""
+    measured_on: str = ""
+    """Which data it was measured on; metrics of other data are not compared."""
+
+
+Measured = tuple[float | None, str]
+"""A checkpoint's metric, and what it was measured on."""
 
 
 class Together(Protocol):
@@ -135,13 +141,14 @@ class CheckpointStore:
         state: Mapping[str, JSON],
         *,
         metric: float | None = None,
+        measured_on: str = "",
     ) -> Checkpoint | None:
         """Write a checkpoint; when this returns one, it is on the disk, read back and found right.
 
         What the file system refuses (no room, read-only, no permission) costs a warning and gives None: try
         again later. NaN and infinity, in the tensors, the state or the metric, are a UserError.
         """
-        saving = self.begin(step, tensors, state, metric=metric)
+        saving = self.begin(step, tensors, state, metric=metric, measured_on=measured_on)
         saving.write()
         return saving.finish()
 
@@ -152,6 +159,7 @@ class CheckpointStore:
         state: Mapping[str, JSON],
         *,
         metric: float | None = None,
+        measured_on: str = "",
         copy: Copy = _itself,
     ) -> Saving:
         """`save` in two parts, of which the first may run beside other work on tensors that are copied by `copy`."""
@@ -169,7 +177,7 @@ class CheckpointStore:
 
         def write() -> None:
             try:
-                outcome.append(self._write(step, copies, text, metric))
+                outcome.append(self._write(step, copies, text, (metric, measured_on)))
             except (OSError, Damaged) as error:
                 outcome.append(error)
 
@@ -192,6 +200,7 @@ class CheckpointStore:
         together: Together,
         *,
         metric: float | None = None,
+        measured_on: str = "",
         copy: Copy = _itself,
     ) -> Saving:
         """Like `begin`, by several processes, each with its own rows of the tensors `names`, into a file of its own.
@@ -237,7 +246,7 @@ class CheckpointStore:
                 try:
                     if partial is not None and not trouble:
                         written = {key: tuple(value) for _, theirs, _ in said for key, value in theirs.items()}
-                        checkpoint = self._commit(step, partial, written, text, metric)
+                        checkpoint = self._commit(step, partial, written, text, (metric, measured_on))
                 except (OSError, Damaged) as error:
                     trouble = describe(error)
                 finally:
@@ -279,7 +288,8 @@ class CheckpointStore:
         return [by_step[step] for step in sorted(by_step)]
 
     def best(self) -> Checkpoint | None:
-        """The whole checkpoint with the lowest metric; of equals the earliest."""
+        """The whole checkpoint with the lowest metric on the data that the newest one was measured on; of equals the
+        earliest."""
         return next((found for found in _by_metric(self._find()) if self._is_whole(found)), None)
 
     def load(self, checkpoint: Checkpoint) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -324,10 +334,10 @@ class CheckpointStore:
             ) from error
         return found, state
 
-    def _write(self, step: int, tensors: Mapping[str, torch.Tensor], state: bytes, metric: float | None) -> Checkpoint:
+    def _write(self, step: int, tensors: Mapping[str, torch.Tensor], state: bytes, measured: Measured) -> Checkpoint:
         partial, lock = self._begin(step, sum(tensor.nbytes for tensor in tensors.values()) + len(state))
         try:
-            return self._commit(step, partial, write_tensors(partial, "tensors", tensors), state, metric)
+            return self._commit(step, partial, write_tensors(partial, "tensors", tensors), state, measured)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -351,7 +361,7 @@ class CheckpointStore:
             raise
 
     def _commit(
-        self, step: int, partial: Path, tensors: dict[str, tuple[int, str]], state: bytes, metric: float | None
+        self, step: int, partial: Path, tensors: dict[str, tuple[int, str]], state: bytes, measured: Measured
     ) -> Checkpoint:
         """Complete a folder whose tensors are written and read back, and move it into place."""
         target = self.folder / f"step-{step:08d}"
@@ -360,7 +370,8 @@ class CheckpointStore:
             "format": FORMAT,
             "step": step,
             "lineage": self.lineage,
-            "metric": metric,
+            "metric": measured[0],
+            "measured_on": measured[1],
             "files": {name: {"size": size, DIGEST: digest} for name, (size, digest) in files.items()},
         }
         write_new(partial / "manifest.json", [encode_manifest(manifest)])
@@ -372,7 +383,7 @@ class CheckpointStore:
         partial.rename(target)
         sync_folder(self.folder)
         self._verified[target] = _signature(target)
-        return Checkpoint(step, target, self.lineage, metric)
+        return Checkpoint(step, target, self.lineage, *measured)
 
     def _warn_unwritten(self, step: int, problem: str) -> None:
         older = self.newest_step()
@@ -418,7 +429,8 @@ class CheckpointStore:
                 self._report(path, error)
                 continue
             if manifest["lineage"] == self.lineage:
-                found.append(Checkpoint(manifest["step"], path, self.lineage, manifest["metric"]))
+                measured = manifest["metric"], manifest.get("measured_on", "")
+                found.append(Checkpoint(manifest["step"], path, self.lineage, *measured))
             elif manifest["lineage"] not in self._relatives:
                 others.append(path.name)
         if others:
@@ -492,5 +504,8 @@ def _signature(path: Path) -> tuple:
 
 
 def _by_metric(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+    """From the best one on; those that were measured on the data of the newest that was measured."""
     measured = [c for c in checkpoints if c.metric is not None]
+    present = max(measured, key=lambda c: c.step).measured_on if measured else ""
+    measured = [c for c in measured if c.measured_on == present]
     return sorted(measured, key=lambda c: (c.metric, c.step))

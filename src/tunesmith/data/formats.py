@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tunesmith.data.messages import turns_of
+from tunesmith.data.messages import asked_as_turns, turns_of
 from tunesmith.data.types import (
     Asked,
     Completion,
@@ -93,7 +93,7 @@ MOST = 0.8
 OPTIONAL = {
     "labels", "attention_mask", "tools", "functions", "system", "system_prompt", "input", "history", "context",
     "choices", "role", "content", "prompt", "answer", "tests", "entry_point", "negative", "negatives",
-    "reasoning_content",
+    "reasoning_content", "label_name",
 }  # fmt: skip
 ONE_ANSWER = ("alpaca", "prompt_completion", "question_answer")
 """Formats whose records have one answer, to which a field with its reasoning belongs."""
@@ -155,11 +155,14 @@ def recognise(sample: Sequence[Record], dataset: Dataset, records: Records = "te
 
 
 def _fields_for(records: Records) -> str:
-    if records == "tagged":
-        return "{tokens: NAME, tags: NAME}"
-    if records in ("prompts", "related"):
-        return "{prompt: NAME, answer: NAME}" if records == "prompts" else "{anchor: NAME, positive: NAME}"
-    return "{text: NAME, label: NAME}" if records == "labelled" else "{prompt: NAME, chosen: NAME, rejected: NAME}"
+    return {
+        "tagged": "{tokens: NAME, tags: NAME}",
+        "prompts": "{prompt: NAME, answer: NAME}",
+        "related": "{anchor: NAME, positive: NAME}",
+        "labelled": "{text: NAME, label: NAME}",
+        "judged": "{prompt: NAME, completion: NAME, label: NAME}",
+        "ranked": "{prompt: NAME, completion: NAME, score: NAME}",
+    }.get(records, "{prompt: NAME, chosen: NAME, rejected: NAME}")
 
 
 def convert(record: Record, format: FormatName, dataset: Dataset) -> Item:
@@ -265,7 +268,8 @@ def _convert_alpaca(fields: dict[str, Any], origin: Origin, dataset: Dataset) ->
     if not question:
         raise RecordError("empty question", origin, "`instruction` is empty")
     messages += [_user(question), _answer(*_first(fields, "output", "response"), origin)]
-    return _conversation([*_system(fields, messages, origin), *messages], origin)
+    messages = asked_as_turns([*_system(fields, messages, origin), *messages])
+    return _conversation(messages, origin, _tools(fields, origin))
 
 
 def _convert_prompt_completion(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Conversation | Completion:
@@ -285,15 +289,16 @@ def _convert_prompt_completion(fields: dict[str, Any], origin: Origin, dataset: 
             else [_answer(completion, name, origin)]
         )
         messages = [*asked, *answered]
-        return _conversation([*_system(fields, messages, origin), *messages], origin, _tools(fields, origin))
+        messages = asked_as_turns([*_system(fields, messages, origin), *messages])
+        return _conversation(messages, origin, _tools(fields, origin))
     if _given(prompt) is None:
         reason = f'`prompt` is {_found(prompt)}; write "" where the completion stands alone'
         raise RecordError(_lacks(prompt), origin, reason)
     prompt = _text(prompt, "prompt", origin)
     answer = _answer(completion, name, origin)
-    system = _system(fields, [], origin)
-    if system:
-        return _conversation([*system, _user(prompt), answer], origin)
+    system, tools = _system(fields, [], origin), _tools(fields, origin)
+    if system or tools:
+        return _conversation(asked_as_turns([*system, _user(prompt), answer]), origin, tools)
     return Completion(prompt, answer.content)
 
 
@@ -315,7 +320,8 @@ def _convert_question_answer(fields: dict[str, Any], origin: Origin, dataset: Da
     if isinstance(context, str) and context.strip():
         question = f"{context}\n\n{question}"
     messages = [_user(question), _answer(answer, name, origin)]
-    return _conversation([*_system(fields, messages, origin), *messages], origin)
+    messages = asked_as_turns([*_system(fields, messages, origin), *messages])
+    return _conversation(messages, origin, _tools(fields, origin))
 
 
 def _convert_text(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Document:
@@ -365,8 +371,12 @@ def _convert_preference(fields: dict[str, Any], origin: Origin, dataset: Dataset
         _check_prompt(asked if before is None else [one for one in before if one.content], turns, origin)
         made = _with_common_prompt(*turns, origin)
     elif isinstance(asked, str) and all(isinstance(value, str | int | float) for value in values):
-        answers = [_answer(value, name, origin).content for value, name in zip(values, ANSWERS, strict=True)]
-        made = Preference(*(Completion(asked, answer) for answer in answers))
+        answers = [_answer(value, name, origin) for value, name in zip(values, ANSWERS, strict=True)]
+        if tools := _tools(fields, origin):
+            both = (asked_as_turns([_user(asked), answer]) for answer in answers)
+            made = Preference(*(_conversation(messages, origin, tools) for messages in both))
+        else:
+            made = Preference(*(Completion(asked, answer.content) for answer in answers))
     else:
         turns = [_turns(value, name, origin, dataset) for value, name in zip(values, ANSWERS, strict=True)]
         if asked is None or all(some[0].role != "assistant" for some in turns):
@@ -376,7 +386,7 @@ def _convert_preference(fields: dict[str, Any], origin: Origin, dataset: Dataset
             before = [_user(asked)] if isinstance(asked, str) else asked
             before = [replace(m, weight=0.0) if m.role == "assistant" else m for m in before]
             before, tools = [*_system(fields, before, origin), *before], _tools(fields, origin)
-            made = Preference(*(_conversation([*before, *some], origin, tools) for some in turns))
+            made = Preference(*(_conversation(asked_as_turns([*before, *some]), origin, tools) for some in turns))
     if made.chosen == made.rejected:
         raise RecordError("same answers", origin, "`chosen` and `rejected` are the same, which prefers nothing")
     margin = _given(fields.get("margin"))
@@ -460,7 +470,8 @@ def _dialogue(text: str, name: str, origin: Origin) -> list[Message]:
         raise RecordError(
             "no prompt",
             origin,
-            f"`{name}` is a text without a `prompt` before it; give the prompt, or whole conversations as messages",
+            f"`{name}` is a text without a `prompt` before it; say `fields: {{prompt: NAME}}` where another field has "
+            "it, or give whole conversations as messages",
         )
     if not messages[-1].content:
         raise RecordError("empty answer", origin, f"`{name}` is empty, which would teach the model to be silent")
@@ -501,18 +512,33 @@ def _convert_labelled(fields: dict[str, Any], origin: Origin, dataset: Dataset) 
         label = int(label)
     elif isinstance(label, str):
         label = label.strip()
+        if not label:
+            raise RecordError("wrong label", origin, "`label` is empty")
     elif not isinstance(label, int | float) or (isinstance(label, float) and not label.is_integer()):
         raise RecordError("wrong label", origin, f"`label` must be a name or a number, found {json.dumps(label)[:80]}")
+    beside = _label_name(label, fields, dataset)
     if "completion" in fields or "response" in fields:
-        return Labelled(_convert_prompt_completion({"prompt": "", **fields}, origin, dataset), label)
+        return Labelled(_convert_prompt_completion({"prompt": "", **fields}, origin, dataset), label, beside)
     if "text" in fields:
         text = _text(fields["text"], "text", origin)
         if not text.strip():
             raise RecordError("empty text", origin, "`text` is empty, so there is nothing to label")
-        return Labelled(Document(text), label)
+        return Labelled(Document(text), label, beside)
     key = next(k for k in ("messages", "conversations", "conversation") if k in fields)
     messages = _messages(fields[key], key, origin, dataset)
-    return Labelled(Conversation((*_system(fields, messages, origin), *messages), _tools(fields, origin)), label)
+    asked = Conversation((*_system(fields, messages, origin), *messages), _tools(fields, origin))
+    return Labelled(asked, label, beside)
+
+
+def _label_name(label: str | float, fields: dict[str, Any], dataset: Dataset) -> str | None:
+    """Of a label that is a number: what a field beside it calls it (`label_text`, or as `fields` says)."""
+    if isinstance(label, str) and not label.isdecimal():
+        return None
+    own = dataset.fields.get("label", "label")
+    found, _ = _first(fields, "label_name", *(f"{own}_{end}" for end in ("name", "text", "str")), f"text_{own}")
+    if isinstance(found, str) and found.strip():
+        return found.strip()
+    return json.dumps(fields["label"]) if isinstance(fields.get("label"), bool) else None
 
 
 def _convert_tagged(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Tagged:
@@ -541,7 +567,7 @@ def _tag(value: Any, name: str, origin: Origin) -> str | int | None:
         value = int(value)
     if value is None or value == -100:
         return None
-    if isinstance(value, bool) or not isinstance(value, str | int):
+    if isinstance(value, bool) or not isinstance(value, str | int) or (isinstance(value, str) and not value.strip()):
         raise RecordError("wrong label", origin, f"`{name}` must hold names or numbers, found {json.dumps(value)[:80]}")
     return value
 
@@ -558,9 +584,9 @@ def _convert_prompts(fields: dict[str, Any], origin: Origin, dataset: Dataset) -
     asked = _asked(fields, origin, dataset, names)
     if asked is None:
         raise RecordError("missing value", origin, "the prompt is empty")
-    messages = [_user(asked)] if isinstance(asked, str) else asked
+    messages, answered = _without_answer([_user(asked)] if isinstance(asked, str) else asked)
     used = {*names, "input", "context", "system", "system_prompt", "tools", "functions"}
-    facts = {name: value for name, value in fields.items() if name not in used}
+    facts = answered | {name: value for name, value in fields.items() if name not in used}
     while messages and messages[-1].role == "assistant":  # a conversation with its answer, which is not shown
         facts = {"answer": messages[-1].content, **facts}
         messages = messages[:-1]
@@ -575,6 +601,16 @@ def _convert_prompts(fields: dict[str, Any], origin: Origin, dataset: Dataset) -
     messages = [*_system(fields, messages, origin), *messages]
     before = (replace(m, weight=0.0) if m.role == "assistant" else m for m in messages)
     return Asked(tuple(before), _tools(fields, origin), facts)
+
+
+def _without_answer(messages: list[Message]) -> tuple[list[Message], dict[str, str]]:
+    """A question that is a dialogue in one text up to its last answer, and that answer."""
+    *before, asked = messages
+    turns = turns_of(asked.content) if asked.role == "user" and all(one.role == "system" for one in before) else None
+    if not turns or turns[-1].role == "user" or not turns[-1].content:
+        return messages, {}
+    end = asked.content.rindex("\n\nAssistant:") + len("\n\nAssistant:")
+    return [*before, replace(asked, content=asked.content[:end])], {"answer": turns[-1].content}
 
 
 _NEGATIVES = ("negative", "neg", "negatives", "hard_negatives", "negative_passages")
@@ -1012,15 +1048,17 @@ _LIKE_PROMPT = (
 )  # fmt: skip
 _LIKE_COMPLETION = (
     "completion", "reply", "answer", "response", "output", "outputs", "solution", "assistant", "target",
-    "targets", "bot", "gpt", "result", "a", "summary", "highlights", "label_text",
+    "targets", "answers", "bot", "gpt", "result", "a", "summary", "highlights", "label_text",
 )  # fmt: skip
+_BESIDE = ("system", "system_prompt", "tools", "functions")
+"""Read whatever the others are called."""
 _LIKE_TEXT = ("content", "body", "document", "article", "passage", "raw", "code", "story")
 
 
 def _suggestion(rows: list[tuple[dict[str, Any], Origin]]) -> str:
     fields = rows[0][0]
     chats = [k for k, v in fields.items() if isinstance(v, list) and v and isinstance(v[0], dict) and len(v[0]) > 1]
-    texts = [k for k, v in fields.items() if isinstance(v, str)]
+    texts = [k for k, v in fields.items() if isinstance(v, str) and k not in _BESIDE]
     by_name = {name.lower(): name for name in texts}
     prompt = next((by_name[n] for n in _LIKE_PROMPT if n in by_name), None)
     completion = next((by_name[n] for n in _LIKE_COMPLETION if n in by_name), None)

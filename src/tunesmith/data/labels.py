@@ -26,15 +26,18 @@ def with_labels(run: Run) -> Run:
     """The run with the labels that its training data have; the run itself where they are given, or it needs none."""
     if not needs_labels(run):
         return run
-    values: list[str | float] = [value for dataset in run.data for value in _values(dataset, run)]
-    return run.model_copy(update={"labels": _names(values)})
+    found = [pair for dataset in run.data for pair in _found(dataset, run)]
+    told = [names for dataset in run.data if (names := _told(dataset, run))]
+    return run.model_copy(update={"labels": _all_of(told, found) or _names(found)})
 
 
-def _values(dataset: Dataset, run: Run) -> Iterator[str | float]:
-    """Records that cannot be read are left out here: preparing the data names them all."""
+def _found(dataset: Dataset, run: Run) -> Iterator[tuple[str | float, str | None]]:
+    """Each label, and what its record calls it beside. Records that cannot be read are left out here: preparing the
+    data names them all."""
     records = objective_of(run).records
     known = dataset.format if dataset.format in formats.FORMATS[records] else None
     format = known or formats.recognise(sample(dataset), dataset, records)
+    first, is_any = None, False
     for record in source.read(dataset, lambda _: None):
         try:
             item = formats.convert(record, format, dataset)
@@ -42,16 +45,36 @@ def _values(dataset: Dataset, run: Run) -> Iterator[str | float]:
             is_score = isinstance(record.fields.get(dataset.fields.get("label", "label")), float)
             if error.kind == "wrong label" and is_score and run.bad_records == "stop":
                 raise UserError(f"{str(error).rstrip('.')}; scores are for `objective: reward`.") from None
+            first = first or error
             continue
+        is_any = True
         if isinstance(item, Labelled):
-            yield item.label
+            yield item.label, item.name
         elif isinstance(item, Tagged):
-            yield from (tag for tag in item.tags if tag is not None)
+            yield from ((tag, None) for tag in item.tags if tag is not None)
+    if first is not None and not is_any:  # none has a label: why the first has not says more than that
+        raise first
 
 
-def _names(values: list[str | float]) -> list[str]:
+def _told(dataset: Dataset, run: Run) -> list[str]:
+    """The classes of a data set whose columns name them."""
+    names = formats.WANTED["tagged"][1] if run.objective == "classify_tokens" else ("label",)
+    mapped = [dataset.fields[name] for name in names if name in dataset.fields]
+    return source.class_names(dataset, mapped or names)
+
+
+def _all_of(told: list[list[str]], found: list[tuple[str | float, str | None]]) -> list[str]:
+    """What the columns name their classes, where all data sets that name them do it alike and no label is another."""
+    if not told or any(names != told[0] for names in told) or len(set(told[0])) < max(2, len(told[0])):
+        return []
+    names, count = set(told[0]), len(told[0])
+    fits = all(one in names if isinstance(one, str) else one in range(count) for one, _ in found)
+    return told[0] if fits else []
+
+
+def _names(found: list[tuple[str | float, str | None]]) -> list[str]:
     """UserError where the distinct values are no classes."""
-    distinct = set(values)
+    distinct = {value for value, _ in found}
     names = {value for value in distinct if isinstance(value, str)}
     numbers = {value for value in distinct if not isinstance(value, str)}
     few = sorted(map(str, distinct))
@@ -62,19 +85,44 @@ def _names(values: list[str | float]) -> list[str]:
             f"The data's labels are numbers with fractions ({listed(few)}): scores, for `objective: reward`."
         )
     if len(distinct) < 2:
-        raise UserError(f"The data have {listed(few) or 'nothing'} for a label, and classes are two or more. {GIVE}.")
-    if len(distinct) > MOST or (len(distinct) > FEW and 2 * len(distinct) > len(values)):
+        only = listed([f"`{one}`" for one in few]) or "nothing"
+        raise UserError(f"The data have {only} for a label, and classes are two or more. {GIVE}.")
+    if len(distinct) > MOST or (len(distinct) > FEW and 2 * len(distinct) > len(found)):
         raise UserError(
-            f"The data's {len(values):,} labels have {len(distinct):,} different values ({listed(few, most=3)}), which "
+            f"The data's {len(found):,} labels have {len(distinct):,} different values ({listed(few, most=3)}), which "
             f"are too many to be classes. {GIVE}, or look at `fields`."
         )
     if numbers and numbers != set(range(len(numbers))):
         raise UserError(
-            f"The data's labels are the numbers {listed(sorted(map(int, numbers)))}, not all from 0. {GIVE}."
+            f"The data's labels are the numbers {listed(sorted(map(int, numbers)))}, not all from 0. {GIVE}, or say "
+            "`fields: {label: NAME}` where another field has their names."
         )
-    if any(not name.strip() for name in names):
-        raise UserError(f"A label in the data is empty. {GIVE}, or mend it.")
-    return sorted(names, key=_place) or [str(number) for number in range(len(numbers))]
+    _check_spelling(names)
+    ordered = sorted(names, key=_place) or [str(number) for number in range(len(numbers))]
+    return _called(ordered, found) or ordered
+
+
+def _check_spelling(names: set[str]) -> None:
+    spelled: dict[str, str] = {}
+    for name in sorted(names):
+        other = spelled.setdefault(" ".join(name.casefold().split()), name)
+        if other != name:
+            raise UserError(
+                f"The data's labels {other!r} and {name!r} differ in capitals or spaces alone. Mend them, or name both "
+                "classes in `labels`."
+            )
+
+
+def _called(ordered: list[str], found: list[tuple[str | float, str | None]]) -> list[str]:
+    """What records call their labels beside numbers all from 0, where each number has a name of its own."""
+    beside: dict[str, set[str]] = {number: set() for number in ordered}
+    for label, name in found:
+        if name is not None:
+            beside[label if isinstance(label, str) else str(int(label))].add(name)
+    is_told = all(len(beside[name]) == 1 for name in ordered)
+    are_all = [str(number) for number in range(len(ordered))] == ordered
+    names = [name for number in ordered for name in beside[number]]
+    return names if is_told and are_all and len(set(names)) == len(ordered) else []
 
 
 def _place(name: str) -> tuple[bool, int, str]:

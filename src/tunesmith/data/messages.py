@@ -34,11 +34,23 @@ def turns_of(text: str) -> list[Message] | None:
 
 def as_conversation(item: Completion) -> Conversation:
     """For a model with a chat template: a question and its answer, or the turns that the prompt is the text of."""
-    turns = turns_of(item.prompt)
+    both = [Message("user", item.prompt), Message("assistant", item.completion)]
+    return Conversation(tuple(asked_as_turns(both)))
+
+
+def asked_as_turns(messages: Sequence[Message]) -> list[Message]:
+    """The same messages; where the first question is a dialogue in one text that ends with an empty answer, its turns,
+    of which the answers are context."""
+    before = 1 if messages and messages[0].role == "system" else 0
+    asked = messages[before] if len(messages) > before else None
+    turns = turns_of(asked.content) if asked is not None and asked.role == "user" else None
     if not turns or turns[0].role != "user" or turns[-1] != Message("assistant", ""):
-        return Conversation((Message("user", item.prompt), Message("assistant", item.completion)))
-    before = (replace(turn, weight=0.0) if turn.role == "assistant" else turn for turn in turns[:-1])
-    return Conversation((*before, Message("assistant", item.completion.strip())))
+        return list(messages)
+    context = [replace(turn, weight=0.0) if turn.role == "assistant" else turn for turn in turns[:-1]]
+    after = list(messages[before + 1 :])
+    if after and after[0].role == "assistant":  # what stands behind "Assistant:" has a space before it
+        after[0] = replace(after[0], content=after[0].content.strip())
+    return [*messages[:before], *context, *after]
 
 
 def tool_parts_of(messages: Sequence[Message], tools: Sequence[Any]) -> set[str]:

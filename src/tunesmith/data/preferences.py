@@ -15,7 +15,7 @@ import numpy as np
 
 from tunesmith.data.build import store_of
 from tunesmith.data.chat import Encoder
-from tunesmith.data.messages import as_conversation
+from tunesmith.data.messages import as_conversation, asked_as_turns
 from tunesmith.data.store import TokenStore
 from tunesmith.data.types import (
     Asked,
@@ -32,6 +32,7 @@ from tunesmith.data.types import (
     Tagged,
     Tokens,
 )
+from tunesmith.errors import listed
 from tunesmith.objectives.embed import RANKED
 from tunesmith.objectives.head import padding_id
 
@@ -73,7 +74,8 @@ def encode(
 
 def _to_be_answered(item: Asked, encoder: Encoder, origin: Origin) -> tuple[list[Example], list[tuple[Any, Example]]]:
     """A prompt as the model is asked it, with what its record says besides."""
-    ids = np.array(encoder.prompt(item.messages, item.tools), dtype=np.int32)
+    messages = asked_as_turns(item.messages) if encoder.has_template else item.messages
+    ids = np.array(encoder.prompt(messages, item.tools), dtype=np.int32)
     if not len(ids):
         raise RecordError("empty text", origin, "there is no token in the prompt")
     facts = json.dumps(item.facts, ensure_ascii=False, default=str)
@@ -133,7 +135,8 @@ def _to_be_scored(
         values = (item.margin, 0.0)
     else:
         ids = [_without_padding(_ids_of(item.text, encoder, origin), encoder)]
-        values = (_value_of(item.label, encoder, origin),)
+        is_named = item.name is not None and item.name in encoder.labels
+        values = (_value_of(item.name if is_named else item.label, encoder, origin),)
     if not all(map(len, ids)):
         raise RecordError("empty text", origin, "there is no token in it")
     weights = [np.ones(len(one), dtype=np.float32) for one in ids]
@@ -176,7 +179,9 @@ def _value_of(label: str | float, encoder: Encoder, origin: Origin, name: str = 
     is_number = not isinstance(label, str) or re.fullmatch("[0-9]{1,9}", label)  # columns of text hold numbers so
     if is_number and 0 <= float(label) < len(names):
         return float(label)
-    raise RecordError("unknown label", origin, f"{name} is {label!r}, which is not among `labels` ({', '.join(names)})")
+    known = f"`labels` ({listed(names, most=20)})"
+    reason = f"{name} is {label!r}, which is not among {known}, where every class has to be"
+    raise RecordError("unknown label", origin, reason)
 
 
 def mismatched(store: TokenStore, sequence_length: int) -> TokenStore:

@@ -20,7 +20,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -568,6 +568,42 @@ def _read_columns(path: Path, kind: str) -> Iterator[Record]:
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         reason, what = str(error).splitlines()[0].rstrip("."), "an Arrow" if kind == "arrow" else "a Parquet"
         raise UserError(f"{path}: not {what} file that can be read, at record {number + 1} ({reason}).") from error
+
+
+def class_names(dataset: Dataset, names: Sequence[str]) -> list[str]:
+    """What the numbers in the first of these columns are called, where the columns say it themselves (`ClassLabel` of
+    the datasets library, on the hub and in its Parquet and Arrow files); nothing where they do not, or differ."""
+    if dataset.hub:
+        known = [_load_hub(dataset).features.to_dict()]
+    else:
+        known = [_features(path) for path in files(dataset) if _kind(path) in ("parquet", "arrow")]
+    found = []
+    for features in known:
+        feature = next((features[name] for name in names if name in features), None)
+        feature = feature[0] if isinstance(feature, list) and feature else feature
+        feature = feature.get("feature", feature) if isinstance(feature, dict) else {}
+        found.append(feature.get("names") if isinstance(feature, dict) else None)
+    first = found[0] if found and all(one == found[0] for one in found) else None
+    return first if isinstance(first, list) and all(isinstance(one, str) for one in first) else []
+
+
+def _features(path: Path) -> dict[str, Any]:
+    """Of a file of columns, as the datasets library has written them into it."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        if _kind(path) == "parquet":
+            schema = pyarrow.parquet.read_schema(path)
+        else:
+            with pyarrow.memory_map(str(path)) as file:
+                is_indexed = file.read(6) == b"ARROW1"
+                file.seek(0)
+                schema = (pyarrow.ipc.open_file if is_indexed else pyarrow.ipc.open_stream)(file).schema
+        found = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+    except (pyarrow.ArrowException, ValueError, TypeError, KeyError):  # reading its records says what is wrong
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _arrow_batches(file: Any) -> Iterator[Any]:

@@ -120,6 +120,8 @@ class Labelled:
 
     text: Conversation | Document | Completion
     label: str | float
+    name: str | None = None
+    """Of a label that is a number, where the record says it beside."""
 
 
 @dataclass(frozen=True, slots=True)

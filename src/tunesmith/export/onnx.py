@@ -76,7 +76,7 @@ def write(source: Source, folder: Path, kind: str, progress: Progress) -> None:
     sizes = {"layers": layers, "kv_heads": config.num_key_value_heads, "head_dim": head_dim}
     inputs = _inputs(source, **sizes)
     try:
-        program = _traced(model, inputs, layers)
+        program = _traced(model, inputs, layers, progress)
     except Exception as error:  # of torch's exporter, which has many kinds
         raise UserError(
             f"torch could not export {type(model).__name__} to ONNX: {first_line(error)[:300]}; use --to safetensors."
@@ -99,11 +99,12 @@ def _inputs(source: Source, *, layers: int, kv_heads: int, head_dim: int) -> Inp
     return Inputs(tokens, mask, past, dynamic)
 
 
-def _traced(model: nn.Module, inputs: Inputs, layers: int) -> Any:
+def _traced(model: nn.Module, inputs: Inputs, layers: int, progress: Progress) -> Any:
     try:
         return by_layers(model, inputs, _export)
     except Exception as error:  # the same graph, more slowly, of a model whose layers cannot be called by themselves
         log.debug("%s is traced as a whole: %r", type(model).__name__, error)
+        progress(f"Tracing all {layers} layers for ONNX, which takes minutes", 0, None)
     names = ["input_ids", "attention_mask", *named(PAST, layers)]
     taken = (inputs.tokens, inputs.mask, inputs.past)
     return _export(Decoder(model), taken, names, ["logits", *named(PRESENT, layers)], inputs.dynamic)

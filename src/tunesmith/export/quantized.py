@@ -9,7 +9,6 @@ stay in 16 bits.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from tunesmith.kernels.rounding import (
 )
 from tunesmith.model.experts import experts_of_layers
 from tunesmith.model.side_files import CONFIG
-from tunesmith.model.structure import decoder_layers, is_transposed, linears_of_layers
+from tunesmith.model.structure import holds_most_elsewhere, is_transposed, linears_of_layers
 from tunesmith.run.merge import put_side_files
 from tunesmith.run.streamed import merged_weights, rounded
 
@@ -73,7 +72,8 @@ def check_linears(source: Source) -> None:
         )
     if any(is_transposed(module) for module in linears_of_layers(model).values()):
         raise UserError(f"{type(model).__name__} stores its linears transposed, which engines do not read in few bits.")
-    if (odd := _mostly_elsewhere(model)) is not None:
+    plain = [one.weight for one in linears_of_layers(model).values() if type(one) is torch.nn.Linear]
+    if (odd := holds_most_elsewhere(model, plain)) is not None:
         raise UserError(
             f"Most weights in the layers of this {type(model).__name__} are those of {odd} modules, which cannot be "
             "quantized here; `tunesmith export --to safetensors` writes them as they are."
@@ -82,21 +82,6 @@ def check_linears(source: Source) -> None:
         raise UserError(
             "The files of this model are in a layout that only transformers knows; it cannot be quantized here."
         )
-
-
-def _mostly_elsewhere(model: torch.nn.Module) -> str | None:
-    """The class that holds most, where more than half of what the layers hold is in no linear (Falcon's are of a class
-    of its own): the files would say that they are quantized, and hardly be."""
-    linears = {id(module.weight) for module in linears_of_layers(model).values()}
-    inside, elsewhere = 0, Counter()
-    for layer in decoder_layers(model):
-        for module in layer.modules():
-            for weight in module.parameters(recurse=False):
-                if id(weight) in linears:
-                    inside += weight.numel()
-                else:
-                    elsewhere[type(module).__name__] += weight.numel()
-    return elsewhere.most_common(1)[0][0] if elsewhere.total() > inside else None
 
 
 def size(source: Source, kind: str) -> int:

@@ -16,6 +16,7 @@ from tunesmith.data.chat import Encoder
 from tunesmith.errors import UserError
 from tunesmith.infer.described import beside
 from tunesmith.model import load, side_files
+from tunesmith.plan.models import check_kind, read_config
 from tunesmith.run.folder import read_run
 from tunesmith.run.open import tokenizer_of
 from tunesmith.run.streamed import Weights, find_weights, weights_of_model
@@ -49,6 +50,7 @@ class Source:
     def of_model(cls, model: str, data: Sequence[str] = ()) -> Iterator[Source]:
         """Of a model that no run has trained: a folder, a .gguf file or a name on the hub. For this time it has a
         folder with all that lies beside weights."""
+        check_kind(model, read_config(model), "quantized")
         run = Run(model=model, method="full", data=[{"path": path} for path in data or (model,)])
         asked = side_files.read_asked(Path(model))
         given = {"train_on": asked.get("train_on", run.train_on), "special_tokens": asked.get("special_tokens", [])}

@@ -56,20 +56,25 @@ def _is_wrapped(module: nn.Module) -> bool:
     return list(inspect.signature(inner).parameters)[1:4] == ARGUMENTS
 
 
+def check_stacks(experts: nn.Module) -> None:
+    """UserError where the experts of a layer cannot be held in few bits."""
+    is_other = any(getattr(experts, name, False) for name in ("has_bias", "is_transposed", "has_post_expert_norm"))
+    is_other |= not is_called_as_usual(experts) or not hasattr(experts, "_apply_gate")
+    if {name for name, _ in experts.named_parameters(recurse=False)} != set(STACKS) or is_other:
+        raise UserError(
+            f"model: {type(experts).__name__} cannot be held in 4 or 8 bits; use method: lora, with storage plain "
+            "in its plan."
+        )
+
+
 class QuantizedExperts(nn.Module):
     """The frozen experts of a layer in few bits a weight; computes in the precision of its input."""
 
     def __init__(self, experts: nn.Module, storage: Storage):
         """In the place of `experts`, without their weights; `hold` brings them."""
         super().__init__()
+        check_stacks(experts)
         weights = dict(experts.named_parameters(recurse=False))
-        is_other = any(getattr(experts, name, False) for name in ("has_bias", "is_transposed", "has_post_expert_norm"))
-        is_other |= not is_called_as_usual(experts) or not hasattr(experts, "_apply_gate")
-        if weights.keys() != set(STACKS) or is_other:
-            raise UserError(
-                f"model: {type(experts).__name__} cannot be held in 4 or 8 bits; use method: lora, with storage plain "
-                "in its plan."
-            )
         self.num_experts = experts.num_experts
         self.shapes_nk = {name: tuple(weight.shape[1:]) for name, weight in weights.items()}
         self.storage = storage

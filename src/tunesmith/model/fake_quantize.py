@@ -53,7 +53,7 @@ class FakeQuantization:
                 f"quantization_aware: {kind} rounds linears, and {type(model).__name__} has experts or transposed "
                 "weights, which are none; leave it out."
             )
-        if not linears:
+        if not any(type(one) is nn.Linear for one in linears.values()):
             raise UserError(
                 f"quantization_aware: {kind} rounds linears, and the layers of {type(model).__name__} have none that "
                 "are plain ones; leave it out."

@@ -20,6 +20,7 @@ from tunesmith.model.gated import Found, find_gated
 from tunesmith.model.local import local
 from tunesmith.model.lora import LoraLinear
 from tunesmith.model.quantized import Nf4Linear
+from tunesmith.model.structure import computes_as_linear
 
 SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Sibling linears that models call one after the other with the same input, in this order."""
@@ -108,7 +109,8 @@ class JointLinear(nn.Module):
             y_tn = lowrank_linear_fp8(x_tk, weight_nk, scale_n, *others)
         else:
             y_tn = lowrank_linear(x_tk, weight_nk, *others[:-1])
-        return y_tn.view(*x.shape[:-1], -1).split(self.sizes, dim=-1)
+        y = y_tn.view(*x.shape[:-1], -1)
+        return (y,) if len(self.sizes) == 1 else y.split(self.sizes, dim=-1)  # models may add to one part in place
 
     def operands(self, dtype: torch.dtype) -> tuple[Any, ...]:
         """The frozen weight and the scales of its rows, the joint factors in this precision, bias, sizes, and the
@@ -193,7 +195,7 @@ def _can_fuse(module: nn.Module) -> bool:
     if module.rounding is not None:  # base and adapter are rounded as one
         return False
     base = module.base
-    return type(base) is nn.Linear or (isinstance(base, Nf4Linear) and not base.is_transposed)
+    return computes_as_linear(type(base)) or (isinstance(base, Nf4Linear) and not base.is_transposed)
 
 
 def _held(members: list[LoraLinear]) -> torch.Tensor:

@@ -30,7 +30,7 @@ from tunesmith.errors import UserError, first_line
 from tunesmith.kernels import flash4
 from tunesmith.model import adapters, attention, load, lora
 from tunesmith.model.attention import NAME as PACKED_ATTENTION
-from tunesmith.model.experts import use_early_weights
+from tunesmith.model.experts import check_stacks, experts_of_layers, use_early_weights
 from tunesmith.model.forward import (
     confirm_forward_spec,
     find_forward_spec,
@@ -48,6 +48,7 @@ from tunesmith.model.routers import router_loss_of
 from tunesmith.model.state_space import has_own_kernels, mixers_of, use_chunked_scan
 from tunesmith.model.structure import (
     body,
+    holds_most_elsewhere,
     is_encoder_decoder,
     linears_of_layers,
     plain_call,
@@ -203,8 +204,18 @@ def _has_scan(found: Probed) -> bool:
 
 
 def _check_few_bits(run: Run, found: Probed) -> None:
-    """UserError where the model computes with the weight of a linear that would be there in 4 or 8 bits only."""
-    held = linears_of_layers(load.load_skeleton(run)) if found.needs_weight else {}
+    """UserError where the model computes with the weight of a linear that would be there in 4 or 8 bits only, or most
+    of its weights could not be there so."""
+    model = load.load_skeleton(run)
+    held, experts = linears_of_layers(model), experts_of_layers(model).values()
+    for one in experts:
+        check_stacks(one)
+    weights = [*(one.weight for one in held.values()), *(weight for one in experts for weight in one.parameters())]
+    if (odd := holds_most_elsewhere(model, weights)) is not None:
+        raise UserError(
+            f"method: {run.method}: most weights in the layers of {type(model).__name__} are those of {odd} modules, "
+            "which cannot be held in 4 or 8 bits; use method: lora."
+        )
     if named := next((kind for kind in map(kind_of, held) if kind in found.needs_weight), None):
         raise UserError(
             f"method: {run.method}: the model's own code computes with the weight of {named.replace('#', '*')}, so it "
@@ -336,11 +347,12 @@ def probe_config(config: Any, *, device: torch.device, trust_remote_code: bool =
 
 
 def _router_loss(model: nn.Module) -> dict[str, Any]:
-    if router_loss_of(model) is None:
-        return {}
     config = model.config.get_text_config()
+    weight = getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", None))
+    if router_loss_of(model) is None or weight is None:
+        return {}
     return {
-        "router_loss": float(config.router_aux_loss_coef),
+        "router_loss": float(weight),
         "asks_router_loss": bool(getattr(config, "output_router_logits", False)),
     }
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -113,8 +116,40 @@ def linears_of_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if (type(module) is nn.Linear or is_transposed(module))
+        if (computes_as_linear(type(module)) or is_transposed(module))
         and module is not head
         and module.weight.numel() > FEWEST
         and any(part.isdigit() for part in name.split("."))
     }
+
+
+@functools.cache
+def computes_as_linear(kind: type[nn.Module]) -> bool:
+    """Whether this is nn.Linear, or a class of a model's own that computes the same (Falcon's)."""
+    if kind is nn.Linear or not issubclass(kind, nn.Linear):
+        return kind is nn.Linear
+    tried, generator = kind.__new__(kind), torch.Generator().manual_seed(0)
+    nn.Module.__init__(tried)
+    tried.weight = nn.Parameter(torch.randn(3, 2, generator=generator))
+    tried.bias = nn.Parameter(torch.randn(3, generator=generator))
+    x = torch.randn(4, 2, generator=generator)
+    try:
+        found = tried(x)
+    except Exception:  # the model's own code, which wants to know more than its weight and bias
+        return False
+    expected = F.linear(x, tried.weight, tried.bias)
+    return isinstance(found, torch.Tensor) and found.shape == expected.shape and torch.allclose(found, expected)
+
+
+def holds_most_elsewhere(model: nn.Module, held: Iterable[torch.Tensor]) -> str | None:
+    """The class of module that holds most, where more than half of the weights of the layers are not among `held`."""
+    known = {id(weight) for weight in held}
+    inside, elsewhere = 0, Counter()
+    for layer in decoder_layers(model):
+        for module in layer.modules():
+            for weight in module.parameters(recurse=False):
+                if id(weight) in known:
+                    inside += weight.numel()
+                else:
+                    elsewhere[type(module).__name__] += weight.numel()
+    return elsewhere.most_common(1)[0][0] if elsewhere.total() > inside else None

@@ -173,12 +173,12 @@ def check_quantization(config: Mapping[str, Any]) -> None:
         )
 
 
-def check_kind(model: str, config: Mapping[str, Any]) -> None:
+def check_kind(model: str, config: Mapping[str, Any], verb: str = "fine-tuned") -> None:
     """UserError where the model is no language model that writes text, as far as its config says."""
     if (kind := other_kind(config)) is not None:
         raise UserError(
             f"model: {model} is {kind}, and only causal language models, which predict the next token, and "
-            "encoder-decoders of text can be fine-tuned here."
+            f"encoder-decoders of text can be {verb} here."
         )
 
 

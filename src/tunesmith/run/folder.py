@@ -251,8 +251,31 @@ def read_trained_run(folder: Path) -> Run:
     identity = read_identity(folder)
     if identity is None:
         refuse_sweep(folder)
-        raise UserError(f"{folder} holds no run (there is no run.json); give the output folder of a run.")
-    return _found_again(Run.model_validate(identity.settings), folder)
+        raise no_run(folder)
+    usual = {name: field.default for name, field in Run.model_fields.items()}
+    given = {name: value for name, value in identity.settings.items() if name not in usual or value != usual[name]}
+    return _found_again(Run.model_validate(given), folder)  # what is as usual was left to the model and its data
+
+
+def no_run(folder: Path) -> UserError:
+    """What to say of a folder that is given for a run's and is none."""
+    if not folder.exists():
+        return UserError(f"{folder}: no such folder; give the output folder of a run.")
+    found, there = f"{folder} holds no run (there is no run.json)", folder.resolve().parent
+    is_adapter = (folder / "adapter_config.json").exists()
+    if is_adapter or (folder / "config.json").exists():
+        if (there / "run.json").exists():
+            return UserError(f"{found}, but what the run in {there} has given; give that folder.")
+        if is_adapter:
+            return UserError(
+                f"{found}, but an adapter by itself; peft merges it (`merge_and_unload`), and `adapter: {folder}` in "
+                "the settings of a run trains on from it."
+            )
+        return UserError(
+            f"{found}, but a model by itself, which `tunesmith chat`, `quantize` and `eval --tasks` take; give the "
+            "output folder of a run here."
+        )
+    return UserError(f"{found}; give the output folder of a run.")
 
 
 def _found_again(run: Run, folder: Path) -> Run:

@@ -24,7 +24,7 @@ from tunesmith.model.grown import new_ids
 from tunesmith.model.head import form, has_head
 from tunesmith.optim.build import weight_of
 from tunesmith.parallel.prepare import load_model
-from tunesmith.plan.models import is_encoder_decoder, read_config
+from tunesmith.plan.models import check_kind, is_encoder_decoder, read_config
 from tunesmith.plan.plan import Device, Plan, Precision, Storage
 from tunesmith.run.base import check_base
 from tunesmith.run.folder import (
@@ -65,6 +65,7 @@ def open_model(folder: Path) -> Opened:
 
 def open_plain(name: str) -> Opened:
     """A model by itself: a folder, a GGUF file or a name on the hub."""
+    check_kind(name, read_config(name), "opened")
     alone = Run(model=name, data=name)
     place, dtype = own_placement()
     model = load_model(alone, dtype=dtype, device=place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,6 +77,7 @@ class TrainingState:
 
     def _begin(self, step: int, state: dict[str, Any], metric: float | None, copy: dict[str, Any]) -> Saving:
         tensors, ranks = self.optimizer.tensors(), self.share.ranks
+        measured = {"metric": metric, "measured_on": hashlib.sha256(" ".join(self.held_out).encode()).hexdigest()[:16]}
         if self.held_out:
             state = {**state, "held_out": list(self.held_out)}
         if self.rule is not None:
@@ -84,10 +86,10 @@ class TrainingState:
             tensors |= {f"schedule/{name}": value for name, value in self.schedule.tensors().items()}
         if ranks.count == 1:
             full = {name: full_tensor(tensor) for name, tensor in tensors.items()}
-            return self.checkpoints.begin(step, full, state, metric=metric, **copy)
+            return self.checkpoints.begin(step, full, state, **measured, **copy)
         tensors = self.share.own(tensors)
         parts = dict(self.share.parts(tensors))
-        return self.checkpoints.begin_on_all_ranks(step, parts, tensors.keys(), state, ranks, metric=metric, **copy)
+        return self.checkpoints.begin_on_all_ranks(step, parts, tensors.keys(), state, ranks, **measured, **copy)
 
     def _write(self, saving: Saving) -> None:
         try:
@@ -116,7 +118,7 @@ class TrainingState:
             self.losses[found.step] = found.metric
         if state.get("first_loss") is not None:
             self.losses[0] = state["first_loss"]
-        if self.rule is not None:
+        if self.rule is not None and (self.rule.task or not state.get("has_other_held_out")):
             self.rule.restore(state.get("stop_when"))
         return state
 

@@ -22,6 +22,7 @@ from torch import nn
 from tunesmith.config.schema import Dataset, Rollout, Run
 from tunesmith.data.chat import Encoder
 from tunesmith.data.loader import PackedDocument, deal
+from tunesmith.data.messages import asked_as_turns
 from tunesmith.data.prepare import Prepared, answers_reason
 from tunesmith.data.types import Message, MicroBatch
 from tunesmith.errors import UserError
@@ -313,7 +314,7 @@ class Asking:
         """A prompt that leaves no room for an answer loses its beginning."""
         turn = _question(item).turns[0]
         if self.encoder.has_template:
-            ids = self.encoder.prompt([Message("user", turn)], reasons=self.reasons)
+            ids = self.encoder.prompt(asked_as_turns([Message("user", turn)]), reasons=self.reasons)
         else:
             ids = self.encoder.text_prompt(answers.plain_prompt(task, turn))
         return list(ids)[-(self._room - self._most(task)) :]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tunesmith.data.messages import asked_as_turns
 from tunesmith.data.types import Message
 from tunesmith.errors import UserError
 from tunesmith.evaluate import answers, choices, harness, texts
@@ -156,7 +157,8 @@ class Session:
         messages = []
         for turn, answer in zip(turns, said, strict=False):
             messages += [Message("user", turn), Message("assistant", answer)]
-        return encoder.prompt([*messages, Message("user", turns[len(said)])], reasons=self.opened.reasons)
+        messages = asked_as_turns([*messages, Message("user", turns[len(said)])])
+        return encoder.prompt(messages, reasons=self.opened.reasons)
 
 
 def _question(item: Item) -> Question:

@@ -43,6 +43,8 @@ class Started(Event):
 class Resumed(Event):
     kind = "resumed"
     step: int
+    has_other_held_out: bool = False
+    """Evaluations from here are of other data than those before."""
 
 
 @dataclass(frozen=True)
@@ -273,6 +275,13 @@ def read(folder: Path) -> list[dict[str, Any]]:
     for record in _records(folder / FILE):
         history.add(record)
     return history.records
+
+
+def comparable(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same without evaluations of other held-out data than the newest ones are of."""
+    changes = (n for n, one in enumerate(records) if one["event"] == Resumed.kind and one.get("has_other_held_out"))
+    begins = max(changes, default=0)
+    return [one for n, one in enumerate(records) if n >= begins or one["event"] != Evaluation.kind]
 
 
 def parse(line: str | bytes) -> dict[str, Any] | None:

@@ -270,7 +270,8 @@ class _Loop:
         self.done = found.step
         self.saved_at = found.step
         self.first_loss = state["first_loss"]
-        if state.get("has_other_held_out"):
+        has_other = bool(state.get("has_other_held_out"))
+        if has_other:
             if self.job.ranks.is_first:
                 self._warn(OTHER_HELD_OUT)
         elif found.metric is not None:
@@ -279,14 +280,14 @@ class _Loop:
         self.begun_at = found.step
         if self.job.ranks.is_first:
             records = [one for one in events.read(self.job.folder) if one.get("step", 0) <= found.step]
-            is_comparable = not state.get("has_other_held_out")
-            self.alerts.recall(one for one in records if is_comparable or one["event"] != "evaluation")
+            known = events.comparable(records)
+            self.alerts.recall(one for one in known if not has_other or one["event"] != "evaluation")
             for record in records:
                 if record["event"] in self.before and record["step"] <= found.step:
                     self.before[record["event"]] += record["seconds"]
                     if record["event"] == "evaluation":
                         self.last_evaluation = record["seconds"]
-        self.observe(events.Resumed(found.step))
+        self.observe(events.Resumed(found.step, has_other))
 
     def _latest(self) -> tuple[CheckpointStore, Checkpoint | None]:
         """The newest whole checkpoint, as the first rank finds it."""

@@ -158,9 +158,8 @@ def _at(content: bytes, starts: np.ndarray) -> list[bytes]:
 def digest_of(records: list[dict[str, Any]], recent: list[dict[str, Any]], sparks: tuple[float, ...]) -> Digest:
     started = [one for one in records if one["event"] == "started"]
     said = [one for one in records if one["event"] in ("started", "stopping", "stopped", "finished")]
-    losses = [
-        value for one in records if one["event"] == "evaluation" and (value := number(one.get("loss"))) is not None
-    ]
+    evaluations = [one for one in events.comparable(records) if one["event"] == "evaluation"]
+    losses = [value for one in evaluations if (value := number(one.get("loss"))) is not None]
     last = recent[-1] if recent else {}
     seconds = sum(number(one.get("seconds")) or 0.0 for one in recent)
     tokens = sum(number(one.get("tokens")) or 0.0 for one in recent)

@@ -19,7 +19,7 @@ from typing import Any
 
 from tunesmith.errors import UserError
 from tunesmith.evaluate import verdicts
-from tunesmith.run.folder import read_json, refuse_sweep
+from tunesmith.run.folder import no_run, read_json, refuse_sweep
 from tunesmith.train import events
 from tunesmith.ui.log import RECENT, Digest, GrowingLog, digest_of, number
 from tunesmith.ui.thin import PIXELS, smoothed, thinned
@@ -468,7 +468,7 @@ def open_log(folder: Path) -> GrowingLog:
     """The history of the run in `folder`; refused where there is none."""
     if not (folder / "run.json").is_file() and not (folder / events.FILE).is_file():
         refuse_sweep(folder)
-        raise UserError(f"{folder} holds no run (there is no run.json); give the output folder of a run.")
+        raise no_run(folder)
     log = GrowingLog(folder)
     log.update()
     return log
