@@ -92,6 +92,25 @@ def test_judged_answers_are_recognised(fields):
     assert said(found.answer) == ("Hi?", "Yes")
 
 
+@pytest.mark.parametrize("records", ["pairs", "judged", "ranked", "labelled", "prompts"])
+@pytest.mark.parametrize(
+    ("asked", "question"),
+    [
+        ({"instruction": "Say it", "input": "in German"}, "Say it\n\nin German"),
+        ({"question": "Who?", "context": "It was Ann."}, "It was Ann.\n\nWho?"),
+        ({"messages": [{"role": "user", "content": "Who?"}]}, "Who?"),
+    ],
+)
+def test_what_belongs_to_a_question_is_read_with_it(records, asked, question):
+    answered = {"response": "Yes", "label": True, "score": 1}
+    found = converted(asked | ({"chosen": "Yes", "rejected": "No"} if records == "pairs" else answered), records)
+    if records == "prompts":
+        assert found.messages[-1].content == question
+    else:
+        answer = getattr(found, {"pairs": "chosen", "judged": "answer"}.get(records, "text"))
+        assert said(answer) == (question, "Yes")
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
