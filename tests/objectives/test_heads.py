@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+import parity
 from ranks import assert_two_give_the_losses_of_one
 from tiny import TRAIN, Die, Runs, assert_resumes, write_all
 from tunesmith.cli.main import main
 from tunesmith.config.load import from_mapping
 from tunesmith.data.loader import documents_of
 from tunesmith.errors import UserError
-from tunesmith.model import load
+from tunesmith.model import load, lora
 from tunesmith.run.assemble import assemble
 from tunesmith.run.choose import plan_run
 from tunesmith.run.start import prepare_run
@@ -268,6 +269,16 @@ def test_two_ranks_give_the_losses_of_one(world, tiny_model, tmp_path, kind, met
 def test_settings_that_do_not_go_together(changes, said):
     with pytest.raises(UserError, match=said):
         from_mapping({"model": "m", "data": "d", **changes})
+
+
+def test_a_mixture_of_experts_with_a_head_gets_its_adapters(tmp_path):
+    """peft has other names for weights of such families, and looks for the head in the adapter's files."""
+    pytest.importorskip("peft")
+    model = parity.write_model("mixtral", tmp_path / "model")
+    run = from_mapping({"model": str(model), "objective": "reward", "data": "x.jsonl"})
+    names = lora.find_targets(load.load_skeleton(run), run.lora)
+    assert names
+    assert lora.lost_in_peft(load.load_skeleton(run), run.lora, names) == {}
 
 
 def test_labels_that_are_not_given_are_those_of_the_data_in_plan_folder_and_result(runs, tiny_model, tmp_path):
