@@ -582,6 +582,8 @@ def _convert_prompts(fields: dict[str, Any], origin: Origin, dataset: Dataset) -
         value, _ = _first(facts, wanted, *others)
         if _given(value) is not None:
             facts[wanted] = value
+    if "answer" not in facts and (inner := _at(facts, "reward_model.ground_truth")):  # as verl has it
+        facts["answer"] = inner[0]
     if isinstance(facts.get("answer"), dict):  # {"text": [...]} of SQuAD
         facts["answer"] = facts["answer"].get("text")
     messages = [*_system(fields, messages, origin), *messages]
