@@ -37,8 +37,8 @@ def with_adapter(run: Run) -> Run:
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(CHANGE_THE_BASE):
         raise UserError(
-            f"adapter: the adapter in {folder} belongs to a base that `init_lora_weights: {init}` has changed, and not to "
-            "the model as it is; save it by peft with `path_initial_model_for_weight_conversion`."
+            f"adapter: the adapter in {folder} belongs to a base that `init_lora_weights: {init}` has changed, and not "
+            "to the model as it is; save it by peft with `path_initial_model_for_weight_conversion`."
         )
     if run.method == "peft":
         return run.model_copy(update={"peft": _same_peft(run, folder, config)})
