@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -279,6 +280,21 @@ def test_a_mixture_of_experts_with_a_head_gets_its_adapters(tmp_path):
     names = lora.find_targets(load.load_skeleton(run), run.lora)
     assert names
     assert lora.lost_in_peft(load.load_skeleton(run), run.lora, names) == {}
+
+
+def test_texts_are_asked_in_batches_where_the_tokenizer_has_no_padding_token(runs, tiny_model, tmp_path):
+    from transformers import pipeline
+
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(model)
+    folder = write_run(tmp_path, model, "texts", method="full", steps=1, eval=[], held_out=0, output="run")
+    ended = runs(folder, *TRAIN)
+    assert ended.code == 0, ended.err
+    ask = pipeline("text-classification", model=str(folder / "run" / "model"))
+    texts = ["red", "blue seven ten yes"]
+    assert [one["score"] for one in ask(texts, batch_size=2)] == pytest.approx([ask(one)[0]["score"] for one in texts])
 
 
 def test_labels_that_are_not_given_are_those_of_the_data_in_plan_folder_and_result(runs, tiny_model, tmp_path):
