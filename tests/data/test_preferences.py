@@ -231,3 +231,11 @@ def test_pairs_that_are_dropped_for_their_length_are_said_with_what_helps(tiny_m
     weights = [found.train[0].document(d)[1] for d in found.train[0].documents(0)]
     prompts = [tokens[counted == 0].tolist() for tokens, counted in zip(ids, weights, strict=True)]
     assert prompts[0] == prompts[1]
+    records[1]["prompt"] *= 40
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(records[1]) + "\n")
+    with pytest.raises(UserError, match=r"begin beyond sequence_length 64.*; raise sequence_length \(.* tokens\)\.$"):
+        prepare(
+            run.model_copy(update={"too_long": None, "sequence_length": 64}),
+            AutoTokenizer.from_pretrained(tiny_model),
+            259,
+        )
