@@ -282,6 +282,15 @@ def test_a_mixture_of_experts_with_a_head_gets_its_adapters(tmp_path):
     assert lora.lost_in_peft(load.load_skeleton(run), run.lora, names) == {}
 
 
+def test_a_head_that_is_trained_whole_gets_no_adapter(tiny_model):
+    given = {"model": str(tiny_model), "objective": "reward", "data": "x.jsonl"}
+    run = from_mapping({**given, "lora": {"targets": ["q_proj", "score"]}})
+    with pytest.raises(UserError, match="'score' matches the head, which is trained whole; leave it out"):
+        lora.find_targets(load.load_skeleton(run), run.lora)
+    with pytest.raises(UserError, match="leave out `init`"):
+        from_mapping({**given, "lora": {"init": "pissa"}})
+
+
 def test_texts_are_asked_in_batches_where_the_tokenizer_has_no_padding_token(runs, tiny_model, tmp_path):
     from transformers import pipeline
 

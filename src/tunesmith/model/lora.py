@@ -385,6 +385,10 @@ def find_targets(model: nn.Module, settings: Lora) -> list[str]:
                 known = listed(sorted({name.rsplit(".", 1)[-1] for name in [*candidates, *ends]})) or "none"
                 raise UserError(f"lora.targets: '{pattern}' matches no linear of this model; it has {known}.")
             if any(name in ends for name in matching):
+                if is_headed(model):
+                    raise UserError(
+                        f"lora.targets: '{pattern}' matches the head, which is trained whole; leave it out."
+                    )
                 _check_end(pattern, settings)
             chosen += [name for name in matching if name not in chosen]
     if settings.layers is not None:
