@@ -23,6 +23,7 @@ ORIGIN = Origin("d.json", 3)
 ASK = {"role": "user", "content": "Hi?"}
 YES, NO = ({"role": "assistant", "content": text} for text in ("Yes", "No"))
 TURN = [{"role": "user", "content": "First"}, {"role": "assistant", "content": "Once"}]
+PARTS = ("prompt", "chosen", "rejected")
 SHAPES = {
     "texts": {"prompt": "Hi?", "chosen": "Yes", "rejected": "No"},
     "messages": {"prompt": [ASK], "chosen": [YES], "rejected": [NO]},
@@ -41,6 +42,7 @@ SHAPES = {
         "chosen": "\n\nHuman: Hi?\n\nAssistant: Yes",
         "rejected": "\n\nHuman: Hi?\n\nAssistant: No",
     },
+    "messages in columns of text": {name: json.dumps([one]) for name, one in zip(PARTS, (ASK, YES, NO), strict=True)},
     "question": {"question": "Hi?", "chosen": "Yes", "rejected": "No"},
     "instruction": {"instruction": "Hi?", "input": "", "chosen": "Yes", "rejected": "No"},
     "earlier turns": {"chosen": [*TURN, ASK, YES], "rejected": [*TURN, ASK, NO]},
@@ -121,6 +123,10 @@ def test_what_belongs_to_a_question_is_read_with_it(records, asked, question):
         ({"chosen": "Yes", "rejected": "No"}, "a text without a `prompt` before it"),
         ({"chosen": [ASK, YES], "rejected": [{**ASK, "content": "Other?"}, NO]}, "the same up to an assistant turn"),
         ({"messages": [ASK, YES]}, "trained on pairs of answers"),
+        (
+            {"prompt": str([ASK]), "chosen": str([YES]), "rejected": str([NO])},
+            "`prompt` holds messages as Python writes",
+        ),
         ({"prompt": "Bye?", "chosen": [ASK, YES], "rejected": [ASK, NO]}, "not one that begins with the prompt beside"),
         (
             {"prompt": "Bye?", "chosen": "Human: Hi?\n\nAssistant: Yes", "rejected": "Human: Hi?\n\nAssistant: No"},
@@ -133,6 +139,11 @@ def test_what_is_no_pair_is_refused_in_a_sentence(fields, why):
     with pytest.raises(UserError, match=why) as found:
         converted(fields)
     assert str(found.value).startswith("d.json, line 3: ")
+
+
+def test_an_answer_that_is_json_to_a_plain_question_stays_text():
+    found = converted({"prompt": "As JSON?", "chosen": json.dumps([YES]), "rejected": "No"})
+    assert said(found.chosen) == ("As JSON?", json.dumps([YES]))
 
 
 def test_a_label_that_is_no_label_is_refused():

@@ -174,6 +174,9 @@ def convert(record: Record, format: FormatName, dataset: Dataset) -> Item:
         raise RecordError(
             "missing field", record.origin, f"the field {missing} is missing: the record has {_names(fields)}"
         )
+    asked = fields.get("prompt")
+    if not isinstance(asked, str) or _WRITTEN_TURNS.match(asked):  # else an answer may well be such a text
+        fields = {name: _turns_in_text(value, name, record.origin) for name, value in fields.items()}
     made = _CONVERTERS[format](fields, record.origin, dataset)
     if format in ONE_ANSWER and (thoughts := _given(fields.get("reasoning_content"))):
         made = _with_thoughts(made, _text(thoughts, "reasoning_content", record.origin))
@@ -694,6 +697,26 @@ def _conversation(messages: list[Message], origin: Origin, tools: tuple[dict[str
     if not answered:
         raise RecordError("no answer", origin, "no assistant turn of the conversation answers a user turn")
     return Conversation(tuple(messages), tools)
+
+
+_WRITTEN_TURNS = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
+
+
+def _turns_in_text(value: Any, name: str, origin: Origin) -> Any:
+    """Messages where a column of text holds them as JSON, which would be learned letter by letter."""
+    if name not in ("prompt", "completion", "response", *ANSWERS):
+        return value
+    if not isinstance(value, str) or not (found := _WRITTEN_TURNS.match(value)):
+        return value
+    try:
+        listed = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        if "'" in found[0]:  # as pandas writes lists
+            reason = f"`{name}` holds messages as Python writes them, and not JSON; save the data as .jsonl or .parquet"
+            raise RecordError("not valid JSON", origin, reason) from error
+        return value
+    are_turns = all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in listed)
+    return listed if are_turns else value
 
 
 def _messages(value: Any, name: str, origin: Origin, dataset: Dataset) -> list[Message]:
