@@ -24,6 +24,7 @@ ORIGIN = Origin("d.json", 3)
 ASK = {"role": "user", "content": "Hi?"}
 YES, NO = ({"role": "assistant", "content": text} for text in ("Yes", "No"))
 TURN = [{"role": "user", "content": "First"}, {"role": "assistant", "content": "Once"}]
+PARTS = ("prompt", "chosen", "rejected")
 SHAPES = {
     "texts": {"prompt": "Hi?", "chosen": "Yes", "rejected": "No"},
     "messages": {"prompt": [ASK], "chosen": [YES], "rejected": [NO]},
@@ -42,6 +43,7 @@ SHAPES = {
         "chosen": "\n\nHuman: Hi?\n\nAssistant: Yes",
         "rejected": "\n\nHuman: Hi?\n\nAssistant: No",
     },
+    "messages in columns of text": {name: json.dumps([one]) for name, one in zip(PARTS, (ASK, YES, NO), strict=True)},
     "question": {"question": "Hi?", "chosen": "Yes", "rejected": "No"},
     "instruction": {"instruction": "Hi?", "input": "", "chosen": "Yes", "rejected": "No"},
     "earlier turns": {"chosen": [*TURN, ASK, YES], "rejected": [*TURN, ASK, NO]},
@@ -93,6 +95,25 @@ def test_judged_answers_are_recognised(fields):
     assert said(found.answer) == ("Hi?", "Yes")
 
 
+@pytest.mark.parametrize("records", ["pairs", "judged", "ranked", "labelled", "prompts"])
+@pytest.mark.parametrize(
+    ("asked", "question"),
+    [
+        ({"instruction": "Say it", "input": "in German"}, "Say it\n\nin German"),
+        ({"question": "Who?", "context": "It was Ann."}, "It was Ann.\n\nWho?"),
+        ({"messages": [{"role": "user", "content": "Who?"}]}, "Who?"),
+    ],
+)
+def test_what_belongs_to_a_question_is_read_with_it(records, asked, question):
+    answered = {"response": "Yes", "label": True, "score": 1}
+    found = converted(asked | ({"chosen": "Yes", "rejected": "No"} if records == "pairs" else answered), records)
+    if records == "prompts":
+        assert found.messages[-1].content == question
+    else:
+        answer = getattr(found, {"pairs": "chosen", "judged": "answer"}.get(records, "text"))
+        assert said(answer) == (question, "Yes")
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
@@ -103,6 +124,10 @@ def test_judged_answers_are_recognised(fields):
         ({"chosen": "Yes", "rejected": "No"}, "a text without a `prompt` before it"),
         ({"chosen": [ASK, YES], "rejected": [{**ASK, "content": "Other?"}, NO]}, "the same up to an assistant turn"),
         ({"messages": [ASK, YES]}, "trained on pairs of answers"),
+        (
+            {"prompt": str([ASK]), "chosen": str([YES]), "rejected": str([NO])},
+            "`prompt` holds messages as Python writes",
+        ),
         ({"prompt": "Bye?", "chosen": [ASK, YES], "rejected": [ASK, NO]}, "not one that begins with the prompt beside"),
         (
             {"prompt": "Bye?", "chosen": "Human: Hi?\n\nAssistant: Yes", "rejected": "Human: Hi?\n\nAssistant: No"},
@@ -115,6 +140,11 @@ def test_what_is_no_pair_is_refused_in_a_sentence(fields, why):
     with pytest.raises(UserError, match=why) as found:
         converted(fields)
     assert str(found.value).startswith("d.json, line 3: ")
+
+
+def test_an_answer_that_is_json_to_a_plain_question_stays_text():
+    found = converted({"prompt": "As JSON?", "chosen": json.dumps([YES]), "rejected": "No"})
+    assert said(found.chosen) == ("As JSON?", json.dumps([YES]))
 
 
 def test_a_label_that_is_no_label_is_refused():
@@ -213,6 +243,14 @@ def test_pairs_that_are_dropped_for_their_length_are_said_with_what_helps(tiny_m
     weights = [found.train[0].document(d)[1] for d in found.train[0].documents(0)]
     prompts = [tokens[counted == 0].tolist() for tokens, counted in zip(ids, weights, strict=True)]
     assert prompts[0] == prompts[1]
+    records[1]["prompt"] *= 40
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(records[1]) + "\n")
+    with pytest.raises(UserError, match=r"begin beyond sequence_length 64.*; raise sequence_length \(.* tokens\)\.$"):
+        prepare(
+            run.model_copy(update={"too_long": None, "sequence_length": 64}),
+            AutoTokenizer.from_pretrained(tiny_model),
+            259,
+        )
 
 
 HUMAN = "\n\nHuman: Hi?\n\nAssistant: Hello.\n\nHuman: Bye?\n\nAssistant:"

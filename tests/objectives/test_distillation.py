@@ -25,6 +25,7 @@ from tunesmith.data.build import store_of
 from tunesmith.data.loader import Loader
 from tunesmith.data.store import TokenStore
 from tunesmith.data.types import Example, Origin
+from tunesmith.errors import UserError
 from tunesmith.kernels.linear_distillation import Lesson, Taught, distillation_by_module, linear_distillation
 from tunesmith.model import attention
 from tunesmith.objectives import objective_of
@@ -442,6 +443,15 @@ def test_two_ranks_give_the_losses_of_one(world, models, tmp_path, method, way, 
     assert_two_give_the_losses_of_one(world, folder, way, count=3, method=method, distillation=given)
 
 
+def test_a_teacher_that_is_an_adapter_is_to_be_merged(models, tmp_path):
+    adapter = tmp_path / "other" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    for teacher in (adapter, adapter.parent):
+        with pytest.raises(UserError, match=r"^distillation.teacher: .*; give what `tunesmith merge` makes of it"):
+            write_run(tmp_path / teacher.name / "run", (models[0], teacher))
+
+
 @pytest.mark.parametrize("command", ["train", "check", "plan"])
 def test_a_teacher_with_another_vocabulary_is_refused(models, tmp_path, monkeypatch, capsys, command):
     other = make_tiny_model(tmp_path / "other")
@@ -479,8 +489,6 @@ def test_a_teacher_with_another_vocabulary_is_refused(models, tmp_path, monkeypa
     ],
 )
 def test_settings_that_do_not_go_together(changes, said):
-    from tunesmith.errors import UserError
-
     with pytest.raises(UserError, match=said.replace("`", ".")):
         from_mapping({"model": "m", "data": "d", **changes})
 

@@ -243,6 +243,7 @@ def test_shapes_that_people_have_are_recognised(fields, form, made):
     ("fields", "said"),
     [
         ({"sentence1": "a", "sentence2": "b", "score": 4.2}, "divide the scores"),
+        ({"anchor": "a", "positive": "b", "negative": "c", "score": 0.4}, "`negative` beside two texts with a score"),
         ({"sentence1": "a", "sentence2": "b", "label": 1}, "score: label"),
         ({"anchor": "a", "positive": " "}, "nothing to embed"),
         ({"query": "a", "pos": []}, "no text that belongs"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+import parity
 from ranks import assert_two_give_the_losses_of_one
 from tiny import TRAIN, Die, Runs, assert_resumes, write_all
 from tunesmith.cli.main import main
 from tunesmith.config.load import from_mapping
 from tunesmith.data.loader import documents_of
 from tunesmith.errors import UserError
-from tunesmith.model import load
+from tunesmith.model import load, lora
 from tunesmith.run.assemble import assemble
 from tunesmith.run.choose import plan_run
 from tunesmith.run.start import prepare_run
@@ -268,6 +270,40 @@ def test_two_ranks_give_the_losses_of_one(world, tiny_model, tmp_path, kind, met
 def test_settings_that_do_not_go_together(changes, said):
     with pytest.raises(UserError, match=said):
         from_mapping({"model": "m", "data": "d", **changes})
+
+
+def test_a_mixture_of_experts_with_a_head_gets_its_adapters(tmp_path):
+    """peft has other names for weights of such families, and looks for the head in the adapter's files."""
+    pytest.importorskip("peft")
+    model = parity.write_model("mixtral", tmp_path / "model")
+    run = from_mapping({"model": str(model), "objective": "reward", "data": "x.jsonl"})
+    names = lora.find_targets(load.load_skeleton(run), run.lora)
+    assert names
+    assert lora.lost_in_peft(load.load_skeleton(run), run.lora, names) == {}
+
+
+def test_a_head_that_is_trained_whole_gets_no_adapter(tiny_model):
+    given = {"model": str(tiny_model), "objective": "reward", "data": "x.jsonl"}
+    run = from_mapping({**given, "lora": {"targets": ["q_proj", "score"]}})
+    with pytest.raises(UserError, match="'score' matches the head, which is trained whole; leave it out"):
+        lora.find_targets(load.load_skeleton(run), run.lora)
+    with pytest.raises(UserError, match="leave out `init`"):
+        from_mapping({**given, "lora": {"init": "pissa"}})
+
+
+def test_texts_are_asked_in_batches_where_the_tokenizer_has_no_padding_token(runs, tiny_model, tmp_path):
+    from transformers import pipeline
+
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(model)
+    folder = write_run(tmp_path, model, "texts", method="full", steps=1, eval=[], held_out=0, output="run")
+    ended = runs(folder, *TRAIN)
+    assert ended.code == 0, ended.err
+    ask = pipeline("text-classification", model=str(folder / "run" / "model"))
+    texts = ["red", "blue seven ten yes"]
+    assert [one["score"] for one in ask(texts, batch_size=2)] == pytest.approx([ask(one)[0]["score"] for one in texts])
 
 
 def test_labels_that_are_not_given_are_those_of_the_data_in_plan_folder_and_result(runs, tiny_model, tmp_path):

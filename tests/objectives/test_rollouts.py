@@ -244,6 +244,7 @@ def test_prompts_are_read_as_people_write_them(tmp_path):
     for fields, answer in (
         ({"question": "2+2?", "answer": "so 4 #### 4"}, "so 4 #### 4"),
         ({"prompt": "2+2?", "ground_truth": 4}, 4),
+        ({"prompt": "2+2?", "reward_model": {"style": "rule", "ground_truth": "4"}}, "4"),
         ({"problem": "2+2?", "solution": "\\boxed{4}"}, "\\boxed{4}"),
         ({"messages": [user], "answer": "4"}, "4"),
         ({"messages": [user, {"role": "assistant", "content": "4"}]}, "4"),

@@ -115,7 +115,7 @@ def test_folders_that_hold_something_else_are_named(tmp_path):
 def test_the_folder_of_a_run_is_told_from_the_model_that_it_made(tmp_path):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"the folder of a run that made an adapter; give what `tunesmith merge` makes"):
+    with pytest.raises(UserError, match=r"made an adapter; give its base and `adapter: .*`, or what `tunesmith merge`"):
         find(str(tmp_path))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")

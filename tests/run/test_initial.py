@@ -97,6 +97,24 @@ def test_what_an_adapter_says_of_itself_becomes_the_settings_and_may_not_be_cont
         from_mapping({**given, "adapter": str(tmp_path / "ia3")})
 
 
+def of_peft(model: Path, folder: Path, **settings) -> dict:
+    made = peft.get_peft_model(plain(model), peft.LoraConfig(target_modules=["q_proj"], r=2, **settings))
+    made.save_pretrained(folder)
+    return {"model": str(model), "data": "x", "adapter": str(folder)}
+
+
+def test_an_adapter_on_some_layers_stays_on_these(tiny_model, tmp_path):
+    run = from_mapping(of_peft(tiny_model, tmp_path / "adapter", layers_to_transform=[1]))
+    assert run.lora.targets == ["model.layers.1.self_attn.q_proj"]
+
+
+@pytest.mark.parametrize("method", ["lora", "peft"])
+def test_an_adapter_over_a_base_that_was_changed_for_it_is_refused(tiny_model, tmp_path, method):
+    given = of_peft(tiny_model, tmp_path / "adapter", init_lora_weights="pissa")
+    with pytest.raises(UserError, match="belongs to a base that `init_lora_weights: pissa` has changed"):
+        from_mapping({**given, "method": method})
+
+
 def test_an_adapter_for_another_model_is_refused_in_a_sentence(runs, drawn, tmp_path):
     from tiny_model import make_tiny_model
 

@@ -10,6 +10,7 @@ from tiny import Die, assert_same, write_all
 from tunesmith.config.load import from_mapping
 from tunesmith.config.sweep import variants
 from tunesmith.errors import UserError
+from tunesmith.run import sweep
 
 SWEEP = [
     {"learning_rate": 2e-3, "lora.rank": 2, "lora.layers": "top 1"},
@@ -52,6 +53,15 @@ def test_each_variant_ends_with_the_bytes_of_its_run_alone(runs, tiny_model, tmp
     assert runs.wait().code == 0
     runs.start(folder, "train", "run.yaml", "sweep=null")
     assert "output: run is the folder of a sweep" in runs.wait().err
+
+
+def test_no_variant_is_the_best_by_another_loss_than_the_others(monkeypatch):
+    rows = [sweep.Row(name, {}, "finished", held_out=loss, preference={"beta": beta})
+            for name, loss, beta in (("a", 0.6, 0.1), ("b", 0.5, 0.1), ("c", 0.4, 0.5))]  # fmt: skip
+    monkeypatch.setattr(sweep, "_row", lambda row, why: row)
+    assert [row.name for row in sweep.rows_of(rows[:2]) if row.is_best] == ["b"]
+    assert not any(row.is_best for row in sweep.rows_of(rows))
+    assert "`preference` differs" in sweep.note_on(rows)
 
 
 def test_the_plan_has_all_variants_and_the_memory_of_the_whole(runs, tiny_model, tmp_path):

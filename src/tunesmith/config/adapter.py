@@ -21,6 +21,8 @@ OF_PEFT = (
     "layer_replication", "alora_invocation_tokens", "exclude_modules",
 )  # fmt: skip
 """Fields of peft's LoRA, beyond ours, that change what its adapters compute."""
+CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initialisations of peft's that take something out of the base, unless the adapter is converted when it is saved."""
 LARGEST_HEADER = 100 * 2**20
 
 
@@ -32,6 +34,12 @@ def with_adapter(run: Run) -> Run:
         raise UserError(f"adapter: {run.adapter!r} has characters that no folder's name should have.")
     folder = expanded(run.adapter)
     config = _read_config(folder)
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(CHANGE_THE_BASE):
+        raise UserError(
+            f"adapter: the adapter in {folder} belongs to a base that `init_lora_weights: {init}` has changed, and not "
+            "to the model as it is; save it by peft with `path_initial_model_for_weight_conversion`."
+        )
     if run.method == "peft":
         return run.model_copy(update={"peft": _same_peft(run, folder, config)})
     kind = config.get("peft_type")
@@ -44,12 +52,13 @@ def with_adapter(run: Run) -> Run:
     rank, alpha, names = config.get("r"), config.get("lora_alpha"), _names(folder)
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1 or alpha <= 0:
         raise UserError(f"adapter: {folder / CONFIG} has no rank and alpha (r, lora_alpha) that make sense.")
+    some_layers = config.get("layers_to_transform") is not None
     theirs: dict[str, Any] = {
         "rank": rank,
         "alpha": float(alpha),
         "rank_stabilised": bool(config.get("use_rslora")),
         "dora": bool(config.get("use_dora")),
-        "targets": _shortest(names, config.get("target_modules")),
+        "targets": names if some_layers else _shortest(names, config.get("target_modules")),
         "layers": None,
     }
     for name, value in theirs.items():

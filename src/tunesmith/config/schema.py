@@ -759,6 +759,12 @@ def _unsuited_teacher(run: Run) -> str | None:
     return None
 
 
+LAYERS_ALONE = (
+    "with `objective: {}` adapters are on the layers and begin without effect; leave out `init`, and the embedding and "
+    "the head in `targets`"
+)
+
+
 def _unsuited_head(run: Run) -> str | None:
     classifies = run.objective in ("classify", "classify_tokens")
     if not classifies and run.labels:
@@ -771,7 +777,7 @@ def _unsuited_head(run: Run) -> str | None:
     if run.method == "peft" or run.is_merged or run.adapter is not None:
         return f"`objective: {run.objective}` trains a new head; method may be full, lora or qlora, without `adapter`"
     if run.has_lora and (run.lora.has_ends or run.lora.init != "default"):
-        return f"lora: with `objective: {run.objective}` adapters are on the layers, and begin without effect"
+        return f"lora: {LAYERS_ALONE.format(run.objective)}"
     if run.new_tokens:
         return f"new_tokens: they are not for `objective: {run.objective}`"
     if run.router_aux_loss_coef:
@@ -786,7 +792,7 @@ def _unsuited_embedding(run: Run) -> str | None:
     if run.method not in ("full", "lora", "qlora") or run.adapter is not None:
         return "`objective: embed`: method may be full, lora or qlora, without `adapter`"
     if run.has_lora and (run.lora.has_ends or run.lora.init != "default"):
-        return "lora: with `objective: embed` adapters are on the layers, and begin without effect"
+        return f"lora: {LAYERS_ALONE.format(run.objective)}"
     if run.new_tokens:
         return "new_tokens: they are not for `objective: embed`"
     if run.router_aux_loss_coef:

@@ -175,6 +175,9 @@ def convert(record: Record, format: FormatName, dataset: Dataset) -> Item:
         raise RecordError(
             "missing field", record.origin, f"the field {missing} is missing: the record has {_names(fields)}"
         )
+    asked = fields.get("prompt")
+    if not isinstance(asked, str) or _WRITTEN_TURNS.match(asked):  # else an answer may well be such a text
+        fields = {name: _turns_in_text(value, name, record.origin) for name, value in fields.items()}
     made = _CONVERTERS[format](fields, record.origin, dataset)
     if format in ONE_ANSWER and (thoughts := _given(fields.get("reasoning_content"))):
         made = _with_thoughts(made, _text(thoughts, "reasoning_content", record.origin))
@@ -262,9 +265,7 @@ def _convert_alpaca(fields: dict[str, Any], origin: Origin, dataset: Dataset) ->
         if not isinstance(turn, list | tuple) or len(turn) != 2:
             raise RecordError("wrong type", origin, "`history` must be a list of [question, answer] pairs")
         messages += [_user(_text(turn[0], "history", origin)), _answer(turn[1], "history", origin)]
-    more, name = _first(fields, "input", "context")
-    parts = [_text(fields["instruction"] or "", "instruction", origin), _text(_given(more) or "", name, origin)]
-    question = "\n\n".join(part for part in parts if part.strip())
+    question = _question(fields, "instruction", origin)
     if not question:
         raise RecordError("empty question", origin, "`instruction` is empty")
     messages += [_user(question), _answer(*_first(fields, "output", "response"), origin)]
@@ -315,11 +316,7 @@ def _convert_question_answer(fields: dict[str, Any], origin: Origin, dataset: Da
         answer = answer.get("text")
     if isinstance(answer, list):
         answer = answer[0] if answer else None
-    question = _text(fields["question"], "question", origin)
-    context = fields.get("context")
-    if isinstance(context, str) and context.strip():
-        question = f"{context}\n\n{question}"
-    messages = [_user(question), _answer(answer, name, origin)]
+    messages = [_user(_question(fields, "question", origin)), _answer(answer, name, origin)]
     messages = asked_as_turns([*_system(fields, messages, origin), *messages])
     return _conversation(messages, origin, _tools(fields, origin))
 
@@ -406,12 +403,22 @@ def _asked(
         return None
     if isinstance(value, list | dict):
         return _messages(value, name, origin, dataset)
-    more, other = _first(fields, "input", "context") if name == "instruction" else (None, "")
-    parts = [_text(value, name, origin), "" if _given(more) is None else _text(more, other, origin)]
-    question = "\n\n".join(part for part in parts if part.strip())
+    question = _question(fields, name, origin)
     if not question:
         raise RecordError("empty question", origin, f"`{name}` is empty")
     return [*_system(fields, [], origin), _user(question)] if _system(fields, [], origin) else question
+
+
+def _question(fields: dict[str, Any], name: str, origin: Origin) -> str:
+    """What a field asks, with what belongs to it: the input of an instruction, the context of a question."""
+    asked = "" if _given(fields[name]) is None else _text(fields[name], name, origin)
+    parts = [asked]
+    if name == "instruction":
+        more, other = _first(fields, "input", "context")
+        parts = [asked, "" if _given(more) is None else _text(more, other, origin)]
+    elif name == "question" and isinstance(fields.get("context"), str):
+        parts = [fields["context"], asked]
+    return "\n\n".join(part for part in parts if part.strip())
 
 
 def _check_prompt(asked: list[Message] | str | None, turns: Sequence[list[Message]], origin: Origin) -> None:
@@ -489,10 +496,7 @@ def _convert_judged(fields: dict[str, Any], origin: Origin, dataset: Dataset) ->
     if not isinstance(label, bool) and label not in (0, 1):
         raise RecordError("wrong label", origin, f"`label` must be true or false, found {json.dumps(label)[:80]}")
     if "completion" in fields or "response" in fields:
-        plain = {"prompt": "", **fields} if _asked(fields, origin, dataset) is None else fields
-        if "prompt" not in fields and (key := next((k for k in _PROMPTS if k in fields), None)):
-            plain = {**fields, "prompt": fields[key]}
-        return Judged(_convert_prompt_completion(plain, origin, dataset), bool(label))
+        return Judged(_answered(fields, origin, dataset), bool(label))
     conversation = _convert_messages(fields, origin, dataset)
     last = max((n for n, m in enumerate(conversation.messages) if m.role != "assistant"), default=-1)
     if last == len(conversation.messages) - 1:
@@ -501,6 +505,15 @@ def _convert_judged(fields: dict[str, Any], origin: Origin, dataset: Dataset) ->
         replace(m, weight=0.0) if n < last and m.role == "assistant" else m for n, m in enumerate(conversation.messages)
     )
     return Judged(replace(conversation, messages=tuple(messages)), bool(label))
+
+
+def _answered(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Conversation | Completion:
+    """A completion of what the record asks, by whatever name, or of nothing."""
+    value, name = _first(fields, *_PROMPTS)
+    if name == "prompt" or _given(value) is None:
+        return _convert_prompt_completion({"prompt": "", **fields}, origin, dataset)
+    prompt = value if isinstance(value, list | dict) else _question(fields, name, origin)
+    return _convert_prompt_completion({**fields, "prompt": prompt}, origin, dataset)
 
 
 def _convert_labelled(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Labelled:
@@ -518,7 +531,7 @@ def _convert_labelled(fields: dict[str, Any], origin: Origin, dataset: Dataset) 
         raise RecordError("wrong label", origin, f"`label` must be a name or a number, found {json.dumps(label)[:80]}")
     beside = _label_name(label, fields, dataset)
     if "completion" in fields or "response" in fields:
-        return Labelled(_convert_prompt_completion({"prompt": "", **fields}, origin, dataset), label, beside)
+        return Labelled(_answered(fields, origin, dataset), label, beside)
     if "text" in fields:
         text = _text(fields["text"], "text", origin)
         if not text.strip():
@@ -596,6 +609,8 @@ def _convert_prompts(fields: dict[str, Any], origin: Origin, dataset: Dataset) -
         value, _ = _first(facts, wanted, *others)
         if _given(value) is not None:
             facts[wanted] = value
+    if "answer" not in facts and (inner := _at(facts, "reward_model.ground_truth")):  # as verl has it
+        facts["answer"] = inner[0]
     if isinstance(facts.get("answer"), dict):  # {"text": [...]} of SQuAD
         facts["answer"] = facts["answer"].get("text")
     messages = [*_system(fields, messages, origin), *messages]
@@ -632,15 +647,21 @@ def _convert_anchors(fields: dict[str, Any], origin: Origin, dataset: Dataset) -
     positives = _passages(*_first(fields, *WANTED["anchors"][1]), origin)
     if not positives:
         raise RecordError("no positive", origin, "there is no text that belongs to it")
-    names = [one for one in fields if one in _NEGATIVES or _NUMBERED.fullmatch(one)]
-    negatives = [text for one in names for text in _passages(fields[one], one, origin)]
+    negatives = [text for one in _negatives(fields) for text in _passages(fields[one], one, origin)]
     return Related(anchors[0], tuple(positives), tuple(negatives))
+
+
+def _negatives(fields: dict[str, Any]) -> list[str]:
+    return [one for one in fields if (one in _NEGATIVES or _NUMBERED.fullmatch(one)) and _given(fields[one])]
 
 
 def _convert_similar(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Related:
     both = [_passages(*_first(fields, *names), origin) for names in WANTED["similar"][:2]]
     if any(len(texts) != 1 for texts in both):
         raise RecordError("wrong type", origin, "two texts with a score must each be one text")
+    if negatives := _negatives(fields):
+        reason = f"`{negatives[0]}` beside two texts with a score is not read; remove it, or the score"
+        raise RecordError("wrong type", origin, reason)
     given, name = _first(fields, *WANTED["similar"][2])
     score = _numeric(given, name, origin)
     if not -1 <= score <= 1:
@@ -710,6 +731,26 @@ def _conversation(messages: list[Message], origin: Origin, tools: tuple[dict[str
     if not answered:
         raise RecordError("no answer", origin, "no assistant turn of the conversation answers a user turn")
     return Conversation(tuple(messages), tools)
+
+
+_WRITTEN_TURNS = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
+
+
+def _turns_in_text(value: Any, name: str, origin: Origin) -> Any:
+    """Messages where a column of text holds them as JSON, which would be learned letter by letter."""
+    if name not in ("prompt", "completion", "response", *ANSWERS):
+        return value
+    if not isinstance(value, str) or not (found := _WRITTEN_TURNS.match(value)):
+        return value
+    try:
+        listed = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        if "'" in found[0]:  # as pandas writes lists
+            reason = f"`{name}` holds messages as Python writes them, and not JSON; save the data as .jsonl or .parquet"
+            raise RecordError("not valid JSON", origin, reason) from error
+        return value
+    are_turns = all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in listed)
+    return listed if are_turns else value
 
 
 def _messages(value: Any, name: str, origin: Origin, dataset: Dataset) -> list[Message]:

@@ -20,6 +20,8 @@ from tunesmith.errors import UserError
 TooLong = Literal["truncate", "split", "drop"]
 SHARED = 8
 """Tokens that two answers must begin with together to have them once: fewer are not worth keys of their own."""
+IN_ONE_PIECE = ("preference", "judged", "scored", "labelled", "tagged", "prompts", "anchors", "similar")
+"""Formats whose examples are never split."""
 TAGGED = "tagged"
 """The format in which a weight is the number of a token's own label and 1 more (`Example.is_tagged`)."""
 
@@ -471,8 +473,8 @@ def _nothing_left(
     if cut_off:
         return (
             f"{title}: no example is left, since the targets of {cut_off} of {n} begin beyond sequence_length "
-            f"{size} and are cut off; raise sequence_length (the longest example has {longest} tokens) or set "
-            "too_long: split."
+            f"{size} and are cut off; raise sequence_length (the longest example has {longest} tokens)"
+            + ("." if whole.format in IN_ONE_PIECE else " or set too_long: split.")
         )
     return (
         f"{title}: none of its {n} examples has a target token, so there is nothing to learn from; check the "

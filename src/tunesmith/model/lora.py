@@ -385,6 +385,10 @@ def find_targets(model: nn.Module, settings: Lora) -> list[str]:
                 known = listed(sorted({name.rsplit(".", 1)[-1] for name in [*candidates, *ends]})) or "none"
                 raise UserError(f"lora.targets: '{pattern}' matches no linear of this model; it has {known}.")
             if any(name in ends for name in matching):
+                if is_headed(model):
+                    raise UserError(
+                        f"lora.targets: '{pattern}' matches the head, which is trained whole; leave it out."
+                    )
                 _check_end(pattern, settings)
             chosen += [name for name in matching if name not in chosen]
     if settings.layers is not None:
@@ -546,6 +550,10 @@ def lost_in_peft(skeleton: nn.Module, settings: Lora, names: Iterable[str]) -> d
     keys = {PREFIX + f"{name}.{PEFT_NAMES[leaf]}": (name, leaf) for name in names for leaf in ("lora_a", "lora_b")}
     found = adapters(skeleton)
     tensors = {key: getattr(found[name], leaf).detach() for key, (name, leaf) in keys.items()}
+    if is_headed(skeleton):  # peft looks for the head, too
+        head = head_name(skeleton)
+        leaves = skeleton.get_submodule(head).named_parameters()
+        tensors |= {peft_name(f"{head}.{leaf}"): weight.detach() for leaf, weight in leaves}
     for name in names:
         replace_module(skeleton, name, found[name].base)
     wanted = {"r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "fan_in_fan_out", "task_type"}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError, first_line
+from tunesmith.model.head import has_head
 from tunesmith.model.load import generation_settings, load_skeleton, load_tokenizer, locate, quiet, weights_folder
 from tunesmith.model.save import whole_folder
 from tunesmith.model.sentence import files
@@ -130,13 +131,14 @@ def _write_generation(settings: dict[str, Any], folder: Path, ends: list[int]) -
 
 def _write_tokenizer(run: Run, base: Path, folder: Path, template: Any) -> list[str]:
     is_plain = run.chat_template is None and not run.trust_remote_code and (base / "tokenizer.json").is_file()
-    tokenizer = None if is_plain and run.objective != "embed" else load_tokenizer(run)
-    needs_padding = tokenizer is not None and run.objective == "embed" and tokenizer.pad_token is None
+    is_asked_in_batches = run.objective == "embed" or has_head(run)
+    tokenizer = None if is_plain and not is_asked_in_batches else load_tokenizer(run)
+    needs_padding = tokenizer is not None and is_asked_in_batches and tokenizer.pad_token is None
     if is_plain and not needs_padding:
         _copy_tokenizer(base, folder)  # as they were just read; to save and read large ones again takes seconds
         return []
     assert tokenizer is not None
-    if needs_padding:  # sentence-transformers pads with it, behind texts, where nobody looks
+    if needs_padding:  # transformers and sentence-transformers pad with it, behind texts, where nobody looks
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.chat_template = template
     reason = _saved_tokenizer(tokenizer, folder, run)

@@ -40,7 +40,10 @@ def find(model: str) -> Found:
         raise UserError(f"model: {model} is a file; give a model folder, a .gguf file or a hub name.")
     if path.is_dir():
         if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
-            raise UserError(f"model: {model} holds an adapter, not a model; give the base model it was made for.")
+            raise UserError(
+                f"model: {model} holds an adapter, not a model; give its base and `adapter: {model}`, or what "
+                "`tunesmith merge` makes of it."
+            )
         if (path / "config.json").exists():
             return Found("folder", str(path))
         ggufs = sorted(path.glob("*.gguf"))
@@ -52,8 +55,8 @@ def find(model: str) -> Found:
             raise UserError(f"model: {model} is the folder of a run; give the model that it made, {path / 'model'}.")
         if (path / "adapter" / "adapter_config.json").exists():
             raise UserError(
-                f"model: {model} is the folder of a run that made an adapter; give what `tunesmith merge` makes of "
-                f"it, or its base and `adapter: {path / 'adapter'}`."
+                f"model: {model} is the folder of a run that made an adapter; give its base and `adapter: "
+                f"{path / 'adapter'}`, or what `tunesmith merge` makes of it."
             )
         raise UserError(f"model: the folder {model} holds no config.json, so it is not a model folder.")
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or path.suffix == ".gguf"
@@ -89,7 +92,8 @@ def as_teacher(model: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(str(error).replace(f"model: {model}", f"distillation.teacher: {model}")) from error
+        said = re.sub("give its base and `adapter: .*`, or what", "give what", str(error))  # that is the student's
+        raise UserError(said.replace(f"model: {model}", f"distillation.teacher: {model}")) from error
 
 
 def read_facts(model: str, *, trust_remote_code: bool = False) -> ModelFacts:

@@ -8,7 +8,7 @@ runs/NAME/  VARIANT/      a run for each variant
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class Row:
     """Of its steps and evaluations."""
     evaluated: tuple[Any, ...] = ()
     """What it was evaluated on: names and target tokens."""
+    preference: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the loss that it was evaluated by."""
     is_best: bool = False
     why: str = ""
     """It failed."""
@@ -60,10 +62,10 @@ def is_finished(variant: Variant) -> bool:
 
 
 def rows_of(variants: Sequence[Variant], failures: Mapping[str, str] | None = None) -> list[Row]:
-    """By what their folders hold; the best by held-out loss is marked where all were evaluated on the same."""
+    """By what their folders hold; the best by held-out loss is marked where all are the same loss of the same."""
     rows = [_row(variant, (failures or {}).get(variant.name)) for variant in variants]
     done = [row for row in rows if row.state == "finished" and row.held_out is not None]
-    if len(done) < 2 or len({row.evaluated for row in done}) > 1:
+    if len(done) < 2 or note_on(rows):
         return rows
     best = min(done, key=lambda row: row.held_out or 0.0)
     return [replace(row, is_best=row is best) for row in rows]
@@ -83,6 +85,11 @@ def note_on(rows: Sequence[Row]) -> str | None:
     if len({row.evaluated for row in done}) > 1:
         return (
             "The variants were not evaluated on the same held-out examples, so no loss is marked as the best; set eval."
+        )
+    if any(row.preference != done[0].preference for row in done):
+        return (
+            "The variants' losses are not the same function of a model (their `preference` differs), so none is marked "
+            "as the best; compare their accuracy."
         )
     return None
 
@@ -121,5 +128,6 @@ def _row(variant: Variant, why: str | None) -> Row:
         training=training,
         seconds=round(sum(one["seconds"] for one in (*steps.values(), *evaluations.values())), 3),
         evaluated=(*sorted(final["losses"]), final["target_tokens"]) if final else (),
+        preference=variant.run.preference.model_dump(),
         why=why or "",
     )
