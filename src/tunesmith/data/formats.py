@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,6 +16,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.data.messages import asked_as_turns, turns_of
+from tunesmith.data.turns import (
+    ROLES,
+    answer_turn,
+    checked,
+    is_written_as_turns,
+    messages_of,
+    system_turns,
+    tools_of,
+    turns_in_column,
+    user_turn,
+)
 from tunesmith.data.types import (
     Asked,
     Completion,
@@ -32,6 +42,18 @@ from tunesmith.data.types import (
     Related,
     Tagged,
     Tokens,
+)
+from tunesmith.data.values import (
+    as_integers,
+    as_list,
+    as_number,
+    as_text,
+    described,
+    first_of,
+    lack_of,
+    names_of,
+    present,
+    without_nulls,
 )
 from tunesmith.errors import UserError, listed
 
@@ -97,15 +119,6 @@ OPTIONAL = {
 }  # fmt: skip
 ONE_ANSWER = ("alpaca", "prompt_completion", "question_answer")
 """Formats whose records have one answer, to which a field with its reasoning belongs."""
-ROLES = {
-    "user": "user", "human": "user", "prompter": "user",
-    "assistant": "assistant", "gpt": "assistant", "bot": "assistant", "model": "assistant", "ai": "assistant",
-    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
-    "system": "system", "developer": "system",
-    "tool": "tool", "observation": "tool", "function": "tool", "function_response": "tool", "ipython": "tool",
-    "tool_response": "tool",
-    "function_call": "function_call", "tool_call": "function_call",
-}  # fmt: skip
 
 
 def recognise(sample: Sequence[Record], dataset: Dataset, records: Records = "texts") -> FormatName:
@@ -125,7 +138,7 @@ def recognise(sample: Sequence[Record], dataset: Dataset, records: Records = "te
             if missing:
                 raise UserError(
                     f"{origin}: `format: {dataset.format}` wants the field {missing}, but the record has "
-                    f"{_names(fields)}{_suggestion(rows)}."
+                    f"{names_of(fields)}{_suggestion(rows)}."
                 )
         return dataset.format
     if records == "texts":
@@ -140,17 +153,17 @@ def recognise(sample: Sequence[Record], dataset: Dataset, records: Records = "te
         fields, origin = next(row for row in rows if _missing(row[0], name))
         raise UserError(
             f"{origin}: {count} of the first {len(rows)} records are in the {name} format, but this one lacks "
-            f"the field {_missing(fields, name)}: it has {_names(fields)}."
+            f"the field {_missing(fields, name)}: it has {names_of(fields)}."
         )
     if records != "texts":
         raise UserError(
-            f"{rows[0][1]}: found {_names(rows[0][0])}, but the objective is trained on {NEEDED[records]}; say which "
+            f"{rows[0][1]}: found {names_of(rows[0][0])}, but the objective is trained on {NEEDED[records]}; say which "
             f"is which, e.g. `fields: {_fields_for(records)}`, or change `objective`."
         )
     wanted_of = {name: WANTED[name] for name in FORMATS[records]}
     known = "; ".join(f"{name}: {', '.join(' or '.join(some) for some in all)}" for name, all in wanted_of.items())
     raise UserError(
-        f"{rows[0][1]}: found {_names(rows[0][0])}, which fits no known format ({known}){_suggestion(rows)}."
+        f"{rows[0][1]}: found {names_of(rows[0][0])}, which fits no known format ({known}){_suggestion(rows)}."
     )
 
 
@@ -169,18 +182,18 @@ def convert(record: Record, format: FormatName, dataset: Dataset) -> Item:
     """What the record means, or a UserError that names its file and line."""
     fields = _renamed(record, dataset)
     if record.is_filled:  # what is JSON text in a column keeps its nulls: it was written so
-        fields = {name: _no_nulls(value) for name, value in fields.items()}
+        fields = {name: without_nulls(value) for name, value in fields.items()}
     missing = _missing(fields, format)
     if missing:
         raise RecordError(
-            "missing field", record.origin, f"the field {missing} is missing: the record has {_names(fields)}"
+            "missing field", record.origin, f"the field {missing} is missing: the record has {names_of(fields)}"
         )
     asked = fields.get("prompt")
-    if not isinstance(asked, str) or _WRITTEN_TURNS.match(asked):  # else an answer may well be such a text
-        fields = {name: _turns_in_text(value, name, record.origin) for name, value in fields.items()}
+    if not isinstance(asked, str) or is_written_as_turns(asked):  # else an answer may well be such a text
+        fields = {name: turns_in_column(value, name, record.origin) for name, value in fields.items()}
     made = _CONVERTERS[format](fields, record.origin, dataset)
-    if format in ONE_ANSWER and (thoughts := _given(fields.get("reasoning_content"))):
-        made = _with_thoughts(made, _text(thoughts, "reasoning_content", record.origin))
+    if format in ONE_ANSWER and (thoughts := present(fields.get("reasoning_content"))):
+        made = _with_thoughts(made, as_text(thoughts, "reasoning_content", record.origin))
     _check_media(fields, made, record.origin)
     return made
 
@@ -194,7 +207,7 @@ def unread(sample: Sequence[Record], format: FormatName, dataset: Dataset) -> li
             made = convert(record, format, dataset)
         except RecordError:
             continue
-        for name in [name for name, value in record.fields.items() if _given(value) not in (None, "", [], {})]:
+        for name in [name for name, value in record.fields.items() if present(value) not in (None, "", [], {})]:
             if not names.get(name):
                 less = {other: value for other, value in record.fields.items() if other != name}
                 names[name] = _converted(replace(record, fields=less), format, dataset) != made
@@ -203,7 +216,7 @@ def unread(sample: Sequence[Record], format: FormatName, dataset: Dataset) -> li
 
 def _with_thoughts(item: Item, thoughts: str) -> Conversation:
     if isinstance(item, Completion):
-        item = Conversation((_user(item.prompt), Message("assistant", item.completion)))
+        item = Conversation((user_turn(item.prompt), Message("assistant", item.completion)))
     assert isinstance(item, Conversation)
     *before, answer = item.messages
     answer = replace(answer, extra={**answer.extra, "reasoning_content": thoughts})
@@ -246,8 +259,8 @@ def conversation_of(
     from tunesmith.config.schema import Dataset
 
     listed = [{**item, "weight": 0} if item.get("role") == "assistant" else item for item in messages]
-    made = _messages(listed, "messages", origin, Dataset(path=origin.file))
-    return [replace(message, weight=None) for message in made], _tools({"tools": tools}, origin)
+    made = messages_of(listed, "messages", origin, Dataset(path=origin.file))
+    return [replace(message, weight=None) for message in made], tools_of({"tools": tools}, origin)
 
 
 # One function a format
@@ -255,51 +268,51 @@ def conversation_of(
 
 def _convert_messages(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Conversation:
     key = next(k for k in ("messages", "conversations", "conversation") if k in fields)
-    messages = _messages(fields[key], key, origin, dataset)
-    return _conversation([*_system(fields, messages, origin), *messages], origin, _tools(fields, origin))
+    messages = messages_of(fields[key], key, origin, dataset)
+    return checked([*system_turns(fields, messages, origin), *messages], origin, tools_of(fields, origin))
 
 
 def _convert_alpaca(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Conversation:
     messages: list[Message] = []
-    for turn in _listed(_given(fields.get("history")) or [], "history", origin):
+    for turn in as_list(present(fields.get("history")) or [], "history", origin):
         if not isinstance(turn, list | tuple) or len(turn) != 2:
             raise RecordError("wrong type", origin, "`history` must be a list of [question, answer] pairs")
-        messages += [_user(_text(turn[0], "history", origin)), _answer(turn[1], "history", origin)]
+        messages += [user_turn(as_text(turn[0], "history", origin)), answer_turn(turn[1], "history", origin)]
     question = _question(fields, "instruction", origin)
     if not question:
         raise RecordError("empty question", origin, "`instruction` is empty")
-    messages += [_user(question), _answer(*_first(fields, "output", "response"), origin)]
-    messages = asked_as_turns([*_system(fields, messages, origin), *messages])
-    return _conversation(messages, origin, _tools(fields, origin))
+    messages += [user_turn(question), answer_turn(*first_of(fields, "output", "response"), origin)]
+    messages = asked_as_turns([*system_turns(fields, messages, origin), *messages])
+    return checked(messages, origin, tools_of(fields, origin))
 
 
 def _convert_prompt_completion(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Conversation | Completion:
-    completion, name = _first(fields, "completion", "response")
+    completion, name = first_of(fields, "completion", "response")
     prompt = fields["prompt"]
     if isinstance(prompt, list | dict) or isinstance(completion, list | dict):
         asked = (
-            [_user(_text(prompt, "prompt", origin))]
+            [user_turn(as_text(prompt, "prompt", origin))]
             if isinstance(prompt, str)
-            else _messages(prompt, "prompt", origin, dataset)
+            else messages_of(prompt, "prompt", origin, dataset)
         )
         # Answers in the prompt are context: only the completion is trained.
         asked = [replace(m, weight=0.0) if m.role == "assistant" else m for m in asked]
         answered = (
-            _messages(completion, name, origin, dataset)
+            messages_of(completion, name, origin, dataset)
             if isinstance(completion, list | dict)
-            else [_answer(completion, name, origin)]
+            else [answer_turn(completion, name, origin)]
         )
         messages = [*asked, *answered]
-        messages = asked_as_turns([*_system(fields, messages, origin), *messages])
-        return _conversation(messages, origin, _tools(fields, origin))
-    if _given(prompt) is None:
-        reason = f'`prompt` is {_found(prompt)}; write "" where the completion stands alone'
-        raise RecordError(_lacks(prompt), origin, reason)
-    prompt = _text(prompt, "prompt", origin)
-    answer = _answer(completion, name, origin)
-    system, tools = _system(fields, [], origin), _tools(fields, origin)
+        messages = asked_as_turns([*system_turns(fields, messages, origin), *messages])
+        return checked(messages, origin, tools_of(fields, origin))
+    if present(prompt) is None:
+        reason = f'`prompt` is {described(prompt)}; write "" where the completion stands alone'
+        raise RecordError(lack_of(prompt), origin, reason)
+    prompt = as_text(prompt, "prompt", origin)
+    answer = answer_turn(completion, name, origin)
+    system, tools = system_turns(fields, [], origin), tools_of(fields, origin)
     if system or tools:
-        return _conversation(asked_as_turns([*system, _user(prompt), answer]), origin, tools)
+        return checked(asked_as_turns([*system, user_turn(prompt), answer]), origin, tools)
     return Completion(prompt, answer.content)
 
 
@@ -311,29 +324,29 @@ def _convert_question_answer(fields: dict[str, Any], origin: Origin, dataset: Da
             f"a multiple-choice question, whose `{choices}` would not be read; write the choices into the question and "
             "the answer as text",
         )
-    answer, name = _first(fields, "answer", "answers", "response")
+    answer, name = first_of(fields, "answer", "answers", "response")
     if isinstance(answer, dict):
         answer = answer.get("text")
     if isinstance(answer, list):
         answer = answer[0] if answer else None
-    messages = [_user(_question(fields, "question", origin)), _answer(answer, name, origin)]
-    messages = asked_as_turns([*_system(fields, messages, origin), *messages])
-    return _conversation(messages, origin, _tools(fields, origin))
+    messages = [user_turn(_question(fields, "question", origin)), answer_turn(answer, name, origin)]
+    messages = asked_as_turns([*system_turns(fields, messages, origin), *messages])
+    return checked(messages, origin, tools_of(fields, origin))
 
 
 def _convert_text(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Document:
-    return Document(_text(fields["text"], "text", origin))
+    return Document(as_text(fields["text"], "text", origin))
 
 
 def _convert_tokens(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Tokens:
-    ids = _integers(fields["input_ids"], "input_ids", origin)
-    labels = _given(fields.get("labels"))
-    labels = ids if labels is None else _integers(labels, "labels", origin)
+    ids = as_integers(fields["input_ids"], "input_ids", origin)
+    labels = present(fields.get("labels"))
+    labels = ids if labels is None else as_integers(labels, "labels", origin)
     if len(labels) != len(ids):
         raise RecordError("wrong labels", origin, f"{len(ids)} `input_ids` but {len(labels)} `labels`")
-    mask = _given(fields.get("attention_mask"))
+    mask = present(fields.get("attention_mask"))
     if mask is not None:
-        mask = _integers(mask, "attention_mask", origin)
+        mask = as_integers(mask, "attention_mask", origin)
         if len(mask) != len(ids):
             raise RecordError("wrong labels", origin, f"{len(ids)} `input_ids` but an `attention_mask` of {len(mask)}")
         seen = [i for i, value in enumerate(mask) if value]
@@ -368,26 +381,26 @@ def _convert_preference(fields: dict[str, Any], origin: Origin, dataset: Dataset
         _check_prompt(asked if before is None else [one for one in before if one.content], turns, origin)
         made = _with_common_prompt(*turns, origin)
     elif isinstance(asked, str) and all(isinstance(value, str | int | float) for value in values):
-        answers = [_answer(value, name, origin) for value, name in zip(values, ANSWERS, strict=True)]
-        if tools := _tools(fields, origin):
-            both = (asked_as_turns([_user(asked), answer]) for answer in answers)
-            made = Preference(*(_conversation(messages, origin, tools) for messages in both))
+        answers = [answer_turn(value, name, origin) for value, name in zip(values, ANSWERS, strict=True)]
+        if tools := tools_of(fields, origin):
+            both = (asked_as_turns([user_turn(asked), answer]) for answer in answers)
+            made = Preference(*(checked(messages, origin, tools) for messages in both))
         else:
             made = Preference(*(Completion(asked, answer.content) for answer in answers))
     else:
         turns = [_turns(value, name, origin, dataset) for value, name in zip(values, ANSWERS, strict=True)]
         if asked is None or all(some[0].role != "assistant" for some in turns):
             _check_prompt(asked, turns, origin)
-            made = _with_common_prompt(*turns, origin, _system(fields, turns[0], origin), _tools(fields, origin))
+            made = _with_common_prompt(*turns, origin, system_turns(fields, turns[0], origin), tools_of(fields, origin))
         else:
-            before = [_user(asked)] if isinstance(asked, str) else asked
+            before = [user_turn(asked)] if isinstance(asked, str) else asked
             before = [replace(m, weight=0.0) if m.role == "assistant" else m for m in before]
-            before, tools = [*_system(fields, before, origin), *before], _tools(fields, origin)
-            made = Preference(*(_conversation(asked_as_turns([*before, *some]), origin, tools) for some in turns))
+            before, tools = [*system_turns(fields, before, origin), *before], tools_of(fields, origin)
+            made = Preference(*(checked(asked_as_turns([*before, *some]), origin, tools) for some in turns))
     if made.chosen == made.rejected:
         raise RecordError("same answers", origin, "`chosen` and `rejected` are the same, which prefers nothing")
-    margin = _given(fields.get("margin"))
-    return made if margin is None else replace(made, margin=_numeric(margin, "margin", origin))
+    margin = present(fields.get("margin"))
+    return made if margin is None else replace(made, margin=as_number(margin, "margin", origin))
 
 
 ANSWERS = ("chosen", "rejected")
@@ -398,24 +411,24 @@ def _asked(
     fields: dict[str, Any], origin: Origin, dataset: Dataset, names: Sequence[str] = _PROMPTS
 ) -> list[Message] | str | None:
     """What both answers answer, where the record has it apart from them."""
-    value, name = _first(fields, *names)
-    if _given(value) is None:
+    value, name = first_of(fields, *names)
+    if present(value) is None:
         return None
     if isinstance(value, list | dict):
-        return _messages(value, name, origin, dataset)
+        return messages_of(value, name, origin, dataset)
     question = _question(fields, name, origin)
     if not question:
         raise RecordError("empty question", origin, f"`{name}` is empty")
-    return [*_system(fields, [], origin), _user(question)] if _system(fields, [], origin) else question
+    return [*system_turns(fields, [], origin), user_turn(question)] if system_turns(fields, [], origin) else question
 
 
 def _question(fields: dict[str, Any], name: str, origin: Origin) -> str:
     """What a field asks, with what belongs to it: the input of an instruction, the context of a question."""
-    asked = "" if _given(fields[name]) is None else _text(fields[name], name, origin)
+    asked = "" if present(fields[name]) is None else as_text(fields[name], name, origin)
     parts = [asked]
     if name == "instruction":
-        more, other = _first(fields, "input", "context")
-        parts = [asked, "" if _given(more) is None else _text(more, other, origin)]
+        more, other = first_of(fields, "input", "context")
+        parts = [asked, "" if present(more) is None else as_text(more, other, origin)]
     elif name == "question" and isinstance(fields.get("context"), str):
         parts = [fields["context"], asked]
     return "\n\n".join(part for part in parts if part.strip())
@@ -439,8 +452,8 @@ def _check_prompt(asked: list[Message] | str | None, turns: Sequence[list[Messag
 def _turns(value: Any, name: str, origin: Origin, dataset: Dataset) -> list[Message]:
     """An answer: a text, a message or several."""
     if isinstance(value, list | dict):
-        return _messages(value, name, origin, dataset)
-    return [_answer(value, name, origin)]
+        return messages_of(value, name, origin, dataset)
+    return [answer_turn(value, name, origin)]
 
 
 def _with_common_prompt(
@@ -466,7 +479,7 @@ def _with_common_prompt(
                 f"`{name}` does not",
             )
         before = [replace(m, weight=0.0) if m.role == "assistant" else m for m in messages[:common]]
-        both.append(_conversation([*system, *before, *messages[common:]], origin, tools))
+        both.append(checked([*system, *before, *messages[common:]], origin, tools))
     return Preference(*both)
 
 
@@ -509,8 +522,8 @@ def _convert_judged(fields: dict[str, Any], origin: Origin, dataset: Dataset) ->
 
 def _answered(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Conversation | Completion:
     """A completion of what the record asks, by whatever name, or of nothing."""
-    value, name = _first(fields, *_PROMPTS)
-    if name == "prompt" or _given(value) is None:
+    value, name = first_of(fields, *_PROMPTS)
+    if name == "prompt" or present(value) is None:
         return _convert_prompt_completion({"prompt": "", **fields}, origin, dataset)
     prompt = value if isinstance(value, list | dict) else _question(fields, name, origin)
     return _convert_prompt_completion({**fields, "prompt": prompt}, origin, dataset)
@@ -520,7 +533,7 @@ def _convert_labelled(fields: dict[str, Any], origin: Origin, dataset: Dataset) 
     name = "score" if "score" in fields and "label" not in fields else "label"
     label = fields[name]
     if name == "score":
-        label = _numeric(label, name, origin)
+        label = as_number(label, name, origin)
     elif isinstance(label, bool):
         label = int(label)
     elif isinstance(label, str):
@@ -533,13 +546,13 @@ def _convert_labelled(fields: dict[str, Any], origin: Origin, dataset: Dataset) 
     if "completion" in fields or "response" in fields:
         return Labelled(_answered(fields, origin, dataset), label, beside)
     if "text" in fields:
-        text = _text(fields["text"], "text", origin)
+        text = as_text(fields["text"], "text", origin)
         if not text.strip():
             raise RecordError("empty text", origin, "`text` is empty, so there is nothing to label")
         return Labelled(Document(text), label, beside)
     key = next(k for k in ("messages", "conversations", "conversation") if k in fields)
-    messages = _messages(fields[key], key, origin, dataset)
-    asked = Conversation((*_system(fields, messages, origin), *messages), _tools(fields, origin))
+    messages = messages_of(fields[key], key, origin, dataset)
+    asked = Conversation((*system_turns(fields, messages, origin), *messages), tools_of(fields, origin))
     return Labelled(asked, label, beside)
 
 
@@ -548,16 +561,16 @@ def _label_name(label: str | float, fields: dict[str, Any], dataset: Dataset) ->
     if isinstance(label, str) and not label.isdecimal():
         return None
     own = dataset.fields.get("label", "label")
-    found, _ = _first(fields, "label_name", *(f"{own}_{end}" for end in ("name", "text", "str")), f"text_{own}")
+    found, _ = first_of(fields, "label_name", *(f"{own}_{end}" for end in ("name", "text", "str")), f"text_{own}")
     if isinstance(found, str) and found.strip():
         return found.strip()
     return json.dumps(fields["label"]) if isinstance(fields.get("label"), bool) else None
 
 
 def _convert_tagged(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Tagged:
-    given, name = _first(fields, *WANTED["tagged"][0])
-    words = [_text(one, name, origin) for one in _split(given, name, origin)]
-    given, tags_name = _first(fields, *WANTED["tagged"][1])
+    given, name = first_of(fields, *WANTED["tagged"][0])
+    words = [as_text(one, name, origin) for one in _split(given, name, origin)]
+    given, tags_name = first_of(fields, *WANTED["tagged"][1])
     tags = [_tag(one, tags_name, origin) for one in _split(given, tags_name, origin)]
     if len(words) != len(tags):
         reason = f"`{name}` has {len(words)} words, but `{tags_name}` has {len(tags)}; each word needs its own"
@@ -571,7 +584,7 @@ def _split(value: Any, name: str, origin: Origin) -> list[Any]:
     """A list, or as files of columns have it: JSON text, or words with spaces between them."""
     if isinstance(value, str) and not value.lstrip().startswith("["):
         return value.split()
-    return _listed(value, name, origin)
+    return as_list(value, name, origin)
 
 
 def _tag(value: Any, name: str, origin: Origin) -> str | int | None:
@@ -597,7 +610,7 @@ def _convert_prompts(fields: dict[str, Any], origin: Origin, dataset: Dataset) -
     asked = _asked(fields, origin, dataset, names)
     if asked is None:
         raise RecordError("missing value", origin, "the prompt is empty")
-    messages, answered = _without_answer([_user(asked)] if isinstance(asked, str) else asked)
+    messages, answered = _without_answer([user_turn(asked)] if isinstance(asked, str) else asked)
     used = {*names, "input", "context", "system", "system_prompt", "tools", "functions"}
     facts = answered | {name: value for name, value in fields.items() if name not in used}
     while messages and messages[-1].role == "assistant":  # a conversation with its answer, which is not shown
@@ -606,16 +619,16 @@ def _convert_prompts(fields: dict[str, Any], origin: Origin, dataset: Dataset) -
     if not any(message.role in ("user", "tool") for message in messages):
         raise RecordError("no question", origin, "the prompt has no user turn, so there is nothing to answer")
     for wanted, others in (("answer", _ANSWERS), ("tests", _TESTS)):
-        value, _ = _first(facts, wanted, *others)
-        if _given(value) is not None:
+        value, _ = first_of(facts, wanted, *others)
+        if present(value) is not None:
             facts[wanted] = value
     if "answer" not in facts and (inner := _at(facts, "reward_model.ground_truth")):  # as verl has it
         facts["answer"] = inner[0]
     if isinstance(facts.get("answer"), dict):  # {"text": [...]} of SQuAD
         facts["answer"] = facts["answer"].get("text")
-    messages = [*_system(fields, messages, origin), *messages]
+    messages = [*system_turns(fields, messages, origin), *messages]
     before = (replace(m, weight=0.0) if m.role == "assistant" else m for m in messages)
-    return Asked(tuple(before), _tools(fields, origin), facts)
+    return Asked(tuple(before), tools_of(fields, origin), facts)
 
 
 def _without_answer(messages: list[Message]) -> tuple[list[Message], dict[str, str]]:
@@ -633,7 +646,7 @@ _NUMBERED = re.compile(r"neg(?:ative)?_?\d+")
 
 
 def _convert_anchors(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Related:
-    anchor, name = _first(fields, *WANTED["anchors"][0])
+    anchor, name = first_of(fields, *WANTED["anchors"][0])
     anchors = _passages(anchor, name, origin)
     if "label" in fields:
         raise RecordError(
@@ -644,7 +657,7 @@ def _convert_anchors(fields: dict[str, Any], origin: Origin, dataset: Dataset) -
         )
     if len(anchors) != 1:
         raise RecordError("wrong type", origin, f"`{name}` must be one text")
-    positives = _passages(*_first(fields, *WANTED["anchors"][1]), origin)
+    positives = _passages(*first_of(fields, *WANTED["anchors"][1]), origin)
     if not positives:
         raise RecordError("no positive", origin, "there is no text that belongs to it")
     negatives = [text for one in _negatives(fields) for text in _passages(fields[one], one, origin)]
@@ -652,18 +665,18 @@ def _convert_anchors(fields: dict[str, Any], origin: Origin, dataset: Dataset) -
 
 
 def _negatives(fields: dict[str, Any]) -> list[str]:
-    return [one for one in fields if (one in _NEGATIVES or _NUMBERED.fullmatch(one)) and _given(fields[one])]
+    return [one for one in fields if (one in _NEGATIVES or _NUMBERED.fullmatch(one)) and present(fields[one])]
 
 
 def _convert_similar(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Related:
-    both = [_passages(*_first(fields, *names), origin) for names in WANTED["similar"][:2]]
+    both = [_passages(*first_of(fields, *names), origin) for names in WANTED["similar"][:2]]
     if any(len(texts) != 1 for texts in both):
         raise RecordError("wrong type", origin, "two texts with a score must each be one text")
     if negatives := _negatives(fields):
         reason = f"`{negatives[0]}` beside two texts with a score is not read; remove it, or the score"
         raise RecordError("wrong type", origin, reason)
-    given, name = _first(fields, *WANTED["similar"][2])
-    score = _numeric(given, name, origin)
+    given, name = first_of(fields, *WANTED["similar"][2])
+    score = as_number(given, name, origin)
     if not -1 <= score <= 1:
         reason = f"`{name}` is {score:g}, but a cosine lies from -1 to 1; divide the scores by their largest"
         raise RecordError("wrong number", origin, reason)
@@ -673,25 +686,15 @@ def _convert_similar(fields: dict[str, Any], origin: Origin, dataset: Dataset) -
 def _passages(value: Any, name: str, origin: Origin) -> list[str]:
     """A text or several, each as it is or as {"title": ..., "text": ...}; none where nothing is given."""
     texts = []
-    for one in value if isinstance(value, list) else [] if _given(value) is None else [value]:
+    for one in value if isinstance(value, list) else [] if present(value) is None else [value]:
         if isinstance(one, dict):
-            parts = [one.get("title"), _first(one, "text", "content", "passage")[0]]
+            parts = [one.get("title"), first_of(one, "text", "content", "passage")[0]]
             one = " ".join(part for part in parts if isinstance(part, str) and part.strip())
-        text = _text(one, name, origin)
+        text = as_text(one, name, origin)
         if not text.strip():
             raise RecordError("empty text", origin, f"`{name}` is empty, so there is nothing to embed")
         texts.append(text)
     return texts
-
-
-def _numeric(value: Any, name: str, origin: Origin) -> float:
-    try:
-        found = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        found = math.nan
-    if not math.isfinite(found):
-        raise RecordError("wrong number", origin, f"`{name}` must be a finite number, found {json.dumps(value)[:80]}")
-    return found
 
 
 _CONVERTERS: dict[str, Callable[[dict[str, Any], Origin, Any], Item]] = {
@@ -711,300 +714,6 @@ _CONVERTERS: dict[str, Callable[[dict[str, Any], Origin, Any], Item]] = {
     "similar": _convert_similar,
     "tagged": _convert_tagged,
 }
-
-
-# Messages
-
-
-def _conversation(messages: list[Message], origin: Origin, tools: tuple[dict[str, Any], ...] = ()) -> Conversation:
-    """An assistant's turn that nobody asked for (a greeting at the start) is context, never a target."""
-    if not any(message.role == "assistant" for message in messages):
-        raise RecordError(
-            "no answer", origin, "the conversation has no assistant turn, so there is nothing to learn from it"
-        )
-    asked = answered = False
-    for place, message in enumerate(messages):
-        asked = asked or message.role in ("user", "tool")
-        answered = answered or (asked and message.role == "assistant")
-        if message.role == "assistant" and not asked and message.weight is None:
-            messages[place] = replace(message, weight=0.0)
-    if not answered:
-        raise RecordError("no answer", origin, "no assistant turn of the conversation answers a user turn")
-    return Conversation(tuple(messages), tools)
-
-
-_WRITTEN_TURNS = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
-
-
-def _turns_in_text(value: Any, name: str, origin: Origin) -> Any:
-    """Messages where a column of text holds them as JSON, which would be learned letter by letter."""
-    if name not in ("prompt", "completion", "response", *ANSWERS):
-        return value
-    if not isinstance(value, str) or not (found := _WRITTEN_TURNS.match(value)):
-        return value
-    try:
-        listed = json.loads(value)
-    except (ValueError, RecursionError) as error:
-        if "'" in found[0]:  # as pandas writes lists
-            reason = f"`{name}` holds messages as Python writes them, and not JSON; save the data as .jsonl or .parquet"
-            raise RecordError("not valid JSON", origin, reason) from error
-        return value
-    are_turns = all(isinstance(one, dict) and {"role", "from"} & one.keys() for one in listed)
-    return listed if are_turns else value
-
-
-def _messages(value: Any, name: str, origin: Origin, dataset: Dataset) -> list[Message]:
-    listed = [value] if isinstance(value, dict) else _listed(value, name, origin)
-    if not listed:
-        raise RecordError("empty conversation", origin, f"`{name}` is empty")
-    if all(isinstance(item, dict) and item.keys() == {"input", "output"} for item in listed):
-        turns = (("user", "input"), ("assistant", "output"))
-        listed = [{"role": role, "content": pair[side]} for pair in listed for role, side in turns]
-    messages = [_message(item, f"`{name}` {n}", origin, dataset) for n, item in enumerate(listed, start=1)]
-    if messages and messages[0].role == "system" and not messages[0].content.strip():
-        messages = messages[1:]
-    return messages
-
-
-def _message(item: Any, where: str, origin: Origin, dataset: Dataset) -> Message:
-    if not isinstance(item, dict):
-        raise RecordError("wrong type", origin, f"{where} is not an object with `role` and `content`")
-    role_key = _key(item, dataset.fields.get("role", "role"), "role", "from")
-    content_key = _key(item, dataset.fields.get("content", "content"), "content", "value", "text")
-    if role_key is None:
-        raise RecordError(
-            "missing field",
-            origin,
-            f"{where} has no `role`: it has {_names(item)}; if a field of another name holds it, "
-            "say `fields: {role: NAME, content: NAME}`",
-        )
-    role = ROLES.get(str(item[role_key]).strip().lower())
-    if role is None:
-        raise RecordError(
-            "unknown role", origin, f"{where} has the unknown role `{item[role_key]}`; known are {', '.join(ROLES)}"
-        )
-    given = item.get(content_key) if content_key else None
-    content, extra = _content(_given(given), where, origin)
-    for key in ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking"):
-        if isinstance(item.get(key), str) and item[key]:
-            extra["reasoning_content" if key in ("reasoning", "thinking") else key] = item[key]
-    calls = _given(item.get("tool_calls")) or _given(item.get("function_call"))
-    if role == "function_call":
-        role, calls, content = "assistant", content, ""
-    if calls:
-        extra["tool_calls"] = _tool_calls(calls, where, origin)
-    elif _is_odd(given):
-        raise RecordError(_ODD, origin, f"{where} must be text, found {_found(given)}")
-    weight = _weight(item, where, origin)
-    if role == "assistant" and not content.strip() and "tool_calls" not in extra and weight != 0:
-        raise RecordError(
-            "empty answer", origin, f"{where} is an empty answer, which would teach the model to be silent"
-        )
-    return Message(role, content, weight, extra)
-
-
-def _content(value: Any, where: str, origin: Origin) -> tuple[str, dict[str, Any]]:
-    """Text, or a list of parts; reasoning and tool calls among the parts go where templates look for them."""
-    extra: dict[str, Any] = {}
-    if value is None:
-        return "", extra
-    if isinstance(value, dict) and "type" in value:
-        value = [value]
-    if not isinstance(value, list):
-        return _text(value, where, origin), extra
-    texts = []
-    for part in value:
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-        if kind in ("text", "input_text", "output_text"):
-            texts.append(_text(_first(part, "text", "value", "content")[0], where, origin))
-        elif kind in ("reasoning", "thinking"):
-            extra["reasoning_content"] = _text(_first(part, kind, "value", "text")[0], where, origin)
-        elif kind in ("tool_call", "function_call"):
-            calls = _tool_calls(_first(part, "value", kind)[0] or part, where, origin)
-            extra["tool_calls"] = [*extra.get("tool_calls", []), *calls]
-        else:
-            raise RecordError("not text", origin, f"{where} holds a part of type `{kind}`; only text is read")
-    return "".join(texts), extra
-
-
-def _tool_calls(value: Any, where: str, origin: Origin) -> list[dict[str, Any]]:
-    """[{"type": "function", "function": {"name": ..., "arguments": {...}}}], as templates expect them."""
-    value = _parsed(value, f"tool call in {where}", origin)
-    calls = []
-    for call in value if isinstance(value, list) else [value]:
-        call = _parsed(call, f"tool call in {where}", origin)
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RecordError("wrong tool call", origin, f"the tool call in {where} has no function `name`")
-        arguments = function.get("arguments", function.get("parameters"))
-        if isinstance(arguments, str):
-            arguments = arguments.strip()
-        if isinstance(arguments, str) and arguments:
-            arguments = _parsed(arguments, f"arguments of the tool call in {where}", origin)
-        made = {
-            "type": "function",
-            "function": {"name": function["name"], "arguments": {} if arguments in (None, "") else arguments},
-        }
-        _check_numbers(arguments, f"arguments of the tool call in {where}", origin)
-        calls.append({"id": call["id"], **made} if call.get("id") else made)
-    return calls
-
-
-def _tools(fields: dict[str, Any], origin: Origin) -> tuple[dict[str, Any], ...]:
-    name = "functions" if isinstance(fields.get("functions"), list) and not fields.get("tools") else "tools"
-    value = _given(fields.get(name))
-    if not value:
-        return ()
-    value = _parsed(value, f"`{name}`", origin)
-    tools = []
-    for tool in value if isinstance(value, list) else [value]:
-        tool = _parsed(tool, f"`{name}`", origin)
-        _check_numbers(tool, f"description in `{name}`", origin)
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RecordError("wrong tool call", origin, f"an entry of `{name}` has no `name`")
-        tools.append(tool if "function" in tool else {"type": "function", "function": tool})
-    return tuple(tools)
-
-
-def _check_numbers(value: Any, name: str, origin: Origin) -> None:
-    if isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            _check_numbers(inner, name, origin)
-    elif _is_odd(value):
-        raise RecordError(_ODD, origin, f"the {name} holds {_found(value)}, which JSON does not have")
-
-
-def _no_nulls(value: Any) -> Any:
-    """Of a record from columns (Parquet), where a field that only other records have stands as null."""
-    if isinstance(value, dict):
-        return {key: _no_nulls(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return [_no_nulls(inner) for inner in value]
-    return value
-
-
-def _weight(item: dict[str, Any], where: str, origin: Origin) -> float | None:
-    for key in ("weight", "loss_weight", "train"):
-        value = item.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, bool | int | float) or not math.isfinite(value) or value < 0:
-            found = _found(value) if _is_odd(value) else repr(value)
-            raise RecordError(
-                _ODD if _is_odd(value) else "wrong weight",
-                origin,
-                f"`{key}` of {where} must be a number from 0 up or true/false, not {found}",
-            )
-        return float(value)
-    return None
-
-
-def _system(fields: dict[str, Any], messages: list[Message], origin: Origin) -> list[Message]:
-    """The record's system text as a message; joined with the one that the messages begin with, if any."""
-    value, name = _first(fields, "system", "system_prompt")
-    text = "" if _given(value) is None else _text(value, name, origin)
-    if not text.strip():
-        return []
-    if messages and messages[0].role == "system":
-        own = messages.pop(0)
-        text = own.content if own.content == text else f"{text}\n\n{own.content}"
-    return [Message("system", text)]
-
-
-def _user(text: str) -> Message:
-    return Message("user", text)
-
-
-def _answer(value: Any, name: str, origin: Origin) -> Message:
-    if _given(value) is None:
-        raise RecordError(_lacks(value), origin, f"`{name}` is {_found(value)}; an answer is needed")
-    text = _text(value, name, origin)
-    if not text.strip():
-        raise RecordError("empty answer", origin, f"`{name}` is empty, which would teach the model to be silent")
-    return Message("assistant", text)
-
-
-# Values
-
-
-def _text(value: Any, name: str, origin: Origin) -> str:
-    """Text; a number becomes text, as numeric answers are often written without quotes."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int | float) and not isinstance(value, bool) and not _is_odd(value):
-        return json.dumps(value)
-    name = name if "`" in name else f"`{name}`"
-    raise RecordError(_ODD if _is_odd(value) else "wrong type", origin, f"{name} must be text, found {_found(value)}")
-
-
-_ODD = "NaN or Infinity"
-
-
-def _is_odd(value: Any) -> bool:
-    """What pandas writes for a missing value; no text, and no number to train on."""
-    return isinstance(value, float) and not math.isfinite(value)
-
-
-def _given(value: Any) -> Any:
-    return None if _is_odd(value) else value
-
-
-def _lacks(value: Any) -> str:
-    """The kind of fault where something must be given."""
-    return _ODD if _is_odd(value) else "missing value"
-
-
-def _found(value: Any) -> str:
-    if value is None or _is_odd(value):
-        return json.dumps(value)  # null, NaN, Infinity, -Infinity
-    return "true/false" if isinstance(value, bool) else f"a {type(value).__name__}"
-
-
-def _listed(value: Any, name: str, origin: Origin) -> list[Any]:
-    """A list, also as JSON text (a CSV column)."""
-    if isinstance(value, str):
-        value = _parsed(value, f"`{name}`", origin)
-    if not isinstance(value, list | tuple):
-        kind = _ODD if _is_odd(value) else "wrong type"
-        raise RecordError(kind, origin, f"`{name}` must be a list, found {_found(value)}")
-    return list(value)
-
-
-def _parsed(value: Any, name: str, origin: Origin) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise RecordError("not valid JSON", origin, f"the {name} is not valid JSON ({error})") from error
-
-
-def _integers(value: Any, name: str, origin: Origin) -> list[int]:
-    values = _listed(value, name, origin)
-    for place, number in enumerate(values):
-        if type(number) is not int:
-            raise RecordError(
-                "wrong type", origin, f"`{name}` must be whole numbers, found {number!r} at place {place}"
-            )
-    return values
-
-
-def _first(fields: dict[str, Any], *names: str) -> tuple[Any, str]:
-    """The first field of these names that is there, and its name."""
-    for name in names:
-        if _given(fields.get(name)) is not None:
-            return fields[name], name
-    name = next((name for name in names if name in fields), names[0])
-    return fields.get(name), name
-
-
-def _key(item: dict[str, Any], *names: str) -> str | None:
-    present = [name for name in names if name in item]
-    return next((name for name in present if item[name] is not None), present[0] if present else None)
 
 
 # Names
@@ -1056,7 +765,7 @@ def _check_mapping(sample: Sequence[Record], dataset: Dataset) -> None:
         if wanted not in ("role", "content") and not any(_at(record.fields, found) for record in sample):
             raise UserError(
                 f"{sample[0].origin}: `fields` maps {wanted} to `{found}`, but the record has "
-                f"{_names(sample[0].fields)}."
+                f"{names_of(sample[0].fields)}."
             )
 
 
@@ -1126,8 +835,3 @@ def _suggestion(rows: list[tuple[dict[str, Any], Origin]]) -> str:
     else:
         return "; say which is which, e.g. `fields: {prompt: NAME, completion: NAME}`"
     return f"; say `fields: {{{mapping}}}`"
-
-
-def _names(fields: dict[str, Any]) -> str:
-    names = [f"`{name}`" for name in fields]
-    return listed(names, most=12) or "no fields"
