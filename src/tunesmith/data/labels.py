@@ -66,12 +66,19 @@ def _told(dataset: Dataset, run: Run) -> list[str]:
 
 
 def _all_of(told: list[list[str]], found: Iterable[Found]) -> list[str]:
-    """What the columns name their classes, where all data sets that name them do it alike and no label is another."""
-    if not told or any(names != told[0] for names in told) or len(set(told[0])) < max(2, len(told[0])):
+    """What the columns name their classes, where no label is another. UserError where a number is one class in one data
+    set and another in the next."""
+    names = max(told, key=len, default=[])
+    if other := next((one for one in told if one != names[: len(one)]), None):
+        raise UserError(
+            f"The data sets' columns give numbers to their classes in different orders ({listed(names, most=3)}; "
+            f"{listed(other, most=3)}), so that a number means two; write them alike, or the names in their place."
+        )
+    if len(set(names)) < max(2, len(names)):
         return []
-    names, count = set(told[0]), len(told[0])
-    fits = all(one in names if isinstance(one, str) else one in range(count) for one, _ in found)
-    return told[0] if fits else []
+    known = set(names)
+    fits = all(one in known if isinstance(one, str) else one in range(len(names)) for one, _ in found)
+    return names if fits else []
 
 
 def _names(found: Counter[Found]) -> list[str]:
