@@ -819,3 +819,11 @@ def test_the_best_is_one_of_those_that_were_measured_on_the_newest_data(tmp_path
     assert [found.step for found in store.all()] == [3, 4]
     store.save(5, {"weight": torch.ones(2)}, {})  # not measured
     assert store.best().metric == 4.0
+
+
+def test_the_best_of_an_older_version_which_does_not_say_its_data_stays(tmp_path):
+    store = CheckpointStore(tmp_path, "l", keep=1)
+    store.save(1, {"weight": torch.ones(2)}, {}, metric=1.0)
+    for step, metric in ((2, 5.0), (3, 4.0)):
+        store.save(step, {"weight": torch.ones(2)}, {}, metric=metric, measured_on="b")
+    assert store.best().metric == 1.0

@@ -138,3 +138,19 @@ def test_classes_are_those_that_columns_name(tmp_path, ending):
     assert labels("classify") == ["sad", "joyful", "none"]
     assert labels("classify_tokens") == ["O", "B", "I"]
     assert labels("classify_tokens", tags="ner_tags") == ["O", "B", "I"]
+
+
+def test_columns_that_number_the_same_classes_differently_are_refused(tmp_path):
+    import datasets
+
+    def labels(*orders):
+        for place, names in enumerate(orders):
+            columns = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+            rows = [{"text": "x", "label": n % 2} for n in range(4)]
+            datasets.Dataset.from_list(rows, features=columns).to_parquet(tmp_path / f"{place}.parquet")
+        data = [str(tmp_path / f"{place}.parquet") for place in range(len(orders))]
+        return with_labels(from_mapping({"model": "m", "objective": "classify", "data": data})).labels
+
+    assert labels(["sad", "joyful"], ["sad", "joyful", "none"]) == ["sad", "joyful", "none"]
+    with pytest.raises(UserError, match=r"in different orders \(sad, joyful; joyful, sad\)"):
+        labels(["sad", "joyful"], ["joyful", "sad"])

@@ -195,6 +195,7 @@ def test_what_cannot_be_applied_is_said_with_its_fault(llama):
         "The model's generation config asks for num_beams: 4, guidance_scale: 1.5; answers are made without."
     )
     assert asked(llama, {}).sentence is None
+    assert "stop_strings: 5 (which is out of bounds)" in str(asked(llama, {"stop_strings": 5}).sentence)
     odd = asked(llama, {"bad_words_ids": [[100_000]], "suppress_tokens": [3]})
     assert odd.decoding == Decoding(others={"suppress_tokens": [3]})
     assert str(odd.sentence).startswith("The model's generation config asks for bad_words_ids: [[100000]] (The model")

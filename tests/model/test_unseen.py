@@ -170,3 +170,17 @@ def test_what_a_config_asks_a_model_to_give_besides_logits_is_not_asked(tmp_path
     asks = {"return_dict": False, "output_attentions": True, "output_hidden_states": True}
     (folder / "config.json").write_text(json.dumps(config | asks))
     assert parity.train(folder, "lora", tmp_path / "run").job.spec.layout == "packed"
+
+
+def test_where_transformers_own_code_runs_a_config_that_cannot_be_built_is_what_is_wrong(tmp_path):
+    """Many files name the code that a model had before transformers knew it."""
+    from tunesmith.config.schema import Run
+    from tunesmith.errors import UserError
+    from tunesmith.model.probe import probe
+
+    folder = parity.write_model("llama", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    broken = {"auto_map": {"AutoModelForCausalLM": "gone.Gone"}, "hidden_act": "unheard_of"}
+    (folder / "config.json").write_text(json.dumps(config | broken))
+    with pytest.raises(UserError, match=r"cannot be built from its config.json \(.*compare that file"):
+        probe(Run(model=str(folder), data="-"))

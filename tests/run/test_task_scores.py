@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -23,8 +24,11 @@ ASKED = [
 def asked(runs, tiny_model, tmp_path_factory):
     """A run that was asked four times, and the same after a kill."""
     folders = []
+    model = shutil.copytree(tiny_model, tmp_path_factory.mktemp("asked") / "model")
+    generation = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps({**generation, "num_beams": 4}))
     for name in ("plain", "killed"):
-        folder = write_all(tmp_path_factory.mktemp("asked") / name, tiny_model, eval=ASKED, lora={"rank": 4}, steps=8)
+        folder = write_all(tmp_path_factory.mktemp("asked") / name, model, eval=ASKED, lora={"rank": 4}, steps=8)
         quiz = [
             {"question": f"Which is number {n}?", "choices": ["red", "blue sky", f"{n}", "tree"], "answer": n % 4}
             for n in range(7)
@@ -57,6 +61,8 @@ def test_each_evaluation_has_the_scores_of_each_task(asked):
         assert one["tasks"]["sums"]["exact"][0] == 0
     assert found[0]["tasks"]["quiz"]["choice_loss"] != found[-1]["tasks"]["quiz"]["choice_loss"]
     assert "quiz: acc" in said
+    warned = [one["message"] for one in events.read(folder / "run") if one["event"] == "warning"]
+    assert any("generation config asks for num_beams: 4; answers are made without" in one for one in warned)
 
 
 def test_a_run_that_was_killed_has_the_same_scores_and_bytes(asked):

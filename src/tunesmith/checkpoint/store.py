@@ -63,7 +63,7 @@ class Checkpoint:
     metric: float | None
     """Held-out loss at this step, where it was measured; lower is better."""
     measured_on: str = ""
-    """Which data it was measured on; metrics of other data are not compared."""
+    """Which data it was measured on; metrics of other data are not compared. Empty: nobody said."""
 
 
 Measured = tuple[float | None, str]
@@ -504,8 +504,9 @@ def _signature(path: Path) -> tuple:
 
 
 def _by_metric(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-    """From the best one on; those that were measured on the data of the newest that was measured."""
+    """From the best one on; those that were measured on the data of the newest that was measured. Of those that do not
+    say on what, as older versions wrote them, it is taken that the data were the same."""
     measured = [c for c in checkpoints if c.metric is not None]
     present = max(measured, key=lambda c: c.step).measured_on if measured else ""
-    measured = [c for c in measured if c.measured_on == present]
+    measured = [c for c in measured if c.measured_on in (present, "")]
     return sorted(measured, key=lambda c: (c.metric, c.step))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from tunesmith.config.schema import Dataset, Run
 from tunesmith.data import formats, source
@@ -16,6 +17,8 @@ MOST = 1000
 FEW = 20
 """So many may be classes even where most records have one of their own."""
 GIVE = "Name the classes in `labels`"
+Found = tuple[str | float, str | None]
+"""A label, and what its record calls it beside."""
 
 
 def needs_labels(run: Run) -> bool:
@@ -26,14 +29,13 @@ def with_labels(run: Run) -> Run:
     """The run with the labels that its training data have; the run itself where they are given, or it needs none."""
     if not needs_labels(run):
         return run
-    found = [pair for dataset in run.data for pair in _found(dataset, run)]
+    found = Counter(pair for dataset in run.data for pair in _found(dataset, run))
     told = [names for dataset in run.data if (names := _told(dataset, run))]
     return run.model_copy(update={"labels": _all_of(told, found) or _names(found)})
 
 
-def _found(dataset: Dataset, run: Run) -> Iterator[tuple[str | float, str | None]]:
-    """Each label, and what its record calls it beside. Records that cannot be read are left out here: preparing the
-    data names them all."""
+def _found(dataset: Dataset, run: Run) -> Iterator[Found]:
+    """Records that cannot be read are left out here: preparing the data names them all."""
     records = objective_of(run).records
     known = dataset.format if dataset.format in formats.FORMATS[records] else None
     format = known or formats.recognise(sample(dataset), dataset, records)
@@ -63,16 +65,23 @@ def _told(dataset: Dataset, run: Run) -> list[str]:
     return source.class_names(dataset, mapped or names)
 
 
-def _all_of(told: list[list[str]], found: list[tuple[str | float, str | None]]) -> list[str]:
-    """What the columns name their classes, where all data sets that name them do it alike and no label is another."""
-    if not told or any(names != told[0] for names in told) or len(set(told[0])) < max(2, len(told[0])):
+def _all_of(told: list[list[str]], found: Iterable[Found]) -> list[str]:
+    """What the columns name their classes, where no label is another. UserError where a number is one class in one data
+    set and another in the next."""
+    names = max(told, key=len, default=[])
+    if other := next((one for one in told if one != names[: len(one)]), None):
+        raise UserError(
+            f"The data sets' columns give numbers to their classes in different orders ({listed(names, most=3)}; "
+            f"{listed(other, most=3)}), so that a number means two; write them alike, or the names in their place."
+        )
+    if len(set(names)) < max(2, len(names)):
         return []
-    names, count = set(told[0]), len(told[0])
-    fits = all(one in names if isinstance(one, str) else one in range(count) for one, _ in found)
-    return told[0] if fits else []
+    known = set(names)
+    fits = all(one in known if isinstance(one, str) else one in range(len(names)) for one, _ in found)
+    return names if fits else []
 
 
-def _names(found: list[tuple[str | float, str | None]]) -> list[str]:
+def _names(found: Counter[Found]) -> list[str]:
     """UserError where the distinct values are no classes."""
     distinct = {value for value, _ in found}
     names = {value for value in distinct if isinstance(value, str)}
@@ -87,9 +96,10 @@ def _names(found: list[tuple[str | float, str | None]]) -> list[str]:
     if len(distinct) < 2:
         only = listed([f"`{one}`" for one in few]) or "nothing"
         raise UserError(f"The data have {only} for a label, and classes are two or more. {GIVE}.")
-    if len(distinct) > MOST or (len(distinct) > FEW and 2 * len(distinct) > len(found)):
+    total = found.total()
+    if len(distinct) > MOST or (len(distinct) > FEW and 2 * len(distinct) > total):
         raise UserError(
-            f"The data's {len(found):,} labels have {len(distinct):,} different values ({listed(few, most=3)}), which "
+            f"The data's {total:,} labels have {len(distinct):,} different values ({listed(few, most=3)}), which "
             f"are too many to be classes. {GIVE}, or look at `fields`."
         )
     if numbers and numbers != set(range(len(numbers))):
@@ -113,7 +123,7 @@ def _check_spelling(names: set[str]) -> None:
             )
 
 
-def _called(ordered: list[str], found: list[tuple[str | float, str | None]]) -> list[str]:
+def _called(ordered: list[str], found: Iterable[Found]) -> list[str]:
     """What records call their labels beside numbers all from 0, where each number has a name of its own."""
     beside: dict[str, set[str]] = {number: set() for number in ordered}
     for label, name in found:

@@ -108,10 +108,8 @@ class Transformers:
             self.model = self._load(folder).eval()
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
             self.generation = GenerationConfig.from_pretrained(folder)
-            ends = (
-                self.generation.eos_token_id
-            )  # no penalty, and no beams: a text is compared with the likeliest tokens
-            self.model.generation_config = GenerationConfig(eos_token_id=ends)
+            # No penalty, and no beams: a text is compared with the likeliest tokens.
+            self.model.generation_config = GenerationConfig(eos_token_id=self.generation.eos_token_id)
 
     def _load(self, folder: Path) -> Any:
         from transformers import AutoModelForCausalLM

@@ -316,7 +316,7 @@ _BOUNDS: dict[str, Callable[[Any], bool]] = {
     "min_p": lambda value: isinstance(value, int | float) and 0 <= value <= 1,
     "max_new_tokens": lambda value: isinstance(value, int) and value > 0,
     "max_length": lambda value: isinstance(value, int) and value > 0,
-    "stop_strings": lambda value: isinstance(value, str) or all(isinstance(one, str) for one in value),
+    "stop_strings": lambda value: isinstance(value, str | list) and all(isinstance(one, str) for one in value),
 }
 
 

@@ -276,7 +276,7 @@ def build_small_proxy(run: Run, *, dtype: str, device: torch.device, layers: int
                 break
             except Exception as error:  # the model's own code: whatever it raises, its config or that code is at fault
                 if config is not small:
-                    is_own = hasattr(config, "auto_map")
+                    is_own = run.trust_remote_code and hasattr(config, "auto_map")
                     how = "called as transformers' models are" if is_own else "built from its config.json"
                     mended = (
                         "its code has to take `input_ids` and `use_cache`, and to give an output with `logits`"

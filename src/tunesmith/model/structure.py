@@ -128,16 +128,16 @@ def computes_as_linear(kind: type[nn.Module]) -> bool:
     """Whether this is nn.Linear, or a class of a model's own that computes the same (Falcon's)."""
     if kind is nn.Linear or not issubclass(kind, nn.Linear):
         return kind is nn.Linear
-    tried, generator = kind.__new__(kind), torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, x = (torch.randn(shape, generator=generator, device="cpu") for shape in ((3, 2), (3,), (4, 2)))
+    tried = kind.__new__(kind)
     nn.Module.__init__(tried)
-    tried.weight = nn.Parameter(torch.randn(3, 2, generator=generator))
-    tried.bias = nn.Parameter(torch.randn(3, generator=generator))
-    x = torch.randn(4, 2, generator=generator)
+    tried.weight, tried.bias = nn.Parameter(weight), nn.Parameter(bias)
     try:
         found = tried(x)
     except Exception:  # the model's own code, which wants to know more than its weight and bias
         return False
-    expected = F.linear(x, tried.weight, tried.bias)
+    expected = F.linear(x, weight, bias)
     return isinstance(found, torch.Tensor) and found.shape == expected.shape and torch.allclose(found, expected)
 
 

@@ -32,7 +32,7 @@ from tunesmith.evaluate.loss import by_document
 from tunesmith.evaluate.tasks import Choices, Item, Question, Task, task_of
 from tunesmith.infer.decoding import asked_of
 from tunesmith.infer.rollout import Wanted
-from tunesmith.model.forward import to_device, token_losses
+from tunesmith.model.forward import Entrance, to_device, token_losses
 from tunesmith.parallel.context import cut_of
 from tunesmith.parallel.pipeline import Pipelined
 from tunesmith.parallel.ranks import Ranks
@@ -117,8 +117,7 @@ def with_tasks(
     tasks, note = sampled(run, tasks, total_steps * plan.sequences_per_step * plan.sequence_length)
     reasons = answers_reason(data.encoder, data.train)
     asking = Asking(called, data.encoder, plan, device, ranks, tasks, reasons=reasons)
-    notes = [note, asked_of(getattr(called, "model", called)).sentence if asking.decodes else None]
-    return TaskEvaluator(evaluate, asking, rule, " ".join(filter(None, notes)) or None, samples)
+    return TaskEvaluator(evaluate, asking, rule, " ".join(filter(None, [note, asking.in_vain])) or None, samples)
 
 
 def read_tasks(run: Run, plan: Plan) -> list[Task]:
@@ -213,9 +212,10 @@ class Asking:
         self._generator: Generator | None = None
 
     @property
-    def decodes(self) -> bool:
-        """Whether a task is answered in words."""
-        return bool(self._prompts)
+    def in_vain(self) -> str | None:
+        """What to say of the model's generation config, where a task is answered in words."""
+        model = self.called.model if isinstance(self.called, Entrance) else self.called
+        return asked_of(model).sentence if self._prompts else None
 
     def __call__(self, progress: Callable[[int, int], None]) -> Results:
         assert not self.called.training

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ class Grammars:
 
     def __init__(self) -> None:
         self._tokenizers: weakref.WeakKeyDictionary[Served, Any] = weakref.WeakKeyDictionary()
-        self._known: dict[bytes, None] = {}
+        self._known: OrderedDict[bytes, None] = OrderedDict()
         """By their content, the oldest first."""
 
     def prepare(self, served: Served) -> None:
@@ -102,7 +103,7 @@ class Grammars:
             raise ApiError(400, message, param=PARAM)
         self._known[key] = None
         if len(self._known) > KNOWN:
-            self._known.pop(next(iter(self._known)), None)
+            self._known.popitem(last=False)
 
 
 def _why(matcher: Any) -> str:
