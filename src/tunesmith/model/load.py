@@ -414,6 +414,11 @@ def reading(run: Run, what: str):
         first = first_line(error)
         if "trust_remote_code" in str(error):
             first = "it brings Python code of its own; read that code, then say trust_remote_code: true"
+        if "for this kind of AutoModel" in str(error):
+            raise UserError(
+                f"model: {run.model} is an encoder or another kind of model that transformers has no causal language "
+                "model of; give one that is made to predict the next token."
+            ) from error
         raise UserError(f"model: the {what} of {run.model} could not be loaded: {first}.") from error
 
 
