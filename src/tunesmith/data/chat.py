@@ -114,9 +114,10 @@ class Encoder:
         self._templates: dict[str, str] = own if isinstance(own, dict) else {"default": own} if own else {}
         if self._templates and "default" not in self._templates:
             named = ", ".join(f"`{name}`" for name in sorted(self._templates))
+            owner = "tokenizer" if template is None else "file"
             raise UserError(
-                f"the {'tokenizer' if template is None else 'file'} has chat templates for special uses alone ({named}), "
-                "none of them `default`; give the one that is meant as a file by `chat_template:`."
+                f"the {owner} has chat templates for special uses alone ({named}), none of them `default`; "
+                "give the one that is meant as a file by `chat_template:`."
             )
         self.has_template = bool(self._templates)
         """Without one, only texts, prompt/completion texts and tokens can be encoded."""
