@@ -238,6 +238,17 @@ def test_a_conversation_without_a_template_says_what_to_do(base):
         encoded(base, TWO_TURNS)
 
 
+def test_templates_without_a_default_one_are_refused_by_name(chatml, make_tokenizer, tmp_path):
+    file = tmp_path / "named.json"
+    file.write_text(json.dumps([{"name": "rag", "template": chatml.chat_template}]))
+    with pytest.raises(UserError, match=r"the file has .*\(`rag`\), none of them `default`.*chat_template:"):
+        encoded(chatml, TWO_TURNS, template=read_template(str(file)))
+    named = make_tokenizer({"tool_use": chatml.chat_template, "rag": chatml.chat_template})
+    with pytest.raises(UserError, match=r"the tokenizer has .*\(`rag`, `tool_use`\)"):
+        encoded(named, TWO_TURNS)
+    assert encoded(named, TWO_TURNS, template=chatml.chat_template)
+
+
 def test_the_template_s_own_refusal_is_reported_with_the_record(gemma):
     item = Conversation((*TWO_TURNS.messages[:2], Message("assistant", "two")))
     with pytest.raises(UserError, match=r"data.jsonl, line 7: .*roles must alternate"):

@@ -86,17 +86,23 @@ def generated(model: Any, settings: dict[str, Any], prompt: list[int], most: int
     return found[:-1] if found[-1:] == [END] else found
 
 
-@pytest.mark.parametrize("way", ["one by one", "speculative", "captured"])
-def test_rows_that_ask_for_different_things_each_have_what_generate_makes_of_them(llama, way, monkeypatch):
-    monkeypatch.setattr(Pace, "may_try", lambda self, rows: True)
-    monkeypatch.setattr(captured, "COLUMNS", 16)
-    monkeypatch.setattr(call, "is_capturable", lambda model: way == "captured")  # as on a GPU, without its graphs
-    speculates = way == "speculative"
+@pytest.fixture(scope="module")
+def rows(llama):
+    """Prompts, what is asked of each, how long its answer may be, and what generate makes of it."""
     chance = random.Random(0)
     prompts = [[chance.randrange(3, 12) for _ in range(size)] for size in (1, 2, 9, 20) for _ in CONFIGS]
     settings = CONFIGS * 4
     most = [chance.randint(8, 40) for _ in prompts]
-    expected = [generated(llama, *one) for one in zip(settings, prompts, most, strict=True)]
+    return prompts, settings, most, [generated(llama, *one) for one in zip(settings, prompts, most, strict=True)]
+
+
+@pytest.mark.parametrize("way", ["one by one", "speculative", "captured"])
+def test_rows_that_ask_for_different_things_each_have_what_generate_makes_of_them(llama, rows, way, monkeypatch):
+    monkeypatch.setattr(Pace, "may_try", lambda self, rows: True)
+    monkeypatch.setattr(captured, "COLUMNS", 16)
+    monkeypatch.setattr(call, "is_capturable", lambda model: way == "captured")  # as on a GPU, without its graphs
+    speculates = way == "speculative"
+    prompts, settings, most, expected = rows
     assert len({tuple(one) for one in expected}) > 20
     made: list[list[int]] = [[] for _ in prompts]
     decodings = [asked(llama, one).decoding for one in settings]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 import parity
@@ -170,6 +171,15 @@ def test_a_folder_without_a_tokenizer_is_said_to_have_none(model):
     for file in model.glob("tokenizer*"):
         file.unlink()
     with pytest.raises(UserError, match=r"holds no tokenizer .* copy its files there"):
+        load.load_tokenizer(Run(model=str(model), data="none.jsonl"))
+
+
+def test_a_tokenizer_that_takes_another_package_says_which(tmp_path, model, monkeypatch):
+    def cannot_read(*_, **__):
+        raise ValueError("`tiktoken` is required to read a `tiktoken` file.")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", cannot_read)
+    with pytest.raises(UserError, match=r"SentencePiece or tiktoken file .*pip install sentencepiece.*tokenizer.json"):
         load.load_tokenizer(Run(model=str(model), data="none.jsonl"))
 
 

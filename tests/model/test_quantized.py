@@ -265,7 +265,13 @@ def test_a_linear_whose_weight_the_model_needs_is_refused_in_few_bits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"new_decoder_architecture": True, "num_kv_heads": 2}, {"bias": True}], ids=str
+    "changes",
+    [
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"bias": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_linears_of_a_models_own_class_are_held_in_few_bits_where_they_compute_as_others(tmp_path, changes):
     """Falcon's, which were held as they are; its code adds to what the last one gives in place."""

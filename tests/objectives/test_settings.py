@@ -27,6 +27,7 @@ GOOD = {"model": "m", "data": "d.jsonl", "objective": "dpo"}
         ({"objective": "sft", "preference": {"beta": 0.2}}, "`objective: sft` has no use for preference.beta"),
         ({"objective": "kto", "preference": {"margin": 2}}, "`objective: kto` has no use for preference.margin"),
         ({"objective": "cpo", "preference": {"loss": "robust"}}, "loss robust is for `objective: dpo`"),
+        ({"preference": {"loss": "robust"}}, "robust needs label_smoothing"),
         ({"preference": {"loss": "ipo", "label_smoothing": 0.1}}, "label_smoothing is for the sigmoid and robust"),
         ({"preference": {"loss": "hinge", "length_normalised": True}}, "length_normalised is for the sigmoid loss"),
         ({"preference": {"label_smoothing": 0.5}}, "is 0.5 but needs to be less than 0.5"),

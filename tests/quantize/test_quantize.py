@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import GemmaConfig, GemmaForCausalLM
+from transformers import AutoModel, GemmaConfig, GemmaForCausalLM, ModernBertConfig, RobertaConfig
 from typer.testing import CliRunner
 
 from export.models import FAMILIES, SHAPE, make_model, write_chats
@@ -156,6 +156,19 @@ def test_what_does_not_go_together_is_said_first(trained, llama, tmp_path):
     with pytest.raises(UserError, match="exists and is not empty"):
         quantize_model(str(trained), llama, method="rtn")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [(RobertaConfig, "an encoder of BERT's kind"), (ModernBertConfig, "an encoder or another kind of model")],
+)
+def test_encoders_by_themselves_are_called_that(llama, tmp_path, config, said):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
+    shutil.copytree(llama, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    AutoModel.from_config(config(**sizes, **tokens, vocab_size=64)).save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match=said):
+        quantize_model(str(tmp_path / "model"), tmp_path / "out", method="rtn", data=["data.jsonl"])
 
 
 def test_another_base_than_that_of_training_is_refused(trained, tmp_path):

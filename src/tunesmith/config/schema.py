@@ -256,7 +256,7 @@ class Preference(Settings):
     """Objectives that learn from preferences (`objective: dpo`, `kto`, `orpo`, `simpo` and `cpo`)."""
 
     loss: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
-    """Loss of a pair by its margin, with `dpo` and `cpo`; `robust` (`dpo`) expects `label_smoothing` wrong labels."""
+    """Loss of a pair by its margin, with `dpo` and `cpo`; `robust` (`dpo`) needs `label_smoothing`."""
     beta: Annotated[Number, Field(gt=0)] | None = None
     """How much a difference in log-probability counts; 0.1 when left out, 2 with `simpo`."""
     label_smoothing: Annotated[Number, Field(ge=0, lt=0.5)] = 0.0
@@ -712,6 +712,8 @@ def _unsuited(run: Run) -> str | None:
         return None
     if preference.loss == "robust" and objective != "dpo":
         return f"preference.loss robust is for `objective: dpo`, not for {objective}"
+    if preference.loss == "robust" and not preference.label_smoothing:
+        return "preference.loss robust needs label_smoothing, the share of labels that may be wrong, such as 0.1"
     if preference.label_smoothing and preference.loss in ("hinge", "ipo"):
         return f"preference.label_smoothing is for the sigmoid and robust losses, not for {preference.loss}"
     if preference.length_normalised and preference.loss != "sigmoid":

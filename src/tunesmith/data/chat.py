@@ -112,6 +112,13 @@ class Encoder:
         own = tokenizer.chat_template if template is None else template
         self.template: str | dict[str, str] | None = own
         self._templates: dict[str, str] = own if isinstance(own, dict) else {"default": own} if own else {}
+        if self._templates and "default" not in self._templates:
+            named = ", ".join(f"`{name}`" for name in sorted(self._templates))
+            owner = "tokenizer" if template is None else "file"
+            raise UserError(
+                f"the {owner} has chat templates for special uses alone ({named}), none of them `default`; "
+                "give the one that is meant as a file by `chat_template:`."
+            )
         self.has_template = bool(self._templates)
         """Without one, only texts, prompt/completion texts and tokens can be encoded."""
         self.writes_date = any("strftime_now" in text for text in self._templates.values())
@@ -539,7 +546,7 @@ class Encoder:
         mode: dict[str, bool] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        text = self._templates.get(name) or next(iter(self._templates.values()))
+        text = self._templates[name]
         return templates.render(text, messages, list(tools) or None, generation, {**self._variables, **(mode or {})})
 
     def _make_fingerprint(self) -> str:

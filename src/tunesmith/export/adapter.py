@@ -21,9 +21,7 @@ TYPES = ("fp32", "bf16", "fp16")
 
 def check(source: Source, kind: str) -> None:
     if source.weights.adapter is None:
-        raise UserError(
-            f"{source.folder} was trained with method: {source.run.method} and has no adapter; use --to safetensors."
-        )
+        raise UserError(f"The result of {source.folder} is a model and no adapter; use --to safetensors.")
 
 
 def size(source: Source, kind: str) -> int:

@@ -40,7 +40,7 @@ from tunesmith.model import load
 from tunesmith.model.save import remove_leftovers
 from tunesmith.run.certificate import certify
 from tunesmith.run.evaluate import held_out_of
-from tunesmith.run.folder import read_plan
+from tunesmith.run.folder import read_plan, read_run
 from tunesmith.run.merge import BITS, put_side_files
 from tunesmith.run.open import refuse_encoder_decoder, refuse_head, trained_storage
 
@@ -186,7 +186,7 @@ def export_run(
     if push is not None and not hub.is_reachable():
         raise UserError(f"--push {push}: {hub.unreachable()}; export without --push and upload the folder later.")
     refuse_head(folder, "be exported here")
-    refuse_encoder_decoder(folder, "be exported here; `tunesmith merge` writes it as one model")
+    refuse_encoder_decoder(folder, "be exported here; `tunesmith merge` writes an adapter and its base as one model")
     source = Source.of(folder)
     kind = kind or _usual(form, chosen, source)
     chosen.check(source, kind)
@@ -278,7 +278,7 @@ def _prove(source: Source, chosen: Format, folder: Path, kind: str, samples, pro
 
 def storage_note(folder: Path) -> list[str]:
     bits = BITS.get(trained_storage(folder))
-    if bits is None:
+    if bits is None or not read_run(folder).has_adapters:  # a model that adapters were merged into is as it was trained
         return []
     return [f"The run trained over a base rounded to {bits} bits; it is exported over the base as its files have it."]
 

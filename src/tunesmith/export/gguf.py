@@ -166,9 +166,7 @@ def check_adapter(source: Source, kind: str) -> None:
     architecture_of(source.weights.model)
     adapter = source.weights.adapter
     if adapter is None:
-        raise UserError(
-            f"{source.folder} was trained with method: {source.run.method} and has no adapter; use --to gguf."
-        )
+        raise UserError(f"The result of {source.folder} is a model and no adapter; use --to gguf.")
     if any(name.endswith("lora_magnitude_vector") for name in adapter.tensors):
         raise UserError("llama.cpp has no DoRA, and would ignore what it learned; use --to gguf, which merges it.")
 

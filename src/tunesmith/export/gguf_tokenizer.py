@@ -173,9 +173,8 @@ def _write_special(writer: Any, tokenizer: Any, ends: list[int], begins: bool) -
     if tokenizer.pad_token_id is not None:
         writer.add_pad_token_id(tokenizer.pad_token_id)
     template = tokenizer.chat_template
-    if isinstance(template, dict):  # of several, the first is asked with where none is called default
-        named = {"default": next(iter(template.values()))} | template
-        writer.add_chat_template([{"name": name, "template": text} for name, text in named.items()])
+    if isinstance(template, dict):
+        writer.add_chat_template([{"name": name, "template": text} for name, text in template.items()])
     elif template:
         writer.add_chat_template(template)
 

@@ -79,6 +79,12 @@ def check_linears(source: Source) -> None:
             "quantized here; `tunesmith export --to safetensors` writes them as they are."
         )
     if source.weights.files is None:
+        causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+        if causal and not any(causal):
+            raise UserError(
+                f"{source.run.model} is an encoder of BERT's kind, and only causal language models, which predict the "
+                "next token, can be quantized here; give one of those, or use the encoder as it is."
+            )
         raise UserError(
             "The files of this model are in a layout that only transformers knows; it cannot be quantized here."
         )

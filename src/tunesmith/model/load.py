@@ -95,7 +95,7 @@ def load_tokenizer(run: Run) -> PreTrainedTokenizerBase:
             f"model: {run.model} holds no tokenizer (no tokenizer.json, nor one of another kind); copy its files there "
             "from the model that it was made from."
         )
-    with reading(run, "tokenizer"):
+    with reading(run, "tokenizer"), quiet():
         tokenizer = AutoTokenizer.from_pretrained(
             source.location, trust_remote_code=run.trust_remote_code, local_files_only=source.offline
         )
@@ -414,6 +414,16 @@ def reading(run: Run, what: str):
         first = first_line(error)
         if "trust_remote_code" in str(error):
             first = "it brings Python code of its own; read that code, then say trust_remote_code: true"
+        if what == "tokenizer" and re.search("sentencepiece|tiktoken", str(error), re.IGNORECASE):
+            first = (
+                "it is a SentencePiece or tiktoken file without a tokenizer.json; install the package that reads it "
+                "(`pip install sentencepiece` or `tiktoken`), or copy the tokenizer.json of the same model beside it"
+            )
+        if "for this kind of AutoModel" in str(error):
+            raise UserError(
+                f"model: {run.model} is an encoder or another kind of model that transformers has no causal language "
+                "model of; give one that is made to predict the next token."
+            ) from error
         raise UserError(f"model: the {what} of {run.model} could not be loaded: {first}.") from error
 
 

@@ -89,7 +89,7 @@ def merge_run(folder: Path, to: Path, *, precision: str | None = None, progress:
     if run.objective != "embed":
         refuse_head(folder, "be merged here")
     if not run.has_adapters:
-        raise UserError(f"{folder} was trained with method: {run.method}; its model folder needs no merging.")
+        raise UserError(f"The result of {folder} is a model already, in its folder `model`, and needs no merging.")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to} exists and is not empty; give a new folder.")
     check_base_there(folder, run)
