@@ -226,7 +226,9 @@ def assert_compiled_once(monkeypatch, made, attention, rotates, matmul_dtype):
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize(("family", "method"), [("gemma3_text", "lora"), ("qwen3_moe", "qlora")])
+@pytest.mark.parametrize(
+    ("family", "method"), [pytest.param("gemma3_text", "lora", marks=pytest.mark.slow), ("qwen3_moe", "qlora")]
+)
 def test_layers_of_a_kind_are_compiled_once(monkeypatch, family, method):
     """However many there are: nothing in their code is the number of a layer, or of a router."""
     plain_flash4.install(monkeypatch)
