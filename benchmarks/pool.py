@@ -231,6 +231,7 @@ class Pool:
             if not self.reuses_workers:
                 self.workers.remove(worker)
                 worker.signal(signal.SIGKILL)
+                worker.process.wait()  # its memory is free then, and not before
             return order, {name: value for name, value in message.items() if name != "kind"}
         return None
 

@@ -277,17 +277,15 @@ def test_the_model_describes_all_families_that_were_measured_on_an_h200(planner)
     """Memory and speed from structure: kinds of norms and MLPs, joint projections, rotation, attention's path."""
     forecast = importlib.import_module("forecast")
     content = json.loads((ROOT / "benchmarks" / "results" / "forecast.json").read_text())
-    # What EXAONE 4's layers keep is counted by the probe, which this knows nothing of.
+    # What layers keep is found by the probe, of which this knows nothing: most is missed for EXAONE 4.
     rows = [row for row in content["numbers"] if "failed" not in row and "EXAONE" not in row["name"]]
     said = [forecast.predicted_now(row) for row in rows]
     sizes = {row["name"]: size / row["peak_bytes"] - 1 for row, (size, _) in zip(rows, said, strict=True)}
     assert len({row["shape"] for row in rows}) >= 11
-    assert not {name: error for name, error in sizes.items() if not -0.03 <= error <= 0.05}
-    # Granite's odd vocabulary made its head slow when it was measured.
-    timed = [pair for pair in zip(rows, said, strict=True) if "Granite" not in pair[0]["name"]]
-    speeds = [abs(speed / row["tokens_per_second"] - 1) for row, (_, speed) in timed]
-    assert statistics.median(speeds) < 0.12
-    assert max(speeds) < 0.25
+    assert not {name: error for name, error in sizes.items() if not -0.03 <= error <= 0.06}
+    speeds = [abs(speed / row["tokens_per_second"] - 1) for row, (_, speed) in zip(rows, said, strict=True)]
+    assert statistics.median(speeds) < 0.1
+    assert max(speeds) < 0.2
 
 
 def test_a_case_gathers_what_each_system_has_found_and_no_failure_replaces_it(planner):

@@ -238,6 +238,35 @@ def test_replayed_steps_are_the_same_on_a_gpu(method, accumulation_steps, change
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=0.03), (index, found, expected)
 
 
+def test_what_adds_up_a_gradient_is_made_anew_while_an_earlier_pass_is_held():
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    held, place = weight * 2, weight.data_ptr()
+    accumulator = held.grad_fn.next_functions[0][0]
+    assert (weight * 2).grad_fn.next_functions[0][0] is accumulator
+    graph._renew_accumulators([weight])
+    other = weight * 3
+    assert other.grad_fn.next_functions[0][0] is not accumulator
+    assert weight.data_ptr() == place
+    other.sum().backward()
+    held.sum().backward()
+    assert torch.equal(weight.grad, torch.full((2, 3), 5.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_passes_are_captured_while_an_earlier_one_is_held():
+    """As torch's compiler does, which keeps the inputs of a layer that it compiles for the second time (2.11)."""
+    held = []
+
+    def prepare(step):
+        record(step)
+        held.extend(weight * 1 for weight in step.optimizer.parameters)
+
+    step, _ = results(bench.Workload("larger", "lora", 2, 512), device="cuda", prepare=prepare)
+    assert held
+    assert step.capture.passes is not None
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_logits_lie_in_the_pool_of_the_passes():

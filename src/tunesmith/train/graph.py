@@ -155,6 +155,7 @@ class Passes:
 
         try:
             _forget(weights)
+            _renew_accumulators(weights)
             aside = _beside(rehearse)
             _forget(weights)
             replays, self.pool = _captured(aside, forward, backward, between=lend_room)
@@ -176,6 +177,16 @@ class Passes:
 def _forget(weights: Sequence[nn.Parameter]) -> None:
     for weight in weights:
         weight.grad = None
+
+
+def _renew_accumulators(weights: Sequence[nn.Parameter]) -> None:
+    """What adds up a weight's gradient is the same node for as long as anything holds an earlier pass, as torch 2.11's
+    compiler does after it compiled a layer once more. It would wait for the stream of that pass, which a captured pass
+    must not. Torch makes a new node for data of another type."""
+    for weight in weights:
+        kept = weight.data
+        weight.data = kept.new_empty(0, dtype=torch.float64)
+        weight.data = kept
 
 
 def _beside(rehearse: Callable[[], None]) -> torch.cuda.Stream:
