@@ -410,13 +410,19 @@ class Ours(Measured):
     def measure_step(self) -> dict[str, Any]:
         import torch
 
+        from tunesmith.parallel import compile
+
         if self.case.is_capped and device() == "cuda" and self.case.method == "qlora":
             whole = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(self.case.gib * GIB / whole)
         if device() == "cuda":
             torch.cuda.reset_peak_memory_stats()
         step = self.step_of(self.config, self.plan)
-        return self.time(lambda batch: step.launch(batch, 1e-5), is_ours=True)
+        compile.news()  # of the rehearsal
+        found = self.time(lambda batch: step.launch(batch, 1e-5), is_ours=True)
+        if news := compile.news():
+            found |= {"compile_seconds": round(news.seconds, 1), "compile_notes": news.notes}
+        return found
 
 
 class Transformers(Measured):

@@ -180,8 +180,8 @@ def _forget(weights: Sequence[nn.Parameter]) -> None:
 
 
 def _renew_accumulators(weights: Sequence[nn.Parameter]) -> None:
-    """What adds up a weight's gradient is the same node for as long as anything holds an earlier pass, as torch 2.11's
-    compiler does after it compiled a layer once more. It would wait for the stream of that pass, which a captured pass
+    """What adds up a weight's gradient is the same node for as long as anything holds an earlier pass, as torch
+    2.11 does of a layer that it could not compile. It would wait for the stream of that pass, which a captured pass
     must not. Torch makes a new node for data of another type."""
     for weight in weights:
         kept = weight.data
