@@ -653,9 +653,9 @@ and all ranks. The run's page and report show them; *collapsed routers* is an [a
 pipeline parallelism.
 
 With `method: qlora` experts are held in nf4 and multiplied a layer at a time. Qwen3-30B-A3B, 16,384 tokens a step, is
-planned at 22.3 GiB of a GPU with 24 (weights 15.5), and at 11.3 GiB of one with 12, where the layers' frozen weights
-are in host memory and come to the GPU while the layer before them computes; both are predictions. They come by whole
-layers and not by experts:
+planned at 21.7 GiB of a GPU with 24, and at 10.4 GiB of one with 12, where the layers' frozen weights are in host
+memory and come to the GPU while the layer before them computes. On an H200 held to 24 and 12 GiB it took 21.1 and 10.0
+GiB, at 20,188 and 20,102 tokens a second ([benchmarks](benchmarks.md)). They come by whole layers and not by experts:
 each of a layer's 128 gets 1,024 of 131,072 choices on average, so every step reads all of them, but for a router that
 gives one less than a thousandth of its share. What is on the GPU of them at a time is 0.6 GiB. An expert is left out
 only where a micro-batch has about a hundred tokens or fewer, as in decoding.
