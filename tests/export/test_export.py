@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, normalizers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from export.models import FAMILIES, SHAPE, make_model, make_run, make_tokenizer, write_chats
@@ -122,6 +122,9 @@ def test_an_exported_gguf_is_read_again_with_its_tokenizer_whatever_lies_beside_
     assert [found.bos_token, found.eos_token, found.pad_token] == [own.bos_token, own.eos_token, own.pad_token]
     assert found.chat_template == own.chat_template
     assert found("Who are you?")["input_ids"] == own("Who are you?")["input_ids"]
+    config = AutoConfig.from_pretrained(llama)
+    assert "<|endoftext|>" not in own.get_vocab()
+    assert len(found) == config.vocab_size  # with no token that the file has not
 
 
 def changed(monkeypatch, form, change):
@@ -713,6 +716,16 @@ def test_push_sends_the_folder_into_a_private_repository(tmp_path, monkeypatch):
     assert calls == [("create", "me/model", {"private": True, "exist_ok": True}), ("upload", "me/model", str(tmp_path))]
     with pytest.raises(UserError, match="the hub refused it: 403 Forbidden"):
         push_folder(tmp_path, "me/model", lambda *_: None)
+
+
+def test_weights_that_are_no_numbers_are_called_that(trained, tmp_path, few):
+    shutil.copytree(trained, tmp_path / "run")
+    file = tmp_path / "run" / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"base \+ adapter are no numbers \(nan\)"):
+        export_run(tmp_path / "run", "safetensors", out=tmp_path / "out")
 
 
 def test_push_without_a_hub_is_refused_first(trained, tmp_path):

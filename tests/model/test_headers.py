@@ -168,6 +168,10 @@ def test_a_folder_without_a_tokenizer_is_said_to_have_none(model):
     (model / "tokenizer_config.json").write_text(json.dumps({"model_max_length": "long"}))
     with pytest.raises(UserError, match=r"model_max_length 'long', which is no number"):
         load.load_tokenizer(Run(model=str(model), data="none.jsonl"))
+    (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"a tokenizer_config.json and no tokenizer.json, .* copy it there"):
+        load.load_tokenizer(Run(model=str(model), data="none.jsonl"))
     for file in model.glob("tokenizer*"):
         file.unlink()
     with pytest.raises(UserError, match=r"holds no tokenizer .* copy its files there"):

@@ -147,6 +147,7 @@ def test_what_does_not_go_together_is_said_first(trained, llama, tmp_path):
         ({"method": "fp8", "bits": 4}, "--bits is 4; for --method fp8 it can be 8"),
         ({"method": "rtn", "bits": 3}, "it can be 4 or 8"),
         ({"method": "rtn", "group": 48}, "--group is 48, which does not suit rows of 64 weights"),
+        ({"method": "rtn", "group": 0}, "--group is 0, which does not suit rows of 64 weights"),
         ({"method": "kmeans", "group": 32}, "--group is for rtn, gptq and awq"),
     ]:
         with pytest.raises(UserError, match=said):
@@ -182,6 +183,16 @@ def test_another_base_than_that_of_training_is_refused(trained, tmp_path):
 
 
 @slow
+def test_data_that_are_not_held_out_are_not_called_that(llama, tmp_path):
+    data = write_chats(tmp_path / "chats.jsonl", 1)
+    made = quantize_model(str(llama), tmp_path / "out", method="rtn", data=[str(data)])
+    assert (made.report.data, made.proof.data, made.proof.reference) == ("calibration", "calibration", "the full model")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "held-out" not in card
+    assert "base + adapter" not in card
+    assert "`None`" not in card
+
+
 def test_the_command_tells_people_and_programs(trained, tmp_path):
     command = ["quantize", str(trained), "--to", str(tmp_path / "out"), "--method", "rtn", "--json"]
     ended = CliRunner().invoke(app, command)

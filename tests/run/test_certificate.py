@@ -49,6 +49,13 @@ def test_weights_that_were_changed_after_training_are_not_what_was_evaluated(run
     assert verdicts(certify(run))["saved_is_evaluated"] == "failed"
 
 
+def test_a_config_that_was_changed_after_the_certificate_is_looked_at_again(run):
+    certify(run)
+    file = run / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "lora_alpha": 500}))
+    assert verdicts(certify(run))["saved_is_evaluated"] == "failed"
+
+
 def test_documents_that_see_each_other_are_found(run, monkeypatch):
     own = forward.packed_hidden_states
 

@@ -57,11 +57,10 @@ def command(
         output.warn(f"Not proved: {made.missing}")
         return
     share = f", {proof.adapter_share:.1%} of the adapter is in it" if proof.adapter_share is not None else ""
-    reference = "base + adapter" if proof.adapter_share is not None else "the run's model"
     output.say(
-        f"Proved by {proof.engine} on {proof.places} places of held-out data: the same likeliest token at "
+        f"Proved by {proof.engine} on {proof.places} places of {proof.data} data: the same likeliest token at "
         f"{proof.agreement:.2%}, log-probabilities within {proof.largest:.2g}, perplexity {proof.perplexity:.4f} "
-        f"({proof.reference_perplexity:.4f} by {reference}){share}."
+        f"({proof.reference_perplexity:.4f} by {proof.reference}){share}."
     )
     if push is not None:
         output.say(f"It is on the hub as {push}.")

@@ -46,8 +46,8 @@ def command(
         return
     output.say(output.table(COLUMNS, report.rows(), right=COLUMNS[1:]))
     output.say(
-        f"Perplexity on {report.documents} held-out documents: {report.before:.4f} before, {report.after:.4f} after "
-        f"({report.cost:+.2%})."
+        f"Perplexity on {report.documents} {report.data} documents: {report.before:.4f} before, "
+        f"{report.after:.4f} after ({report.cost:+.2%})."
     )
     output.say(f"Quantized {target} to {made.folder} ({report.title}); quantization.svg shows it by layer.")
     if proof is None:

@@ -94,7 +94,7 @@ def _proof_lines(form: str, kind: str, proof: Proof | None, missing: str, notes:
         bound = BOUNDS[proof.precision]
         rows = [
             ("engine", proof.engine),
-            ("places compared, on held-out data", f"{proof.places}"),
+            (f"places compared, on {proof.data} data", f"{proof.places}"),
             ("same likeliest token", f"{proof.agreement:.2%}"),
             (
                 f"same, ties within {bound.tie:g} nats aside",
@@ -102,13 +102,13 @@ def _proof_lines(form: str, kind: str, proof: Proof | None, missing: str, notes:
             ),
             ("largest difference of log-probabilities", f"{proof.largest:.2g}{_most(bound.largest)}"),
             ("mean divergence, nats a token", f"{proof.divergence:.2g}{_most(bound.divergence)}"),
-            ("perplexity; of base + adapter", f"{proof.perplexity:.4f}; {proof.reference_perplexity:.4f}"),
+            (f"perplexity; of {proof.reference}", f"{proof.perplexity:.4f}; {proof.reference_perplexity:.4f}"),
             ("tokens of texts and chat template", proof.chat_template),
             ("stops at", ", ".join(f"`{stop}`" for stop in proof.stops)),
-            ("greedy text as base + adapter make it", f"{proof.same_text} of {proof.text_tokens} tokens"),
+            (f"greedy text, the same as of {proof.reference}", f"{proof.same_text} of {proof.text_tokens} tokens"),
         ]
         if proof.rounded_agreement is not None:
-            rows.insert(4, ("the same, of base + adapter rounded alike", f"{proof.rounded_agreement:.2%}"))
+            rows.insert(4, (f"the same, of {proof.reference} rounded alike", f"{proof.rounded_agreement:.2%}"))
         if proof.adapter_share is not None:
             rows.append(("share of the adapter that is in it", f"{proof.adapter_share:.1%} (within {bound.share:.0%})"))
         lines += ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows), ""]
@@ -151,7 +151,8 @@ def _hash_lines(source: Source, hashes: Mapping[str, str]) -> list[str]:
         ("training data, tokenized", _data_hash(source)),
         *hashes.items(),
     ]
-    return ["## Hashes", "", "| | |", "| --- | --- |", *(f"| {name} | `{value}` |" for name, value in rows)]
+    known = [f"| {name} | `{value}` |" for name, value in rows if value is not None]
+    return ["## Hashes", "", "| | |", "| --- | --- |", *known]
 
 
 def _base_hash(source: Source) -> str | None:

@@ -217,7 +217,7 @@ def export_run(
         proof, missing = None, _missing(chosen, source)
         if not missing:
             progress("Starting vLLM" if engine == "vllm" else "Loading it back", 0, None)
-            proof = _prove(source, chosen, partial, kind, samples, progress)
+            proof = _prove(source, chosen, partial, kind, samples, progress, _kind_of_data(source, data))
         licence = copy_licence(source, partial)
         told = {"proof": proof, "missing": missing, "notes": notes, "certificate": certificate, "licence": licence}
         write_card(source, partial, form=form, kind=kind, usage=_usage(form, kind), **told)
@@ -258,7 +258,7 @@ def push_folder(folder: Path, name: str, progress: Progress) -> None:
         ) from error
 
 
-def _prove(source: Source, chosen: Format, folder: Path, kind: str, samples, progress: Progress) -> Proof:
+def _prove(source: Source, chosen: Format, folder: Path, kind: str, samples, progress: Progress, data: str) -> Proof:
     try:
         engine = chosen.engine(source, folder, kind)
     except UserError as error:
@@ -269,11 +269,17 @@ def _prove(source: Source, chosen: Format, folder: Path, kind: str, samples, pro
         ) from error
     try:
         if kind == source.run.quantization_aware:
-            return prove(source, engine, TRAINED_FOR[kind], samples, progress, rounded_to=kind)
+            return prove(source, engine, TRAINED_FOR[kind], samples, progress, rounded_to=kind, data=data)
         alike = kind if kind in ALIKE else None
-        return prove(source, engine, PRECISIONS.get(kind, kind), samples, progress, alike=alike)
+        return prove(source, engine, PRECISIONS.get(kind, kind), samples, progress, alike=alike, data=data)
     finally:
         engine.close()
+
+
+def _kind_of_data(source: Source, named: Sequence[str]) -> str:
+    if named:
+        return "given"
+    return "held-out" if source.run.held_out or source.run.eval_texts else "training"
 
 
 def storage_note(folder: Path) -> list[str]:

@@ -97,6 +97,10 @@ class Sample:
 class Proof:
     engine: str
     precision: str
+    reference: str = "base + adapter"
+    """What it is compared with."""
+    data: str = "held-out"
+    """The kind of data that it is compared on."""
     places: int = 0
     agreement: float = 0.0
     """Share of places with the same likeliest token, no ties forgiven."""
@@ -143,13 +147,17 @@ def prove(
     *,
     rounded_to: str | None = None,
     alike: str | None = None,
+    data: str = "held-out",
 ) -> Proof:
-    """UserError where the export parts from base + adapter by more than `BOUNDS` allow. `rounded_to`: the type that the
-    run was trained for, where it is this export's: then base + adapter are rounded as in training. `alike`: the type of
-    this export, where its rounding can be computed here."""
+    """UserError where the export parts from base + adapter, or from the model where there is no adapter, by more than
+    `BOUNDS` allow. `rounded_to`: the type that the run was trained for, where it is this export's: then base + adapter
+    are rounded as in training. `alike`: the type of this export, where its rounding can be computed here. `data`: the
+    kind of data that the samples are of."""
     if not samples:
         raise UserError("There is nothing to compare the export on; name some data with --data FILE.")
-    bound, proof = BOUNDS[precision], Proof(engine.name, precision)
+    own = "the run's model" if source.is_trained else "the full model"
+    reference = "base + adapter" if source.weights.adapter else own
+    bound, proof = BOUNDS[precision], Proof(engine.name, precision, reference, data)
     _compare_words(source, engine, proof)
     if not proof.failures:
         progress(f"Asking {engine.name.partition(' ')[0]}", 0, None)
@@ -157,8 +165,14 @@ def prove(
         asked = next((s for s in samples if 1 < s.asked < len(s.ids)), samples[0])
         prompt = asked.ids[: max(1, min(asked.asked, len(asked.ids) - 1))]
         made = engine.greedy(prompt, GREEDY)
-        progress("Asking base + adapter", 0, None)
+        progress(f"Asking {reference}", 0, None)
         *expected, continued = _reference(source, [*(s.ids for s in samples), [*prompt, *made]], rounded_to)
+        if any(rows.isnan().any() for rows in expected):
+            raise UserError(
+                f"The log-probabilities of {reference} are no numbers (nan): the weights of "
+                f"{source.folder if source.is_trained else source.run.model} are damaged, or training diverged; export "
+                "another run, or an earlier checkpoint by `tunesmith branch`. Nothing was written."
+            )
         base = None
         if source.weights.adapter:
             base = _reference(source, [s.ids for s in samples], rounded_to, with_adapter=False)
@@ -177,8 +191,8 @@ def prove(
             _check_influence(source, engine, samples, proof)
     if proof.failures:
         raise UserError(
-            f"The export does not do what base + adapter do, as {proof.engine} runs it: {'; '.join(proof.failures)}. "
-            "Nothing was written."
+            f"The export does not do what {reference} {'do' if source.weights.adapter else 'does'}, as {proof.engine} "
+            f"runs it: {'; '.join(proof.failures)}. Nothing was written."
         )
     return proof
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import os
 import shutil
 import sys
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-CONVERTER = "4"
+CONVERTER = "5"
 """Part of the cache key: raise it when the conversion changes."""
 BEGINNING = ("llama3", "llama-v3", "llama-bpe")
 """Byte-level vocabularies whose texts begin with a token of their own where the file does not say."""
@@ -48,6 +49,7 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     with _alone(file) as folder, contextlib.redirect_stderr(io.StringIO()):
         # transformers' bars fight with a live display; errors raise
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
+    tokenizer = _without_additions(tokenizer, metadata)
     _restore_pre_tokenizer(tokenizer, metadata)
     _restore_bos(tokenizer, metadata)
     return tokenizer
@@ -123,6 +125,24 @@ def each_once(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     for name in first:
         found.setdefault((state[name].data_ptr(), state[name].shape), name)
     return {name: state[name].contiguous() for name in found.values()}
+
+
+def _without_additions(tokenizer: PreTrainedTokenizerBase, metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """Without the tokens that transformers adds to the file's own: GPT-2's `<|endoftext|>`, which others have not, has
+    no row in the embedding."""
+    known = len(metadata["tokenizer.ggml.tokens"].data)
+    if len(tokenizer) <= known:
+        return tokenizer
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < known]
+    ids = {f"{name}_token": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
+    own = {name: tokenizer.convert_ids_to_tokens(at) for name, at in ids.items() if at is not None and at < known}
+    plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(described)), **own)
+    plain.chat_template = tokenizer.chat_template
+    return plain
 
 
 def _restore_pre_tokenizer(tokenizer, metadata) -> None:

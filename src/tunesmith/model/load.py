@@ -414,7 +414,13 @@ def reading(run: Run, what: str):
         first = first_line(error)
         if "trust_remote_code" in str(error):
             first = "it brings Python code of its own; read that code, then say trust_remote_code: true"
-        if what == "tokenizer" and re.search("sentencepiece|tiktoken", str(error), re.IGNORECASE):
+        beside = [file.name for pattern in TOKENIZER_FILES for file in Path(source.location).glob(pattern)]
+        if what == "tokenizer" and source.is_local and set(beside) == {"tokenizer_config.json"}:
+            first = (
+                "there is a tokenizer_config.json and no tokenizer.json, nor a vocabulary of another kind; copy it "
+                "there from the model that it was made from"
+            )
+        elif what == "tokenizer" and re.search("sentencepiece|tiktoken", str(error), re.IGNORECASE):
             first = (
                 "it is a SentencePiece or tiktoken file without a tokenizer.json; install the package that reads it "
                 "(`pip install sentencepiece` or `tiktoken`), or copy the tokenizer.json of the same model beside it"

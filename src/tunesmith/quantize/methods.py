@@ -58,7 +58,9 @@ class Asked:
             raise UserError(f"--group is for rtn, gptq and awq; {method} has a scale or codebook for each row.")
         widths = widths_of(source)
         usual = next((one for one in GROUPS if all(width % one == 0 for width in widths)), None)
-        if has_groups and (odd := [width for width in sorted(widths) if group and (group < 16 or width % group)]):
+        if has_groups and (
+            odd := [width for width in sorted(widths) if group is not None and (group < 16 or width % group)]
+        ):
             known = ", ".join(str(one) for one in GROUPS if all(width % one == 0 for width in widths)) or "none"
             raise UserError(
                 f"--group is {group}, which does not suit rows of {odd[0]} weights; of the usual {known} do."

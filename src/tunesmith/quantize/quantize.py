@@ -82,7 +82,7 @@ def quantize_model(
         recipe = Recipe(source, asked)
         needed = size(source, "int8") if asked.method != "kmeans" else 3 * source.weights.count
         check_place(to, needed, option="--to")
-        calibration, held_out, notes = _data(source, asked, data, (samples, measured, length), progress)
+        calibration, held_out, kind_of_data, notes = _data(source, asked, data, (samples, measured, length), progress)
         notes = (*_notes_of(source), *notes)
         for note in notes:
             say(note)
@@ -92,9 +92,11 @@ def quantize_model(
         try:
             found = _write(source, recipe, partial, calibration, held_out, progress)
             tokens = calibration.tokens if calibration else 0
-            report = Report.of(asked, found, calibration_tokens=tokens, held_out=held_out, outliers=recipe.outliers)
+            report = Report.of(
+                asked, found, calibration_tokens=tokens, held_out=held_out, data=kind_of_data, outliers=recipe.outliers
+            )
             missing = "" if fits(source) else "the model does not fit into this machine's memory."
-            proof = None if missing else _proved(source, asked, partial, held_out, found.logits, progress)
+            proof = None if missing else _proved(source, asked, partial, held_out, found.logits, kind_of_data, progress)
             (partial / "quantization.svg").write_text(layers_svg(report.title, report.bars), encoding="utf-8")
             (partial / "quantization.json").write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
             kind = "kmeans" if asked.method == "kmeans" else recipe.rounding.kind
@@ -133,9 +135,9 @@ def _notes_of(source: Source) -> list[str]:
 
 def _data(
     source: Source, asked: Asked, data: Sequence[str], sizes: tuple[int, int, int], progress: Progress
-) -> tuple[Rows | None, Rows, tuple[str, ...]]:
-    """What to calibrate with and what to measure on: of a run its training and its held-out data, else a quarter of the
-    data is held out."""
+) -> tuple[Rows | None, Rows, str, tuple[str, ...]]:
+    """What to calibrate with, what to measure on and what kind of data that is: of a run its training and its held-out
+    data, else a quarter of the data is held out."""
     notes = []
     samples, measured, length = sizes
     given = [Dataset(path=path) for path in data]
@@ -148,12 +150,13 @@ def _data(
         calibrating = list(examples_of(tokenize(run, plan, progress, source.tokenizer).train, length=length))
     if source.is_trained:
         measuring = list(examples_of(held_out_of(source.folder, source.run, plan, progress), length=length))
+        kind = "held-out" if source.run.held_out or source.run.eval_texts else "training"
     else:
-        measuring = calibrating[3::4]
+        measuring, kind = calibrating[3::4], "held-out"
         calibrating = [one for number, one in enumerate(calibrating) if number % 4 != 3] if measuring else calibrating
     if not measuring:
         notes.append("There is too little data to hold any of it out: perplexity is that of the calibration data.")
-        measuring = calibrating
+        measuring, kind = calibrating, "calibration"
     if not measuring:
         raise UserError("The data hold no document with a target token; name other data with --data FILE.")
     uses_data = asked.method in (*CALIBRATED, "kmeans", "int8-outliers")
@@ -165,7 +168,7 @@ def _data(
                 f"Calibration has {calibration.tokens:,} tokens, fewer than the widest linear has inputs ({widest:,}); "
                 "more data would help."
             )
-    return calibration, rows_of(measuring[:measured]), tuple(notes)
+    return calibration, rows_of(measuring[:measured]), kind, tuple(notes)
 
 
 def _write(
@@ -205,7 +208,7 @@ def _write(
 
 
 def _proved(
-    source: Source, asked: Asked, folder: Path, held_out: Rows, logits: torch.Tensor, progress: Progress
+    source: Source, asked: Asked, folder: Path, held_out: Rows, logits: torch.Tensor, data: str, progress: Progress
 ) -> Proof:
     """By the engine that reads the folder: what any export must show, and that it says what was measured."""
     progress("Loading it back", 0, None)
@@ -217,7 +220,7 @@ def _proved(
         samples = samples_of_rows(held_out[: logits.shape[0]], logits.shape[1])
         if asked.method not in ROUNDS_INPUTS:
             _compare(engine, samples, logits)
-        return prove(source, engine, asked.precision, samples, progress)
+        return prove(source, engine, asked.precision, samples, progress, data=data)
     finally:
         engine.close()
 

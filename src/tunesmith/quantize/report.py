@@ -18,10 +18,12 @@ class Report:
     group: int
     title: str
     before: float
-    """Perplexity on the held-out documents, of the model as it was; and quantized."""
+    """Perplexity on the documents that are measured, of the model as it was; and quantized."""
     after: float
     target_tokens: float
     documents: int
+    data: str
+    """The kind of data that these are: held-out, where there is such."""
     calibration_tokens: int
     sample: float
     """Perplexity of the model as it was on the few documents of which each layer's is told."""
@@ -29,10 +31,12 @@ class Report:
     outliers: int | None = None
 
     @classmethod
-    def of(cls, asked: Asked, found: Measured, *, calibration_tokens: int, held_out: Rows, outliers: int) -> Report:
+    def of(
+        cls, asked: Asked, found: Measured, *, calibration_tokens: int, held_out: Rows, data: str, outliers: int
+    ) -> Report:
         return cls(
             asked.method, asked.bits, asked.group, asked.title, found.full, found.quantized,
-            float(held_out.weights_bt.sum()), len(held_out), calibration_tokens, found.sample, found.layers,
+            float(held_out.weights_bt.sum()), len(held_out), data, calibration_tokens, found.sample, found.layers,
             outliers if asked.method == "int8-outliers" and calibration_tokens else None,
         )  # fmt: skip
 
@@ -64,7 +68,7 @@ def card_lines(report: Report) -> list[str]:
     lines = [
         f"## Quantized: {report.title}{calibrated}",
         "",
-        f"Perplexity on {report.documents} held-out documents ({report.target_tokens:,.0f} target tokens): "
+        f"Perplexity on {report.documents} {report.data} documents ({report.target_tokens:,.0f} target tokens): "
         f"{report.before:.4f} before, {report.after:.4f} after ({report.cost:+.2%}).",
         "",
         "![error by layer](quantization.svg)",

@@ -65,6 +65,8 @@ PAIRS = 4
 """Of documents that are packed behind each other."""
 LEAK = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
 """Relative to the largest loss: what sums in another order explain."""
+RESULT = ("*.safetensors", "adapter_config.json", "config.json")
+"""Files of the result by which its certificate is known to be still of it."""
 SAME_LOSS = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 2e-3}
 Progress = Callable[[str, int, int | None], None]
 Check = dict[str, str]
@@ -279,7 +281,8 @@ def _base_hash(folder: Path) -> str | None:
 def _result_hashes(folder: Path) -> dict[str, str]:
     found = {}
     for name in ("adapter", "model"):
-        for file in sorted((folder / name).glob("*.safetensors")):
+        files = (file for pattern in RESULT for file in (folder / name).glob(pattern))
+        for file in sorted(files):
             found[f"{name}/{file.name}"] = digest_file(file, "sha256")
     return found
 
