@@ -123,6 +123,7 @@ FormatName = Literal[
     "judged",
     "scored",
     "labelled",
+    "labelled_pair",
     "prompts",
     "anchors",
     "similar",
