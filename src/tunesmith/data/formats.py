@@ -707,8 +707,7 @@ def _without_answer(messages: list[Message]) -> tuple[list[Message], dict[str, s
     return [*before, replace(asked, content=asked.content[:end])], {"answer": turns[-1].content}
 
 
-_NEGATIVES = ("negative", "neg", "negatives", "hard_negatives", "negative_passages")
-_NUMBERED = re.compile(r"neg(?:ative)?_?\d+")
+_NEGATIVE = re.compile(r"(?:hard_?)?neg(?:atives?)?(?:_?\d+)?|negative_passages")
 
 
 def _convert_anchors(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Related:
@@ -731,7 +730,7 @@ def _convert_anchors(fields: dict[str, Any], origin: Origin, dataset: Dataset) -
 
 
 def _negatives(fields: dict[str, Any]) -> list[str]:
-    return [one for one in fields if (one in _NEGATIVES or _NUMBERED.fullmatch(one)) and present(fields[one])]
+    return [one for one in fields if _NEGATIVE.fullmatch(one) and present(fields[one])]
 
 
 def _convert_similar(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Related:
