@@ -184,7 +184,7 @@ def test_of_more_than_two_texts_the_settings_say_which_are_meant():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"text": "A", "response": "B", "label": 1}, "`label` is of one of them"),
+        ({"text": "A", "response": "B", "label": 1}, "`label` is of one"),
         ({"text": "A", "label": [0, 1]}, "a text has one label here"),
         ({"premise": "A", "hypothesis": " ", "label": 1}, "`hypothesis` is empty"),
         ({"review": "A", "sentiment": "good"}, "`fields: {text: review, label: sentiment}`"),

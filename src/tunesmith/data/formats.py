@@ -570,7 +570,8 @@ def _convert_labelled(fields: dict[str, Any], origin: Origin, dataset: Dataset) 
     beside = _label_name(label, fields, dataset)
     if "completion" in fields or "response" in fields:
         if present(fields.get("text")) is not None:
-            reason = "has a `text` and an answer, and the `label` is of one of them: remove the other, or give both as "
+            name = "label" if "label" in fields else "score"
+            reason = f"has a `text` and an answer, and the `{name}` is of one: remove the other, or give both as "
             raise RecordError("several texts", origin, reason + "`prompt` and `completion`")
         return Labelled(_answered(fields, origin, dataset), label, beside)
     if "text" in fields:
