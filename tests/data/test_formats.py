@@ -456,5 +456,5 @@ def test_no_mapping_is_proposed_that_takes_a_system_text_or_tools_for_a_question
 @pytest.mark.parametrize(("records", "wanted"), [("judged", "label"), ("ranked", "score")])
 def test_the_mapping_in_a_refusal_is_one_of_what_the_objective_learns_from(records, wanted):
     record = Record({"prompt": "Where?", "completion": "Here.", "rating": 5}, Origin("a.jsonl", 1))
-    with pytest.raises(UserError, match=re.escape(f"`fields: {{prompt: NAME, completion: NAME, {wanted}: NAME}}`")):
+    with pytest.raises(UserError, match=re.escape(f"`fields: {{{wanted}: NAME}}`")):
         formats.recognise([record], Dataset(path="a.jsonl"), records)

@@ -7,8 +7,11 @@ import json
 import pytest
 
 from tunesmith.config.load import from_mapping
+from tunesmith.config.schema import Dataset
+from tunesmith.data import formats
 from tunesmith.data.labels import with_labels
 from tunesmith.data.prepare import prepare
+from tunesmith.data.types import Document, Origin, Record
 from tunesmith.errors import UserError
 
 
@@ -154,3 +157,45 @@ def test_columns_that_number_the_same_classes_differently_are_refused(tmp_path):
     assert labels(["sad", "joyful"], ["sad", "joyful", "none"]) == ["sad", "joyful", "none"]
     with pytest.raises(UserError, match=r"in different orders \(sad, joyful; joyful, sad\)"):
         labels(["sad", "joyful"], ["joyful", "sad"])
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("premise", "hypothesis"),
+        ("sentence1", "sentence2"),
+        ("question1", "question2"),
+        ("question", "sentence"),
+        ("query", "passage"),
+        ("text", "text_pair"),
+    ],
+)
+def test_two_texts_with_a_label_are_one_text_with_both(names):
+    assert item(dict.fromkeys(["idx", "label"], 1) | dict(zip(names, "AB", strict=True))).text == Document("A\n\nB")
+
+
+def test_of_more_than_two_texts_the_settings_say_which_are_meant():
+    fields = {"question": "A", "context": "B", "answer": "C", "label": 1}
+    with pytest.raises(UserError, match=r"more than two texts .*: NAME, sentence2: NAME}`"):
+        item(fields)
+    assert item(fields, sentence1="answer", sentence2="question").text == Document("C\n\nA")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"text": "A", "response": "B", "label": 1}, "`label` is of one"),
+        ({"text": "A", "label": [0, 1]}, "a text has one label here"),
+        ({"premise": "A", "hypothesis": " ", "label": 1}, "`hypothesis` is empty"),
+        ({"review": "A", "sentiment": "good"}, "`fields: {text: review, label: sentiment}`"),
+        ({"premise": "A", "hypothesis": "B", "gold_label": "x"}, "`fields: {label: gold_label}`"),
+    ],
+)
+def test_what_has_no_one_text_and_label_is_refused_with_what_to_do(fields, said):
+    with pytest.raises(UserError, match=said):
+        item(fields)
+
+
+def item(fields, **mapping):
+    record, dataset = Record(fields, Origin("a.jsonl", 1)), Dataset(path="a.jsonl", fields=mapping)
+    return formats.convert(record, formats.recognise([record], dataset, "labelled"), dataset)

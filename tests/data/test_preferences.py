@@ -37,6 +37,11 @@ SHAPES = {
         "rejected": {"from": "gpt", "value": "No"},
     },
     "whole conversations and their beginning": {"prompt": [ASK], "chosen": [ASK, YES], "rejected": [ASK, NO]},
+    "conversations without their prompt's system message": {
+        "prompt": [{"role": "system", "content": "Be brief."}, ASK],
+        "chosen": [ASK, YES],
+        "rejected": [ASK, NO],
+    },
     "dialogues": {"chosen": "\n\nHuman: Hi?\n\nAssistant: Yes", "rejected": "\n\nHuman: Hi?\n\nAssistant: No"},
     "dialogues and their prompt": {
         "prompt": "\n\nHuman: Hi?\n\nAssistant:",

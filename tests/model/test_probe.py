@@ -117,6 +117,11 @@ OTHERS = {
     "a speech model": {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"], "vocab_size": 32},
     "a speech model (Whisper": {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}
     | {"is_encoder_decoder": True, "vocab_size": 100},
+    "an encoder of BERT's kind (DistilBertModel)": {"model_type": "distilbert", "architectures": ["DistilBertModel"]}
+    | {"vocab_size": 100, "dim": 32, "n_layers": 2, "n_heads": 4},
+    "an encoder of BERT's kind (T5EncoderModel)": {"model_type": "t5", "architectures": ["T5EncoderModel"]}
+    | {"vocab_size": 100, "d_model": 32, "is_encoder_decoder": True},
+    "an encoder of BERT's kind (distilbert)": {"model_type": "distilbert", "vocab_size": 100, "dim": 32},
     "a classifier": {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"], "vocab_size": 100},
 }
 

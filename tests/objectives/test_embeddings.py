@@ -221,6 +221,11 @@ def test_a_text_that_belongs_to_an_anchor_is_no_negative_of_it():
     [
         ({"anchor": "a", "positive": "b", "negative": "c"}, "anchors", ("a", ("b",), ("c",))),
         ({"query": "a", "pos": ["b", "c"], "neg": ["d"]}, "anchors", ("a", ("b", "c"), ("d",))),
+        (
+            {"anchor": "a", "positive": "b", "hard_neg": "c", "hard_negative_1": "d"},
+            "anchors",
+            ("a", ("b",), ("c", "d")),
+        ),
         ({"anchor": "a", "positive": "b", "negative_1": "c", "negative_2": "d"}, "anchors", ("a", ("b",), ("c", "d"))),
         (
             {"query": "a", "positive_passages": [{"docid": "1", "title": "t", "text": "b"}], "negative_passages": []},

@@ -25,6 +25,7 @@ GOOD = {"model": "m", "data": "d.jsonl", "objective": "dpo"}
     ("changes", "why"),
     [
         ({"objective": "sft", "preference": {"beta": 0.2}}, "`objective: sft` has no use for preference.beta"),
+        ({"objective": "embed", "chat_template": "x.jinja"}, "chat_template: `objective: embed` reads texts as the"),
         ({"objective": "kto", "preference": {"margin": 2}}, "`objective: kto` has no use for preference.margin"),
         ({"objective": "cpo", "preference": {"loss": "robust"}}, "loss robust is for `objective: dpo`"),
         ({"preference": {"loss": "robust"}}, "robust needs label_smoothing"),

@@ -123,6 +123,7 @@ FormatName = Literal[
     "judged",
     "scored",
     "labelled",
+    "labelled_pair",
     "prompts",
     "anchors",
     "similar",
@@ -706,6 +707,8 @@ def _unsuited(run: Run) -> str | None:
     if unused := sorted(changed - set(used)):
         known = f"it has {', '.join(used)}" if used else "it learns from no preferences"
         return f"`objective: {objective}` has no use for preference.{unused[0]}: {known}"
+    if objective in ("embed", "classify_tokens") and run.chat_template is not None:
+        return f"chat_template: `objective: {objective}` reads texts as the tokenizer by itself does; leave it out"
     if why := _unsuited_teacher(run) or _unsuited_head(run) or _unsuited_embedding(run) or _unsuited_rollout(run):
         return why
     if objective in ("sft", "distill"):

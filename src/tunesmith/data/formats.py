@@ -76,6 +76,11 @@ WANTED: dict[str, tuple[tuple[str, ...], ...]] = {
     "judged": (("label",), ("completion", "response", "messages", "conversations", "conversation")),
     "scored": (("score",), ("text", "completion", "response", "messages", "conversations", "conversation")),
     "labelled": (("label",), ("text", "completion", "response", "messages", "conversations", "conversation")),
+    "labelled_pair": (
+        ("label",),
+        ("sentence1", "premise", "question1", "text1", "text_a", "question", "query"),
+        ("sentence2", "hypothesis", "question2", "text2", "text_b", "sentence", "passage", "context", "answer"),
+    ),
     "prompts": (
         ("prompt", "question", "messages", "conversations", "conversation", "instruction", "query", "problem"),
     ),
@@ -94,7 +99,7 @@ FORMATS: dict[Records, tuple[str, ...]] = {
     "pairs": ("preference",),
     "judged": ("judged", "preference"),
     "ranked": ("preference", "scored"),
-    "labelled": ("labelled",),
+    "labelled": ("labelled", "labelled_pair"),
     "prompts": ("prompts",),
     "related": ("similar", "anchors"),
     "tagged": ("tagged",),
@@ -105,7 +110,8 @@ NEEDED: dict[Records, str] = {
     "pairs": "pairs of answers (`chosen` and `rejected`, with or without a `prompt`)",
     "judged": "answers with a `label` that is true or false, or pairs of answers (`chosen` and `rejected`)",
     "ranked": "pairs of answers (`chosen` and `rejected`), or answers with a `score`",
-    "labelled": "texts or conversations (`text` or `messages`) with a `label`",
+    "labelled": "texts, pairs of texts or conversations (`text`, `sentence1` and `sentence2`, or `messages`) with a "
+    "`label`",
     "prompts": "prompts (`prompt`, `question` or `messages`), with an `answer` or what else rewards check answers by",
     "tagged": "words with a label each (`tokens` and `tags` or `ner_tags`, or `words` and `labels`)",
     "related": "texts that belong together (`anchor` and `positive`, or `query` and `pos`), or two with a `score`",
@@ -158,7 +164,7 @@ def recognise(sample: Sequence[Record], dataset: Dataset, records: Records = "te
     if records != "texts":
         raise UserError(
             f"{rows[0][1]}: found {names_of(rows[0][0])}, but the objective is trained on {NEEDED[records]}; say which "
-            f"is which, e.g. `fields: {_fields_for(records)}`, or change `objective`."
+            f"is which, e.g. `fields: {_fields_for(records, rows[0][0])}`, or change `objective`."
         )
     wanted_of = {name: WANTED[name] for name in FORMATS[records]}
     known = "; ".join(f"{name}: {', '.join(' or '.join(some) for some in all)}" for name, all in wanted_of.items())
@@ -167,15 +173,42 @@ def recognise(sample: Sequence[Record], dataset: Dataset, records: Records = "te
     )
 
 
-def _fields_for(records: Records) -> str:
-    return {
-        "tagged": "{tokens: NAME, tags: NAME}",
-        "prompts": "{prompt: NAME, answer: NAME}",
-        "related": "{anchor: NAME, positive: NAME}",
-        "labelled": "{text: NAME, label: NAME}",
-        "judged": "{prompt: NAME, completion: NAME, label: NAME}",
-        "ranked": "{prompt: NAME, completion: NAME, score: NAME}",
-    }.get(records, "{prompt: NAME, chosen: NAME, rejected: NAME}")
+def _fields_for(records: Records, fields: dict[str, Any]) -> str:
+    """A mapping that would fit, with the names that the record has where they tell what they are."""
+    names = {
+        "tagged": ("tokens", "tags"),
+        "prompts": ("prompt", "answer"),
+        "related": ("anchor", "positive"),
+        "labelled": ("text", "label"),
+        "judged": ("prompt", "completion", "label"),
+        "ranked": ("prompt", "completion", "score"),
+    }.get(records, ("prompt", "chosen", "rejected"))
+    if records == "ranked" and any(re.search(_LIKE["chosen"], name.lower()) for name in fields):
+        names = ("prompt", "chosen", "rejected")
+    if records in ("pairs", "judged", "ranked") and fields.keys() & set(_PROMPTS):
+        names = names[1:]
+    if records == "labelled" and all(fields.keys() & set(some) for some in WANTED["labelled_pair"][1:]):
+        names = ("label",)
+    known = ("text", "label") if records == "labelled" else ("prompt", "chosen", "rejected")
+    wanted = {name: (name in known and _like(name, fields)) or "NAME" for name in names if name not in fields}
+    return "{" + ", ".join(f"{name}: {found}" for name, found in wanted.items()) + "}"
+
+
+_LIKE = {
+    "text": r"(?<!label_)text|sentence|review|content|body|document|comment|tweet|utterance|question|query|prompt",
+    "label": r"label|sentiment|intent|emotion|class|category|topic|stars|rating|target",
+    "prompt": r"^(prompt|input|question|instruction|query|problem|request|user)",
+    "chosen": r"chosen|accepted|better|(?<!dis)preferred|response_j$",
+    "rejected": r"reject|worse|dispreferred|response_k$",
+}
+
+
+def _like(name: str, fields: dict[str, Any]) -> str | None:
+    """A field whose own name says that it is what a format calls `name`, and which holds what that can be."""
+    kinds = {"text": (str,), "label": (str, int, list)}.get(name, (str, list, dict))
+    likely = [found for found, value in fields.items() if isinstance(value, kinds)]
+    pattern = _LIKE.get(name)
+    return next((found for found in likely if pattern and re.search(pattern, found.lower())), None)
 
 
 def convert(record: Record, format: FormatName, dataset: Dataset) -> Item:
@@ -376,7 +409,7 @@ def _convert_preference(fields: dict[str, Any], origin: Origin, dataset: Dataset
     asked = _asked(fields, origin, dataset)
     are_texts = all(isinstance(value, str) for value in values)
     if are_texts and (asked is None or (isinstance(asked, str) and all(map(turns_of, values)))):
-        turns = [_dialogue(value, name, origin) for value, name in zip(values, ANSWERS, strict=True)]
+        turns = [_dialogue(value, name, fields, origin) for value, name in zip(values, ANSWERS, strict=True)]
         before = turns_of(asked) if asked else None
         _check_prompt(asked if before is None else [one for one in before if one.content], turns, origin)
         made = _with_common_prompt(*turns, origin)
@@ -390,6 +423,8 @@ def _convert_preference(fields: dict[str, Any], origin: Origin, dataset: Dataset
     else:
         turns = [_turns(value, name, origin, dataset) for value, name in zip(values, ANSWERS, strict=True)]
         if asked is None or all(some[0].role != "assistant" for some in turns):
+            if isinstance(asked, list) and asked[0].role == "system":  # which the answers may leave out
+                turns = [some if some[0].role == "system" else [asked[0], *some] for some in turns]
             _check_prompt(asked, turns, origin)
             made = _with_common_prompt(*turns, origin, system_turns(fields, turns[0], origin), tools_of(fields, origin))
         else:
@@ -483,15 +518,16 @@ def _with_common_prompt(
     return Preference(*both)
 
 
-def _dialogue(text: str, name: str, origin: Origin) -> list[Message]:
+def _dialogue(text: str, name: str, fields: dict[str, Any], origin: Origin) -> list[Message]:
     """A whole conversation as one text."""
     messages = turns_of(text)
     if messages is None:
+        mapping = f"{{prompt: {_like('prompt', fields) or 'NAME'}}}"
         raise RecordError(
             "no prompt",
             origin,
-            f"`{name}` is a text without a `prompt` before it; say `fields: {{prompt: NAME}}` where another field has "
-            "it, or give whole conversations as messages",
+            f"`{name}` is a text without a `prompt` before it; say `fields: {mapping}` where another field has it, "
+            "give whole conversations as messages, or move what both texts begin with into a `prompt`",
         )
     if not messages[-1].content:
         raise RecordError("empty answer", origin, f"`{name}` is empty, which would teach the model to be silent")
@@ -530,30 +566,61 @@ def _answered(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Conve
 
 
 def _convert_labelled(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Labelled:
-    name = "score" if "score" in fields and "label" not in fields else "label"
-    label = fields[name]
-    if name == "score":
-        label = as_number(label, name, origin)
-    elif isinstance(label, bool):
-        label = int(label)
-    elif isinstance(label, str):
-        label = label.strip()
-        if not label:
-            raise RecordError("wrong label", origin, "`label` is empty")
-    elif not isinstance(label, int | float) or (isinstance(label, float) and not label.is_integer()):
-        raise RecordError("wrong label", origin, f"`label` must be a name or a number, found {json.dumps(label)[:80]}")
+    label = _label_of(fields, origin)
     beside = _label_name(label, fields, dataset)
     if "completion" in fields or "response" in fields:
+        if present(fields.get("text")) is not None:
+            name = "label" if "label" in fields else "score"
+            reason = f"has a `text` and an answer, and the `{name}` is of one: remove the other, or give both as "
+            raise RecordError("several texts", origin, reason + "`prompt` and `completion`")
         return Labelled(_answered(fields, origin, dataset), label, beside)
     if "text" in fields:
-        text = as_text(fields["text"], "text", origin)
-        if not text.strip():
-            raise RecordError("empty text", origin, "`text` is empty, so there is nothing to label")
-        return Labelled(Document(text), label, beside)
+        names = [name for name in ("text", "text_pair") if name == "text" or present(fields.get(name)) is not None]
+        return Labelled(_to_label(fields, names, origin), label, beside)
     key = next(k for k in ("messages", "conversations", "conversation") if k in fields)
     messages = messages_of(fields[key], key, origin, dataset)
     asked = Conversation((*system_turns(fields, messages, origin), *messages), tools_of(fields, origin))
     return Labelled(asked, label, beside)
+
+
+def _convert_labelled_pair(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Labelled:
+    """Two texts as one, with an empty line between them."""
+    there = [[name for name in names if name in fields] for names in WANTED["labelled_pair"][1:]]
+    if there[0][0] == "sentence1" and there[1][0] == "sentence2":  # the format's own names go before others
+        there = [names[:1] for names in there]
+    names = [name for some in there for name in some]
+    if len(names) != 2:
+        reason = f"{listed([f'`{name}`' for name in names])} are more than two texts with a `label`; say which two are "
+        raise RecordError("several texts", origin, reason + "meant, `fields: {sentence1: NAME, sentence2: NAME}`")
+    label = _label_of(fields, origin)
+    return Labelled(_to_label(fields, names, origin), label, _label_name(label, fields, dataset))
+
+
+def _to_label(fields: dict[str, Any], names: Sequence[str], origin: Origin) -> Document:
+    texts = [as_text(fields[name], name, origin) for name in names]
+    for name, text in zip(names, texts, strict=True):
+        if not text.strip():
+            raise RecordError("empty text", origin, f"`{name}` is empty, so there is nothing to label")
+    return Document("\n\n".join(texts))
+
+
+def _label_of(fields: dict[str, Any], origin: Origin) -> str | float:
+    name = "score" if "score" in fields and "label" not in fields else "label"
+    label = fields[name]
+    if name == "score":
+        return as_number(label, name, origin)
+    if isinstance(label, bool):
+        return int(label)
+    if isinstance(label, str):
+        if not label.strip():
+            raise RecordError("wrong label", origin, "`label` is empty")
+        return label.strip()
+    if isinstance(label, list):
+        reason = f"found {json.dumps(label)[:80]}; a text has one label here, so train a run for each of several"
+        raise RecordError("wrong label", origin, f"`label` must be a name or a number, {reason}")
+    if not isinstance(label, int | float) or (isinstance(label, float) and not label.is_integer()):
+        raise RecordError("wrong label", origin, f"`label` must be a name or a number, found {json.dumps(label)[:80]}")
+    return label
 
 
 def _label_name(label: str | float, fields: dict[str, Any], dataset: Dataset) -> str | None:
@@ -641,8 +708,7 @@ def _without_answer(messages: list[Message]) -> tuple[list[Message], dict[str, s
     return [*before, replace(asked, content=asked.content[:end])], {"answer": turns[-1].content}
 
 
-_NEGATIVES = ("negative", "neg", "negatives", "hard_negatives", "negative_passages")
-_NUMBERED = re.compile(r"neg(?:ative)?_?\d+")
+_NEGATIVE = re.compile(r"(?:hard_?)?neg(?:atives?)?(?:_?\d+)?|negative_passages")
 
 
 def _convert_anchors(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Related:
@@ -665,7 +731,7 @@ def _convert_anchors(fields: dict[str, Any], origin: Origin, dataset: Dataset) -
 
 
 def _negatives(fields: dict[str, Any]) -> list[str]:
-    return [one for one in fields if (one in _NEGATIVES or _NUMBERED.fullmatch(one)) and present(fields[one])]
+    return [one for one in fields if _NEGATIVE.fullmatch(one) and present(fields[one])]
 
 
 def _convert_similar(fields: dict[str, Any], origin: Origin, dataset: Dataset) -> Related:
@@ -709,6 +775,7 @@ _CONVERTERS: dict[str, Callable[[dict[str, Any], Origin, Any], Item]] = {
     "judged": _convert_judged,
     "scored": _convert_labelled,
     "labelled": _convert_labelled,
+    "labelled_pair": _convert_labelled_pair,
     "prompts": _convert_prompts,
     "anchors": _convert_anchors,
     "similar": _convert_similar,

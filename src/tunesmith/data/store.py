@@ -20,7 +20,9 @@ from tunesmith.errors import UserError
 TooLong = Literal["truncate", "split", "drop"]
 SHARED = 8
 """Tokens that two answers must begin with together to have them once: fewer are not worth keys of their own."""
-IN_ONE_PIECE = ("preference", "judged", "scored", "labelled", "tagged", "prompts", "anchors", "similar")
+IN_ONE_PIECE = (
+    "preference", "judged", "scored", "labelled", "labelled_pair", "tagged", "prompts", "anchors", "similar",
+)  # fmt: skip
 """Formats whose examples are never split."""
 TAGGED = "tagged"
 """The format in which a weight is the number of a token's own label and 1 more (`Example.is_tagged`)."""

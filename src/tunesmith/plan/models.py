@@ -205,9 +205,20 @@ def other_kind(config: Mapping[str, Any]) -> str | None:
         return f"a vision model ({name})"
     if re.search(r"MaskedLM$|ForPreTraining$|TokenClassification$|QuestionAnswering$|MultipleChoice$", name):
         return f"an encoder of BERT's kind ({name})"
+    has_no_head = re.search(rf"({_ENCODERS})(Model)?$|EncoderModel$", name, re.IGNORECASE)  # MiniLM, BGE, E5
+    if has_no_head and not config.get("is_decoder"):
+        return f"an encoder of BERT's kind ({name})"
     if re.search(r"SequenceClassification$|RewardModel$", name):
         return f"a classifier ({name})"
     return None
+
+
+_ENCODERS = (
+    "bert|deberta([-_]?v2)?|roberta([-_]?xl|[-_]?prelayernorm)?|camembert|electra|ernie|mpnet|fnet|funnel|luke|mra|"
+    "yoso|esmc?|longformer|nystromformer|roformer|layoutlm|tapas|big_?bird|data2vec[-_]?text|gte|"
+    "jina_?embeddings_?v3"
+)
+"""Ends of the names of models that read a text in both directions, and of their `model_type`."""
 
 
 def build_facts(config: Mapping[str, Any], *, trust_remote_code: bool = False, source: str = "") -> ModelFacts:
