@@ -200,7 +200,7 @@ class Server:
         told = (asked.top_logprobs or 0) if asked.logprobs else None
         most = asked.max_completion_tokens or asked.max_tokens
         shape = ChatShape(served, bool(asked.tools) and asked.tool_choice != "none", bool(asked.logprobs))
-        stops = [] if grammar is not None else asked.stops or served.asked.stops
+        stops = [] if grammar is not None else asked.stops or served.defaults.stops
         answer = Answer(served.encoder.tokenizer, stops)
         return Reply(self, asked, shape, self._job(served, asked, prompt, most, told, grammar), answer)
 
@@ -210,7 +210,7 @@ class Server:
         served = self._served(asked.model)
         prompt = await self._rendered(lambda: self._text_prompt(served, asked.one_prompt, "prompt"))
         shape = CompletionShape(served, asked.logprobs is not None)
-        answer = Answer(served.encoder.tokenizer, asked.stops or served.asked.stops, prompt)
+        answer = Answer(served.encoder.tokenizer, asked.stops or served.defaults.stops, prompt)
         job = self._job(served, asked, prompt, asked.max_tokens or COMPLETION_TOKENS, asked.logprobs)
         return Reply(self, asked, shape, job, answer)
 
@@ -380,7 +380,7 @@ class Server:
         return Job(
             model=served,
             prompt=prompt,
-            max_tokens=most or served.asked.longest(len(prompt), room),
+            max_tokens=most or served.defaults.longest(len(prompt), room),
             stop_ids=served.stop_ids,
             take=lambda _: False,
             end=lambda _: None,
@@ -390,7 +390,7 @@ class Server:
             top_logprobs=told,
             deadline=time.monotonic() + self.timeout,
             grammar=grammar,
-            decoding=replace(served.asked.decoding, **asked.decoding),
+            decoding=replace(served.defaults.decoding, **asked.decoding),
         )
 
 
