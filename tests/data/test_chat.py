@@ -15,6 +15,7 @@ from tunesmith.config.schema import Dataset
 from tunesmith.data import chat as chat_module
 from tunesmith.data.chat import Encoder, read_template
 from tunesmith.data.formats import convert, recognise
+from tunesmith.data.messages import fold_system
 from tunesmith.data.types import Completion, Conversation, Document, Message, Origin, Record, Tokens
 from tunesmith.errors import UserError
 
@@ -164,6 +165,11 @@ WITH_TOOLS = Conversation(
     ),
     (TOOL,),
 )
+
+
+def test_several_system_messages_go_into_the_first_question_one_after_the_other():
+    folded = fold_system([Message("system", "Be brief."), Message("system", "And kind."), Message("user", "Hi?")])
+    assert folded == [Message("user", "Be brief.\n\nAnd kind.\n\nHi?")]
 
 
 def test_tools_are_written_as_text_where_the_template_has_no_place_for_them(chatml, gemma, make_tokenizer):

@@ -118,7 +118,7 @@ def test_the_description_tells_what_may_be_asked(server):
 
 
 def test_what_the_config_asks_for_in_vain_is_said(server):
-    assert server.ready.models.own.asked.sentence == (
+    assert server.ready.models.own.defaults.sentence == (
         "The model's generation config asks for num_beams: 4; answers are made without."
     )
 

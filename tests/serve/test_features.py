@@ -16,7 +16,7 @@ import torch
 from serve.serving import serving
 from tunesmith.errors import UserError
 from tunesmith.run.open import open_model
-from tunesmith.serve import trial
+from tunesmith.serve import grammar, trial
 from tunesmith.serve.server import Options, prepare
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -172,6 +172,37 @@ def test_while_a_schema_is_compiled_others_are_answered(server, monkeypatch):
         assert not slow.done()
         goes_on.set()
         assert slow.result().status_code == 200
+
+
+def test_a_repeated_schema_is_compiled_once_for_each_model_and_answered_alike_by_all_threads(server, monkeypatch):
+    llguidance = pytest.importorskip("llguidance")
+    monkeypatch.setattr(grammar, "COMPILED", 2)
+    compiled, real = [], llguidance.LLMatcher
+
+    class Counting:
+        grammar_from_json_schema = staticmethod(real.grammar_from_json_schema)
+
+        def __new__(cls, *given, **named):
+            compiled.append(given[1])
+            return real(*given, **named)
+
+    def answer(name, place=0):
+        schema = options(40, title=name, required=["p3"])  # which no other test has
+        asked = held_to(schema, temperature=2, seed=place % 2, max_tokens=60) | {"model": name}
+        return server.post(CHAT, **asked).json()["choices"]
+
+    names = ["run", "second"]
+    expected = {(name, place): answer(name, place) for name in names for place in range(2)}
+    monkeypatch.setattr(llguidance, "LLMatcher", Counting)
+    with ThreadPoolExecutor(8) as pool:
+        asked = [(name, place) for place in range(8) for name in names]
+        for (name, place), found in zip(asked, pool.map(lambda one: answer(*one), asked), strict=True):
+            assert found == expected[name, place % 2]
+    assert not compiled
+    for other in ("x", "y"):
+        server.post(CHAT, **held_to({"const": other}, max_tokens=4))
+    assert (answer("run"), answer("second")) == (expected["run", 0], expected["second", 0])
+    assert len(compiled) == 3  # the two others, and the one that had to make room for them
 
 
 def test_a_schema_that_turns_out_too_intricate_ends_its_answer_in_a_sentence(server, monkeypatch):

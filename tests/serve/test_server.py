@@ -19,7 +19,7 @@ import pytest
 import torch
 from tokenizers import decoders
 
-from export.models import make_tokenizer
+from export.models import make_run, make_tokenizer
 from serve.serving import free_port, serving
 from tunesmith.data.chat import Encoder
 from tunesmith.data.types import Message
@@ -123,6 +123,24 @@ def test_tools_go_through_the_template_and_calls_come_back():
     assert text == "Well."
     assert calls[0]["function"] == {"name": "add", "arguments": '{"a": 2}'}
     assert tool_calls("<tool_call>no JSON")[0] == "<tool_call>no JSON"
+    written = tool_calls('<tool_call>{"name": "add", "arguments": "{\\"a\\": 2}"}')[1]
+    assert written[0]["function"]["arguments"] == '{"a": 2}'  # which is JSON already
+
+
+def test_without_parallel_calls_an_answer_ends_with_its_first(tiny_model, tmp_path):
+    said = '<tool_call>{"name": "add"}</tool_call>' * 2
+    turns = [{"role": "user", "content": "add"}, {"role": "assistant", "content": said}]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    data = tmp_path / "calls.jsonl"
+    data.write_text((json.dumps({"messages": turns, "tools": tools}) + "\n") * 8)
+    changes = {"data": str(data), "eval": str(data), "method": "full", "steps": 120, "learning_rate": 1e-2}
+    with serving(make_run(tmp_path / "made", tiny_model, **changes, sequence_length=512)) as server:
+        ask = {"model": "run", "messages": turns[:1], "tools": tools, "temperature": 0, "max_tokens": 120}
+        for fields, count in (({}, 2), ({"parallel_tool_calls": True}, 2), ({"parallel_tool_calls": False}, 1)):
+            choice = server.post(CHAT, **ask, **fields).json()["choices"][0]
+            assert (len(choice["message"]["tool_calls"]), choice["finish_reason"]) == (count, "tool_calls")
+            deltas = [chunk["choices"][0]["delta"] for chunk in server.stream(CHAT, **ask, **fields)]
+            assert sum(len(delta.get("tool_calls", ())) for delta in deltas) == count
 
 
 def test_tools_are_part_of_the_prompt(server):
@@ -158,6 +176,9 @@ def test_tools_are_part_of_the_prompt(server):
         ({"logprobs": True, "top_logprobs": 21}, 400, None, "top_logprobs: Input should be less"),
         ({"temperature": -1}, 400, None, "temperature"),
         ({"messages": [{"role": "nobody", "content": "a"}]}, 400, None, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, 400, None, "needs its `text`"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, 400, None, "function_call: it must be"),
+        ({"safety_identifier": 5, "prompt_cache_key": "a"}, 400, None, "safety_identifier: Input should be a valid st"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             400,
@@ -184,7 +205,11 @@ def test_a_prompt_may_come_as_a_list_of_one_and_its_faults_are_its_own(server):
     alone = server.post(COMPLETIONS, **ask, prompt="red is").json()["choices"]
     assert server.post(COMPLETIONS, **ask, prompt=["red is"]).json()["choices"] == alone
     assert server.post(COMPLETIONS, **ask, prompt=[ids]).json()["choices"] == alone
-    for prompt, said in ((["a", "b"], "at most 1 item"), ([], "at least 1 item"), ([-1], "greater than or equal to 0")):
+    for prompt, said in (
+        (["a", "b"], "one prompt a request, not 2"),
+        ([], "at least 1 item"),
+        ([-1], "greater than or equal to 0"),
+    ):
         error = server.post(COMPLETIONS, **ask, prompt=prompt).json()["error"]
         assert error["param"].startswith("prompt")
         assert said in error["message"]
@@ -196,6 +221,8 @@ def test_what_is_no_request_is_refused(server):
     plain = {"content-type": "text/plain"}
     assert server.client.post(CHAT, content=b"{}", headers=plain).status_code == 415
     assert server.client.post(CHAT, content=b"{", headers={"content-type": "application/json"}).status_code == 400
+    half = server.client.post(CHAT, content=b'{"a": "\\ud800"}', headers={"content-type": "application/json"}).json()
+    assert half["error"]["message"].endswith("hex escape at line 1 column 14.")
     nothing = server.client.post(CHAT, content=b"[]", headers={"content-type": "application/json"}).json()["error"]
     assert (nothing["message"], nothing["param"]) == ("the body: Input should be an object.", None)
     assert server.client.get("/nowhere").json()["error"]["message"]

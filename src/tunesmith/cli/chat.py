@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from tunesmith.errors import UserError
+
 
 def command(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a run, or of a model.")],
@@ -19,6 +21,8 @@ def command(
     """Talk to a run, or a merged model. An empty line or Ctrl-D ends, Ctrl-C stops an answer, /new starts over."""
     from tunesmith.cli import output
 
+    _check_text("--prompt", prompt or "")
+    _check_text("--system", system or "")
     output.stage(f"Loading the model of {folder}")
     from tunesmith.infer.decoding import not_streamed
     from tunesmith.infer.generate import stream
@@ -60,6 +64,9 @@ def command(
             question = input("you> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             break
+        except UnicodeDecodeError:
+            raise _no_text("a question") from None
+        _check_text("a question", question)
         if not question:
             break
         if question == "/new":
@@ -67,3 +74,15 @@ def command(
             continue
         turns.append({"role": "user", "content": question})
         turns.append({"role": "assistant", "content": answer()})
+
+
+def _check_text(what: str, text: str) -> None:
+    """Some locales read bytes that are no text as halves of surrogate pairs, which nothing can be made of."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _no_text(what) from None
+
+
+def _no_text(what: str) -> UserError:
+    return UserError(f"{what} is no text in UTF-8; convert it, for example with `iconv -t utf-8`.")

@@ -75,7 +75,7 @@ def command(
             output.note(f"The run of {served.name} is not finished; this is its checkpoint of step {served.step}.")
     if not ready.tried.is_shared:
         output.warn(f"Requests are answered one token at a time each, not in a batch: {ready.tried.why_not}.")
-    if said := ready.models.own.asked.sentence:
+    if said := ready.models.own.defaults.sentence:
         output.warn(said)
     limits = ready.engine.limits
     output.say(f"Serving {', '.join(ready.models.served)} on http://{_shown(host)}:{port}/v1")

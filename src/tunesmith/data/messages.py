@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -108,14 +109,16 @@ def with_thoughts_apart(message: Message) -> Message:
 
 
 def fold_system(messages: list[Message], origin: Origin | None = None) -> list[Message]:
-    """For a template that has no system role: the system message in front of the first user message."""
-    if not messages or messages[0].role != "system":
+    """For a template that has no system role: system messages at the beginning in front of the first user message."""
+    before = list(itertools.takewhile(lambda message: message.role == "system", messages))
+    if not before:
         return messages
-    if len(messages) < 2 or messages[1].role != "user":
+    after = messages[len(before) :]
+    if not after or after[0].role != "user":
         reason = "the chat template has no system role, and no user message follows that could hold the system message"
         raise RecordError(REFUSED, origin, reason) if origin else UserError(f"{reason}.")
-    system, first, *rest = messages
-    return [replace(first, content=f"{system.content}\n\n{first.content}"), *rest]
+    first, *rest = after
+    return [replace(first, content="\n\n".join(message.content for message in [*before, first])), *rest]
 
 
 def as_dict(message: Message, text_arguments: bool = False) -> dict[str, Any]:

@@ -6,6 +6,7 @@ where those end.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from tunesmith.data.chat import Encoder
 from tunesmith.data.types import Message
+from tunesmith.errors import UserError
 from tunesmith.infer.decoding import FIRST, LAST, not_streamed
 from tunesmith.model.structure import is_encoder_decoder
 
@@ -60,7 +62,8 @@ def stream(
     max_new_tokens: int = 512,
     temperature: float = 0.7,
 ) -> Iterator[str]:
-    """The model's next turn, piece by piece as it is made. Closing the iterator stops the generation."""
+    """The model's next turn, piece by piece as it is made. Closing the iterator stops the generation. UserError where
+    the conversation leaves no room for an answer."""
     from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
     is_cancelled = threading.Event()
@@ -69,7 +72,9 @@ def stream(
         def __call__(self, input_ids, scores, **_):
             return torch.full((input_ids.shape[0],), is_cancelled.is_set(), device=input_ids.device)
 
-    tokens = torch.tensor([prompt_ids(encoder, conversation, reasons)], device=next(model.parameters()).device)
+    ids = prompt_ids(encoder, conversation, reasons)
+    most = min(max_new_tokens, _room(model, len(ids)))
+    tokens = torch.tensor([ids], device=next(model.parameters()).device)
     pieces = TextIteratorStreamer(encoder.tokenizer, skip_prompt=True, skip_special_tokens=True)
     failure: list[BaseException] = []
 
@@ -80,7 +85,7 @@ def stream(
                 attention_mask=torch.ones_like(tokens),
                 streamer=pieces,
                 stopping_criteria=StoppingCriteriaList([Cancelled()]),
-                **_options(model, encoder, max_new_tokens, temperature),
+                **_options(model, encoder, most, temperature),
             )
         except BaseException as error:  # told to the reader, who is waiting in the other thread
             failure.append(error)
@@ -95,6 +100,19 @@ def stream(
         thread.join()
     if failure:
         raise failure[0]
+
+
+def _room(model: nn.Module, prompt: int) -> int:
+    """Tokens that an answer may have."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if is_encoder_decoder(model) or not isinstance(context, int) or context < 1:
+        return sys.maxsize
+    if prompt >= context:
+        raise UserError(
+            f"The conversation has {prompt:,} tokens, and this model takes {context:,} with its answer; begin a new "
+            "one, or ask something shorter."
+        )
+    return context - prompt
 
 
 def prompt_ids(encoder: Encoder, conversation: Conversation, reasons: bool = False) -> list[int]:

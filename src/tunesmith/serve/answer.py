@@ -124,7 +124,9 @@ def _call(body: str) -> dict[str, Any] | None:
         return None
     if not isinstance(made, dict) or not isinstance(made.get("name"), str):
         return None
-    arguments = json.dumps(made.get("arguments", {}), ensure_ascii=False)
+    arguments = made.get("arguments", {})
+    if not isinstance(arguments, str):  # some models write them as clients are given them, as JSON in a string
+        arguments = json.dumps(arguments, ensure_ascii=False)
     return {
         "id": f"call_{uuid.uuid4().hex[:24]}",
         "type": "function",

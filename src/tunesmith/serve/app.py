@@ -28,7 +28,7 @@ from tunesmith.data.formats import conversation_of
 from tunesmith.data.types import Origin, RecordError
 from tunesmith.errors import UserError
 from tunesmith.infer.sampling import Token
-from tunesmith.serve.answer import CALL, Answer, Piece, tool_calls
+from tunesmith.serve.answer import CALL, CALL_END, Answer, Piece, tool_calls
 from tunesmith.serve.embed import embed, written
 from tunesmith.serve.engine import Busy, Engine, Grammar, Job, Reason
 from tunesmith.serve.grammar import Grammars
@@ -199,8 +199,11 @@ class Server:
             grammar = await self._compiled(lambda: self.grammars.of(served, form))
         told = (asked.top_logprobs or 0) if asked.logprobs else None
         most = asked.max_completion_tokens or asked.max_tokens
-        shape = ChatShape(served, bool(asked.tools) and asked.tool_choice != "none", bool(asked.logprobs))
-        stops = [] if grammar is not None else asked.stops or served.asked.stops
+        has_tools = bool(asked.tools) and asked.tool_choice != "none"
+        shape = ChatShape(served, has_tools, bool(asked.logprobs))
+        stops = [] if grammar is not None else [*(asked.stops or served.defaults.stops)]
+        if has_tools and asked.parallel_tool_calls is False:
+            stops.append(CALL_END)  # a call is read without it, too
         answer = Answer(served.encoder.tokenizer, stops)
         return Reply(self, asked, shape, self._job(served, asked, prompt, most, told, grammar), answer)
 
@@ -210,7 +213,7 @@ class Server:
         served = self._served(asked.model)
         prompt = await self._rendered(lambda: self._text_prompt(served, asked.one_prompt, "prompt"))
         shape = CompletionShape(served, asked.logprobs is not None)
-        answer = Answer(served.encoder.tokenizer, asked.stops or served.asked.stops, prompt)
+        answer = Answer(served.encoder.tokenizer, asked.stops or served.defaults.stops, prompt)
         job = self._job(served, asked, prompt, asked.max_tokens or COMPLETION_TOKENS, asked.logprobs)
         return Reply(self, asked, shape, job, answer)
 
@@ -380,7 +383,7 @@ class Server:
         return Job(
             model=served,
             prompt=prompt,
-            max_tokens=most or served.asked.longest(len(prompt), room),
+            max_tokens=most or served.defaults.longest(len(prompt), room),
             stop_ids=served.stop_ids,
             take=lambda _: False,
             end=lambda _: None,
@@ -390,7 +393,7 @@ class Server:
             top_logprobs=told,
             deadline=time.monotonic() + self.timeout,
             grammar=grammar,
-            decoding=replace(served.asked.decoding, **asked.decoding),
+            decoding=replace(served.defaults.decoding, **asked.decoding),
         )
 
 

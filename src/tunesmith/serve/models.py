@@ -41,8 +41,8 @@ class Served:
     """What stands in the place of the base's modules."""
     step: int | None = None
     """Of the checkpoint it was taken from; None for a finished result."""
-    asked: Asked = ASKS_NOTHING
-    """What its generation config asks for."""
+    defaults: Asked = ASKS_NOTHING
+    """What its generation config asks for, where a request does not."""
 
     def __str__(self) -> str:
         return self.name

@@ -41,6 +41,20 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
     return tool
 
 
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    """Of a message's content; what is no text is refused with the prompt, by its type."""
+    if part.get("type") == "text" and not isinstance(part.get("text"), str):
+        raise ValueError("a part of type text needs its `text`, which is a string")
+    return part
+
+
+def _alone(prompts: list[Any]) -> list[Any]:
+    """Some clients send a list even of one."""
+    if len(prompts) > 1:
+        raise ValueError(f"one prompt a request, not {len(prompts)}; send each by itself, at the same time if you like")
+    return prompts
+
+
 def _unbiased(bias: dict[str, float]) -> dict[str, float]:
     if bias:
         raise ValueError("it must be empty or left out; no token is made more or less likely here")
@@ -105,6 +119,8 @@ class Common(BaseModel):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=1000)
+    safety_identifier: str | None = Field(None, max_length=1000, description="as `user`: not looked at")
+    prompt_cache_key: str | None = Field(None, max_length=1000, description="as `user`: not looked at")
     n: One = 1
     frequency_penalty: Penalty = Field(
         None, description="taken off a token's logit for each time that the answer has it; 0 where left out"
@@ -142,11 +158,12 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Annotated[dict[str, Any], AfterValidator(_part)]] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    function_call: None = Field(None, description="calls are `tool_calls`")
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -173,8 +190,8 @@ class CompletionRequest(Common):
     prompt: (
         str
         | Tokens
-        | Annotated[list[str], Field(min_length=1, max_length=1)]
-        | Annotated[list[Tokens], Field(min_length=1, max_length=1)]
+        | Annotated[list[str], Field(min_length=1), AfterValidator(_alone)]
+        | Annotated[list[Tokens], Field(min_length=1), AfterValidator(_alone)]
     )
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: Off = False
@@ -183,7 +200,6 @@ class CompletionRequest(Common):
 
     @property
     def one_prompt(self) -> str | list[int]:
-        """Some clients send a list even of one."""
         is_list = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
         return self.prompt[0] if is_list else self.prompt  # pyright: ignore[reportReturnType]
 
@@ -233,7 +249,8 @@ def parse(kind: type[Request], body: bytes) -> Request:
         if first["type"] == "json_invalid" and "recursion" in first["msg"]:
             raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from None
         if first["type"] == "json_invalid":
-            raise ApiError(400, "The body is no JSON that can be read.", code="invalid_json") from None
+            why = first["msg"].removeprefix("Invalid JSON: ")
+            raise ApiError(400, f"The body is no JSON that can be read: {why}.", code="invalid_json") from None
         parts = (kind, ChatMessage, StreamOptions, ResponseFormat, JsonSchema)
         fields = {field.alias or name for part in parts for name, field in part.model_fields.items()}
         names = [str(part) for part in first["loc"] if isinstance(part, int) or part in fields]
