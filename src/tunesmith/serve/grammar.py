@@ -78,7 +78,7 @@ class Compiler:
     def keep(self, key: bytes, matcher: Any) -> None:
         with self.lock:
             self.matchers[key] = matcher
-            if len(self.matchers) > COMPILED:
+            while len(self.matchers) > COMPILED:
                 self.matchers.popitem(last=False)
 
 
