@@ -325,18 +325,19 @@ class Engine:
 
         with self._changed:
             ended = [(job, why) for job in self._waiting if (why := reason(job))]
+            self.stats.cancelled += len(ended)  # who sees that nothing runs any more finds them counted
             for job, _ in ended:
                 self._waiting.remove(job)
         for group in list(self._groups):
             leaving = [(job, why) for job in group.jobs if (why := reason(job))]
             if leaving:
+                self.stats.cancelled += len(leaving)
                 gone = {job for job, _ in leaving}
                 kept = [place for place, job in enumerate(group.jobs) if job not in gone]
                 staying = [group.jobs[place] for place in kept]
                 self._guarded(staying, lambda group=group, kept=kept: self._keep(group, kept), group)
                 ended += leaving
         for job, why in ended:
-            self.stats.cancelled += 1
             job.finish(why)
 
     def _admit(self) -> None:
