@@ -438,7 +438,7 @@ class Transformers(Measured):
         self.targets = lora.find_targets(load_skeleton(self.run), self.run.lora) if self.run.has_lora else []
 
     def measure(self) -> dict[str, Any]:
-        name = "liger" if liger_knows(self.config) else "transformers"
+        name = "liger" if liger_knows(self.config) and not self.case.is_capped else "transformers"
         try:
             attention, tried = self.attention(name)
             pool.ask_for_memory()

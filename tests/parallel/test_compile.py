@@ -201,16 +201,21 @@ def test_pairs_with_their_prompts_once_do_not_compile_anything_again(monkeypatch
     assert_compiled_once(monkeypatch, made, attention, True, "plain")
 
 
-def assert_compiled_once(monkeypatch, made, attention, rotates, matmul_dtype):
+def rotate_as_on_a_gpu(monkeypatch) -> list[int]:
+    """How many attentions of each layer compute RoPE by our kernel."""
     rotated = []
-    if rotates:  # as on a GPU
 
-        def fuse_and_rotate(model, **named):
-            fuse(model, **named)
-            if hasattr(model, "self_attn"):  # a layer, and not what surrounds them
-                rotated.append(fuse_rope(model, torch.float32))
+    def fuse_and_rotate(model, **named):
+        fuse(model, **named)
+        if hasattr(model, "self_attn"):  # a layer, and not what surrounds them
+            rotated.append(fuse_rope(model, torch.float32))
 
-        monkeypatch.setattr(prepare, "fuse", fuse_and_rotate)
+    monkeypatch.setattr(prepare, "fuse", fuse_and_rotate)
+    return rotated
+
+
+def assert_compiled_once(monkeypatch, made, attention, rotates, matmul_dtype):
+    rotated = rotate_as_on_a_gpu(monkeypatch) if rotates else []
     (plain_flash4 if attention == "flash-attn-4" else plain_efficient).install(monkeypatch)
     compile_by(monkeypatch, "aot_eager_decomp_partition")
     workload = Workload("tiny", "lora", 1, 96)
@@ -227,12 +232,14 @@ def assert_compiled_once(monkeypatch, made, attention, rotates, matmul_dtype):
 
 
 @pytest.mark.parametrize(
-    ("family", "method"), [pytest.param("gemma3_text", "lora", marks=pytest.mark.slow), ("qwen3_moe", "qlora")]
+    ("family", "method"),
+    [pytest.param("gemma3_text", "lora", marks=pytest.mark.slow), ("qwen3", "lora"), ("qwen3_moe", "qlora")],
 )
 def test_layers_of_a_kind_are_compiled_once(monkeypatch, family, method):
     """However many there are: nothing in their code is the number of a layer, or of a router."""
     plain_flash4.install(monkeypatch)
     compile_by(monkeypatch, "aot_eager")
+    rotated = rotate_as_on_a_gpu(monkeypatch)
     workload, sizes = Workload("tiny", method, 1, 96), {"hidden_size": 64, "moe_intermediate_size": 64}
     plan = plan_for(workload, device="cpu", matmul_dtype="plain", checkpointed_layers=0, compiled=True)
     graphs = []
@@ -245,4 +252,5 @@ def test_layers_of_a_kind_are_compiled_once(monkeypatch, family, method):
         step(batch_of(50, 46), 1e-3)
         graphs.append(counters["stats"]["unique_graphs"])
         assert not counters["graph_break"]
+    assert rotated == [1] * 10
     assert graphs[0] == graphs[1] > 0

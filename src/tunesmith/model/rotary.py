@@ -54,7 +54,7 @@ class RotaryAttention(nn.Module):
             setattr(self, name, child)
         self.own = (own,)  # a tuple, so that it is no child, and its own keep their names
         self.config, self.options = own.config, options
-        for name in ("layer_idx", "is_causal", "head_dim"):
+        for name in ("layer_idx", "kind_of_layer", "is_causal", "head_dim"):
             setattr(self, name, getattr(own, name, None))
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **named):

@@ -70,8 +70,11 @@ def kind_of_layer(module: nn.Module) -> str | None:
     known = getattr(module, "kind_of_layer", None)
     if known is not None:
         return known
-    kinds, number = getattr(getattr(module, "config", None), "layer_types", None), getattr(module, "layer_idx", None)
-    return kinds[number] if kinds is not None and isinstance(number, int) and number < len(kinds) else None
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    if kinds is None:
+        return None
+    number = getattr(module, "layer_idx", None)
+    return kinds[number] if isinstance(number, int) and number < len(kinds) else None
 
 
 def _outermost_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
