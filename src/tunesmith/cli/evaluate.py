@@ -126,6 +126,7 @@ def _show(folder: Path, before: list[HeldOut] | None, after: list[HeldOut], step
     import math
 
     from tunesmith.cli import output
+    from tunesmith.run.there import why_checkpoint
 
     base = before is not None
     rows = []
@@ -139,7 +140,7 @@ def _show(folder: Path, before: list[HeldOut] | None, after: list[HeldOut], step
         output.print_json({"run": str(folder), "checkpoint_step": step, "results": rows})
         return
     if step is not None:
-        output.note(f"The run is not finished; this is its checkpoint of step {step}.")
+        output.note(why_checkpoint(folder, step))
     figures = [name for name in rows[0].get("figures", ()) if name != "loss"]
 
     def perplexity(row: dict[str, Any]) -> float:

@@ -37,6 +37,7 @@ from tunesmith.run.evaluate import held_out_of
 from tunesmith.run.folder import read_identity, read_plan
 from tunesmith.run.open import refuse_encoder_decoder, refuse_head
 from tunesmith.run.streamed import rounded
+from tunesmith.run.there import why_checkpoint
 
 SAMPLES, LENGTH = 64, 512
 """Calibration documents, and how much of each."""
@@ -129,8 +130,7 @@ def _notes_of(source: Source) -> list[str]:
     if not source.is_trained:
         return []
     step = source.weights.step
-    unfinished = [f"The run is not finished; this is its checkpoint of step {step}."] if step is not None else []
-    return [*storage_note(source.folder), *unfinished]
+    return [*storage_note(source.folder), *([why_checkpoint(source.folder, step)] if step is not None else [])]
 
 
 def _data(
