@@ -110,8 +110,11 @@ REQUIRED = "model: m\ndata: a\n"
             "`lora.targets` names them, `new_tokens` trains the rows of tokens that it adds, and `method: full` all "
             "weights",
         ),
-        ("load_in_4bit: true", "`load_in_4bit` is not a setting: `method: qlora` holds the base in 4 bits, and with "
-         "`lora: {bits: 8}` in 8"),
+        (
+            "load_in_4bit: true",
+            "`load_in_4bit` is not a setting: `method: qlora` holds the base in 4 bits, and with "
+            "`lora: {bits: 8}` in 8",
+        ),
         ("eval: [{pth: a}]", "`eval.0.pth`: did you mean `eval.0.path`?"),
         ("colour: red", "`colour` is not a setting; docs/settings.md and `tunesmith schema` list them all"),
         (
