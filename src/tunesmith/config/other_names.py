@@ -13,8 +13,8 @@ _BY_OUR_NAMES = {
     "train_on": "train_on_inputs train_on_prompt mask_history assistant_only_loss completion_only_loss",
     "new_tokens": "add_tokens added_tokens new_special_tokens add_special_tokens",
     "special_tokens": "split_special_tokens",
-    "sequence_length": "max_length max_seq_length max_seq_len seq_len seq_length sequence_len context_length cutoff_len "
-    "block_size model_max_length",
+    "sequence_length": "max_length max_seq_length max_seq_len seq_len seq_length sequence_len context_length "
+    "cutoff_len block_size model_max_length",
     "epochs": "num_epochs num_train_epochs",
     "steps": "max_steps train_steps",
     "learning_rate": "lr",
@@ -62,7 +62,7 @@ for _ours, _names in _BY_OUR_NAMES.items():
         SETTINGS.setdefault(_theirs, []).append(_ours)
 
 _BY_SENTENCES = {
-    "`batch_tokens` says how many tokens a step has over all devices, and the plan how they are cut into micro-batches": (
+    "`batch_tokens` says how many tokens a step has over all devices, and the plan cuts them into micro-batches": (
         "batch_size micro_batch_size train_batch_size global_batch_size gradient_accumulation_steps "
         "per_device_train_batch_size"
     ),
@@ -89,7 +89,7 @@ _BY_SENTENCES = {
         "layers_pattern lora_bias bias use_qalora"
     ),
     "noise on embeddings (NEFTune) is not to be had here": "neftune_noise_alpha noisy_embedding_alpha",
-    "`tunesmith train --track` tells wandb, mlflow, tensorboard or trackio, and every step is in the run's events.jsonl": (
+    "`tunesmith train --track` tells wandb, mlflow, tensorboard or trackio; events.jsonl of the run has every step": (
         "report_to logging_steps logging_dir run_name wandb_project wandb_entity mlflow_tracking_uri use_tensorboard"
     ),
     "`tunesmith train` continues what the folder `output` holds, if there is something": (
