@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tunesmith.config.load import from_mapping, load, to_mapping
+from tunesmith.config.other_names import SENTENCES, SETTINGS
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError, UserErrors
 
@@ -100,6 +101,20 @@ REQUIRED = "model: m\ndata: a\n"
         ("weight: 8", "`weight`: did you mean `data.0.weight`?"),
         ("lora: {r: 8}", "`lora.r`: did you mean `lora.rank`?"),
         ("lora: {epochs: 8}", "`lora.epochs`: did you mean `epochs`, at the top level?"),
+        ("lora: {rslora: true}", "`lora.rslora`: did you mean `lora.rank_stabilised`?"),
+        ("eval: [{type: text}]", "`eval.0.type`: did you mean `eval.0.format`?"),
+        ("rewards: [{kind: exact, type: exact}]", "`rewards.0.type`: did you mean `rewards.0.kind`?"),
+        (
+            "lora: {modules_to_save: [lm_head]}",
+            "`lora.modules_to_save` is not a setting: adapters go on the embedding and the output head where "
+            "`lora.targets` names them, `new_tokens` trains the rows of tokens that it adds, and `method: full` all "
+            "weights",
+        ),
+        (
+            "load_in_4bit: true",
+            "`load_in_4bit` is not a setting: `method: qlora` holds the base in 4 bits, and with "
+            "`lora: {bits: 8}` in 8",
+        ),
         ("eval: [{pth: a}]", "`eval.0.pth`: did you mean `eval.0.path`?"),
         ("colour: red", "`colour` is not a setting; docs/settings.md and `tunesmith schema` list them all"),
         (
@@ -145,6 +160,16 @@ def test_a_mistake_is_one_sentence_with_its_line(fail, line, message):
         assert said.startswith("`seed` has the tag")
     else:
         assert said == f"{message} (run.yaml, line 3)"
+
+
+def test_what_other_tools_call_a_setting_points_to_one_that_there_is(fail):
+    for theirs, names in SETTINGS.items():
+        assert f"`{theirs}`: did you mean `{names[0]}`? (command line)" in fail(REQUIRED, f"{theirs}=1")
+        for ours in names:
+            assert not any("did you mean" in said or "not a setting" in said for said in fail("", f"{ours}=1"))
+    for theirs in SENTENCES:
+        (said,) = fail(REQUIRED, f"{theirs}=1")
+        assert said.startswith(f"`{theirs}` is not a setting: ")
 
 
 def test_missing_settings_are_named_with_what_they_are(fail):

@@ -19,7 +19,7 @@ from tunesmith.measure.bench import Workload, build, build_step, plan_for, run_o
 from tunesmith.model.fuse import fuse
 from tunesmith.model.rotary import fuse_rope
 from tunesmith.parallel import prepare
-from tunesmith.parallel.compile import _own_code, compiled, news, tell
+from tunesmith.parallel.compile import _own_code, compiled, news, structure_of, tell
 from tunesmith.train import events, loop
 
 
@@ -54,6 +54,28 @@ def test_what_does_not_compile_runs_as_it_is_and_is_named_once():
     assert found.notes[0].endswith("; it is run as it is, which is right but slower.")
     assert layers[0](x).tolist() == [4.0, 4.0, 4.0]
     assert news() is None
+
+
+def test_layers_like_one_that_does_not_compile_are_not_tried(monkeypatch):
+    tried = []
+
+    def refuse(graph, inputs):
+        tried.append(graph)
+        raise NotImplementedError("no such kernel")
+
+    def layer(number: int, wide: bool = False) -> torch.nn.Module:
+        made = torch.nn.Linear(4, 8 if wide else 4)
+        made.layer_idx = number
+        return made
+
+    compile_by(monkeypatch, refuse)
+    layers, failed = [layer(0), layer(1), layer(2), layer(3, wide=True)], set()
+    for one in layers:
+        one.forward = compiled(one.forward, "Linear", kind=structure_of(one), failed=failed)
+    x = torch.ones(2, 4)
+    found = [one(x) for one in layers for _ in range(2)]
+    assert len(tried) == 2  # one of each kind
+    torch.testing.assert_close(found[2], torch.nn.functional.linear(x, layers[1].weight, layers[1].bias))
 
 
 def test_a_backward_pass_that_does_not_compile_falls_back_too(monkeypatch):

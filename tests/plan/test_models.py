@@ -10,7 +10,7 @@ import pytest
 
 from tunesmith.errors import UserError
 from tunesmith.plan.families import from_config
-from tunesmith.plan.models import build_facts, find, gguf_config, read_config, read_facts
+from tunesmith.plan.models import build_facts, find, gguf_config, read_config, read_facts, rounded_already
 
 LLAMA = {
     "model_type": "llama",
@@ -25,7 +25,7 @@ LLAMA = {
 }
 
 
-def write_gguf(path: Path, *, tied: bool = True) -> Path:
+def write_gguf(path: Path, *, tied: bool = True, kind: int | None = None) -> Path:
     """The header of a GGUF file (no weights), as its specification says."""
 
     def text(value: str) -> bytes:
@@ -46,6 +46,7 @@ def write_gguf(path: Path, *, tied: bool = True) -> Path:
         "tokenizer.ggml.scores": struct.pack("<IIQ", 9, 6, 131) + struct.pack("<131f", *range(131)),
         "tokenizer.ggml.tokens": struct.pack("<IIQ", 9, 8, 131) + b"".join(text(f"t{n}") for n in range(131)),
     }
+    values |= {} if kind is None else {"general.file_type": number(kind)}
     names = ["token_embd.weight"] + ([] if tied else ["output.weight"])
     content = struct.pack("<4sIQQ", b"GGUF", 3, len(names), len(values))
     content += b"".join(text(key) + value for key, value in values.items())
@@ -60,6 +61,11 @@ def test_a_gguf_header_says_what_config_json_says(tmp_path, tied):
     expected = from_config(LLAMA | {"tie_word_embeddings": tied})
     assert from_config(gguf_config(file)).changed(architecture=expected.architecture) == expected
     assert read_facts(str(tmp_path)).parameters == expected.parameters  # a folder that holds nothing else
+
+
+@pytest.mark.parametrize(("kind", "said"), [(None, None), (1, None), (32, None), (15, "GGUF, file type 15")])
+def test_a_gguf_tells_whether_its_weights_are_in_few_bits(tmp_path, kind, said):
+    assert rounded_already(str(write_gguf(tmp_path / "m.gguf", kind=kind))) == said
 
 
 def test_a_gguf_that_took_the_place_of_another_is_read_anew(tmp_path):

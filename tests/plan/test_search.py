@@ -285,6 +285,13 @@ def test_adapters_that_are_merged_into_the_base_are_planned():
         search(run(method="relora"), LLAMA_8B, several, pins={"sharding": "ddp", "replicate": 2})
 
 
+@pytest.mark.parametrize("method", ["full", "lora", "relora"])
+def test_settings_of_adapters_without_any_are_said_to_have_no_effect(method):
+    plan = make_plan(run(method=method, lora={"rank": 8, "alpha": 8}), SMOL, machine())
+    said = [reason.why for reason in plan.reasons if (reason.topic, reason.choice) == ("lora", "without effect")]
+    assert said == (["`method: full` has no use for lora.rank, lora.alpha"] if method == "full" else [])
+
+
 def test_unusual_learning_rates_and_batches_are_pointed_out():
     for wanted in ({"learning_rate": 0.5}, {"batch_tokens": 2**22}):
         assert "unusual" in " ".join(reason.why for reason in make_plan(run(**wanted), SMOL, machine()).reasons)

@@ -19,6 +19,7 @@ from families import tiny_model
 from tunesmith.cli.main import app
 from tunesmith.errors import UserError
 from tunesmith.evaluate.loss import overall
+from tunesmith.export.export import export_run, twice_rounded
 from tunesmith.export.quantized import check_linears
 from tunesmith.quantize import methods
 from tunesmith.quantize.awq import find_folds
@@ -141,6 +142,17 @@ def test_a_writer_that_stores_something_else_is_found(trained, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
 
 
+def test_weights_that_are_rounded_a_second_time_are_told_of(tmp_path):
+    source = SimpleNamespace(weights=SimpleNamespace(run=SimpleNamespace(model=str(tmp_path))))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert twice_rounded(source, "int4") == []
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}')
+    for kind in ("int4", "q8_0", "4 bits", "fp8"):
+        (note,) = twice_rounded(source, kind)
+        assert f"The weights of {tmp_path} were rounded already (gptq), and are rounded once more here" in note
+    assert twice_rounded(source, "bf16") == twice_rounded(source, "f16") == []
+
+
 def test_what_does_not_go_together_is_said_first(trained, llama, tmp_path):
     for options, said in [
         ({"method": "gptqq"}, "--method is gptqq; it can be rtn, gptq"),
@@ -154,6 +166,14 @@ def test_what_does_not_go_together_is_said_first(trained, llama, tmp_path):
             quantize_model(str(trained), tmp_path / "out", **options)
     with pytest.raises(UserError, match="no run of ours, so that there is no data to measure it on"):
         quantize_model(str(llama), tmp_path / "out", method="gptq")
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"prompt": "Hi", "chosen": "a", "rejected": "b"}) + "\n")
+    said = r"--data: .*pairs.jsonl.* are preference data; give files with texts or conversations here\.$"
+    with pytest.raises(UserError, match=said):
+        quantize_model(str(llama), tmp_path / "out", method="rtn", data=[str(pairs)])
+    with pytest.raises(UserError, match=said):
+        export_run(trained, "safetensors", out=tmp_path / "out", data=[str(pairs)])
+    pairs.unlink()
     with pytest.raises(UserError, match="exists and is not empty"):
         quantize_model(str(trained), llama, method="rtn")
     assert list(tmp_path.iterdir()) == []

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 from tiny import write_all
-from tunesmith.config.load import load
+from tunesmith.config.load import from_mapping, load
 from tunesmith.launch.rank_environment import PLAN
 from tunesmith.model.probe import probe_run
 from tunesmith.run.choose import make_plan, plan_run, with_findings
+from tunesmith.run.start import prepare_run
 
 CODE = """
 import sys
@@ -39,3 +41,12 @@ def test_ranks_obey_the_plan_that_was_made_to_start_them(tiny_model, tmp_path, m
     found, data = make_plan(run, probed=probed)
     assert found == with_findings(made, probed)
     assert data.train
+
+
+def test_a_new_run_says_which_fields_of_its_records_are_not_read(tiny_model, tmp_path):
+    rows = [{"prompt": f"{n}?", "completion": "Yes.", "source": "web", "id": n + 1} for n in range(30)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"model": str(tiny_model), "data": str(tmp_path / "train.jsonl"), "output": str(tmp_path), "device": "cpu"}
+    said: list[str] = []
+    prepare_run(from_mapping(given | {"steps": 2, "held_out": 0}), warn=said.append)
+    assert [one for one in said if "not read" in one] == ["train: not read of its records: source, id."]

@@ -146,5 +146,6 @@ def test_a_base_that_is_gone_is_missed_in_one_sentence_but_by_a_run_that_gave_a_
     ):
         run_to_open(folder)
     (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text("{}")
+    for name in ("config.json", "model.safetensors"):
+        (folder / "model" / name).write_text("{}")
     assert run_to_open(folder).model == str(folder / "model")

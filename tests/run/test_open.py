@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tunesmith.run.evaluate import held_out_of
 from tunesmith.run.folder import read_plan, read_run
 from tunesmith.run.open import open_model, placement
 from tunesmith.run.start import prepare_run
+from tunesmith.run.there import why_checkpoint
 
 
 def plan(device: str) -> Plan:
@@ -109,3 +111,30 @@ def test_held_out_data_of_a_model_with_few_positions_are_read_as_they_were_in_tr
     folder = assemble(setting).folder
     (found,) = held_out_of(folder, read_run(folder), read_plan(folder))
     assert found.fingerprint == setting.data.evals[0].fingerprint
+
+
+@pytest.mark.parametrize("gone", ["", "adapter_config.json", "*.safetensors"])
+def test_of_a_finished_run_whose_result_is_gone_the_checkpoint_is_opened_and_why_is_said(trained, tmp_path, gone):
+    folder = Path(shutil.copytree(trained, tmp_path / "run"))
+    lose(folder / "adapter", gone)
+    lost = folder / "adapter" / gone if gone else folder / "adapter"
+    step = open_model(folder).step
+    assert step == 12
+    assert why_checkpoint(folder, step) == (
+        f"The run was finished, but {lost} is gone; this is its checkpoint of step 12, and `tunesmith train` makes "
+        "the result again."
+    )
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(UserError, match=r"was finished, but .*adapter.* is gone; put it back, or `tunesmith train`"):
+        open_model(folder)
+    (folder / "summary.json").unlink()
+    assert why_checkpoint(folder, step) == "The run is not finished; this is its checkpoint of step 12."
+    with pytest.raises(UserError, match=r"holds no trained weights yet; run `tunesmith train` first"):
+        open_model(folder)
+
+
+def lose(result: Path, what: str) -> None:
+    if not what:
+        shutil.rmtree(result)
+    for file in result.glob(what) if what else ():
+        file.unlink()

@@ -96,6 +96,10 @@ def test_trained_parameters_are_counted_without_weights(tiny_model):
     [
         ({"peft_type": "IA4"}, "has no IA4; did you mean IA3?"),
         ({"peft_type": "IA3", "target_module": ["q_proj"]}, "IA3 has no such field; did you mean `target_modules`?"),
+        ({"peft_type": "LORA", "r": "4"}, 'peft.r is "4", but LORA needs a number there.'),
+        ({"peft_type": "LORA", "use_dora": 2}, "peft.use_dora is 2, but LORA needs true or false there."),
+        ({"peft_type": "LORA", "target_modules": 5}, "target_modules is 5, but LORA needs a list or text there."),
+        ({"peft_type": "LORA", "bias": "some"}, 'LORA needs "all" or "lora_only" or "none" there.'),
         ({"peft_type": "PROMPT_TUNING"}, "say how many vectors PROMPT_TUNING puts before a document"),
         ({"peft_type": "XLORA"}, "cannot be trained here: it mixes LoRA adapters that exist already"),
         ({"peft_type": "IA3", "target_modules": ["zzz"], "feedforward_modules": []}, "does not go on LlamaForCausalLM"),

@@ -218,6 +218,7 @@ def test_a_schema_that_turns_out_too_intricate_ends_its_answer_in_a_sentence(ser
     [
         (held_to({"type": "array", "uniqueItems": True}), "uniqueItems"),
         (held_to({"type": "object", "minProperties": 2, "x-guidance": {"lenient": True}}), "minProperties"),
+        (held_to({"properties": {"const": {"type": "object", "minProperties": 2}}}), "minProperties"),
         (held_to({"type": "nothing"}), "nothing"),
         (held_to({"type": "string", "pattern": "(ab"}), "regex parse error: unclosed group"),
         (held_to({"$ref": "http://example.org/x"}), "cannot be held"),
@@ -242,6 +243,17 @@ def test_what_answers_cannot_be_held_to_is_refused(server, fields, said):
     response = server.post(CHAT, **{"model": "run", "messages": QUESTION, "max_tokens": 4, **fields})
     assert response.status_code == 400
     assert said in response.json()["error"]["message"]
+
+
+def test_what_looks_like_a_keyword_among_values_and_names_of_a_schema_is_none(server):
+    pytest.importorskip("llguidance")
+    names = {"minProperties": True, "enum": {"enum": [{"minProperties": 3}]}}
+    schema = {"type": "object", "properties": names, "required": ["enum"], "examples": [{"minProperties": 9}]}
+    schema |= {"default": {"minProperties": 9}, "additionalProperties": False}
+    response = server.post(CHAT, **held_to(schema, max_tokens=4))
+    assert response.status_code == 200, response.text
+    response = server.post(CHAT, **held_to({"const": {"minProperties": 3}}, max_tokens=60))
+    assert json.loads(response.json()["choices"][0]["message"]["content"]) == {"minProperties": 3}
 
 
 def test_without_the_library_json_answers_are_refused_with_what_to_install(server, monkeypatch):

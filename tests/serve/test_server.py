@@ -141,6 +141,12 @@ def test_without_parallel_calls_an_answer_ends_with_its_first(tiny_model, tmp_pa
             assert (len(choice["message"]["tool_calls"]), choice["finish_reason"]) == (count, "tool_calls")
             deltas = [chunk["choices"][0]["delta"] for chunk in server.stream(CHAT, **ask, **fields)]
             assert sum(len(delta.get("tool_calls", ())) for delta in deltas) == count
+        whole = server.post(CHAT, **ask).json()["usage"]["completion_tokens"]
+        ask["max_tokens"] = whole * 3 // 4  # in the second call
+        choice = server.post(CHAT, **ask).json()["choices"][0]
+        assert (len(choice["message"]["tool_calls"]), choice["finish_reason"]) == (1, "length")
+        *_, last = (chunk["choices"][0] for chunk in server.stream(CHAT, **ask))
+        assert last["finish_reason"] == "length"
 
 
 def test_tools_are_part_of_the_prompt(server):

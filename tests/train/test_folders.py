@@ -147,5 +147,5 @@ def test_a_finished_run_whose_result_is_gone_makes_it_again(train):
     shutil.rmtree("run/adapter")
     code, _, err = train()
     assert code == 0
-    assert "its result is gone; it is made again" in err
+    assert "run/adapter is gone; its result is made again" in err
     assert Path("run/adapter/adapter_model.safetensors").read_bytes() == before

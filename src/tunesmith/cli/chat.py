@@ -27,11 +27,12 @@ def command(
     from tunesmith.infer.decoding import not_streamed
     from tunesmith.infer.generate import stream
     from tunesmith.run.open import open_model
+    from tunesmith.run.there import why_checkpoint
 
     opened = open_model(folder)
     output.clear_bottom()
     if opened.step is not None:
-        output.note(f"The run is not finished; this is its checkpoint of step {opened.step}.")
+        output.note(why_checkpoint(folder, opened.step))
     if said := not_streamed(opened.model)[1]:
         output.note(said)
     beginning = [{"role": "system", "content": system}] if system else []

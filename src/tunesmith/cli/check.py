@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 SHOWN_TOKENS = 1000
 """Of a longer example, the middle is left out."""
-UNREAD_SAMPLE = 20
-"""Records that are looked at for fields which nothing is made of."""
 
 
 def command(
@@ -129,16 +127,11 @@ def examine(run: Run, tokenizer: Any, *, examples: int = 3, dataset: str | None 
 
 def _unread(run: Run) -> list[dict[str, Any]]:
     """Fields of the records that nothing is made of, by data set."""
-    from tunesmith.data import formats
-    from tunesmith.data.prepare import sample
+    from tunesmith.data.prepare import unread_fields
     from tunesmith.objectives import objective_of
 
-    records, found = objective_of(run).records, []
-    for dataset in run.data:
-        first = sample(dataset)
-        names = formats.unread(first[:UNREAD_SAMPLE], formats.recognise(first, dataset, records), dataset)
-        found += [{"title": dataset.title, "fields": names}] if names else []
-    return found
+    found = [(one.title, unread_fields(one, objective_of(run).records)) for one in run.data]
+    return [{"title": title, "fields": names} for title, names in found if names]
 
 
 @dataclass(frozen=True)

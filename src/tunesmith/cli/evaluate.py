@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -113,10 +114,13 @@ def _held_out(
     environment = read_rank_environment()
     progress = output.progress if environment.rank == 0 else None
     output.stage("Loading the model")
+    from tunesmith.data.formats import given_by_option
+    from tunesmith.objectives import objective_of
     from tunesmith.parallel.ranks import connected
     from tunesmith.run.evaluate import evaluate_run
 
-    with connected(environment) as others:
+    named = given_by_option("--data", objective_of(run).records) if data else nullcontext()
+    with connected(environment) as others, named:
         before, after, step = evaluate_run(folder, run, with_base=base, progress=progress, ranks=others)
     if environment.rank == 0:
         _show(folder, before, after, step, as_json)
@@ -126,6 +130,7 @@ def _show(folder: Path, before: list[HeldOut] | None, after: list[HeldOut], step
     import math
 
     from tunesmith.cli import output
+    from tunesmith.run.there import why_checkpoint
 
     base = before is not None
     rows = []
@@ -139,7 +144,7 @@ def _show(folder: Path, before: list[HeldOut] | None, after: list[HeldOut], step
         output.print_json({"run": str(folder), "checkpoint_step": step, "results": rows})
         return
     if step is not None:
-        output.note(f"The run is not finished; this is its checkpoint of step {step}.")
+        output.note(why_checkpoint(folder, step))
     figures = [name for name in rows[0].get("figures", ()) if name != "loss"]
 
     def perplexity(row: dict[str, Any]) -> float:

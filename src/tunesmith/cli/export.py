@@ -45,12 +45,13 @@ def command(
 
     output.stage(f"Reading {folder}")
     from tunesmith.export.export import export_run
+    from tunesmith.run.there import why_checkpoint
 
     with writing(out or folder / "export", "make room there, or give --out another folder"):
         options = {"kind": kind, "out": out, "push": push, "data": data or (), "engine": engine}
         made = export_run(folder, to, **options, progress=output.progress, say=output.warn)
     if made.step is not None:
-        output.note(f"The run is not finished; this is its checkpoint of step {made.step}.")
+        output.note(why_checkpoint(folder, made.step))
     output.say(f"Exported {folder} to {made.folder} ({to}, {made.kind}).")
     proof = made.proof
     if proof is None:

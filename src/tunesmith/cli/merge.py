@@ -24,11 +24,12 @@ def command(
         raise UserError(f"--precision is {precision}; it can be fp32, bf16 or fp16.")
     output.stage(f"Merging {folder}")
     from tunesmith.run.merge import merge_run
+    from tunesmith.run.there import why_checkpoint
 
     with writing(to, "make room there, or give --to another folder"):
         merged = merge_run(folder, to, precision=precision, progress=output.progress)
     if merged.step is not None:
-        output.note(f"The run is not finished; this is its checkpoint of step {merged.step}.")
+        output.note(why_checkpoint(folder, merged.step))
     output.say(f"Merged {merged.adapters} adapters into {merged.folder} ({merged.precision}).")
     if merged.bits is not None:
         output.say(

@@ -51,6 +51,7 @@ def command(
 
     adapters = _adapters(adapter or [])
     output.stage(f"Loading the model of {folder}")
+    from tunesmith.run.there import why_checkpoint
     from tunesmith.serve.server import Options, check_options, listen, prepare
 
     options = Options(
@@ -70,9 +71,8 @@ def command(
         raise typer.Exit(code)
     ready = prepare(folder, adapters, options)
     output.clear_bottom()
-    for served in ready.models.served.values():
-        if served.step is not None:
-            output.note(f"The run of {served.name} is not finished; this is its checkpoint of step {served.step}.")
+    if (step := ready.models.own.step) is not None:
+        output.note(why_checkpoint(folder, step))
     if not ready.tried.is_shared:
         output.warn(f"Requests are answered one token at a time each, not in a batch: {ready.tried.why_not}.")
     if said := ready.models.own.defaults.sentence:

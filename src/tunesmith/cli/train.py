@@ -103,9 +103,9 @@ def _leave_finished(run: Run, folder: Path, *, accept_changes: bool, speaks: boo
     from tunesmith.run import folder as run_folder
 
     summary = run_folder.read_summary(folder)
-    if summary is not None and not (folder / summary["result"]).is_dir():
+    if (lost := run_folder.lost_of_result(folder)) is not None:
         if speaks:
-            output.warn(f"The run in {folder} was finished, but its result is gone; it is made again.")
+            output.warn(f"The run in {folder} was finished, but {lost} is gone; its result is made again.")
         return
     if summary is None or accept_changes:
         return

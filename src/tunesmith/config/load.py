@@ -19,6 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from tunesmith.config.adapter import with_adapter
+from tunesmith.config.other_names import SENTENCES, SETTINGS
 from tunesmith.config.schema import (
     Dataset,
     Distillation,
@@ -472,44 +473,21 @@ _PARTS: dict[str, type[BaseModel]] = {
     "data": Dataset,
     "eval": Dataset,
 }
-_OTHER_NAMES = {
-    "base_model": "model", "model_name": "model", "model_name_or_path": "model", "model_id": "model",
-    "adapter": "method", "finetuning_type": "method", "peft": "method",
-    "dataset": "data", "datasets": "data", "train": "data", "train_data": "data", "train_file": "data",
-    "eval_data": "eval", "val": "eval", "valid": "eval", "validation": "eval", "test": "eval",
-    "eval_dataset": "eval",
-    "max_length": "sequence_length", "max_seq_length": "sequence_length", "max_seq_len": "sequence_length",
-    "seq_len": "sequence_length", "seq_length": "sequence_length", "sequence_len": "sequence_length",
-    "context_length": "sequence_length", "cutoff_len": "sequence_length", "block_size": "sequence_length",
-    "batch_size": "batch_tokens", "micro_batch_size": "batch_tokens",
-    "gradient_accumulation_steps": "batch_tokens",
-    "per_device_train_batch_size": "batch_tokens", "global_batch_size": "batch_tokens",
-    "num_epochs": "epochs", "num_train_epochs": "epochs", "max_steps": "steps", "train_steps": "steps",
-    "lr": "learning_rate", "lr_scheduler": "schedule", "lr_scheduler_type": "schedule", "scheduler": "schedule",
-    "warmup_ratio": "warmup", "warmup_steps": "warmup", "optim": "optimizer", "wd": "weight_decay",
-    "max_norm": "max_grad_norm", "gradient_clipping": "max_grad_norm", "grad_clip": "max_grad_norm",
-    "dtype": "precision", "torch_dtype": "precision", "bf16": "precision", "fp16": "precision",
-    "mixed_precision": "precision", "eval_steps": "eval_every", "save_steps": "save_every",
-    "save_total_limit": "keep", "output_dir": "output", "out_dir": "output", "max_time": "max_minutes",
-    "lora_r": "lora.rank", "r": "lora.rank", "lora_rank": "lora.rank", "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout", "target_modules": "lora.targets", "lora_target": "lora.targets",
-    "lora_target_modules": "lora.targets", "use_rslora": "lora.rank_stabilised",
-    "layers_to_transform": "lora.layers", "file": "path", "files": "path", "data_files": "path",
-    "train_on_inputs": "train_on", "type": "format", "config": "subset", "max_samples": "limit",
-}  # fmt: skip
-"""What other tools call our settings."""
 
 
 def _unknown_key(keys: Keys) -> str:
-    """Looks for the key that was meant: among its neighbours first, then in the other parts."""
+    """Looks for the key that was meant: by the names of other tools, among its neighbours, then in the other parts."""
     key, around = str(keys[-1]), keys[:-1]
     word = key.strip().lower().replace("-", "_")
     here = _model_of(around)
-    if _OTHER_NAMES.get(word, "").split(".")[0] in here.model_fields:
-        return f"{_key(keys)}: did you mean {_key((*around, _OTHER_NAMES[word]))}?"
+    if word in SENTENCES:
+        return f"{_key(keys)} is not a setting: {SENTENCES[word]}"
+    if word in SETTINGS:
+        settings = [_keys_of(name) for name in SETTINGS[word]]
+        meant = next((one for one in settings if _model_of(one[:-1]) is here), None)
+        return _did_you_mean(keys, settings[0] if meant is None else (*around, meant[-1]))
     if near := get_close_matches(word, list(here.model_fields), n=1, cutoff=0.75):
-        return f"{_key(keys)}: did you mean {_key((*around, near[0]))}?"
-    word = _OTHER_NAMES.get(word, word).split(".")[-1]
+        return _did_you_mean(keys, (*around, near[0]))
     elsewhere: dict[str, Keys] = dict.fromkeys(Embedding.model_fields, ("embedding",))
     elsewhere |= dict.fromkeys(Distillation.model_fields, ("distillation",))
     elsewhere |= dict.fromkeys(Rollout.model_fields, ("rollout",)) | dict.fromkeys(Reward.model_fields, ("rewards", 0))
@@ -517,10 +495,13 @@ def _unknown_key(keys: Keys) -> str:
     elsewhere |= dict.fromkeys(Preference.model_fields, ("preference",)) | dict.fromkeys(Lora.model_fields, ("lora",))
     elsewhere |= dict.fromkeys(Run.model_fields, ())
     if near := get_close_matches(word, list(elsewhere), n=1, cutoff=0.8):
-        inside = elsewhere[near[0]]
-        hint = "" if inside else ", at the top level"
-        return f"{_key(keys)}: did you mean {_key((*inside, near[0]))}{hint}?"
+        return _did_you_mean(keys, (*elsewhere[near[0]], near[0]))
     return f"{_key(keys)} is not a setting; docs/settings.md and `tunesmith schema` list them all"
+
+
+def _did_you_mean(keys: Keys, meant: Keys) -> str:
+    hint = ", at the top level" if len(keys) > 1 and len(meant) == 1 else ""
+    return f"{_key(keys)}: did you mean {_key(meant)}{hint}?"
 
 
 def _origins(run: Run, settings: _Settings, model: BaseModel | None = None, keys: Keys = ()) -> Any:

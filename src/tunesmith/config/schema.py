@@ -662,6 +662,12 @@ class Run(Settings):
         return self.method in ("lora", "qlora", "relora", "loqt")
 
     @property
+    def unused_lora(self) -> list[str]:
+        """Settings of `lora` that say something, where the method has no use for them."""
+        fields = {} if self.has_lora else Lora.model_fields
+        return [f"lora.{name}" for name, one in fields.items() if getattr(self.lora, name) != one.default]
+
+    @property
     def is_merged(self) -> bool:
         """Adapters are merged into the base while it trains, and the result is a model."""
         return self.method in ("relora", "loqt")

@@ -11,7 +11,8 @@ import difflib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +128,23 @@ ONE_ANSWER = ("alpaca", "prompt_completion", "question_answer")
 """Formats whose records have one answer, to which a field with its reasoning belongs."""
 
 
+class OtherRecordsError(UserError):
+    """Records that are not what is learned from, as they were `found`; and by which settings they would be."""
+
+    def __init__(self, found: str, advice: str):
+        super().__init__(f"{found}{advice}")
+        self.found = found
+
+
+@contextmanager
+def given_by_option(option: str, records: Records) -> Iterator[None]:
+    """Of records that an option of a command names, which has no settings to take them by."""
+    try:
+        yield
+    except OtherRecordsError as error:
+        raise UserError(f"{option}: {error.found}; give files with {NEEDED[records]} here.") from error
+
+
 def recognise(sample: Sequence[Record], dataset: Dataset, records: Records = "texts") -> FormatName:
     """The format of these records: the first in `WANTED` that fits all of them, or most; the others are bad records.
     Of the formats, those that an objective with such `records` is trained on."""
@@ -162,14 +180,15 @@ def recognise(sample: Sequence[Record], dataset: Dataset, records: Records = "te
             f"the field {_missing(fields, name)}: it has {names_of(fields)}."
         )
     if records != "texts":
-        raise UserError(
-            f"{rows[0][1]}: found {names_of(rows[0][0])}, but the objective is trained on {NEEDED[records]}; say which "
-            f"is which, e.g. `fields: {_fields_for(records, rows[0][0])}`, or change `objective`."
+        raise OtherRecordsError(
+            f"{rows[0][1]}: found {names_of(rows[0][0])}",
+            f", but the objective is trained on {NEEDED[records]}; say which is which, e.g. `fields: "
+            f"{_fields_for(records, rows[0][0])}`, or change `objective`.",
         )
     wanted_of = {name: WANTED[name] for name in FORMATS[records]}
     known = "; ".join(f"{name}: {', '.join(' or '.join(some) for some in all)}" for name, all in wanted_of.items())
-    raise UserError(
-        f"{rows[0][1]}: found {names_of(rows[0][0])}, which fits no known format ({known}){_suggestion(rows)}."
+    raise OtherRecordsError(
+        f"{rows[0][1]}: found {names_of(rows[0][0])}, which fits no known format ({known})", f"{_suggestion(rows)}."
     )
 
 
@@ -847,15 +866,16 @@ def _refuse_preferences(rows: list[tuple[dict[str, Any], Origin]], dataset: Data
             mapping = f"{{prompt: {context}, completion: chosen}}"
         else:
             mapping = "{text: chosen}"
-        raise UserError(
-            f"{origin}: `chosen` and `rejected` are preference data; say `objective: dpo` (or orpo, simpo, cpo, kto), "
-            f"or to train on the preferred answers alone `fields: {mapping}`."
+        raise OtherRecordsError(
+            f"{origin}: `chosen` and `rejected` are preference data",
+            "; say `objective: dpo` (or orpo, simpo, cpo, kto), or to train on the preferred answers alone "
+            f"`fields: {mapping}`.",
         )
     is_chat = any(not _missing(fields, name) for name in ("messages", "sharegpt", "prompt_completion"))
     if is_chat and "labels" not in fields and isinstance(fields.get("label"), bool):
-        raise UserError(
-            f"{origin}: `label` is true or false for good and bad answers: preference data; say `objective: kto`, or "
-            "keep the good answers and remove `label`."
+        raise OtherRecordsError(
+            f"{origin}: `label` is true or false for good and bad answers: preference data",
+            "; say `objective: kto`, or keep the good answers and remove `label`.",
         )
 
 

@@ -52,6 +52,8 @@ SAMPLE = 64
 """Records that a format is recognised from."""
 SAMPLE_BYTES = 1 << 24
 """Of long records, fewer."""
+UNREAD_SAMPLE = 20
+"""Records that are looked at for fields which nothing is made of."""
 HOPELESS = 1000
 """Bad records without a good one, after which nothing more is read."""
 SHOWN = 20
@@ -392,6 +394,12 @@ def sample(dataset: Dataset) -> list[Record]:
     return sample
 
 
+def unread_fields(dataset: Dataset, records: Records) -> list[str]:
+    """Fields of the first records that nothing is made of."""
+    first = sample(dataset)
+    return formats.unread(first[:UNREAD_SAMPLE], formats.recognise(first, dataset, records), dataset)
+
+
 def _losses(one: TokenStore, records_of: Records) -> list[str]:
     """What cutting to length cost is said, not only counted."""
     report, lines = one.report, []
@@ -422,18 +430,16 @@ def _losses(one: TokenStore, records_of: Records) -> list[str]:
 
 def _each(items: Sequence[T], look: Callable[[T], None]) -> None:
     """Do it for all, then raise all errors for people at once."""
-    messages = []
+    found: list[UserError] = []
     for item in items:
         try:
             look(item)
-        except UserErrors as errors:
-            messages += errors.messages
         except UserError as error:
-            messages.append(str(error))
-    if len(messages) == 1:
-        raise UserError(messages[0])
-    if messages:
-        raise UserErrors(messages)
+            found.append(error)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        raise UserErrors([text for one in found for text in getattr(one, "messages", [str(one)])])
 
 
 def _hash(*parts: Any) -> str:

@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import torch
 from tunesmith import disk, hub
 from tunesmith.checkpoint.room import with_slack
 from tunesmith.config.schema import Dataset
+from tunesmith.data.formats import given_by_option
 from tunesmith.errors import UserError, first_line, listed
 from tunesmith.export import adapter, gguf, onnx, quantized, safetensors
 from tunesmith.export.describe import copy_licence, write_card
@@ -38,6 +40,8 @@ from tunesmith.export.source import Progress, Source, has
 from tunesmith.infer.vllm_server import VARIABLE, find_command
 from tunesmith.model import load
 from tunesmith.model.save import remove_leftovers
+from tunesmith.objectives import objective_of
+from tunesmith.plan.models import rounded_already
 from tunesmith.run.certificate import certify
 from tunesmith.run.evaluate import held_out_of
 from tunesmith.run.folder import read_plan, read_run
@@ -143,6 +147,7 @@ PRECISIONS = {
     **dict.fromkeys(("q2_k", "q3_k_s", "q3_k_m", "q3_k_l"), "2 bits"),
 }  # fmt: skip
 """By which bound a type is judged, where it is not its own name."""
+FEW_BITS = ("8 bits", "4 bits", "2 bits", "fp8")
 TRAINED_FOR = {"int4": "bf16", "nvfp4": "bf16", "q4_0": "8 bits", "fp8": "fp8"}
 """The same where the run was trained for the type, so that rounding has no part in it: what is left are embeddings in
 16 or 8 bits, and inputs that llama.cpp (q4_0) and fp8 matmuls round to 8."""
@@ -192,13 +197,14 @@ def export_run(
     chosen.check(source, kind)
     if form == "adapter" and engine == "vllm" and (reasons := adapter.refused(source)):
         raise UserError(f"--engine vllm: {' '.join(reasons)}")
-    notes = (*storage_note(folder), *(adapter.notes(source) if form == "adapter" else ()))
+    notes = (*storage_note(folder), *twice_rounded(source, kind), *(adapter.notes(source) if form == "adapter" else ()))
     for note in notes:
         say(note)
     to = out or folder / "export" / f"{form}-{kind}"
     check_place(to, chosen.size(source, kind))
     compared = {"eval": [Dataset(path=path) for path in data], "held_out": 0} if data else {}
-    stores = held_out_of(folder, source.run.model_copy(update=compared), read_plan(folder), progress)
+    with given_by_option("--data", objective_of(source.run).records) if data else nullcontext():
+        stores = held_out_of(folder, source.run.model_copy(update=compared), read_plan(folder), progress)
     context = load.max_positions(source.weights.model.config) or LONGEST
     samples = samples_of(stores, context=context - (VLLM_ROOM if engine == "vllm" else 0))
     certificate = certify(folder, progress=progress)
@@ -287,6 +293,17 @@ def storage_note(folder: Path) -> list[str]:
     if bits is None or not read_run(folder).has_adapters:  # a model that adapters were merged into is as it was trained
         return []
     return [f"The run trained over a base rounded to {bits} bits; it is exported over the base as its files have it."]
+
+
+def twice_rounded(source: Source, kind: str) -> list[str]:
+    """What to know of an export in few bits of a model whose files hold it in few bits already."""
+    model = source.weights.run.model
+    if PRECISIONS.get(kind, kind) not in FEW_BITS or (held := rounded_already(model)) is None:
+        return []
+    return [
+        f"The weights of {model} were rounded already ({held}), and are rounded once more here: what both lose adds "
+        "up. The model as it was before that gives a better one."
+    ]
 
 
 def _missing(chosen: Format, source: Source) -> str:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import types
+import typing
 import warnings
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -43,6 +45,8 @@ REFUSED = {
     "SHADOW": "it trains a second network beside the model",
 }
 """Methods for causal models that are not trained here, and why."""
+WORDS = {int: "a number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
+WORDS |= dict.fromkeys((list, tuple, set), "a list")
 STEPS = 1000
 """For configs that want the number of steps before it is known."""
 
@@ -68,6 +72,11 @@ def make_config(run: Run, *, steps: int = STEPS) -> PeftConfig:
         near = get_close_matches(strange[0], fields - ours, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"it has {listed(sorted(fields - ours), most=40)}."
         raise UserError(f"peft.{strange[0]}: {wanted} has no such field; {hint}")
+    hints = _type_hints(kinds[wanted])
+    for name, value in run.peft.items():
+        if name in hints and value is not None and not _takes(hints[name], value):
+            words = " or ".join(sorted(set(_words(hints[name]))))
+            raise UserError(f"peft.{name} is {json.dumps(value)[:60]}, but {wanted} needs {words} there.")
     if wanted == "ADALORA":
         given.setdefault("total_step", steps)
     try:
@@ -93,6 +102,40 @@ def _kinds() -> dict[str, type]:
     except ImportError as error:
         raise UserError("method: peft needs the peft library; install `tunesmith[peft]`.") from error
     return {getattr(kind, "value", str(kind)): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+
+
+def _type_hints(kind: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(kind)
+    except (NameError, TypeError):  # of names that only a type checker imports
+        return {}
+
+
+def _takes(hint: Any, value: Any) -> bool:
+    """Whether a field of this type takes a value out of YAML, as far as plain types tell; others take anything."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_takes(one, value) for one in inner)
+    if origin is typing.Literal:
+        return value in inner
+    kind = origin or hint
+    if kind is type(None):
+        return value is None
+    if kind in (int, float):  # peft calls some numbers whole that need not be
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind in (list, tuple, set):
+        return isinstance(value, list) and all(_takes(inner[0], one) for one in value if inner)
+    return isinstance(value, kind) if kind in WORDS else True
+
+
+def _words(hint: Any) -> list[str]:
+    """What a field of this type takes."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return [words for one in inner for words in _words(one)]
+    if origin is typing.Literal:
+        return [json.dumps(one) for one in inner]
+    return [WORDS[kind]] if (kind := origin or hint) in WORDS else []
 
 
 def is_prompt(run: Run) -> bool:

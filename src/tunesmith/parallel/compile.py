@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 import torch._dynamo  # the whole of it, before a thread imports what it is imported by
+from torch import nn
 
 import tunesmith
 from tunesmith.cache import folder_to_fill
@@ -31,22 +32,46 @@ class Compilation:
     """A sentence for each kind of failure."""
 
 
-def compiled(forward: Callable, name: str, *, fullgraph: bool = False) -> Callable:
-    """`forward`, compiled when it is first called. `fullgraph`: as one graph or not at all."""
+def compiled(
+    forward: Callable, name: str, *, fullgraph: bool = False, kind: Hashable = None, failed: set[Hashable] | None = None
+) -> Callable:
+    """`forward`, compiled when it is first called. `fullgraph`: as one graph or not at all.
+
+    What is not compiled adds its `kind` to `failed`; others of a kind that stands there are run as they are, untried,
+    since finding out takes seconds each time.
+    """
     prepare()
     fast: Callable | None = torch.compile(forward, fullgraph=fullgraph)
+    failed = set() if failed is None else failed
 
     def attempt(*arguments, **named):
         nonlocal fast
-        if fast is not None:
+        if fast is not None and (fullgraph, kind) not in failed:
             try:
                 return fast(*arguments, **named)
-            except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+            except torch._dynamo.exc.FailOnRecompileLimitHit as error:  # others may have what they need
                 _news.failed(name, error)
                 fast = None
+            except torch._dynamo.exc.TorchDynamoException as error:
+                _news.failed(name, error)
+                failed.add((fullgraph, kind))
         return forward(*arguments, **named)
 
     return attempt
+
+
+def structure_of(layer: nn.Module) -> Hashable:
+    """Equal for layers whose code takes the same way, as far as their modules, shapes and switches tell: numbers, such
+    as a layer's own, do not count."""
+    modules = tuple((name, type(one), _switches(one)) for name, one in layer.named_modules())
+    weights = tuple((name, one.shape, one.dtype, one.requires_grad) for name, one in layer.named_parameters())
+    return modules, weights
+
+
+def _switches(module: nn.Module) -> tuple:
+    return tuple(
+        (name, value if isinstance(value, bool | str | None) else type(value)) for name, value in vars(module).items()
+    )
 
 
 def tell(note: str) -> None:

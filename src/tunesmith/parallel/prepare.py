@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -46,7 +46,7 @@ from tunesmith.model.routers import Routing
 from tunesmith.model.source import WeightSource, find_source
 from tunesmith.model.structure import decoder_layers, linears_of_layers, set_attention
 from tunesmith.parallel.activation import HostStore, checkpointed, offloaded, slice_mlp
-from tunesmith.parallel.compile import compiled
+from tunesmith.parallel.compile import compiled, structure_of
 from tunesmith.parallel.context import attend_over
 from tunesmith.parallel.expert import find_experts, spread_experts
 from tunesmith.parallel.host_weights import HostWeights
@@ -114,6 +114,8 @@ class Preparation:
     reading: Reading = field(default_factory=Reading)
     later: set[str] = field(default_factory=set)
     """Weights whose rows are read when their unit is sharded."""
+    uncompiled: set[Hashable] = field(default_factory=set)
+    """Kinds of layers that the compiler does not take."""
     _reads: Generator[Read] | None = None
     _left: list[str] = field(default_factory=list)
     """Names of tensors that are not read yet, the next one last."""
@@ -372,7 +374,8 @@ def checkpoint(work: Preparation, unit: Unit) -> None:
 
 def compile_layers(work: Preparation, unit: Unit) -> None:
     for layer in unit.layers if work.plan.is_compiled else ():
-        layer.forward = compiled(layer.forward, type(layer).__name__, fullgraph=_is_checkpointed(work, layer))
+        alike = {"kind": structure_of(layer), "failed": work.uncompiled}
+        layer.forward = compiled(layer.forward, type(layer).__name__, fullgraph=_is_checkpointed(work, layer), **alike)
 
 
 def offload(work: Preparation, unit: Unit) -> None:

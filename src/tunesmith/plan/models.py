@@ -151,6 +151,10 @@ QUANTIZED = {"bitsandbytes", "fp8", "fbgemm_fp8", "mxfp4", "gptq", "awq", "auto-
 """Ways in which weights may lie in a model's files in few bits already; `model.packed` reads them."""
 
 
+GGUF_PLAIN = (0, 1, 32)
+"""File types of GGUF with weights in fp32, fp16 and bf16."""
+
+
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """What a config says of weights that are quantized already."""
     text = config.get("text_config")
@@ -159,6 +163,17 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
             if isinstance(part.get(name), dict) and part[name]:
                 return part[name]
     return None
+
+
+def rounded_already(model: str) -> str | None:
+    """How a model's files hold its weights in few bits; None where they hold them as they are."""
+    config, found = read_config(model), find(model)
+    if found.kind == "gguf":
+        about = Path(found.location).stat()
+        kind = _gguf_header(Path(found.location), about.st_size, about.st_mtime_ns)[0].get("general.file_type")
+        return None if kind in (None, *GGUF_PLAIN) else f"GGUF, file type {kind}"
+    scheme = quantization_of(config)
+    return None if scheme is None else str(scheme.get("quant_method") or "bitsandbytes")
 
 
 def check_quantization(config: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from tunesmith.config.schema import Run
 from tunesmith.disk import gib
+from tunesmith.errors import listed
 from tunesmith.plan import memory, model_states, paths, rules
 from tunesmith.plan.candidates import Candidate
 from tunesmith.plan.choice import Choice, Task
@@ -38,6 +39,8 @@ def explain(
     run: Run, task: Task, found: Candidate, every: list[Candidate], limit: int, fits: bool, decide: Decide
 ) -> None:
     """Say by `decide` what was chosen and why: what the others that were looked at (`every`) need or take."""
+    if unused := run.unused_lora:
+        decide("lora", "without effect", f"`method: {run.method}` has no use for {listed(unused, most=10)}")
     every = [one for one in every if fits_host(task, one.choice)] or every
     has = f"the {gib(limit)} that may be used"
     _explain_ranks(task, found, every, limit, decide)

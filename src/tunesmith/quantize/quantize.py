@@ -19,15 +19,17 @@ from typing import Any
 import torch
 
 from tunesmith.config.schema import Dataset
+from tunesmith.data.formats import given_by_option
 from tunesmith.errors import UserError
 from tunesmith.export.describe import copy_licence, write_card
 from tunesmith.export.engines import Transformers
-from tunesmith.export.export import check_place, finish, fits, storage_note
+from tunesmith.export.export import check_place, finish, fits, storage_note, twice_rounded
 from tunesmith.export.proof import LONGEST, SEQUENCES, Proof, Sample, prove
 from tunesmith.export.quantized import Parts, check_linears, describe, size, stored_name, widths_of
 from tunesmith.export.source import Progress, Source
 from tunesmith.measure.picture import layers_svg
 from tunesmith.model.save import remove_leftovers
+from tunesmith.objectives import objective_of
 from tunesmith.quantize.methods import CALIBRATED, ROUNDS_INPUTS, Asked, Recipe
 from tunesmith.quantize.report import Report, card_lines
 from tunesmith.quantize.rows import Rows, examples_of, rows_of
@@ -37,6 +39,7 @@ from tunesmith.run.evaluate import held_out_of
 from tunesmith.run.folder import read_identity, read_plan
 from tunesmith.run.open import refuse_encoder_decoder, refuse_head
 from tunesmith.run.streamed import rounded
+from tunesmith.run.there import why_checkpoint
 
 SAMPLES, LENGTH = 64, 512
 """Calibration documents, and how much of each."""
@@ -83,7 +86,7 @@ def quantize_model(
         needed = size(source, "int8") if asked.method != "kmeans" else 3 * source.weights.count
         check_place(to, needed, option="--to")
         calibration, held_out, kind_of_data, notes = _data(source, asked, data, (samples, measured, length), progress)
-        notes = (*_notes_of(source), *notes)
+        notes = (*_notes_of(source), *twice_rounded(source, asked.precision), *notes)
         for note in notes:
             say(note)
         to.parent.mkdir(parents=True, exist_ok=True)
@@ -129,8 +132,7 @@ def _notes_of(source: Source) -> list[str]:
     if not source.is_trained:
         return []
     step = source.weights.step
-    unfinished = [f"The run is not finished; this is its checkpoint of step {step}."] if step is not None else []
-    return [*storage_note(source.folder), *unfinished]
+    return [*storage_note(source.folder), *([why_checkpoint(source.folder, step)] if step is not None else [])]
 
 
 def _data(
@@ -144,7 +146,8 @@ def _data(
     plan = read_plan(source.folder) if source.is_trained else None
     if given:
         only = source.run.model_copy(update={"data": given, "eval": [], "held_out": 0, "chat_template": None})
-        calibrating = list(examples_of(tokenize(only, None, progress, source.tokenizer).train, length=length))
+        with given_by_option("--data", objective_of(only).records):
+            calibrating = list(examples_of(tokenize(only, None, progress, source.tokenizer).train, length=length))
     else:
         run = source.run.model_copy(update={"chat_template": None})  # the tokenizer has it
         calibrating = list(examples_of(tokenize(run, plan, progress, source.tokenizer).train, length=length))

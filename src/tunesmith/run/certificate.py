@@ -44,6 +44,8 @@ from tunesmith.plan.plan import ForwardSpec, Plan
 from tunesmith.run.choose import tokenize
 from tunesmith.run.evaluate import held_out_while_training
 from tunesmith.run.folder import (
+    has_result,
+    lost_of_result,
     read_identity,
     read_json,
     read_plan,
@@ -151,8 +153,9 @@ def _moved(folder: Path, run: Run) -> Check:
                 is_still = key.endswith("lora_B.weight") and not tensor.any()
             still += [key] if is_still else []
         return _verdict(still, len(adapter.tensors))
-    if not (folder / "model" / "config.json").exists():
-        return _unknown("the run is not finished")
+    if not has_result(folder, "model"):
+        lost = lost_of_result(folder)
+        return _unknown("the run is not finished" if lost is None else f"{lost} is gone")
     try:
         check_base_there(folder, run)
     except UserError as error:

@@ -157,7 +157,7 @@ def evaluate_run(
     ranks: Ranks | None = None,
 ) -> tuple[list[HeldOut] | None, list[HeldOut], int | None]:
     """Held-out losses of the run in `folder` on the texts of `run.eval` and what `run.held_out` takes of its data:
-    before training if asked for, after it, and the checkpoint's step where the run is not finished. Several ranks share
+    before training if asked for, after it, and the checkpoint's step where there is no result. Several ranks share
     the documents; each has the whole model."""
     ranks = ranks or Ranks()
     plan = run_folder.read_plan(folder) or plan_run(run)

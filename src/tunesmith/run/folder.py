@@ -61,6 +61,9 @@ SWEEP = "sweep.json"
 WRITTEN = ("adapter", "model", "checkpoints", "profile", "stacks", "start", "documents")
 """Folders that a run makes in its own."""
 
+RESULTS = {"adapter": ("adapter_config.json", "*.safetensors"), "model": ("config.json", "*.safetensors")}
+"""What a run gives, and the files that it cannot be opened without."""
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -328,13 +331,36 @@ def refuse_sweep(folder: Path) -> None:
 
 
 def check_merged(folder: Path) -> None:
-    """UserError where the model of a run that merges adapters as it trains is not there yet: its checkpoints hold parts
-    of it."""
+    """UserError where the model of a run that merges adapters as it trains is not there: its checkpoints hold parts of
+    it."""
     run = read_trained_run(folder)
-    if run.is_merged and not (folder / "model" / "config.json").exists():
+    if not run.is_merged or has_result(folder, "model"):
+        return
+    if (lost := lost_of_result(folder)) is not None:
         raise UserError(
-            f"{folder} is not finished, and method: {run.method} gives its model at the end; `tunesmith train` goes on."
+            f"The run in {folder} was finished, but {lost} is gone, and checkpoints of method: {run.method} hold parts "
+            "of its model; put it back, or `tunesmith train` makes it again."
         )
+    raise UserError(
+        f"{folder} is not finished, and method: {run.method} gives its model at the end; `tunesmith train` goes on."
+    )
+
+
+def has_result(folder: Path, name: str) -> bool:
+    """Whether the folder of a run holds this result, `adapter` or `model`, with its weights."""
+    return all(any((folder / name).glob(pattern)) for pattern in RESULTS[name])
+
+
+def lost_of_result(folder: Path) -> Path | None:
+    """What is gone of the result that the run in `folder` was finished with; None where nothing is, or where it is not
+    finished."""
+    summary = read_summary(folder)
+    if summary is None:
+        return None
+    result = folder / summary["result"]
+    if not result.is_dir():
+        return result
+    return next((result / pattern for pattern in RESULTS[result.name] if not any(result.glob(pattern))), None)
 
 
 def read_plan(folder: Path) -> Plan | None:

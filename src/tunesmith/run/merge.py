@@ -73,7 +73,7 @@ class Merged:
     effect: float
     """Of the adapter: how far it moves the logits, measured in the same way."""
     step: int | None
-    """Of the checkpoint that was merged, where the run is not finished."""
+    """Of the checkpoint that was merged, where there is no result."""
     bits: int | None
     """Of the base that the adapter was trained over, where it was quantized; it is merged into that of the files."""
 
@@ -89,7 +89,7 @@ def merge_run(folder: Path, to: Path, *, precision: str | None = None, progress:
     if run.objective != "embed":
         refuse_head(folder, "be merged here")
     if not run.has_adapters:
-        raise UserError(f"The result of {folder} is a model already, in its folder `model`, and needs no merging.")
+        raise UserError(f"{folder} is a run whose result is a model, in its folder `model`, which needs no merging.")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to} exists and is not empty; give a new folder.")
     check_base_there(folder, run)

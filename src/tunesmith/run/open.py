@@ -29,12 +29,13 @@ from tunesmith.plan.plan import Device, Plan, Precision, Storage
 from tunesmith.run.base import check_base
 from tunesmith.run.folder import (
     check_merged,
+    has_result,
     read_identity,
     read_plan,
     read_run,
     refuse_sweep,
 )
-from tunesmith.run.there import check_base_there, run_to_open
+from tunesmith.run.there import check_base_there, no_result, run_to_open
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def open_run(
     device: Device | None = None,
     storage: Storage | None = None,
 ) -> Opened:
-    """The trained model of a run, or of its newest checkpoint while it is not finished; adapters are attached.
+    """The trained model of a run, or of its newest checkpoint while that is not there; adapters are attached.
 
     The base is held as in training, in 4 or 8 bits where it was so there, unless `storage` says otherwise.
     """
@@ -134,7 +135,7 @@ def open_run(
     held = storage or trained_storage(folder)
     place, dtype = placement(read_plan(folder), precision=precision, device=device)
     step, tuned = None, None
-    if (folder / "model" / "config.json").exists():
+    if has_result(folder, "model"):
         model = load_model(run, dtype=dtype, device=place)
     else:
         content = Content()
@@ -145,7 +146,7 @@ def open_run(
         if run.method == "peft":
             tuned, step = _open_with_peft(model, run, folder)
             model = tuned.model
-        elif (folder / "adapter" / "adapter_config.json").exists():
+        elif has_result(folder, "adapter"):
             lora.attach_saved(model, folder / "adapter")
         else:
             step = _from_checkpoint(model, run, folder)
@@ -157,7 +158,7 @@ def open_run(
 
 
 def _open_with_peft(model: nn.Module, run: Run, folder: Path) -> tuple[adapters.Tuned, int | None]:
-    if (folder / "adapter" / "adapter_config.json").exists():
+    if has_result(folder, "adapter"):
         return adapters.open_saved(model, folder / "adapter"), None
     start = folder / lora.START if run.adapter is not None else None
     tuned = adapters.put_on(model, run, start=start)
@@ -220,8 +221,8 @@ def refuse_encoder_decoder(target: Path | str, what: str) -> None:
 
 
 def trained_adapter(folder: Path) -> tuple[lora.AdapterFiles, int | None]:
-    """The adapter of the run in `folder`, or of its newest checkpoint while it is not finished, and then its step."""
-    if (folder / "adapter" / "adapter_config.json").exists():
+    """The adapter of the run in `folder`, or of its newest checkpoint while that is not there, and then its step."""
+    if has_result(folder, "adapter"):
         return lora.read_adapter(folder / "adapter"), None
     tensors, step = _newest_tensors(folder)
     settings = read_run(folder).lora
@@ -258,7 +259,7 @@ def _newest_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], int]:
     store = CheckpointStore(folder / "checkpoints", identity.lineage)
     found = store.latest() if (folder / "checkpoints").is_dir() else None
     if found is None:
-        raise UserError(f"{folder} holds no trained weights yet; run `tunesmith train` first.")
+        raise no_result(folder)
     tensors, _ = store.load(found)
     weights = {}
     for name, value in tensors.items():

@@ -13,13 +13,14 @@ from tunesmith.checkpoint.room import check_room, result_bytes
 from tunesmith.checkpoint.store import CheckpointStore
 from tunesmith.config.schema import Run
 from tunesmith.data.labels import needs_labels, with_labels
-from tunesmith.data.prepare import Prepared, answers_reason
+from tunesmith.data.prepare import Prepared, answers_reason, unread_fields
 from tunesmith.errors import UserError, listed
 from tunesmith.infer.described import beside
 from tunesmith.model import load, lora, side_files
 from tunesmith.model.head import has_head, make_head
 from tunesmith.model.probe import probe_run
 from tunesmith.model.save import remove_leftovers
+from tunesmith.objectives import objective_of
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.pairs import check_pairs
 from tunesmith.plan.plan import Plan
@@ -109,6 +110,10 @@ def prepare_run(
         reasons = answers_reason(data.encoder, data.train)
         said = side_files.make(run, folder / side_files.FOLDER, **beside(run, data.encoder, reasons=reasons))
     is_continued = before is not None and run_folder.has_checkpoints(folder)
+    if saves and not is_continued:
+        for one in run.data:
+            if names := unread_fields(one, objective_of(run).records):
+                warn(f"{one.title}: not read of its records: {listed(names, most=6)}.")
     make_start(adapted, chosen, data.train, is_continued=is_continued)
     more = {"warnings": (*said, *dict.fromkeys(notes)), "is_continued": is_continued, "accept_changes": accept_changes}
     return Setting(adapted, chosen, data, identity, checkpoints, resume_from, **more)

@@ -36,9 +36,9 @@ from tunesmith.model.source import Files, WeightSource, files_of, find_source
 from tunesmith.model.structure import decoder_layers, plain_call, put_tensor, replace_module
 from tunesmith.parallel.prepare import Preparation, Unit
 from tunesmith.run.base import check_base
-from tunesmith.run.folder import read_run
+from tunesmith.run.folder import has_result, read_run
 from tunesmith.run.open import trained_adapter
-from tunesmith.run.there import check_base_there
+from tunesmith.run.there import check_base_there, no_result
 
 Progress = Callable[[str, int, int | None], None]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -65,7 +65,7 @@ class Weights:
     adapted: tuple[str, ...]
     """Linears with adapters."""
     step: int | None
-    """Of the checkpoint that the adapter is from, where the run is not finished."""
+    """Of the checkpoint that the adapter is from, where there is no result."""
     stored: str
     """The precision of the files: fp32, bf16 or fp16."""
 
@@ -95,7 +95,6 @@ class NotStreamed(UserError):
 
 
 def _check_streamed(run: Run, folder: Path) -> None:
-    is_finished = (folder / "adapter" / "adapter_config.json").exists()
     if run.method == "peft":
         adapters.check_merges(run)
         raise NotStreamed(folder, f"is one of peft's ({run.peft.get('peft_type', 'its own type')})")
@@ -103,8 +102,8 @@ def _check_streamed(run: Run, folder: Path) -> None:
         raise NotStreamed(folder, "has rows of new tokens")
     if run.lora.init == "loftq":
         raise NotStreamed(folder, "belongs to a base that is rounded (init: loftq)")
-    if not is_finished and (run.lora.takes_out or run.adapter is not None):
-        raise NotStreamed(folder, "is of a run that is not finished, and did not begin without effect")
+    if not has_result(folder, "adapter") and (run.lora.takes_out or run.adapter is not None):
+        raise NotStreamed(folder, "is a checkpoint's, and did not begin without effect")
 
 
 def find_weights(folder: Path) -> Weights:
@@ -115,10 +114,10 @@ def find_weights(folder: Path) -> Weights:
         _check_streamed(run, folder)
         adapter, step = trained_adapter(folder)
         adapted = tuple(lora.adapted_names(adapter, str(folder)))
-    elif (folder / "model" / "config.json").exists():
+    elif has_result(folder, "model"):
         run = run.model_copy(update={"model": str(folder / "model")})
     else:
-        raise UserError(f"{folder} holds no finished model yet; run `tunesmith train` first.")
+        raise no_result(folder, "finished model")
     model, base = load.load_empty(run, dtype="fp32")
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if on_ends := [name for name, module in model.named_modules() if name in adapted and module in ends]:

@@ -57,8 +57,7 @@ def check_folder(folder: Path) -> None:
 
 def is_finished(variant: Variant) -> bool:
     folder = Path(variant.run.output)
-    summary = run_folder.read_summary(folder)
-    return summary is not None and (folder / summary["result"]).is_dir()
+    return run_folder.read_summary(folder) is not None and run_folder.lost_of_result(folder) is None
 
 
 def rows_of(variants: Sequence[Variant], failures: Mapping[str, str] | None = None) -> list[Row]:

@@ -18,7 +18,7 @@ from tunesmith.model import load, side_files
 from tunesmith.plan.models import check_there, find
 from tunesmith.plan.plan import ForwardSpec
 from tunesmith.run.base import FILE as BASE_FILE
-from tunesmith.run.folder import read_identity, read_plan, read_run
+from tunesmith.run.folder import RESULTS, has_result, read_identity, read_plan, read_run
 from tunesmith.run.open import (
     Opened,
     open_base,
@@ -29,7 +29,7 @@ from tunesmith.run.open import (
     refuse_encoder_decoder,
     refuse_head,
 )
-from tunesmith.run.there import check_base_there, run_to_open
+from tunesmith.run.there import check_base_there, no_result, run_to_open
 
 BASE = "base"
 FOLDER = "evaluations"
@@ -79,7 +79,7 @@ def _run(folder: Path) -> Target:
     run = run_to_open(folder)
     plan = read_plan(folder)
     content: list[str | None] = [*_side_files(folder), plan.storage if plan else None]
-    trained = next((folder / name for name in ("adapter", "model") if any((folder / name).glob("*.safetensors"))), None)
+    trained = next((folder / name for name in RESULTS if has_result(folder, name)), None)
     if trained is not None:
         content += _digests(trained)
     else:
@@ -98,7 +98,7 @@ def _checkpoint(folder: Path) -> list[str]:
     known = folder / "checkpoints"
     found = CheckpointStore(known, identity.lineage).latest() if known.is_dir() else None
     if found is None:
-        raise UserError(f"{folder} holds no trained weights yet; run `tunesmith train` first.")
+        raise no_result(folder)
     return [f"{identity.lineage}:{found.step}"]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.plan.models import check_there
-from tunesmith.run.folder import read_run
+from tunesmith.run.folder import has_result, lost_of_result, read_run
 
 
 def run_to_open(folder: Path) -> Run:
@@ -23,8 +23,7 @@ def run_to_open(folder: Path) -> Run:
 def with_own_model(folder: Path, run: Run) -> Run:
     """The same with the whole model that the run in `folder` gave as its model, if it gave one: what it was trained
     from may be gone then."""
-    is_whole = (folder / "model" / "config.json").exists()
-    return run.model_copy(update={"model": str(folder / "model")}) if is_whole else run
+    return run.model_copy(update={"model": str(folder / "model")}) if has_result(folder, "model") else run
 
 
 def check_base_there(folder: Path, run: Run) -> None:
@@ -37,3 +36,22 @@ def check_base_there(folder: Path, run: Run) -> None:
             f"The run in {folder} needs the model that it was trained over, but {why}; put it back, or write where it "
             f"is as `model` in {folder / 'run.json'}."
         ) from error
+
+
+def why_checkpoint(folder: Path, step: int) -> str:
+    """What to say where the run in `folder` is opened as its checkpoint of this step, and not as its result."""
+    if (lost := lost_of_result(folder)) is None:
+        return f"The run is not finished; this is its checkpoint of step {step}."
+    return (
+        f"The run was finished, but {lost} is gone; this is its checkpoint of step {step}, and `tunesmith train` makes "
+        "the result again."
+    )
+
+
+def no_result(folder: Path, what: str = "trained weights") -> UserError:
+    """What to say where nothing that the run in `folder` has trained can be opened."""
+    if (lost := lost_of_result(folder)) is None:
+        return UserError(f"{folder} holds no {what} yet; run `tunesmith train` first.")
+    return UserError(
+        f"The run in {folder} was finished, but {lost} is gone; put it back, or `tunesmith train` makes it again."
+    )

@@ -563,7 +563,7 @@ class ChatShape(Shape):
             said, calls = tool_calls(text)
             if calls:
                 message |= {"content": said or None, "tool_calls": calls}
-                reason = "tool_calls"
+                reason = _reason_of_calls(reason)
         logprobs = self._logprobs(pieces)
         return {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
@@ -581,7 +581,7 @@ class ChatShape(Shape):
         if calls:
             listed = [{"index": number, **call} for number, call in enumerate(calls)]
             made.append(self._chunk({"tool_calls": listed}, None, None))
-            event = "tool_calls"
+            event = _reason_of_calls(event)
         return [*made, self._chunk({}, None, event)]
 
     def _not_held(self, text: str) -> str:
@@ -610,6 +610,11 @@ class ChatShape(Shape):
         said = self._said(token)
         whole = "\ufffd" not in said  # else it is a part of a character, and which bytes is not told
         return {"token": said, "logprob": _finite(logprob), "bytes": list(said.encode()) if whole else None}
+
+
+def _reason_of_calls(reason: str) -> str:
+    """An answer that was cut by its length may lack a call, or a part of one."""
+    return reason if reason == "length" else "tool_calls"
 
 
 class CompletionShape(Shape):

@@ -25,8 +25,9 @@ from tunesmith.infer.vllm_server import answers, end_group, find_command, instal
 from tunesmith.model import side_files, vllm
 from tunesmith.model.load import DTYPES, load_tokenizer, locate
 from tunesmith.model.save import ADAPTER_CONFIG, ADAPTER_FILE
-from tunesmith.run.folder import read_identity, read_plan, read_run
+from tunesmith.run.folder import has_result, no_run, read_identity, read_plan, read_run
 from tunesmith.run.open import encoder_of, make_encoder, placement, refuse_encoder_decoder, refuse_head
+from tunesmith.run.there import no_result
 from tunesmith.serve.models import BASE, check_same_base
 from tunesmith.serve.server import DRAIN_SECONDS, Options
 
@@ -181,16 +182,18 @@ def _sglang(folder: Path, options: Options, *, has_adapter: bool, is_run: bool, 
 
 def _model(folder: Path, is_run: bool) -> Path:
     found = folder / "model" if is_run else folder
+    if is_run and not has_result(folder, "model"):
+        raise no_result(folder, "finished model")
     if not (found / "config.json").exists():
-        raise UserError(f"{folder} holds no finished model yet; run `tunesmith train` first.")
+        raise no_run(folder)
     return found.resolve()
 
 
 def _adapter_rank(folder: Path) -> int:
     """What vLLM must be told of the adapter's rank. UserError where it would leave some of the adapter out."""
     where = folder / "adapter"
-    if not (where / ADAPTER_CONFIG).exists():
-        raise UserError(f"{folder} holds no finished adapter yet; run `tunesmith train` first.")
+    if not has_result(folder, "adapter"):
+        raise no_result(folder, "finished adapter")
     config = json.loads((where / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     with safe_open(where / ADAPTER_FILE.format(suffix=""), framework="pt") as file:
         names = list(file.keys())

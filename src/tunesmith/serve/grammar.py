@@ -36,6 +36,10 @@ OPTIONS = {
     "coerce_one_of": False,
 }
 PARAM = "response_format"
+VALUES = ("const", "enum", "default", "examples")
+"""Keywords of a schema with values, in which nothing is a keyword."""
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Those with schemas by names, none of which is a keyword."""
 
 
 class JsonGrammar:
@@ -169,8 +173,9 @@ def _check(part: Any) -> None:
         if isinstance(least, int) and least > (len(required) if isinstance(required, list) else 0):
             message = f"{PARAM}: answers cannot be held to minProperties beyond the properties that are required."
             raise ApiError(400, message, param=PARAM)
-        for one in part.values():
-            _check(one)
+        for name, one in part.items():
+            if name not in VALUES:
+                _check(list(one.values()) if name in NAMED and isinstance(one, dict) else one)
 
 
 def _made(served: Served) -> Any:

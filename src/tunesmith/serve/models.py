@@ -22,8 +22,9 @@ from tunesmith.infer.generate import stop_tokens
 from tunesmith.model import lora, side_files
 from tunesmith.model.structure import replace_module
 from tunesmith.run.base import FILE as BASE_FILE
-from tunesmith.run.folder import read_identity, read_json, read_run
+from tunesmith.run.folder import has_result, read_identity, read_json, read_run
 from tunesmith.run.open import Opened, open_model, refuse_encoder_decoder, tokenizer_of, trained_storage
+from tunesmith.run.there import no_result
 
 BASE = "base"
 WRAPPERS = (lora.LoraLinear, lora.LoraEmbedding, lora.TokenRows)
@@ -149,8 +150,10 @@ def check_same_base(folder: Path, other: Path) -> None:
     for one in (folder, other):
         if read_identity(one) is None:
             raise UserError(f"{one} is no run, so whether both have the same base is not known.")
-        if not (one / "adapter" / "adapter_config.json").exists() or read_run(one).method == "peft":
-            raise UserError(f"{one} holds no finished LoRA adapter; only such can share a base.")
+        if read_run(one).method not in ("lora", "qlora"):
+            raise UserError(f"{one} is of method: {read_run(one).method}; only LoRA adapters can share a base.")
+        if not has_result(one, "adapter"):
+            raise no_result(one, "finished adapter")
     mine, theirs = _base_of(folder), _base_of(other)
     if mine != theirs:
         raise UserError(f"{other} was trained over another base than {folder}; serve it by a server of its own.")
