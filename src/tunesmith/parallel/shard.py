@@ -18,6 +18,10 @@ Gradients of adapters are small: they are reduced once a step, except by zero2. 
 are shared, in the form they are held in (nf4 stays 4 bits between ranks), and never reduced; ddp, zero1 and zero2,
 which would keep them whole anyway, leave them alone. Adapters are shared as trained weights are: beside a whole base by
 themselves, else in its shards and its collectives, where they cost a few percent of the traffic.
+
+Single numbers (a gate of a layer as a tensor without dimensions) have no rows to be shared: they are whole on all ranks
+with any strategy, outside of FSDP, and their gradients are summed once a step. So are weights of integers, which are
+not trained.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from tunesmith.model.experts import QuantizedExperts
 from tunesmith.model.forward import Entrance
 from tunesmith.model.fuse import JointLinear, JointMlp
 from tunesmith.model.load import DTYPES
+from tunesmith.model.local import local
 from tunesmith.model.quantized import QuantizedLinear
 from tunesmith.optim.fused import spread
 from tunesmith.parallel.mesh import nodes
@@ -66,6 +71,10 @@ class Sharded(Entrance):
         self.reduces_once = plan.sharding in REDUCES_ONCE or (has_adapters and plan.sharding != "zero2")
         self.reduces_between_nodes_once = plan.sharding == "hybrid"
         self.tensor_ranks: dist.ProcessGroup | None = None
+        self.data_ranks: list[dist.ProcessGroup] = []
+        """Along each dimension of the mesh of ranks that see different data."""
+        self.numbers: list[nn.Parameter] = []
+        """Trained weights without dimensions, which are no part of FSDP's."""
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """To be told before each forward and backward pass of a step; the last one ends with reduced gradients."""
@@ -77,19 +86,16 @@ class Sharded(Entrance):
             self.set_reshard_after_backward(is_last)
 
     def end_backward(self) -> None:
-        """After the last backward pass of a step. Where layers are split over ranks, weights that are whole on each of
-        them have a part of their gradient on each."""
-        if self.tensor_ranks is None:
-            return
-        parts = [
-            weight.grad.to_local()
-            for weight in self.parameters()
-            if weight.grad is not None and "tensor" not in weight.device_mesh.mesh_dim_names
-        ]
-        flat = torch.cat([part.view(-1) for part in parts])
-        dist.all_reduce(flat, group=self.tensor_ranks)
-        summed = flat.split([part.numel() for part in parts])
-        torch._foreach_copy_(parts, [found.view_as(part) for found, part in zip(summed, parts, strict=True)])
+        """After the last backward pass of a step. Ranks with different data each have a part of the gradient of single
+        numbers. Where layers are split over ranks, weights that are whole on each of them have a part of their gradient
+        on each."""
+        for group in self.data_ranks if self.numbers else ():
+            for number in self.numbers:  # a rank whose tokens have not come by it has a part, too: 0
+                number.grad = torch.zeros_like(number) if number.grad is None else number.grad
+            _sum_over([number.grad for number in self.numbers], group)
+        if self.tensor_ranks is not None:
+            gradients = [weight.grad for weight in self.parameters() if weight.grad is not None]
+            _sum_over([local(one) for one in gradients if not _is_cut_by_tensor(one)], self.tensor_ranks)
 
     def agreed(self, norm: torch.Tensor) -> torch.Tensor:
         """The first rank's, where the last bit of a sum over several axes could be another one on each."""
@@ -110,6 +116,7 @@ class Sharding:
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh, *, has_adapters: bool):
         self.root = Sharded(model, plan, has_adapters=has_adapters)
         """What is around the layers, and to be called in the end."""
+        self.root.data_ranks = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
         self._plan, self._mesh = plan, mesh
         self._has_whole_base = has_adapters and plan.sharding in KEEPS_FULL
         precision = getattr(torch, DTYPES[plan.precision])
@@ -136,9 +143,13 @@ class Sharding:
             apart |= {weight for weight in unit.parameters() if not weight.requires_grad}
         else:
             _buffers_to_parameters(unit, but=(QuantizedExperts,) if has_experts else ())
+        numbers = [weight for weight in unit.parameters() if not has_rows(weight)]
+        apart |= set(numbers)
+        self.root.numbers += [one for one in numbers if one.requires_grad and one not in set(self.root.numbers)]
         if not self._is_rounded:
             _in_fp32(unit)
-        shapes = [weight.shape for weight in unit.parameters() if not isinstance(weight, DTensor)]
+        others = [weight for weight in unit.parameters() if weight not in apart]
+        shapes = [weight.shape for weight in others if not isinstance(weight, DTensor)]
         fully_shard(
             unit,
             mesh=self._mesh,
@@ -165,6 +176,23 @@ class Sharding:
         if self._plan.sharding == "hierarchical":
             return self._plan.mesh.shard * self._plan.mesh.context
         return self._plan.sharding not in KEEPS_FULL
+
+
+def has_rows(weight: torch.Tensor) -> bool:
+    """Whether ranks can share it."""
+    return weight.ndim > 0 and weight.is_floating_point()
+
+
+def _sum_over(parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Put into each tensor the sum of what the ranks of a group have in it."""
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    dist.all_reduce(flat, group=group)
+    summed = flat.split([part.numel() for part in parts])
+    torch._foreach_copy_(list(parts), [found.view_as(part) for found, part in zip(summed, parts, strict=True)])
+
+
+def _is_cut_by_tensor(weight: torch.Tensor) -> bool:
+    return isinstance(weight, DTensor) and "tensor" in weight.device_mesh.mesh_dim_names
 
 
 class _InPlace:
