@@ -29,6 +29,7 @@ from transformers.models.llama.modeling_llama import (
 class GatedConfig(LlamaConfig):
     model_type = "gated"
     shifts = False
+    experts = 0
     shares = False
 
 
@@ -59,11 +60,17 @@ class GatedLayer(LlamaDecoderLayer):
         self.self_attn = GatedAttention(config, layer_idx)
         self.more = nn.ModuleList(nn.Identity() for _ in range(8))  # a longer list than that of the layers
         self.number = nn.Parameter(torch.tensor(0.7))
+        wide = config.hidden_size
+        self.experts = nn.ModuleList(nn.Linear(wide, wide, bias=False) for _ in range(config.experts))
         self.sign = nn.Parameter(torch.tensor([1 - layer_idx % 2 * 2]), requires_grad=False)
 
     def forward(self, hidden_states, gate=None, **named):
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **named)
         hidden_states = hidden_states + self.number * self.sign * attended
+        chosen = hidden_states.detach()[..., : len(self.experts)].argmax(-1) if len(self.experts) else None
+        for number, expert in enumerate(self.experts):
+            if (chosen == number).any():
+                hidden_states = hidden_states + expert(hidden_states) * (chosen == number)[..., None]
         if self.shifts:
             follows = (named["position_ids"] > 0)[..., None]
             hidden_states = hidden_states + 0.3 * hidden_states.roll(1, dims=1) * follows
@@ -120,7 +127,7 @@ CONFIG = {
 pytestmark = pytest.mark.distributed
 
 
-def write_gated(folder: Path, **changes: bool) -> Path:
+def write_gated(folder: Path, **changes: int) -> Path:
     """A folder with such a model, data and settings."""
     import torch
     from safetensors.torch import save_file
@@ -163,6 +170,12 @@ def gated(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("way", ["ddp", "zero3", "tensor", "context", "pipeline"])
 def test_single_numbers_and_weights_of_all_layers_train_as_on_one_rank(world, gated, tmp_path, way):
     assert_two_give_the_losses_of_one(world, gated, way, method="full", count=4, places=tmp_path)
+
+
+def test_experts_in_a_list_that_one_rank_calls_and_another_does_not_train_as_on_one_rank(world, tmp_path):
+    """Also those that neither calls in a step, which AdamW leaves as they are."""
+    folder = write_gated(tmp_path, experts=30)
+    assert_two_give_the_losses_of_one(world, folder, "zero3", method="full", count=4, places=tmp_path)
 
 
 @pytest.mark.parametrize("way", ["zero3", "pipeline"])

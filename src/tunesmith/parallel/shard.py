@@ -22,6 +22,9 @@ themselves, else in its shards and its collectives, where they cost a few percen
 Single numbers (a gate of a layer as a tensor without dimensions) have no rows to be shared: they are whole on all ranks
 with any strategy, outside of FSDP, and their gradients are summed once a step. So are weights of integers, which are
 not trained.
+
+Of a list of modules inside a layer (experts, each called with the tokens that chose it) some may have no gradient on
+one rank and one on another: all ranks reduce all of them then. One that no rank has called has none, as on one rank.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tunesmith.errors import UserError
 from tunesmith.kernels.nf4 import SHARDED
 from tunesmith.model.experts import QuantizedExperts
 from tunesmith.model.forward import Entrance
@@ -75,6 +79,9 @@ class Sharded(Entrance):
         """Along each dimension of the mesh of ranks that see different data."""
         self.numbers: list[nn.Parameter] = []
         """Trained weights without dimensions, which are no part of FSDP's."""
+        self.listed: list[nn.Module] = []
+        """Those of lists inside layers, which a micro-batch may not call."""
+        self._called: set[nn.Module] = set()
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """To be told before each forward and backward pass of a step; the last one ends with reduced gradients."""
@@ -93,9 +100,33 @@ class Sharded(Entrance):
             for number in self.numbers:  # a rank whose tokens have not come by it has a part, too: 0
                 number.grad = torch.zeros_like(number) if number.grad is None else number.grad
             _sum_over([number.grad for number in self.numbers], group)
+        if self.listed and self.data_ranks:
+            self._forget_uncalled()
         if self.tensor_ranks is not None:
             gradients = [weight.grad for weight in self.parameters() if weight.grad is not None]
             _sum_over([local(one) for one in gradients if not _is_cut_by_tensor(one)], self.tensor_ranks)
+
+    def watch_list(self, modules: Sequence[nn.Module]) -> None:
+        """Which of these a step calls."""
+        self.listed += modules
+
+        def note(called: nn.Module, *_: object) -> None:
+            if torch.is_grad_enabled():
+                self._called.add(called)
+
+        for module in modules:
+            module.register_forward_hook(note)
+
+    def _forget_uncalled(self) -> None:
+        """Gradients of modules that no rank has called: made of nothing, so that all ranks reduce the same."""
+        is_used = [module in self._called or _has_gradient(module) for module in self.listed]
+        used = torch.tensor(is_used, dtype=torch.int32, device=next(self.parameters()).device)
+        for group in self.data_ranks:
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
+        for module, is_one in zip(self.listed, used.tolist(), strict=True):
+            for weight in () if is_one else module.parameters():
+                weight.grad = None
+        self._called.clear()
 
     def agreed(self, norm: torch.Tensor) -> torch.Tensor:
         """The first rank's, where the last bit of a sum over several axes could be another one on each."""
@@ -158,6 +189,7 @@ class Sharding:
             offload_policy=self._offload,
             ignored_params=apart,
         )
+        self._take_lists(unit)
         if self._is_quantized:
             collectives = {
                 "quantized_all_gather": plan.quantized_all_gather,
@@ -169,6 +201,23 @@ class Sharding:
         if self._mesh.size() > 1:  # the loss is divided by the target tokens of all ranks; on one FSDP would by one
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+
+    def _take_lists(self, unit: nn.Module) -> None:
+        if self._mesh.size() == 1:
+            return
+        known = {id(one) for one in self.root.listed}
+        lists = [one for one in unit.modules() if isinstance(one, nn.ModuleList)]
+        found = [one for some in lists for one in some if not isinstance(one, FSDPModule) and id(one) not in known]
+        trained = [one for one in found if any(weight.requires_grad for weight in one.parameters())]
+        if not trained:
+            return
+        if not hasattr(unit, "set_reduce_scatter_unused_params"):
+            raise UserError(
+                f"{type(unit).__name__} has a list of modules (experts, perhaps) of which ranks may call different "
+                f"ones, which FSDP of torch {torch.__version__} cannot reduce; install torch 2.13, or use one rank."
+            )
+        unit.set_reduce_scatter_unused_params(True, recurse=False)
+        self.root.watch_list(trained)
 
     def _reshards_after_forward(self, unit: nn.Module) -> bool | int:
         if unit is self.root:
@@ -189,6 +238,12 @@ def _sum_over(parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     dist.all_reduce(flat, group=group)
     summed = flat.split([part.numel() for part in parts])
     torch._foreach_copy_(list(parts), [found.view_as(part) for found, part in zip(summed, parts, strict=True)])
+
+
+def _has_gradient(module: nn.Module) -> bool:
+    """Of other than zeros: its weights may be read without a call."""
+    gradients = [local(weight.grad) for weight in module.parameters() if weight.grad is not None]
+    return any(bool(one.any()) for one in gradients)
 
 
 def _is_cut_by_tensor(weight: torch.Tensor) -> bool:
