@@ -200,8 +200,13 @@ def test_tokens_that_see_others_besides_attention_are_not_cut_over_ranks(world, 
     assert all("computes something else when its sequences are cut over ranks" in said for said in found)
 
 
-def test_layers_that_share_weights_are_not_cut_into_stages(world, tmp_path):
+def test_layers_that_share_weights_are_not_cut_into_stages_nor_trained_in_full_where_the_code_does_not_say_so(
+    world, tmp_path
+):
     folder = write_gated(tmp_path, shares=True)
-    options = {"folder": str(folder), "output": str(tmp_path / "run"), "method": "full"}
-    found = world(2)("parallel.on_ranks:failure", mesh={"pipeline": 2}, sharding="none", **options)
+    options = {"folder": str(folder), "sharding": "none"}
+    of_stages = {"mesh": {"pipeline": 2}, "output": str(tmp_path / "stages"), "method": "lora"}
+    found = world(2)("parallel.on_ranks:failure", **options, **of_stages)
     assert all("layers of several stages, or layers and what surrounds them, share weights" in said for said in found)
+    (said,) = world(1)("parallel.on_ranks:failure", mesh={}, output=str(tmp_path / "full"), method="full", **options)
+    assert "mlp.gate_proj.weight of GatedForCausalLM are one weight" in said
