@@ -60,7 +60,10 @@ class Worlds:
         return [one["result"] for one in answers]
 
 
-MESHES = {way: {"shard": 2} for way in ("zero1", "zero2", "zero3")} | {"ddp": {"replicate": 2}, "tensor": {"tensor": 2}}
+AXES = {"tensor": "ddp", "context": "ddp", "pipeline": "none"}
+"""And what lies over their ranks."""
+MESHES = {way: {"shard": 2} for way in ("zero1", "zero2", "zero3")} | {"ddp": {"replicate": 2}}
+MESHES |= {axis: {axis: 2} for axis in AXES}
 
 
 def assert_two_give_the_losses_of_one(
@@ -80,7 +83,7 @@ def assert_two_give_the_losses_of_one(
     call = "parallel.on_ranks:steps"
     options = {"folder": str(folder), "data": [{"path": str(folder / "train.jsonl")}], "count": count, **options}
     alone = worlds(1)(call, mesh={}, sharding="none", output=str((places or folder) / "one"), **options)[0]
-    sharding = "ddp" if way == "tensor" else way
+    sharding = AXES.get(way, way)
     both = worlds(2)(call, mesh=MESHES[way], sharding=sharding, output=str((places or folder) / "two"), **options)
     assert len(alone) == count
     for number, expected in enumerate(alone):

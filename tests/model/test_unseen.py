@@ -91,6 +91,25 @@ def test_it_trains_as_by_a_plain_loop_packed(unseen, tmp_path, method):
     assert parity.distance(trained.losses, expected) <= parity.TOLERANCE
 
 
+def test_weights_of_integers_are_read_and_not_trained(unseen, tmp_path):
+    """As by a plain loop, which has all others trained, whatever the model's code says when it is built."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    folder = shutil.copytree(unseen, tmp_path / "model")
+    built = "        self.post_init()\n"
+    frozen = "        self.model.norm.weight.requires_grad_(False)\n"
+    numbered = "        self.model.norm.number = nn.Parameter(torch.tensor([3]), requires_grad=False)\n"
+    (folder / "unseen.py").write_text("import torch" + CODE.replace(built, built + frozen + numbered))
+    weights = load_file(folder / "model.safetensors") | {"model.norm.number": torch.tensor([3])}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    trained = parity.train(folder, "full", tmp_path / "run", **TRUSTED)
+    assert trained.job.optimizer.weights.keys() == weights.keys() - {"model.norm.number"}
+    plain = AutoModelForCausalLM.from_pretrained(folder, **TRUSTED)
+    assert parity.distance(trained.losses, parity.plain_losses(plain, trained, "full")) <= parity.TOLERANCE
+
+
 def test_what_its_layers_keep_is_counted_and_stands_in_the_plan(unseen, tmp_path):
     """Its memory is predicted from the count, not by a larger margin; the plan says which kernels were found equal."""
     from tunesmith.config.schema import Run

@@ -121,7 +121,7 @@ def assert_close(found: Path, expected: Path) -> None:
     assert others(found) == others(expected)
     ours, theirs = load_file(found), load_file(expected)
     for name, value in ours.items():
-        off, largest = (value - theirs[name]).abs(), theirs[name].abs().max()
+        off, largest = (value - theirs[name]).abs().double(), theirs[name].abs().max()
         assert off.max() <= 1e-3 * largest + 1e-6, name
         assert off.mean() <= 1e-6 * largest + 1e-7, name
 

@@ -100,13 +100,15 @@ class Engine(Protocol):
 class Transformers:
     """A model folder. In fp32, so that what is seen is the files' rounding alone."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, trust_remote_code: bool = False):
         from transformers import AutoTokenizer, GenerationConfig
 
+        self.trusted = {"trust_remote_code": trust_remote_code}
+        """Whether code beside the weights may be run: the run's own, which was trusted when it was trained."""
         self.name = f"transformers {importlib.metadata.version('transformers')}"
         with quiet():
             self.model = self._load(folder).eval()
-            self.tokenizer = AutoTokenizer.from_pretrained(folder)
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, **self.trusted)
             self.generation = GenerationConfig.from_pretrained(folder)
             # No penalty, and no beams: a text is compared with the likeliest tokens.
             self.model.generation_config = GenerationConfig(eos_token_id=self.generation.eos_token_id)
@@ -116,7 +118,7 @@ class Transformers:
 
         options = {"dtype": torch.float32, "output_loading_info": True}
         with contextlib.redirect_stderr(io.StringIO()):
-            model, report = AutoModelForCausalLM.from_pretrained(folder, **options)
+            model, report = AutoModelForCausalLM.from_pretrained(folder, **options, **self.trusted)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if report[kind]:
                 raise UserError(f"transformers reports {kind.replace('_', ' ')}: {sorted(map(str, report[kind]))[0]}.")
@@ -181,7 +183,7 @@ class Streamed(Transformers):
 
     def __init__(self, folder: Path, run: Run):
         self.run = run
-        super().__init__(folder)
+        super().__init__(folder, trust_remote_code=run.trust_remote_code)
         self.name += ", one layer at a time"
 
     def _load(self, folder: Path) -> Any:
@@ -204,16 +206,16 @@ class Peft(Transformers):
 
     has_adapter = True
 
-    def __init__(self, folder: Path, base: Path):
+    def __init__(self, folder: Path, base: Path, *, trust_remote_code: bool = False):
         self.base = base
-        super().__init__(folder)
+        super().__init__(folder, trust_remote_code=trust_remote_code)
         self.name = f"peft {importlib.metadata.version('peft')}"
 
     def _load(self, folder: Path) -> Any:
         from peft import PeftModel
         from transformers import AutoModelForCausalLM
 
-        base = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
+        base = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32, **self.trusted)
         return PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False).to(torch.float32)
 
     def without_influence(self, ids: Sequence[int]) -> list[str]:

@@ -82,11 +82,15 @@ def _gguf_adapter_engine(source: Source, folder: Path, kind: str) -> Engine:
 
 
 def _peft_engine(source: Source, folder: Path, kind: str) -> Engine:
-    return Peft(folder, source.weights.base)
+    return Peft(folder, source.weights.base, trust_remote_code=source.run.trust_remote_code)
+
+
+def _transformers(source: Source, folder: Path) -> Engine:
+    return Transformers(folder, trust_remote_code=source.run.trust_remote_code)
 
 
 def _safetensors_engine(source: Source, folder: Path, kind: str) -> Engine:
-    return Transformers(folder) if fits(source) else Streamed(folder, source.run)
+    return _transformers(source, folder) if fits(source) else Streamed(folder, source.run)
 
 
 def _vllm_engine(source: Source, folder: Path, kind: str) -> Engine:
@@ -128,7 +132,7 @@ FORMATS = {
         quantized.check_compressed,
         quantized.size,
         quantized.write_compressed,
-        lambda s, f, k: Transformers(f),
+        lambda s, f, k: _transformers(s, f),
         ("compressed_tensors",),
         vllm=_vllm_engine,
     ),
@@ -137,7 +141,7 @@ FORMATS = {
         quantized.check_bitsandbytes,
         quantized.size,
         quantized.write_bitsandbytes,
-        lambda s, f, k: Transformers(f),
+        lambda s, f, k: _transformers(s, f),
         ("bitsandbytes", "accelerate"),
     ),
 }

@@ -41,7 +41,7 @@ def experts_of_layers(model: nn.Module) -> dict[str, nn.Module]:
 def _has_stacks(module: nn.Module) -> bool:
     count = getattr(module, "num_experts", None)
     weights = list(module.parameters(recurse=False))
-    is_stacked = all(weight.shape[0] == count for weight in weights) and any(weight.ndim == 3 for weight in weights)
+    is_stacked = all(weight.shape[:1] == (count,) for weight in weights) and any(weight.ndim == 3 for weight in weights)
     return isinstance(count, int) and is_stacked
 
 

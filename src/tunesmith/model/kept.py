@@ -31,7 +31,7 @@ from tunesmith.model.forward import Inputs, packed_hidden_states
 from tunesmith.model.fuse import fuse
 from tunesmith.model.gated import use_memory_efficient_gates
 from tunesmith.model.rotary import fuse_rope
-from tunesmith.model.structure import decoder_layers, replace_module
+from tunesmith.model.structure import decoder_layers, replace_module, train_all
 from tunesmith.model.work import Tally
 from tunesmith.plan.facts import KEPT_RANK, Kept, KeptByOwn, Work
 from tunesmith.plan.model_states import BLOCKWISE
@@ -69,8 +69,8 @@ def count_kept(
         case = {"compiles": is_compiled, "on_gpu": is_compiled, "fuses": fuses, "kernels": kernels, "seq_idx": seq_idx}
         try:
             found = [
-                _Counting(adapt, is_full=adapt is _train_all, **case).run(config, trust_remote_code)
-                for adapt in (_train_all, _adapt_all)
+                _Counting(adapt, is_full=adapt is train_all, **case).run(config, trust_remote_code)
+                for adapt in (train_all, _adapt_all)
             ]
         except Exception:  # the model's own code, run on tensors that hold nothing
             continue
@@ -272,10 +272,6 @@ def _at_whole_width(widths: list[float], counts: list[float], degree: int) -> fl
 
 _counted: dict[Any, tuple[KeptByOwn, ...] | None] = {}
 """A plan asks more than once."""
-
-
-def _train_all(model: nn.Module) -> None:
-    model.requires_grad_(True)
 
 
 def _adapt_all(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tunesmith.config.schema import Run
+from tunesmith.errors import UserError
 from tunesmith.model.load import locate, quiet
 from tunesmith.model.lora import Start, adapter_config, adapter_tensors
 
@@ -73,6 +74,19 @@ def write_model(
     finally:
         model.generation_config = own
     return folder
+
+
+def check_ties(model: nn.Module) -> None:
+    """UserError where weights are one that the model's code does not name as such: no file says that they are."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    names: dict[nn.Parameter, str] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if name not in tied and (first := names.setdefault(weight, name)) != name:
+            raise UserError(
+                f"model: {first} and {name} of {type(model).__name__} are one weight, which its code does not say in "
+                "_tied_weights_keys, so that transformers would not save it; name them there, or train an adapter "
+                "(method: lora)."
+            )
 
 
 def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

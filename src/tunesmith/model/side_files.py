@@ -17,7 +17,7 @@ from tunesmith.config.schema import Run
 from tunesmith.errors import UserError, first_line
 from tunesmith.model.head import has_head
 from tunesmith.model.load import generation_settings, load_skeleton, load_tokenizer, locate, quiet, weights_folder
-from tunesmith.model.save import whole_folder
+from tunesmith.model.save import check_ties, whole_folder
 from tunesmith.model.sentence import files
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ def make(run: Run, folder: Path, *, template: Any, ends: Iterable[int], texts: M
     try:
         with whole_folder(folder) as partial, quiet():
             base, model = weights_folder(locate(run.model)), load_skeleton(run)
+            if not run.gives_adapter:
+                check_ties(model)
             settings, said = generation_settings(base, model)
             said += _write_config(run, model, base, partial)
             _write_generation(settings, partial, sorted(ends))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -57,10 +59,23 @@ def set_attention(model: Any, name: str) -> None:
     """Tell a model how to attend: its text part, since encoders of images and sounds beside it may not know that."""
     text = model.config.get_text_config()
     parts = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
-    model.set_attn_implementation({"": name, **dict.fromkeys(parts, name)} if parts else name)
+    if _looks_attention_up(type(model)):
+        text._attn_implementation = name
+    else:
+        model.set_attn_implementation({"": name, **dict.fromkeys(parts, name)} if parts else name)
     for module in model.modules():
         if (kind := kind_of_layer(module)) is not None:
             module.kind_of_layer = kind
+
+
+@functools.cache
+def _looks_attention_up(kind: type[nn.Module]) -> bool:
+    """Whether a model's code takes its attention from transformers' table by the name in its config, in the way of
+    earlier versions, which the installed one does not know for that and leaves as it is."""
+    try:
+        return "ALL_ATTENTION_FUNCTIONS[" in inspect.getsource(sys.modules[kind.__module__])
+    except (KeyError, OSError, TypeError):
+        return False
 
 
 def kind_of_layer(module: nn.Module) -> str | None:
@@ -91,6 +106,12 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     if hasattr(module, "shows_weight"):
         module.shows_weight = is_encoder_decoder(model)
     setattr(model.get_submodule(parent), leaf, module.train(model.training))
+
+
+def train_all(model: nn.Module) -> None:
+    """As transformers loads it: also what the model's own code has frozen, but no integers."""
+    for weight in model.parameters():
+        weight.requires_grad_(weight.is_floating_point())
 
 
 def put_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -158,9 +158,12 @@ class Optimizer:
                 group["lr"] = learning_rate * group["times"]
         self._norms.clear()
 
+    def carrier(self, name: str) -> nn.Parameter:
+        """What carries the gradient of the weight of this name, where it is clipped and applied."""
+        return dict(zip(self.weights, self.parameters, strict=True))[name]
+
     def gradient(self, name: str) -> torch.Tensor | None:
-        """Of the weight of this name, where it is clipped and applied."""
-        return dict(zip(self.weights, self.parameters, strict=True))[name].grad
+        return self.carrier(name).grad
 
     def gradient_norm(self, names: Collection[str] | None = None) -> torch.Tensor:
         """Of all gradients of this step together (or of these), those that are gone already included; in fp32."""

@@ -1,5 +1,5 @@
-"""The parallelism check: whether a model may be split over tensor ranks and cut into stages, tried before it is loaded
-on a small proxy of it, all ranks taking part.
+"""The parallelism check: whether a model may be split over tensor ranks, its sequences be cut over context ranks and
+its layers into stages, tried before it is loaded on a small proxy of it, all ranks taking part.
 
 No rank ever has the whole model, so what that computes is not known. How it may be cut is its code's matter and not its
 weights': a few narrow layers tell it as well as many.
@@ -14,6 +14,7 @@ from tunesmith.errors import UserError
 from tunesmith.kernels.nf4 import BLOCK
 from tunesmith.model import attention, load, lora, quantized
 from tunesmith.model.structure import set_attention
+from tunesmith.parallel.context import check_context
 from tunesmith.parallel.mesh import world_mesh
 from tunesmith.parallel.pipeline import check_stages
 from tunesmith.parallel.prepare import Preparation, fuse_adapters, split
@@ -42,6 +43,8 @@ def check_parallelism(run: Run, plan: Plan, device: torch.device) -> None:
     set_attention(proxy, attention.NAME)
     if plan.mesh.pipeline > 1:
         check_stages(proxy, stages)
+    if plan.mesh.context > 1:
+        check_context(proxy, plan)
     if tensor > 1:
         dtype = next(proxy.parameters()).dtype
         if plan.storage != "plain":

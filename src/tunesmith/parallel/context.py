@@ -13,22 +13,28 @@ what lies before them, whichever rank computed it. Weights lie over these ranks 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tunesmith.data.types import MicroBatch, Pieces
+from tunesmith.errors import UserError
 from tunesmith.model.attention import packed_attention, settled
-from tunesmith.model.forward import Shape, filled
+from tunesmith.model.forward import Shape, filled, hidden_states, to_device
 from tunesmith.model.inline_attention import inline_attention
+from tunesmith.model.load import vocabulary_size
 from tunesmith.model.structure import body, set_attention
 from tunesmith.parallel.collectives import Group, gather_rows, group_of
-from tunesmith.plan.plan import Attention, Plan
+from tunesmith.parallel.mesh import context_mesh
+from tunesmith.plan.plan import Attention, ForwardSpec, Plan
 
 NAME = "tunesmith_context"
 
@@ -109,6 +115,48 @@ def attend_over(model: nn.Module, mesh: DeviceMesh, kernel: Attention) -> None:
     set_attention(model, NAME)
     if (inline := inline_attention(body(model))) is not None:
         inline.attention = NAME
+
+
+@torch.no_grad()
+def check_context(model: nn.Module, plan: Plan) -> None:
+    """UserError where ranks that have some of the tokens each do not compute what the model computes of all of them.
+    Leaves the model as it is."""
+    mesh = context_mesh(plan)
+    rank, ranks, device = mesh.get_local_rank(), mesh.size(), model.get_input_embeddings().weight.device
+    whole = _trial(vocabulary_size(model.config), 2 * ranks)
+    chunks = torch.arange(len(whole.tokens)).chunk(2 * ranks)
+    mine = torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
+    small, spec = copy.deepcopy(model).eval(), ForwardSpec("packed")
+    expected = hidden_states(small, to_device(whole, device), spec)[mine]
+    attend_over(small, mesh, plan.attention)
+    try:
+        worst = (hidden_states(small, to_device(cut(whole, rank, ranks), device), spec) - expected).abs().max()
+    except (TypeError, ValueError, IndexError, RuntimeError):  # the model's own code, which expects all tokens
+        worst = torch.tensor(torch.inf, device=device)
+    found = torch.stack([worst.nan_to_num(torch.inf), expected.abs().max()])
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group())
+    if not found[0] <= 1e-3 * found[1]:
+        raise UserError(
+            f"{type(model).__name__} computes something else when its sequences are cut over ranks: it looks at other "
+            "tokens in other ways than by the attention function that transformers hands it; use a plan with context 1."
+        )
+
+
+def _trial(vocabulary: int, chunks: int) -> MicroBatch:
+    """Documents that end within chunks and go on over several of them."""
+    lengths = (5, 4 * chunks - 8, 3)
+    count = sum(lengths)
+    tokens = torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0))
+    return MicroBatch(
+        tokens=tokens,
+        labels=tokens.roll(-1),
+        weights=torch.ones(count),
+        positions=torch.cat([torch.arange(length) for length in lengths]),
+        boundaries=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
+        longest=max(lengths),
+        sources=torch.zeros(len(lengths), dtype=torch.int64),
+        origins=("",) * len(lengths),
+    )
 
 
 def context_attention(

@@ -3,7 +3,8 @@ PyTorch's schedules.
 
 Each rank keeps a run of layers (two runs where stages are interleaved); the first stage has the embedding besides, the
 last one norm, head and loss. Everything else of the model's own code runs on every stage, such as its rotary
-embeddings. Layers that are elsewhere are passed over, so that those which are here keep their numbers and names.
+embeddings; weights there (gates that the layers are given) have a part of their gradient on each. Layers that are
+elsewhere are passed over, so that those which are here keep their numbers and names.
 
   1f1b, 2 ranks, 4 micro-batches          F forward, B backward, . waiting
     rank 0:  F0 F1 .  B0 F2 B1 F3 B2 .  B3
@@ -42,6 +43,8 @@ from tunesmith.model.forward import (
     trial_inputs,
 )
 from tunesmith.model.load import DTYPES, vocabulary_size
+from tunesmith.model.local import local
+from tunesmith.model.structure import decoder_layers
 from tunesmith.optim.build import Optimizer
 from tunesmith.parallel.shard import Sharded, full_tensor
 from tunesmith.plan import stages
@@ -110,6 +113,7 @@ def cut(model: nn.Module, plan: Plan, stage: int) -> Stages:
             "A stage of the pipeline would have nothing to train, since lora.layers leaves its layers out; adapt more "
             "layers, or use a plan without a pipeline."
         )
+    _check_layers_are_apart(model, parts, plan.mesh.pipeline)
     made = Stages([part for part in parts if part.number % plan.mesh.pipeline == stage], _tied_name(model))
     _leave(model, made)
     return made
@@ -154,12 +158,13 @@ class Pipelined(Entrance):
             )
         self.parts = mine.parts
         self.tied = mine.tied
+        self.everywhere = _names_everywhere(self.inner, mine)
+        """Trained weights that each stage has, beside its layers."""
         self.group = group
         self.ranks = plan.mesh.pipeline
         self.schedule = plan.schedule
         self.micro_batches = stages.micro_batches(plan.accumulation_steps, self.ranks)
-        inner = called.model if isinstance(called, Entrance) else called
-        width = inner.config.get_text_config().hidden_size
+        width = self.inner.config.get_text_config().hidden_size
         self.hidden_shape = (1, plan.micro_batch * plan.sequence_length, width)
         self.dtype = getattr(torch, DTYPES[plan.precision])
         self.device = torch.device(plan.device)
@@ -167,6 +172,16 @@ class Pipelined(Entrance):
         """Where tensors must be to be sent to another rank."""
         self._step: _Step | None = None
         self._made: Any = None
+
+    @property
+    def inner(self) -> nn.Module:
+        """What remains of the model here."""
+        return self.model.model if isinstance(self.model, Entrance) else self.model
+
+    @property
+    def repeated(self) -> set[str]:
+        """Weights of which an earlier stage has the same."""
+        return set() if self.parts[0].is_first else {*self.everywhere, *filter(None, [self.tied])}
 
     @property
     def has_loss(self) -> bool:
@@ -190,6 +205,8 @@ class Pipelined(Entrance):
         schedule = self._schedule()
         numbers = torch.arange(self.micro_batches)  # the schedules want something that they can cut
         schedule.step(*([numbers] if self.parts[0].is_first else []), target=numbers if self.has_loss else None)
+        if isinstance(self.model, Sharded):
+            self.model.end_backward()
         losses, self._step = self._step.losses, None
         return losses[: len(inputs)]
 
@@ -220,7 +237,9 @@ class Pipelined(Entrance):
         return torch.zeros((), device=inputs.tokens.device), torch.zeros_like(inputs.weights)
 
     def finish_gradients(self, optimizer: Optimizer) -> None:
-        """After all backward passes: a weight that is held at both ends gets the gradients of both."""
+        """After all backward passes: a weight that several stages hold gets the gradients of all of them."""
+        for name in self.everywhere:
+            self._sum_over_stages(optimizer, name)
         if (gradient := self._tied_gradient(optimizer)) is None:
             return
         mine = gradient.to(self.sent_from)
@@ -235,12 +254,22 @@ class Pipelined(Entrance):
         gradient += theirs.to(gradient.device)
 
     def norm_of_all(self, norm: torch.Tensor, optimizer: Optimizer) -> torch.Tensor:
-        """The norm of the gradients of all stages, from that of this rank's; a tied weight counts once."""
+        """The norm of the gradients of all stages, from that of this rank's; one that several have counts once."""
         squares = norm.double().square()
-        if self.has_loss and self._tied_gradient(optimizer) is not None:
-            squares -= full_tensor(optimizer.gradient_norm([self.tied])).double().square()
+        if self.repeated:
+            squares -= full_tensor(optimizer.gradient_norm(self.repeated)).double().square()
         dist.all_reduce(squares, group=self.group)
         return squares.sqrt().float()
+
+    def _sum_over_stages(self, optimizer: Optimizer, name: str) -> None:
+        weight = optimizer.carrier(name)
+        is_there = torch.tensor(float(weight.grad is not None), device=self.device)
+        dist.all_reduce(is_there, group=self.group)
+        if not is_there:  # no layer uses it
+            return
+        if weight.grad is None:  # another stage's layers do
+            weight.grad = torch.zeros_like(weight)
+        dist.all_reduce(local(weight.grad), group=self.group)
 
     def _tied_gradient(self, optimizer: Optimizer) -> torch.Tensor | None:
         is_end = self.has_loss or self.parts[0].is_first
@@ -395,15 +424,12 @@ class _PassedOver(nn.Module):
 
 def _find_layers(model: nn.Module) -> tuple[nn.Module, str, nn.ModuleList]:
     """The module that has the list of decoder layers, the list's name there, and the list."""
-    found = [
-        (holder, name, child)
-        for holder in model.modules()
-        for name, child in holder.named_children()
-        if isinstance(child, nn.ModuleList)
-    ]
-    if not found:
-        raise UserError(f"{type(model).__name__} has no list of layers that could be cut into stages.")
-    return max(found, key=lambda one: len(one[2]))
+    layers = decoder_layers(model)
+    for holder in model.modules():
+        for name, child in holder.named_children():
+            if isinstance(child, nn.ModuleList) and layers and list(dict.fromkeys(child)) == layers:
+                return holder, name, child
+    raise UserError(f"{type(model).__name__} has no list of layers that could be cut into stages.")
 
 
 def _behind_layers(holder: nn.Module, layers: nn.ModuleList) -> list[str]:
@@ -426,6 +452,31 @@ def _leave(model: nn.Module, mine: Stages) -> None:
         model.set_output_embeddings(nn.Identity())
     if not has_first and not (has_last and mine.tied):
         model.set_input_embeddings(nn.Identity())
+
+
+def _names_everywhere(model: nn.Module, mine: Stages) -> list[str]:
+    """Trained weights that are neither a layer's nor those of the embedding, the last norm and the head."""
+    holder, _, layers = _find_layers(model)
+    behind = [getattr(holder, name) for name in _behind_layers(holder, layers)]
+    apart = [*mine.layers, *behind, model.get_input_embeddings(), model.get_output_embeddings()]
+    known = {weight for module in apart for weight in module.parameters()}
+    return [name for name, weight in model.named_parameters() if weight.requires_grad and weight not in known]
+
+
+def _check_layers_are_apart(model: nn.Module, parts: Sequence[Stage], ranks: int) -> None:
+    """UserError where ranks would each have a part of the gradient of one layer's weight."""
+    layers = {layer: part.number % ranks for part in parts for layer in part.layers}
+    places: dict[nn.Parameter, set[int | None]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        above = [model.get_submodule(name.rsplit(".", depth)[0]) for depth in range(1, name.count(".") + 1)]
+        stage = next((layers[one] for one in (module, *above) if one in layers), None)
+        for weight in module.parameters(recurse=False):
+            places.setdefault(weight, set()).add(stage)
+    if any(len(found) > 1 for found in places.values()) or len(layers) < sum(len(part.layers) for part in parts):
+        raise UserError(
+            f"{type(model).__name__} cannot be cut into pipeline stages: layers of several stages, or layers and what "
+            "surrounds them, share weights; use a plan without a pipeline."
+        )
 
 
 def _tied_name(model: nn.Module) -> str | None:

@@ -44,7 +44,7 @@ from tunesmith.model.quantized import Reading, put_weights
 from tunesmith.model.rotary import fuse_rope
 from tunesmith.model.routers import Routing
 from tunesmith.model.source import WeightSource, find_source
-from tunesmith.model.structure import decoder_layers, linears_of_layers, set_attention
+from tunesmith.model.structure import decoder_layers, linears_of_layers, set_attention, train_all
 from tunesmith.parallel.activation import HostStore, checkpointed, offloaded, slice_mlp
 from tunesmith.parallel.compile import compiled, structure_of
 from tunesmith.parallel.context import attend_over
@@ -138,7 +138,7 @@ class Preparation:
             for name in work.targets:  # what will be trained; by this, stages without any are found
                 model.get_submodule(name).requires_grad_(True)
         else:
-            model.requires_grad_(True)
+            train_all(model)
         if sizes.ranks > 1 or plan.sharding != "none":
             work.world = world_mesh(plan)
         if sizes.pipeline > 1:

@@ -18,6 +18,13 @@ Gradients of adapters are small: they are reduced once a step, except by zero2. 
 are shared, in the form they are held in (nf4 stays 4 bits between ranks), and never reduced; ddp, zero1 and zero2,
 which would keep them whole anyway, leave them alone. Adapters are shared as trained weights are: beside a whole base by
 themselves, else in its shards and its collectives, where they cost a few percent of the traffic.
+
+Single numbers (a gate of a layer as a tensor without dimensions) have no rows to be shared: they are whole on all ranks
+with any strategy, outside of FSDP, and their gradients are summed once a step. So are weights of integers, which are
+not trained.
+
+Of a list of modules inside a layer (experts, each called with the tokens that chose it) some may have no gradient on
+one rank and one on another: all ranks reduce all of them then. One that no rank has called has none, as on one rank.
 """
 
 from __future__ import annotations
@@ -32,11 +39,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from tunesmith.errors import UserError
 from tunesmith.kernels.nf4 import SHARDED
 from tunesmith.model.experts import QuantizedExperts
 from tunesmith.model.forward import Entrance
 from tunesmith.model.fuse import JointLinear, JointMlp
 from tunesmith.model.load import DTYPES
+from tunesmith.model.local import local
 from tunesmith.model.quantized import QuantizedLinear
 from tunesmith.optim.fused import spread
 from tunesmith.parallel.mesh import nodes
@@ -66,6 +75,13 @@ class Sharded(Entrance):
         self.reduces_once = plan.sharding in REDUCES_ONCE or (has_adapters and plan.sharding != "zero2")
         self.reduces_between_nodes_once = plan.sharding == "hybrid"
         self.tensor_ranks: dist.ProcessGroup | None = None
+        self.data_ranks: list[dist.ProcessGroup] = []
+        """Along each dimension of the mesh of ranks that see different data."""
+        self.numbers: list[nn.Parameter] = []
+        """Trained weights without dimensions, which are no part of FSDP's."""
+        self.listed: list[nn.Module] = []
+        """Those of lists inside layers, which a micro-batch may not call."""
+        self._called: set[nn.Module] = set()
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
         """To be told before each forward and backward pass of a step; the last one ends with reduced gradients."""
@@ -77,19 +93,40 @@ class Sharded(Entrance):
             self.set_reshard_after_backward(is_last)
 
     def end_backward(self) -> None:
-        """After the last backward pass of a step. Where layers are split over ranks, weights that are whole on each of
-        them have a part of their gradient on each."""
-        if self.tensor_ranks is None:
-            return
-        parts = [
-            weight.grad.to_local()
-            for weight in self.parameters()
-            if weight.grad is not None and "tensor" not in weight.device_mesh.mesh_dim_names
-        ]
-        flat = torch.cat([part.view(-1) for part in parts])
-        dist.all_reduce(flat, group=self.tensor_ranks)
-        summed = flat.split([part.numel() for part in parts])
-        torch._foreach_copy_(parts, [found.view_as(part) for found, part in zip(summed, parts, strict=True)])
+        """After the last backward pass of a step. Ranks with different data each have a part of the gradient of single
+        numbers. Where layers are split over ranks, weights that are whole on each of them have a part of their gradient
+        on each."""
+        for group in self.data_ranks if self.numbers else ():
+            for number in self.numbers:  # a rank whose tokens have not come by it has a part, too: 0
+                number.grad = torch.zeros_like(number) if number.grad is None else number.grad
+            _sum_over([number.grad for number in self.numbers], group)
+        if self.listed and self.data_ranks:
+            self._forget_uncalled()
+        if self.tensor_ranks is not None:
+            gradients = [weight.grad for weight in self.parameters() if weight.grad is not None]
+            _sum_over([local(one) for one in gradients if not _is_cut_by_tensor(one)], self.tensor_ranks)
+
+    def watch_list(self, modules: Sequence[nn.Module]) -> None:
+        """Which of these a step calls."""
+        self.listed += modules
+
+        def note(called: nn.Module, *_: object) -> None:
+            if torch.is_grad_enabled():
+                self._called.add(called)
+
+        for module in modules:
+            module.register_forward_hook(note)
+
+    def _forget_uncalled(self) -> None:
+        """Gradients of modules that no rank has called: made of nothing, so that all ranks reduce the same."""
+        is_used = [module in self._called or _has_gradient(module) for module in self.listed]
+        used = torch.tensor(is_used, dtype=torch.int32, device=next(self.parameters()).device)
+        for group in self.data_ranks:
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
+        for module, is_one in zip(self.listed, used.tolist(), strict=True):
+            for weight in () if is_one else module.parameters():
+                weight.grad = None
+        self._called.clear()
 
     def agreed(self, norm: torch.Tensor) -> torch.Tensor:
         """The first rank's, where the last bit of a sum over several axes could be another one on each."""
@@ -110,6 +147,7 @@ class Sharding:
     def __init__(self, model: nn.Module, plan: Plan, mesh: DeviceMesh, *, has_adapters: bool):
         self.root = Sharded(model, plan, has_adapters=has_adapters)
         """What is around the layers, and to be called in the end."""
+        self.root.data_ranks = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
         self._plan, self._mesh = plan, mesh
         self._has_whole_base = has_adapters and plan.sharding in KEEPS_FULL
         precision = getattr(torch, DTYPES[plan.precision])
@@ -136,9 +174,13 @@ class Sharding:
             apart |= {weight for weight in unit.parameters() if not weight.requires_grad}
         else:
             _buffers_to_parameters(unit, but=(QuantizedExperts,) if has_experts else ())
+        numbers = [weight for weight in unit.parameters() if not has_rows(weight)]
+        apart |= set(numbers)
+        self.root.numbers += [one for one in numbers if one.requires_grad and one not in set(self.root.numbers)]
         if not self._is_rounded:
             _in_fp32(unit)
-        shapes = [weight.shape for weight in unit.parameters() if not isinstance(weight, DTensor)]
+        others = [weight for weight in unit.parameters() if weight not in apart]
+        shapes = [weight.shape for weight in others if not isinstance(weight, DTensor)]
         fully_shard(
             unit,
             mesh=self._mesh,
@@ -147,6 +189,7 @@ class Sharding:
             offload_policy=self._offload,
             ignored_params=apart,
         )
+        self._take_lists(unit)
         if self._is_quantized:
             collectives = {
                 "quantized_all_gather": plan.quantized_all_gather,
@@ -159,12 +202,52 @@ class Sharding:
             unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
 
+    def _take_lists(self, unit: nn.Module) -> None:
+        if self._mesh.size() == 1:
+            return
+        known = {id(one) for one in self.root.listed}
+        lists = [one for one in unit.modules() if isinstance(one, nn.ModuleList)]
+        found = [one for some in lists for one in some if not isinstance(one, FSDPModule) and id(one) not in known]
+        trained = [one for one in found if any(weight.requires_grad for weight in one.parameters())]
+        if not trained:
+            return
+        if not hasattr(unit, "set_reduce_scatter_unused_params"):
+            raise UserError(
+                f"{type(unit).__name__} has a list of modules (experts, perhaps) of which ranks may call different "
+                f"ones, which FSDP of torch {torch.__version__} cannot reduce; install torch 2.13, or use one rank."
+            )
+        unit.set_reduce_scatter_unused_params(True, recurse=False)
+        self.root.watch_list(trained)
+
     def _reshards_after_forward(self, unit: nn.Module) -> bool | int:
         if unit is self.root:
             return False
         if self._plan.sharding == "hierarchical":
             return self._plan.mesh.shard * self._plan.mesh.context
         return self._plan.sharding not in KEEPS_FULL
+
+
+def has_rows(weight: torch.Tensor) -> bool:
+    """Whether ranks can share it."""
+    return weight.ndim > 0 and weight.is_floating_point()
+
+
+def _sum_over(parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Put into each tensor the sum of what the ranks of a group have in it."""
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    dist.all_reduce(flat, group=group)
+    summed = flat.split([part.numel() for part in parts])
+    torch._foreach_copy_(list(parts), [found.view_as(part) for found, part in zip(summed, parts, strict=True)])
+
+
+def _has_gradient(module: nn.Module) -> bool:
+    """Of other than zeros: its weights may be read without a call."""
+    gradients = [local(weight.grad) for weight in module.parameters() if weight.grad is not None]
+    return any(bool(one.any()) for one in gradients)
+
+
+def _is_cut_by_tensor(weight: torch.Tensor) -> bool:
+    return isinstance(weight, DTensor) and "tensor" in weight.device_mesh.mesh_dim_names
 
 
 class _InPlace:

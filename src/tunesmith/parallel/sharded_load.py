@@ -34,7 +34,7 @@ from tunesmith.model.structure import linears_of_layers
 from tunesmith.optim.fused import spread
 from tunesmith.parallel.collectives import gather_rows, group_of
 from tunesmith.parallel.mesh import data_mesh
-from tunesmith.parallel.shard import is_sharded, rows_of
+from tunesmith.parallel.shard import has_rows, is_sharded, rows_of
 from tunesmith.parallel.tensor import TensorParallelPlan, as_part
 from tunesmith.plan.plan import Plan
 
@@ -109,7 +109,8 @@ def shared_as_they_are(model: nn.Module, plan: Plan, targets: Sequence[str], rea
     changed = set(targets)
     if plan.storage != "plain":
         changed |= linears_of_layers(model).keys() | experts_of_layers(model).keys()
-    names = {name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in changed}
+    names = {name for name, weight in model.named_parameters() if has_rows(weight)}
+    names = {name for name in names if name.rpartition(".")[0] not in changed}
     return names - reading.cuts.keys()
 
 

@@ -42,6 +42,7 @@ CUTS = {"colwise": 0, "rowwise": 1}
 WHOLE = "replicated_with_grad_allreduce"
 """Norms of single heads."""
 TRIAL_TOKENS = 8
+"""Of each rank."""
 
 
 class SplitLinear(nn.Module):
@@ -272,17 +273,19 @@ def _gathered(hidden: torch.Tensor, group: Group) -> torch.Tensor:
 
 @torch.no_grad()
 def _try(model: nn.Module, ranks: int) -> torch.Tensor:
-    """What the decoder makes of a few tokens."""
+    """What the decoder makes of a few tokens, in two documents."""
     weight = model.get_input_embeddings().weight
     vocabulary = weight.shape[0] if isinstance(weight, DTensor) else model.get_input_embeddings().num_embeddings
     count = TRIAL_TOKENS * ranks
     tokens = torch.randint(vocabulary, (1, count), generator=torch.Generator().manual_seed(0)).to(weight.device)
-    bounds = torch.tensor([0, count], dtype=torch.int32, device=weight.device)
+    ends = (TRIAL_TOKENS - 1, count)
+    bounds = torch.tensor([0, *ends], dtype=torch.int32, device=weight.device)
+    places = torch.cat([torch.arange(ends[0]), torch.arange(ends[1] - ends[0])])
     was_training = model.training
     model.eval()
     found = body(model)(
         input_ids=tokens,
-        position_ids=torch.arange(count, device=weight.device)[None],
+        position_ids=places.to(weight.device)[None],
         use_cache=False,
         cu_seq_lens_q=bounds,
         cu_seq_lens_k=bounds,

@@ -216,7 +216,7 @@ def _proved(
     """By the engine that reads the folder: what any export must show, and that it says what was measured."""
     progress("Loading it back", 0, None)
     try:
-        engine = Transformers(folder)
+        engine = Transformers(folder, trust_remote_code=source.run.trust_remote_code)
     except (ValueError, RuntimeError, OSError, KeyError, TypeError, ImportError) as error:
         raise UserError(f"What was written cannot be loaded back by transformers: {error}.") from error
     try:

@@ -308,7 +308,7 @@ def _kept_plan(run: Run, plan: Plan | None, ranks: int | None) -> Plan | None:
         _check_agreement(run, plan)
         check_rate(run, plan.learning_rate)
         facts = facts_of(run)
-        if (why := refusal(run, plan, facts, probe())) is not None:
+        if (why := refusal(run, plan, facts, _hardware(plan.mesh.ranks))) is not None:
             raise UserError(f"The plan cannot be carried out: {why}.")
         return plan
     if _begun(run) is None:

@@ -172,19 +172,25 @@ class ResultWriter:
     def _write_translated(self, target: Path, describe: Callable[[Path], None]) -> None:
         """In another layout, which transformers knows: it wants all weights."""
         ranks, is_cut = self.share.ranks, isinstance(self.share.called, Pipelined)
-        tensors = {**self.optimizer.weights, **saved_buffers(self.model)}
+        tensors = self._all_tensors()
         weights = gathered(tensors, ranks, self.dtype, keeps=self.share.is_first_of_stage if is_cut else None)
         if ranks.is_first:
             write_model(self.empty, target, describe, weights)
         ranks.wait()
 
     def _write_model_together(self, target: Path, describe: Callable[[Path], None]) -> None:
-        trained = self.optimizer.weights
-        tensors = self.share.own({**trained, **saved_buffers(self.model)})
+        tensors = self.share.own(self._all_tensors())
+        buffers = saved_buffers(self.model)
         parts = (one for name, rows in self.share.parts(tensors) for one in stored_parts(name, rows, self.files))
-        kinds = {name: (one.shape, self.dtype if name in trained else one.dtype) for name, one in tensors.items()}
+        as_they_are = {name for name, one in tensors.items() if name in buffers or not one.is_floating_point()}
+        kinds = {name: (one.shape, one.dtype if name in as_they_are else self.dtype) for name, one in tensors.items()}
         shapes = stored_shapes(kinds, self.files)
         write_on_all_ranks(target, shapes, parts, self.share.ranks, pattern=MODEL_FILES, describe=describe)
+
+    def _all_tensors(self) -> dict[str, torch.Tensor]:
+        """Trained weights, those of integers, which are not, and buffers."""
+        frozen = {name: weight for name, weight in self.model.named_parameters() if not weight.requires_grad}
+        return {**frozen, **self.optimizer.weights, **saved_buffers(self.model)}
 
     @property
     def _done(self) -> int:

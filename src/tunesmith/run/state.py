@@ -36,10 +36,9 @@ class Share:
         return self.ranks.rank % (self.ranks.count // self.plan.mesh.pipeline) == 0
 
     def own(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those that this rank has a part in writing: a weight that is tied is the first stage's."""
-        called = self.called
-        tied = called.tied if isinstance(called, Pipelined) and not called.parts[0].is_first else None
-        return {name: tensor for name, tensor in tensors.items() if tied is None or weight_of(name) != tied}
+        """Those that this rank has a part in writing: weights that several stages have are the first one's."""
+        repeated = self.called.repeated if isinstance(self.called, Pipelined) else set()
+        return {name: tensor for name, tensor in tensors.items() if weight_of(name) not in repeated}
 
     def parts(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, ShardSlice]]:
         """This rank's rows of each; all ranks must ask at once."""
