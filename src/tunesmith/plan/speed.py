@@ -17,7 +17,7 @@ from tunesmith.plan import activations, memory, model_states, stages
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import Layer, StateSpace
 from tunesmith.plan.paths import is_in_full, path_of_kind
-from tunesmith.plan.plan import Sharding, Time
+from tunesmith.plan.plan import Time
 
 HALF_RATE_TOKENS = 0.6e-12
 """Matmuls over this many tokens, for each operation a second of the device in half precision, run at half their rate:
@@ -181,25 +181,6 @@ def step_time(task: Task, choice: Choice) -> Time:
         update = ADAFACTOR["adapters" if task.has_adapters else "full"] * _matrices(task)
     time["host"] += _waiting(task, choice, micro_batches, compute) + update + STEP
     return Time(**time)
-
-
-def values_sent(sharding: Sharding, micro_batches: float = 1) -> tuple[float, float]:
-    """Values a trained parameter costs in gathers and in reductions of one step, in units of all parameters."""
-    gathers, reductions = {
-        "none": (0, 0),
-        "ddp": (1, 1),  # an all-reduce is a reduction and a gather
-        "zero1": (1, 1),
-        "zero2": (1, micro_batches),
-        "zero3": (2 * micro_batches, micro_batches),
-        "hybrid": (2 * micro_batches, micro_batches),
-        "hierarchical": (2 * micro_batches, micro_batches),
-    }[sharding]
-    return gathers, reductions
-
-
-def bits_between_nodes(parameters: float, nodes: int, *, micro_batches: int = 1, bits: int = 16) -> float:
-    """What full sharding sends from each node to each other one in a step: its own share, for every collective."""
-    return sum(values_sent("zero3", micro_batches)) * bits * parameters / nodes
 
 
 # compute
