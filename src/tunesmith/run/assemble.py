@@ -39,11 +39,11 @@ from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder
 from tunesmith.run.base import keep_base
 from tunesmith.run.engine import Engine, Started, started_engine
-from tunesmith.run.evaluate import Evaluator, held_out_while_training, with_known_start
+from tunesmith.run.evaluate import Evaluator, RewardEvaluator, held_out_while_training, with_known_start
 from tunesmith.run.on_policy import OnPolicy, check_prompts
 from tunesmith.run.reference import Progress, Reference
 from tunesmith.run.result import ResultWriter
-from tunesmith.run.rollout import Generator, RewardEvaluator, Rollouts, Sampler, at_temperature
+from tunesmith.run.rollout import Generator, Rollouts, Sampler, at_temperature
 from tunesmith.run.shape import micro_batch_shape, settle_torch
 from tunesmith.run.start import Setting
 from tunesmith.run.state import Share, TrainingState
