@@ -81,12 +81,12 @@ class Optimizer:
         self.step_hooks: list[Callable[[], None]] = []
         """Called before each update."""
         self._norms: dict[str, torch.Tensor] = {}
-        is_half = any(weight.dtype != torch.float32 for weight in self.weights.values())
+        dtypes = {weight.dtype for weight in self.weights.values()}
+        is_half = dtypes != {torch.float32}
         states = states or ("bf16" if is_half and not master_weights else "fp32")
         is_asked = offload != "none" or release or prerounded or states != "fp32" or _is_large(self.weights.values())
         is_fused = run.algorithm == "lion" or (run.algorithm == "adamw" and (is_asked or is_half))
-        is_rounded = is_fused and not any(weight.dtype == torch.float16 for weight in self.weights.values())
-        if is_half and not master_weights and not is_rounded:
+        if is_half and not master_weights and (not is_fused or torch.float16 in dtypes):
             raise UserError(
                 f"optimizer: {run.optimizer} loses small updates of weights in half precision; let the plan keep "
                 "master_weights, or use bf16 with adamw or lion."
@@ -105,9 +105,8 @@ class Optimizer:
         }
         self.encode()
         is_plus = run.has_lora and run.lora.b_rate != 1
-        self.faster = {
-            master for name, master in self.masters.items() if is_plus and name.endswith(("lora_b", "lora_embedding_b"))
-        }
+        factors = [name for name in self.masters if name.endswith(("lora_b", "lora_embedding_b"))] if is_plus else []
+        self.faster = {self.masters[name] for name in factors}
         """LoRA+: weights with a rate of their own."""
         self.parameters = list((self.weights if is_fused else self.masters).values())
         """What carries the gradients that are clipped and applied."""
@@ -116,11 +115,8 @@ class Optimizer:
         for name, weight in self.weights.items():
             if master_weights and not is_fused:
                 weight.register_post_accumulate_grad_hook(_gather_into(self.masters[name]))
-            elif weight.dtype == torch.float16:
-                weight.grad_dtype = torch.float32
-            elif weight.dtype == torch.bfloat16 and accumulates and weight.grad_dtype is not None:  # not prepared yet
-                weight.grad_dtype = None  # those of later micro-batches are added as they are, by one kernel each
-                weight.register_post_accumulate_grad_hook(_in_fp32)
+            else:
+                _gather_in_fp32(weight, accumulates=accumulates)
             if release:
                 weight.register_post_accumulate_grad_hook(self._update_at_once(name))
 
@@ -271,27 +267,30 @@ class Optimizer:
             if kind == "optimizer":
                 key, _, name = rest.partition("/")
                 states[name][key] = value
-        for name, values in states.items():
-            _translate(values, is_fused=isinstance(self.owner[self.masters[name]], Fused))
-        if not all(self._fits(self.masters[name], values) for name, values in states.items()):
-            # Another optimizer was chosen since, which starts afresh.
-            for state in self.states():
-                for value in state.values():
-                    value.zero_()
-        else:
-            for name, values in states.items():
-                weight = self.masters[name]
-                part = self.owner[weight]
-                if isinstance(part, Fused):
-                    if values:
-                        part.set_state(weight, values)
-                    continue
-                for key, value in values.items():
-                    on_host = key == "step" and not part.defaults.get("fused")
-                    part.state[weight][key] = value.clone() if on_host else _placed(value, weight).clone()
+        self._restore_states(states)
         if self.has_masters:
             for part in self.parts:
                 self._copy_masters(part)
+
+    def _restore_states(self, states: Mapping[str, dict[str, torch.Tensor]]) -> None:
+        """By the weights' names; those of another optimizer, which was chosen since, start afresh."""
+        for name, values in states.items():
+            _translate(values, is_fused=isinstance(self.owner[self.masters[name]], Fused))
+        if not all(self._fits(self.masters[name], values) for name, values in states.items()):
+            for state in self.states():
+                for value in state.values():
+                    value.zero_()
+            return
+        for name, values in states.items():
+            weight = self.masters[name]
+            part = self.owner[weight]
+            if isinstance(part, Fused):
+                if values:
+                    part.set_state(weight, values)
+                continue
+            for key, value in values.items():
+                on_host = key == "step" and not part.defaults.get("fused")
+                part.state[weight][key] = value.clone() if on_host else _placed(value, weight).clone()
 
     def _fits(self, weight: nn.Parameter, values: Mapping[str, torch.Tensor]) -> bool:
         part = self.owner[weight]
@@ -446,6 +445,15 @@ def _translate(values: dict[str, torch.Tensor], *, is_fused: bool) -> None:
         elif not is_fused and root in values and values[root].dtype == torch.float32:
             local(values[root]).square_()
             values[square] = values.pop(root)
+
+
+def _gather_in_fp32(weight: nn.Parameter, *, accumulates: bool) -> None:
+    """Gradients of a weight in half precision, where several are added or small ones vanish."""
+    if weight.dtype == torch.float16:
+        weight.grad_dtype = torch.float32
+    elif weight.dtype == torch.bfloat16 and accumulates and weight.grad_dtype is not None:  # not prepared yet
+        weight.grad_dtype = None  # those of later micro-batches are added as they are, by one kernel each
+        weight.register_post_accumulate_grad_hook(_in_fp32)
 
 
 def _in_fp32(weight: torch.Tensor) -> None:

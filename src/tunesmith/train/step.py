@@ -248,62 +248,14 @@ class TrainStep:
     ) -> Callable[[], StepResult]:
         """One update."""
         scale = self.loss_scale.value if self.loss_scale else 1.0
-        tally, documents = self._tally(), _Documents()
         self.optimizer.begin(learning_rate, batch.step)
         self.launched += 1
         if self.routing is not None:
             self.routing.begin_step(batch.step)
         try:
-            factor = scale if self.objective is not None else scale / batch.target_weight
-            for micro_batch, found in self._passes(batch, factor, should_stop):
-                with record_function("loss"):
-                    if isinstance(found, Scoring | BatchLoss):
-                        tally.add_scored(found)
-                    else:
-                        self._add_by_source(micro_batch, found, tally)
-                        if self.keeps_documents:
-                            documents.add(micro_batch, found)
-            if self.schedule is not None:
-                (self.schedule.penalty() * scale).backward()
-            if isinstance(self.model, Sharded):
-                self.model.end_backward()
+            tally, documents = self._gradients(batch, scale, should_stop)
             with record_function("optimizer"):
-                norm = self._clip(scale)
-                is_measured = self.sample is not None and (self.launched <= FIRST or batch.step % EVERY == 0)
-                told = [self.measured()] if is_measured else []
-                told += [self.routing.told(self.device)] if self.routing is not None else []
-                read_routers = self.routing.reader() if self.routing is not None else None
-                read = self._reader(tally, norm, torch.cat(told) if told else None)
-                documents.send()
-
-            def result() -> StepResult:
-                totals, weights, grad_norm, rest = read()
-                measured, rest = (rest[:MEASURED], rest[MEASURED:]) if is_measured else ([], rest)
-                router_loss, routers = (None, []) if read_routers is None else read_routers(rest)
-                with record_function("loss"):
-                    rows, bad = documents.found()
-                overflowed = self._check(batch, totals, grad_norm, bad)
-                whole: list[list[float]] = [
-                    [sum(some) for some in zip(*one.values(), strict=True)] for one in (totals, weights)
-                ]
-                if self.objective is None:
-                    whole[1] = [batch.target_weight] * len(tally.names)
-                by_source = {at: tally.loss(totals[at], weights[at]) for at in totals if any(weights[at])}
-                return StepResult(
-                    tally.loss(*whole),
-                    grad_norm if not overflowed else 0.0,
-                    by_source,
-                    overflowed,
-                    weights_of(*measured) if measured else None,
-                    {**batch.figures, **tally.figures(*whole)}
-                    | ({} if router_loss is None else {"router_loss": router_loss}),
-                    {at: {**batch.figures_of.get(at, {}), **tally.figures(totals[at], weights[at])} for at in totals}
-                    if len(tally.names) > 1
-                    else {},
-                    routers,
-                    rows,
-                )
-
+                result = self._result_of(batch, tally, documents, self._clip(scale))
             known = result() if self.looks_first else None
             if known is None or not known.is_skipped:
                 with record_function("optimizer"):
@@ -314,6 +266,63 @@ class TrainStep:
         finally:
             with record_function("optimizer"):
                 self.optimizer.zero_grad()
+
+    def _gradients(self, batch: StepBatch, scale: float, should_stop: Callable[[], bool]) -> tuple[Tally, _Documents]:
+        """Of the whole step, and what its loss is made of."""
+        tally, documents = self._tally(), _Documents()
+        factor = scale if self.objective is not None else scale / batch.target_weight
+        for micro_batch, found in self._passes(batch, factor, should_stop):
+            with record_function("loss"):
+                if isinstance(found, Scoring | BatchLoss):
+                    tally.add_scored(found)
+                else:
+                    self._add_by_source(micro_batch, found, tally)
+                    if self.keeps_documents:
+                        documents.add(micro_batch, found)
+        if self.schedule is not None:
+            (self.schedule.penalty() * scale).backward()
+        if isinstance(self.model, Sharded):
+            self.model.end_backward()
+        return tally, documents
+
+    def _result_of(
+        self, batch: StepBatch, tally: Tally, documents: _Documents, norm: torch.Tensor
+    ) -> Callable[[], StepResult]:
+        """Begin to copy to the host what the step has found; what is returned waits for it."""
+        is_measured = self.sample is not None and (self.launched <= FIRST or batch.step % EVERY == 0)
+        told = [self.measured()] if is_measured else []
+        told += [self.routing.told(self.device)] if self.routing is not None else []
+        read_routers = self.routing.reader() if self.routing is not None else None
+        read = self._reader(tally, norm, torch.cat(told) if told else None)
+        documents.send()
+
+        def result() -> StepResult:
+            totals, weights, grad_norm, rest = read()
+            measured, rest = (rest[:MEASURED], rest[MEASURED:]) if is_measured else ([], rest)
+            router_loss, routers = (None, []) if read_routers is None else read_routers(rest)
+            with record_function("loss"):
+                rows, bad = documents.found()
+            overflowed = self._check(batch, totals, grad_norm, bad)
+            total, weight = ([sum(some) for some in zip(*one.values(), strict=True)] for one in (totals, weights))
+            if self.objective is None:
+                weight = [batch.target_weight] * len(tally.names)
+            figures = {**batch.figures, **tally.figures(total, weight)}
+            return StepResult(
+                loss=tally.loss(total, weight),
+                grad_norm=0.0 if overflowed else grad_norm,
+                losses={at: tally.loss(totals[at], weights[at]) for at in totals if any(weights[at])},
+                is_skipped=overflowed,
+                weights=weights_of(*measured) if measured else None,
+                figures=figures if router_loss is None else {**figures, "router_loss": router_loss},
+                figures_of={
+                    at: {**batch.figures_of.get(at, {}), **tally.figures(totals[at], weights[at])}
+                    for at in (totals if len(tally.names) > 1 else ())
+                },
+                routers=routers,
+                documents=rows,
+            )
+
+        return result
 
     def _merge(self, merges: Merges, batch: StepBatch) -> None:
         """Adapters into the base, after a look at the gradient of the first micro-batch where that is wanted."""
