@@ -103,19 +103,19 @@ def held_out_losses(
     progress: Callable[[int, int], None] | None = None,
     ranks: Ranks | None = None,
     share: tuple[int, int] = (0, 1),
-    cut: ContextShard | None = None,
+    context_shard: ContextShard | None = None,
     objective: Objective | None = None,
     mismatched: Sequence[TokenStore] = (),
     documents: dict[str, tuple[float, float]] | None = None,
     tokens: TokenLosses | None = None,
 ) -> list[HeldOut]:
-    """The model must be in evaluation mode. `progress` is told the documents done, of how many. Several ranks
-    share the work (`share`: which part of how many this rank does; `cut`: what of each micro-batch), and all know the
-    result. `mismatched`: as many stores, where the `objective` has a baseline. `documents` is given this rank's
+    """The model must be in evaluation mode. `progress` is told the documents done, of how many. Several ranks share
+    the work (`share`: which part of how many this rank does; `context_shard`: what of each micro-batch), and all know
+    the result. `mismatched`: as many stores, where the `objective` has a baseline. `documents` is given this rank's
     documents: the sum of each one's losses and of its weights, where these are all there is to the loss; `tokens` the
     losses of a few documents' tokens."""
     assert not model.training
-    ranks, cut = ranks or Ranks(), cut or ContextShard()
+    ranks, context_shard = ranks or Ranks(), context_shard or ContextShard()
     if objective is not None and objective.is_token_sum:
         objective = None
     sizes = {"sequence_length": sequence_length, "micro_batch": micro_batch}
@@ -127,7 +127,7 @@ def held_out_losses(
     def batches(store: TokenStore) -> Iterator[MicroBatch]:
         nonlocal done
         for batch in evaluation_batches(store, **sizes):
-            yield cut(batch)
+            yield context_shard(batch)
             done += len(batch.origins)
             if progress:
                 progress(min(done, count), count)
@@ -158,7 +158,7 @@ def held_out_losses(
                 documents |= by_document(number, batch, inputs, losses_n)
             if tokens is not None:
                 tokens.see(number, store.title, batch, losses_n)
-        copies = ranks.count // (share[1] * cut.ranks)  # ranks that share a model all know its losses
+        copies = ranks.count // (share[1] * context_shard.ranks)  # ranks that share a model all know its losses
         results.append(totals.result(store, ranks, copies))
     return results
 

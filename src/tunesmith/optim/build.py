@@ -46,7 +46,7 @@ def build(model: nn.Module, run: Run, plan: Plan) -> Optimizer:
         prerounded=is_gathered and plan.precision == "bf16" and plan.master_weights,
         states=plan.optimizer_states,
         offload=plan.offload_optimizer,
-        release=plan.optimizer_in_backward,
+        in_backward=plan.optimizer_in_backward,
         accumulates=plan.accumulation_steps > 1 or plan.by_length,
         ends={weight for end in ends if end is not None for weight in end.parameters()},
     )
@@ -64,39 +64,41 @@ class Optimizer:
         prerounded: bool = False,
         states: OptimizerStates | None = None,
         offload: OffloadTo = "none",
-        release: bool = False,
+        in_backward: bool = False,
         accumulates: bool = False,
         ends: Collection[nn.Parameter] = (),
     ):
         """`prerounded`: the weights are fp32 shards that are rounded to bf16 wherever they are used, and are to be held
-        so that this is at random, where the optimizer can. `states`: in the precision of what is updated when left out.
-        `offload`: they and the masters live in host memory, or in a file in the run's folder. `release`: each weight is
-        updated and its gradient freed within the backward pass. `accumulates`: a step has several micro-batches, whose
-        gradients are summed. `ends`: embedding and head, which Muon leaves to AdamW."""
+        so that this is stochastic, where the optimizer can. `states`: in the precision of what is updated when left
+        out. `offload`: they and the masters live in host memory, or in a file in the run's folder. `in_backward`: each
+        weight is updated and its gradient freed within the backward pass. `accumulates`: a step has several
+        micro-batches, whose gradients are summed. `ends`: embedding and head, which Muon leaves to AdamW."""
         self.weights = {name: parameter for name, parameter in named if parameter.requires_grad}
         if not self.weights:
             raise UserError("Nothing is left to train: every parameter of the model is frozen.")
         self.has_masters = master_weights
-        self.releases = release
+        self.is_in_backward = in_backward
         self.step_hooks: list[Callable[[], None]] = []
         """Called before each update."""
         self._norms: dict[str, torch.Tensor] = {}
         dtypes = {weight.dtype for weight in self.weights.values()}
         is_half = dtypes != {torch.float32}
         states = states or ("bf16" if is_half and not master_weights else "fp32")
-        is_asked = offload != "none" or release or prerounded or states != "fp32" or _is_large(self.weights.values())
+        is_asked = (
+            offload != "none" or in_backward or prerounded or states != "fp32" or _is_large(self.weights.values())
+        )
         is_fused = run.algorithm == "lion" or (run.algorithm == "adamw" and (is_asked or is_half))
         if is_half and not master_weights and (not is_fused or torch.float16 in dtypes):
             raise UserError(
                 f"optimizer: {run.optimizer} loses small updates of weights in half precision; let the plan keep "
                 "master_weights, or use bf16 with adamw or lion."
             )
-        if (offload != "none" or release) and not is_fused:
+        if (offload != "none" or in_backward) and not is_fused:
             raise UserError(
                 f"optimizer: {run.optimizer} cannot update weights one by one, as the plan's "
                 f"{'optimizer_in_backward' if offload == 'none' else 'offload_optimizer'} wants; choose adamw or lion."
             )
-        assert not (release and accumulates)
+        assert not (in_backward and accumulates)
         self.is_prerounded = prerounded and is_fused
         scratch = self._scratch(run, states) if offload == "disk" else None
         self.masters = {
@@ -117,14 +119,14 @@ class Optimizer:
                 weight.register_post_accumulate_grad_hook(_gather_into(self.masters[name]))
             else:
                 _gather_in_fp32(weight, accumulates=accumulates)
-            if release:
+            if in_backward:
                 weight.register_post_accumulate_grad_hook(self._update_at_once(name))
 
     def overlap_update(self, body: nn.Module, layers: Sequence[nn.Module]) -> None:
         """Where states come from host memory, begin the model's next forward pass while weights are still updated: a
         layer waits for its own, and the model for those outside the layers, which come first."""
         (part, *_) = self.parts
-        if self.releases or not isinstance(part, Fused) or not part.is_offloaded or part.scratch is not None:
+        if self.is_in_backward or not isinstance(part, Fused) or not part.is_offloaded or part.scratch is not None:
             return
         weights = [set(layer.parameters()) for layer in layers]
         outside = set(self.weights.values()).difference(*weights)
@@ -134,7 +136,7 @@ class Optimizer:
         named = zip(self.masters.values(), self.weights.values(), strict=True)
         places = {master: place[weight] for master, weight in named}
         part.order.sort(key=lambda master: places[master])
-        part.is_beside = True
+        part.is_overlapped = True
 
     def finish_update(self) -> None:
         """Before weights are used otherwise than by a forward pass: wait, on the device, for their updates."""
@@ -160,7 +162,7 @@ class Optimizer:
 
     def gradient_norm(self, names: Collection[str] | None = None) -> torch.Tensor:
         """Of all gradients of this step together (or of these), those that are gone already included; in fp32."""
-        if self.releases:
+        if self.is_in_backward:
             norms = [self._norms[name] for name in self.weights if name in self._norms]
         else:
             named = zip(self.weights, self.parameters, strict=True)

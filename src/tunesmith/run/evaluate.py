@@ -53,7 +53,7 @@ class Evaluator:
     stores: Sequence[TokenStore]
     device: torch.device
     ranks: Ranks
-    cut: ContextShard
+    context_shard: ContextShard
     losses: dict[int, float]
     """By step; what is found is added."""
     objective: Objective | None = None
@@ -79,7 +79,7 @@ class Evaluator:
             progress=progress,
             ranks=self.ranks,
             share=(self.plan.mesh.data_rank(self.ranks.rank), self.plan.mesh.data_ranks),
-            cut=self.cut,
+            context_shard=self.context_shard,
             objective=self.objective,
             mismatched=self.mismatched,
             documents=documents,

@@ -32,7 +32,7 @@ from tunesmith.evaluate.tasks import Choices, Item, Question, Task, task_of
 from tunesmith.infer.decoding import asked_of
 from tunesmith.infer.rollout import Wanted
 from tunesmith.model.forward import Entrance, to_device, token_losses
-from tunesmith.parallel.context import cut_of
+from tunesmith.parallel.context import context_shard_of
 from tunesmith.parallel.pipeline import Pipelined
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.parallel.shard import Sharded
@@ -207,7 +207,8 @@ class Asking:
             for task in tasks
             if task.title not in self._documents
         }
-        self._fill = cut_of(plan, ranks.rank, micro_batch_shape(plan))  # to tokens that tensor ranks share evenly
+        # To tokens that tensor ranks share evenly.
+        self._fill = context_shard_of(plan, ranks.rank, micro_batch_shape(plan))
         self._generator: Generator | None = None
 
     @property

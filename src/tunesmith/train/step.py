@@ -186,7 +186,7 @@ class TrainStep:
         loss_scale: LossScale | None = None,
         shape: Shape | None = None,
         z_loss: float = 0.0,
-        cut: ContextShard | None = None,
+        context_shard: ContextShard | None = None,
         capture: GraphCapture | None = None,
         sample: Sample | None = None,
         objective: Objective | None = None,
@@ -206,7 +206,7 @@ class TrainStep:
         self.loss_scale = loss_scale
         self.shape = shape
         self.z_loss = z_loss
-        self.cut = cut or ContextShard()
+        self.context_shard = context_shard or ContextShard()
         self.capture = capture
         self.sample = sample
         self.objective = None if objective is None or objective.is_token_sum else objective
@@ -215,7 +215,7 @@ class TrainStep:
         self.teach = teach
         self.merges = merges
         self.routing = routing
-        self.keeps_documents = self.objective is None and self.ranks.rank % self.cut.copies == 0
+        self.keeps_documents = self.objective is None and self.ranks.rank % self.context_shard.copies == 0
         """Whether the losses of documents are told; of ranks that compute the same, by one."""
         self.launched = 0
         self._sampled: list[torch.Tensor | None] = []
@@ -383,8 +383,8 @@ class TrainStep:
         values = here.to(self.device, non_blocking=True)
         for source, total in tally.sums.items():
             values[0, source] = total
-        if self.cut.copies > 1:
-            values /= self.cut.copies
+        if self.context_shard.copies > 1:
+            values /= self.context_shard.copies
         flat = values.view(-1) if measured is None else torch.cat([values.view(-1), measured])
         read_all = reader(torch.cat([norm.double().view(1), self.ranks.sum(flat)]))
 
@@ -433,7 +433,7 @@ class TrainStep:
                 self.model.begin_micro_batch(is_last=index == len(batch.micro_batches) - 1)
             with record_function("data"):
                 self._draw_from(batch.step, index)
-                micro_batch = self.cut(micro_batch)
+                micro_batch = self.context_shard(micro_batch)
                 inputs = to_device(micro_batch, self.device, self.shape)
             scoring = self._scoring(batch, micro_batch, baseline, index)
             lesson = None if self.teach is None else self.teach(micro_batch, inputs)
@@ -499,7 +499,7 @@ class TrainStep:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.model.eval()
         for micro_batch in batch.mismatched:
-            sums += risen(self.model, self.cut(micro_batch), self.spec, self.device, self.shape)
+            sums += risen(self.model, self.context_shard(micro_batch), self.spec, self.device, self.shape)
         self.model.train()
         total, count = self.ranks.sum(sums)
         return (total / count).clamp(min=0)
