@@ -8,9 +8,9 @@ Each case runs in a process of its own. Several compile at once, on models of tw
 model when there is memory for it, and is timed alone (`pool.py`). What comes out is written to FOLDER/gpu.jsonl; the
 second form takes such files, oldest first, into benchmarks/results/gpu.json, with our speed over that of the fastest
 other system on the same workload; the third holds ours against those there, after a change that should alter nothing,
-in gpu_again.json: the speeds against others stay those of one call. `fast` cases may take what memory they need;
-`tight` ones compute every layer again and save what else the workload says. Two take minutes, and are measured only
-when `--only` names them: `long`, `70b`.
+in gpu_again.json: the speeds against others stay those of one call. Cases of goal `throughput` may take what memory
+they need; those of `low memory` checkpoint every layer and save what else the workload says. Two take minutes, and are
+measured only when `--only` names them: `long`, `70b`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Case:
     workload: str
     system: str
     goal: str
-    """`fast` or `tight`."""
+    """`throughput` or `low memory`."""
     gib: float
     """Set aside for it on the GPU."""
     matmul_dtype: str = "bf16"
@@ -77,27 +77,27 @@ class Case:
 
 
 CASES = (
-    Case("lora-8b", "tunesmith", "fast", 78, "fp8"),
-    Case("lora-8b", "tunesmith", "fast", 78),
-    Case("lora-8b", "tunesmith", "tight", 30, "fp8", checkpointed_layers=32),
-    Case("lora-8b", "unsloth", "fast", 82),
-    Case("lora-8b", "unsloth", "tight", 40, checkpointed_layers=32),
-    Case("qlora-8b", "tunesmith", "fast", 44, "fp8", checkpointed_layers=1, cuda_graphs=True),
-    Case("qlora-8b", "tunesmith", "tight", 24, "fp8", checkpointed_layers=32, cuda_graphs=True),
-    Case("qlora-8b", "unsloth", "fast", 42),
-    Case("qlora-8b", "unsloth", "tight", 24, checkpointed_layers=32),
-    Case("full-7b", "tunesmith", "fast", 106, "fp8", first_gib=13),
-    Case("full-7b", "tunesmith", "fast", 106, first_gib=13),
-    Case("full-7b", "liger", "fast", 110, first_gib=13),
-    Case("lora-8b-packed", "tunesmith", "fast", 78, "fp8"),
-    Case("lora-8b-packed", "liger", "fast", 110),
-    Case("lora-8b-packed", "trl", "fast", 120),
-    Case("lora-8b-packed", "unsloth", "fast", 90),
-    Case("qlora-70b", "tunesmith", "tight", 60, "fp8", 80, warmup=1, steps=3, is_large=True),
+    Case("lora-8b", "tunesmith", "throughput", 78, "fp8"),
+    Case("lora-8b", "tunesmith", "throughput", 78),
+    Case("lora-8b", "tunesmith", "low memory", 30, "fp8", checkpointed_layers=32),
+    Case("lora-8b", "unsloth", "throughput", 82),
+    Case("lora-8b", "unsloth", "low memory", 40, checkpointed_layers=32),
+    Case("qlora-8b", "tunesmith", "throughput", 44, "fp8", checkpointed_layers=1, cuda_graphs=True),
+    Case("qlora-8b", "tunesmith", "low memory", 24, "fp8", checkpointed_layers=32, cuda_graphs=True),
+    Case("qlora-8b", "unsloth", "throughput", 42),
+    Case("qlora-8b", "unsloth", "low memory", 24, checkpointed_layers=32),
+    Case("full-7b", "tunesmith", "throughput", 106, "fp8", first_gib=13),
+    Case("full-7b", "tunesmith", "throughput", 106, first_gib=13),
+    Case("full-7b", "liger", "throughput", 110, first_gib=13),
+    Case("lora-8b-packed", "tunesmith", "throughput", 78, "fp8"),
+    Case("lora-8b-packed", "liger", "throughput", 110),
+    Case("lora-8b-packed", "trl", "throughput", 120),
+    Case("lora-8b-packed", "unsloth", "throughput", 90),
+    Case("qlora-70b", "tunesmith", "low memory", 60, "fp8", 80, warmup=1, steps=3, is_large=True),
     Case(
         "lora-8b-long",
         "tunesmith",
-        "tight",
+        "low memory",
         115,
         "fp8",
         32,

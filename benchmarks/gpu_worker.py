@@ -87,7 +87,7 @@ def build(case: Case, workload: Any) -> Any:
         checkpointed_layers=min(layers, case["checkpointed_layers"]),
         compiled=device() == "cuda",
     )
-    if case["goal"] == "tight":
+    if case["goal"] == "low memory":
         plan = plan.model_copy(update=dict(workload.saving))
     return bench.build(workload, plan.model_copy(update={"cuda_graphs": case["cuda_graphs"]}))
 

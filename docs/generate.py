@@ -490,7 +490,7 @@ def _gpu_tables(rows: list[dict[str, Any]]) -> list[str]:
     from tunesmith.measure.bench import WORKLOADS
 
     names = list(dict.fromkeys(row["workload"] for row in rows))
-    lines = ["`fast`: with what memory it takes; `tight`: every layer computed again, and what else saves memory."]
+    lines = ["Throughput: with what memory it takes; low memory: every layer checkpointed, and what else saves memory."]
     lines += ["Busy: the share of a step in which a kernel ran.", ""]
     for name in names:
         one = WORKLOADS[name]

@@ -41,7 +41,6 @@ class Row:
     """The largest of a step's loss from the plain loop's."""
     reason: str | None = None
     """Why it was refused, padded, or is wrong."""
-    unadapted: tuple[str, ...] = ()
     in_peft: str | None = None
     """`equal` where peft reads the adapter that was written and gives the same logits."""
 

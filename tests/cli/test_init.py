@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tunesmith.cli.init import Answers, propose, write_settings
 from tunesmith.cli.main import app
-from tunesmith.config.load import from_mapping, load, to_mapping
+from tunesmith.config.load import from_mapping, load
 from tunesmith.config.schema import Dataset, Lora, Preference, Run
 
 
@@ -136,8 +136,8 @@ def test_every_setting_is_shown_and_the_commented_ones_are_the_defaults(method):
     run = load("full.yaml").run
     defaults = from_mapping({"model": "m", "data": "a", "method": method})
     changed = {"output", "eval"}
-    assert {k: v for k, v in to_mapping(run).items() if k not in changed} == {
-        k: v for k, v in to_mapping(defaults).items() if k not in changed
+    assert {k: v for k, v in run.model_dump(mode="json").items() if k not in changed} == {
+        k: v for k, v in defaults.model_dump(mode="json").items() if k not in changed
     }
 
 

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tunesmith.config.load import from_mapping, load, to_mapping
+from tunesmith.config.load import from_mapping, load
 from tunesmith.config.other_names import SENTENCES, SETTINGS
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError, UserErrors
@@ -335,7 +335,7 @@ def test_an_override_with_broken_brackets_is_one_sentence(fail):
 
 def test_mappings_go_round(write):
     run = load(write(GOOD)).run
-    mapping = json.loads(json.dumps(to_mapping(run)))
+    mapping = json.loads(run.model_dump_json())
     assert from_mapping(mapping) == run
     with pytest.raises(UserErrors) as caught:
         from_mapping({"model": "m", "data": "a", "rankk": 3, "epochs": -1})
@@ -387,7 +387,7 @@ def sentences_or_run(call) -> None:
             message.encode()
     else:
         run = getattr(run, "run", run)
-        assert from_mapping(json.loads(json.dumps(to_mapping(run)))) == run
+        assert from_mapping(json.loads(run.model_dump_json())) == run
 
 
 @settings(max_examples=100, deadline=None)

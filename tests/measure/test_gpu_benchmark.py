@@ -26,7 +26,13 @@ def gpu(monkeypatch):
 
 
 def row(**changes) -> dict:
-    made = {"workload": "lora-8b", "system": "tunesmith", "goal": "fast", "matmul_dtype": "fp8", "step_seconds": 0.5}
+    made = {
+        "workload": "lora-8b",
+        "system": "tunesmith",
+        "goal": "throughput",
+        "matmul_dtype": "fp8",
+        "step_seconds": 0.5,
+    }
     return made | {"tokens_per_second": 200.0, "peak_bytes": 2**30} | changes
 
 
@@ -39,7 +45,8 @@ def write(file: Path, commit: str, rows: list[dict]) -> Path:
 @pytest.mark.slow
 def test_cases_are_measured_on_two_layers_and_then_whole(gpu, tmp_path):
     cases = [
-        gpu.Case("tiny", system, "fast", 1, first_gib=1, warmup=1, steps=2) for system in ("tunesmith", "transformers")
+        gpu.Case("tiny", system, "throughput", 1, first_gib=1, warmup=1, steps=2)
+        for system in ("tunesmith", "transformers")
     ]
     gpu.measure(cases, tmp_path, workers=2, deadline=300)
     head, *rows = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
@@ -57,31 +64,31 @@ def test_the_large_cases_are_measured_when_they_are_named(gpu):
     assert [case.gib for case in usual] == sorted(case.gib for case in usual)
     assert [case.workload for case in gpu.choose(["long", "70b"])] == ["qlora-70b", "lora-8b-long"]
     assert {case.workload for case in gpu.choose(["lora-8b,"])} == {"lora-8b", "qlora-8b"}
-    assert not any(case.is_large for case in gpu.choose(["tight", "lora-8b"]))
+    assert not any(case.is_large for case in gpu.choose(["low memory", "lora-8b"]))
 
 
 def test_the_newest_row_of_a_case_counts_and_a_failure_only_where_nothing_else_is(gpu, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RESULTS", str(tmp_path / "results"))
-    old = write(tmp_path / "a", "old", [row(tokens_per_second=100.0), row(goal="tight"), row(workload="full-7b")])
+    old = write(tmp_path / "a", "old", [row(tokens_per_second=100.0), row(goal="low memory"), row(workload="full-7b")])
     peer = row(system="unsloth", matmul_dtype="bf16", tokens_per_second=160.0)
-    failures = [row(goal="tight", failed="out of time"), row(workload="qlora-8b", failed="out of memory")]
+    failures = [row(goal="low memory", failed="out of time"), row(workload="qlora-8b", failed="out of memory")]
     new = write(tmp_path / "b", "new", [row(), peer, *failures])
     gpu.collect([old])
     found = json.loads(gpu.collect([new]).read_text())
     assert found["numbers"][0]["earlier"] == [100]
     kept = [(one["workload"], one["system"], one["goal"], one["commit"]) for one in found["numbers"]]
     assert kept == [
-        ("lora-8b", "tunesmith", "fast", "new"),
-        ("lora-8b", "tunesmith", "tight", "old"),
-        ("lora-8b", "unsloth", "fast", "new"),
-        ("qlora-8b", "tunesmith", "fast", "new"),
-        ("full-7b", "tunesmith", "fast", "old"),
+        ("lora-8b", "tunesmith", "throughput", "new"),
+        ("lora-8b", "tunesmith", "low memory", "old"),
+        ("lora-8b", "unsloth", "throughput", "new"),
+        ("qlora-8b", "tunesmith", "throughput", "new"),
+        ("full-7b", "tunesmith", "throughput", "old"),
     ]
     assert found["commit"] == "new"
     assert [one.get("to_best_peer") for one in found["numbers"]] == [1.25, None, None, None, None]
     said = capsys.readouterr().err
-    assert "lora-8b, tunesmith, fast, fp8: 100 tokens/s" in said
-    assert "lora-8b, tunesmith, tight, fp8: out of time" in said
+    assert "lora-8b, tunesmith, throughput, fp8: 100 tokens/s" in said
+    assert "lora-8b, tunesmith, low memory, fp8: out of time" in said
 
 
 def test_kernels_are_sorted_by_what_they_are_for(gpu):
@@ -120,12 +127,12 @@ def test_the_page_shows_speeds_ratios_and_where_the_time_goes(gpu, tmp_path, mon
     ]
     recorded = row(profile={"kernel_ms": 400.0, "kernels": kernels})
     peer = row(system="unsloth", matmul_dtype="bf16", tokens_per_second=160.0)
-    gpu.collect([write(tmp_path / "a", "c", [recorded, peer, row(goal="tight", failed="out of time")])])
+    gpu.collect([write(tmp_path / "a", "c", [recorded, peer, row(goal="low memory", failed="out of time")])])
     write(tmp_path / "gpu_speed.json", "c", [])
     page = generate.benchmarks_page()
-    assert "| lora-8b | fast | tunesmith | fp8 | 200 | 1.25 | 1.0 | 80.0% |" in page
-    assert "| lora-8b | fast | unsloth | bf16 | 160 |  | 1.0 |  |" in page
-    assert "| lora-8b | tight | tunesmith | fp8 | out of time |  |  |  |" in page
+    assert "| lora-8b | throughput | tunesmith | fp8 | 200 | 1.25 | 1.0 | 80.0% |" in page
+    assert "| lora-8b | throughput | unsloth | bf16 | 160 |  | 1.0 |  |" in page
+    assert "| lora-8b | low memory | tunesmith | fp8 | out of time |  |  |  |" in page
     assert "| quantizing | 100.0 | 25.0% |" in page
     assert "| none runs | 100.0 | |" in page
     assert len(json.loads((tmp_path / "gpu.json").read_text())["numbers"][0]["profile"]["kernels"]) == 25

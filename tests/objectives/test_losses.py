@@ -176,8 +176,13 @@ def test_evaluation_has_the_loss_and_figures_of_a_step(models, name):
     objective = objective_named(name)
     store, others = stores_of(objective, models[1])
     model = load(models[0], "packed").eval()
+    told = []
     options = {"device": CPU, "sequence_length": 32, "objective": objective, "mismatched": others}
+    options["progress"] = lambda done, count: told.append((done, count))
     (found,) = held_out_losses(model, ForwardSpec("packed"), [store], **options)
+    documents = sum(one.document_count for one in (store, *others))
+    assert told[-1] == (documents, documents)
+    assert {count for _, count in told} == {documents}
     result, _ = step_of(name, models, "accumulated")
     assert found.loss == pytest.approx(result.loss, rel=1e-6)
     assert dict(found.figures) == pytest.approx(result.figures, rel=1e-5)

@@ -54,7 +54,10 @@ def assert_equal(one: Optimizer, other: Optimizer) -> None:
         assert torch.equal(weight, other.weights[name]), name
 
 
-HOW = [{"release": True}, *({"offload": home, "release": once} for home in ("host", "disk") for once in (False, True))]
+HOW = [
+    {"in_backward": True},
+    *({"offload": home, "in_backward": once} for home in ("host", "disk") for once in (False, True)),
+]
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -75,7 +78,7 @@ def test_saved_from_one_and_continued_with_the_other(home, monkeypatch):
     small_pieces(monkeypatch)
     plain_model, plain = make("adamw_8bit")
     advance(plain_model, plain, range(2))
-    model, other = make("adamw_8bit", seed=1, offload=home, release=True)
+    model, other = make("adamw_8bit", seed=1, offload=home, in_backward=True)
     other.restore(plain.tensors())
     assert_equal(other, plain)
     assert advance(model, other, range(2, 4)) == advance(plain_model, plain, range(2, 4))
@@ -152,7 +155,7 @@ def test_a_disk_without_room_is_one_sentence(monkeypatch):
 
 
 def test_a_released_gradient_is_gone_when_backward_is_done():
-    model, optimizer = make(release=True)
+    model, optimizer = make(in_backward=True)
     optimizer.begin(1e-2)
     model(torch.ones(1, 4, dtype=torch.bfloat16)).float().sum().backward()
     assert all(weight.grad is None for weight in model.parameters())
@@ -277,7 +280,7 @@ def test_a_forward_pass_begins_while_weights_are_updated_and_finds_each_updated(
     assert_equal(step.optimizer, expected_step.optimizer)
 
 
-@pytest.mark.parametrize("how", [{"offload": "host"}, {"offload": "disk"}, {"release": True}])
+@pytest.mark.parametrize("how", [{"offload": "host"}, {"offload": "disk"}, {"in_backward": True}])
 def test_only_optimizers_that_go_weight_by_weight_can(how):
     with pytest.raises(UserError, match="choose adamw or lion"):
         make("muon", **how)

@@ -117,9 +117,3 @@ def test_what_if_knows_settings_parts_of_the_plan_and_hardware():
     for wrong in ({"micro_batch": "two"}, {"offload_optimizer": "maybe"}):
         with pytest.raises(UserError, match="--what-if"):
             explain.apart(wrong)
-
-
-def dataset(path: str):
-    from tunesmith.config.schema import Dataset
-
-    return Dataset(path=path)

@@ -138,7 +138,7 @@ def test_a_model_by_itself_is_served_by_either(tiny_model):
 def test_what_an_engine_would_leave_out_is_refused(trained, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="SGLang would serve with its base's stop tokens"):
         engine_command("sglang", trained[0], {}, Options())
-    monkeypatch.setattr(vllm, "vllm_notes", lambda *_: ["vLLM rejects DoRA: merge it."])
+    monkeypatch.setattr(vllm, "refused", lambda *_: ["vLLM rejects DoRA: merge it."])
     with pytest.raises(UserError, match="rejects DoRA"):
         engine_command("vllm", trained[0], {}, Options())
 

@@ -53,10 +53,6 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(entry.name for entry in (folder / "run" / "checkpoints").iterdir())
 
 
-def warnings(folder: Path) -> list[str]:
-    return [record["message"] for record in events.read(folder / "run") if record["event"] == "warning"]
-
-
 def assert_one_sentence(ended, *words: str) -> None:
     assert ended.code == 1, ended
     lines = ended.err.splitlines()

@@ -19,12 +19,12 @@ from tunesmith.train.loop import train
 
 @pytest.fixture
 def job(tiny_model, tmp_path):
-    def of(name: str, *, beside: bool):
+    def of(name: str, *, is_async: bool):
         folder = write_all(
             tmp_path / name, tiny_model, method="full", learning_rate=1e-3, eval=[], save_every=3, keep=9
         )
         data = [{"path": str(folder / "train.jsonl")}]
-        options = {"wire": {"async_checkpoint": beside}, "data": data, "output": str(folder / "run"), "steps": 8}
+        options = {"wire": {"async_checkpoint": is_async}, "data": data, "output": str(folder / "run"), "steps": 8}
         return job_of(Ranks(), str(folder), {}, "none", **options)
 
     return of
@@ -51,11 +51,11 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_what_was_there_b
             assert not any(isinstance(one, events.Checkpointed) for one in seen)
             go_on.set()
 
-    beside = job("beside", beside=True)
+    beside = job("beside", is_async=True)
     with monkeypatch.context() as patch:
         patch.setattr(store, "write_new", write)
         assert train(beside, observe).is_finished
-    between = job("between", beside=False)
+    between = job("between", is_async=False)
     assert train(between, lambda _: None).is_finished
     assert [event.step for event in seen if isinstance(event, events.Checkpointed)] == [3, 6, 8]
     for step in (3, 6, 8):
@@ -67,7 +67,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_what_was_there_b
 
 def test_what_goes_wrong_beside_training_is_said_and_tried_again(job, monkeypatch):
     warned, seen = [], []
-    one = job("full", beside=True)
+    one = job("full", is_async=True)
     monkeypatch.setattr(one.checkpoints, "_warn", warned.append)
     monkeypatch.setattr("tunesmith.train.loop.RETRY_SECONDS", 0.0)
     real, calls = store.write_new, iter(range(100))
@@ -91,11 +91,11 @@ def test_an_error_that_is_no_disk_s_ends_the_run(job, monkeypatch):
 
     monkeypatch.setattr(store, "write_new", broken)
     with pytest.raises(RuntimeError, match="not of the disk"):
-        train(job("broken", beside=True), lambda _: None)
+        train(job("broken", is_async=True), lambda _: None)
 
 
 def test_weights_that_are_not_finite_are_refused_before_they_are_copied(job):
-    one = job("infinite", beside=True)
+    one = job("infinite", is_async=True)
     next(iter(one.optimizer.weights.values())).data[0] = float("inf")
     with pytest.raises(UserError, match="holds NaN or infinite values at step 3"):
-        one.save(3, {}, None, beside=True)
+        one.save(3, {}, None, is_async=True)

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,7 @@ def encode_tensors(
             yield memoryview((piece if staging is None else staging[: len(piece)].copy_(piece)).numpy())
 
 
-def uncovered(names: set[str], held: list[dict[str, list[int | None]]]) -> str:
+def uncovered(names: set[str], held: Sequence[Mapping[str, list[int | None]]]) -> str:
     """What is wrong where the rows that processes write do not make up each tensor; else empty."""
     rows: dict[str, int] = {}
     totals: dict[str, int] = {}

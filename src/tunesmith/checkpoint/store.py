@@ -163,12 +163,8 @@ class CheckpointStore:
         copy: Copy = _itself,
     ) -> Saving:
         """`save` in two parts, of which the first may run beside other work on tensors that are copied by `copy`."""
-        for name, tensor in tensors.items():
-            if not is_finite(tensor):
-                raise UserError(
-                    f"{name} holds NaN or infinite values at step {step}, so this state was not saved; "
-                    "continue from the last checkpoint with a lower learning rate or other data"
-                )
+        if bad := _first_not_finite(tensors):
+            raise UserError(_not_finite(bad, step))
         if metric is not None and not math.isfinite(metric):
             raise UserError(f"the metric is {metric} at step {step}, so this state was not saved")
         metric = None if metric is None else float(metric)
@@ -208,13 +204,10 @@ class CheckpointStore:
         The first one makes the folder, and moves it into place when all have written and read back their files.
         `finish` says whether the checkpoint is on the disk, the same to all; the folder must be one for all of them.
         """
-        bad = [name for name, rows in parts.items() if not is_finite(rows.tensor)]
-        if any(found := together.gather(bad[0] if bad else "")):
-            raise UserError(
-                f"{next(filter(None, found))} holds NaN or infinite values at step {step}, so this state was not "
-                "saved; continue from the last checkpoint with a lower learning rate or other data"
-            )
-        sizes = together.gather(str(sum(rows.tensor.nbytes for rows in parts.values())))
+        tensors = {key: rows.tensor for key, rows in parts.items()}
+        if bad := next(filter(None, together.gather(_first_not_finite(tensors))), ""):
+            raise UserError(_not_finite(bad, step))
+        sizes = together.gather(str(sum(tensor.nbytes for tensor in tensors.values())))
         partial, lock, problem = None, None, ""
         text = encode_state(state)
         try:
@@ -223,7 +216,7 @@ class CheckpointStore:
         except OSError as error:
             problem = describe(error)
         name = together.gather(partial.name if partial else "")[0]
-        copies = {key: copy(rows.tensor) for key, rows in parts.items()} if name else {}
+        copies = {key: copy(tensor) for key, tensor in tensors.items()} if name else {}
         places = {key: [rows.start, rows.total] for key, rows in parts.items() if rows.total is not None}
         held = {key: [len(rows.tensor) if rows.total is not None else 1, rows.total] for key, rows in parts.items()}
         files: dict[str, tuple[int, str]] = {}
@@ -240,26 +233,43 @@ class CheckpointStore:
 
         def finish() -> bool:
             said = [json.loads(one) for one in together.gather(json.dumps([problem, files, held]))]
-            trouble = next((one for one, _, _ in said if one), "") or uncovered(set(names), [one[2] for one in said])
-            checkpoint = None
+            is_saved = False
             if together.is_first:
-                try:
-                    if partial is not None and not trouble:
-                        written = {key: tuple(value) for _, theirs, _ in said for key, value in theirs.items()}
-                        checkpoint = self._commit(step, partial, written, text, (metric, measured_on))
-                except (OSError, Damaged) as error:
-                    trouble = describe(error)
-                finally:
-                    if partial is not None and checkpoint is None:
-                        shutil.rmtree(partial, ignore_errors=True)
-                    free_lock(lock)
-                if checkpoint is None:
-                    self._warn_unwritten(step, trouble)
-                else:
-                    self._tidy_up(checkpoint)
-            return together.gather("saved" if checkpoint else "")[0] == "saved"
+                problems, theirs, rows = zip(*said, strict=True)
+                trouble = next(filter(None, problems), "") or uncovered(set(names), rows)
+                written = {key: tuple(value) for one in theirs for key, value in one.items()}
+                is_saved = self._commit_or_warn(step, partial, lock, trouble, written, text, (metric, measured_on))
+            return together.gather("saved" if is_saved else "")[0] == "saved"
 
         return Saving(write, finish)
+
+    def _commit_or_warn(
+        self,
+        step: int,
+        partial: Path | None,
+        lock: int | None,
+        trouble: str,
+        tensors: dict[str, tuple[int, str]],
+        state: bytes,
+        measured: Measured,
+    ) -> bool:
+        """By the first of several processes, when all have written: whether there is a checkpoint now. `trouble`: why
+        there can be none."""
+        checkpoint = None
+        try:
+            if partial is not None and not trouble:
+                checkpoint = self._commit(step, partial, tensors, state, measured)
+        except (OSError, Damaged) as error:
+            trouble = describe(error)
+        finally:
+            if partial is not None and checkpoint is None:
+                shutil.rmtree(partial, ignore_errors=True)
+            free_lock(lock)
+        if checkpoint is None:
+            self._warn_unwritten(step, trouble)
+            return False
+        self._tidy_up(checkpoint)
+        return True
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole, every byte of it read; damaged ones are named in a warning."""
@@ -495,6 +505,18 @@ class UnreadableFolder(UserError, OSError):
 _NAME = re.compile(r"step-(\d{8,})(?:\.aside-[0-9a-f]{8})?", re.ASCII)
 _PARTIAL = re.compile(r"step-\d{8,}\.partial-([1-9]\d{0,8})-[0-9a-f]{8}", re.ASCII)
 _TRASH = re.compile(r"\.trash-[1-9]\d{0,8}-[0-9a-f]{8}", re.ASCII)
+
+
+def _first_not_finite(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The name of the first tensor with NaN or infinity; empty where there is none."""
+    return next((name for name, tensor in tensors.items() if not is_finite(tensor)), "")
+
+
+def _not_finite(name: str, step: int) -> str:
+    return (
+        f"{name} holds NaN or infinite values at step {step}, so this state was not saved; continue from the last "
+        "checkpoint with a lower learning rate or other data"
+    )
 
 
 def _signature(path: Path) -> tuple:

@@ -273,10 +273,31 @@ def _described(store: TokenStore, use: str, weight: float | None, length: int) -
 
 
 def _show(report: dict[str, Any], one_a_line: bool) -> None:
-    from tunesmith.cli.output import say, stdout, table
+    from tunesmith.cli.output import say, table
+
+    _show_data(report)
+    amount = f"{report['sequences']:,} packed sequences of {report['sequence_length']:,} tokens, "
+    amount += f"{report['sequences_per_step']:,} a step"
+    if report["prompts_per_step"]:
+        amount = (
+            f"{report['sequences']:,} prompts, {report['prompts_per_step']:,} a step, which the model itself answers"
+        )
+    say(f"Training: {amount}; steps: {report['steps']:,}, epochs: {report['epochs']:.4g}.")
+    if report["bad"]:
+        say()
+        columns = ("record", "kind", "what is wrong")
+        say(table(columns, [list(one.values()) for one in report["bad"]], title="Bad records"))
+    for one in report["datasets"]:
+        for number, shown in enumerate(one["shown"], start=1):
+            say()
+            _show_example(f"{one['title']}, example {number}", shown, one_a_line)
+
+
+def _show_data(report: dict[str, Any]) -> None:
+    """Tables of the data sets and tasks: what became of their records, and how long these are."""
+    from tunesmith.cli.output import say, table
     from tunesmith.errors import listed
 
-    sets = report["datasets"]
     columns = ("data set", "for", "weight", "format", "records", "examples", "truncated", "split", "dropped")
     rows = [
         (
@@ -284,13 +305,10 @@ def _show(report: dict[str, Any], one_a_line: bool) -> None:
             one["use"],
             None if one["weight"] is None else f"{one['weight']:g}",
             one["format"],
-            f"{one['records']:,}",
-            f"{one['examples']:,}",
-            f"{one['truncated']:,}",
-            f"{one['split']:,}",
+            *(f"{one[name]:,}" for name in ("records", "examples", "truncated", "split")),
             _dropped(one),
         )
-        for one in sets
+        for one in report["datasets"]
     ]
     say(table(columns, rows, title="Data", right=("weight", *columns[4:8])))
     say()
@@ -311,45 +329,30 @@ def _show(report: dict[str, Any], one_a_line: bool) -> None:
             f"{one['sequences']:,}",
             f"{one['fill']:.1%}",
         )
-        for one in sets
+        for one in report["datasets"]
     ]
     say(table(columns, rows, title="Lengths in tokens", right=columns[1:]))
     say()
-    amount = f"{report['sequences']:,} packed sequences of {report['sequence_length']:,} tokens, "
-    amount += f"{report['sequences_per_step']:,} a step"
-    if report["prompts_per_step"]:
-        amount = (
-            f"{report['sequences']:,} prompts, {report['prompts_per_step']:,} a step, which the model itself answers"
-        )
-    say(f"Training: {amount}; steps: {report['steps']:,}, epochs: {report['epochs']:.4g}.")
-    if report["bad"]:
-        say()
-        say(
-            table(
-                ("record", "kind", "what is wrong"), [list(one.values()) for one in report["bad"]], title="Bad records"
-            )
-        )
+
+
+def _show_example(title: str, shown: dict[str, Any], one_a_line: bool) -> None:
+    from tunesmith.cli.output import say, stdout
+
     has_colour = stdout().color_system is not None and not stdout().no_color
-    for one in sets:
-        for number, shown in enumerate(one["shown"], start=1):
-            say()
-            targets = sum(weight > 0 for weight in shown["weights"])
-            about = f"{targets:,} of them targets, {'in colour' if has_colour else 'in [brackets]'}"
-            if shown["said"] is not None:
-                about = f"{shown['said']}; {about}" if targets else shown["said"]
-            if shown["facts"] is not None:
-                about = "a prompt, with " + ", ".join(f"{k}: {str(v)[:200]!r}" for k, v in shown["facts"].items())
-            say(
-                f"{one['title']}, example {number} ({shown['origin']}): {len(shown['ids']):,} tokens, {about}",
-                style="bold",
-            )
-            if one_a_line:
-                say(_token_table(shown))
-            else:
-                labels = shown["labels"] or [None] * len(shown["ids"])
-                pairs = zip(shown["texts"], labels, strict=True)
-                texts = [text if label is None else f"{text}/{label}" for text, label in pairs]
-                say(marked(texts, shown["weights"], has_colour))
+    targets = sum(weight > 0 for weight in shown["weights"])
+    about = f"{targets:,} of them targets, {'in colour' if has_colour else 'in [brackets]'}"
+    if shown["said"] is not None:
+        about = f"{shown['said']}; {about}" if targets else shown["said"]
+    if shown["facts"] is not None:
+        about = "a prompt, with " + ", ".join(f"{k}: {str(v)[:200]!r}" for k, v in shown["facts"].items())
+    say(f"{title} ({shown['origin']}): {len(shown['ids']):,} tokens, {about}", style="bold")
+    if one_a_line:
+        say(_token_table(shown))
+        return
+    labels = shown["labels"] or [None] * len(shown["ids"])
+    pairs = zip(shown["texts"], labels, strict=True)
+    texts = [text if label is None else f"{text}/{label}" for text, label in pairs]
+    say(marked(texts, shown["weights"], has_colour))
 
 
 def marked(texts: Sequence[str], weights: Sequence[float], has_colour: bool) -> Text:

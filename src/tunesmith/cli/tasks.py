@@ -171,8 +171,10 @@ def _cells(one: Figure) -> tuple[str, str, str]:
 
 
 def _figure_json(title: str, one: Figure) -> dict[str, Any]:
+    from tunesmith.evaluate.figures import finite
+
     made = {"task": title, "measure": one.measure.name, "value": one.value, "items": one.items}
-    made |= {"low": _finite(one.low), "high": _finite(one.high)}
+    made |= {"low": finite(one.low), "high": finite(one.high)}
     return made | ({"perplexity": math.exp(min(one.value, 50))} if one.measure.name == "loss" else {})
 
 
@@ -290,14 +292,16 @@ def summary(first: str, second: str, rows: Sequence[tuple[str, Measure, Differen
 
 
 def _difference_json(title: str, measure: Measure, row: Difference) -> dict[str, Any]:
+    from tunesmith.evaluate.figures import finite
+
     return {
         "task": title,
         "measure": measure.name,
         "value": row.first,
         "against": row.second,
         "difference": row.value,
-        "low": _finite(row.low),
-        "high": _finite(row.high),
+        "low": finite(row.low),
+        "high": finite(row.high),
         "p": row.p,
         "verdict": row.verdict,
         "items": row.items,
@@ -318,7 +322,3 @@ def _interval(measure: Measure, low: float, high: float, *, signed: bool = False
         return "-"
     write = _signed if signed else _number
     return f"{write(measure, low)} to {write(measure, high)}"
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

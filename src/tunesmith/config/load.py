@@ -62,7 +62,7 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> Run:
-    """Settings from a program, or from `to_mapping`; the same messages, without a place."""
+    """Settings from a program; the same messages, without a place."""
     if not isinstance(mapping, Mapping):
         raise UserError(f"settings are {_show(mapping)} but need to be a mapping of keys to values")
     return _validate(_Settings(dict(mapping)), "")
@@ -74,11 +74,6 @@ def with_settings(run: Run, changes: Mapping[str, Any], place: str) -> Run:
     for name, value in changes.items():
         _put(settings, _keys_of(name), copy.deepcopy(value), place)
     return _validate(settings, place)
-
-
-def to_mapping(run: Run) -> dict[str, Any]:
-    """The whole run as plain values that JSON can hold; `from_mapping` gives back an equal run."""
-    return run.model_dump(mode="json")
 
 
 # --- Text to values, with the line of each ---------------------------------------------------------------

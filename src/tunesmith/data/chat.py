@@ -79,6 +79,30 @@ def _in_json(content: Any) -> str | dict[str, str] | None:
     return named if is_whole else None
 
 
+def _check_tokenizer(tokenizer: Any, special_tokens: Sequence[str]) -> None:
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise UserError(
+            f"the tokenizer ({type(tokenizer).__name__}) is not a fast one, so the places of its tokens in the "
+            "text are unknown; convert it to a tokenizer.json."
+        )
+    known = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    for name in special_tokens:
+        if name not in known:
+            raise UserError(f"special_tokens: the tokenizer has no token {name}.")
+
+
+def _by_use(templates: str | dict[str, str] | None, owner: str) -> dict[str, str]:
+    """One for everything is called `default`."""
+    found = templates if isinstance(templates, dict) else {"default": templates} if templates else {}
+    if found and "default" not in found:
+        named = ", ".join(f"`{name}`" for name in sorted(found))
+        raise UserError(
+            f"the {owner} has chat templates for special uses alone ({named}), none of them `default`; "
+            "give the one that is meant as a file by `chat_template:`."
+        )
+    return found
+
+
 class Encoder:
     """Tokenizer + chat template + `train_on` -> examples, and prompts. Picklable. `template` is the template's text.
 
@@ -95,30 +119,15 @@ class Encoder:
     ):
         self.labels: tuple[str, ...] = ()
         """Names of classes, for records with a label."""
-        if getattr(tokenizer, "backend_tokenizer", None) is None:
-            raise UserError(
-                f"the tokenizer ({type(tokenizer).__name__}) is not a fast one, so the places of its tokens in the "
-                "text are unknown; convert it to a tokenizer.json."
-            )
+        _check_tokenizer(tokenizer, special_tokens)
         assert train_on in ("assistant", "last", "all"), train_on
         self.tokenizer = tokenizer
         self.train_on = train_on
         self._asked = frozenset(special_tokens)
-        known = {str(token) for token in tokenizer.added_tokens_decoder.values()}
-        for name in special_tokens:
-            if name not in known:
-                raise UserError(f"special_tokens: the tokenizer has no token {name}.")
         self._text = TextTokenizer(tokenizer)
         own = tokenizer.chat_template if template is None else template
         self.template: str | dict[str, str] | None = own
-        self._templates: dict[str, str] = own if isinstance(own, dict) else {"default": own} if own else {}
-        if self._templates and "default" not in self._templates:
-            named = ", ".join(f"`{name}`" for name in sorted(self._templates))
-            owner = "tokenizer" if template is None else "file"
-            raise UserError(
-                f"the {owner} has chat templates for special uses alone ({named}), none of them `default`; "
-                "give the one that is meant as a file by `chat_template:`."
-            )
+        self._templates = _by_use(own, "tokenizer" if template is None else "file")
         self.has_template = bool(self._templates)
         """Without one, only texts, prompt/completion texts and tokens can be encoded."""
         self.writes_date = any("strftime_now" in text for text in self._templates.values())
@@ -152,27 +161,8 @@ class Encoder:
         self._spoken_controls: re.Pattern[str] | None = None
         """The same for what the assistant says, without tokens that the template looks for in it (`</think>`)."""
         if self.has_template:
-            self._marks = any("endgeneration" in text for text in self._templates.values())
-            self._special |= self.end_ids
-            self.turn_end_id = traits.turn_end(self.render, self._text, self._special)
-            if self.turn_end_id is None and (found := traits.next_turns(self.render, self._text)):
-                self._next_turns, self.turn_end_id = found, found["user"][1]
-            self.end_ids |= {i for i in (self.turn_end_id,) if i is not None}
-            self._special |= self.end_ids
-            self.folds_system = traits.has_no_system_role(self.render)
-            self.mode = self._find_mode()
-            self._tool_parts = traits.tool_parts(self.render)
-            self.opens_thoughts = traits.opens_thoughts(self.render)
-            self._takes_reasoning = self.opens_thoughts or traits.writes_reasoning(self.render)
-            self.end_ids |= self._find_call_ends()
-            self._special |= self.end_ids
-        ends = {str(tokenizer.added_tokens_decoder[i]) for i in self.end_ids if i in tokenizer.added_tokens_decoder}
-        controls = {str(tokenizer.added_tokens_decoder[i]) for i in self._control_ids()} - self._asked
-        spoken = controls - ({t for t in controls if self._is_parsed(t)} - ends)
-        self.controls, self._spoken_controls = any_of(controls), any_of(spoken)
-        self._text.controls = self.controls
-        self._ends = any_of(ends - self._asked)
-        self._text.control_ids = {i for i, t in tokenizer.added_tokens_decoder.items() if str(t) in controls}
+            self._ask_template()
+        self._find_controls()
 
     def encode(self, item: Conversation | Document | Completion | Tokens, origin: Origin) -> Example:
         """One example. Turns that the template rewrites once they are not the last are not targets in it."""
@@ -554,6 +544,34 @@ class Encoder:
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
         digest.update(self.tokenizer.backend_tokenizer.to_str().encode())
         return digest.hexdigest()
+
+    def _ask_template(self) -> None:
+        """What it does with turns, system messages, tools and thoughts."""
+        self._marks = any("endgeneration" in text for text in self._templates.values())
+        self._special |= self.end_ids
+        self.turn_end_id = traits.turn_end(self.render, self._text, self._special)
+        if self.turn_end_id is None and (found := traits.next_turns(self.render, self._text)):
+            self._next_turns, self.turn_end_id = found, found["user"][1]
+        self.end_ids |= {i for i in (self.turn_end_id,) if i is not None}
+        self._special |= self.end_ids
+        self.folds_system = traits.has_no_system_role(self.render)
+        self.mode = self._find_mode()
+        self._tool_parts = traits.tool_parts(self.render)
+        self.opens_thoughts = traits.opens_thoughts(self.render)
+        self._takes_reasoning = self.opens_thoughts or traits.writes_reasoning(self.render)
+        self.end_ids |= self._find_call_ends()
+        self._special |= self.end_ids
+
+    def _find_controls(self) -> None:
+        """Which special tokens become plain text where the data writes them out."""
+        added = self.tokenizer.added_tokens_decoder
+        ends = {str(added[i]) for i in self.end_ids if i in added}
+        controls = {str(added[i]) for i in self._control_ids()} - self._asked
+        spoken = controls - ({t for t in controls if self._is_parsed(t)} - ends)
+        self.controls, self._spoken_controls = any_of(controls), any_of(spoken)
+        self._text.controls = self.controls
+        self._ends = any_of(ends - self._asked)
+        self._text.control_ids = {i for i, t in added.items() if str(t) in controls}
 
     def _find_call_ends(self) -> set[int]:
         """The special token with which the template ends a turn that calls a tool, where it has one of its own."""

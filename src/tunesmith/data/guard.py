@@ -340,58 +340,64 @@ def _check_template(encoder: Encoder, tokenizer: Any) -> list[str]:
     if bos is not None and ids[:2] == [bos, bos]:
         raise UserError(f"the chat template begins with {tokenizer.bos_token} twice; give one that writes it once.")
 
-    warnings = []
-    origin = Origin("a test conversation for the chat template", 1, "record")
-    try:
-        examples = encoder.encode_all(Conversation(tuple(messages)), origin)
-    except UserError as error:
-        thoughts = {"reasoning_content": "vwkyc"}
-        thoughtful = tuple(replace(m, extra=thoughts) if m.role == "assistant" else m for m in messages)
-        try:
-            examples = encoder.encode_all(Conversation(thoughtful), origin)
-        except UserError:
-            raise error from None
-        warnings.append("the chat template always lets the model think: answers need their `reasoning_content`.")
+    examples, always_thinks = _examples_of(encoder, messages)
     last = examples[0]
     if not np.isin(last.ids[last.weights > 0], list(encoder.end_ids)).any():
         raise UserError(
             "the chat template ends the assistant's turn without an end-of-turn token among the targets, so the model "
             "would never learn to stop; give a `chat_template` that ends it with one, such as the eos_token."
         )
-
-    if encoder.opens_thoughts:
-        warnings.append(
+    has_no_prompt = asked == unasked and text.startswith(asked)
+    header = text[len(asked) : places[3]] if has_no_prompt else ""
+    writes_bos = encoder.bos_id is None or ids[:1] == [encoder.bos_id]
+    found = (
+        (always_thinks, "the chat template always lets the model think: answers need their `reasoning_content`."),
+        (
+            encoder.opens_thoughts,
             "the chat template opens every answer for thoughts: answers without `reasoning_content` teach the model to "
-            "close them at once."
-        )
-    if encoder.folds_system:
-        warnings.append(
-            "the chat template has no system role: system messages are put in front of the first user message."
-        )
-    if len(examples) > 1:
-        warnings.append(
+            "close them at once.",
+        ),
+        (
+            encoder.folds_system,
+            "the chat template has no system role: system messages are put in front of the first user message.",
+        ),
+        (
+            len(examples) > 1,
             "the chat template writes earlier turns differently from the last one (it may drop reasoning): each turn "
-            "of a longer conversation becomes an example of its own."
-        )
-    if encoder.mode:
-        warnings.append(
+            "of a longer conversation becomes an example of its own.",
+        ),
+        (
+            bool(encoder.mode),
             "answers without reasoning are trained in the chat template's mode without thinking "
-            "(`enable_thinking: false`); ask for answers in that mode too."
-        )
-    if asked == unasked and text.startswith(asked):
-        header = text[len(asked) : places[3]]
-        if header.strip():
-            warnings.append(
-                f"the chat template has no generation prompt: what opens the assistant's turn ({header!r}) is "
-                "trained as part of the answer."
-            )
-    if encoder.bos_id is not None and ids[:1] != [encoder.bos_id]:
-        warnings.append(
-            f"the tokenizer begins texts with {tokenizer.bos_token}, but the chat template does not write it."
-        )
-    if encoder.writes_date:
-        warnings.append(
+            "(`enable_thinking: false`); ask for answers in that mode too.",
+        ),
+        (
+            bool(header.strip()),
+            f"the chat template has no generation prompt: what opens the assistant's turn ({header!r}) is trained as "
+            "part of the answer.",
+        ),
+        (
+            not writes_bos,
+            f"the tokenizer begins texts with {tokenizer.bos_token}, but the chat template does not write it.",
+        ),
+        (
+            encoder.writes_date,
             f"the chat template writes today's date: training always uses {TEMPLATE_DATE:%d %b %Y}, so that a run can "
-            "be repeated."
-        )
-    return warnings
+            "be repeated.",
+        ),
+    )
+    return [warning for is_so, warning in found if is_so]
+
+
+def _examples_of(encoder: Encoder, messages: Sequence[Message]) -> tuple[list[Example], bool]:
+    """Of a plain conversation; and whether its answers need thoughts for that."""
+    origin = Origin("a test conversation for the chat template", 1, "record")
+    try:
+        return encoder.encode_all(Conversation(tuple(messages)), origin), False
+    except UserError as error:
+        thoughts = {"reasoning_content": "vwkyc"}
+        thoughtful = tuple(replace(m, extra=thoughts) if m.role == "assistant" else m for m in messages)
+        try:
+            return encoder.encode_all(Conversation(thoughtful), origin), True
+        except UserError:
+            raise error from None

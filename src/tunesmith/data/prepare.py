@@ -163,25 +163,15 @@ def prepare(
     titles = [*unique([d.title for d in run.data]), *unique([d.title for d in run.eval_texts])]
     _each(works, _Work.look)
     check_output(run)
-    wholes, bad, records = [], [], 0
-    for work, title in zip(works, titles, strict=True):
-        try:
-            wholes.append(work.whole(title, progress, workers))
-        except BadRecords as errors:
-            bad += errors.bad
-            continue
-        bad += [error for error in wholes[-1].bad if error not in bad]
-        records += wholes[-1].records
-    if bad and (run.bad_records == "stop" or len(wholes) < len(works)):
-        raise BadRecords(bad, records if len(wholes) == len(works) else None)
+    wholes, bad = _tokenized(run, works, titles, progress, workers)
     stores = []
     for number, (whole, title) in enumerate(zip(wholes, titles, strict=True)):
+        longest = length if number < len(run.data) else min(length, eval_length or length)
+        if records_of == "prompts":
+            stores.append(_cut_prompts(whole, title, run))
+            continue
         # A chat's beginning is a whole turn or two; of a text, all is as good as its beginning.
         too_long = run.too_long or ("split" if whole.format == "text" else "truncate")
-        longest = length if number < len(run.data) else min(length, eval_length or length)
-        if records_of == "prompts":  # answers need room behind them, and a part of a question is another question
-            too_long, longest = run.too_long or "drop", length - run.rollout.max_answer_tokens
-            _check_room(whole, title, run, length)
         made = cut(whole, title, sequence_length=longest, too_long=too_long)
         stores.append(made if decoder_start is None else _with_sources(made, longest))
     train, evals = tuple(stores[: len(run.data)]), tuple(stores[len(run.data) :])
@@ -206,9 +196,35 @@ def _fingerprint_of(stores: Sequence[TokenStore], weights: Sequence[float]) -> s
     return _hash([store.fingerprint for store in stores], [float(weight) for weight in weights])
 
 
-def _check_room(whole: Whole, title: str, run: Run, length: int) -> None:
+def _tokenized(
+    run: Run, works: Sequence[_Work], titles: Sequence[str], progress: Progress | None, workers: int | None
+) -> tuple[list[Whole], list[RecordError]]:
+    """All data sets, and the records that were left out; BadRecords with those of all of them where any is too many."""
+    wholes, bad = [], []
+    for work, title in zip(works, titles, strict=True):
+        try:
+            wholes.append(work.whole(title, progress, workers))
+        except BadRecords as errors:
+            bad += errors.bad
+            continue
+        bad += [error for error in wholes[-1].bad if error not in bad]
+    is_whole = len(wholes) == len(works)
+    if bad and (run.bad_records == "stop" or not is_whole):
+        raise BadRecords(bad, sum(whole.records for whole in wholes) if is_whole else None)
+    return wholes, bad
+
+
+def _cut_prompts(whole: Whole, title: str, run: Run) -> TokenStore:
+    """Answers need room behind them, and a part of a question is another question."""
+    _check_room(whole, title, run)
+    room = run.sequence_length - run.rollout.max_answer_tokens
+    return cut(whole, title, sequence_length=room, too_long=run.too_long or "drop")
+
+
+def _check_room(whole: Whole, title: str, run: Run) -> None:
     """UserError where no prompt leaves room for an answer."""
     shortest, answer = int(np.diff(whole.offsets).min()), run.rollout.max_answer_tokens
+    length = run.sequence_length
     if shortest + answer > length and run.too_long != "truncate":
         raise UserError(
             f"{title}: no prompt is left: the shortest has {shortest:,} tokens, and rollout.max_answer_tokens "

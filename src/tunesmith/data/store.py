@@ -346,9 +346,7 @@ def cut(whole: Whole, title: str, *, sequence_length: int, too_long: TooLong) ->
     cut_off = int((keep & had_targets & (sums == 0)).sum())
     keep &= sums > 0
     if not keep.any():
-        raise UserError(
-            _nothing_left(title, whole, too_long, sequence_length, dropped_too_long, cut_off, longest_uncut)
-        )
+        raise UserError(_nothing_left(title, whole, sequence_length, dropped_too_long, cut_off, longest_uncut))
     lengths, sums, targets, starts, owners = (a[keep] for a in (lengths, sums, targets, starts, owners))
     report = Report(
         format=whole.format,
@@ -395,9 +393,7 @@ def _cut_groups(whole: Whole, title: str, *, sequence_length: int, too_long: Too
             keep[i] = False
             cut_off += 1
     if not keep.any():
-        raise UserError(
-            _nothing_left(title, whole, too_long, sequence_length, dropped_too_long, cut_off, longest_uncut)
-        )
+        raise UserError(_nothing_left(title, whole, sequence_length, dropped_too_long, cut_off, longest_uncut))
     documents, owners = np.repeat(keep, counts), np.flatnonzero(keep)
     sizes, lengths = sizes[documents], np.add.reduceat(sizes, firsts[:-1])[keep]
     report = Report(
@@ -462,9 +458,7 @@ def _pieces(starts: np.ndarray, lengths: np.ndarray, size: int) -> tuple[np.ndar
     )
 
 
-def _nothing_left(
-    title: str, whole: Whole, too_long: TooLong, size: int, dropped: int, cut_off: int, longest: int
-) -> str:
+def _nothing_left(title: str, whole: Whole, size: int, dropped: int, cut_off: int, longest: int) -> str:
     n = len(whole.sums)
     if dropped:
         return (

@@ -52,6 +52,11 @@ class Figure:
     items: int
 
 
+def finite(value: float) -> float | None:
+    """The end of an interval as JSON can hold it: None where there is none."""
+    return value if math.isfinite(value) else None
+
+
 def _share(name: str) -> Measure:
     return Measure(name, name, is_share=True)
 

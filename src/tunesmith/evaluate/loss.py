@@ -15,7 +15,7 @@ from tunesmith.data.store import TokenStore
 from tunesmith.data.types import MicroBatch
 from tunesmith.model.embedding import batch_loss, embedded, facts_of, lengths_of, pooled
 from tunesmith.model.forward import Inputs, Shape, moved, to_device, token_losses
-from tunesmith.model.scoring import TagScoring, figures_of, reported, risen, scoring_of
+from tunesmith.model.scoring import Scoring, TagScoring, figures_of, reported, risen, scoring_of
 from tunesmith.objectives.base import Objective
 from tunesmith.objectives.embed import Embed
 from tunesmith.objectives.head import ClassifyTokens
@@ -103,69 +103,97 @@ def held_out_losses(
     progress: Callable[[int, int], None] | None = None,
     ranks: Ranks | None = None,
     share: tuple[int, int] = (0, 1),
-    cut: ContextShard | None = None,
+    context_shard: ContextShard | None = None,
     objective: Objective | None = None,
     mismatched: Sequence[TokenStore] = (),
     documents: dict[str, tuple[float, float]] | None = None,
     tokens: TokenLosses | None = None,
 ) -> list[HeldOut]:
-    """The model must be in evaluation mode. `progress` is told the documents done, of how many. Several ranks
-    share the work (`share`: which part of how many this rank does; `cut`: what of each micro-batch), and all know the
-    result. `mismatched`: as many stores, where the `objective` has a baseline. `documents` is given this rank's
+    """The model must be in evaluation mode. `progress` is told the documents done, of how many. Several ranks share
+    the work (`share`: which part of how many this rank does; `context_shard`: what of each micro-batch), and all know
+    the result. `mismatched`: as many stores, where the `objective` has a baseline. `documents` is given this rank's
     documents: the sum of each one's losses and of its weights, where these are all there is to the loss; `tokens` the
     losses of a few documents' tokens."""
     assert not model.training
-    results = []
-    ranks, cut = ranks or Ranks(), cut or ContextShard()
+    ranks, context_shard = ranks or Ranks(), context_shard or ContextShard()
     if objective is not None and objective.is_token_sum:
         objective = None
+    sizes = {"sequence_length": sequence_length, "micro_batch": micro_batch}
+    sizes |= {"lengths": spec.lengths(sequence_length), "rank": share[0], "ranks": share[1]}
+    sizes["counts_prompts"] = objective is not None and objective.counts_prompts
+    sizes["rows"] = "targets" if objective is None else objective.rows
     done, count = 0, -(-sum(store.document_count for store in (*stores, *mismatched)) // share[1])
 
     def batches(store: TokenStore) -> Iterator[MicroBatch]:
         nonlocal done
-        sizes = {"sequence_length": sequence_length, "micro_batch": micro_batch}
-        sizes |= {"lengths": spec.lengths(sequence_length), "rank": share[0], "ranks": share[1]}
-        counts_prompts = objective is not None and objective.counts_prompts
-        rows = "targets" if objective is None else objective.rows
-        for batch in evaluation_batches(store, **sizes, counts_prompts=counts_prompts, rows=rows):
-            yield cut(batch)
+        for batch in evaluation_batches(store, **sizes):
+            yield context_shard(batch)
             done += len(batch.origins)
             if progress:
                 progress(min(done, count), count)
 
-    names, is_loss = reported(objective) if objective else (("loss",), (True,))
+    results = []
     for number, store in enumerate(stores):
-        sums = torch.zeros(2, len(names), dtype=torch.float64, device=device)
-        is_tagged = isinstance(objective, ClassifyTokens)
-        counts = torch.zeros(3, len(objective.labels) if is_tagged else 0, dtype=torch.float64, device=device)
-        baseline = None
-        if mismatched:
-            above, count = ranks.sum(sum(risen(model, one, spec, device, shape) for one in batches(mismatched[number])))
-            baseline = (above / count).clamp(min=0)
         if isinstance(objective, Embed):
             sums = _embedding_sums(objective, model, spec, batches(store), store, device, shape, ranks)
-        for batch in batches(store) if not isinstance(objective, Embed) else ():
+            found = Sums(*reported(objective), *sums.tolist())
+            weight = float(store.target_weights.sum())
+            results.append(HeldOut(store.title, found.loss, weight, len(store), found.figures))
+            continue
+        baseline = None
+        if mismatched:
+            each = (risen(model, one, spec, device, shape) for one in batches(mismatched[number]))
+            above, compared = ranks.sum(sum(each))
+            baseline = (above / compared).clamp(min=0)
+        totals = _Totals(objective, device)
+        for batch in batches(store):
             scoring = objective and scoring_of(objective, batch, device, sources=1, baseline=baseline)
             inputs = to_device(batch, device, shape)
             total, losses_n = token_losses(model, inputs, spec, weigh=scoring)
-            if documents is not None and objective is None:
+            if scoring is not None:
+                totals.add_scored(scoring)
+                continue
+            totals.add(total, batch)
+            if documents is not None:
                 documents |= by_document(number, batch, inputs, losses_n)
-            if tokens is not None and objective is None:
+            if tokens is not None:
                 tokens.see(number, store.title, batch, losses_n)
-            if scoring is None:
-                sums[0] += total.double()
-                sums[1] += batch.weights.double().sum().item()
-            elif scoring.sums is not None and scoring.weights is not None:
-                sums[0] += scoring.sums[:, 0]
-                sums[1] += scoring.weights[:, 0].to(device)
-            if isinstance(scoring, TagScoring) and scoring.counts is not None:
-                counts += scoring.counts
-        copies = ranks.count // (share[1] * cut.ranks)  # ranks that share a model all know its losses
-        found = Sums(names, is_loss, *(sums if isinstance(objective, Embed) else ranks.sum(sums) / copies).tolist())
-        weight = found.weights[0] if objective is None else float(store.target_weights.sum())
-        figures = found.figures | (objective.f1((ranks.sum(counts) / copies).tolist()) if is_tagged else {})
-        results.append(HeldOut(store.title, found.loss, weight, len(store), figures))
+        copies = ranks.count // (share[1] * context_shard.ranks)  # ranks that share a model all know its losses
+        results.append(totals.result(store, ranks, copies))
     return results
+
+
+class _Totals:
+    """What the micro-batches of a data set add up to, on the device."""
+
+    def __init__(self, objective: Objective | None, device: torch.device):
+        self.objective, self.device = objective, device
+        self.names, self.is_loss = reported(objective) if objective else (("loss",), (True,))
+        self.sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=device)
+        """Of each of the names, and what it is to be divided by."""
+        labels = len(objective.labels) if isinstance(objective, ClassifyTokens) else 0
+        self.counts = torch.zeros(3, labels, dtype=torch.float64, device=device)
+        """As `TagScoring.counts`."""
+
+    def add(self, total: torch.Tensor, batch: MicroBatch) -> None:
+        self.sums[0] += total.double()
+        self.sums[1] += batch.weights.double().sum().item()
+
+    def add_scored(self, scoring: Scoring) -> None:
+        if scoring.sums is not None and scoring.weights is not None:
+            self.sums[0] += scoring.sums[:, 0]
+            self.sums[1] += scoring.weights[:, 0].to(self.device)
+        if isinstance(scoring, TagScoring) and scoring.counts is not None:
+            self.counts += scoring.counts
+
+    def result(self, store: TokenStore, ranks: Ranks, copies: int) -> HeldOut:
+        """Over all ranks, `copies` of which have added the same."""
+        found = Sums(self.names, self.is_loss, *(ranks.sum(self.sums) / copies).tolist())
+        figures = found.figures
+        if isinstance(self.objective, ClassifyTokens):
+            figures |= self.objective.f1((ranks.sum(self.counts) / copies).tolist())
+        weight = found.weights[0] if self.objective is None else float(store.target_weights.sum())
+        return HeldOut(store.title, found.loss, weight, len(store), figures)
 
 
 def _embedding_sums(

@@ -90,7 +90,7 @@ class Scorer:
         config: Any = model.config
         self.own_attention = own_attention(model)
         vocabulary = load.vocabulary_size(config)
-        self.spec, self.why_slow = confirm_forward_spec(model, vocabulary=vocabulary, known=known)
+        self.spec, _ = confirm_forward_spec(model, vocabulary=vocabulary, known=known)
         self._packed_attention = attention.NAME if self.spec.layout == "packed" else self.own_attention
         self.longest = min(load.max_positions(config) or LONGEST, 1 << 20)
         self.tokens = max(TOKENS[self.device.type], 1)

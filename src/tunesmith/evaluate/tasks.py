@@ -74,6 +74,11 @@ class Item:
     origin: Origin
     group: str | None = None
 
+    @property
+    def question(self) -> Question:
+        assert isinstance(self.content, Question)
+        return self.content
+
 
 @dataclass(frozen=True)
 class Task:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tunesmith.errors import UserError
 from tunesmith.export.source import Progress, Source
-from tunesmith.infer.vllm_server import find_command, installed_version
+from tunesmith.infer.vllm_server import found_version
 from tunesmith.model import lora, vllm
 from tunesmith.model.save import ADAPTER_CONFIG, ADAPTER_FILE
 from tunesmith.run.merge import put_side_files
@@ -59,6 +59,5 @@ def notes(source: Source) -> list[str]:
 
 def refused(source: Source) -> list[str]:
     """Why the vLLM that is installed cannot prove it."""
-    files, command = source.weights.adapter, find_command()
-    version = installed_version(command) if command is not None else None
-    return vllm.refused(files.config, list(files.tensors), version) if files is not None else []
+    files = source.weights.adapter
+    return vllm.refused(files.config, list(files.tensors), found_version()) if files is not None else []

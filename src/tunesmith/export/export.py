@@ -7,9 +7,6 @@ nothing that looks like an export.
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -35,11 +32,11 @@ from tunesmith.export.engines import (
     Transformers,
     Vllm,
 )
-from tunesmith.export.proof import GREEDY, LONGEST, Proof, prove, samples_of
+from tunesmith.export.proof import GREEDY, LONGEST, Proof, Sample, prove, samples_of
 from tunesmith.export.source import Progress, Source, has
 from tunesmith.infer.vllm_server import VARIABLE, find_command
 from tunesmith.model import load
-from tunesmith.model.save import remove_leftovers
+from tunesmith.model.save import remove_leftovers, whole_folder
 from tunesmith.objectives import objective_of
 from tunesmith.plan.models import rounded_already
 from tunesmith.run.certificate import certify
@@ -185,13 +182,7 @@ def export_run(
     """Export the run in `folder`; `say` is told what should be known before anything is written. It is compared on the
     run's held-out data, or on the files in `data`; by `vllm` where that is the engine which is asked for, else by the
     format's own."""
-    chosen = FORMATS.get(form)
-    if chosen is None:
-        raise UserError(f"--to is {form}; it can be {listed(FORMATS, most=10)}.")
-    if kind is not None and kind not in chosen.types:
-        raise UserError(f"--type is {kind}; for --to {form} it can be {listed(chosen.types, most=20)}.")
-    if engine is not None:
-        chosen = _proved_by(engine, form, chosen)
+    chosen = _format(form, kind, engine)
     if push is not None and not hub.is_reachable():
         raise UserError(f"--push {push}: {hub.unreachable()}; export without --push and upload the folder later.")
     refuse_head(folder, "be exported here")
@@ -206,19 +197,13 @@ def export_run(
         say(note)
     to = out or folder / "export" / f"{form}-{kind}"
     check_place(to, chosen.size(source, kind))
-    compared = {"eval": [Dataset(path=path) for path in data], "held_out": 0} if data else {}
-    with given_by_option("--data", objective_of(source.run).records) if data else nullcontext():
-        stores = held_out_of(folder, source.run.model_copy(update=compared), read_plan(folder), progress)
-    context = load.max_positions(source.weights.model.config) or LONGEST
-    samples = samples_of(stores, context=context - (VLLM_ROOM if engine == "vllm" else 0))
+    samples = _samples(source, data, VLLM_ROOM if engine == "vllm" else 0, progress)
     certificate = certify(folder, progress=progress)
     for name, one in certificate["checks"].items():
         if one["verdict"] == "failed":
             say(f"The certificate of the run says of {name.replace('_', ' ')}: {one['found']}.")
-    to.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(to)
-    partial = Path(tempfile.mkdtemp(prefix=f".{to.name}.partial-", dir=to.parent))
-    try:
+    with whole_folder(to, is_new=True) as partial:
         chosen.write(source, partial, kind, progress)
         if form in ("gguf", "gguf-adapter"):
             put_side_files(folder, partial, dtype=torch.float32 if form == "gguf" else None, card=None)
@@ -231,12 +216,30 @@ def export_run(
         licence = copy_licence(source, partial)
         told = {"proof": proof, "missing": missing, "notes": notes, "certificate": certificate, "licence": licence}
         write_card(source, partial, form=form, kind=kind, usage=_usage(form, kind), **told)
-        finish(partial, to)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     if push is not None:
         push_folder(to, push, progress)
     return Exported(to, kind, proof, missing, notes, source.weights.step)
+
+
+def _format(form: str, kind: str | None, engine: str | None) -> Format:
+    """What is asked for by its name; UserError where there is no such format, type or engine."""
+    chosen = FORMATS.get(form)
+    if chosen is None:
+        raise UserError(f"--to is {form}; it can be {listed(FORMATS, most=10)}.")
+    if kind is not None and kind not in chosen.types:
+        raise UserError(f"--type is {kind}; for --to {form} it can be {listed(chosen.types, most=20)}.")
+    return chosen if engine is None else _proved_by(engine, form, chosen)
+
+
+def _samples(source: Source, data: Sequence[str], room: int, progress: Progress) -> list[Sample]:
+    """What the export is compared on: the run's held-out data, or the files that are named. `room`: tokens that the
+    engine needs for itself."""
+    folder = source.folder
+    compared = {"eval": [Dataset(path=path) for path in data], "held_out": 0} if data else {}
+    with given_by_option("--data", objective_of(source.run).records) if data else nullcontext():
+        stores = held_out_of(folder, source.run.model_copy(update=compared), read_plan(folder), progress)
+    context = load.max_positions(source.weights.model.config) or LONGEST
+    return samples_of(stores, context=context - room)
 
 
 def _proved_by(engine: str, form: str, chosen: Format) -> Format:
@@ -340,18 +343,6 @@ def check_place(to: Path, size: int, option: str = "--out") -> None:
             f"{to} needs {disk.size(needed)}, and its disk has {disk.size(free)} free; make room there, or give "
             f"{option} a folder on another disk."
         )
-
-
-def finish(partial: Path, to: Path) -> None:
-    for file in partial.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as stream:
-                os.fsync(stream.fileno())
-    partial.chmod(0o755)
-    if to.exists():
-        to.rmdir()
-    partial.rename(to)
-    disk.sync_folder(to.parent)
 
 
 def _usage(form: str, kind: str) -> list[str] | None:

@@ -27,9 +27,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from tunesmith.errors import UserError, first_line
 from tunesmith.launch import guardian
 from tunesmith.launch.local import free_port
+from tunesmith.model import vllm
+from tunesmith.model.save import ADAPTER_CONFIG, ADAPTER_FILE
 
 VARIABLE = "TUNESMITH_VLLM"
 HOST = "127.0.0.1"
@@ -71,6 +75,19 @@ def serve_words(command: str) -> list[str]:
         assert python is not None
         return [python, *MODULE]
     return [command, "serve"]
+
+
+def refusals(adapter: Path) -> list[str]:
+    """What the vLLM that is installed would reject or ignore of the adapter in a folder, one sentence each."""
+    config = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    with safe_open(adapter / ADAPTER_FILE.format(suffix=""), framework="pt") as file:
+        names = list(file.keys())
+    return vllm.refused(config, names, found_version())
+
+
+def found_version() -> tuple[int, ...] | None:
+    """None where vLLM is not installed, or does not say."""
+    return installed_version(command) if (command := find_command()) else None
 
 
 def installed_version(command: str) -> tuple[int, ...] | None:

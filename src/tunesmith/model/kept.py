@@ -17,6 +17,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from tunesmith.model.fuse import fuse
 from tunesmith.model.gated import use_memory_efficient_gates
 from tunesmith.model.rotary import fuse_rope
 from tunesmith.model.structure import decoder_layers, replace_module, train_all
-from tunesmith.model.work import Tally
+from tunesmith.model.work import Tally, storage_of
 from tunesmith.plan.facts import KEPT_RANK, Kept, KeptByOwn, Work
 from tunesmith.plan.model_states import BLOCKWISE
 from tunesmith.plan.plan import GATES
@@ -94,7 +95,7 @@ def count_own(run: Run, *, on_gpu: bool, kernels: tuple[str, ...]) -> tuple[Kept
     if (key, on_gpu, kernels) not in _counted:
         compiles = on_gpu and run.method != "peft"
         case = {"compiles": compiles, "on_gpu": on_gpu, "fuses": True, "kernels": kernels}
-        counting = _Counting(lambda model: _adapt_as(run, model), is_full=False, **case)
+        counting = _Counting(partial(_adapt_as, run), is_full=False, **case)
         try:
             found = counting.run(load.load_config(run), run.trust_remote_code)
         except Exception:  # other people's code, as above
@@ -114,7 +115,7 @@ def count_work(run: Run, *, kernels: tuple[str, ...]) -> tuple[Work, ...] | None
     key = run.model_dump_json(include={"model", "peft", "adapter", "lora", "method", "optimizer", "trust_remote_code"})
     if (key, kernels) not in _worked:
         is_full = run.method == "full"
-        adapt = _freeze if is_full else (lambda model: _adapt_as(run, model))
+        adapt = _freeze if is_full else partial(_adapt_as, run)
         case = {"compiles": False, "on_gpu": True, "fuses": False, "kernels": kernels, "tallies": True}
         counting = _Counting(adapt, is_full=is_full, **case)
         try:
@@ -141,13 +142,8 @@ def _work_narrow(run: Run) -> tuple[Work, ...] | None:
 
 def _real_work(run: Run, part: int) -> Work:
     """Of a layer of such a part of the model's widths."""
-
-    def adapt(model: nn.Module) -> None:
-        _adapt_as(run, model)
-        model.to("meta")
-
     case = {"compiles": False, "on_gpu": True, "fuses": False, "kernels": (), "tallies": True}
-    counting = _Counting(adapt, is_full=False, part=part, **case)
+    counting = _Counting(partial(_adapt_and_empty, run), is_full=False, part=part, **case)
     counting.run(_narrowed(load.load_config(run), part, 2), run.trust_remote_code, device="cpu", called_on="meta")
     return counting.works[counting.kinds[0]]
 
@@ -226,16 +222,11 @@ def _count_real(
 ) -> list[tuple[int, int]] | None:
     """With weights while adapters are made of them, and where it can be without while layers are called: half precision
     takes minutes on some CPUs."""
-
-    def adapt_and_empty(model: nn.Module) -> None:
-        _adapt_as(run, model)
-        model.to("meta")
-
     try:
-        options = {"device": "cpu", "called_on": "meta", "like": like}
-        return _Counting(adapt_and_empty, is_full=False, **case).run(config, run.trust_remote_code, **options)
+        counting = _Counting(partial(_adapt_and_empty, run), is_full=False, **case)
+        return counting.run(config, run.trust_remote_code, device="cpu", called_on="meta", like=like)
     except Exception:  # other people's code, as above
-        counting = _Counting(lambda model: _adapt_as(run, model), is_full=False, **case)
+        counting = _Counting(partial(_adapt_as, run), is_full=False, **case)
         return counting.run(config, run.trust_remote_code, device="cpu", like=like)
 
 
@@ -278,7 +269,7 @@ def _adapt_all(model: nn.Module) -> None:
     model.requires_grad_(False)
     head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
-        if lora._is_linear(module) and module is not head:
+        if lora.is_linear(module) and module is not head:
             replace_module(model, name, lora.LoraLinear(module, KEPT_RANK, 1.0).to("meta"))
 
 
@@ -295,10 +286,16 @@ def _adapt_as(run: Run, model: nn.Module) -> None:
         return
     for name in lora.find_targets(model, run.lora):
         linear = model.get_submodule(name)
-        if lora._is_linear(linear):
+        if lora.is_linear(linear):
             one = lora.LoraLinear(linear, run.lora.rank, 1.0, run.lora.dropout, dora=run.lora.dora)
             one.lora_a.requires_grad_(run.method != "loqt")
             replace_module(model, name, one.to("meta"))
+
+
+def _adapt_and_empty(run: Run, model: nn.Module) -> None:
+    """The same, after which no weight takes memory."""
+    _adapt_as(run, model)
+    model.to("meta")
 
 
 @dataclass
@@ -379,13 +376,13 @@ class _Counting:
             hidden = arguments[0] if arguments else named["hidden_states"]
             given = [part for one in _tensors_in((arguments, named)) for part in _dense(one)]
             held = self.held + given  # so that no place is taken again
-            before = {_place(part) for part in held} - {_place(hidden)}
+            before = {storage_of(part) for part in held} - {storage_of(hidden)}
             kept: dict[int, torch.Tensor] = {}
 
             def keep(tensor: torch.Tensor) -> torch.Tensor:
                 for one in _dense(tensor):
-                    if _place(one) not in before:
-                        kept.setdefault(_place(one), one)
+                    if storage_of(one) not in before:
+                        kept.setdefault(storage_of(one), one)
                 return tensor
 
             tally = Tally(self._is_of_tokens, self.tokens, ATTENTION, self.part)
@@ -431,10 +428,6 @@ def _passed_on(hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
 def _dense(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors that it is held in."""
     return (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor,)
-
-
-def _place(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _every_tensor() -> Iterator[torch.Tensor]:

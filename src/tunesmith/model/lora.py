@@ -370,7 +370,7 @@ def initial_a(shape: tuple[int, int], seed: int, name: str) -> torch.Tensor:
 def find_targets(model: nn.Module, settings: Lora) -> list[str]:
     """Names of the linears that get adapters; UserError when a pattern or the layer choice matches nothing."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    linears = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    linears = {name: module for name, module in model.named_modules() if is_linear(module)}
     candidates = [name for name, module in linears.items() if module is not head]
     if settings.targets == "all-linear":
         chosen = candidates
@@ -393,7 +393,7 @@ def find_targets(model: nn.Module, settings: Lora) -> list[str]:
             chosen += [name for name in matching if name not in chosen]
     if settings.layers is not None:
         layers = choose_layers(settings.layers, _layer_count(candidates))
-        chosen = [name for name in chosen if _layer_of(name) in layers or _layer_of(name) is None]
+        chosen = [name for name in chosen if layer_of(name) in layers or layer_of(name) is None]
     if not chosen:
         raise UserError("lora: no linear of this model is left to adapt; look at lora.targets and lora.layers.")
     return chosen
@@ -656,7 +656,7 @@ def attach_one(model: nn.Module, name: str, files: AdapterFiles, where: str) -> 
 def adapted_linear(module: nn.Module | None, name: str, files: AdapterFiles, where: str) -> LoraLinear:
     """The linear `name` with what `files` have for it; its weight must be there."""
     config = files.config
-    if module is None or not _is_linear(module):
+    if module is None or not is_linear(module):
         raise UserError(f"The adapter in {where} is for a linear '{name}', which this model does not have.")
     a = files.tensors.get(f"{PREFIX}{name}.lora_A.weight")
     b = files.tensors.get(f"{PREFIX}{name}.lora_B.weight")
@@ -720,7 +720,7 @@ def _attach_embedding(model: nn.Module, name: str, files: AdapterFiles, folder: 
 # helpers
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | QuantizedLinear) or is_transposed(module)
 
 
@@ -742,13 +742,13 @@ def _row_squares(base: nn.Module) -> torch.Tensor:
     return base.weight.detach().float().square().sum(0 if _is_transposed(base) else 1)
 
 
-def _layer_of(name: str) -> int | None:
+def layer_of(name: str) -> int | None:
     """The decoder layer a module belongs to: the first number in its dotted name."""
     return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
 def _layer_count(names: Iterable[str]) -> int:
-    return 1 + max((layer for name in names if (layer := _layer_of(name)) is not None), default=-1)
+    return 1 + max((layer for name in names if (layer := layer_of(name)) is not None), default=-1)
 
 
 def _drawn(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -33,7 +33,7 @@ from tunesmith.config.schema import Run
 from tunesmith.kernels.operator import operator
 from tunesmith.model import load, lora
 from tunesmith.model.structure import layers_of, replace_module, stacks_of
-from tunesmith.model.work import Tally
+from tunesmith.model.work import Tally, storage_of
 from tunesmith.plan.facts import PairedWork, Rows, terms
 
 SHAPES = tuple((8, read, written) for read, written in (
@@ -126,7 +126,7 @@ def _adapt(run: Run, model: nn.Module) -> None:
     model.requires_grad_(False)
     for name in lora.find_targets(model, run.lora):
         linear = model.get_submodule(name)
-        if lora._is_linear(linear):
+        if lora.is_linear(linear):
             one = lora.LoraLinear(linear, run.lora.rank, 1.0, run.lora.dropout, dora=run.lora.dora)
             replace_module(model, name, one.to("meta"))
 
@@ -137,11 +137,11 @@ def _call(model: Any, shape: tuple[int, int, int], *, on_gpu: bool, is_first: bo
     with torch.device("meta"):
         sources, targets = (torch.zeros(rows, length, dtype=torch.int64) for length in (read, written))
     weights = [*model.parameters(), *model.buffers()]
-    known, kept = {_place(one) for one in weights}, {}
+    known, kept = {storage_of(one) for one in weights}, {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if _place(tensor) not in known:
-            kept.setdefault(_place(tensor), tensor)
+        if storage_of(tensor) not in known:
+            kept.setdefault(storage_of(tensor), tensor)
         return tensor
 
     tally = Tally(lambda _: False, 1, (KERNEL, f"{KERNEL}_backward"))
@@ -170,10 +170,6 @@ def _call(model: Any, shape: tuple[int, int, int], *, on_gpu: bool, is_first: bo
     work = tally.work()
     sums = {name: sum(getattr(work, name)) for name in ("bytes", "half", "full")}
     return {"kept": size, "workspace": live.most, "attention": attention.flops, "kernels": work.kernels, **sums}
-
-
-def _place(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 class _Live(TorchDispatchMode):

@@ -504,7 +504,7 @@ def _depth(skeleton: nn.Module, config: Any) -> int:
     """How many layers, from the first, show every kind of module and every kind of layer that there is."""
     kinds: dict[str, int] = {}
     for name, module in skeleton.named_modules():
-        layer = lora._layer_of(name)
+        layer = lora.layer_of(name)
         if layer is not None:
             kinds.setdefault(f"{kind_of(name)} {type(module).__name__}", layer)
     depth = 1 + max(kinds.values(), default=1)
@@ -807,7 +807,7 @@ def try_adapters(model: nn.Module, vocabulary: int) -> tuple[dict[str, str], boo
     """The kinds of linears on which an adapter does not do what a changed weight does, and why; and whether the
     others can be computed together as training does."""
     head = model.get_output_embeddings()
-    names = [name for name, module in model.named_modules() if lora._is_linear(module) and module is not head]
+    names = [name for name, module in model.named_modules() if lora.is_linear(module) and module is not head]
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(kind_of(name), []).append(name)

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tunesmith.config.schema import Run
+from tunesmith.disk import sync_folder
 from tunesmith.errors import UserError
 from tunesmith.model.load import locate, quiet
 from tunesmith.model.lora import Start, adapter_config, adapter_tensors
@@ -102,8 +103,9 @@ def remove_leftovers(folder: Path) -> None:
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder that takes the place of `folder` when everything in it was written and synced."""
+def whole_folder(folder: Path, *, is_new: bool = False) -> Iterator[Path]:
+    """A temporary folder that takes the place of `folder` when everything in it was written and synced. `is_new`: an
+    OSError where somebody has put anything there."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
     try:
@@ -113,6 +115,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             if file.is_file():
                 with file.open("rb") as stream:
                     os.fsync(stream.fileno())
+        if is_new and folder.exists():
+            folder.rmdir()
         if folder.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
             os.replace(folder, old / folder.name)
@@ -120,6 +124,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(old)
         else:
             os.replace(partial, folder)
+        sync_folder(folder.parent)
     except SafetensorError as error:  # how its library says that the disk is full
         raise OSError(str(error)) from error
     finally:

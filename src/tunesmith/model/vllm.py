@@ -16,9 +16,16 @@ PATTERNS_SINCE = (0, 32)
 """Of vLLM's versions, the first that was seen to scale each module by its own rank and alpha."""
 
 
-def vllm_notes(config: dict[str, Any], tensors: list[str], version: tuple[int, ...] | None = None) -> list[str]:
-    """What vLLM, of this version where it is known, would reject or ignore of an adapter with this config, one
-    sentence each."""
+def vllm_notes(config: dict[str, Any], tensors: list[str]) -> list[str]:
+    """What vLLM would reject or ignore of an adapter with this config, or must be told of it, one sentence each."""
+    found, largest = refused(config, tensors), _largest(config)
+    if LARGEST_RANK < largest <= RANKS[-1]:
+        found.append(f"vLLM needs `--max-lora-rank {largest_rank(config)}` for this adapter's rank of {largest}.")
+    return found
+
+
+def refused(config: dict[str, Any], tensors: list[str], version: tuple[int, ...] | None = None) -> list[str]:
+    """What vLLM, of this version where it is known, would reject or ignore whatever it is told."""
     found = []
     if config.get("use_dora") or any("lora_magnitude_vector" in name for name in tensors):
         found.append("vLLM rejects DoRA: merge it with --to safetensors to serve it there.")
@@ -39,11 +46,8 @@ def vllm_notes(config: dict[str, Any], tensors: list[str], version: tuple[int, .
             f"vLLM before 0.32 ignores {' and '.join(patterns)} and scales every module alike, so that its answers "
             "would differ: merge it, or use a newer one."
         )
-    largest = _largest(config)
-    if largest > RANKS[-1]:
+    if (largest := _largest(config)) > RANKS[-1]:
         found.append(f"vLLM loads ranks of {RANKS[-1]} at most, and this adapter has {largest}.")
-    elif largest > LARGEST_RANK:
-        found.append(f"vLLM needs `--max-lora-rank {largest_rank(config)}` for this adapter's rank of {largest}.")
     return found
 
 
@@ -51,11 +55,6 @@ def largest_rank(config: dict[str, Any]) -> int:
     """What `--max-lora-rank` must be for an adapter with this config."""
     wanted = _largest(config)
     return next(rank for rank in RANKS if rank >= wanted)
-
-
-def refused(config: dict[str, Any], tensors: list[str], version: tuple[int, ...] | None = None) -> list[str]:
-    """The notes without the one that `largest_rank` answers."""
-    return [note for note in vllm_notes(config, tensors, version) if "--max-lora-rank" not in note]
 
 
 def _largest(config: dict[str, Any]) -> int:

@@ -89,8 +89,13 @@ def _size(tensor: torch.Tensor) -> int:
     return math.prod(sizes) * tensor.element_size()
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """The same for views of the same memory, which may have no data."""
+    return tensor.untyped_storage()._cdata
+
+
 def _key(tensor: torch.Tensor) -> Any:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return storage_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -95,7 +95,7 @@ class BlockOptimizer(Optimizer):
         self.weights = dict(named)
         self.schedule = schedule
         self.has_masters = master_weights
-        self.releases = False
+        self.is_in_backward = False
         self.is_prerounded = False
         self.step_hooks = []
         self._run = run.model_copy(update={"optimizer": "adamw"})

@@ -46,7 +46,7 @@ def build(model: nn.Module, run: Run, plan: Plan) -> Optimizer:
         prerounded=is_gathered and plan.precision == "bf16" and plan.master_weights,
         states=plan.optimizer_states,
         offload=plan.offload_optimizer,
-        release=plan.optimizer_in_backward,
+        in_backward=plan.optimizer_in_backward,
         accumulates=plan.accumulation_steps > 1 or plan.by_length,
         ends={weight for end in ends if end is not None for weight in end.parameters()},
     )
@@ -64,39 +64,41 @@ class Optimizer:
         prerounded: bool = False,
         states: OptimizerStates | None = None,
         offload: OffloadTo = "none",
-        release: bool = False,
+        in_backward: bool = False,
         accumulates: bool = False,
         ends: Collection[nn.Parameter] = (),
     ):
         """`prerounded`: the weights are fp32 shards that are rounded to bf16 wherever they are used, and are to be held
-        so that this is at random, where the optimizer can. `states`: in the precision of what is updated when left out.
-        `offload`: they and the masters live in host memory, or in a file in the run's folder. `release`: each weight is
-        updated and its gradient freed within the backward pass. `accumulates`: a step has several micro-batches, whose
-        gradients are summed. `ends`: embedding and head, which Muon leaves to AdamW."""
+        so that this is stochastic, where the optimizer can. `states`: in the precision of what is updated when left
+        out. `offload`: they and the masters live in host memory, or in a file in the run's folder. `in_backward`: each
+        weight is updated and its gradient freed within the backward pass. `accumulates`: a step has several
+        micro-batches, whose gradients are summed. `ends`: embedding and head, which Muon leaves to AdamW."""
         self.weights = {name: parameter for name, parameter in named if parameter.requires_grad}
         if not self.weights:
             raise UserError("Nothing is left to train: every parameter of the model is frozen.")
         self.has_masters = master_weights
-        self.releases = release
+        self.is_in_backward = in_backward
         self.step_hooks: list[Callable[[], None]] = []
         """Called before each update."""
         self._norms: dict[str, torch.Tensor] = {}
-        is_half = any(weight.dtype != torch.float32 for weight in self.weights.values())
+        dtypes = {weight.dtype for weight in self.weights.values()}
+        is_half = dtypes != {torch.float32}
         states = states or ("bf16" if is_half and not master_weights else "fp32")
-        is_asked = offload != "none" or release or prerounded or states != "fp32" or _is_large(self.weights.values())
+        is_asked = (
+            offload != "none" or in_backward or prerounded or states != "fp32" or _is_large(self.weights.values())
+        )
         is_fused = run.algorithm == "lion" or (run.algorithm == "adamw" and (is_asked or is_half))
-        is_rounded = is_fused and not any(weight.dtype == torch.float16 for weight in self.weights.values())
-        if is_half and not master_weights and not is_rounded:
+        if is_half and not master_weights and (not is_fused or torch.float16 in dtypes):
             raise UserError(
                 f"optimizer: {run.optimizer} loses small updates of weights in half precision; let the plan keep "
                 "master_weights, or use bf16 with adamw or lion."
             )
-        if (offload != "none" or release) and not is_fused:
+        if (offload != "none" or in_backward) and not is_fused:
             raise UserError(
                 f"optimizer: {run.optimizer} cannot update weights one by one, as the plan's "
                 f"{'optimizer_in_backward' if offload == 'none' else 'offload_optimizer'} wants; choose adamw or lion."
             )
-        assert not (release and accumulates)
+        assert not (in_backward and accumulates)
         self.is_prerounded = prerounded and is_fused
         scratch = self._scratch(run, states) if offload == "disk" else None
         self.masters = {
@@ -105,9 +107,8 @@ class Optimizer:
         }
         self.encode()
         is_plus = run.has_lora and run.lora.b_rate != 1
-        self.faster = {
-            master for name, master in self.masters.items() if is_plus and name.endswith(("lora_b", "lora_embedding_b"))
-        }
+        factors = [name for name in self.masters if name.endswith(("lora_b", "lora_embedding_b"))] if is_plus else []
+        self.faster = {self.masters[name] for name in factors}
         """LoRA+: weights with a rate of their own."""
         self.parameters = list((self.weights if is_fused else self.masters).values())
         """What carries the gradients that are clipped and applied."""
@@ -116,19 +117,16 @@ class Optimizer:
         for name, weight in self.weights.items():
             if master_weights and not is_fused:
                 weight.register_post_accumulate_grad_hook(_gather_into(self.masters[name]))
-            elif weight.dtype == torch.float16:
-                weight.grad_dtype = torch.float32
-            elif weight.dtype == torch.bfloat16 and accumulates and weight.grad_dtype is not None:  # not prepared yet
-                weight.grad_dtype = None  # those of later micro-batches are added as they are, by one kernel each
-                weight.register_post_accumulate_grad_hook(_in_fp32)
-            if release:
+            else:
+                _gather_in_fp32(weight, accumulates=accumulates)
+            if in_backward:
                 weight.register_post_accumulate_grad_hook(self._update_at_once(name))
 
     def overlap_update(self, body: nn.Module, layers: Sequence[nn.Module]) -> None:
         """Where states come from host memory, begin the model's next forward pass while weights are still updated: a
         layer waits for its own, and the model for those outside the layers, which come first."""
         (part, *_) = self.parts
-        if self.releases or not isinstance(part, Fused) or not part.is_offloaded or part.scratch is not None:
+        if self.is_in_backward or not isinstance(part, Fused) or not part.is_offloaded or part.scratch is not None:
             return
         weights = [set(layer.parameters()) for layer in layers]
         outside = set(self.weights.values()).difference(*weights)
@@ -138,7 +136,7 @@ class Optimizer:
         named = zip(self.masters.values(), self.weights.values(), strict=True)
         places = {master: place[weight] for master, weight in named}
         part.order.sort(key=lambda master: places[master])
-        part.is_beside = True
+        part.is_overlapped = True
 
     def finish_update(self) -> None:
         """Before weights are used otherwise than by a forward pass: wait, on the device, for their updates."""
@@ -167,7 +165,7 @@ class Optimizer:
 
     def gradient_norm(self, names: Collection[str] | None = None) -> torch.Tensor:
         """Of all gradients of this step together (or of these), those that are gone already included; in fp32."""
-        if self.releases:
+        if self.is_in_backward:
             norms = [self._norms[name] for name in self.weights if name in self._norms]
         else:
             named = zip(self.weights, self.parameters, strict=True)
@@ -274,27 +272,30 @@ class Optimizer:
             if kind == "optimizer":
                 key, _, name = rest.partition("/")
                 states[name][key] = value
-        for name, values in states.items():
-            _translate(values, is_fused=isinstance(self.owner[self.masters[name]], Fused))
-        if not all(self._fits(self.masters[name], values) for name, values in states.items()):
-            # Another optimizer was chosen since, which starts afresh.
-            for state in self.states():
-                for value in state.values():
-                    value.zero_()
-        else:
-            for name, values in states.items():
-                weight = self.masters[name]
-                part = self.owner[weight]
-                if isinstance(part, Fused):
-                    if values:
-                        part.set_state(weight, values)
-                    continue
-                for key, value in values.items():
-                    on_host = key == "step" and not part.defaults.get("fused")
-                    part.state[weight][key] = value.clone() if on_host else _placed(value, weight).clone()
+        self._restore_states(states)
         if self.has_masters:
             for part in self.parts:
                 self._copy_masters(part)
+
+    def _restore_states(self, states: Mapping[str, dict[str, torch.Tensor]]) -> None:
+        """By the weights' names; those of another optimizer, which was chosen since, start afresh."""
+        for name, values in states.items():
+            _translate(values, is_fused=isinstance(self.owner[self.masters[name]], Fused))
+        if not all(self._fits(self.masters[name], values) for name, values in states.items()):
+            for state in self.states():
+                for value in state.values():
+                    value.zero_()
+            return
+        for name, values in states.items():
+            weight = self.masters[name]
+            part = self.owner[weight]
+            if isinstance(part, Fused):
+                if values:
+                    part.set_state(weight, values)
+                continue
+            for key, value in values.items():
+                on_host = key == "step" and not part.defaults.get("fused")
+                part.state[weight][key] = value.clone() if on_host else _placed(value, weight).clone()
 
     def _fits(self, weight: nn.Parameter, values: Mapping[str, torch.Tensor]) -> bool:
         part = self.owner[weight]
@@ -449,6 +450,15 @@ def _translate(values: dict[str, torch.Tensor], *, is_fused: bool) -> None:
         elif not is_fused and root in values and values[root].dtype == torch.float32:
             local(values[root]).square_()
             values[square] = values.pop(root)
+
+
+def _gather_in_fp32(weight: nn.Parameter, *, accumulates: bool) -> None:
+    """Gradients of a weight in half precision, where several are added or small ones vanish."""
+    if weight.dtype == torch.float16:
+        weight.grad_dtype = torch.float32
+    elif weight.dtype == torch.bfloat16 and accumulates and weight.grad_dtype is not None:  # not prepared yet
+        weight.grad_dtype = None  # those of later micro-batches are added as they are, by one kernel each
+        weight.register_post_accumulate_grad_hook(_in_fp32)
 
 
 def _in_fp32(weight: torch.Tensor) -> None:

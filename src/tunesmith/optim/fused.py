@@ -63,7 +63,7 @@ class Fused(torch.optim.Optimizer):
         """By which gradients are multiplied on the way."""
         self.order = everything
         """In which weights are updated."""
-        self.is_beside = False
+        self.is_overlapped = False
         """Updates run beside what comes after them, which must `finish_update` before it uses their weights."""
         self.updating: dict[nn.Parameter, _Update] = {}
         if scratch is not None:  # all of it has its place already
@@ -74,13 +74,13 @@ class Fused(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         assert closure is None
         self.finish_update()
-        with self._visitors().beside() if self.is_beside else nullcontext():
+        with self._visitors().overlapped() if self.is_overlapped else nullcontext():
             for weight in self.order:
                 model = self._model(weight)
                 if model.grad is None:
                     continue
                 self.update(weight)
-                if self.is_beside:
+                if self.is_overlapped:
                     self.updating[model] = _Update(self._visitors().mark(), model.grad, self.factor)
         self.end_step()
 

@@ -69,7 +69,7 @@ class Offload:
         """The next piece is the first of the next step."""
         self.previous = None
 
-    def beside(self) -> AbstractContextManager[object]:
+    def overlapped(self) -> AbstractContextManager[object]:
         """What is queued on the device within comes after what was queued before, and beside what is queued later."""
         _wait(self.streams[2], self.mark())
         return _on(self.streams[2])

@@ -62,7 +62,7 @@ class ContextShard:
         return cut(found, self.rank, self.ranks) if self.ranks > 1 else found
 
 
-def cut_of(plan: Plan, rank: int, shape: Shape | None) -> ContextShard:
+def context_shard_of(plan: Plan, rank: int, shape: Shape | None) -> ContextShard:
     return ContextShard(
         plan.mesh.context_rank(rank), plan.mesh.context, multiple_of(plan), shape, copies=plan.mesh.tensor
     )

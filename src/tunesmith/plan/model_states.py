@@ -192,26 +192,6 @@ def share(sharding: Sharding, what: str, data_ranks: int, shard: int) -> float:
     return 1 / (shard if sharding == "hybrid" else data_ranks)
 
 
-def published(
-    parameters: int,
-    sharding: Sharding,
-    ranks: int,
-    *,
-    weights: float = 2.0,
-    gradients: float = 2.0,
-    states: float = 12.0,
-    offload_states: bool = False,
-    offload_weights: bool = False,
-) -> float:
-    """Bytes a rank holds of weights, gradients and states alone, given their bytes a parameter: what is published."""
-    held = 0.0 if offload_weights else weights * share(sharding, "weights", ranks, ranks)
-    if not offload_states:
-        held += gradients * share(sharding, "gradients", ranks, ranks) + states * share(
-            sharding, "states", ranks, ranks
-        )
-    return parameters * held
-
-
 def trained_share(task: Task) -> float:
     """Of the layers, where all weights are trained: how many are at a time."""
     at_once = {"lisa": LISA_LAYERS, "badam": 1}.get(task.optimizer, task.facts.layers)

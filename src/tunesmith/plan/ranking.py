@@ -32,8 +32,8 @@ def best_of(task: Task, fitting: list[Candidate]) -> Candidate | None:
         if WORTH * quickest < least:
             kept, least = kind, quickest
     equals = [one for one in kept if one.time.total <= least * (1 + EQUAL)]
-    simplest = min(rules.complexity(task, one.choice) for one in equals)
-    simple = [one for one in equals if rules.complexity(task, one.choice) == simplest]
+    simplest = min(rules.complexity(one.choice) for one in equals)
+    simple = [one for one in equals if rules.complexity(one.choice) == simplest]
     least = min(one.time.total for one in simple)
     return min((one for one in simple if one.time.total <= least * (1 + SAME)), key=lambda one: one.bytes)
 

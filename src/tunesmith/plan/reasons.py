@@ -161,7 +161,7 @@ def _explain_gradients(task: Task, found: Candidate, decide: Decide) -> None:
         decide("gradients", "released in the backward pass", "one micro-batch a step and no max_grad_norm: none waits")
     elif task.device == "cuda" and rules.may_release(dataclasses.replace(task, clips=False), choice):
         freed = found.peak.memory.gradients
-        if freed and not (choice.checkpointed_layers == 0 and rules.complexity(task, choice) == 0):
+        if freed and not (choice.checkpointed_layers == 0 and rules.complexity(choice) == 0):
             why = f"max_grad_norm needs the norm of them all; null would free up to {gib(freed)}"
             decide("gradients", "kept to the end of the step", why)
 

@@ -482,7 +482,7 @@ def _last(linear: Linear) -> str:
     return linear.name.rpartition(".")[2]
 
 
-def complexity(task: Task, choice: Choice) -> int:
+def complexity(choice: Choice) -> int:
     """How much a choice asks of those who must understand it, and of the network; the simpler of equals wins."""
     sharding = {"none": 0, "ddp": 0, "zero3": 1, "zero1": 3, "zero2": 3, "hybrid": 2, "hierarchical": 4}
     return (

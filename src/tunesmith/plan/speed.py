@@ -17,7 +17,7 @@ from tunesmith.plan import activations, memory, model_states, stages
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.facts import Layer, StateSpace
 from tunesmith.plan.paths import is_in_full, path_of_kind
-from tunesmith.plan.plan import Sharding, Time
+from tunesmith.plan.plan import Time
 
 HALF_RATE_TOKENS = 0.6e-12
 """Matmuls over this many tokens, for each operation a second of the device in half precision, run at half their rate:
@@ -181,25 +181,6 @@ def step_time(task: Task, choice: Choice) -> Time:
         update = ADAFACTOR["adapters" if task.has_adapters else "full"] * _matrices(task)
     time["host"] += _waiting(task, choice, micro_batches, compute) + update + STEP
     return Time(**time)
-
-
-def values_sent(sharding: Sharding, micro_batches: float = 1) -> tuple[float, float]:
-    """Values a trained parameter costs in gathers and in reductions of one step, in units of all parameters."""
-    gathers, reductions = {
-        "none": (0, 0),
-        "ddp": (1, 1),  # an all-reduce is a reduction and a gather
-        "zero1": (1, 1),
-        "zero2": (1, micro_batches),
-        "zero3": (2 * micro_batches, micro_batches),
-        "hybrid": (2 * micro_batches, micro_batches),
-        "hierarchical": (2 * micro_batches, micro_batches),
-    }[sharding]
-    return gathers, reductions
-
-
-def bits_between_nodes(parameters: float, nodes: int, *, micro_batches: int = 1, bits: int = 16) -> float:
-    """What full sharding sends from each node to each other one in a step: its own share, for every collective."""
-    return sum(values_sent("zero3", micro_batches)) * bits * parameters / nodes
 
 
 # compute
@@ -569,26 +550,38 @@ def _orthogonal(task: Task) -> float:
 
 def _communication(task: Task, choice: Choice, micro_batches: float, forward: float, backward: float) -> float:
     """What is seen of collectives after they ran beside the forward and backward passes."""
+    seen = micro_batches * _activations_sent(task, choice, forward + backward)
+    if choice.holders == 1 or choice.sharding == "none":
+        return seen
+    return seen + _weights_sent(task, choice, micro_batches, forward, backward)
+
+
+def _activations_sent(task: Task, choice: Choice, passes: float) -> float:
+    """Of a micro-batch, whose layers, tokens, stages or experts lie on several ranks; for seconds of its passes."""
     seen = 0.0
     facts, tokens = task.facts, choice.tokens(task)
     if choice.tensor > 1:  # four gathers or scatters of the hidden states in a layer, each way, nothing to hide behind
         moved = 8 * facts.layers / choice.pipeline * tokens * facts.hidden * task.width
-        seen += micro_batches * moved * (choice.tensor - 1) / choice.tensor / (LINK * task.hardware.link)
+        seen += moved * (choice.tensor - 1) / choice.tensor / (LINK * task.hardware.link)
     if choice.context > 1:  # keys and values gathered, their gradients scattered: nothing to hide behind either
         moved = 3 * facts.total(lambda kind: 2 * kind.key) / choice.pipeline / choice.tensor * tokens * task.width
-        seen += micro_batches * moved * (choice.context - 1) / (LINK * task.hardware.link)
+        seen += moved * (choice.context - 1) / (LINK * task.hardware.link)
     if choice.pipeline > 1:  # hidden states to the next stage, gradients to the one before
         moved = 2 * stages.PER_RANK[choice.schedule] * tokens * facts.hidden * task.width
         beside = choice.ranks // choice.pipeline  # that send at the same time, over the same link where it is a node's
         moved *= min(beside, task.ranks_per_node) if task.hardware.nodes > 1 else 1
-        seen += micro_batches * _seen(task, moved / _between(task), forward + backward)
+        seen += _seen(task, moved / _between(task), passes)
     if choice.expert > 1:  # tokens to their experts and back, in both passes, with nothing to hide behind
         moved = 4 * facts.total(lambda kind: kind.copies) * tokens * facts.hidden * task.width
         nodes = task.hardware.nodes
         away = task.ranks_per_node * (nodes - 1) / nodes if nodes > 1 else (choice.expert - 1) / choice.expert
-        seen += micro_batches * moved * away / _between(task)
-    if choice.holders == 1 or choice.sharding == "none":
-        return seen
+        seen += moved * away / _between(task)
+    return seen
+
+
+def _weights_sent(task: Task, choice: Choice, micro_batches: float, forward: float, backward: float) -> float:
+    """Of a step: weights gathered, and gradients reduced, by ranks that hold the same ones or parts of them."""
+    facts = task.facts
     split = choice.tensor * choice.pipeline
     stay = facts.total(model_states.kind_experts) if choice.expert > 1 else 0
     base = (facts.parameters - stay) / split
@@ -607,7 +600,7 @@ def _communication(task: Task, choice: Choice, micro_batches: float, forward: fl
         sent = reduced if task.has_adapters else gathered  # a frozen base is on each rank already
         gather = 0.0 if choice.sharding == "ddp" else _collective(task, choice, sent, everywhere=True)
         times = micro_batches if choice.sharding == "zero2" else 1
-        return seen + times * _seen(task, reduction, backward) + gather
+        return times * _seen(task, reduction, backward) + gather
     gather_forward = _collective(task, choice, gathered, everywhere=choice.sharding != "hybrid")
     gather_backward = _collective(task, choice, gathered, everywhere=choice.sharding == "zero3")
     reduced_within = SCATTER[task.device] * reduced
@@ -616,7 +609,7 @@ def _communication(task: Task, choice: Choice, micro_batches: float, forward: fl
         gather_forward = _node_by_node(task, choice, between=rounded_weights, within=rounded_weights)
     if choice.sharding == "hierarchical" and rounded_gradients:
         reduction = _node_by_node(task, choice, between=rounded_gradients, within=reduced_within)
-    seen += micro_batches * (_seen(task, gather_forward, forward) + _seen(task, gather_backward + reduction, backward))
+    seen = micro_batches * (_seen(task, gather_forward, forward) + _seen(task, gather_backward + reduction, backward))
     if choice.sharding == "hybrid" and choice.replicate > 1:
         # Each rank reduces its shard with its peers in the other nodes, all over the same link, in the last round.
         share = (choice.replicate - 1) / choice.replicate

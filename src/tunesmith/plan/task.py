@@ -8,6 +8,7 @@ from typing import cast
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.objectives import objective_of
+from tunesmith.objectives.base import Objective
 from tunesmith.objectives.distill import Distill
 from tunesmith.plan import rules
 from tunesmith.plan.choice import OF_PEFT, Task
@@ -42,11 +43,7 @@ def make_task(
     check_rate(run, amount.learning_rate)
     sequence_length = amount.sequence_length
     objective = objective_of(run)
-    if objective.why:
-        decide("objective", objective.name, objective.why)
-    if isinstance(objective, Distill) and objective.is_on_policy:
-        why = "there the student itself answers, and is compared with the teacher at the tokens that it gave"
-        decide("own answers", f"{objective.distillation.on_policy:.0%} of the steps", why)
+    _say_objective(objective, decide)
     padded = None
     if not facts.packs and not objective.has_rollouts and not objective.is_on_policy:
         padded = draw(amount) if draw else _guessed(lengths, amount, facts, objective.documents)
@@ -76,33 +73,42 @@ def make_task(
         padded=padded,
         longest_document=None if facts.packs else sequence_length,
     )
-    if not facts.packs:
-        more = padded.padding(sequence_length) - 1 if padded is not None else 0.0
-        share = f"{more:.0%} more tokens are computed, by the data's own lengths" if more > 0 else ""
-        why = f"{facts.architecture} does not take packed documents; those of like length share a micro-batch"
-        if not facts.is_causal:
-            why = (
-                "an encoder-decoder: sources and targets are padded rows, those of like length share a micro-batch"
-                + (
-                    ""
-                    if facts.paired
-                    else "; memory and time are guessed, as if every token passed through both stacks"
-                )
-            )
-        decide("layout", "padded", f"{why}{', and ' if share else ''}{share}")
+    _say_documents(task, decide)
+    return task, matmul_dtype, amount
+
+
+def _say_objective(objective: Objective, decide: Decide) -> None:
+    if objective.why:
+        decide("objective", objective.name, objective.why)
+    if isinstance(objective, Distill) and objective.is_on_policy:
+        why = "there the student itself answers, and is compared with the teacher at the tokens that it gave"
+        decide("own answers", f"{objective.distillation.on_policy:.0%} of the steps", why)
+
+
+def _say_documents(task: Task, decide: Decide) -> None:
+    """How documents are laid out, and how long they are."""
+    if not task.facts.packs:
+        decide("layout", "padded", _why_padded(task))
     if task.shared:
         why = "the two answers of a pair share their prompt's computation, which the model was found to do right"
         decide("prompts of pairs", f"once: {task.shared / (1 + task.shared):.0%} fewer tokens", why)
-    if device == "cpu" and hardware.rates is None:
-        decide(
-            "speed",
-            "a guess",
-            "CPUs differ by a factor of three and more; `tunesmith plan --calibrate` measures this one",
-        )
-    if task.document_length < 0.8 * sequence_length:
+    if task.device == "cpu" and task.hardware.rates is None:
+        why = "CPUs differ by a factor of three and more; `tunesmith plan --calibrate` measures this one"
+        decide("speed", "a guess", why)
+    if task.document_length < 0.8 * task.sequence_length:
         why = "the data's own lengths, roughly: attention costs by them, and sequences are packed with several"
         decide("documents", f"about {task.document_length:,} tokens", why)
-    return task, matmul_dtype, amount
+
+
+def _why_padded(task: Task) -> str:
+    facts, padded = task.facts, task.padded
+    why = f"{facts.architecture} does not take packed documents; those of like length share a micro-batch"
+    if not facts.is_causal:
+        why = "an encoder-decoder: sources and targets are padded rows, those of like length share a micro-batch"
+        if not facts.paired:
+            why += "; memory and time are guessed, as if every token passed through both stacks"
+    more = padded.padding(task.sequence_length) - 1 if padded is not None else 0.0
+    return f"{why}, and {more:.0%} more tokens are computed, by the data's own lengths" if more > 0 else why
 
 
 def _guessed(lengths: Sequence[int], amount: Amount, facts: ModelFacts, documents: int) -> Padded:

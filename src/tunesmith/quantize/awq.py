@@ -44,7 +44,7 @@ def find_folds(
     folds = []
     for leader, members in seen.groups().items():
         norm = seen.norm_before(leader)
-        fold = _norm_fold(norm, seen, members, half) if norm is not None else None
+        fold = _norm_fold(norm, members, half) if norm is not None else None
         if fold is None and len(members) == 1:
             fold = _linear_fold(leader, linears, seen, call)
         if fold is not None and _leaves_all(fold, linears, call, expected):
@@ -107,7 +107,7 @@ class _Seen:
         return next(((module, before, out) for module, before, out in self.norms if out is x), None)
 
 
-def _norm_fold(norm, seen: _Seen, members: tuple[str, ...], half: torch.dtype) -> Fold | None:
+def _norm_fold(norm, members: tuple[str, ...], half: torch.dtype) -> Fold | None:
     """Dividing what a norm multiplies by; Gemma's norms multiply by one more than their weight."""
     module, before, out = norm
     kept = {leaf: weight.detach().clone() for leaf, weight in module.named_parameters(recurse=False)}

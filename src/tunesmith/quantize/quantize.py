@@ -8,8 +8,6 @@ folder beside the target; a kill or a failure leaves nothing that looks like a m
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,12 +21,12 @@ from tunesmith.data.formats import given_by_option
 from tunesmith.errors import UserError
 from tunesmith.export.describe import copy_licence, write_card
 from tunesmith.export.engines import Transformers
-from tunesmith.export.export import check_place, finish, fits, storage_note, twice_rounded
+from tunesmith.export.export import check_place, fits, storage_note, twice_rounded
 from tunesmith.export.proof import LONGEST, SEQUENCES, Proof, Sample, prove
 from tunesmith.export.quantized import Parts, check_linears, describe, size, stored_name, widths_of
 from tunesmith.export.source import Progress, Source
 from tunesmith.measure.picture import layers_svg
-from tunesmith.model.save import remove_leftovers
+from tunesmith.model.save import remove_leftovers, whole_folder
 from tunesmith.objectives import objective_of
 from tunesmith.quantize.methods import CALIBRATED, ROUNDS_INPUTS, Asked, Recipe
 from tunesmith.quantize.report import Report, card_lines
@@ -89,10 +87,8 @@ def quantize_model(
         notes = (*_notes_of(source), *twice_rounded(source, asked.precision), *notes)
         for note in notes:
             say(note)
-        to.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(to)
-        partial = Path(tempfile.mkdtemp(prefix=f".{to.name}.partial-", dir=to.parent))
-        try:
+        with whole_folder(to, is_new=True) as partial:
             found = _write(source, recipe, partial, calibration, held_out, progress)
             tokens = calibration.tokens if calibration else 0
             report = Report.of(
@@ -106,9 +102,6 @@ def quantize_model(
             told = {"proof": proof, "missing": missing, "notes": notes, "certificate": None}
             told |= {"licence": copy_licence(source, partial), "usage": None, "measured": card_lines(report)}
             write_card(source, partial, form=f"quantized by {asked.method}", kind=kind, **told)
-            finish(partial, to)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
     return Quantized(to, report, proof, missing, notes)
 
 

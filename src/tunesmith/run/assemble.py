@@ -28,7 +28,7 @@ from tunesmith.optim.blocks import BlockOptimizer, BlockSchedule
 from tunesmith.optim.build import Optimizer, build
 from tunesmith.parallel import compile
 from tunesmith.parallel.check import check_parallelism
-from tunesmith.parallel.context import cut_of
+from tunesmith.parallel.context import context_shard_of
 from tunesmith.parallel.mesh import check_ranks
 from tunesmith.parallel.prepare import Prepared, SharedBase, is_cut, prepare
 from tunesmith.parallel.ranks import Ranks
@@ -39,11 +39,11 @@ from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder
 from tunesmith.run.base import keep_base
 from tunesmith.run.engine import Engine, Started, started_engine
-from tunesmith.run.evaluate import Evaluator, held_out_while_training, with_known_start
+from tunesmith.run.evaluate import Evaluator, RewardEvaluator, held_out_while_training, with_known_start
 from tunesmith.run.on_policy import OnPolicy, check_prompts
 from tunesmith.run.reference import Progress, Reference
 from tunesmith.run.result import ResultWriter
-from tunesmith.run.rollout import Generator, RewardEvaluator, Rollouts, Sampler, at_temperature
+from tunesmith.run.rollout import Generator, Rollouts, Sampler, at_temperature
 from tunesmith.run.shape import micro_batch_shape, settle_torch
 from tunesmith.run.start import Setting
 from tunesmith.run.state import Share, TrainingState
@@ -102,9 +102,9 @@ def _assembled(
     if called is model:
         optimizer.overlap_update(body(model), decoder_layers(model))
     shape = micro_batch_shape(plan)
-    cut = cut_of(plan, ranks.rank, shape)
+    context_shard = context_shard_of(plan, ranks.rank, shape)
     began = f"{setting.identity.model}:{run.peft}:{run.seed}" if run.method == "peft" else setting.identity.model
-    about = {"weights": began, "ranks": ranks, "cut": cut, "progress": progress}
+    about = {"weights": began, "ranks": ranks, "context_shard": context_shard, "progress": progress}
     reference = Reference(called, plan.forward, plan, device, **about)
     if isinstance(loader, Loader):
         loader.refer(*reference.of(setting.data.train, objective, loader.seen))
@@ -126,7 +126,7 @@ def _assembled(
         evaluate = RewardEvaluator(answering.generator, evals, ranks, state.losses)
     elif evals:
         told = (state.losses, objective, eval_mismatched, rule if rule and rule.task is None else None)
-        evaluate = Evaluator(called, plan.forward, plan, evals, device, ranks, cut, *told, samples)
+        evaluate = Evaluator(called, plan.forward, plan, evals, device, ranks, context_shard, *told, samples)
         evaluate = _knowing_the_base(evaluate, setting, shared) if rule is None else evaluate
     if run.eval_tasks:
         given = (called, device, ranks, loader.total_steps, rule, samples)
@@ -154,7 +154,7 @@ def _assembled(
         shape=shape,
         warnings=(*setting.data.warnings, *setting.warnings, *notes),
         ranks=ranks,
-        cut=cut,
+        context_shard=context_shard,
         objective=objective,
         schedule=schedule,
         merges=merges,

@@ -17,17 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.infer.rollout import Sampled, Wanted
 from tunesmith.infer.vllm import Address, Client
-from tunesmith.infer.vllm_server import VARIABLE, Server, find_command, installed_version
+from tunesmith.infer.vllm_server import VARIABLE, Server, find_command, refusals
 from tunesmith.launch.rank_environment import read_rank_environment
 from tunesmith.model import side_files, vllm
 from tunesmith.model.load import DTYPES, locate
-from tunesmith.model.save import ADAPTER_CONFIG, ADAPTER_FILE
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.memory import ROLLOUT_ROWS
 from tunesmith.plan.plan import Plan
@@ -164,9 +162,5 @@ class Engine:
 
 def check_adapter(folder: Path) -> None:
     """UserError where vLLM would leave some of the adapter out, or reject it."""
-    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    with safe_open(folder / ADAPTER_FILE.format(suffix=""), framework="pt") as file:
-        names = list(file.keys())
-    version = installed_version(found) if (found := find_command()) else None
-    if notes := vllm.refused(config, names, version):
+    if notes := refusals(folder):
         raise UserError(f"rollout.engine: vllm cannot answer with this run's adapter; use own. {' '.join(notes)}")

@@ -53,7 +53,7 @@ class Evaluator:
     stores: Sequence[TokenStore]
     device: torch.device
     ranks: Ranks
-    cut: ContextShard
+    context_shard: ContextShard
     losses: dict[int, float]
     """By step; what is found is added."""
     objective: Objective | None = None
@@ -79,7 +79,7 @@ class Evaluator:
             progress=progress,
             ranks=self.ranks,
             share=(self.plan.mesh.data_rank(self.ranks.rank), self.plan.mesh.data_ranks),
-            cut=self.cut,
+            context_shard=self.context_shard,
             objective=self.objective,
             mismatched=self.mismatched,
             documents=documents,
@@ -96,15 +96,38 @@ class Evaluator:
             for said in self.ranks.gather(json.dumps(tokens.documents)):
                 every |= json.loads(said)
             self.samples.write(step, tokens=[every[key] for key in sorted(every)])
-        return Evaluation(
-            step=step,
-            loss=self.losses[step],
-            losses={result.title: result.loss for result in results},
-            target_tokens=sum(result.target_tokens for result in results),
-            seconds=round(time.monotonic() - began, 3),
-            figures=overall_figures(results),
-            figures_of={result.title: dict(result.figures) for result in results if result.figures},
-        )
+        return evaluation_of(step, results, began)
+
+
+@dataclass(frozen=True)
+class RewardEvaluator:
+    """Evaluates a model while it is trained, by the rewards of its likeliest answers; all ranks take part."""
+
+    generator: Generator
+    stores: Sequence[TokenStore]
+    ranks: Ranks
+    losses: dict[int, float]
+    """By step; what is found is added."""
+
+    def __call__(self, step: int, progress: Callable[[int, int], None]) -> Evaluation:
+        began = time.monotonic()
+        self.generator.refresh(step)
+        results = held_out_rewards(self.generator, self.stores, ranks=self.ranks, progress=progress)
+        evaluation = evaluation_of(step, results, began)
+        self.losses[step] = evaluation.loss
+        return evaluation
+
+
+def evaluation_of(step: int, results: Sequence[HeldOut], began: float) -> Evaluation:
+    return Evaluation(
+        step=step,
+        loss=overall(results),
+        losses={result.title: result.loss for result in results},
+        target_tokens=sum(result.target_tokens for result in results),
+        seconds=round(time.monotonic() - began, 3),
+        figures=overall_figures(results),
+        figures_of={result.title: dict(result.figures) for result in results if result.figures},
+    )
 
 
 def with_known_start(

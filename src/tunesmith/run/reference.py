@@ -48,14 +48,14 @@ class Reference:
         *,
         weights: str,
         ranks: Ranks | None = None,
-        cut: ContextShard | None = None,
+        context_shard: ContextShard | None = None,
         share: tuple[int, int] | None = None,
         progress: Progress | None = None,
     ):
         """`weights`: the fingerprint of the weights that the model has now. `share`: which part of how many this rank
         does, where that is not by the plan's mesh."""
         self.called, self.spec, self.plan, self.device = called, spec, plan, device
-        self.weights, self.ranks, self.cut = weights, ranks or Ranks(), cut or ContextShard()
+        self.weights, self.ranks, self.context_shard = weights, ranks or Ranks(), context_shard or ContextShard()
         by_mesh = (plan.mesh.data_rank(self.ranks.rank), plan.mesh.data_ranks) if ranks else (0, 1)
         self.share = share or by_mesh
         self.progress = progress
@@ -115,7 +115,7 @@ class Reference:
         done = 0
         for indices in evaluation_indices(store, **sizes):
             documents = [one for i in indices or () for one in documents_of(store, i, 0)]
-            batch = self.cut(micro_batch_of(documents or [idle(documents_of(store, 0, 0)[0])]))
+            batch = self.context_shard(micro_batch_of(documents or [idle(documents_of(store, 0, 0)[0])]))
             losses_n = token_losses(self.called, to_device(batch, self.device, shape), self.spec)[1]
             if documents:
                 at = torch.tensor([d for i in indices or () for d in store.documents(i)], device=self.device)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +28,7 @@ from tunesmith.data.prompts import Prompt, PromptBatch, prompt_of
 from tunesmith.data.store import TokenStore
 from tunesmith.data.types import MicroBatch, StepBatch
 from tunesmith.errors import UserError
-from tunesmith.evaluate.loss import HeldOut, overall, overall_figures
+from tunesmith.evaluate.loss import HeldOut
 from tunesmith.infer.call import try_out
 from tunesmith.infer.decoding import PLAIN, Decoding
 from tunesmith.infer.generate import stop_tokens
@@ -45,7 +44,6 @@ from tunesmith.plan.plan import ForwardSpec, Plan
 from tunesmith.rewards import Rewards
 from tunesmith.run.engine import Engine
 from tunesmith.run.shape import micro_batch_shape
-from tunesmith.train.events import Evaluation
 
 SAMPLES = "rollouts.jsonl"
 SHOWN_PROMPTS, SHOWN_ANSWERS, SHOWN_CHARACTERS, LARGEST_FILE = 2, 2, 2000, 8 << 20
@@ -362,32 +360,6 @@ class Samples:
 
     def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
         self.path.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines), encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class RewardEvaluator:
-    """Evaluates a model while it is trained, by the rewards of its likeliest answers; all ranks take part."""
-
-    generator: Generator
-    stores: Sequence[TokenStore]
-    ranks: Ranks
-    losses: dict[int, float]
-    """By step; what is found is added."""
-
-    def __call__(self, step: int, progress: Callable[[int, int], None]) -> Evaluation:
-        began = time.monotonic()
-        self.generator.refresh(step)
-        results = held_out_rewards(self.generator, self.stores, ranks=self.ranks, progress=progress)
-        self.losses[step] = overall(results)
-        return Evaluation(
-            step=step,
-            loss=self.losses[step],
-            losses={result.title: result.loss for result in results},
-            target_tokens=sum(result.target_tokens for result in results),
-            seconds=round(time.monotonic() - began, 3),
-            figures=overall_figures(results),
-            figures_of={result.title: dict(result.figures) for result in results},
-        )
 
 
 def held_out_rewards(

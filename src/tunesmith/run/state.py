@@ -63,16 +63,16 @@ class TrainingState:
     held_out: tuple[str, ...] = ()
     """Fingerprints of the data that are evaluated."""
 
-    def save(self, step: int, state: dict[str, Any], metric: float | None, *, beside: bool) -> Saving:
+    def save(self, step: int, state: dict[str, Any], metric: float | None, *, is_async: bool) -> Saving:
         """Begins a checkpoint. All ranks must take part. Weights are decoded until they are copied or written."""
         self.optimizer.decode()
         saving = None
         try:
-            saving = self._begin(step, state, metric, {"copy": copy_to_host} if beside else {})
+            saving = self._begin(step, state, metric, {"copy": copy_to_host} if is_async else {})
         finally:
-            if beside or saving is None:
+            if is_async or saving is None:
                 self.optimizer.encode()
-        return saving if beside else Saving(lambda: self._write(saving), saving.finish)
+        return saving if is_async else Saving(lambda: self._write(saving), saving.finish)
 
     def _begin(self, step: int, state: dict[str, Any], metric: float | None, copy: dict[str, Any]) -> Saving:
         tensors, ranks = self.optimizer.tensors(), self.share.ranks

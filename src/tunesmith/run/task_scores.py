@@ -9,7 +9,6 @@ the same bytes.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,13 +26,13 @@ from tunesmith.data.prepare import Prepared, answers_reason
 from tunesmith.data.types import Message, MicroBatch
 from tunesmith.errors import UserError
 from tunesmith.evaluate import answers, choices
-from tunesmith.evaluate.figures import figure, measures_of
+from tunesmith.evaluate.figures import figure, finite, measures_of
 from tunesmith.evaluate.loss import by_document
 from tunesmith.evaluate.tasks import Choices, Item, Question, Task, task_of
 from tunesmith.infer.decoding import asked_of
 from tunesmith.infer.rollout import Wanted
 from tunesmith.model.forward import Entrance, to_device, token_losses
-from tunesmith.parallel.context import cut_of
+from tunesmith.parallel.context import context_shard_of
 from tunesmith.parallel.pipeline import Pipelined
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.parallel.shard import Sharded
@@ -78,7 +77,7 @@ class TaskEvaluator:
                 continue
             figures = [figure(measure, results[task.title]) for measure in measures_of(task)]
             found[task.title] = {
-                one.measure.name: (one.value, _finite(one.low), _finite(one.high)) for one in figures if one
+                one.measure.name: (one.value, finite(one.low), finite(one.high)) for one in figures if one
             }
             if self.rule is not None and self.rule.task == task.title:
                 first = measures_of(task)[0].name
@@ -91,7 +90,7 @@ class TaskEvaluator:
         """Of tasks that are answered in words, to be kept."""
         asked = [task for task in self.asking.tasks if task.kind not in ("choices", "letters")]
         return {
-            task.title: answered([_question(item).turns[0] for item in task.items[:PROMPTS]], results[task.title])
+            task.title: answered([item.question.turns[0] for item in task.items[:PROMPTS]], results[task.title])
             for task in asked
         }
 
@@ -208,7 +207,8 @@ class Asking:
             for task in tasks
             if task.title not in self._documents
         }
-        self._fill = cut_of(plan, ranks.rank, micro_batch_shape(plan))  # to tokens that tensor ranks share evenly
+        # To tokens that tensor ranks share evenly.
+        self._fill = context_shard_of(plan, ranks.rank, micro_batch_shape(plan))
         self._generator: Generator | None = None
 
     @property
@@ -301,7 +301,7 @@ class Asking:
         every: dict[int, str] = {}
         for text in self.ranks.gather(json.dumps(said)):
             every = {int(place): answer for place, answer in json.loads(text).items()} | every
-        return [answers.score(task, _question(item), every[place]) for place, item in enumerate(task.items)]
+        return [answers.score(task, item.question, every[place]) for place, item in enumerate(task.items)]
 
     def _text(self, answer: str) -> str:
         """Without a chat template a model goes on with a question of its own."""
@@ -312,7 +312,7 @@ class Asking:
 
     def _prompt(self, task: Task, item: Item) -> list[int]:
         """A prompt that leaves no room for an answer loses its beginning."""
-        turn = _question(item).turns[0]
+        turn = item.question.turns[0]
         if self.encoder.has_template:
             ids = self.encoder.prompt(asked_as_turns([Message("user", turn)]), reasons=self.reasons)
         else:
@@ -328,12 +328,3 @@ class Asking:
         config: Any = getattr(self.called, "model", self.called).config
         most = getattr(config.get_text_config(), "max_position_embeddings", None)
         return most if isinstance(most, int) and most > 0 else 1 << 15
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _question(item: Item) -> Question:
-    assert isinstance(item.content, Question)
-    return item.content

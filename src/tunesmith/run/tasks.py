@@ -16,7 +16,7 @@ from tunesmith.errors import UserError
 from tunesmith.evaluate import answers, choices, harness, texts
 from tunesmith.evaluate.results import Results
 from tunesmith.evaluate.score import Scorer
-from tunesmith.evaluate.tasks import Item, Question, Task
+from tunesmith.evaluate.tasks import Item, Task
 from tunesmith.infer.decoding import asked_of
 from tunesmith.model.forward import own_attention
 from tunesmith.model.structure import set_attention
@@ -133,7 +133,7 @@ class Session:
             prompts = [self._prompt(task, item, said[item.id]) for item in asking]
             for place, answer in self._generated(task, prompts):
                 item = asking[place]
-                question = _question(item)
+                question = item.question
                 said[item.id].append(answer)
                 if len(said[item.id]) < len(question.turns):
                     going_on.append(item)
@@ -150,7 +150,7 @@ class Session:
         return ask(max_tokens=task.settings["max_tokens"], stops=stops)
 
     def _prompt(self, task: Task, item: Item, said: Sequence[str]) -> list[int]:
-        encoder, turns = self.opened.encoder, _question(item).turns
+        encoder, turns = self.opened.encoder, item.question.turns
         if not encoder.has_template:
             earlier = "".join(f"{turn}\n{answer}\n" for turn, answer in zip(turns, said, strict=False))
             return encoder.text_prompt(earlier + answers.plain_prompt(task, turns[len(said)]))
@@ -159,8 +159,3 @@ class Session:
             messages += [Message("user", turn), Message("assistant", answer)]
         messages = asked_as_turns([*messages, Message("user", turns[len(said)])])
         return encoder.prompt(messages, reasons=self.opened.reasons)
-
-
-def _question(item: Item) -> Question:
-    assert isinstance(item.content, Question)
-    return item.content

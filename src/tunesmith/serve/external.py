@@ -17,14 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from safetensors import safe_open
 
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError, listed
-from tunesmith.infer.vllm_server import answers, end_group, find_command, installed_version, is_taken, serve_words
+from tunesmith.infer.vllm_server import answers, end_group, find_command, is_taken, refusals, serve_words
 from tunesmith.model import side_files, vllm
 from tunesmith.model.load import DTYPES, load_tokenizer, locate
-from tunesmith.model.save import ADAPTER_CONFIG, ADAPTER_FILE
+from tunesmith.model.save import ADAPTER_CONFIG
 from tunesmith.run.folder import has_result, no_run, read_identity, read_plan, read_run
 from tunesmith.run.open import encoder_of, make_encoder, placement, refuse_encoder_decoder, refuse_head
 from tunesmith.run.there import no_result
@@ -194,13 +193,9 @@ def _adapter_rank(folder: Path) -> int:
     where = folder / "adapter"
     if not has_result(folder, "adapter"):
         raise no_result(folder, "finished adapter")
-    config = json.loads((where / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    with safe_open(where / ADAPTER_FILE.format(suffix=""), framework="pt") as file:
-        names = list(file.keys())
-    version = installed_version(found) if (found := find_command()) else None
-    if notes := vllm.refused(config, names, version):
+    if notes := refusals(where):
         raise UserError(f"{folder}: {' '.join(notes)} Or serve it by Tunesmith: --engine own.")
-    return vllm.largest_rank(config)
+    return vllm.largest_rank(json.loads((where / ADAPTER_CONFIG).read_text(encoding="utf-8")))
 
 
 def run_engine(engine: str, command: Command, options: Options, ready: Callable[[], None]) -> int:

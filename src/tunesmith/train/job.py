@@ -36,9 +36,9 @@ many answers there are, of how many; may be stopped by an exception then."""
 
 
 class Save(Protocol):
-    def __call__(self, step: int, state: dict[str, Any], metric: float | None, *, beside: bool) -> Saving:
-        """After so many steps, with state and held-out loss; `beside` training, of copies, or of the weights and states
-        themselves."""
+    def __call__(self, step: int, state: dict[str, Any], metric: float | None, *, is_async: bool) -> Saving:
+        """After so many steps, with state and held-out loss; beside training, of copies, where it `is_async`, else of
+        the weights and states themselves."""
         ...
 
 
@@ -81,7 +81,7 @@ class Job:
     shape: Shape | None = None
     """The one shape of micro-batches that compiled layers see."""
     ranks: Ranks = field(default_factory=Ranks)
-    cut: ContextShard = field(default_factory=ContextShard)
+    context_shard: ContextShard = field(default_factory=ContextShard)
     """What of its micro-batches this rank computes."""
     objective: Objective | None = None
     """None: SFT."""

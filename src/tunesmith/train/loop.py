@@ -108,7 +108,7 @@ def step_of(job: Job, scale: LossScale | None) -> TrainStep:
         loss_scale=scale,
         shape=job.shape,
         z_loss=job.run.z_loss,
-        cut=job.cut,
+        context_shard=job.context_shard,
         objective=job.objective,
         capture=GraphCapture(job.model, job.spec, job.optimizer.parameters) if job.plan.cuda_graphs else None,
         schedule=job.schedule,
@@ -149,14 +149,14 @@ class _Underway:
 class _Saving:
     """A checkpoint on its way to the disk: written at once, or by a thread beside training."""
 
-    def __init__(self, step: int, began: float, checkpoint: Saving, *, beside: bool):
+    def __init__(self, step: int, began: float, checkpoint: Saving, *, is_async: bool):
         self.step = step
         self.seconds = 0.0
         """From the first copy to the last byte."""
         self._began = began
         self._checkpoint = checkpoint
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True) if beside else None
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True) if is_async else None
         if self._thread is None:
             self._write()
         else:
@@ -345,7 +345,7 @@ class _Loop:
                     self._evaluate()
             if self.underway is None and self._is_save_due(launched):
                 with self._stage("Saving"):
-                    self._begin_saving(beside=job.plan.async_checkpoint)
+                    self._begin_saving(is_async=job.plan.async_checkpoint)
         self._settle()
         return reason
 
@@ -646,10 +646,10 @@ class _Loop:
         """Now, and to the end; whether the state of this step is on the disk."""
         self._finish_saving()
         if self.saved_at != self.done:
-            self._begin_saving(beside=False)
+            self._begin_saving(is_async=False)
         return self.saved_at == self.done
 
-    def _begin_saving(self, *, beside: bool) -> None:
+    def _begin_saving(self, *, is_async: bool) -> None:
         self._finish_saving()
         if self.saved_at == self.done:
             return
@@ -663,8 +663,10 @@ class _Loop:
             "clean_steps": self.scale.clean_steps if self.scale else None,
         }
         self.retry_time = None
-        self.saving = _Saving(self.done, began, self.job.save(self.done, state, metric, beside=beside), beside=beside)
-        if not beside:
+        self.saving = _Saving(
+            self.done, began, self.job.save(self.done, state, metric, is_async=is_async), is_async=is_async
+        )
+        if not is_async:
             self._finish_saving()
 
     def _finish_saving(self) -> None:

@@ -186,7 +186,7 @@ class TrainStep:
         loss_scale: LossScale | None = None,
         shape: Shape | None = None,
         z_loss: float = 0.0,
-        cut: ContextShard | None = None,
+        context_shard: ContextShard | None = None,
         capture: GraphCapture | None = None,
         sample: Sample | None = None,
         objective: Objective | None = None,
@@ -206,7 +206,7 @@ class TrainStep:
         self.loss_scale = loss_scale
         self.shape = shape
         self.z_loss = z_loss
-        self.cut = cut or ContextShard()
+        self.context_shard = context_shard or ContextShard()
         self.capture = capture
         self.sample = sample
         self.objective = None if objective is None or objective.is_token_sum else objective
@@ -215,7 +215,7 @@ class TrainStep:
         self.teach = teach
         self.merges = merges
         self.routing = routing
-        self.keeps_documents = self.objective is None and self.ranks.rank % self.cut.copies == 0
+        self.keeps_documents = self.objective is None and self.ranks.rank % self.context_shard.copies == 0
         """Whether the losses of documents are told; of ranks that compute the same, by one."""
         self.launched = 0
         self._sampled: list[torch.Tensor | None] = []
@@ -248,62 +248,14 @@ class TrainStep:
     ) -> Callable[[], StepResult]:
         """One update."""
         scale = self.loss_scale.value if self.loss_scale else 1.0
-        tally, documents = self._tally(), _Documents()
         self.optimizer.begin(learning_rate, batch.step)
         self.launched += 1
         if self.routing is not None:
             self.routing.begin_step(batch.step)
         try:
-            factor = scale if self.objective is not None else scale / batch.target_weight
-            for micro_batch, found in self._passes(batch, factor, should_stop):
-                with record_function("loss"):
-                    if isinstance(found, Scoring | BatchLoss):
-                        tally.add_scored(found)
-                    else:
-                        self._add_by_source(micro_batch, found, tally)
-                        if self.keeps_documents:
-                            documents.add(micro_batch, found)
-            if self.schedule is not None:
-                (self.schedule.penalty() * scale).backward()
-            if isinstance(self.model, Sharded):
-                self.model.end_backward()
+            tally, documents = self._gradients(batch, scale, should_stop)
             with record_function("optimizer"):
-                norm = self._clip(scale)
-                is_measured = self.sample is not None and (self.launched <= FIRST or batch.step % EVERY == 0)
-                told = [self.measured()] if is_measured else []
-                told += [self.routing.told(self.device)] if self.routing is not None else []
-                read_routers = self.routing.reader() if self.routing is not None else None
-                read = self._reader(tally, norm, torch.cat(told) if told else None)
-                documents.send()
-
-            def result() -> StepResult:
-                totals, weights, grad_norm, rest = read()
-                measured, rest = (rest[:MEASURED], rest[MEASURED:]) if is_measured else ([], rest)
-                router_loss, routers = (None, []) if read_routers is None else read_routers(rest)
-                with record_function("loss"):
-                    rows, bad = documents.found()
-                overflowed = self._check(batch, totals, grad_norm, bad)
-                whole: list[list[float]] = [
-                    [sum(some) for some in zip(*one.values(), strict=True)] for one in (totals, weights)
-                ]
-                if self.objective is None:
-                    whole[1] = [batch.target_weight] * len(tally.names)
-                by_source = {at: tally.loss(totals[at], weights[at]) for at in totals if any(weights[at])}
-                return StepResult(
-                    tally.loss(*whole),
-                    grad_norm if not overflowed else 0.0,
-                    by_source,
-                    overflowed,
-                    weights_of(*measured) if measured else None,
-                    {**batch.figures, **tally.figures(*whole)}
-                    | ({} if router_loss is None else {"router_loss": router_loss}),
-                    {at: {**batch.figures_of.get(at, {}), **tally.figures(totals[at], weights[at])} for at in totals}
-                    if len(tally.names) > 1
-                    else {},
-                    routers,
-                    rows,
-                )
-
+                result = self._result_of(batch, tally, documents, self._clip(scale))
             known = result() if self.looks_first else None
             if known is None or not known.is_skipped:
                 with record_function("optimizer"):
@@ -314,6 +266,63 @@ class TrainStep:
         finally:
             with record_function("optimizer"):
                 self.optimizer.zero_grad()
+
+    def _gradients(self, batch: StepBatch, scale: float, should_stop: Callable[[], bool]) -> tuple[Tally, _Documents]:
+        """Of the whole step, and what its loss is made of."""
+        tally, documents = self._tally(), _Documents()
+        factor = scale if self.objective is not None else scale / batch.target_weight
+        for micro_batch, found in self._passes(batch, factor, should_stop):
+            with record_function("loss"):
+                if isinstance(found, Scoring | BatchLoss):
+                    tally.add_scored(found)
+                else:
+                    self._add_by_source(micro_batch, found, tally)
+                    if self.keeps_documents:
+                        documents.add(micro_batch, found)
+        if self.schedule is not None:
+            (self.schedule.penalty() * scale).backward()
+        if isinstance(self.model, Sharded):
+            self.model.end_backward()
+        return tally, documents
+
+    def _result_of(
+        self, batch: StepBatch, tally: Tally, documents: _Documents, norm: torch.Tensor
+    ) -> Callable[[], StepResult]:
+        """Begin to copy to the host what the step has found; what is returned waits for it."""
+        is_measured = self.sample is not None and (self.launched <= FIRST or batch.step % EVERY == 0)
+        told = [self.measured()] if is_measured else []
+        told += [self.routing.told(self.device)] if self.routing is not None else []
+        read_routers = self.routing.reader() if self.routing is not None else None
+        read = self._reader(tally, norm, torch.cat(told) if told else None)
+        documents.send()
+
+        def result() -> StepResult:
+            totals, weights, grad_norm, rest = read()
+            measured, rest = (rest[:MEASURED], rest[MEASURED:]) if is_measured else ([], rest)
+            router_loss, routers = (None, []) if read_routers is None else read_routers(rest)
+            with record_function("loss"):
+                rows, bad = documents.found()
+            overflowed = self._check(batch, totals, grad_norm, bad)
+            total, weight = ([sum(some) for some in zip(*one.values(), strict=True)] for one in (totals, weights))
+            if self.objective is None:
+                weight = [batch.target_weight] * len(tally.names)
+            figures = {**batch.figures, **tally.figures(total, weight)}
+            return StepResult(
+                loss=tally.loss(total, weight),
+                grad_norm=0.0 if overflowed else grad_norm,
+                losses={at: tally.loss(totals[at], weights[at]) for at in totals if any(weights[at])},
+                is_skipped=overflowed,
+                weights=weights_of(*measured) if measured else None,
+                figures=figures if router_loss is None else {**figures, "router_loss": router_loss},
+                figures_of={
+                    at: {**batch.figures_of.get(at, {}), **tally.figures(totals[at], weights[at])}
+                    for at in (totals if len(tally.names) > 1 else ())
+                },
+                routers=routers,
+                documents=rows,
+            )
+
+        return result
 
     def _merge(self, merges: Merges, batch: StepBatch) -> None:
         """Adapters into the base, after a look at the gradient of the first micro-batch where that is wanted."""
@@ -374,8 +383,8 @@ class TrainStep:
         values = here.to(self.device, non_blocking=True)
         for source, total in tally.sums.items():
             values[0, source] = total
-        if self.cut.copies > 1:
-            values /= self.cut.copies
+        if self.context_shard.copies > 1:
+            values /= self.context_shard.copies
         flat = values.view(-1) if measured is None else torch.cat([values.view(-1), measured])
         read_all = reader(torch.cat([norm.double().view(1), self.ranks.sum(flat)]))
 
@@ -424,7 +433,7 @@ class TrainStep:
                 self.model.begin_micro_batch(is_last=index == len(batch.micro_batches) - 1)
             with record_function("data"):
                 self._draw_from(batch.step, index)
-                micro_batch = self.cut(micro_batch)
+                micro_batch = self.context_shard(micro_batch)
                 inputs = to_device(micro_batch, self.device, self.shape)
             scoring = self._scoring(batch, micro_batch, baseline, index)
             lesson = None if self.teach is None else self.teach(micro_batch, inputs)
@@ -490,7 +499,7 @@ class TrainStep:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.model.eval()
         for micro_batch in batch.mismatched:
-            sums += risen(self.model, self.cut(micro_batch), self.spec, self.device, self.shape)
+            sums += risen(self.model, self.context_shard(micro_batch), self.spec, self.device, self.shape)
         self.model.train()
         total, count = self.ranks.sum(sums)
         return (total / count).clamp(min=0)
