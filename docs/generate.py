@@ -412,8 +412,8 @@ def _families_gpu(rows: list[dict[str, Any]]) -> list[str]:
 
     lines = [
         "16,384 tokens a step, packed documents, bf16, rank 16. *Busy*: share of our steps with a kernel running.",
-        "*Times*: ours over the faster other. GiB and tokens/s of plans stand last. `full`: ours has master weights",
-        "and states in fp32, others have theirs in bf16.",
+        "*Times*: ours over the fastest other; of others the best of all runs stands. GiB and tokens/s of plans stand",
+        "last. `full`: ours has master weights and states in fp32, others have theirs in bf16.",
         "",
         "| case | ours, tokens/s | transformers | Liger | Unsloth | times | busy | GiB, ours | GiB planned | planned |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
