@@ -30,7 +30,8 @@ one rank and one on another: all ranks reduce all of them then. One that no rank
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,8 +39,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tunesmith.errors import UserError
 from tunesmith.kernels.nf4 import SHARDED
 from tunesmith.model.experts import QuantizedExperts
 from tunesmith.model.forward import Entrance
@@ -211,12 +212,8 @@ class Sharding:
         trained = [one for one in found if any(weight.requires_grad for weight in one.parameters())]
         if not trained:
             return
-        if not hasattr(unit, "set_reduce_scatter_unused_params"):
-            raise UserError(
-                f"{type(unit).__name__} has a list of modules (experts, perhaps) of which ranks may call different "
-                f"ones, which FSDP of torch {torch.__version__} cannot reduce; install torch 2.13, or use one rank."
-            )
-        unit.set_reduce_scatter_unused_params(True, recurse=False)
+        # Before FSDP's own, which gives the whole weights back.
+        unit.register_forward_hook(partial(_reach_all, trained), prepend=True)
         self.root.watch_list(trained)
 
     def _reshards_after_forward(self, unit: nn.Module) -> bool | int:
@@ -225,6 +222,28 @@ class Sharding:
         if self._plan.sharding == "hierarchical":
             return self._plan.mesh.shard * self._plan.mesh.context
         return self._plan.sharding not in KEEPS_FULL
+
+
+def _reach_all(modules: Sequence[nn.Module], _unit: nn.Module, _arguments: object, output: Any) -> Any:
+    """The unit's output, by which weights of these modules have a gradient, of zeros where none of them was called."""
+    weights = [weight for module in modules for weight in module.parameters() if weight.requires_grad]
+    leaves, structure = tree_flatten(output)
+    at = next((at for at, one in enumerate(leaves) if isinstance(one, torch.Tensor) and one.requires_grad), None)
+    if at is None:
+        return output
+    leaves[at] = _Reached.apply(leaves[at], *weights)
+    return tree_unflatten(leaves, structure)
+
+
+class _Reached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output, *weights):
+        ctx.like = [(weight.shape, weight.dtype, weight.device) for weight in weights]
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, d_output):
+        return d_output, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
 
 def has_rows(weight: torch.Tensor) -> bool:
