@@ -408,7 +408,7 @@ def benchmarks_page() -> str:
 def _families_gpu(rows: list[dict[str, Any]]) -> list[str]:
     """Ours and others' at published shapes, with what the plan said."""
     sys.path.insert(0, str(DOCS.parent / "benchmarks"))
-    from families_gpu import ratio
+    from families_gpu import OTHERS, ratio
 
     lines = [
         "16,384 tokens a step, packed documents, bf16, rank 16. *Busy*: share of our steps with a kernel running.",
@@ -426,7 +426,9 @@ def _families_gpu(rows: list[dict[str, Any]]) -> list[str]:
         cells += [f"{ours['peak_bytes'] / 2**30:.1f}" if "peak_bytes" in ours else ours.get("failed", "")]
         cells += [f"{plan['peak_bytes'] / 2**30:.1f}", f"{plan['tokens_per_second']:,.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    return [*lines, "", *(f"- {row['name']}: {row['note']}." for row in rows if "note" in row)]
+    failures = [(row, name) for row in rows for name in OTHERS if "failed" in row.get(name, {})]
+    lines += ["", *(f"- {row['name']}: {name} failed with {row[name]['failed'].strip(' :')}." for row, name in failures)]
+    return [*lines, *(f"- {row['name']}: {row['note']}." for row in rows if "note" in row)]
 
 
 def attention_table(rows: list[dict[str, Any]]) -> list[str]:
