@@ -426,8 +426,10 @@ def _families_gpu(rows: list[dict[str, Any]]) -> list[str]:
         cells += [f"{ours['peak_bytes'] / 2**30:.1f}" if "peak_bytes" in ours else ours.get("failed", "")]
         cells += [f"{plan['peak_bytes'] / 2**30:.1f}", f"{plan['tokens_per_second']:,.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    failures = [(row, name) for row in rows for name in OTHERS if "failed" in row.get(name, {})]
-    lines += ["", *(f"- {row['name']}: {name} failed with {row[name]['failed'].strip(' :')}." for row, name in failures)]
+    failed = [
+        (row["name"], name, row[name]["failed"]) for row in rows for name in OTHERS if "failed" in row.get(name, {})
+    ]
+    lines += ["", *(f"- {case}: {name} failed with {why.strip(' :')}." for case, name, why in failed)]
     return [*lines, *(f"- {row['name']}: {row['note']}." for row in rows if "note" in row)]
 
 
