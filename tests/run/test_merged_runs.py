@@ -34,7 +34,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes_and_gives_a_model(method, runs, 
     after = json.loads((whole / "run" / "summary.json").read_text())["held_out_after"]
     assert json.loads(asked.out)["results"][0]["loss"] == pytest.approx(after, rel=1e-4)
     refused = runs(whole, "merge", "run", "--to", "merged")
-    assert (refused.code, "is a model already" in refused.err) == (1, True)
+    assert (refused.code, "whose result is a model" in refused.err) == (1, True)
     assert storage_note(whole / "run") == []  # also where the base was held in 4 bits
     checks = certify(whole / "run")
     assert "failed" not in json.dumps(checks), checks

@@ -29,7 +29,7 @@ one rank and one on another: all ranks reduce all of them then. One that no rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,7 +39,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tunesmith.kernels.nf4 import SHARDED
 from tunesmith.model.experts import QuantizedExperts
@@ -227,12 +226,24 @@ class Sharding:
 def _reach_all(modules: Sequence[nn.Module], _unit: nn.Module, _arguments: object, output: Any) -> Any:
     """The unit's output, by which weights of these modules have a gradient, of zeros where none of them was called."""
     weights = [weight for module in modules for weight in module.parameters() if weight.requires_grad]
-    leaves, structure = tree_flatten(output)
-    at = next((at for at, one in enumerate(leaves) if isinstance(one, torch.Tensor) and one.requires_grad), None)
-    if at is None:
-        return output
-    leaves[at] = _Reached.apply(leaves[at], *weights)
-    return tree_unflatten(leaves, structure)
+    return _first_changed(output, lambda first: _Reached.apply(first, *weights))[0]
+
+
+def _first_changed(output: Any, change: Callable[[torch.Tensor], Any]) -> tuple[Any, bool]:
+    """The same with another tensor for the first that has a gradient; whether there was one."""
+    if isinstance(output, torch.Tensor):
+        return (change(output), True) if output.requires_grad else (output, False)
+    if isinstance(output, tuple | list):
+        for at, one in enumerate(output):
+            made, is_changed = _first_changed(one, change)
+            if is_changed:
+                return type(output)([*output[:at], made, *output[at + 1 :]]), True
+    if isinstance(output, dict):
+        for name, one in output.items():
+            output[name], is_changed = _first_changed(one, change)
+            if is_changed:
+                return output, True
+    return output, False
 
 
 class _Reached(torch.autograd.Function):
