@@ -110,8 +110,10 @@ def test_layers_compile_with_it():
     from tunesmith.kernels.fake_quantize import fake_quantized_lowrank
     from tunesmith.kernels.rounding import Rounding
 
+    rounding = Rounding("int4", 32)
+
     def layer(x, w, a, b):
-        return fake_quantized_lowrank(x, w, None, a, b, 2.0, Rounding("int4", 32)).square().sum()
+        return fake_quantized_lowrank(x, w, None, a, b, 2.0, rounding).square().sum()
 
     torch.manual_seed(0)
     x, w, a, b = torch.randn(3, 64), torch.randn(8, 64), torch.randn(2, 64), torch.randn(8, 2)
