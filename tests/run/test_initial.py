@@ -89,6 +89,8 @@ def test_what_an_adapter_says_of_itself_becomes_the_settings_and_may_not_be_cont
         from_mapping({**given, "adapter": str(tmp_path)})
     with pytest.raises(UserError, match=r"holds no adapter; give .*/adapter\.$"):
         from_mapping({**given, "adapter": str(drawn)})
+    with pytest.raises(UserError, match="qlora holds no adapter; the way of training is the setting `method: qlora`"):
+        from_mapping({**given, "adapter": "qlora"})
     with pytest.raises(UserError, match="loftq"):
         from_mapping({"model": "m", "data": "x", "lora": {"init": "loftq"}})
     config = peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[], task_type="CAUSAL_LM")

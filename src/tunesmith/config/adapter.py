@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from tunesmith.config.schema import Run
 from tunesmith.disk import expanded
@@ -88,7 +88,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         inner = folder / "adapter"  # of a run
-        hint = f"; give {inner}" if (inner / CONFIG).exists() else f": there is no {CONFIG}"
+        hint = f": there is no {CONFIG}"
+        if (inner / CONFIG).exists():
+            hint = f"; give {inner}"
+        elif not folder.exists() and folder.name in get_args(Run.model_fields["method"].annotation):
+            hint = f"; the way of training is the setting `method: {folder.name}`"
         raise UserError(f"adapter: {folder} holds no adapter{hint}.") from error
     except (OSError, ValueError) as error:
         raise UserError(f"adapter: {folder / CONFIG} cannot be read: {error}.") from error
