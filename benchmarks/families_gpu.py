@@ -114,6 +114,8 @@ LAYERS = {"lora": {"Phi-4": 24}, "full": {"Phi-4": 12, "Qwen3-30B-A3B": 8, "gpt-
 """Of `full`: others have half."""
 FULL_GIB = 124
 """For weights, gradients and states in fp32; others have theirs in bf16, and no limit but the GPU's."""
+FULL: dict[str, Any] = {"first_gib": 28}
+"""Masters, gradients and states of a rehearsal's layers."""
 MORE: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": {"checkpointing": True, "first_gib": 16, "few_layers": 2},  # 600M parameters a layer
     "gpt-oss-20b": {"first_gib": 16, "few_layers": 2},
@@ -126,7 +128,13 @@ CASES = (
         for shape, one in SHAPES.items()
     ),
     *(
-        Case(shape, "full", LAYERS["full"].get(shape, one["num_hidden_layers"] // 2), FULL_GIB, **MORE.get(shape, {}))
+        Case(
+            shape,
+            "full",
+            LAYERS["full"].get(shape, one["num_hidden_layers"] // 2),
+            FULL_GIB,
+            **FULL | MORE.get(shape, {}),
+        )
         for shape, one in SHAPES.items()
     ),
     Case("Qwen3-30B-A3B", "qlora", 48, 24, is_capped=True, systems=("ours",), **MORE["Qwen3-30B-A3B"]),
@@ -483,11 +491,12 @@ class Transformers(Measured):
 
         trained = [weight for weight in model.train().parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
-        is_padded = attention in ("eager", "its own") or has_plain_scan(self.config)
+        has_scan = hasattr(self.config, "mamba_n_heads")
+        is_padded = attention in ("eager", "its own") or (has_scan and not has_scan_kernels())
         kind = device()
 
         def step(batch: Any) -> Callable[[], float]:
-            parts = list(padded(batch, self.case.part_tokens) if is_padded else packed(batch, attention))
+            parts = list(padded(batch, self.case.part_tokens) if is_padded else packed(batch, attention, has_scan))
             total = torch.zeros((), device=kind)
             for part in parts:
                 with torch.autocast(kind, dtype=torch.bfloat16) if kind == "cuda" else nullcontext():
@@ -607,9 +616,9 @@ def their_model(name: str, config: Any, attention: str, checkpointing: bool, tar
     return adapted
 
 
-def has_plain_scan(config: Any) -> bool:
-    """State spaces without the libraries by which transformers keeps packed documents apart."""
-    return hasattr(config, "mamba_n_heads") and not (find_spec("mamba_ssm") and find_spec("causal_conv1d"))
+def has_scan_kernels() -> bool:
+    """Libraries by which transformers keeps packed documents apart in state spaces."""
+    return bool(find_spec("mamba_ssm") and find_spec("causal_conv1d"))
 
 
 def put_liger_on(model: Any) -> None:
@@ -632,7 +641,7 @@ def documents_of(batch: Any) -> list[Any]:
     return [ids for one in batch.micro_batches for ids in one.tokens.split(one.boundaries.diff().tolist())]
 
 
-def packed(batch: Any, attention: str) -> Iterator[dict[str, Any]]:
+def packed(batch: Any, attention: str, has_scan: bool) -> Iterator[dict[str, Any]]:
     """All documents of a step as one row, with positions that begin anew with each."""
     import torch
 
@@ -641,6 +650,8 @@ def packed(batch: Any, attention: str) -> Iterator[dict[str, Any]]:
     positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
     labels = tokens.masked_fill(positions == 0, -100)
     inputs = {"input_ids": tokens[None], "labels": labels[None], "position_ids": positions[None]}
+    if has_scan:
+        inputs["seq_idx"] = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)[None]
     inputs = {name: one.to(device()) for name, one in inputs.items()}
     if attention.startswith("flash"):
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int().to(device())

@@ -236,13 +236,26 @@ def test_missing_files_and_folders(tmp_path):
         load(tmp_path)
     with pytest.raises(UserError, match="cannot be read"):
         load(Path("a\0b"))
-    with pytest.raises(UserError, match="does not exist; the settings file comes before key=value"):
-        load(tmp_path / "epochs=3")
     (tmp_path / "a.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="is a data file"):
         load(tmp_path / "a.jsonl")
     with pytest.raises(UserError, match="cannot be read: File name too long"):
         load(tmp_path / ("x" * 300))
+
+
+def test_settings_on_the_command_line_need_no_file_and_take_run_yaml_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    loaded = load("model=/models/tiny", ["data=a.jsonl", "lora.rank=4"])
+    assert (loaded.run.model, loaded.run.data[0].path, loaded.run.lora.rank) == ("/models/tiny", "a.jsonl", 4)
+    assert loaded.origin["model"] == "command line"
+    with pytest.raises(UserError, match=r"`data` is missing: .* \(command line\)"):
+        load("model=/models/tiny")
+    with pytest.raises(UserError, match="does not exist"):
+        load("run.yaml", ["epochs=3"])
+    (tmp_path / "run.yaml").write_text(GOOD)
+    loaded = load("epochs=3")
+    assert (loaded.run.model, loaded.run.epochs) == ("some/model", 3)
+    assert loaded.origin["model"] == "run.yaml, line 1"
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads everything")

@@ -35,6 +35,7 @@ GOOD = {"model": "m", "data": "d.jsonl", "objective": "dpo"}
         ({"preference": {"betta": 1}}, "did you mean `preference.beta`"),
         ({"train_on": "all"}, "leave train_on out"),
         ({"z_loss": 1e-4}, "z_loss is for `objective: sft`"),
+        ({"neftune_noise_alpha": 5}, "neftune_noise_alpha is for `objective: sft`"),
         ({"too_long": "split"}, "needs answers in one piece"),
         ({"objective": "dop"}, "did you mean `dpo`"),
         ({"objective": "grpo"}, "needs at least one, such as `rewards: [exact]`"),

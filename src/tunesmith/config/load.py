@@ -35,6 +35,8 @@ from tunesmith.errors import UserError, UserErrors
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
+DEFAULT_FILE = "run.yaml"
+OVERRIDE = re.compile(r"[a-z]\w*(\.\w+)*=")
 LARGEST_FILE = 1 << 20
 DEEPEST = 50
 MOST_VALUES = 20_000
@@ -52,12 +54,18 @@ class Loaded:
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> Loaded:
-    """Reads settings from a YAML file; `overrides` such as `lora.rank=8` or `data.0.weight=2` come on top."""
+    """Reads settings from a YAML file; `overrides` such as `lora.rank=8` or `data.0.weight=2` come on top. An
+    override in the file's place stands for run.yaml, or for no file where there is none."""
     path = Path(path)
-    settings = _parse(_read(path), str(path))
+    if OVERRIDE.match(str(path)) and not path.exists():
+        path, overrides = Path(DEFAULT_FILE), [str(path), *overrides]
+        has_file = path.exists()
+    else:
+        has_file = True
+    settings = _parse(_read(path), str(path)) if has_file else _Settings({})
     for override in overrides:
         _apply(override, settings)
-    run = _validate(settings, str(path))
+    run = _validate(settings, str(path) if has_file else COMMAND_LINE)
     return Loaded(run, path, dict(_origins(run, settings)))
 
 
@@ -123,10 +131,7 @@ def _read(path: Path) -> str:
     except IsADirectoryError:
         raise UserError(f"{path} is a folder; name the settings file in it, such as {path / 'run.yaml'}") from None
     except FileNotFoundError:
-        advice = (
-            "the settings file comes before key=value" if "=" in path.name else f"`tunesmith init {path}` writes one"
-        )
-        raise UserError(f"{path} does not exist; {advice}") from None
+        raise UserError(f"{path} does not exist; `tunesmith init {path}` writes one") from None
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or str(problem)
         raise UserError(f"{_plain(str(path))} cannot be read: {reason}") from None

@@ -23,6 +23,7 @@ _BY_OUR_NAMES = {
     "optimizer": "optim use_galore use_apollo use_badam",
     "weight_decay": "wd",
     "max_grad_norm": "max_norm gradient_clipping grad_clip gradient_clip_val",
+    "neftune_noise_alpha": "neftune_alpha noisy_embedding_alpha",
     "precision": "dtype torch_dtype bf16 fp16 fp8 mixed_precision pure_bf16",
     "quantization_aware": "qat",
     "seed": "random_state data_seed",
@@ -88,7 +89,6 @@ _BY_SENTENCES = {
         "rank_pattern alpha_pattern exclude_modules target_parameters trainable_token_indices layer_replication "
         "layers_pattern lora_bias bias use_qalora"
     ),
-    "noise on embeddings (NEFTune) is not to be had here": "neftune_noise_alpha noisy_embedding_alpha",
     "`tunesmith train --track` tells wandb, mlflow, tensorboard or trackio; events.jsonl of the run has every step": (
         "report_to logging_steps logging_dir run_name wandb_project wandb_entity mlflow_tracking_uri use_tensorboard"
     ),

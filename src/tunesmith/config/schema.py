@@ -544,6 +544,8 @@ class Run(Settings):
     """Train for a file in few bits: linears compute with weights rounded exactly as that export type holds them."""
     z_loss: Annotated[Number, Field(ge=0, le=1)] = 0.0
     """Weight of a penalty that keeps logits near zero (the squared log of each softmax's sum); 1e-4 is usual."""
+    neftune_noise_alpha: Annotated[Number, Field(ge=0, le=1000)] = 0.0
+    """Noise on embeddings while training (NEFTune), of at most alpha / sqrt(tokens x width); 5 is usual, 0: none."""
     router_aux_loss_coef: Annotated[Number, Field(ge=0, le=10)] | None = None
     """Weight of the load-balancing loss of an MoE model's routers; when left out, what the model's config asks for."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
@@ -717,6 +719,9 @@ def _unsuited(run: Run) -> str | None:
         return f"chat_template: `objective: {objective}` reads texts as the tokenizer by itself does; leave it out"
     if why := _unsuited_teacher(run) or _unsuited_head(run) or _unsuited_embedding(run) or _unsuited_rollout(run):
         return why
+    for name in ("z_loss", "neftune_noise_alpha"):
+        if getattr(run, name) and objective != "sft":
+            return f"{name} is for `objective: sft`, not for {objective}"
     if objective in ("sft", "distill"):
         return None
     if preference.loss == "robust" and objective != "dpo":
@@ -729,8 +734,6 @@ def _unsuited(run: Run) -> str | None:
         return "preference.length_normalised is for the sigmoid loss (ipo normalises by length already)"
     if run.train_on != "assistant":
         return f"`objective: {objective}` compares answers as they stand in the data; leave train_on out"
-    if run.z_loss:
-        return f"z_loss is for `objective: sft`, not for {objective}"
     if run.too_long == "split":
         return f"`objective: {objective}` needs answers in one piece; too_long may be truncate or drop"
     return None
@@ -765,8 +768,6 @@ def _unsuited_teacher(run: Run) -> str | None:
         return "profile_steps: steps of distillation.on_policy begin with answers, which are not profiled yet"
     if run.new_tokens:
         return "new_tokens: the teacher of `objective: distill` does not know them"
-    if run.z_loss:
-        return "z_loss is for `objective: sft`, not for distill"
     return None
 
 

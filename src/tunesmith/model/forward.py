@@ -34,6 +34,7 @@ from tunesmith.kernels.linear_distillation import Lesson, distillation_by_module
 from tunesmith.model.attention import NAME as PACKED_ATTENTION
 from tunesmith.model.inline_attention import inline_attention
 from tunesmith.model.local import local
+from tunesmith.model.noise import tell_lengths
 from tunesmith.model.state_space import use_chunked_scan
 from tunesmith.model.structure import body, is_encoder_decoder, set_attention, stacks_of
 from tunesmith.plan.plan import ForwardSpec
@@ -323,6 +324,7 @@ def _transposed(head: nn.Module) -> Transposed | None:
 
 def hidden_states(model: nn.Module, inputs: Inputs, spec: ForwardSpec) -> torch.Tensor:
     """What the output head sees, for every token: [T, H]."""
+    tell_lengths(model, inputs.boundaries, inputs.tokens.shape[0] if spec.layout == "packed" else None)
     if spec.layout == "packed":
         return packed_hidden_states(model, inputs, seq_idx=spec.seq_idx).squeeze(0)
     if spec.layout == "encoder-decoder":

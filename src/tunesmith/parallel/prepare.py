@@ -38,6 +38,7 @@ from tunesmith.model.fuse import fuse
 from tunesmith.model.gated import use_memory_efficient_gates
 from tunesmith.model.grown import new_ids
 from tunesmith.model.head import has_head, head_name, is_headed
+from tunesmith.model.noise import put_noise_on
 from tunesmith.model.prefetch import beside
 from tunesmith.model.prefix import SharedPrefix
 from tunesmith.model.quantized import Reading, put_weights
@@ -353,6 +354,12 @@ def swap_kernels(work: Preparation, unit: Unit) -> None:
         use_fp8_head_gradient(work.model)
 
 
+def add_noise(work: Preparation, unit: Unit) -> None:
+    """NEFTune: noise on what enters the layers while they are trained."""
+    if work.is_trained and work.run.neftune_noise_alpha and not unit.name:
+        put_noise_on(work.model, work.run.neftune_noise_alpha)
+
+
 def slice_mlps(work: Preparation, unit: Unit) -> None:
     """MLPs that take some tokens at a time."""
     plan = work.plan
@@ -424,6 +431,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     watch_routers,
     fuse_adapters,
     swap_kernels,
+    add_noise,
     slice_mlps,
     checkpoint,
     compile_layers,

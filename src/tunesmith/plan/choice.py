@@ -73,6 +73,8 @@ class Task:
     """With `method: peft`: which."""
     is_quantization_aware: bool = False
     """Weights are rounded in each pass, as the exported file holds them."""
+    has_noise: bool = False
+    """On embeddings (NEFTune)."""
     is_exact: bool = False
     """The same bits are asked for every time, however often the run is stopped and continued."""
     objective: Objective = field(default_factory=lambda: Sft(Preference()))

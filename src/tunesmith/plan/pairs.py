@@ -41,6 +41,10 @@ REFUSALS: tuple[tuple[Callable[[Run], bool], str], ...] = (
         "quantization_aware: no export of an encoder-decoder in few bits is written here",
     ),
     (
+        lambda run: run.neftune_noise_alpha > 0,
+        "neftune_noise_alpha: an encoder-decoder embeds sources and targets apart, and gets no noise here",
+    ),
+    (
         lambda run: run.algorithm in ("lisa", "badam"),
         "optimizer: lisa and badam take turns over one stack of layers; an encoder-decoder has two",
     ),

@@ -41,6 +41,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "pipeline parallelism cut up; use data or expert parallelism, or router_aux_loss_coef: 0",
     ),
     (
+        lambda task, choice: task.has_noise and max(choice.tensor, choice.context, choice.pipeline) > 1,
+        "noise on embeddings (neftune_noise_alpha) is drawn for whole documents, which tensor, context and pipeline "
+        "parallelism cut up; use data parallelism",
+    ),
+    (
         lambda task, choice: not task.objective.is_token_sum and max(choice.context, choice.pipeline) > 1,
         "objectives other than sft compare whole answers, which context and pipeline parallelism cut up; use data or "
         "tensor parallelism",
@@ -431,6 +436,7 @@ def may_capture(task: Task, choice: Choice) -> bool:
         and all(paths.path_of_kind(task, choice.attention, kind) in CAPTURED for kind in task.facts.kinds)
         and not experts(task)
         and (not task.lora.dropout if task.has_adapters else choice.accumulation_steps(task) == 1)
+        and not task.has_noise  # drawn anew in each pass
         and not task.is_exact
         and not task.is_merged
         and not task.objective.has_teacher  # its logits have no place in the captured passes' memory

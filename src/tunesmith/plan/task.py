@@ -67,6 +67,7 @@ def make_task(
         shared=size.shared / size.tokens if size and size.tokens else 0.0,
         clips=run.max_grad_norm is not None,
         is_quantization_aware=run.quantization_aware is not None,
+        has_noise=run.neftune_noise_alpha > 0,
         is_exact=run.deterministic,
         objective=objective,
         teacher_in_steps=objective.has_teacher and run.distillation.top_k is None,
