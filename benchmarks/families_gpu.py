@@ -760,6 +760,8 @@ def merged(before: dict[str, Any], row: dict[str, Any], commit: str) -> dict[str
         del new["ours"]
     if "predicted" in row and "ours" not in new:
         row = {}  # the plan of a run that failed, beside one that did not
+    if "ours" in new:
+        before = {name: value for name, value in before.items() if name != "note"}  # it was about another measurement
     return before | row | new | ({"commit": commit} if "ours" in new else {})
 
 

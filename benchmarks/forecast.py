@@ -399,16 +399,18 @@ def errors(row: dict[str, Any]) -> tuple[float, float]:
 
 
 def _as_it_was(facts: Any, said: dict[str, Any]) -> Any:
-    """The model's facts with the gated MLPs that were fused when the row was measured: by its plan's kernels, or, where
-    it does not name them, those with SiLU and three linears. Heads of 256 were computed by torch's attention, for
-    which keys and values were repeated for each of the queries' heads then, and kept so."""
+    """The model's facts with the rotations and gated MLPs that were fused when the row was measured: by its plan's
+    kernels, or, where it does not name them, the rotations that are fused now, and MLPs with SiLU and three linears.
+    Heads of 256 were computed by torch's attention, for which keys and values were repeated for each of the queries'
+    heads then, and kept so."""
 
     def changed(kind: Any) -> Any:
         is_joint = any(linear.name.endswith("gate_up_proj") for linear in kind.linears)
         fused = said.get("kernels", () if is_joint else ("swiglu",))
         is_repeated = "kernels" not in said and facts.head_dim > 128
         key = kind.query if is_repeated else kind.key
-        return kind.changed(gate=kind.gate if kind.gate in fused else None, key=key)
+        is_rotated_so = kind.is_rope_fused and "rope" in said.get("kernels", ("rope",))
+        return kind.changed(gate=kind.gate if kind.gate in fused else None, key=key, is_rope_fused=is_rotated_so)
 
     return facts.changed(kinds=tuple(map(changed, facts.kinds)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from unittest.mock import patch
 
 import torch
@@ -524,33 +525,41 @@ def check_update(device: str, dtypes=(torch.float32, torch.bfloat16)) -> None:
 
 def check_rotary(device: str, dtypes=(torch.float32, torch.float16)) -> None:
     """The kernel against the plain rotation and its gradient, from tensors that lie in memory in several ways."""
+    from tunesmith.kernels.rotary import PAIRS
     from tunesmith.kernels.rotary_fused import rotate_into
 
+    shapes = (
+        (1, 1, 1, 8, 8),
+        (5, 4, 2, 16, 16),
+        (3, 6, 2, 48, 48),
+        (7, 3, 3, 10, 10),
+        (4, 2, 1, 24, 10),
+        (2, 5, 1, 9, 2),
+    )
     cases = 0
-    for dtype in dtypes:
-        for tokens, heads, groups, size in ((1, 1, 1, 8), (5, 4, 2, 16), (3, 6, 2, 48), (7, 3, 3, 10)):
-            generator = torch.Generator().manual_seed(tokens)
+    for dtype, (tokens, heads, groups, size, turned), pairs in itertools.product(dtypes, shapes, PAIRS):
+        generator = torch.Generator().manual_seed(tokens)
 
-            def draw(*shape: int, generator=generator, dtype=dtype) -> torch.Tensor:
-                return torch.randn(*shape, generator=generator).to(dtype).to(device)
+        def draw(*shape: int, generator=generator, dtype=dtype) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype).to(device)
 
-            y, cos, sin = draw(tokens, heads + 2 * groups, size), draw(tokens, size), draw(tokens, size)
-            sizes = [heads, groups, groups]
-            exact = y.double().requires_grad_()
-            parts = exact.split(sizes, 1)
-            both = (cos.double(), sin.double())
-            wanted = [reference.rotate(parts[0], *both), reference.rotate(parts[1], *both), parts[2]]
-            d_parts = [draw(count, tokens, size).transpose(0, 1) for count in sizes]
-            (gradient,) = torch.autograd.grad(wanted, exact, [one.double() for one in d_parts])
-            outputs = [torch.full((tokens, count, size), 9.0, dtype=dtype, device=device) for count in sizes]
-            joint = torch.full_like(y, 9.0)
-            rotate_into(y.split(sizes, 1), cos, sin, tuple(outputs), back=False)
-            rotate_into(tuple(d_parts), cos, sin, joint.split(sizes, 1), back=True)
-            pair = [torch.full_like(one, 9.0) for one in outputs[:2]]
-            rotate_into(y.split(sizes, 1)[:2], cos, sin, tuple(pair), back=False)
-            for found, want in zip((*outputs, joint, *pair), (*wanted, gradient, *wanted[:2]), strict=True):
-                assert (found.double() - want).norm() <= TOLERANCE[dtype] * want.norm(), (dtype, tokens, size)
-            cases += 1
+        y, cos, sin = draw(tokens, heads + 2 * groups, size), draw(tokens, turned), draw(tokens, turned)
+        sizes = [heads, groups, groups]
+        exact = y.double().requires_grad_()
+        parts = exact.split(sizes, 1)
+        angles = (cos.double(), sin.double(), pairs)
+        wanted = [reference.rotate(parts[0], *angles), reference.rotate(parts[1], *angles), parts[2]]
+        d_parts = [draw(count, tokens, size).transpose(0, 1) for count in sizes]
+        (gradient,) = torch.autograd.grad(wanted, exact, [one.double() for one in d_parts])
+        outputs = [torch.full((tokens, count, size), 9.0, dtype=dtype, device=device) for count in sizes]
+        joint = torch.full_like(y, 9.0)
+        rotate_into(y.split(sizes, 1), cos, sin, tuple(outputs), pairs=pairs, back=False)
+        rotate_into(tuple(d_parts), cos, sin, joint.split(sizes, 1), pairs=pairs, back=True)
+        pair = [torch.full_like(one, 9.0) for one in outputs[:2]]
+        rotate_into(y.split(sizes, 1)[:2], cos, sin, tuple(pair), pairs=pairs, back=False)
+        for found, want in zip((*outputs, joint, *pair), (*wanted, gradient, *wanted[:2]), strict=True):
+            assert (found.double() - want).norm() <= TOLERANCE[dtype] * want.norm(), (dtype, tokens, size, pairs)
+        cases += 1
     print(f"rotary: {cases} cases")
 
 

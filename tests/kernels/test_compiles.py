@@ -150,13 +150,15 @@ def test_weights_out_of_nf4(out):
 
 
 @pytest.mark.parametrize("back", [False, True])
-def test_rotary_positions(back):
+@pytest.mark.parametrize(("pairs", "turned", "values"), [(0, 128, 8), (0, 96, 8), (1, 128, 0), (2, 64, 8)])
+def test_rotary_positions(back, pairs, turned, values):
     from tunesmith.kernels import rotary_fused as module
 
     tensors = ("q", "k", "v", "cos", "sin", "q_out", "k_out", "v_out")
     strides = [name for name in module._rotate.arg_names if name.endswith(("_row", "_head"))]
     types = dict.fromkeys(tensors, "*bf16") | dict.fromkeys(strides, "i32")
-    constants = {"H": 32, "G": 8, "V": 8, "D": 128, "HEADS": 64, "HALF": 64, "BACK": back}
+    constants = {"H": 32, "G": 8, "V": values, "D": 128, "R": turned, "HEADS": 64, "HALF": 64, "REST": 64}
+    constants |= {"PAIRS": pairs, "BACK": back}
     for capability in (HOPPER, AMPERE):
         compile_for(capability, module._rotate, types, constants, num_warps=module.WARPS)
 

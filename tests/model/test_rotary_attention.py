@@ -11,11 +11,14 @@ from test_forward import HEAD, SMALL, build
 from transformers import (
     CohereConfig,
     Gemma2Config,
+    Glm4Config,
+    GlmConfig,
     GPTNeoXConfig,
     GraniteMoeHybridConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
+    Phi3Config,
     PhiConfig,
     Qwen2Config,
     Qwen3Config,
@@ -31,6 +34,7 @@ from tunesmith.model.rotary import RotaryAttention, fuse_rope
 from tunesmith.plan.plan import ForwardSpec
 
 CPU = torch.device("cpu")
+PART = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75}
 REPLACED = [
     LlamaConfig(**SMALL),
     LlamaConfig(**SMALL, attention_bias=True),
@@ -38,11 +42,16 @@ REPLACED = [
     Gemma2Config(**SMALL, **HEAD, sliding_window=4, query_pre_attn_scalar=5),
     Qwen2Config(**SMALL),
     Qwen3Config(**SMALL, **HEAD),
+    Olmo2Config(**SMALL),
+    CohereConfig(**SMALL),
+    CohereConfig(**SMALL, use_qk_norm=True),
+    GlmConfig(**SMALL, **HEAD),
+    Glm4Config(**SMALL, **HEAD, partial_rotary_factor=0.5),
+    Phi3Config(**SMALL),
+    Phi3Config(**SMALL, rope_parameters=PART),
 ]
 LEFT = [
     LlamaConfig(**SMALL, attention_dropout=0.1),
-    Olmo2Config(**SMALL),
-    CohereConfig(**SMALL),
     PhiConfig(**SMALL, partial_rotary_factor=0.5),
     GPTNeoXConfig(**{**SMALL, "num_key_value_heads": 4}),
 ]

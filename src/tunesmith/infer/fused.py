@@ -23,7 +23,7 @@ from tunesmith.errors import first_line
 from tunesmith.kernels.gating import Gating
 from tunesmith.model.gated import find_gated
 from tunesmith.model.norms import RmsNorm, find_rms_norm
-from tunesmith.model.rotary import LINEARS, NORMS, attention_options
+from tunesmith.model.rotary import NORMS, OUT, SEPARATE, attention_form
 from tunesmith.model.structure import body, decoder_layers
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -229,11 +229,14 @@ def _found(layer: nn.Module) -> Layer | None:
     attention, mlp = children["self_attn"], children["mlp"]
     norms = [find_rms_norm(children[name]) for name in ("input_layernorm", "post_attention_layernorm")]
     weight = next(layer.parameters())
-    options, gated = attention_options(attention, weight.dtype, weight.device), find_gated(mlp)
-    if options is None or gated is None or len(gated.first) != 2 or options.get("softcap") or None in norms:
+    form, gated = attention_form(attention, weight.dtype, weight.device), find_gated(mlp)
+    if form is None or not form.is_plain or form.rotated != attention.head_dim or form.options.get("softcap"):
+        return None
+    if gated is None or len(gated.first) != 2 or None in norms:
         return None
     head_norms = [find_rms_norm(getattr(attention, name)) for name in NORMS if hasattr(attention, name)]
-    linears = [getattr(attention, name) for name in LINEARS] + [mlp.get_submodule(name) for name in gated.names]
+    linears = [getattr(attention, name) for name in (*SEPARATE, OUT)]
+    linears += [mlp.get_submodule(name) for name in gated.names]
     if any(type(one) is not nn.Linear for one in linears) or None in head_norms:
         return None
     q, k, v, out, gate, up, down = linears
@@ -244,8 +247,8 @@ def _found(layer: nn.Module) -> Layer | None:
         return None
     return Layer(
         norm=norms[0], qkv=(q.weight, k.weight, v.weight), qkv_bias=None if biases[0] is None else torch.cat(biases),
-        head_norms=tuple(head_norms) or None, size=size, scaling=options.get("scaling") or size**-0.5,
-        window=options.get("sliding_window"), out=out, mlp_norm=norms[1], gate=gate, up=up, gating=gated.gating,
+        head_norms=tuple(head_norms) or None, size=size, scaling=form.options.get("scaling") or size**-0.5,
+        window=form.options.get("sliding_window"), out=out, mlp_norm=norms[1], gate=gate, up=up, gating=gated.gating,
         down=down,
     )  # fmt: skip
 

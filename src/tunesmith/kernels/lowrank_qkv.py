@@ -3,7 +3,7 @@
 `rotate(x @ W.T + (x @ A.T) @ B.T)`, apart into queries, keys and values. The matmul itself is not kept, and the
 gradients of the three become one matrix in the pass that rotates them back.
 
-Legend: T tokens, K inputs, N outputs, R rank, D head dim; `8` marks fp8 values.
+Legend: T tokens, K inputs, N outputs, R rank, D head dim, C rotated values of a head; `8` marks fp8 values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from tunesmith.kernels.lowrank import matmul_add_lowrank, matmul_add_lowrank_fp8, quantize_apart, transposed_fp8
 from tunesmith.kernels.nf4 import dequantized
-from tunesmith.kernels.rotary import rotated_apart, rotated_back
+from tunesmith.kernels.rotary import HALVES, rotated_apart, rotated_back
 
 
 def lowrank_qkv(
@@ -26,18 +26,24 @@ def lowrank_qkv(
     bias_n: torch.Tensor | None,
     rows: Sequence[int],
     transposed8_kn: torch.Tensor | None,
-    cos_td: torch.Tensor,
-    sin_td: torch.Tensor,
+    cos_tc: torch.Tensor,
+    sin_tc: torch.Tensor,
+    key_heads: int,
+    head_dim: int,
+    pairs: int = HALVES,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[T, heads, D] each. `weight_nk` is in bf16, fp8 or nf4, as three weights with so many `rows`; with `scale_n` the
-    large matmuls run in fp8, and `transposed8_kn` is the weight transposed, where that is kept. `b_nr` already holds
-    the adapters' scale."""
-    return _LowRankQkv.apply(x_tk, weight_nk, scale_n, a_rk, b_nr, bias_n, tuple(rows), transposed8_kn, cos_td, sin_td)
+    """[T, heads, D] each. `weight_nk` is in bf16, fp8 or nf4, as weights with so many `rows` (one of a joint linear,
+    or three); with `scale_n` the large matmuls run in fp8, and `transposed8_kn` is the weight transposed, where that is
+    kept. `b_nr` already holds the adapters' scale. `pairs` is one of `kernels.rotary.PAIRS`."""
+    held = weight_nk, scale_n, a_rk, b_nr, bias_n, tuple(rows), transposed8_kn
+    return _LowRankQkv.apply(x_tk, *held, cos_tc, sin_tc, key_heads, head_dim, pairs)
 
 
 class _LowRankQkv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_tk, held, scale_n, a_rk, b_nr, bias_n, rows, transposed8_kn, cos_td, sin_td):
+    def forward(
+        ctx, x_tk, held, scale_n, a_rk, b_nr, bias_n, rows, transposed8_kn, cos_tc, sin_tc, key_heads, head_dim, pairs
+    ):
         weight_nk = dequantized(held, rows, x_tk.shape[1], x_tk, scale_n)
         low_tr = x_tk @ a_rk.t()
         if scale_n is None:
@@ -45,14 +51,14 @@ class _LowRankQkv(torch.autograd.Function):
         else:
             y_tn = matmul_add_lowrank_fp8(*quantize_apart(x_tk, None), weight_nk, scale_n, low_tr, b_nr.t(), x_tk.dtype)
             y_tn = y_tn if bias_n is None else y_tn + bias_n
-        ctx.save_for_backward(x_tk, held, scale_n, a_rk, b_nr, low_tr, transposed8_kn, cos_td, sin_td)
-        ctx.rows = rows
-        return rotated_apart(y_tn, cos_td, sin_td, rows[1] // cos_td.shape[1])
+        ctx.save_for_backward(x_tk, held, scale_n, a_rk, b_nr, low_tr, transposed8_kn, cos_tc, sin_tc)
+        ctx.rows, ctx.pairs = rows, pairs
+        return rotated_apart(y_tn, cos_tc, sin_tc, key_heads, head_dim, pairs)
 
     @staticmethod
     def backward(ctx, d_q, d_k, d_v):
-        x_tk, held, scale_n, a_rk, b_nr, low_tr, transposed8_kn, cos_td, sin_td = ctx.saved_tensors
-        g_tn = rotated_back(d_q, d_k, d_v, cos_td, sin_td)
+        x_tk, held, scale_n, a_rk, b_nr, low_tr, transposed8_kn, cos_tc, sin_tc = ctx.saved_tensors
+        g_tn = rotated_back(d_q, d_k, d_v, cos_tc, sin_tc, ctx.pairs)
         g_tr = g_tn @ b_nr
         d_x = None
         if ctx.needs_input_grad[0]:
@@ -62,4 +68,4 @@ class _LowRankQkv(torch.autograd.Function):
             else:
                 weight_nk = dequantized(held, ctx.rows, x_tk.shape[1], g_tn)
                 d_x = matmul_add_lowrank(g_tn, weight_nk, g_tr, a_rk, None)
-        return d_x, None, None, g_tr.t() @ x_tk, g_tn.t() @ low_tr, *[None] * 5
+        return d_x, None, None, g_tr.t() @ x_tk, g_tn.t() @ low_tr, *[None] * 8

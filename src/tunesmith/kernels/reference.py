@@ -98,10 +98,18 @@ def gated_matmul(
     return act(gate_ti, up_ti) @ weight_ni.t()
 
 
-def rotate(x_thd: torch.Tensor, cos_td: torch.Tensor, sin_td: torch.Tensor) -> torch.Tensor:
-    """Rotary positions, the first half of a head against the second."""
-    first, second = x_thd.chunk(2, -1)
-    return x_thd * cos_td[:, None] + torch.cat([-second, first], -1) * sin_td[:, None]
+def rotate(x_thd: torch.Tensor, cos_tr: torch.Tensor, sin_tr: torch.Tensor, pairs: int = 0) -> torch.Tensor:
+    """Rotary positions of a head's first values, by `kernels.rotary.PAIRS`."""
+    size = cos_tr.shape[1]
+    turned, rest = x_thd[..., :size], x_thd[..., size:]
+    if pairs == 0:
+        first, second = turned.chunk(2, -1)
+        against = torch.cat([-second, first], -1)
+    else:
+        against = torch.stack([-turned[..., 1::2], turned[..., 0::2]], -1).flatten(-2)
+    if pairs == 2:
+        cos_tr, sin_tr = (one[:, : size // 2].repeat_interleave(2, -1) for one in (cos_tr, sin_tr))
+    return torch.cat([turned * cos_tr[:, None] + against * sin_tr[:, None], rest], -1)
 
 
 def state_space(

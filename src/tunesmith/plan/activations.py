@@ -220,11 +220,12 @@ def _eager_parts(
     norms += hidden * kind.bare_inputs * width
     norms += qk_norms * (kept + trained)
     attention = 2 * (kind.query + kind.key) * width
-    # The values keep all three alive.
-    attention += (kind.query + kind.key) * width if kind.is_qkv_fused and kind.is_rotated else 0
+    is_in_a_kernel = task.device == "cuda" and kind.is_rope_fused
+    # The values keep all three alive, unless they are taken apart where queries and keys are rotated.
+    attention += (kind.query + kind.key) * width if kind.is_qkv_fused and kind.is_rotated and not is_in_a_kernel else 0
     attention += kind.query * width if task.device == "cpu" else 0  # heads last: a copy
     if task.has_lora and not is_apart(task, storage) and not kind.is_qkv_fused:
-        is_rotated_at_once = task.device == "cuda" and kind.is_rope_fused and not kind.has_qk_norm
+        is_rotated_at_once = is_in_a_kernel and not kind.has_qk_norm
         is_held_by_norms = kind.has_qk_norm and width == 4
         attention += 0 if is_rotated_at_once or is_held_by_norms else (kind.query + kind.key) * width
     is_made_again = is_full and matmul_dtype != "fp8" and _has_gate_kernels(task, tensor) and kind.gate is not None

@@ -275,7 +275,9 @@ class ModelFacts(Part):
             found: dict[str, Any] = {}
             if kernels is not None:
                 gate = None if kind.copies and not kind.shared else next((one for one in GATES if one in kernels), None)
-                found = {"is_rope_fused": "rope" in kernels, "gate": gate, "has_early_weights": "experts" in kernels}
+                # Of a known family some layers may have no positions, and so nothing to rotate.
+                is_rope_fused = "rope" in kernels and (kind.is_rope_fused or self.note is not None)
+                found = {"is_rope_fused": is_rope_fused, "gate": gate, "has_early_weights": "experts" in kernels}
             if self.note is not None and kept is not None and len(kept) == self.layers:
                 found["kept"] = kept[self.pattern.index(index)]
             if own is not None and len(own) == self.layers:

@@ -253,7 +253,7 @@ def _phi3(c: _Config) -> ModelFacts:
         Linear(name="mlp.gate_up_proj", inputs=c.hidden, outputs=2 * c.intermediate),
         plain.linears[-1],
     )
-    return c.facts([plain.changed(linears=linears, is_qkv_fused=True, is_rope_fused=False)])
+    return c.facts([plain.changed(linears=linears, is_qkv_fused=True)])
 
 
 def _glm(c: _Config) -> ModelFacts:
@@ -261,25 +261,26 @@ def _glm(c: _Config) -> ModelFacts:
     plain = c.layer(qkv_bias=c.flag("attention_bias"))
     joint = Linear(name="mlp.gate_up_proj", inputs=c.hidden, outputs=2 * c.intermediate)
     linears = (*plain.linears[:4], joint, plain.linears[-1])
-    return c.facts([plain.changed(linears=linears, is_rope_fused=False)])
+    return c.facts([plain.changed(linears=linears)])
 
 
 def _olmo2(c: _Config) -> ModelFacts:
     """Norms after attention and MLP, none before them, and one over all heads of the queries and of the keys."""
     bias = c.flag("attention_bias")
     plain = c.layer(qkv_bias=bias, out_bias=bias, norm="wide", qk_norm=True)
-    changes = {"norms": 0, "bare_inputs": 2, "post_norms": 2, "is_rope_fused": False}
+    changes = {"norms": 0, "bare_inputs": 2, "post_norms": 2}
     return c.facts([plain.changed(other=2 * c.hidden + plain.query + plain.key, **changes)])
 
 
 def _cohere2(c: _Config) -> ModelFacts:
-    """One norm for attention and MLP, which are added to each other; heads are rotated pair by pair."""
+    """One norm for attention and MLP, which are added to each other; layers without a window have no positions."""
     c.head_dim = c.number("head_dim", default=c.hidden // c.heads)
     bias, every = c.flag("attention_bias"), c.number("sliding_window_pattern", "_sliding_window_pattern", default=4)
     windows = c.windows(4096, lambda index: (index + 1) % every != 0)
     facts = _windowed(c, windows, qkv_bias=bias, out_bias=bias, norm="centered", facts={"tied": True})
-    changes = {"other": c.hidden, "norms": 1, "is_parallel": True, "is_rope_fused": False}
-    return facts.changed(kinds=tuple(kind.changed(**changes) for kind in facts.kinds))
+    changes = {"other": c.hidden, "norms": 1, "is_parallel": True}
+    kinds = (kind.changed(**changes, is_rope_fused=kind.window is not None) for kind in facts.kinds)
+    return facts.changed(kinds=tuple(kinds))
 
 
 def _starcoder2(c: _Config) -> ModelFacts:
