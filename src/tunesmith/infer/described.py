@@ -11,10 +11,11 @@ import transformers
 from tunesmith import __version__
 from tunesmith.config.schema import Run
 from tunesmith.data.chat import TEMPLATE_DATE, Encoder
-from tunesmith.data.paired import PairEncoder
 from tunesmith.data.prepare import unique
 from tunesmith.model.card import Facts, card
+from tunesmith.model.load import load_config
 from tunesmith.model.side_files import ASKED, CARD
+from tunesmith.plan.models import language_model_class
 
 
 def versions() -> dict[str, str]:
@@ -28,7 +29,7 @@ def facts_of(run: Run, encoder: Encoder, *, reasons: bool) -> Facts:
         versions=versions(),
         ends=[str(encoder.tokenizer.convert_ids_to_tokens(end)) for end in sorted(encoder.end_ids)],
         notes=_notes(encoder, reasons),
-        is_encoder_decoder=isinstance(encoder, PairEncoder),
+        loaded_by=language_model_class(load_config(run)).__name__,
         has_template=encoder.has_template,
     )
 
@@ -49,6 +50,8 @@ def _notes(encoder: Encoder, reasons: bool) -> list[str]:
     if mode:
         asked = ", ".join(f"{name}={value}" for name, value in mode.items())
         found.append(f"It was trained on answers in one mode of its chat template: give `apply_chat_template` {asked}.")
+    if encoder.wants_parts:
+        found.append('Its chat template wants contents as parts: `[{"type": "text", "text": "..."}]`.')
     if encoder.folds_system:
         found.append("Its chat template has no system role: put a system message and two newlines before the question.")
     if encoder.writes_date:
