@@ -20,6 +20,9 @@ LEFT_OUT = frozenset(
 """Settings that the card says otherwise, or that say nothing of the model."""
 
 
+CAUSAL, PAIRED = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"
+
+
 @dataclass(frozen=True)
 class Facts:
     """What a card says besides the settings."""
@@ -42,7 +45,7 @@ class Facts:
     """Of the base, as its card calls it."""
     is_trained: bool = True
     """By a run of ours; else it was only quantized."""
-    loaded_by: str = "AutoModelForCausalLM"
+    loaded_by: str = CAUSAL
     """transformers' class for models of this config."""
     has_template: bool = True
 
@@ -98,7 +101,6 @@ def card(run: Run, facts: Facts) -> str:
     return "\n".join(lines)
 
 
-PAIRED = "AutoModelForSeq2SeqLM"
 _LIBRARIES = {"embed": "sentence-transformers"}
 _PIPELINES = {
     "reward": "text-classification",
@@ -134,7 +136,7 @@ _ADAPTER = (
 
 def _writing(run: Run, loaded_by: str, is_adapter: bool) -> tuple[str, ...]:
     """How a model that writes text is asked. peft has no class of its own for those that see images besides."""
-    if is_adapter and loaded_by == "AutoModelForCausalLM":
+    if is_adapter and loaded_by == CAUSAL:
         return _ADAPTER
     loaded = (f"model = {loaded_by}.from_pretrained(folder)",)
     if is_adapter:
