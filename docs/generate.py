@@ -636,6 +636,14 @@ keys and values are one linear, whether the MLP has a gate, and its windows. Add
 `VARIANTS` in tests/plan/test_facts.py, which holds parameters and adapters against the built model, and to
 `FAMILIES` in tests/plan/test_memory.py, which holds what a layer keeps against autograd's own count.
 
+## Models that see images
+
+They are trained on text, as the rest: those that transformers has as causal language models (Gemma 3, Llama 4), and
+those that it has for images and text alone (Qwen2.5-VL, Qwen3-VL, Mistral 3, LLaVA, InternVL, SmolVLM). The encoder of
+images gets no adapter and no gradient, since no text passes through it, and is in the merged model as it was, beside
+the base's `preprocessor_config.json`. A model that cannot be called without an image is refused. What is written is
+loaded by `AutoModelForImageTextToText`, and an adapter by `peft.PeftModel` over that; the model cards say which.
+
 ## Mixtures of experts
 
 Adapters are on the linears around the experts, not on the experts, which are stacks of matrices, nor on routers.

@@ -74,6 +74,19 @@ def test_no_token_straddles_prompt_and_answer(chatml):
     assert encoded(chatml, answer)[0].endswith("<|im_start|> assistant \\n [\\n] [Hello] [<|im_end|>]")
 
 
+def test_a_template_that_wants_contents_as_parts_gets_them(chatml):
+    """As SmolVLM's and LLaVA's, which write nothing of a text."""
+    content = "message['content']"
+    assert content in chatml.chat_template
+    parts = "(message['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') | join)"
+    of_parts = chatml.chat_template.replace(content, parts)
+    item = Conversation((Message("system", "Be kind"), *TWO_TURNS.messages))
+    assert Encoder(chatml, template=of_parts, train_on="assistant").wants_parts
+    assert encoded(chatml, item, template=of_parts) == encoded(chatml, item)
+    prompts = [Encoder(chatml, template=one, train_on="all").prompt(item.messages[:2]) for one in (None, of_parts)]
+    assert prompts[0] == prompts[1]
+
+
 def test_a_system_message_goes_into_the_first_question_where_the_template_has_no_place_for_it(gemma):
     item = Conversation((Message("system", "Be kind"), *TWO_TURNS.messages[:2]))
     assert encoded(gemma, item) == [

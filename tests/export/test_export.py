@@ -18,12 +18,14 @@ from tokenizers import AddedToken, normalizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+import parity
 from export.models import FAMILIES, SHAPE, make_model, make_run, make_tokenizer, write_chats
 from tiny import TRAIN, write_all
 from tunesmith.cli.main import app
+from tunesmith.data.chat import Encoder
 from tunesmith.errors import UserError
 from tunesmith.export import gguf, gguf_architectures, gguf_tokenizer, onnx, onnx_layers, proof, quantized
-from tunesmith.export.engines import LlamaCpp
+from tunesmith.export.engines import LlamaCpp, Transformers
 from tunesmith.export.export import FORMATS, export_run, push_folder
 from tunesmith.export.gguf_tokenizer import pre_tokenizer_name
 from tunesmith.export.proof import GREEDY, Proof
@@ -99,6 +101,23 @@ def test_an_export_is_what_was_trained_as_its_engine_runs_it(trained, tmp_path, 
         modelfile = (tmp_path / "out" / "Modelfile").read_text()
         assert modelfile.startswith(f'FROM ./model-{kind}.gguf\nPARAMETER stop "<|im_end|>"\n')
         assert '{{ if eq .Role "user" }}' in modelfile.replace("else if", "if")
+
+
+def test_the_modelfile_of_a_model_without_a_chat_template_has_none():
+    tokenizer = make_tokenizer("smollm")
+    tokenizer.chat_template = None
+    encoder = Encoder(tokenizer, template=None, train_on="assistant")
+    said = gguf.modelfile(SimpleNamespace(tokenizer=tokenizer, encoder=encoder, ends=[4]), "model.gguf")
+    assert said.startswith('FROM ./model.gguf\nPARAMETER stop "<|im_end|>"\n# The model has no chat template')
+    assert "TEMPLATE" not in said
+
+
+def test_routers_that_give_more_than_a_tensor_are_run_as_transformers_runs_them(tmp_path):
+    folder = parity.write_model("llama4_text", tmp_path / "model")
+    ids = [3, 5, 7]
+    with torch.no_grad():
+        expected = parity.plain_model(folder)(torch.tensor([ids])).logits[0].log_softmax(-1)
+    torch.testing.assert_close(Transformers(folder).scores([ids])[0].logprobs_tk, expected)
 
 
 def test_rows_that_are_no_blocks_are_refused_and_characters_of_several_tokens_compared(runs, tiny_model, tmp_path):

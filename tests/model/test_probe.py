@@ -14,9 +14,8 @@ from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.model import attention, load
 from tunesmith.model.forward import find_forward_spec
-from tunesmith.model.head import language_model_class
 from tunesmith.model.probe import build_proxy, kind_of, probe_config, probe_run, try_adapters
-from tunesmith.plan.models import read_facts
+from tunesmith.plan.models import language_model_class, read_facts
 
 CPU = torch.device("cpu")
 LONG_ROPE = {

@@ -16,6 +16,7 @@ from tiny import SETTINGS, write_data
 from tiny_model import make_tiny_model
 from tunesmith.config.load import from_mapping
 from tunesmith.errors import UserError
+from tunesmith.parallel.expert import check_experts
 from tunesmith.run.start import prepare_run
 
 SMALL = {
@@ -114,6 +115,31 @@ def test_shards_of_experts_in_few_bits_give_the_steps_of_one(world, settings, tm
     for expected, *found in zip(alone, *both, strict=True):
         assert found[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert found[0]["norm"] == pytest.approx(expected["norm"], rel=1e-5)
+
+
+class WeighedBefore(torch.nn.Module):
+    """Experts that take a token times the router's weight, as some do, through what is not linear."""
+
+    def __init__(self, experts: torch.nn.Module):
+        super().__init__()
+        self.num_experts, self.stacks = experts.num_experts, [experts]
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        each = [
+            self.stacks[0](hidden_states * weight, index, torch.ones_like(weight))
+            for index, weight in zip(top_k_index.split(1, dim=1), top_k_weights.split(1, dim=1), strict=True)
+        ]
+        return sum(each)
+
+
+def test_experts_that_do_not_sum_up_by_the_router_s_weights_are_not_cut_over_ranks(tmp_path):
+    model = MixtralForCausalLM.from_pretrained(write_mixture(tmp_path, "mixtral"))
+    check_experts(model)
+    for layer in model.model.layers:
+        layer.mlp.experts = WeighedBefore(layer.mlp.experts)
+    with pytest.raises(UserError, match="WeighedBefore computes something else when its experts are cut over ranks"):
+        check_experts(model)
 
 
 REFUSED = {

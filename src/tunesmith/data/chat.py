@@ -146,6 +146,8 @@ class Encoder:
         """The token with which the template ends an assistant's turn."""
         self._next_turns: dict[str, tuple[str, int]] = {}
         """Where it ends them with nothing: what begins the next one, which then is what answers end with."""
+        self.wants_parts = False
+        """The template takes lists of parts, not texts."""
         self.folds_system = False
         """The template has no place for a system message, so it goes in front of the first user message."""
         self.mode: dict[str, bool] = {}
@@ -240,6 +242,15 @@ class Encoder:
     ) -> str:
         """The template's text for these messages. Raises TemplateRefusal."""
         return self._render(messages, tools, generation, mode)[0]
+
+    def as_wanted(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """With contents in the form that the template writes."""
+        if not self.wants_parts:
+            return messages
+        return [
+            {**one, "content": traits.as_parts(one["content"])} if isinstance(one.get("content"), str) else one
+            for one in messages
+        ]
 
     # Items
 
@@ -536,7 +547,7 @@ class Encoder:
         mode: dict[str, bool] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        text = self._templates[name]
+        text, messages = self._templates[name], self.as_wanted(messages)
         return templates.render(text, messages, list(tools) or None, generation, {**self._variables, **(mode or {})})
 
     def _make_fingerprint(self) -> str:
@@ -549,6 +560,7 @@ class Encoder:
         """What it does with turns, system messages, tools and thoughts."""
         self._marks = any("endgeneration" in text for text in self._templates.values())
         self._special |= self.end_ids
+        self.wants_parts = traits.wants_parts(self.render)
         self.turn_end_id = traits.turn_end(self.render, self._text, self._special)
         if self.turn_end_id is None and (found := traits.next_turns(self.render, self._text)):
             self._next_turns, self.turn_end_id = found, found["user"][1]

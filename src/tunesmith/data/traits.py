@@ -37,6 +37,23 @@ def turn_end(render: Render, text_tokenizer: TextTokenizer, special: set[int]) -
     return next(iter((common or [i for i in end if i in added])[::-1]), None)
 
 
+def wants_parts(render: Render) -> bool:
+    """Whether a message's content has to be a list of parts, as many models that see images have it: of a text, their
+    templates write nothing."""
+
+    def writes(content: str | list[dict[str, str]]) -> bool:
+        try:
+            return "vwkya" in render([{"role": "user", "content": content}])
+        except TemplateRefusal:
+            return False
+
+    return not writes("vwkya") and writes(as_parts("vwkya"))
+
+
+def as_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
 def next_turns(render: Render, text_tokenizer: TextTokenizer) -> dict[str, tuple[str, int]]:
     """Of a template that writes nothing after an answer (GLM's): the token with which it begins what may come next, a
     user's turn or the result of a tool, and its text. It is what the model says when it is done."""

@@ -15,7 +15,7 @@ from tunesmith.export.proof import BOUNDS, Proof
 from tunesmith.export.source import Source
 from tunesmith.infer.described import facts_of
 from tunesmith.model.card import card
-from tunesmith.model.side_files import CARD
+from tunesmith.model.side_files import CARD, FOLDER, read_asked
 from tunesmith.run.folder import read_json, read_plan, read_summary
 
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "license*")
@@ -53,8 +53,9 @@ def write_card(
     """The model card and, for programs, `export.json`. Last, since it has the hashes of all the rest. `measured`: lines
     of what was found out besides the proof."""
     run, summary = source.run, read_summary(source.folder) or {}
+    loaded_by = read_asked(source.folder / FOLDER).get("loaded_by")
     facts = replace(
-        facts_of(run, source.encoder, reasons=source.reasons),
+        facts_of(run, source.encoder, reasons=source.reasons, loaded_by=loaded_by),
         steps=summary.get("steps", source.weights.step),
         before=summary.get("held_out_before"),
         after=summary.get("held_out_after"),

@@ -30,6 +30,7 @@ from tunesmith.infer.vllm_server import Server
 from tunesmith.model.load import quiet
 from tunesmith.model.save import ADAPTER_CONFIG, ADAPTER_FILE
 from tunesmith.model.vllm import largest_rank
+from tunesmith.plan.models import language_model_class
 from tunesmith.run.streamed import StreamedModel, written_weights
 
 Messages = Sequence[dict[str, str]]
@@ -114,18 +115,16 @@ class Transformers:
             self.model.generation_config = GenerationConfig(eos_token_id=self.generation.eos_token_id)
 
     def _load(self, folder: Path) -> Any:
-        from transformers import AutoModelForCausalLM
-
         options = {"dtype": torch.float32, "output_loading_info": True}
         with contextlib.redirect_stderr(io.StringIO()):
-            model, report = AutoModelForCausalLM.from_pretrained(folder, **options, **self.trusted)
+            model, report = _class_of(folder, self.trusted).from_pretrained(folder, **options, **self.trusted)
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if report[kind]:
                 raise UserError(f"transformers reports {kind.replace('_', ' ')}: {sorted(map(str, report[kind]))[0]}.")
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
                 module.register_forward_pre_hook(_as_weight)
-                module.register_forward_hook(lambda _, args, y: y.float())
+                module.register_forward_hook(_in_fp32)
         quantized = getattr(model.config, "quantization_config", None)
         if quantized is not None and quantized.quant_method == "bitsandbytes":
             _say_nothing_of_each_matmul()
@@ -167,6 +166,12 @@ class Transformers:
         del self.model
 
 
+def _class_of(folder: Path, trusted: dict[str, bool]) -> Any:
+    from transformers import AutoConfig
+
+    return language_model_class(AutoConfig.from_pretrained(folder, **trusted))
+
+
 def _say_nothing_of_each_matmul() -> None:
     """bitsandbytes warns at each matmul in 8 bits whose input is not fp16, which is all of them here."""
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
@@ -176,6 +181,11 @@ def _as_weight(linear: torch.nn.Linear, args: tuple) -> tuple:
     """nvfp4 comes out of its library in bf16, whatever is asked for, and when the model is first called."""
     weight = linear.weight
     return tuple(x.to(weight.dtype) for x in args) if weight.dtype in (torch.bfloat16, torch.float16) else args
+
+
+def _in_fp32(_: torch.nn.Linear, args: tuple, made: Any) -> Any:
+    """Routers are linears that may give more than a tensor, and are not quantized."""
+    return made.float() if isinstance(made, torch.Tensor) else made
 
 
 class Streamed(Transformers):
@@ -213,9 +223,8 @@ class Peft(Transformers):
 
     def _load(self, folder: Path) -> Any:
         from peft import PeftModel
-        from transformers import AutoModelForCausalLM
 
-        base = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32, **self.trusted)
+        base = _class_of(self.base, self.trusted).from_pretrained(self.base, dtype=torch.float32, **self.trusted)
         return PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False).to(torch.float32)
 
     def without_influence(self, ids: Sequence[int]) -> list[str]:

@@ -224,6 +224,8 @@ def modelfile(source: Source, file: str) -> str:
     plain turns."""
     stops = [source.tokenizer.convert_ids_to_tokens(end) for end in source.ends]
     lines = [f"FROM ./{file}", *(f'PARAMETER stop "{stop}"' for stop in stops)]
+    if not source.encoder.has_template:
+        return "\n".join([*lines, "# The model has no chat template: it goes on with texts.", ""])
     template = go_template(source.encoder)
     if template is None:
         lines.append("# The chat template is in the GGUF file; it is not one of plain turns, so none is written here.")

@@ -371,14 +371,13 @@ def _compare_words(source: Source, engine: Engine, proof: Proof) -> None:
             given = [Message(turn["role"], turn["content"]) for turn in messages]
             try:
                 expected = encoder.prompt(given, reasons=source.reasons)
-                plain = tokenizer.apply_chat_template(
-                    list(messages), add_generation_prompt=True, tokenize=False, **mode
-                )
+                wanted = encoder.as_wanted(list(messages))
+                plain = tokenizer.apply_chat_template(wanted, add_generation_prompt=True, tokenize=False, **mode)
             except (UserError, ValueError, TypeError, TemplateError):
                 continue  # no conversation for this template
             # As training asked, or as its tokenizer asks by itself; where these differ, the card says so.
             asked = (expected, tokenizer(plain, add_special_tokens=False)["input_ids"])
-            found = engine.prompt(messages, mode)
+            found = engine.prompt(wanted, mode)
             if found is not None and found not in asked:
                 where = _first_difference(expected, found, tokenizer)
                 proof.failures.append(f"its chat template does not make the tokens of training{where}")

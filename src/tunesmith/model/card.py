@@ -20,6 +20,9 @@ LEFT_OUT = frozenset(
 """Settings that the card says otherwise, or that say nothing of the model."""
 
 
+CAUSAL, PAIRED = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM"
+
+
 @dataclass(frozen=True)
 class Facts:
     """What a card says besides the settings."""
@@ -42,7 +45,8 @@ class Facts:
     """Of the base, as its card calls it."""
     is_trained: bool = True
     """By a run of ours; else it was only quantized."""
-    is_encoder_decoder: bool = False
+    loaded_by: str = CAUSAL
+    """transformers' class for models of this config."""
     has_template: bool = True
 
 
@@ -59,7 +63,7 @@ def card(run: Run, facts: Facts) -> str:
     front = {
         "library_name": _LIBRARIES.get(run.objective, "peft" if is_adapter else "transformers"),
         "pipeline_tag": "text2text-generation"
-        if facts.is_encoder_decoder
+        if facts.loaded_by == PAIRED
         else _PIPELINES.get(run.objective, "text-generation"),
         "tags": ["tunesmith", *([run.method] if facts.is_trained else [])],
     }
@@ -80,10 +84,10 @@ def card(run: Run, facts: Facts) -> str:
     rows += [("versions", ", ".join(f"{name} {version}" for name, version in facts.versions.items()))]
     lines += ["| | |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in rows), ""]
     is_headed = has_head(run)
-    code = _scoring(run, is_adapter) if is_headed else _ADAPTER if is_adapter else _MODEL
+    code = _scoring(run, is_adapter) if is_headed else _writing(run, facts.loaded_by, is_adapter)
     if run.objective == "embed":
         code = _EMBEDDING
-    if facts.is_encoder_decoder:
+    if facts.loaded_by == PAIRED:
         code = _paired(is_adapter, facts.has_template)
     usage = ["```python", *code, "```"] if facts.usage is None else facts.usage
     lines += ["## How to use it", "", *usage, ""]
@@ -119,14 +123,6 @@ _COMMON = (
     "generation.max_new_tokens = 256",
     "print(tokenizer.decode(model.generate(**inputs, generation_config=generation)[0]))",
 )
-_MODEL = (
-    "from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig",
-    "",
-    'folder = "."  # this one',
-    "tokenizer = AutoTokenizer.from_pretrained(folder)",
-    "model = AutoModelForCausalLM.from_pretrained(folder)",
-    *_COMMON,
-)
 _ADAPTER = (
     "from peft import AutoPeftModelForCausalLM",
     "from transformers import AutoTokenizer, GenerationConfig",
@@ -138,9 +134,28 @@ _ADAPTER = (
 )
 
 
+def _writing(run: Run, loaded_by: str, is_adapter: bool) -> tuple[str, ...]:
+    """How a model that writes text is asked. peft has no class of its own for those that see images besides."""
+    if is_adapter and loaded_by == CAUSAL:
+        return _ADAPTER
+    loaded = (f"model = {loaded_by}.from_pretrained(folder)",)
+    if is_adapter:
+        base = f"base = {loaded_by}.from_pretrained({json.dumps(run.model)})"
+        loaded = (base, "model = PeftModel.from_pretrained(base, folder)")
+    return (
+        *(("from peft import PeftModel",) if is_adapter else ()),
+        f"from transformers import {loaded_by}, AutoTokenizer, GenerationConfig",
+        "",
+        'folder = "."  # this one',
+        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        *loaded,
+        *_COMMON,
+    )
+
+
 def _paired(is_adapter: bool, has_template: bool) -> tuple[str, ...]:
     """How an encoder-decoder is asked."""
-    name = "AutoPeftModelForSeq2SeqLM" if is_adapter else "AutoModelForSeq2SeqLM"
+    name = "AutoPeftModelForSeq2SeqLM" if is_adapter else PAIRED
     asked = ('inputs = tokenizer("...", return_tensors="pt")',)
     return (
         *((f"from peft import {name}",) if is_adapter else ()),

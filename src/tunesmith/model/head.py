@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunesmith.errors import UserError
-from tunesmith.plan.models import is_encoder_decoder
+from tunesmith.plan.models import language_model_class
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,13 +46,6 @@ def set_labels(config: Any, run: Run, padding: int | None) -> None:
     elif run.objective == "reward":
         config.id2label, config.label2id, config.problem_type = {0: "reward"}, {"reward": 0}, "regression"
     config.pad_token_id = config.get_text_config().pad_token_id = padding
-
-
-def language_model_class(config: Any) -> Any:
-    """transformers' class for models of this config that write text."""
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
-    return AutoModelForSeq2SeqLM if is_encoder_decoder(config.to_dict()) else AutoModelForCausalLM
 
 
 def model_class(run: Run, config: Any) -> Any:

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from tunesmith.config.schema import Run
 from tunesmith.kernels.operator import operator, register_backward
@@ -36,6 +35,7 @@ from tunesmith.model.structure import decoder_layers, replace_module, train_all
 from tunesmith.model.work import Tally, storage_of
 from tunesmith.plan.facts import KEPT_RANK, Kept, KeptByOwn, Work
 from tunesmith.plan.model_states import BLOCKWISE
+from tunesmith.plan.models import language_model_class
 from tunesmith.plan.plan import GATES
 
 TOKENS, REAL_TOKENS = 1031, 23
@@ -186,7 +186,7 @@ def _grown(run: Run, parts: tuple[int, ...], *, on_gpu: bool, kernels: tuple[str
     """What is kept at the model's own width, by what is at these parts of it."""
     config = load.load_config(run)
     with load.quiet(), torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config, trust_remote_code=run.trust_remote_code)
+        whole = language_model_class(config).from_config(config, trust_remote_code=run.trust_remote_code)
     layers = decoder_layers(whole)
     kinds = [_kind(layer) for layer in layers]
     firsts = [kinds.index(kind) for kind in kinds]
@@ -333,7 +333,11 @@ class _Counting:
         dtype = torch.bfloat16 if self.on_gpu else torch.float32
         with load.quiet(), torch.device(device), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code).train()
+            model = (
+                language_model_class(config)
+                .from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+                .train()
+            )
         if like is not None:
             _check_like(decoder_layers(model), *like)
         self.adapt(model)

@@ -22,7 +22,7 @@ from tunesmith.errors import UserError, first_line, listed
 from tunesmith.model import head
 from tunesmith.model.gguf import converted_folder, read_tokenizer
 from tunesmith.objectives.head import padding_id
-from tunesmith.plan.models import check_quantization, find, is_encoder_decoder, read_config_file
+from tunesmith.plan.models import check_quantization, find, is_encoder_decoder, language_model_class, read_config_file
 
 if TYPE_CHECKING:
     import torch
@@ -249,7 +249,7 @@ def build_small_proxy(run: Run, *, dtype: str, device: torch.device, layers: int
     from tunesmith.model.structure import plain_call
 
     small = load_config(run)
-    kind = head.language_model_class(small)
+    kind = language_model_class(small)
     text = small.get_text_config()
     depth = text.num_hidden_layers
     for name, value in vars(text).items():
@@ -262,6 +262,11 @@ def build_small_proxy(run: Run, *, dtype: str, device: torch.device, layers: int
     for name in {"intermediate_size", *(name for name in vars(text) if name.endswith("_intermediate_size"))}:
         if isinstance(value := getattr(text, name, None), int):  # also of experts, and of shared ones
             setattr(text, name, min(value, 2 * width))
+    for name in getattr(small, "sub_configs", {}):  # what images and sounds go through, and no text does
+        if (other := getattr(small, name, None)) is not None and other is not text:
+            for count in ("num_hidden_layers", "depth", "encoder_layers"):
+                if isinstance(value := getattr(other, count, None), int):
+                    setattr(other, count, min(value, layers))
     text.vocab_size = min(text.vocab_size, PROXY_TOKENS)
     if not (is_encoder_decoder(small.to_dict()) and (text.pad_token_id or 0) < text.vocab_size):
         text.pad_token_id = None
@@ -276,6 +281,11 @@ def build_small_proxy(run: Run, *, dtype: str, device: torch.device, layers: int
                 break
             except Exception as error:  # the model's own code: whatever it raises, its config or that code is at fault
                 if config is not small:
+                    if kind.__name__ == "AutoModelForImageTextToText":
+                        raise UserError(
+                            f"model: {run.model} cannot be called with text alone ({first_line(error)}), which is all "
+                            "that is trained on here; choose a model that can."
+                        ) from error
                     is_own = run.trust_remote_code and hasattr(config, "auto_map")
                     how = "called as transformers' models are" if is_own else "built from its config.json"
                     mended = (
@@ -290,12 +300,13 @@ def build_small_proxy(run: Run, *, dtype: str, device: torch.device, layers: int
 def load_shallow(run: Run, *, layers: int) -> PreTrainedModel:
     """The model as wide as it is, with so few layers and tokens, and random weights."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     config = load_config(run)
     cut(config, layers)
     with reading(run, "config"), quiet():
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=run.trust_remote_code)
+        return language_model_class(config).from_config(
+            config, dtype=torch.float32, trust_remote_code=run.trust_remote_code
+        )
 
 
 def cut(config: Any, layers: int) -> None:

@@ -41,7 +41,6 @@ from tunesmith.model.forward import (
 )
 from tunesmith.model.fuse import fuse
 from tunesmith.model.gated import use_memory_efficient_gates
-from tunesmith.model.head import language_model_class
 from tunesmith.model.kept import count_kept
 from tunesmith.model.rotary import fuse_rope
 from tunesmith.model.routers import router_loss_of
@@ -57,7 +56,7 @@ from tunesmith.model.structure import (
 )
 from tunesmith.plan.facts import Kept
 from tunesmith.plan.families import family_of
-from tunesmith.plan.models import check_kind, read_config
+from tunesmith.plan.models import check_kind, language_model_class, read_config
 from tunesmith.plan.models import is_encoder_decoder as is_encoder_decoder_config
 from tunesmith.plan.plan import Attention, ForwardSpec, Gate, Kernel
 

@@ -34,6 +34,8 @@ TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
     "chat_template*", "additional_chat_templates",
 )  # fmt: skip
+PROCESSORS = "*processor_config.json"
+"""What makes pixels of images; a model that sees them is not loaded without, by vLLM and others."""
 SAMPLE = "A line of text, 12345 numbers;\n\n  spaces and Ünïcödé 漢字 <tags> {braces}"
 
 
@@ -51,6 +53,8 @@ def make(run: Run, folder: Path, *, template: Any, ends: Iterable[int], texts: M
             settings, said = generation_settings(base, model)
             said += _write_config(run, model, base, partial)
             _write_generation(settings, partial, sorted(ends))
+            for file in base.glob(PROCESSORS):
+                shutil.copyfile(file, partial / file.name)
             said += _write_tokenizer(run, base, partial, template)
             for name, text in {**texts, **files(run, model.config)}.items():
                 (partial / name).parent.mkdir(exist_ok=True)

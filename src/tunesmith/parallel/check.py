@@ -1,5 +1,5 @@
-"""The parallelism check: whether a model may be split over tensor ranks, its sequences be cut over context ranks and
-its layers into stages, tried before it is loaded on a small proxy of it, all ranks taking part.
+"""The parallelism check: whether a model may be split over tensor ranks, its sequences be cut over context ranks, its
+layers into stages and its experts over ranks, tried before it is loaded on a small proxy of it, all ranks taking part.
 
 No rank ever has the whole model, so what that computes is not known. How it may be cut is its code's matter and not its
 weights': a few narrow layers tell it as well as many.
@@ -15,6 +15,7 @@ from tunesmith.kernels.nf4 import BLOCK
 from tunesmith.model import attention, load, lora, quantized
 from tunesmith.model.structure import set_attention
 from tunesmith.parallel.context import check_context
+from tunesmith.parallel.expert import check_experts
 from tunesmith.parallel.mesh import world_mesh
 from tunesmith.parallel.pipeline import check_stages
 from tunesmith.parallel.prepare import Preparation, fuse_adapters, split
@@ -28,13 +29,17 @@ MOST_STAGES = 4
 
 def check_parallelism(run: Run, plan: Plan, device: torch.device) -> None:
     """UserError where what stages or strips compute is not what the model computes itself."""
-    axes = [axis for axis in ("tensor", "context", "pipeline") if getattr(plan.mesh, axis) > 1]
+    axes = [axis for axis in ("tensor", "context", "pipeline", "expert") if getattr(plan.mesh, axis) > 1]
     if not axes:
         return
     tensor, stages = plan.mesh.tensor, min(MOST_STAGES, plan.mesh.pipeline * PER_RANK[plan.schedule])
     width = BLOCK * tensor  # whole blocks of weights in nf4 for each rank
     # In fp32, whatever the run computes in: what differs is then the cut, and not what half precision rounds.
     proxy = load.build_small_proxy(run, dtype="fp32", device=device, layers=max(2, stages), width=width)
+    if plan.mesh.expert > 1:
+        check_experts(proxy)
+    if axes == ["expert"]:
+        return
     if plan.forward.layout != "packed":  # tokens can be shared out where they lie end to end
         raise UserError(
             f"{type(proxy).__name__} does not take packed documents, which {axes[0]} parallelism needs; use a plan "

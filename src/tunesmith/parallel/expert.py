@@ -23,7 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tunesmith.errors import UserError
-from tunesmith.model.experts import QuantizedExperts, experts_of_layers, is_called_as_usual
+from tunesmith.model.experts import ARGUMENTS, QuantizedExperts, experts_of_layers, is_called_as_usual
+from tunesmith.model.structure import plain_call
+
+TRIED = 7
+"""Tokens."""
 
 
 def find_experts(model: nn.Module, ranks: int) -> dict[str, nn.Module]:
@@ -36,6 +40,32 @@ def find_experts(model: nn.Module, ranks: int) -> dict[str, nn.Module]:
         if experts.num_experts % ranks != 0:
             raise UserError(f"{experts.num_experts} experts cannot be cut evenly over {ranks} ranks.")
     return found
+
+
+@torch.no_grad()
+def check_experts(model: nn.Module) -> None:
+    """UserError where experts do not give the sum of what each makes of a token by itself, times the router's weight:
+    those that are elsewhere are asked one by one, without it."""
+    given: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
+
+    def keep(experts: nn.Module, args: tuple, named: dict) -> None:
+        given[experts] = tuple((dict(zip(ARGUMENTS, args, strict=False)) | named)[name] for name in ARGUMENTS)
+
+    found = [one for one in experts_of_layers(model).values() if is_called_as_usual(one)]
+    hooks = [one.register_forward_pre_hook(keep, with_kwargs=True) for one in found]
+    model(**plain_call(model, torch.arange(TRIED, device=model.device)[None]))
+    for hook in hooks:
+        hook.remove()
+    for experts, (hidden_th, index_tk, weights_tk) in given.items():
+        expected_th = experts(hidden_th, index_tk, weights_tk)
+        summed_th = torch.zeros_like(expected_th)
+        for index_t1, weights_t1 in zip(index_tk.split(1, dim=1), weights_tk.split(1, dim=1), strict=True):
+            summed_th += experts(hidden_th, index_t1, torch.ones_like(weights_t1)) * weights_t1
+        if not (summed_th - expected_th).abs().max() <= 1e-3 * expected_th.abs().max():
+            raise UserError(
+                f"{type(experts).__name__} computes something else when its experts are cut over ranks: it does not "
+                "sum up what each makes of a token, times the router's weight; use a plan with expert 1."
+            )
 
 
 def spread_experts(experts: nn.Module, mesh: DeviceMesh) -> None:

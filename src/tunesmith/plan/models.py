@@ -206,6 +206,32 @@ def is_encoder_decoder(config: Mapping[str, Any]) -> bool:
     return config.get("is_encoder_decoder") is True and not architecture_of(config).endswith(("ForCausalLM", "Decoder"))
 
 
+def language_model_class(config: Any) -> Any:
+    """transformers' class for models of this config that write text; of many that see images, the only one that it has
+    is called with images and text, or with text alone."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    )
+
+    kinds = {
+        AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    }
+    if is_encoder_decoder(config.to_dict()):
+        kinds = {AutoModelForSeq2SeqLM: MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING}
+    has_own_code = bool(getattr(config, "auto_map", None))
+    found = next((kind for kind, known in kinds.items() if type(config) in known), None)
+    if found is None and not has_own_code:
+        raise UserError(
+            f"transformers has no class of {config.model_type} models that writes text when it is given text alone; "
+            "choose another model."
+        )
+    return found or next(iter(kinds))
+
+
 def other_kind(config: Mapping[str, Any]) -> str | None:
     """What a model is by its config where it is neither a causal language model nor an encoder-decoder of text; None
     where it may be one."""
@@ -216,7 +242,9 @@ def other_kind(config: Mapping[str, Any]) -> str | None:
     is_seen = bool(keys & {"image_size", "patch_size", "vision_config", "num_channels"})
     if re.search(r"ForCTC$|Audio|Speech|Wav2Vec|Whisper|Hubert|XVector", name) or (is_heard and not has_text):
         return f"a speech model ({name})"
-    if re.search(r"Image|Vision|ObjectDetection|Segmentation|Depth|^CLIP|^Siglip", name) or (is_seen and not has_text):
+    writes = name.endswith("ForConditionalGeneration") and isinstance(config.get("text_config"), Mapping)
+    by_name = re.search(r"Image|Vision|ObjectDetection|Segmentation|Depth|^CLIP|^Siglip", name) and not writes
+    if by_name or (is_seen and not has_text):
         return f"a vision model ({name})"
     if re.search(r"MaskedLM$|ForPreTraining$|TokenClassification$|QuestionAnswering$|MultipleChoice$", name):
         return f"an encoder of BERT's kind ({name})"
@@ -240,7 +268,7 @@ def build_facts(config: Mapping[str, Any], *, trust_remote_code: bool = False, s
     """Facts of an architecture without a formula, from the model itself, built without weights. Where its code lies
     beside its config, that of `source` is read, if it is trusted."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoConfig
 
     is_pair = is_encoder_decoder(config)
     plain = {name: value for name, value in config.items() if name not in ("quantization_config", "compression_config")}
@@ -249,8 +277,7 @@ def build_facts(config: Mapping[str, Any], *, trust_remote_code: bool = False, s
     else:
         made = AutoConfig.for_model(**plain)
     with torch.device("meta"):
-        kind = AutoModelForSeq2SeqLM if is_pair else AutoModelForCausalLM
-        model = kind.from_config(made, trust_remote_code=trust_remote_code)
+        model = language_model_class(made).from_config(made, trust_remote_code=trust_remote_code)
     rough = from_config(_as_decoder(made) if is_pair else made.to_dict())
     layers: dict[str, list[tuple[str, Any]]] = {}
     for name, parameter in model.named_parameters():

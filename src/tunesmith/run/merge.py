@@ -262,7 +262,8 @@ def _proved(weights: Weights, merged: Path) -> tuple[float, float]:
 def _card(run: Run, folder: Path, step: int | None) -> str:
     summary = read_summary(folder) or {}
     encoder = encoder_of(folder)
-    facts = facts_of(run, encoder, reasons=bool(side_files.read_asked(folder / side_files.FOLDER).get("reasons")))
+    asked = side_files.read_asked(folder / side_files.FOLDER)
+    facts = facts_of(run, encoder, reasons=bool(asked.get("reasons")), loaded_by=asked.get("loaded_by"))
     before, after = summary.get("held_out_before"), summary.get("held_out_after")
     steps = summary.get("steps", step)
     return card(run, replace(facts, steps=steps, before=before, after=after, is_merged=True))

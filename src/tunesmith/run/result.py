@@ -198,10 +198,13 @@ class ResultWriter:
         return max(self.losses, default=self.steps) if self.run.stop_when is not None else self.steps
 
     def _describe(self, steps: int | None, target: Path) -> None:
-        facts = facts_of(self.run, self.data.encoder, reasons=answers_reason(self.data.encoder, self.data.train))
+        side, encoder = Path(self.run.output) / side_files.FOLDER, self.data.encoder
+        loaded_by = side_files.read_asked(side).get("loaded_by")
+        reasons = answers_reason(encoder, self.data.train)
+        facts = facts_of(self.run, encoder, reasons=reasons, loaded_by=loaded_by)
         text = card(self.run, replace(facts, steps=steps, before=self.losses.get(0), after=self.losses.get(self._done)))
         dtype = None if self.run.gives_adapter else self.dtype
-        side_files.put_beside(Path(self.run.output) / side_files.FOLDER, target, dtype=dtype, card=text)
+        side_files.put_beside(side, target, dtype=dtype, card=text)
         if self.adapter_config:
             self._write_config(target)
 

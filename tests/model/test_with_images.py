@@ -1,0 +1,92 @@
+"""Models that see images besides are trained on text: transformers has many of them in no other class."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForImageTextToText,
+    Pix2StructConfig,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
+
+import parity
+from families import VOCABULARY, quiet
+from tunesmith.config.schema import Run
+from tunesmith.errors import UserError
+from tunesmith.export.export import export_run
+from tunesmith.model.load import build_small_proxy
+from tunesmith.plan.models import check_kind, language_model_class
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+SIZES |= {"num_key_value_heads": 2, "vocab_size": VOCABULARY, "initializer_range": 0.2, "max_position_embeddings": 128}
+SEEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory) -> Path:
+    folder = parity.write_model("llama", tmp_path_factory.mktemp("seeing") / "model")  # for its tokenizer
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    config = Qwen2_5_VLConfig(
+        text_config={**SIZES, "rope_parameters": rope, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+        vision_config={**SEEN, "fullatt_block_indexes": [0]},
+        **{f"{name}_token_id": 90 + place for place, name in enumerate(("image", "video", "vision_start"))},
+    )
+    torch.manual_seed(0)
+    with quiet():
+        Qwen2_5_VLForConditionalGeneration(config).float().save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(seeing, tmp_path_factory) -> parity.Trained:
+    trained = parity.train(seeing, "lora", tmp_path_factory.mktemp("trained"))
+    trained.job.write_result()
+    return trained
+
+
+def test_text_trains_them_as_a_plain_loop_does(seeing, trained):
+    assert trained.job.spec.layout == "packed"
+    plain = AutoModelForImageTextToText.from_pretrained(seeing, dtype=torch.float32)
+    assert parity.distance(trained.losses, parity.plain_losses(plain, trained, "lora")) <= parity.TOLERANCE
+
+
+def test_results_load_as_the_base_does_and_have_what_makes_pixels_of_images(trained, tmp_path):
+    adapter = trained.job.folder / "adapter"
+    assert "base = AutoModelForImageTextToText.from_pretrained" in (adapter / "README.md").read_text()
+    made = export_run(trained.job.folder, "safetensors", out=tmp_path / "out", data=[str(_documents(tmp_path))])
+    assert made.proof is not None
+    assert made.proof.agreement == 1.0
+    assert "model = AutoModelForImageTextToText.from_pretrained(folder)" in (tmp_path / "out/README.md").read_text()
+    assert json.loads((tmp_path / "out/preprocessor_config.json").read_text())["image_processor_type"]
+
+
+def _documents(folder: Path) -> Path:
+    return parity.write_documents(folder / "held_out.jsonl")
+
+
+def test_one_that_needs_images_is_refused_for_that(tmp_path):
+    config = {"model_type": "blip", "architectures": ["BlipForConditionalGeneration"]}
+    sizes = {**SIZES, "encoder_hidden_size": 16, "hidden_size": 16, "intermediate_size": 32}
+    config |= {"text_config": sizes, "vision_config": {**SEEN, "num_attention_heads": 2, "image_size": 16}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = Run(model=str(tmp_path), data="x")
+    with pytest.raises(UserError, match=r"cannot be called with text alone \(.*pixel_values.*\), which is all that"):
+        build_small_proxy(run, dtype="fp32", device=torch.device("cpu"), layers=2, width=8)
+
+
+def test_a_name_with_vision_in_it_is_no_reason_to_refuse_one_that_writes():
+    config = {"architectures": ["AyaVisionForConditionalGeneration"], "text_config": {"vocab_size": 9}}
+    check_kind("model", config)
+    with pytest.raises(UserError, match="is a vision model"):
+        check_kind("model", {"architectures": ["CLIPModel"], "text_config": {"vocab_size": 9}})
+
+
+def test_one_that_transformers_has_no_language_model_of_is_refused_by_its_kind():
+    with pytest.raises(UserError, match="transformers has no class of pix2struct models that writes text"):
+        language_model_class(Pix2StructConfig())
