@@ -142,7 +142,7 @@ def test_null_arguments_of_tool_calls_are_kept_but_for_those_that_columns_were_f
         ({"messages": NAN}, "`messages` must be a list, found NaN"),
         (
             {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x", "weight": INF}]},
-            "`weight` of `messages` 2 must be a number from 0 up or true/false, not Infinity",
+            "`weight` of `messages` 2 must be a number from 0 to 1,000 or true/false, not Infinity",
         ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": [NAN]}}]}]},
@@ -284,7 +284,8 @@ REFUSED = [
     ({"messages": [{"role": "assistant", "content": "x"}]}, "no assistant turn of the conversation answers"),
     (chat({"content": ""}), "`messages` 2 is an empty answer"),
     (chat({"content": None}), "`messages` 2 is an empty answer"),
-    (chat({"content": "x", "weight": -1}), "`weight` of `messages` 2 must be a number from 0 up"),
+    (chat({"content": "x", "weight": -1}), "`weight` of `messages` 2 must be a number from 0 to 1,000"),
+    (chat({"content": "x", "weight": 1e300}), "`weight` of `messages` 2 must be a number from 0 to 1,000"),
     (chat({"content": [{"type": "image", "url": "x"}]}), "part of type `image`; only text"),
     (
         {"prompt": "<image>\nWhat?", "completion": "A cat", "image": "x.png"},
