@@ -262,8 +262,8 @@ def read_trained_run(folder: Path) -> Run:
     except ValueError as error:
         problem = first_problem(error, "settings")
         raise UserError(
-            f"{folder / 'run.json'} holds settings that this version does not have: {problem}; the file is damaged, or of "
-            "another version of tunesmith, with which the run can be opened."
+            f"{folder / 'run.json'} holds settings that this version does not have: {problem}; the file is damaged, "
+            "or of another version of tunesmith, with which the run can be opened."
         ) from error
     return _found_again(run, folder)
 
