@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -15,6 +17,7 @@ from tunesmith.config.schema import Dataset
 from tunesmith.data import chat as chat_module
 from tunesmith.data.chat import Encoder, read_template
 from tunesmith.data.formats import convert, recognise
+from tunesmith.data.guard import check_encoder
 from tunesmith.data.messages import fold_system
 from tunesmith.data.types import Completion, Conversation, Document, Message, Origin, Record, Tokens
 from tunesmith.errors import UserError
@@ -704,3 +707,142 @@ def test_thoughts_that_a_template_opens_and_leaves_out_are_put_back():
     assert tokenizer.decode(asked) == "<s><|User|>Sum?<|Assistant|>two<|endoftext|><|User|>Sure?<|Assistant|><think>\n"
     with pytest.raises(UserError, match="out of finished turns"):
         Encoder(tokenizer, template=None, train_on="all").encode_all(again, HERE)
+
+
+def calling(*ids: str | None) -> Conversation:
+    function = {"name": "find", "arguments": {"x": 1}}
+    calls = [({"id": one} if one else {}) | {"type": "function", "function": function} for one in ids]
+    results = [Message("tool", f"4{n}", extra={"tool_call_id": one} if one else {}) for n, one in enumerate(ids)]
+    question, call = Message("user", "one"), Message("assistant", "", extra={"tool_calls": calls})
+    return Conversation((question, call, *results, Message("assistant", "two")))
+
+
+STRICT_IDS = loop(
+    "{% for c in m.tool_calls or [] %}"
+    "{% if c.id is not defined or c.id | length != 9 %}{{ raise_exception('nine letters and digits!') }}{% endif %}"
+    "{{ c.function.name + c.function.arguments | tojson + c.id }}{% endfor %}"
+    "{{ (m.tool_call_id if m.role == 'tool' else '') + m.content + '<|im_end|>\\n' }}"
+)
+NAMED_IDS = loop(
+    "{% for c in m.tool_calls or [] %}{{ c.id + c.function.arguments | tojson }}{% endfor %}"
+    "{{ (m.tool_call_id if m.role == 'tool' else '') + m.content + '<|im_end|>\\n' }}"
+)
+
+
+@pytest.mark.parametrize("ids", [(None, None), ("call_a", "call_b"), ("abcdefgh0", None)])
+def test_calls_get_the_ids_that_the_template_asks_for(ids):
+    strict, named = templates.make_tokenizer(STRICT_IDS), templates.make_tokenizer(NAMED_IDS)
+    (made,) = encoder_of(strict).encode_all(calling(*ids), HERE)
+    text = strict.decode(made.ids.tolist())
+    first, second = re.findall(r'find\{"x": 1\}(\w{9})', text)
+    assert first != second
+    assert text.index(f"tool\n{first}40") < text.index(f"tool\n{second}41")
+    assert first == "abcdefgh0" or ids[0] != "abcdefgh0"
+    (made,) = encoder_of(named).encode_all(calling(*ids), HERE)
+    text = named.decode(made.ids.tolist())
+    assert 'assistant\nfunctions.find:0{"x": 1}functions.find:1{"x": 1}<|im_end|>' in text
+    assert "tool\nfunctions.find:040<" in text
+    assert "tool\nfunctions.find:141<" in text
+
+
+def encoder_of(tokenizer) -> Encoder:
+    return Encoder(tokenizer, template=None, train_on="assistant")
+
+
+def test_what_led_to_a_call_may_be_dropped_once_the_answer_follows():
+    """As gpt-oss's template does: the model sees it when it answers, and it is a target in an example of its own."""
+    template = """
+    {%- set ns = namespace(final=-1) %}
+    {%- for m in messages %}{%- if m.role == 'assistant' and not m.tool_calls %}{%- set ns.final = loop.index0 %}
+    {%- endif %}{%- endfor %}
+    {%- for m in messages %}
+      {%- if m.role == 'assistant' and m.tool_calls %}
+        {%- if loop.index0 > ns.final and (m.thinking or m.content) %}
+          {{- '<|start|>assistant analysis<|message|>' + (m.thinking or m.content) + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant to=' + m.tool_calls[0].function.name + m.tool_calls[0].function.arguments | tojson }}
+        {{- '<|call|>' }}
+      {%- elif m.role == 'assistant' %}
+        {%- if m.thinking and loop.last %}
+          {{- '<|start|>assistant analysis<|message|>' + m.thinking + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant final<|message|>' + m.content + ('<|return|>' if loop.last else '<|end|>') }}
+      {%- else %}{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- endif %}
+    {%- endfor %}
+    {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+    tokenizer = templates.make_tokenizer(template, eos="<|return|>")
+    call = {"type": "function", "function": {"name": "find", "arguments": {"x": 1}}}
+    question, result = Message("user", "one"), Message("tool", "42")
+    answer = Message("assistant", "two", extra={"reasoning_content": "so"})
+    for content, extra in (("", {"reasoning_content": "look it up"}), ("look it up", {})):
+        called = Message("assistant", content, extra={**extra, "tool_calls": [call]})
+        item = Conversation((question, called, result, answer))
+        assert targets(tokenizer, item) == [
+            ' analysis<|message|>look it up<|end|><|start|>assistant to=find{"x": 1}<|call|>',
+            " analysis<|message|>so<|end|><|start|>assistant final<|message|>two<|return|>",
+        ]
+        asked = encoder_of(tokenizer).prompt([question, called, result], reasons=True)
+        assert encoder_of(tokenizer).encode_all(item, HERE)[1].ids.tolist()[: len(asked)] == asked
+        assert tokenizer.decode(asked).endswith(
+            'to=find{"x": 1}<|call|><|start|>tool<|message|>42<|end|><|start|>assistant'
+        )
+        assert "look it up" in tokenizer.decode(asked)
+        with pytest.raises(UserError, match="drops the assistant message") if content else nullcontext():
+            Encoder(tokenizer, template=None, train_on="all").encode_all(item, HERE)
+
+
+THINKS_WHEN_ASKED = """
+{%- set on = thinking is defined and thinking %}
+{%- for m in messages %}
+  {%- if m.role == 'assistant' %}
+    {{- '<|Assistant|>' + ('<think>' + m.reasoning_content if on and m.reasoning_content else '') + '</think>' }}
+    {{- m.content + '<|endoftext|>' }}
+  {%- else %}{{- '<|User|>' + m.content }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|Assistant|>' + ('<think>' if on else '</think>') }}{%- endif %}"""
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [Message("assistant", "two", extra={"reasoning_content": "so"}), Message("assistant", "<think>so</think>\n\ntwo")],
+)
+def test_reasoning_is_trained_in_the_mode_in_which_the_template_writes_it(answer):
+    tokenizer = templates.make_tokenizer(THINKS_WHEN_ASKED)
+    assert targets(tokenizer, Conversation((Message("user", "one"), answer))) == ["so</think>two<|endoftext|>"]
+    plain = Conversation((Message("user", "one"), Message("assistant", "two")))
+    assert targets(tokenizer, plain) == ["two<|endoftext|>"]
+
+
+def test_thoughts_inside_an_answer_get_the_marks_of_the_template():
+    tokenizer = templates.make_tokenizer(templates.TEMPLATES["harmony"])
+    item = Conversation((Message("user", "one"), Message("assistant", "<think>\nso\n</think>\n\ntwo")))
+    start = "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>"
+    assert targets(tokenizer, item) == [f"{start}two<|return|>"]
+
+
+def test_an_answer_that_would_be_learned_as_a_thought_is_refused():
+    template = (
+        loop("{{ ('<think>\\n' if m.role == 'assistant' and loop.last else '') + m.content + '<|im_end|>' }}")
+        + "{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
+    )
+    tokenizer = templates.make_tokenizer(template, eos="<|im_end|>")
+    question = Message("user", "one")
+    with pytest.raises(UserError, match="opens message 2 for thoughts and does not close them"):
+        targets(tokenizer, Conversation((question, Message("assistant", "two"))))
+    closed = Conversation((question, Message("assistant", "so\n</think>\n\ntwo")))
+    assert targets(tokenizer, closed) == ["so\n</think>\n\ntwo<|im_end|>"]
+    (warning, *_) = check_encoder(encoder_of(tokenizer), tokenizer, len(tokenizer))
+    assert "always lets the model think" in warning
+
+
+def test_what_the_generation_prompt_gives_is_no_target_where_the_template_marks_it_as_generated():
+    body = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ '<|im_start|>assistant\\n' + m.content + '<|im_end|>\\n' }}{% endgeneration %}"
+        "{% else %}{{ '<|im_start|>user\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    tokenizer = templates.make_tokenizer(body, eos="<|im_end|>")
+    assert targets(tokenizer, TWO_TURNS) == ["Hello<|im_end|>two<|im_end|>"]
+    asked = encoder_of(tokenizer).prompt(TWO_TURNS.messages[:1])
+    assert tokenizer.decode(asked) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

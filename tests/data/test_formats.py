@@ -142,7 +142,7 @@ def test_null_arguments_of_tool_calls_are_kept_but_for_those_that_columns_were_f
         ({"messages": NAN}, "`messages` must be a list, found NaN"),
         (
             {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x", "weight": INF}]},
-            "`weight` of `messages` 2 must be a number from 0 up or true/false, not Infinity",
+            "`weight` of `messages` 2 must be a number from 0 to 1,000 or true/false, not Infinity",
         ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": [NAN]}}]}]},
@@ -284,7 +284,8 @@ REFUSED = [
     ({"messages": [{"role": "assistant", "content": "x"}]}, "no assistant turn of the conversation answers"),
     (chat({"content": ""}), "`messages` 2 is an empty answer"),
     (chat({"content": None}), "`messages` 2 is an empty answer"),
-    (chat({"content": "x", "weight": -1}), "`weight` of `messages` 2 must be a number from 0 up"),
+    (chat({"content": "x", "weight": -1}), "`weight` of `messages` 2 must be a number from 0 to 1,000"),
+    (chat({"content": "x", "weight": 1e300}), "`weight` of `messages` 2 must be a number from 0 to 1,000"),
     (chat({"content": [{"type": "image", "url": "x"}]}), "part of type `image`; only text"),
     (
         {"prompt": "<image>\nWhat?", "completion": "A cat", "image": "x.png"},
@@ -316,6 +317,17 @@ def test_what_would_train_wrong_is_refused_with_its_place(fields, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_label_that_json_does_not_have_is_refused_in_a_sentence():
+    for format, fields in (
+        ("labelled", {"text": "a", "label": b"\xff"}),
+        ("judged", {"prompt": "a", "completion": "b", "label": b"\xff"}),
+        ("scored", {"text": "a", "score": b"\xff"}),
+        ("tagged", {"tokens": ["a"], "ner_tags": [b"\xff"]}),
+    ):
+        with pytest.raises(UserError, match=r"found \"b'\\"):
+            formats.convert(record(fields), format, Dataset(path="d"))
+
+
 def test_the_mapping_offered_for_preferred_answers_works():
     fields = {"conversations": [{"from": "human", "value": "Hi"}], "chosen": {"from": "gpt", "value": "Hello"}}
     dataset = Dataset(path="d", fields={"prompt": "conversations", "completion": "chosen"})
@@ -339,6 +351,9 @@ def test_fields_that_nothing_is_made_of_are_known():
     assert unread({**pair, "system": ""}, {**pair, "system": "Be brief"}) == []
     assert unread({"q": "Hi", "a": "x", "id": 3}, fields={"prompt": "q", "completion": "a"}) == ["id"]
     assert unread({"messages": chat({"content": "x"})["messages"], "images": [], "score": 0}) == ["score"]
+    turns = [{"role": "user", "content": "Hi", "id": 1}, {"role": "assistant", "content": "x", "thought": "Hm"}]
+    assert unread({"messages": turns, "": 0}) == ["messages.id", "messages.thought"]
+    assert unread({"prompt": "Hi", "completion": "x", "turns": turns}) == ["turns"]
 
 
 VALUES = st.recursive(

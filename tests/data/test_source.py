@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import datetime
 import gzip
 import json
 import os
 import tracemalloc
+from decimal import Decimal
 from itertools import islice
 
 import pytest
@@ -51,6 +53,12 @@ def test_every_container_gives_the_same_records(tmp_path):
         put(tmp_path, "b.json", json.dumps({"version": 1, "data": ROWS})),
         put(tmp_path, "c.json", json.dumps({"test": ROWS[:1], "train": ROWS})),
         put(tmp_path, "d.json", lines()),
+        put(tmp_path, "e.json", "\n".join(json.dumps(row, indent=1) for row in ROWS)),
+        put(tmp_path, "e.jsonl", json.dumps(ROWS)),
+        put(tmp_path, "f.jsonl", json.dumps(ROWS, indent=1)),
+        put(tmp_path, "g.jsonl", "[" + ",\n".join(map(json.dumps, ROWS)) + "]"),
+        put(tmp_path, "h.jsonl.gz", gzip.compress("\n".join(json.dumps(row, indent=1) for row in ROWS).encode())),
+        put(tmp_path, "c.csv", "sep=;\ntext;n\n" + "".join(f'"{row["text"]}";1\n' for row in ROWS)),
         put(tmp_path, "a.csv", "text,n\n" + "".join(f'"{row["text"]}",1\n' for row in ROWS)),
         put(tmp_path, "b.csv", "\ufeffn;text\r\n" + "".join(f"1;{row['text']}\r\n" for row in ROWS)),
         put(tmp_path, "a.tsv", "n\ttext\n" + "".join(f"1\t{row['text']}\n" for row in ROWS)),
@@ -70,6 +78,22 @@ def test_lines_are_counted_as_an_editor_counts_them(tmp_path):
     assert rows(table)[0] == {"a": "two\nlines", "b": "1"}
     array = put(tmp_path, "a.json", '[{"a": 1},\n\n{"a": 2}]')
     assert places(array) == [f"{array}, record 1", f"{array}, record 2"]
+
+
+def test_values_of_columns_that_json_does_not_have_are_spelled_out(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    day = datetime.date(2024, 7, 26)
+    columns = {
+        "text": [b"a text"], "price": [Decimal("1.50")], "count": [Decimal("3")], "day": [day], "raw": [b"\xff"],
+        "messages": [[{"role": "user", "at": day}]],
+    }  # fmt: skip
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    assert rows(tmp_path / "a.parquet") == [
+        {"text": "a text", "price": 1.5, "count": 3, "day": "2024-07-26", "raw": b"\xff"}
+        | {"messages": [{"role": "user", "at": "2024-07-26"}]}
+    ]
 
 
 def test_a_text_file_is_one_record(tmp_path):
@@ -153,6 +177,9 @@ BROKEN = {
     "twins": ("a.jsonl", '{"a": 1, "a": 2}\n', r"a\.jsonl, line 1: .*`a` appears twice"),
     "not UTF-8": ("a.jsonl", b'{"a": 1}\n{"a": "\xe9"}\n', r"a\.jsonl, line 2: byte 8 \(0xe9\) is not UTF-8"),
     "UTF-16": ("a.jsonl", '{"a": 1}'.encode("utf-16"), r"a\.jsonl: the text is UTF-16"),
+    "UTF-16 without a mark": ("a.jsonl", '{"a": 1}'.encode("utf-16-le"), r"a\.jsonl: the text is UTF-16"),
+    "lines of an old Mac": ("a.csv", "a,b\r1,2\r", r"a\.csv, line 1: .*carriage return stands outside of quotes; save"),
+    "a list after an object": ("a.json", '{\n"a": 1}\n[1]', r"a\.json, line 3: not valid JSON at column 4: extra data"),
     "half a character in a list": ("a.json", '[{"a": "b"}, {"\\ud800": "b"}]', r"a\.json, record 2: .*surrogate"),
     "half a character": ("a.jsonl", '{"a": "\\ud800"}\n', r"a\.jsonl, line 1: .*surrogate"),
     "too deep": ("a.jsonl", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", r"a\.jsonl, line 1: .*nested"),

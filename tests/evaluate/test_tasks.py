@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lm_eval_oracle as oracle
+from tunesmith.data.types import Message
 from tunesmith.errors import UserError
 from tunesmith.evaluate import answers, choices, instructions
 from tunesmith.evaluate.results import Results
@@ -249,6 +250,7 @@ def test_loss_is_that_of_the_plain_model(opened, scorer, tmp_path):
         ({"question": "q", "choices": ["x", "y"], "answer": "y"}, 1),
         ({"question": "q", "choices": ["2", "1"], "answer": "1"}, 1),
         ({"question": "q", "choices": {"text": ["x", "y"], "label": ["1", "2"]}, "answerKey": "2"}, 1),
+        ({"question": "q", "choices": ["x", "y"], "answer": 1.0}, 1),
         ({"ctx": "he ran", "endings": ["x", "y"], "label": "1"}, 1),
     ],
 )
@@ -274,6 +276,27 @@ def test_a_record_that_cannot_be_scored_is_told_with_its_line(tmp_path, record, 
     with pytest.raises(UserError, match=r"q\.jsonl, line 1") as told:
         read_task(written(tmp_path / "q.jsonl", record))
     assert words in str(told.value)
+
+
+def test_questions_that_lose_their_beginning_are_counted_and_choices_are_never_cut(opened, scorer, tmp_path):
+    from tunesmith.serve.batch import generate
+
+    short, long = {"question": "q", "choices": ["x", "y"], "answer": 0}, "long " * 200
+    said = []
+    items = read_task(written(tmp_path / "q.jsonl", short, {**short, "question": long})).items
+    assert len(list(choices.scores(scorer, opened.tokenizer, items, said.append))) == 2
+    assert said[0].startswith("1 of 2 questions are longer than the 512 tokens that the model sees and lose their")
+    assert said[0].endswith("q.jsonl, line 2.")
+    items = read_task(written(tmp_path / "q.jsonl", short, {**short, "choices": ["x", long]})).items
+    with pytest.raises(
+        UserError, match=r"q\.jsonl, line 2: one of its choices has 1,001 tokens, and the model sees 512"
+    ):
+        list(choices.scores(scorer, opened.tokenizer, items))
+    scorer.as_it_was()
+    prompts = [opened.encoder.prompt([Message("user", text)]) for text in ("q", long)]
+    said.clear()
+    list(generate(opened.model, opened.encoder, prompts, max_tokens=4, cut=lambda *told: said.append(told)))
+    assert said == [([1], 508)]
 
 
 def test_what_is_no_task_is_told(tmp_path):

@@ -119,6 +119,19 @@ def test_a_run_is_read_from_any_folder_and_after_it_was_renamed_or_moved_with_it
     assert read_run(moved).model == "model"
 
 
+def test_settings_of_another_version_are_a_sentence(tmp_path):
+    folder = written_run(tmp_path, "runs/one")
+    content = json.loads((folder / "run.json").read_text())
+    for changes, said in (({"from_the_future": 1}, "from_the_future"), ({"method": "magic"}, "method")):
+        changed = {**content, "settings": {**content["settings"], **changes}}
+        (folder / "run.json").write_text(json.dumps(changed))
+        with pytest.raises(
+            UserError, match=rf"run\.json holds settings that this version does not have: .*{said}"
+        ) as told:
+            read_run(folder)
+        assert "\n" not in str(told.value)
+
+
 def test_what_is_nowhere_and_hub_names_stay_as_they_are(tmp_path, monkeypatch):
     folder = written_run(tmp_path, "runs/one")
     shutil.rmtree(tmp_path / "model")

@@ -28,6 +28,7 @@ from tunesmith.data.messages import (
     as_dict,
     fold_system,
     tool_parts_of,
+    with_call_ids,
     with_thoughts_apart,
     write_tools,
 )
@@ -36,7 +37,7 @@ from tunesmith.data.types import Completion, Conversation, Document, Example, Me
 from tunesmith.disk import expanded
 from tunesmith.errors import UserError
 
-VERSION = "encoder 2"  # part of every fingerprint: raise it when the same input gives other tokens or targets
+VERSION = "encoder 3"  # part of every fingerprint: raise it when the same input gives other tokens or targets
 TEMPLATE_DATE = templates.DATE
 WINDOW = 1 << 17
 """Characters of a text that are tokenized at a time: memory for tokens' names and places is 300 times the text."""
@@ -154,6 +155,8 @@ class Encoder:
         """Variables with which the template is asked for answers without reasoning."""
         self._tool_parts = frozenset[str]()
         """What the template writes of tools: descriptions, calls, arguments, results."""
+        self._call_ids = "none"
+        """Which ids of tool calls the template wants."""
         self._takes_reasoning = False
         """Thoughts go to the template apart from the answer."""
         self.opens_thoughts = False
@@ -321,6 +324,8 @@ class Encoder:
         messages, tools = list(item.messages), item.tools
         if self.writes_tools_as_text(messages, tools):
             messages, tools = write_tools(messages, tools)
+        elif self._call_ids != "none":
+            messages = with_call_ids(messages, self._call_ids)
         if self.folds_system:
             messages = fold_system(messages, origin)
         if self._takes_reasoning:
@@ -365,7 +370,7 @@ class Encoder:
         return 1.0 if is_last or self.train_on != "last" else 0.0
 
     def _turn(self, chat: _Chat, i: int, full: str, weight: float) -> _Turn | None:
-        place = self._marked_place(chat.dicts, i, chat.tools) or self._place(chat.dicts, i, chat.tools, full)
+        place = self._marked_place(chat.dicts, i, chat.tools, full) or self._place(chat.dicts, i, chat.tools, full)
         if place is None:
             if self.train_on == "all" and chat.messages[i].weight is None:
                 return None  # all of the full text is trained; there is no turn to set apart
@@ -404,6 +409,7 @@ class Encoder:
     ) -> _Place | None:
         """What the template asks for turn i with, and what follows it in the finished turn."""
         reasons = bool(dicts[i].get("reasoning_content")) or "</think>" in dicts[i]["content"]
+        found: _Place | None = None
         for mode in _MODES:
             if mode.get("enable_thinking", reasons) != reasons:
                 continue
@@ -412,20 +418,45 @@ class Encoder:
                 upto = full
             else:
                 upto = self.render(dicts[: i + 1], tools, mode=mode)
-            if upto.startswith(prompt):
-                return _Place(prompt, upto[len(prompt) :], mode)
-            shared = len(_common_prefix(prompt, upto))
-            # The template thinks for the model, of nothing, and finished turns leave that out.
-            is_skipped = not reasons and _NO_THOUGHTS.fullmatch(prompt[shared:])
-            if is_skipped and not upto[shared:].lstrip().startswith("</"):
-                return _Place(prompt, upto[shared:], mode)
-            if self.opens_thoughts and traits.OPENED.fullmatch(prompt[shared:]):
-                thoughts = dicts[i].get("reasoning_content", "").strip("\n")
-                return _Place(prompt, f"{thoughts}\n</think>\n\n{upto[shared:]}", mode)
+            if place := self._place_after(prompt, upto, mode, dicts[i], reasons):
+                if _fits(place, dicts[i]):
+                    return place
+                found = found or place
+        return found or self._place_after_dropped(dicts, i, tools)
+
+    def _place_after(
+        self, prompt: str, upto: str, mode: dict[str, bool], answer: dict[str, Any], reasons: bool
+    ) -> _Place | None:
+        if upto.startswith(prompt):
+            return _Place(prompt, upto[len(prompt) :], mode)
+        shared = len(_common_prefix(prompt, upto))
+        # The template thinks for the model, of nothing, and finished turns leave that out.
+        is_skipped = not reasons and _NO_THOUGHTS.fullmatch(prompt[shared:])
+        if is_skipped and not upto[shared:].lstrip().startswith("</"):
+            return _Place(prompt, upto[shared:], mode)
+        if self.opens_thoughts and traits.OPENED.fullmatch(prompt[shared:]):
+            thoughts = answer.get("reasoning_content", "").strip("\n")
+            return _Place(prompt, f"{thoughts}\n</think>\n\n{upto[shared:]}", mode)
         return None
 
-    def _marked_place(self, dicts: list[dict[str, Any]], i: int, tools: Sequence[dict[str, Any]]) -> _Place | None:
-        """The template may say itself which characters are generated, with {% generation %}."""
+    def _place_after_dropped(
+        self, dicts: list[dict[str, Any]], i: int, tools: Sequence[dict[str, Any]]
+    ) -> _Place | None:
+        """Templates may write what led to a call of a tool until the answer follows, and drop it then (gpt-oss). The
+        model sees it when it answers, and the answer is what the template writes where there is nothing to drop."""
+        before = [_without_thoughts(one) if one["role"] == "assistant" else one for one in dicts[:i]]
+        if before == dicts[:i]:
+            return None
+        place = self._place([*before, dicts[i]], i, tools)
+        if place is None or not self.render(dicts[: i + 1], tools, mode=place.mode).endswith(place.answer):
+            return None
+        return replace(place, prompt=self.render(dicts[:i], tools, generation=True, mode=place.mode))
+
+    def _marked_place(
+        self, dicts: list[dict[str, Any]], i: int, tools: Sequence[dict[str, Any]], full: str
+    ) -> _Place | None:
+        """The template may say itself which characters are generated, with {% generation %}; but for what the
+        generation prompt gives, which some of them mark as well."""
         if not self._marks:
             return None
         upto, blocks = self._render(dicts[: i + 1], tools)
@@ -433,7 +464,11 @@ class Encoder:
             blocks = blocks[len(self._render(dicts[:i], tools)[1]) :]
         else:
             blocks = blocks[-1:]
-        return _Place(upto[: blocks[0][0]], upto[blocks[0][0] : blocks[-1][1]], {}) if blocks else None
+        if not blocks:
+            return None
+        start, end = blocks[0][0], blocks[-1][1]
+        asked = self._place(dicts, i, tools, full)
+        return asked if asked and len(asked.prompt) > start else _Place(upto[:start], upto[start:end], {})
 
     def _unplaceable(self, chat: _Chat, i: int) -> RecordError:
         prompt = self.render(chat.dicts[:i], chat.tools, generation=True)
@@ -568,7 +603,8 @@ class Encoder:
         self._special |= self.end_ids
         self.folds_system = traits.has_no_system_role(self.render)
         self.mode = self._find_mode()
-        self._tool_parts = traits.tool_parts(self.render)
+        self._call_ids = traits.call_ids(self.render)
+        self._tool_parts = traits.tool_parts(self.render, self._call_ids)
         self.opens_thoughts = traits.opens_thoughts(self.render)
         self._takes_reasoning = self.opens_thoughts or traits.writes_reasoning(self.render)
         self.end_ids |= self._find_call_ends()
@@ -627,7 +663,10 @@ class Encoder:
             content = message.content
             if message.role == "assistant":
                 content = content.rpartition("</think>")[2]  # dropping earlier reasoning is what some templates do
-            if not _holds(full, content, is_data=message.role == "tool"):
+            is_there = _holds(full, content, is_data=message.role == "tool")
+            if not is_there and message.role == "assistant" and self.train_on != "all":  # or is dropped later alone
+                is_there = _holds(clean(self.render(chat.dicts[:number], chat.tools)), content)
+            if not is_there:
                 raise RecordError(
                     "dropped by the chat template",
                     chat.origin,
@@ -670,6 +709,14 @@ class Encoder:
 
     def _check_answer_kept(self, chat: _Chat, i: int, place: _Place) -> None:
         message, answer = chat.messages[i], clean(place.answer)
+        if not _closes_thoughts(place):
+            raise RecordError(
+                "thoughts without an end",
+                chat.origin,
+                f"the chat template opens message {i + 1} for thoughts and does not close them, so that the answer "
+                "would be learned as a thought; put the reasoning and `</think>` before the answer, or give a "
+                "`chat_template` that closes them",
+            )
         thoughts = message.content.count("<think>")
         if thoughts and (place.prompt + place.answer).count("<think>") > thoughts + self.render(
             chat.dicts[:i], chat.tools
@@ -677,8 +724,8 @@ class Encoder:
             raise RecordError(
                 "thoughts twice",
                 chat.origin,
-                f"the chat template writes thoughts of its own before those of message {i + 1}; give them as "
-                "`reasoning_content`, or a `chat_template` that does not",
+                f"the chat template writes thoughts of its own before those of message {i + 1}; leave out the "
+                "`<think>` that it writes, give them as `reasoning_content`, or give a `chat_template` that does not",
             )
         for call in message.extra.get("tool_calls", ()):
             if call["function"]["name"] not in answer:
@@ -690,11 +737,12 @@ class Encoder:
                 )
         for name, part in (("answer", message.content), ("reasoning", message.extra.get("reasoning_content", ""))):
             if not _holds(answer, part):
+                inside = ", put it into the answer between <think> and </think>" if name == "reasoning" else ""
                 raise RecordError(
                     "dropped by the chat template",
                     chat.origin,
                     f"the chat template does not write all of the {name} of message {i + 1}; "
-                    "give a `chat_template` that does, or remove that part from the data",
+                    f"give a `chat_template` that does{inside}, or remove that part from the data",
                 )
 
 
@@ -756,6 +804,21 @@ def _word_boundary(text: str, place: int) -> int:
 def _append(ids: list[int], weights: list[float], more: list[int], weight: float) -> None:
     ids.extend(more)
     weights.extend([weight] * len(more))
+
+
+def _fits(place: _Place, answer: dict[str, Any]) -> bool:
+    """Whether the answer stands there whole, in a mode of the template that is meant for it."""
+    return _holds(place.answer, answer.get("reasoning_content", "")) and _closes_thoughts(place)
+
+
+def _closes_thoughts(place: _Place) -> bool:
+    return not place.prompt.rstrip().endswith("<think>") or "</think>" in place.answer
+
+
+def _without_thoughts(answer: dict[str, Any]) -> dict[str, Any]:
+    """Nor with what was said beside a call of a tool."""
+    kept = {name: value for name, value in answer.items() if name not in ("reasoning_content", "reasoning", "thinking")}
+    return {**kept, "content": ""} if kept.get("tool_calls") else kept
 
 
 def _common_prefix(a: str, b: str) -> str:

@@ -54,6 +54,7 @@ from tunesmith.data.values import (
     lack_of,
     names_of,
     present,
+    shown,
     without_nulls,
 )
 from tunesmith.errors import UserError, listed
@@ -252,18 +253,36 @@ def convert(record: Record, format: FormatName, dataset: Dataset) -> Item:
 
 def unread(sample: Sequence[Record], format: FormatName, dataset: Dataset) -> list[str]:
     """Names of fields that hold something, but nothing that is made of a record depends on: what changes nothing when
-    it is left out."""
+    it is left out. A field of messages is called `messages.thought`."""
     names: dict[str, bool] = {}
     for record in sample:
         try:
             made = convert(record, format, dataset)
         except RecordError:
             continue
-        for name in [name for name, value in record.fields.items() if present(value) not in (None, "", [], {})]:
+        for name in _held(record.fields):
             if not names.get(name):
-                less = {other: value for other, value in record.fields.items() if other != name}
+                less = _without(record.fields, name)
                 names[name] = _converted(replace(record, fields=less), format, dataset) != made
-    return [name for name, is_read in names.items() if not is_read]
+    return [name for name, is_read in names.items() if not is_read and names.get(name.rpartition(".")[0], True)]
+
+
+def _held(fields: dict[str, Any]) -> list[str]:
+    """Names of what holds something: of fields, and of those in their messages. An index of pandas has none."""
+    found = [name for name, value in fields.items() if name and present(value) not in (None, "", [], {})]
+    for name, value in fields.items():
+        messages = [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+        inner = {key for one in messages for key, held in one.items() if present(held) not in (None, "", [], {})}
+        found += [f"{name}.{key}" for key in sorted(inner)]
+    return found
+
+
+def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    outer, _, inner = name.partition(".")
+    if name in fields or not inner:
+        return {other: value for other, value in fields.items() if other != name}
+    less = [{k: v for k, v in one.items() if k != inner} if isinstance(one, dict) else one for one in fields[outer]]
+    return {**fields, outer: less}
 
 
 def _with_thoughts(item: Item, thoughts: str) -> Conversation:
@@ -562,7 +581,7 @@ def _convert_judged(fields: dict[str, Any], origin: Origin, dataset: Dataset) ->
     if isinstance(label, str):
         label = _JUDGEMENTS.get(label.strip().lower(), label)
     if not isinstance(label, bool) and label not in (0, 1):
-        raise RecordError("wrong label", origin, f"`label` must be true or false, found {json.dumps(label)[:80]}")
+        raise RecordError("wrong label", origin, f"`label` must be true or false, found {shown(label)}")
     if "completion" in fields or "response" in fields:
         return Judged(_answered(fields, origin, dataset), bool(label))
     conversation = _convert_messages(fields, origin, dataset)
@@ -635,10 +654,10 @@ def _label_of(fields: dict[str, Any], origin: Origin) -> str | float:
             raise RecordError("wrong label", origin, "`label` is empty")
         return label.strip()
     if isinstance(label, list):
-        reason = f"found {json.dumps(label)[:80]}; a text has one label here, so train a run for each of several"
+        reason = f"found {shown(label)}; a text has one label here, so train a run for each of several"
         raise RecordError("wrong label", origin, f"`label` must be a name or a number, {reason}")
     if not isinstance(label, int | float) or (isinstance(label, float) and not label.is_integer()):
-        raise RecordError("wrong label", origin, f"`label` must be a name or a number, found {json.dumps(label)[:80]}")
+        raise RecordError("wrong label", origin, f"`label` must be a name or a number, found {shown(label)}")
     return label
 
 
@@ -680,7 +699,7 @@ def _tag(value: Any, name: str, origin: Origin) -> str | int | None:
     if value is None or value == -100:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int) or (isinstance(value, str) and not value.strip()):
-        raise RecordError("wrong label", origin, f"`{name}` must hold names or numbers, found {json.dumps(value)[:80]}")
+        raise RecordError("wrong label", origin, f"`{name}` must hold names or numbers, found {shown(value)}")
     return value
 
 

@@ -349,11 +349,16 @@ def _check_template(encoder: Encoder, tokenizer: Any) -> list[str]:
         )
     has_no_prompt = asked == unasked and text.startswith(asked)
     header = text[len(asked) : places[3]] if has_no_prompt else ""
+    opened = asked.rstrip().endswith("<think>")
     writes_bos = encoder.bos_id is None or ids[:1] == [encoder.bos_id]
     found = (
-        (always_thinks, "the chat template always lets the model think: answers need their `reasoning_content`."),
         (
-            encoder.opens_thoughts,
+            always_thinks,
+            "the chat template always lets the model think: answers need their `reasoning_content`, or begin with "
+            "their reasoning and `</think>`.",
+        ),
+        (
+            encoder.opens_thoughts or (opened and not always_thinks and not encoder.mode),
             "the chat template opens every answer for thoughts: answers without `reasoning_content` teach the model to "
             "close them at once.",
         ),
@@ -394,10 +399,13 @@ def _examples_of(encoder: Encoder, messages: Sequence[Message]) -> tuple[list[Ex
     origin = Origin("a test conversation for the chat template", 1, "record")
     try:
         return encoder.encode_all(Conversation(tuple(messages)), origin), False
-    except UserError as error:
-        thoughts = {"reasoning_content": "vwkyc"}
-        thoughtful = tuple(replace(m, extra=thoughts) if m.role == "assistant" else m for m in messages)
-        try:
-            return encoder.encode_all(Conversation(thoughtful), origin), True
-        except UserError:
-            raise error from None
+    except UserError:
+        apart = [replace(m, extra={"reasoning_content": "vwkyc"}) for m in messages]
+        inside = [replace(m, content=f"vwkyc\n</think>\n\n{m.content}") for m in messages]
+        for thoughtful in (apart, inside):
+            answered = [t if t.role == "assistant" else m for m, t in zip(messages, thoughtful, strict=True)]
+            try:
+                return encoder.encode_all(Conversation(tuple(answered)), origin), True
+            except UserError:
+                continue
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import re
@@ -96,6 +97,48 @@ def write_tools(
         else:
             made.append(replace(message, content=content, extra=extra))
     return made, ()
+
+
+CALL_IDS = {"none": "", "any": ".+", "short": "[A-Za-z0-9]{9}", "named": r"functions\.NAME:[0-9]+"}
+"""Which ids of tool calls templates ask for: none, any, nine letters and digits (Mistral's), or the name of the
+function with the number of the call (Kimi's, whose templates write the name nowhere else)."""
+
+
+def with_call_ids(messages: list[Message], kind: str) -> list[Message]:
+    """The messages with calls that have an id of the kind, and with it in their results. An id that is not such, or is
+    missing, is made from the call, so that the same data give the same tokens."""
+    made: list[Message] = []
+    new: dict[str, str] = {}
+    waiting: list[str] = []  # calls without a result as yet, for results that do not say which they are of
+    count = 0
+    for message in messages:
+        extra = dict(message.extra)
+        if calls := extra.get("tool_calls"):
+            extra["tool_calls"] = []
+            for call in calls:
+                own = call.get("id", "")
+                new[own] = _call_id(call, kind, count)
+                waiting.append(new[own])
+                extra["tool_calls"].append({**call, "id": new[own]})
+                count += 1
+        elif message.role == "tool":
+            own = extra.get("tool_call_id", "")
+            found = new.get(own) if own else next(iter(waiting), None)
+            if found is not None:
+                extra["tool_call_id"] = found
+                waiting = [one for one in waiting if one != found]
+        made.append(replace(message, extra=extra))
+    return made
+
+
+def _call_id(call: dict[str, Any], kind: str, number: int) -> str:
+    own, name = str(call.get("id", "")), call["function"]["name"]
+    if re.fullmatch(CALL_IDS[kind].replace("NAME", re.escape(name)), own):
+        return own
+    if kind == "named":
+        return f"functions.{name}:{number}"
+    told = own or json.dumps([number, call["function"]], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(told.encode(errors="surrogatepass")).hexdigest()[:9]
 
 
 def with_thoughts_apart(message: Message) -> Message:

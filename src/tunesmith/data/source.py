@@ -21,6 +21,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -323,7 +324,7 @@ def _lines(stream: BinaryIO, path: Path) -> Iterator[bytes]:
     """Lines with their ends. Split at newlines alone: JSON texts may hold other separators such as U+2028."""
     for number, line in enumerate(stream, start=1):
         if number == 1:
-            if line.startswith((b"\xff\xfe", b"\xfe\xff")):
+            if line.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in line[:4]:
                 raise UserError(f"{path}: the text is UTF-16; save it as UTF-8.")
             line = line.removeprefix(b"\xef\xbb\xbf")
         yield line
@@ -341,9 +342,14 @@ def _decoded(line: bytes, origin: Origin) -> str:
 
 
 def _read_jsonl(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record | RecordError]:
+    is_first = True
     for number, line in enumerate(_lines(stream, path), start=1):
         if not line.strip():
             continue
+        if is_first and _begins_json(line):
+            yield from _read_json(stream, path, dataset)
+            return
+        is_first = False
         origin, size = Origin(str(path), number), len(line)
         try:
             text = _decoded(line, origin)
@@ -356,18 +362,34 @@ def _read_jsonl(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Reco
             yield error
 
 
+def _begins_json(line: bytes) -> bool:
+    """Whether a list of records begins with the line, or an object over several lines, as programs write them for
+    people to read: JSON under the ending of JSONL."""
+    start = line.strip()
+    if start in (b"{", b"[", b"[{") or (start.startswith(b"[") and start.endswith(b",")):
+        return True
+    if not start.startswith(b"[{"):
+        return False
+    try:
+        rows = json.loads(start)
+    except (ValueError, RecursionError):
+        return False
+    return not all(map(_is_message, rows))
+
+
 def _read_json(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record | RecordError]:
-    """An array of records, an object around one, a single record, or lines of JSON under the wrong ending."""
-    lines = _lines(stream, path)
-    start = next((line for line in lines if line.strip()), b"")
-    rest = (line for line in lines if line.strip())
-    if start.lstrip().startswith(b"{") and _is_json(start) and next(rest, None) is not None:
-        with _open(path) as again:
-            yield from _read_jsonl(again, path, dataset)
-        return
+    """An array of records, an object around one, records one after the other, or JSONL under the wrong ending."""
     with _open(path) as again:
+        lines = _lines(again, path)
+        start = next((line for line in lines if line.strip()), b"")
+        rest = (line for line in lines if line.strip())
+        are_lines = start.lstrip().startswith(b"{") and _is_json(start) and next(rest, None) is not None
+    with _open(path) as again:
+        if are_lines:
+            yield from _read_jsonl(again, path, dataset)
+            return
         text = "".join(_decoded(line, Origin(str(path), n)) for n, line in enumerate(_lines(again, path), start=1))
-    value = _parse(text, Origin(str(path), 1), whole_file=True) if start else []
+    value = _parse_file(text, path)
     may_hold_halves = _has_escaped_surrogates(text)
     del text
     for number, item in enumerate(_rows(value, path, dataset), start=1):
@@ -472,14 +494,35 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def _parse(text: str, origin: Origin, whole_file: bool = False) -> Any:
+_SPACE = re.compile(r"\s*")
+
+
+def _parse_file(text: str, path: Path) -> Any:
+    """What a file holds; a list of the objects, where it holds several one after the other."""
+    values: list[Any] = []
+    place = _SPACE.match(text).end()  # type: ignore[union-attr]
+    try:
+        while place < len(text):
+            value, end = _DECODER.raw_decode(text, place)
+            place = _SPACE.match(text, end).end()  # type: ignore[union-attr]
+            values.append(value)
+            if len(values) > 1 and not all(isinstance(one, dict) for one in (values[0], value)):
+                raise json.JSONDecodeError("Extra data", text, end)
+    except json.JSONDecodeError as error:
+        where = Origin(str(path), error.lineno)
+        raise UserError(f"{where}: not valid JSON at column {error.colno}: {_plain(error.msg)}.") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: the JSON is nested too deeply.") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not usable JSON: {error}.") from error
+    return values[0] if len(values) == 1 else values
+
+
+def _parse(text: str, origin: Origin) -> Any:
     kind = "not valid JSON"
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
-        if whole_file:
-            where = Origin(origin.file, error.lineno)
-            raise UserError(f"{where}: not valid JSON at column {error.colno}: {_plain(error.msg)}.") from error
         column = min(error.pos, len(text.rstrip())) + 1  # of a line that breaks off, its end
         raise RecordError(kind, origin, f"not valid JSON at column {column}: {_plain(error.msg)}") from error
     except RecursionError as error:
@@ -513,7 +556,10 @@ def _read_csv(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record
 
     lines = (ended(line.decode(errors="surrogateescape")) for line in _lines(stream, path))
     first = next(lines, "")
+    skipped = 0
     delimiter = "\t" if ".tsv" in path.suffixes else ","
+    if said := re.fullmatch(r"sep=(.)\s*", first):  # a line of Excel's, before the header
+        delimiter, first, skipped = said[1], next(lines, ""), 1
     if delimiter not in first:
         delimiter = next((d for d in ";\t|" if d in first), delimiter)
 
@@ -522,7 +568,7 @@ def _read_csv(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record
     header: list[str] | None = None
     row: list[str] | None = []
     while row is not None:
-        origin = Origin(str(path), rows.line_num + 1)
+        origin = Origin(str(path), rows.line_num + 1 + skipped)
         try:
             row = next(rows, None)
             if not row or not any(row):
@@ -540,7 +586,12 @@ def _read_csv(stream: BinaryIO, path: Path, dataset: Dataset) -> Iterator[Record
             yield Record(dict(zip(header, row, strict=True)), origin, sum(map(len, row)))
         except csv.Error as error:
             row = []
-            yield RecordError("not valid CSV", origin, f"not valid CSV: {error}")
+            reason = str(error)
+            if "new-line character" in reason:
+                reason = (
+                    "a carriage return stands outside of quotes; save the file with the line ends of Unix or Windows"
+                )
+            yield RecordError("not valid CSV", origin, f"not valid CSV: {reason}")
         except RecordError as error:
             if header is None:
                 raise
@@ -562,12 +613,43 @@ def _read_columns(path: Path, kind: str) -> Iterator[Record]:
         with pyarrow.memory_map(str(path)) if kind == "arrow" else pyarrow.parquet.ParquetFile(path) as file:
             for batch in _arrow_batches(file) if kind == "arrow" else file.iter_batches(batch_size=512):
                 size = batch.nbytes // max(batch.num_rows, 1)
+                is_plain = all(map(_is_plain, batch.schema.types))
                 for row in batch.to_pylist():
                     number += 1
+                    row = row if is_plain else _plain_value(row)
                     yield Record(row, Origin(str(path), number, "record"), size, is_filled=True)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         reason, what = str(error).splitlines()[0].rstrip("."), "an Arrow" if kind == "arrow" else "a Parquet"
         raise UserError(f"{path}: not {what} file that can be read, at record {number + 1} ({reason}).") from error
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether values of a column of this type are such as JSON has."""
+    import pyarrow.types as types
+
+    if types.is_dictionary(kind):
+        return _is_plain(kind.value_type)
+    if types.is_nested(kind):
+        return not types.is_map(kind) and all(_is_plain(kind.field(n).type) for n in range(kind.num_fields))
+    simple = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean)
+    return any(test(kind) for test in (*simple, types.is_null))
+
+
+def _plain_value(value: Any) -> Any:
+    """As JSON would have it: bytes are text in columns that other programs wrote (Spark), dates and times are spelled
+    out. Bytes that are no text stay, for what reads them to refuse."""
+    if isinstance(value, dict):
+        return {name: _plain_value(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_value(inner) for inner in value]
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return value
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def class_names(dataset: Dataset, names: Sequence[str]) -> list[str]:

@@ -48,7 +48,7 @@ def render(
     except TemplateRunaway:
         raise
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise TemplateRefusal(str(error).strip().rstrip(".") or type(error).__name__) from error
+        raise TemplateRefusal(str(error).strip().rstrip(".!") or type(error).__name__) from error
 
 
 @functools.lru_cache(maxsize=16)

@@ -102,14 +102,18 @@ def has_no_system_role(render: Render) -> bool:
 
 
 def writes_reasoning(render: Render) -> bool:
-    """Whether thoughts that are given apart from the answer are written once, before it."""
+    """Whether thoughts that are given apart from the answer are written once, before it; in whatever marks, and be it
+    only where the template is asked to think."""
     answer = {"role": "assistant", "content": "qxzjb", "reasoning_content": "qxzja"}
     dicts = [{"role": "user", "content": "vwkya"}, answer | {"reasoning": "qxzja", "thinking": "qxzja"}]
-    try:
-        text = render(dicts)
-    except TemplateRefusal:
-        return False
-    return text.count("qxzja") == 1 and text.count("</think>") == 1 and text.index("qxzja") < text.find("qxzjb")
+    for mode in ({}, {"enable_thinking": True, "thinking": True}):
+        try:
+            text = render(dicts, mode=mode)
+        except TemplateRefusal:
+            continue
+        if text.count("qxzja") == 1 and text.index("qxzja") < text.find("qxzjb"):
+            return True
+    return False
 
 
 OPENED = re.compile(r"\s*<think>\s*")
@@ -131,18 +135,44 @@ def opens_thoughts(render: Render) -> bool:
     return all(text[len(before) :].startswith("qxzja") for text in finished)
 
 
-def tool_parts(render: Render) -> frozenset[str]:
-    """Asked with ids and arguments such as the strictest templates want them."""
+_CALL_IDS = {"none": "", "any": "call_vwkyi", "short": "abcdefghi", "named": "functions.vwkyt:0"}
+"""An id of each kind of `messages.CALL_IDS`."""
+
+
+def call_ids(render: Render) -> str:
+    """Which ids of tool calls the template wants, a kind of `messages.CALL_IDS`: the first with which it writes a call,
+    by its name, and takes its result."""
+    asked, answer = {"role": "user", "content": "vwkya"}, {"role": "assistant", "content": "qxzjb"}
+    for kind, call_id in _CALL_IDS.items():
+        for arguments in ({"qxzjp": "qxzjv"}, '{"qxzjp": "qxzjv"}'):
+            call = {"type": "function", "function": {"name": "vwkyt", "arguments": arguments}}
+            result = {"role": "tool", "content": "qxzjr", "name": "vwkyt"}
+            if call_id:
+                call, result = {"id": call_id, **call}, {**result, "tool_call_id": call_id}
+            calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+            try:
+                called = render([asked, calling])
+                render([asked, calling, result, answer])
+            except TemplateRefusal:
+                continue
+            if "vwkyt" in called:
+                return kind
+    return "none"
+
+
+def tool_parts(render: Render, ids: str) -> frozenset[str]:
+    """Asked with ids of the kind that the template wants, and arguments such as the strictest do."""
+    call_id = _CALL_IDS[ids] or _CALL_IDS["short"]
     function = {"name": "vwkyt", "description": "qxzjd", "parameters": {"type": "object", "properties": {}}}
     asked = [{"role": "user", "content": "vwkya"}]
     told = [
-        {"role": "tool", "content": "qxzjr", "name": "vwkyt", "tool_call_id": "abcdefghi"},
+        {"role": "tool", "content": "qxzjr", "name": "vwkyt", "tool_call_id": call_id},
         {"role": "assistant", "content": "qxzjb"},
     ]
     found = set()
     for before in ([], [{"role": "system", "content": "vwkys"}]):
         for arguments in ({"qxzjp": "qxzjv"}, '{"qxzjp": "qxzjv"}'):
-            call = {"id": "abcdefghi", "type": "function", "function": {"name": "vwkyt", "arguments": arguments}}
+            call = {"id": call_id, "type": "function", "function": {"name": "vwkyt", "arguments": arguments}}
             calling = {"role": "assistant", "content": "", "tool_calls": [call]}
             for tools in ((), ({"type": "function", "function": function},)):
                 for messages in ([*before, *asked], [*before, *asked, calling], [*before, *asked, calling, *told]):

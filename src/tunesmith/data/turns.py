@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -38,6 +37,8 @@ ROLES = {
 }  # fmt: skip
 TURNS = ("prompt", "completion", "response", "chosen", "rejected")
 """Fields that hold text, or messages."""
+MOST_WEIGHT = 1000
+"""Of a message, as of a data set."""
 _WRITTEN = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 
 
@@ -181,12 +182,12 @@ def _weight(item: dict[str, Any], where: str, origin: Origin) -> float | None:
         value = item.get(key)
         if value is None:
             continue
-        if not isinstance(value, bool | int | float) or not math.isfinite(value) or value < 0:
+        if not isinstance(value, bool | int | float) or not 0 <= value <= MOST_WEIGHT:
             found = described(value) if is_odd(value) else repr(value)
             raise RecordError(
                 ODD if is_odd(value) else "wrong weight",
                 origin,
-                f"`{key}` of {where} must be a number from 0 up or true/false, not {found}",
+                f"`{key}` of {where} must be a number from 0 to {MOST_WEIGHT:,} or true/false, not {found}",
             )
         return float(value)
     return None

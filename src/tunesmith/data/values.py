@@ -23,13 +23,17 @@ def as_text(value: Any, name: str, origin: Origin) -> str:
     raise RecordError(ODD if is_odd(value) else "wrong type", origin, f"{name} must be text, found {described(value)}")
 
 
+def shown(value: Any) -> str:
+    return json.dumps(value, default=str)[:80]
+
+
 def as_number(value: Any, name: str, origin: Origin) -> float:
     try:
         found = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         found = math.nan
     if not math.isfinite(found):
-        raise RecordError("wrong number", origin, f"`{name}` must be a finite number, found {json.dumps(value)[:80]}")
+        raise RecordError("wrong number", origin, f"`{name}` must be a finite number, found {shown(value)}")
     return found
 
 

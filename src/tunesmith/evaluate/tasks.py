@@ -227,6 +227,8 @@ def _gold_of(record: Record, name: str, choices: list[str], labels: Any) -> int:
     """Which choice is right: by its number from 0, its label, its text or its letter."""
     gold = record.fields[name]
     found: int | None = None
+    if isinstance(gold, float) and gold.is_integer():  # as columns with gaps hold numbers
+        gold = int(gold)
     if isinstance(gold, bool) or not isinstance(gold, int | str):
         raise RecordError("wrong type", record.origin, f"`{name}` is no number, letter or text of a choice")
     if isinstance(gold, int):

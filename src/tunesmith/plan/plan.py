@@ -323,8 +323,8 @@ def upgraded(content: Any) -> Any:
     return plan
 
 
-def first_problem(error: ValueError) -> str:
-    """Of what was read as a plan and is none, in words."""
+def first_problem(error: ValueError, kind: str = "plans") -> str:
+    """Of what was read as a plan, or as others of its kind, and is none, in words."""
     if not isinstance(error, ValidationError):
         return str(error)
     problem = error.errors()[0]
@@ -333,5 +333,5 @@ def first_problem(error: ValueError) -> str:
     if problem["type"] == "missing":
         return f"{name} is missing"
     if problem["type"] == "extra_forbidden":
-        return f"plans know no {name}"
+        return f"{kind} know no {name}"
     return f"{name} is {json.dumps(problem['input'], default=str)}, but {words[0].lower()}{words[1:]}"

@@ -257,7 +257,15 @@ def read_trained_run(folder: Path) -> Run:
         raise no_run(folder)
     usual = {name: field.default for name, field in Run.model_fields.items()}
     given = {name: value for name, value in identity.settings.items() if name not in usual or value != usual[name]}
-    return _found_again(Run.model_validate(given), folder)  # what is as usual was left to the model and its data
+    try:
+        run = Run.model_validate(given)  # what is as usual was left to the model and its data
+    except ValueError as error:
+        problem = first_problem(error, "settings")
+        raise UserError(
+            f"{folder / 'run.json'} holds settings that this version does not have: {problem}; the file is damaged, "
+            "or of another version of tunesmith, with which the run can be opened."
+        ) from error
+    return _found_again(run, folder)
 
 
 def no_run(folder: Path) -> UserError:

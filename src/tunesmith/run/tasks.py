@@ -104,7 +104,7 @@ class Session:
             assert task.dataset is not None
             found = texts.scores(self.scorer, encoder, items, task.dataset)
         elif task.kind in ("choices", "letters"):
-            found = choices.scores(self.scorer, encoder.tokenizer, items)
+            found = choices.scores(self.scorer, encoder.tokenizer, items, partial(self._say_of, task))
         else:
             found = self._answers(task, items)
         for item, result in found:
@@ -131,7 +131,7 @@ class Session:
         while asking:  # turn by turn; conversations end when their turns do
             going_on = []
             prompts = [self._prompt(task, item, said[item.id]) for item in asking]
-            for place, answer in self._generated(task, prompts):
+            for place, answer in self._generated(task, prompts, asking):
                 item = asking[place]
                 question = item.question
                 said[item.id].append(answer)
@@ -143,11 +143,21 @@ class Session:
                     yield item, answers.score(task, question, answer)
             asking = going_on
 
-    def _generated(self, task: Task, prompts: Sequence[list[int]]) -> Iterator[tuple[int, str]]:
+    def _generated(self, task: Task, prompts: Sequence[list[int]], items: Sequence[Item]) -> Iterator[tuple[int, str]]:
+        def cut(places: Sequence[int], room: int) -> None:
+            self._say_of(
+                task,
+                f"{len(places):,} of {len(prompts):,} questions are longer than the {room:,} tokens that are left "
+                f"beside an answer and lose their beginning; the first is {items[places[0]].origin}.",
+            )
+
         encoder = self.opened.encoder
         stops = () if encoder.has_template else answers.STOPS
         ask = partial(self._generate, self.opened.model, encoder, prompts)
-        return ask(max_tokens=task.settings["max_tokens"], stops=stops)
+        return ask(max_tokens=task.settings["max_tokens"], stops=stops, cut=cut)
+
+    def _say_of(self, task: Task, sentence: str) -> None:
+        self._warn(f"{self._name}: {task.title}: {sentence}")
 
     def _prompt(self, task: Task, item: Item, said: Sequence[str]) -> list[int]:
         encoder, turns = self.opened.encoder, item.question.turns

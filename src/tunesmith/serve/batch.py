@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -28,9 +28,11 @@ def generate(
     *,
     max_tokens: int,
     stops: Sequence[str] = (),
+    cut: Callable[[Sequence[int], int], None] | None = None,
 ) -> Iterator[tuple[int, str]]:
     """The place of each prompt and its answer, the likeliest token each time by the model and its generation config. A
-    prompt that leaves no room for an answer loses its beginning."""
+    prompt that leaves no room for an answer loses its beginning, of which `cut` is told: the places of such prompts,
+    and the tokens that are kept of them."""
     asked = asked_of(model)
     tried = try_out(model)
     config: Any = model.config
@@ -42,6 +44,9 @@ def generate(
     if length < 16:
         raise UserError("There is no memory left for a key-value cache beside the model; use a larger device.")
     most = min(max_tokens, length // 2)
+    too_long = [place for place, prompt in enumerate(prompts) if len(prompt) > length - most]
+    if cut is not None and too_long:
+        cut(too_long, length - most)
     limits = Limits(batch, 2 * batch, length, room, room * tried.bytes_per_token or None)
     engine = Engine(model, lambda _: None, limits, is_shared=tried.is_shared, is_wide=tried.is_wide)
     done: queue.SimpleQueue[tuple[int, Reason, Answer, list[str]]] = queue.SimpleQueue()
