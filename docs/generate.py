@@ -146,9 +146,9 @@ def planner_page() -> str:
         "4. whatever else can be offloaded.",
         "",
         "Within a tier the fastest choice wins; choices within 5% count as equally fast, and the simplest of them is",
-        f"taken. On one GPU the layers' passes are captured as CUDA graphs and replayed where the GPU would wait {CAPTURED:.0%} of a",
-        "step or more for the CPU, and the memory that graphs hold is free. Each choice comes with its reason, the",
-        "alternatives with what they would cost.",
+        "taken. On one GPU the layers' passes are captured as CUDA graphs and replayed where the GPU would wait for",
+        f"the CPU in {CAPTURED:.0%} of a step or more, and the memory that graphs hold is free. Each choice comes with",
+        "its reason, the alternatives with what they would cost.",
         "",
         "What is refused, and why:",
         "",
@@ -209,8 +209,8 @@ def _measured(path: Path) -> list[str]:
     timed = [row for row in rows if row.measured_speed]
     timed_at = sorted({row.commit or of_file for row in timed})
     apart = [
-        "Rows marked * are a forecast: no constant of the speed model was chosen with them in view. The others show how",
-        "well it describes what it was fitted to.",
+        "Rows marked * are a forecast: no constant of the speed model was chosen with them in view. The others show",
+        "how well it describes what it was fitted to.",
     ]
     lines = [
         f"{content['device']}; configurations drawn by a seeded generator, each run through the real training step:",
@@ -590,21 +590,23 @@ MODELS = """\
 
 <!-- made by docs/generate.py from benchmarks/results/families.json; do not edit -->
 
-Tunesmith has no list of models that it knows. It tries each one before it is loaded, on a small proxy of the same code
-in fp32, and finds out how it is called, which of its linears carry adapters, and whether it can be trained at all.
+Tunesmith has no list of models that it knows. It tries each one before it is loaded, on a small proxy of the same
+code in fp32, and finds out how it is called, which of its linears carry adapters, and whether it can be trained at
+all.
 
 The tables below show what comes of that. For each causal family of transformers a tiny model was built from the
 family's own config class, with random weights, and trained for three steps twice: by Tunesmith, and by a plain loop
-(transformers' model as it is, peft's adapters, torch's AdamW, one document at a time). *Right* means that the two losses
-differ by 1e-5 at most in every step.
+(transformers' model as it is, peft's adapters, torch's AdamW, one document at a time). *Right* means that the two
+losses differ by 1e-5 at most in every step.
 
-Of the {all} families {families} were measured so far. {tried} of these could be tried; {right} are right with LoRA and
-with all weights, {packed} of them with documents packed into one sequence. Most others are refused before anything is
-loaded; the table quotes the sentence. Rows that say *different* or *traceback* are faults. *Random*: the model draws
-random numbers while it trains, so that even two plain loops differ.
+Of the {all} families {families} were measured so far. {tried} of these could be tried; {right} are right with LoRA
+and with all weights, {packed} of them with documents packed into one sequence. Most others are refused before
+anything is loaded; the table quotes the sentence. Rows that say *different* or *traceback* are faults. *Random*: the
+model draws random numbers while it trains, so that even two plain loops differ.
 
-Measured with {versions}; the newest rows on {date} at commit {commit},
-the others earlier. `python benchmarks/families.py --again FAMILY` measures one again; `make test-slow` tries every row.
+Measured with {versions};
+the newest rows on {date} at commit {commit}, the others earlier. Measure one again with
+`python benchmarks/families.py --again FAMILY`; `make test-slow` tries every row.
 
 ## How to add a family
 
@@ -616,7 +618,7 @@ Python code of its own (`trust_remote_code: true`). The probe finds the followin
 | whether it is a causal language model | its config, then its logits on the proxy | a refusal in one sentence |
 | how documents are called: packed or padded | losses against one document at a time | `forward` in the plan |
 | scale and soft cap of the logits | the proxy's logits against its hidden states, large ones too | `forward` |
-| which linears carry adapters, fused or not | outputs with an adapter against those with a changed weight | `adapted`, `fuse_adapters` |
+| which linears carry adapters, fused or not | an adapter against a changed weight | `adapted`, `fuse_adapters` |
 | the attention path of each kind of layer | its heads; tried on the GPU | `attention_paths`, with a reason |
 | fused RoPE; gated MLPs (`swiglu`, `geglu`, `clamped_swiglu`) | our module against the model's own | `kernels` |
 | the scan of Mamba-2 mixers (`scan`) | with the layout: losses, and no leak between documents | `kernels` |
@@ -625,51 +627,52 @@ Python code of its own (`trust_remote_code: true`). The probe finds the followin
 
 For each attention path the plan says what is slow about it and what a faster one would need.
 
-Mamba-2 mixers (Granite 4, Bamba, Falcon-H1, Nemotron-H, Zamba2) are recognised by their modules. Where the proxy shows it
-equal, Tunesmith packs their documents with a [scan of its own](../src/tunesmith/model/state_space.py), without other
-libraries; on a GPU with mamba-ssm and causal-conv1d installed it uses their kernels. The plan names the one in use (`state
-spaces`). Other convolutions (LFM2), linear attention (Qwen3-Next, Kimi-Linear) and Mamba-1 are packed where their kernels
-(causal-conv1d, mamba-ssm, flash-linear-attention) are installed and keep documents apart by `seq_idx`, in evaluation and
-in training; elsewhere documents are padded, and a note names the missing libraries. BLOOM, MPT and Falcon compute
-attention inside their own modules; [inline_attention.py](../src/tunesmith/model/inline_attention.py) makes these call
-packed attention instead (except Falcon with ALiBi, which rounds its position biases to bf16).
+Mamba-2 mixers (Granite 4, Bamba, Falcon-H1, Nemotron-H, Zamba2) are recognised by their modules. Where the proxy
+shows it equal, Tunesmith packs their documents with a [scan of its own](../src/tunesmith/model/state_space.py),
+without other libraries; on a GPU with mamba-ssm and causal-conv1d installed it uses their kernels. The plan names the
+one in use (`state spaces`). Other convolutions (LFM2), linear attention (Qwen3-Next, Kimi-Linear) and Mamba-1 are
+packed where their kernels (causal-conv1d, mamba-ssm, flash-linear-attention) are installed and keep documents apart
+by `seq_idx`, in evaluation and in training; elsewhere documents are padded, and a note names the missing libraries.
+BLOOM, MPT and Falcon compute attention inside their own modules;
+[inline_attention.py](../src/tunesmith/model/inline_attention.py) makes these call packed attention instead (except
+Falcon with ALiBi, which rounds its position biases to bf16).
 
-The only file you may have to change is [families.py](../src/tunesmith/plan/families.py), and only for plans on machines
-where the model is not tried, or to save the seconds that counting takes. A function there turns config.json into
-`ModelFacts`: which linears a layer has, its norms (before matmuls, after them, of queries and keys), whether queries,
-keys and values are one linear, whether the MLP has a gate, and its windows. Add the family to `FAMILIES`, to `VARIANTS`
-in tests/plan/test_facts.py, which compares parameters and adapters with the built model, and to `FAMILIES` in
-tests/plan/test_memory.py, which compares what a layer keeps with what autograd saves.
+The only file you may have to change is [families.py](../src/tunesmith/plan/families.py), and only for plans on
+machines where the model is not tried, or to save the seconds that counting takes. A function there turns config.json
+into `ModelFacts`: which linears a layer has, its norms (before matmuls, after them, of queries and keys), whether
+queries, keys and values are one linear, whether the MLP has a gate, and its windows. Add the family to `FAMILIES`, to
+`VARIANTS` in tests/plan/test_facts.py, which compares parameters and adapters with the built model, and to `FAMILIES`
+in tests/plan/test_memory.py, which compares what a layer keeps with what autograd saves.
 
 ## Mixtures of experts
 
 LoRA adapters go on the linears around the experts: not on the experts, which are stacked matrices, and not on routers
 ([adapters](adapters.md#any-method-of-peft) has LoRA on experts, by peft).
 
-**The load-balancing loss of the routers** is added where the model's config has `output_router_logits: true`, weighted by
-its `router_aux_loss_coef`, as transformers' own class does; few published configs ask for it. The setting
-`router_aux_loss_coef` overrides the config: a number adds the loss with that weight, 0 leaves it out. The plan shows the
-weight (`router_loss`). The definition is that of transformers: over all layers and tokens of a micro-batch, padding
-excluded. A step takes the mean over its micro-batches on all ranks, weighted by their tokens. It is not a sum over tokens,
-so it depends on the size of the micro-batches, but not on how many ranks share them. A step's `loss` covers the targets
-alone; its `figures` have the unweighted `router_loss` beside it. The loss is computed in the layers' own forward passes,
-compiled and checkpointed ones too, and keeps the routers' logits in memory. With tensor, context and pipeline parallelism
-it is refused. Families whose routers are balanced by a bias (DeepSeek-V3, GLM-4.5), and others for which transformers has
-no such loss, refuse the setting in a sentence.
+**The load-balancing loss of the routers** is added where the model's config has `output_router_logits: true`,
+weighted by its `router_aux_loss_coef`, as transformers' own class does; few published configs ask for it. The setting
+`router_aux_loss_coef` overrides the config: a number adds the loss with that weight, 0 leaves it out. The plan shows
+the weight (`router_loss`). The definition is that of transformers: over all layers and tokens of a micro-batch,
+padding excluded. A step takes the mean over its micro-batches on all ranks, weighted by their tokens. It is not a sum
+over tokens, so it depends on the size of the micro-batches, but not on how many ranks share them. A step's `loss`
+covers the targets alone; its `figures` have the unweighted `router_loss` beside it. The loss is computed in the
+layers' own forward passes, compiled and checkpointed ones too, and keeps the routers' logits in memory. With tensor,
+context and pipeline parallelism it is refused. Families whose routers are balanced by a bias (DeepSeek-V3, GLM-4.5),
+and others for which transformers has no such loss, refuse the setting in a sentence.
 
-**How evenly routers deal out tokens** is recorded in every run: `events.jsonl` has a `routers` event for the first step
-and every 16 steps after it, or less often in long runs (33 events at most). By layer it holds the share of each expert,
-that of the busiest one relative to the mean, the entropy of the shares (1: even) and the number of experts without a
-token, over the whole step and all ranks. The run's page and report show them; *collapsed routers* is an [alert](ui.md).
-Nothing is recorded with context and pipeline parallelism.
+**How evenly routers deal out tokens** is recorded in every run: `events.jsonl` has a `routers` event for the first
+step and every 16 steps after it, or less often in long runs (33 events at most). By layer it holds the share of each
+expert, that of the busiest one relative to the mean, the entropy of the shares (1: even) and the number of experts
+without a token, over the whole step and all ranks. The run's page and report show them; *collapsed routers* is an
+[alert](ui.md). Nothing is recorded with context and pipeline parallelism.
 
-With `method: qlora` experts are held in nf4 and dequantized one layer at a time. For Qwen3-30B-A3B with 16,384 tokens a
-step the plan predicts 21.7 GiB on a GPU with 24 GiB, and 10.4 GiB on one with 12 GiB, where the frozen weights are in host
-memory and each layer's are copied to the GPU while the layer before it computes. An H200 limited to 24 and 12 GiB measured
-21.1 and 10.0 GiB, at 20,188 and 20,102 tokens a second ([benchmarks](benchmarks.md)). Whole layers are copied, not single
-experts: each of a layer's 128 experts gets 1,024 of 131,072 choices on average, so a step needs all of them unless the
-router gives one less than a thousandth of its share. At most 0.6 GiB of them is on the GPU at a time. A micro-batch leaves
-experts unused only when it has about a hundred tokens or fewer, as in decoding.
+With `method: qlora` experts are held in nf4 and dequantized one layer at a time. For Qwen3-30B-A3B with 16,384 tokens
+a step the plan predicts 21.7 GiB on a GPU with 24 GiB, and 10.4 GiB on one with 12 GiB, where the frozen weights are
+in host memory and each layer's are copied to the GPU while the layer before it computes. An H200 limited to 24 and 12
+GiB measured 21.1 and 10.0 GiB, at 20,188 and 20,102 tokens a second ([benchmarks](benchmarks.md)). Whole layers are
+copied, not single experts: each of a layer's 128 experts gets 1,024 of 131,072 choices on average, so a step needs
+all of them unless the router gives one less than a thousandth of its share. At most 0.6 GiB of them is on the GPU at
+a time. A micro-batch leaves experts unused only when it has about a hundred tokens or fewer, as in decoding.
 """
 
 
@@ -711,14 +714,14 @@ NAMED = """\
 ## What each can do
 
 The families that people tune most, tiny and on the CPU (`python benchmarks/families.py --named`): {count} of {all} so
-far. A number is the largest difference between the losses of a step by Tunesmith and by the plain loop, over ten steps;
-*unpacked* has one document a row, the column before it packed documents where the model takes them. For QLoRA the plain loop
-trains over the weights as nf4 holds them; for *merged* the number is the difference of the merged model's logits. *Fused*:
-what the probe found equal, some of which is used on a GPU only. *Compiled*: torch's compiler traces each layer as one
-graph. *Tensor*: two ranks compute what one does. *GGUF*: written, and read by llama.cpp's own package. *On a GPU*: how far
-predicted memory and speed were off what an H200 measured, in how many runs, with fp8 among them where it says so
-([Benchmarks](benchmarks.md)). A number in brackets is a remark below. Cells that the result file names as `apart` were
-measured later, those of GGUF with configs as published.
+far. A number is the largest difference between the losses of a step by Tunesmith and by the plain loop, over ten
+steps; *unpacked* has one document a row, the column before it packed documents where the model takes them. For QLoRA
+the plain loop trains over the weights as nf4 holds them; for *merged* the number is the difference of the merged
+model's logits. *Fused*: what the probe found equal, some of which is used on a GPU only. *Compiled*: torch's compiler
+traces each layer as one graph. *Tensor*: two ranks compute what one does. *GGUF*: written, and read by llama.cpp's
+own package. *On a GPU*: how far predicted memory and speed were off what an H200 measured, in how many runs, with fp8
+among them where it says so ([Benchmarks](benchmarks.md)). A number in brackets is a remark below. Cells that the
+result file names as `apart` were measured later, those of GGUF with configs as published.
 """
 CELLS = {
     "lora": "LoRA", "lora_unpacked": "unpacked", "full": "full", "full_unpacked": "unpacked", "qlora": "QLoRA",
