@@ -225,6 +225,6 @@ def test_a_model_that_fails_without_a_word_is_told_by_the_kind_of_its_failure(mo
         raise AssertionError
 
     monkeypatch.setattr(forward_spec, "token_losses", fail)
-    own, spec = model.config._attn_implementation, ForwardSpec("padded")
-    found = forward_spec._over_lengths(model, spec, own, SMALL["vocab_size"], long=20)
+    trial, spec = forward_spec._Trial.of(model, SMALL["vocab_size"]), ForwardSpec("padded")
+    found = forward_spec._over_lengths(model, spec, trial, long=20)
     assert found == (spec, "documents of more than 20 tokens: AssertionError")

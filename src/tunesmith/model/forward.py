@@ -32,6 +32,9 @@ from tunesmith.model.state_space import use_chunked_scan
 from tunesmith.model.structure import body, stacks_of
 from tunesmith.plan.plan import ForwardSpec
 
+TRIAL_LENGTHS = (7, 3, 12)
+"""Tokens of the documents of `trial_inputs`."""
+
 
 class Documents(Protocol):
     """What is needed of a micro-batch; `data.types.MicroBatch` is one."""
@@ -419,7 +422,7 @@ def part_of(inputs: Inputs, start: int, end: int) -> Inputs:
     )
 
 
-def trial_inputs(vocabulary: int, device: torch.device, lengths: tuple[int, ...] = (7, 3, 12)) -> Inputs:
+def trial_inputs(vocabulary: int, device: torch.device, lengths: tuple[int, ...] = TRIAL_LENGTHS) -> Inputs:
     """Some short documents of varied tokens, every position a target."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (sum(lengths),), generator=generator)

@@ -13,7 +13,7 @@ import importlib.util
 import inspect
 import itertools
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +21,59 @@ from torch import nn
 
 from tunesmith.errors import UserError, first_line, listed
 from tunesmith.model.attention import NAME as PACKED_ATTENTION
-from tunesmith.model.forward import Inputs, decoder_states, own_attention, part_of, token_losses, trial_inputs
+from tunesmith.model.forward import (
+    TRIAL_LENGTHS,
+    Inputs,
+    decoder_states,
+    own_attention,
+    part_of,
+    token_losses,
+    trial_inputs,
+)
 from tunesmith.model.logit_form import form_by_config, form_of, logit_form
 from tunesmith.model.structure import is_encoder_decoder, set_attention
 from tunesmith.plan.plan import ForwardSpec
 
 LEAKS = "documents see each other"
-KERNELS = {"causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm", "fla": "flash-linear-attention"}
+KERNEL_PACKAGES = {"causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm", "fla": "flash-linear-attention"}
 """Packages with kernels for what runs along tokens, and the names they are installed by."""
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A few short documents, their losses by the model's plain call, and how far those of another call may be off."""
+
+    inputs: Inputs
+    expected: torch.Tensor
+    """[N], in float64 where the model is in fp32"""
+    own_attention: str
+    """What the model's config calls the attention of its plain call."""
+    vocabulary: int
+    longest: int
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, vocabulary: int, longest: int = 0, lengths: tuple[int, ...] = TRIAL_LENGTHS
+    ) -> _Trial:
+        inputs = trial_inputs(vocabulary, next(model.parameters()).device, lengths)
+        own = own_attention(model)
+        set_attention(model, own)
+        return cls(inputs, own_losses(model, inputs), own, vocabulary, longest)
+
+    @property
+    def is_exact(self) -> bool:
+        return self.expected.dtype == torch.float64
+
+    @property
+    def tolerance(self) -> float:
+        # In half precision a model's own losses on random tokens are off by some percent, whichever way it is called.
+        largest = self.expected.abs().max().item()
+        return 1e-4 * max(1.0, largest) if self.is_exact else 0.05 * largest
+
+    @property
+    def leak(self) -> float:
+        """How far a document's losses may move with the tokens of another."""
+        return 1e-5 if self.is_exact else 0.005
 
 
 def confirm_forward_spec(
@@ -48,26 +93,19 @@ def confirm_forward_spec(
         return known, None
     if is_encoder_decoder(model):
         return _find_encoder_decoder_spec(model, vocabulary, known), None
-    inputs = trial_inputs(vocabulary, next(model.parameters()).device)
     was_training = model.training
     model.eval()
-    own = own_attention(model)
     reasons = []
     try:
-        set_attention(model, own)
-        expected = own_losses(model, inputs)
-        if not expected.isfinite().all():  # the weights' fault, which is found elsewhere, and not the layout's
-            set_attention(model, PACKED_ATTENTION if known.layout == "packed" else own)
+        trial = _Trial.of(model, vocabulary, longest)
+        if not trial.expected.isfinite().all():  # the weights' fault, which is found elsewhere, and not the layout's
+            set_attention(model, PACKED_ATTENTION if known.layout == "packed" else trial.own_attention)
             return known, None
-        # In half precision a model's own losses on random tokens are off by some percent, whichever way it is called.
-        is_exact = expected.dtype == torch.float64
-        tolerance = 1e-4 * max(1.0, expected.abs().max().item()) if is_exact else 0.05 * expected.abs().max().item()
-        leak = 1e-5 if is_exact else 0.005
         for layout in ("packed", "padded") if known.layout == "packed" else ("padded",):
             spec = replace(known, layout=layout, seq_idx=known.seq_idx and layout == "packed")
-            why = _tried(model, spec, own, inputs, expected, vocabulary, tolerance, leak, longest)
+            why = _fault_of(model, spec, trial)
             if why is None:
-                branches = known.branches and layout == "packed" and _takes_branches(model, spec, own, vocabulary)
+                branches = known.branches and layout == "packed" and _takes_branches(model, spec, trial)
                 return replace(spec, branches=branches), None if layout == known.layout else _slower(model, reasons)
             reasons.append(f"{layout}: {why}")
     finally:
@@ -83,27 +121,20 @@ def find_forward_spec(
     documents are tried beside shorter ones, and by themselves."""
     if is_encoder_decoder(model):
         return _find_encoder_decoder_spec(model, vocabulary), None
-    device = next(model.parameters()).device
-    inputs = trial_inputs(vocabulary, device)
     was_training = model.training
     model.eval()
-    own = own_attention(model)
     try:
-        set_attention(model, own)
-        expected = own_losses(model, inputs)
-        is_exact = expected.dtype == torch.float64
-        _check_causal(model, inputs, vocabulary, is_exact)
-        scale, softcap = _logit_form(model, inputs, is_exact)
-        tolerance = 1e-4 * max(1.0, expected.abs().max().item()) if is_exact else 0.05 * expected.abs().max().item()
-        leak = 1e-5 if is_exact else 0.005
+        trial = _Trial.of(model, vocabulary, longest)
+        _check_causal(model, trial.inputs, vocabulary, trial.is_exact)
+        scale, softcap = _logit_form(model, trial.inputs, trial.is_exact)
         reasons, before = [], None
         for layout, seq_idx in (("packed", False), ("packed", True), ("padded", False)):
             spec = ForwardSpec(layout, scale, softcap, seq_idx=seq_idx)
-            why = _tried(model, spec, own, inputs, expected, vocabulary, tolerance, leak, longest)
-            if why is None and long is not None and is_exact:
-                spec, why = _over_lengths(model, spec, own, vocabulary, long)
+            why = _fault_of(model, spec, trial)
+            if why is None and long is not None and trial.is_exact:
+                spec, why = _over_lengths(model, spec, trial, long)
             if why is None:
-                branches = layout == "packed" and not seq_idx and _takes_branches(model, spec, own, vocabulary)
+                branches = layout == "packed" and not seq_idx and _takes_branches(model, spec, trial)
                 return replace(spec, branches=branches), None if layout == "packed" else _slower(model, reasons)
             if seq_idx and why != before:  # most models do not look at `seq_idx`
                 reasons.append(f"with seq_idx: {why.partition('. ')[0]}")
@@ -111,8 +142,8 @@ def find_forward_spec(
                 reasons.append(f"{layout}: {why}")
             before = why
         spec = ForwardSpec("padded", scale, softcap, switch=0)
-        set_attention(model, own)
-        if _one_by_one_differs(model, spec, inputs, expected) <= tolerance:
+        set_attention(model, trial.own_attention)
+        if _one_by_one_differs(model, spec, trial.inputs, trial.expected) <= trial.tolerance:
             return spec, _slower(model, reasons, alone=True)
         reasons.append("one by one: losses differ")
     finally:
@@ -232,22 +263,13 @@ def _logit_form(model: nn.Module, inputs: Inputs, is_exact: bool) -> tuple[float
     return logit_form(model, inputs.tokens[None, -12:]) if is_exact else form_by_config(model)
 
 
-def _tried(
-    model: nn.Module,
-    spec: ForwardSpec,
-    own: str,
-    inputs: Inputs,
-    expected: torch.Tensor,
-    vocabulary: int,
-    tolerance: float,
-    leak: float,
-    longest: int,
-) -> str | None:
+def _fault_of(model: nn.Module, spec: ForwardSpec, trial: _Trial) -> str | None:
     """What is wrong with calling the model like this; None where nothing is."""
-    set_attention(model, PACKED_ATTENTION if spec.layout == "packed" else own)
-    given = replace(inputs, longest=max(longest, inputs.longest)) if spec.layout == "packed" else inputs
-    changed = inputs.tokens.clone()
-    changed[:7] = (changed[:7] + 1) % vocabulary
+    inputs, expected, tolerance, leak = trial.inputs, trial.expected, trial.tolerance, trial.leak
+    set_attention(model, PACKED_ATTENTION if spec.layout == "packed" else trial.own_attention)
+    given = replace(inputs, longest=max(trial.longest, inputs.longest)) if spec.layout == "packed" else inputs
+    first, changed = TRIAL_LENGTHS[0], inputs.tokens.clone()
+    changed[:first] = (changed[:first] + 1) % trial.vocabulary
     if spec.switch is not None and spec.switch < inputs.longest:
         found = _one_by_one_differs(model, spec, inputs, expected)
         return None if found <= tolerance else f"losses differ by {found:.2g}"
@@ -262,7 +284,7 @@ def _tried(
     worst = (found - expected).abs().max().item()
     if not worst <= tolerance:
         return f"losses differ by {worst:.2g}"
-    if not (found[7:] - others[7:]).abs().max().item() <= leak:
+    if not (found[first:] - others[first:]).abs().max().item() <= leak:
         return LEAKS
     if spec.seq_idx and not _keeps_apart_in_training(model, spec, given, changed, leak):
         return LEAKS + " in training"
@@ -270,10 +292,11 @@ def _tried(
 
 
 @torch.no_grad()
-def _takes_branches(model: nn.Module, spec: ForwardSpec, own: str, vocabulary: int) -> bool:
+def _takes_branches(model: nn.Module, spec: ForwardSpec, trial: _Trial) -> bool:
     """Whether a document that begins with tokens of the one before it, which stand there once, has the losses that it
     has by itself, and does not see how the other goes on. Leaves the model with the attention of packed calls."""
-    beside = trial_inputs(vocabulary, next(model.parameters()).device, (14, 5, 6))
+    vocabulary = trial.vocabulary
+    beside = trial_inputs(vocabulary, trial.inputs.tokens.device, (14, 5, 6))
     tokens = beside.tokens
     alone = [tokens[:14], torch.cat([tokens[:9], tokens[14:19]]), tokens[19:]]
     whole = replace(
@@ -292,7 +315,7 @@ def _takes_branches(model: nn.Module, spec: ForwardSpec, own: str, vocabulary: i
     )
     changed = tokens.clone()
     changed[9:14] = (changed[9:14] + 1) % vocabulary
-    set_attention(model, own)
+    set_attention(model, trial.own_attention)
     expected = own_losses(model, whole)
     set_attention(model, PACKED_ATTENTION)
     try:
@@ -302,9 +325,9 @@ def _takes_branches(model: nn.Module, spec: ForwardSpec, own: str, vocabulary: i
     except Exception:  # the model's own code, called as it may not expect
         return False
     expected = torch.cat([expected[:14], expected[23:]])
-    is_exact, largest = expected.dtype == torch.float64, max(1.0, expected.abs().max().item())
+    largest = max(1.0, expected.abs().max().item())
     differs, leaks = (found - expected).abs().max().item(), (found - others)[14:].abs().max().item()
-    return differs <= (1e-4 if is_exact else 0.05) * largest and leaks <= (1e-5 if is_exact else 0.005)
+    return differs <= (1e-4 if trial.is_exact else 0.05) * largest and leaks <= trial.leak
 
 
 @torch.no_grad()
@@ -323,19 +346,15 @@ def _keeps_apart_in_training(
         return False
     finally:
         model.eval()
-    return (found[0][7:] - found[1][7:]).abs().max().item() <= leak
+    first = TRIAL_LENGTHS[0]
+    return (found[0][first:] - found[1][first:]).abs().max().item() <= leak
 
 
-def _over_lengths(
-    model: nn.Module, spec: ForwardSpec, own: str, vocabulary: int, long: int
-) -> tuple[ForwardSpec, str | None]:
+def _over_lengths(model: nn.Module, spec: ForwardSpec, trial: _Trial, long: int) -> tuple[ForwardSpec, str | None]:
     """The same with documents on both sides of `long` tokens; with `switch` where these must not be called together."""
-    device = next(model.parameters()).device
-    inputs = trial_inputs(vocabulary, device, (5, long + 11, 9, long + 4))
-    set_attention(model, own)
-    expected = own_losses(model, inputs)
-    tolerance = 1e-4 * max(1.0, expected.abs().max().item())
-    set_attention(model, PACKED_ATTENTION if spec.layout == "packed" else own)
+    trial = _Trial.of(model, trial.vocabulary, lengths=(5, long + 11, 9, long + 4))
+    inputs, expected, tolerance = trial.inputs, trial.expected, trial.tolerance
+    set_attention(model, PACKED_ATTENTION if spec.layout == "packed" else trial.own_attention)
     try:
         with torch.no_grad():
             found = token_losses(model, inputs, spec)[1].to(expected.dtype)
@@ -384,7 +403,7 @@ def _slower(model: nn.Module, reasons: list[str], *, alone: bool = False) -> str
 
 def installed_kernels() -> list[str]:
     """Those of the libraries for what runs along tokens that are there: with others a model may be called otherwise."""
-    return [package for package in KERNELS if importlib.util.find_spec(package) is not None]
+    return [package for package in KERNEL_PACKAGES if importlib.util.find_spec(package) is not None]
 
 
 def missing_kernels(model: nn.Module) -> list[str]:
@@ -392,6 +411,6 @@ def missing_kernels(model: nn.Module) -> list[str]:
     source = inspect.getsource(inspect.getmodule(type(model)) or type(model))
     return [
         name
-        for package, name in KERNELS.items()
+        for package, name in KERNEL_PACKAGES.items()
         if re.search(rf"[\"']({package}|{name})[\"']", source) and package not in installed_kernels()
     ]

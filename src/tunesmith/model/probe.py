@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,9 +54,9 @@ from tunesmith.plan.models import check_kind, read_config
 from tunesmith.plan.plan import Attention, ForwardSpec, Gate, Kernel
 
 VERSION = 13
-"""Of what is tried; results of another are not read."""
-KERNELS: tuple[Attention | None, ...] = (None, "varlen", "flex-attention", "sdpa")
-"""Of attention, as they are tried on a GPU; None: the best that is there."""
+"""Of what the probe tries; cached results of another are not read."""
+ATTENTION_KERNELS: tuple[Attention | None, ...] = (None, "varlen", "flex-attention", "sdpa")
+"""As they are tried on a GPU, in this order; None: the best that is there."""
 DIFFER = "losses differ"
 READS_WEIGHT = "the model reads its weight itself"
 
@@ -110,28 +111,29 @@ def probe(run: Run, *, device: torch.device | str = "cpu") -> Probed:
     """Of the run's model; known from an earlier time where config and versions are the same."""
     check_kind(run.model, read_config(run.model))
     config = load.load_config(run)
-    kept, key = _kept(run, config, torch.device(device))
-    if kept is not None and kept.exists():
+    cached, key = _cache_file(run, config, torch.device(device))
+    if cached is not None and cached.exists():
         try:
-            return _from_json(json.loads(kept.read_text(encoding="utf-8")))
+            return _from_json(json.loads(cached.read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError):
             pass  # made again
     found = probe_config(config, device=torch.device(device), trust_remote_code=run.trust_remote_code)
-    found = _with_kept(run, config, found, torch.device(device))
+    found = _with_kept_activations(run, config, found, torch.device(device))
     if found.spec is None or torch.device(device).type == "cuda":
         found = _in_half_precision(run, found, torch.device(device))
-    if kept is not None:
+    if cached is not None:
         try:
-            beside = kept.with_suffix(f".{key[-6:]}.partial")
-            beside.write_text(json.dumps(asdict(found), default=dict), encoding="utf-8")
-            beside.replace(kept)
+            partial = cached.with_suffix(f".{key[-6:]}.partial")
+            partial.write_text(json.dumps(asdict(found), default=dict), encoding="utf-8")
+            partial.replace(cached)
         except OSError:
             pass  # a cache that cannot be written
     return found
 
 
-def _with_kept(run: Run, config: Any, found: Probed, device: torch.device) -> Probed:
-    """Counting compiles a layer or two, so it is left to models of which nothing else is known."""
+def _with_kept_activations(run: Run, config: Any, found: Probed, device: torch.device) -> Probed:
+    """With what layers keep for backward. Counting that compiles a layer or two, so it is left to models of which
+    nothing else is known."""
     is_known = family_of(read_config(run.model)) is not None
     if is_known or found.spec is None or found.spec.layout != "packed":
         return found
@@ -155,7 +157,7 @@ def probe_run(run: Run, *, device: torch.device | str = "cpu") -> tuple[Run, Pro
     if run.method in ("qlora", "loqt"):
         _check_few_bits(run, found)
     if run.method == "peft":
-        return run, _tried_with_peft(run, found), notes
+        return run, _with_adapter_of_peft(run, found), notes
     is_odd_to_peft = run.has_lora and (has_other_names(load.load_config(run)) or _has_scan(found))
     if run.has_lora and (found.left_out or is_odd_to_peft):
         skeleton = load.load_skeleton(run)
@@ -164,7 +166,7 @@ def probe_run(run: Run, *, device: torch.device | str = "cpu") -> tuple[Run, Pro
             notes.append(note)
             found = replace(found, adapted=tuple(settings.targets))
         if is_odd_to_peft:
-            settings, note = _readable(run, settings)
+            settings, note = _without_lost_in_peft(run, settings)
             if note:
                 notes.append(note)
                 found = replace(found, adapted=tuple(settings.targets))
@@ -196,17 +198,17 @@ def _check_few_bits(run: Run, found: Probed) -> None:
         )
 
 
-def _readable(run: Run, settings: Lora) -> tuple[Lora, str | None]:
+def _without_lost_in_peft(run: Run, settings: Lora) -> tuple[Lora, str | None]:
     """The adapters' settings without the linears whose adapters peft would not read from files. UserError where such a
     linear was asked for by name."""
     names = lora.find_targets(load.load_skeleton(run), settings)
     if not lora.lost_in_peft(load.load_skeleton(run), settings, names):
         return settings, None
-    ends: dict[str, list[str]] = {}
+    by_leaf: dict[str, list[str]] = {}
     for name in names:
-        ends.setdefault(name.rpartition(".")[2], []).append(name)
+        by_leaf.setdefault(name.rpartition(".")[2], []).append(name)
     lost: dict[str, str] = {}
-    for some in ends.values():
+    for some in by_leaf.values():
         lost |= lora.lost_in_peft(load.load_skeleton(run), settings, some)
     said = ", ".join(list(dict.fromkeys(kind_of(name).replace("#", "*") for name in lost))[:4])
     why = f"peft, as it is installed here, {next(iter(lost.values()))}"
@@ -220,9 +222,9 @@ def _readable(run: Run, settings: Lora) -> tuple[Lora, str | None]:
     return changed, f"Left without an adapter: {said} ({why})."
 
 
-def _tried_with_peft(run: Run, found: Probed) -> Probed:
-    """How the model is called with its adapter of peft's on it, tried on a small model of the same code with an adapter
-    that has an effect."""
+def _with_adapter_of_peft(run: Run, found: Probed) -> Probed:
+    """The same with how the model is called with its adapter of peft's on it, tried on a small model of the same code
+    with an adapter that has an effect."""
     config = adapters.make_config(run)
     if config.is_prompt_learning and (run.objective in ("grpo", "rloo") or run.distillation.on_policy):
         raise UserError(
@@ -263,14 +265,14 @@ def _in_half_precision(run: Run, found: Probed, device: torch.device) -> Probed:
     wrong: dict[str, str] = {}
     try:
         # From the fastest kernel to none; most often the first is right.
-        for kernel in KERNELS if device.type == "cuda" else (None,):
+        for kernel in ATTENTION_KERNELS if device.type == "cuda" else (None,):
             attention.register(kernel)
             with attention.watched() as asked:
                 spec, note = confirm_forward_spec(small, **sizes, known=found.spec)
             faults = {one.path: why for one in asked if not one.is_usual and (why := attention.fault_of(one, device))}
             if spec.layout == "padded" and found.spec is not None and found.spec.layout == "packed":
                 faults |= {one.path: DIFFER for one in asked if one.path not in faults}
-            if not faults or kernel == KERNELS[-1]:
+            if not faults or kernel == ATTENTION_KERNELS[-1]:
                 break
             wrong |= faults
         if spec.layout == "padded":  # with any of them
@@ -415,7 +417,8 @@ def try_adapters(model: nn.Module, vocabulary: int) -> tuple[dict[str, str], boo
     model.train()
     try:
         plain = _logits(model, tokens)
-        left_out = {kind: why for kind, members in kinds.items() if (why := _try(model, members, tokens, plain))}
+        reasons = {kind: _why_not_adapted(model, members, tokens, plain) for kind, members in kinds.items()}
+        left_out = {kind: why for kind, why in reasons.items() if why is not None}
         return left_out, _can_fuse(model, [name for name in names if kind_of(name) not in left_out], tokens)
     finally:
         model.eval()
@@ -423,10 +426,11 @@ def try_adapters(model: nn.Module, vocabulary: int) -> tuple[dict[str, str], boo
             weight.requires_grad_(trained.get(name, True))
 
 
-def _try(model: nn.Module, members: list[str], tokens: torch.Tensor, plain: torch.Tensor) -> str | None:
-    with adapted(model, members) as made:
-        bases = {name: adapter.base for name, adapter in made.items()}
-        deltas = {name: adapter.delta() for name, adapter in made.items()}
+def _why_not_adapted(model: nn.Module, members: list[str], tokens: torch.Tensor, plain: torch.Tensor) -> str | None:
+    """Why adapters on these linears do not do what the same change of their weights does; None where they do."""
+    with _trial_adapters(model, members) as adapters_of:
+        bases = {name: adapter.base for name, adapter in adapters_of.items()}
+        deltas = {name: adapter.delta() for name, adapter in adapters_of.items()}
         try:
             with torch.enable_grad():
                 found = _logits(model, tokens)
@@ -437,7 +441,7 @@ def _try(model: nn.Module, members: list[str], tokens: torch.Tensor, plain: torc
             return _why_failed(error)
         finally:
             model.train()
-        has_gradient = any(one.lora_b.grad is not None and one.lora_b.grad.any() for one in made.values())
+        has_gradient = any(one.lora_b.grad is not None and one.lora_b.grad.any() for one in adapters_of.values())
     with torch.no_grad():
         kept = {name: base.weight.detach().clone() for name, base in bases.items()}
         try:
@@ -510,36 +514,37 @@ def _why_failed(error: Exception) -> str:
     return f"the model cannot be called with it: {text[:80]}"
 
 
-class adapted:
+@contextlib.contextmanager
+def _trial_adapters(model: nn.Module, names: Iterable[str]) -> Iterator[dict[str, lora.LoraLinear]]:
     """Adapters that are not zero on these linears, for as long as this lasts."""
+    adapters_of = _put_trial_adapters(model, names)
+    try:
+        yield adapters_of
+    finally:
+        for name, adapter in adapters_of.items():
+            replace_module(model, name, adapter.base)
 
-    def __init__(self, model: nn.Module, names: Iterable[str]):
-        self.model, self.names = model, list(names)
 
-    def __enter__(self) -> dict[str, lora.LoraLinear]:
-        generator = torch.Generator().manual_seed(3)
-        self.bases = {name: self.model.get_submodule(name) for name in self.names}
-        made = {}
-        for name, base in self.bases.items():
-            adapter = lora.LoraLinear(base, 2, 1.0)
-            adapter.reset(generator)
-            spread = base.weight.std().item() or 0.1
-            with torch.no_grad():
-                adapter.lora_b.copy_(spread * torch.randn(adapter.lora_b.shape, generator=generator))
-            replace_module(self.model, name, adapter)
-            made[name] = adapter
-        return made
-
-    def __exit__(self, *_: object) -> None:
-        for name, base in self.bases.items():
-            replace_module(self.model, name, base)
+def _put_trial_adapters(model: nn.Module, names: Iterable[str]) -> dict[str, lora.LoraLinear]:
+    generator = torch.Generator().manual_seed(3)
+    adapters_of = {}
+    for name, base in {name: model.get_submodule(name) for name in names}.items():
+        adapter = lora.LoraLinear(base, 2, 1.0)
+        adapter.reset(generator)
+        spread = base.weight.std().item() or 0.1
+        with torch.no_grad():
+            adapter.lora_b.copy_(spread * torch.randn(adapter.lora_b.shape, generator=generator))
+        replace_module(model, name, adapter)
+        adapters_of[name] = adapter
+    return adapters_of
 
 
 def _can_fuse(model: nn.Module, names: list[str], tokens: torch.Tensor) -> bool:
+    """Whether adapters on these linears give the same when they are fused with the linears around them."""
     if not names:
         return False
     small = copy.deepcopy(model)
-    adapted(small, names).__enter__()
+    _put_trial_adapters(small, names)
     fuse_mlps = tokens.device.type == "cuda"
     try:
         with torch.enable_grad():
@@ -559,10 +564,11 @@ def _logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         return model(**plain_call(model, tokens)).logits.float()
 
 
-# What is kept
+# The cache
 
 
-def _kept(run: Run, config: Any, device: torch.device):
+def _cache_file(run: Run, config: Any, device: torch.device) -> tuple[Path | None, str]:
+    """Where what was found of this config is kept, None where it may not be or no folder is there; and its key."""
     import transformers
 
     text = json.dumps(config.to_dict(), sort_keys=True, default=str)

@@ -26,7 +26,7 @@ from tunesmith.plan.models import is_encoder_decoder as is_encoder_decoder_confi
 TOKENS = 500
 """The proxy's vocabulary."""
 WIDTH = 64
-"""Of its MLPs and experts."""
+"""Of the proxy's MLPs and experts."""
 LARGEST = 60_000_000
 """Parameters of a proxy; a model that cannot be made smaller is tried once it is loaded, in its own precision."""
 SMALL = 3_000_000
