@@ -144,7 +144,7 @@ def train_trainer(folder: Path, order: dict) -> dict:
 
     from tunesmith.evaluate.loss import held_out_losses
     from tunesmith.model import attention, load
-    from tunesmith.model.forward import settle
+    from tunesmith.model.forward_spec import find_forward_spec
     from tunesmith.parallel.prepare import load_model
     from tunesmith.run.start import prepare_run
 
@@ -178,7 +178,7 @@ def train_trainer(folder: Path, order: dict) -> dict:
     outcome = trainer.train()
     attention.register()
     merged = model.merge_and_unload().eval()
-    spec, _ = settle(merged, vocabulary=load.vocabulary_size(merged.config))
+    spec, _ = find_forward_spec(merged, vocabulary=load.vocabulary_size(merged.config))
     device = torch.device("cpu")
     results = held_out_losses(merged, spec, data.evals, device=device, sequence_length=SEQUENCE_LENGTH)
     return {

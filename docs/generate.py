@@ -127,8 +127,8 @@ def planner_page() -> str:
         "<!-- made by docs/generate.py from src/tunesmith/plan and benchmarks/results; do not edit -->",
         "",
         "`tunesmith plan` says what a run will need and how it will be done, before anything is loaded. It reads the",
-        "model's config.json (or a GGUF's header), looks at this machine or takes a named one, and asks two models:",
-        "one for memory, one for time. `train` uses the same plan, and compares it with what it measures at the end.",
+        "model's config.json (or a GGUF's header), looks at this machine or takes a named one, and predicts memory and",
+        "time by formulas. `train` uses the same plan, and at the end compares it with what was measured.",
         "",
         '    tunesmith plan run.yaml --hardware "2 nodes of 4 x A100-80G, nvlink, 50 Gbit/s"',
         "    tunesmith plan run.yaml --what-if sequence_length=16384 --what-if storage=nf4",
@@ -138,14 +138,18 @@ def planner_page() -> str:
         "",
         "## How it chooses",
         "",
-        "Choices are looked at in tiers, and a tier is entered only when nothing before it fits: first what changes",
-        "nothing but speed (micro-batch, recomputation of as many layers as needed, over a frozen base with their",
-        "inputs in host memory, replication or sharding), then splitting layers and sequences over GPUs, then",
-        "quantization (the frozen base in 4 bits, optimizer states in 8), then what else can be offloaded. Within a",
-        "tier the least time wins; choices within 5% are equals, and the simplest of them",
-        "is taken. On one GPU the layers' passes are captured as CUDA graphs and replayed where that saves",
-        f"{CAPTURED:.0%} of a step or more, in which the GPU would wait for the CPU, and there is room for what",
-        "they hold. Each choice comes with its reason, and the alternatives with what they would cost.",
+        "The planner goes through tiers of choices, and enters one only when nothing in those before it fits:",
+        "",
+        "1. what changes nothing but speed: micro-batch, activation checkpointing of as many layers as needed (over a",
+        "   frozen base also with their inputs in host memory), replication or sharding;",
+        "2. layers and sequences split over GPUs;",
+        "3. quantization: the frozen base in 8 or 4 bits, optimizer states in 8;",
+        "4. whatever else can be offloaded.",
+        "",
+        "Within a tier the fastest choice wins; choices within 5% count as equally fast, and the simplest of them is",
+        "taken. On one GPU the layers' passes are captured as CUDA graphs and replayed where the GPU would wait for",
+        f"the CPU in {CAPTURED:.0%} of a step or more, and the memory that graphs hold is free. Each choice comes with",
+        "its reason, the alternatives with what they would cost.",
         "",
         "What is refused, and why:",
         "",
@@ -153,22 +157,22 @@ def planner_page() -> str:
         "",
         "## What is predicted",
         "",
-        "Memory of one rank, by what it is for, at the memory phases of a step that can be its peak, and at loading.",
+        "The memory of one rank by what it is for, while loading and in each phase of a step that can be the peak.",
         f"The loss holds at most {LOGITS['cuda']:,} logits at a time on a GPU.",
         "",
         "| part | what it is |",
         "| --- | --- |",
         *parts,
         "",
-        "Parameters are exact for the families below. Other architectures are built without weights, which takes",
-        "seconds, and keep a larger margin.",
+        "Parameter counts are exact for the families below. Models of other architectures are built on meta tensors to",
+        "count them, which takes seconds, and the plan leaves them a larger margin of memory.",
         "",
         f"`{'`, `'.join(sorted(FAMILIES))}`",
         "",
         "## Predicted against measured",
         "",
-        "Two tables: *fitted* was in view when constants were chosen; *forecast* was drawn by a new seed and measured",
-        "after they were frozen.",
+        "Two tables: the constants of the formulas were chosen with the *fitted* configurations in view; those of the",
+        "*forecast* were drawn by a new seed and measured after the constants were frozen.",
         "",
         "### Forecast",
         "",
@@ -206,18 +210,18 @@ def _measured(path: Path) -> list[str]:
     timed = [row for row in rows if row.measured_speed]
     timed_at = sorted({row.commit or of_file for row in timed})
     apart = [
-        "For those marked * it is a forecast: no constant of the speed model was chosen with them in view. The others",
-        "say how well it describes what it was fitted to.",
+        "Rows marked * are a forecast: no constant of the speed model was chosen with them in view. The others show",
+        "how well it describes what it was fitted to.",
     ]
     lines = [
         f"{content['device']}; configurations drawn by a seeded generator, each run through the real training step:",
         f"memory by the code of {', '.join(commits)}, times by that of {', '.join(timed_at) or 'none'}.",
         "The predictions are those of the present model.",
         *(apart if new else ["Its constants were chosen with all of these in view."]),
-        f"{sum(row.timed == 1 for row in timed)} of the {len(timed)} times are those of one step, after three that do",
-        "not count; the others are medians of the later half of some. Where passes are not captured, small models and",
-        "batches were bound by the CPU, which took 3 to 9 ms to start the kernels of a layer, with what else ran",
-        "beside it; others may be quicker.",
+        f"{sum(row.timed == 1 for row in timed)} of the {len(timed)} times are of a single step after three warm-up",
+        "steps; the others are medians over the later half of several. Where passes are not captured, the CPU bounds",
+        "small models and batches: with other jobs running it took 3 to 9 ms to launch the kernels of a layer; other",
+        "CPUs may be faster.",
         "",
         "| | configurations | off by, median | worst |",
         "| --- | --- | --- | --- |",
@@ -226,8 +230,8 @@ def _measured(path: Path) -> list[str]:
         *([_summary("peak memory of a step *", [row.memory_error for row in new])] if new else []),
         *([_summary("tokens a second *", [row.speed_error for row in new])] if new else []),
         "",
-        f"{len(near)} were run with a limit close to what they need, as if the GPU were a smaller one: {too_sure} were",
-        f"said to fit and ran out of memory, and {too_careful} were said not to fit and did.",
+        f"{len(near)} configurations ran with a memory limit close to their need, as on a smaller GPU: {too_sure} were",
+        f"predicted to fit and ran out of memory, {too_careful} were predicted not to fit and did.",
         "",
         "| configuration | GiB predicted | measured | error | tokens/s predicted | measured | error |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -276,10 +280,10 @@ def _forecast(path: Path) -> list[str]:
         _summary("peak memory, by today's formulas", sizes),
         _summary("tokens a second, by today's formulas", speeds),
         "",
-        "The table is what plans said before anything was measured, with formulas that no row of it had been seen by.",
-        "Today's formulas are held against the same rows, so that a change which makes them worse is seen.",
+        "The table below has the predictions made before anything was measured, by formulas that had seen none of its",
+        "rows. Today's formulas are compared with the same rows, so that a change for the worse shows.",
         "",
-        f"Predicted too small by more than 2%: the peak memory of {sum(memory < -0.02 for memory, _ in found)}.",
+        f"Peak memory was predicted more than 2% too small for {sum(memory < -0.02 for memory, _ in found)} of them.",
         "",
         "| configuration | GiB predicted | measured | error | tokens/s predicted | measured | error |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -587,54 +591,59 @@ MODELS = """\
 
 <!-- made by docs/generate.py from benchmarks/results/families.json; do not edit -->
 
-Tunesmith has no list of models that it knows. It tries each one before it is loaded, on a small proxy of the same code
-in fp32, and finds out how it is called, which of its linears carry adapters, and whether it can be trained at all.
+Tunesmith has no list of models that it knows. It tries each one before it is loaded, on a small proxy of the same
+code in fp32, and finds out how it is called, which of its linears carry adapters, and whether it can be trained at
+all.
 
-This table shows what comes of that. Each causal family of transformers was made tiny from its own config class, with
-random weights, and trained for three steps twice: by Tunesmith, and by a plain loop (transformers' model as it is,
-peft's adapters, torch's AdamW, one document at a time). *Right* is a loss that differs by 1e-5 at most in every step.
+The tables below show what comes of that. For each causal family of transformers a tiny model was built from the
+family's own config class, with random weights, and trained for three steps twice: by Tunesmith, and by a plain loop
+(transformers' model as it is, peft's adapters, torch's AdamW, one document at a time). *Right* means that the two
+losses differ by 1e-5 at most in every step.
 
-Of the {all} families {families} were measured so far. {tried} of these could be tried; {right} are right with LoRA and
-with all weights, {packed} of them with documents packed into one sequence. Most others are refused before
-anything is loaded, in the sentence that stands here; rows that say *different* or *traceback* are faults. *Random*: the
-model itself draws numbers while it trains, and a plain loop is not equal to itself.
+Of the {all} families {families} were measured so far. {tried} of these could be tried; {right} are right with LoRA
+and with all weights, {packed} of them with documents packed into one sequence. Most others are refused before
+anything is loaded; the table quotes the sentence. Rows that say *different* or *traceback* are faults. *Random*: the
+model draws random numbers while it trains, so that even two plain loops differ.
 
-Measured with {versions}; the newest rows {date}, commit {commit},
-others before: `python benchmarks/families.py --again FAMILY` measures one again; `make test-slow` tries every row.
+Measured with {versions};
+the newest rows on {date} at commit {commit}, the others earlier. Measure one again with
+`python benchmarks/families.py --again FAMILY`; `make test-slow` tries every row.
 
 ## How to add a family
 
-Most need nothing: a folder with config.json and safetensors of a class that transformers has, or with Python code of
-its own and `trust_remote_code: true`. What is found by itself, in the order in which it is found:
+Most need no work: a folder with config.json and safetensors trains when transformers has its class, or when it brings
+Python code of its own (`trust_remote_code: true`). The probe finds the following by itself, in this order:
 
-| what | how | where it stands |
+| what | how it is found | where it is said |
 | --- | --- | --- |
 | whether it is a causal language model | its config, then its logits on the proxy | a refusal in one sentence |
 | how documents are called: packed or padded | losses against one document at a time | `forward` in the plan |
 | scale and soft cap of the logits | the proxy's logits against its hidden states, large ones too | `forward` |
-| which linears carry adapters, fused or not | against a changed weight | `adapted`, `fuse_adapters` |
+| which linears carry adapters, fused or not | an adapter against a changed weight | `adapted`, `fuse_adapters` |
 | the attention path of each kind of layer | its heads; tried on the GPU | `attention_paths`, with a reason |
 | fused RoPE; gated MLPs (`swiglu`, `geglu`, `clamped_swiglu`) | our module against the model's own | `kernels` |
-| the scan of Mamba-2 mixers (`scan`) | with the layout: losses, and no leak | `kernels` |
+| the scan of Mamba-2 mixers (`scan`) | with the layout: losses, and no leak between documents | `kernels` |
 | sizes | the model built without weights | `memory`, `time` |
-| what its layers keep for backward | counted at their own widths, on tensors without memory | `memory` |
+| what its layers keep for backward | counted at their own widths, on meta tensors | `memory` |
 
-What a plan says of an attention path names what is slow and what a faster one would need. Mixers of Mamba-2
-(Granite 4, Bamba, Falcon-H1, Nemotron-H, Zamba2) are known by their parts and packed by a
-[scan of ours](../src/tunesmith/model/state_space.py) where the proxy shows it equal, without other libraries; with
-mamba-ssm and causal-conv1d on a GPU their kernels are taken. The plan names which (`state spaces`). Other convolutions
-(LFM2), linear attention (Qwen3-Next, Kimi-Linear) and Mamba-1 are packed where their kernels (causal-conv1d, mamba-ssm,
-flash-linear-attention) are installed and keep documents apart by `seq_idx`, in evaluation and in training; where they
-are not, documents are padded, and the note says which libraries are missing. BLOOM, MPT and Falcon compute attention
-in their own code, which [inline_attention.py](../src/tunesmith/model/inline_attention.py)
-hands over (not Falcon's with ALiBi, which rounds it).
+For each attention path the plan says what is slow about it and what a faster one would need.
 
-The one file to touch is [families.py](../src/tunesmith/plan/families.py), and only for plans on machines where the
-model is not tried, or to spare the seconds that counting takes: a function from config.json to `ModelFacts`
-says which linears a layer has, its norms (before matmuls, after them, of queries and keys), whether queries,
-keys and values are one linear, whether the MLP has a gate, and its windows. Add the family to `FAMILIES` and to
-`VARIANTS` in tests/plan/test_facts.py, which holds parameters and adapters against the built model, and to
-`FAMILIES` in tests/plan/test_memory.py, which holds what a layer keeps against autograd's own count.
+Mamba-2 mixers (Granite 4, Bamba, Falcon-H1, Nemotron-H, Zamba2) are recognised by their modules. Where the proxy
+shows it equal, Tunesmith packs their documents with a [scan of its own](../src/tunesmith/model/state_space.py),
+without other libraries; on a GPU with mamba-ssm and causal-conv1d installed it uses their kernels. The plan names the
+one in use (`state spaces`). Other convolutions (LFM2), linear attention (Qwen3-Next, Kimi-Linear) and Mamba-1 are
+packed where their kernels (causal-conv1d, mamba-ssm, flash-linear-attention) are installed and keep documents apart
+by `seq_idx`, in evaluation and in training; elsewhere documents are padded, and a note names the missing libraries.
+BLOOM, MPT and Falcon compute attention inside their own modules;
+[inline_attention.py](../src/tunesmith/model/inline_attention.py) makes these call packed attention instead (except
+Falcon with ALiBi, which rounds its position biases to bf16).
+
+The only file you may have to change is [families.py](../src/tunesmith/plan/families.py), and only for plans on
+machines where the model is not tried, or to save the seconds that counting takes. A function there turns config.json
+into `ModelFacts`: which linears a layer has, its norms (before matmuls, after them, of queries and keys), whether
+queries, keys and values are one linear, whether the MLP has a gate, and its windows. Add the family to `FAMILIES`, to
+`VARIANTS` in tests/plan/test_facts.py, which compares parameters and adapters with the built model, and to `FAMILIES`
+in tests/plan/test_memory.py, which compares what a layer keeps with what autograd saves.
 
 ## Models that see images
 
@@ -646,32 +655,33 @@ loaded by `AutoModelForImageTextToText`, and an adapter by `peft.PeftModel` over
 
 ## Mixtures of experts
 
-Adapters are on the linears around the experts, not on the experts, which are stacks of matrices, nor on routers.
+LoRA adapters go on the linears around the experts: not on the experts, which are stacked matrices, and not on routers
+([adapters](adapters.md#any-method-of-peft) has LoRA on experts, by peft).
 
-**The load-balancing loss of the routers** is added where the model's config has `output_router_logits: true`, with its
-`router_aux_loss_coef`, as transformers' own class does; few published configs ask for it. The setting
-`router_aux_loss_coef` goes before the config: a number adds the loss, 0 leaves it out. The plan says which
-(`router_loss`). It is transformers' definition, over all layers and tokens of a micro-batch, padding excluded; of
-several micro-batches, on whichever ranks, it is the mean weighted by their tokens. So it is the same on one rank and on
-several that have the same micro-batches, and another for micro-batches of another size, since it is no sum over tokens.
-The `loss` of a step is still that of the targets alone; `router_loss`, before it is weighted, stands beside it in
-`figures`. It is computed within the layers' own passes, also where they are compiled and checkpointed, and keeps the
-routers' logits. It does not go with tensor, context and pipeline parallelism. Families whose routers are balanced by a
-bias (DeepSeek-V3, GLM-4.5), and others without the loss in transformers, refuse the setting in a sentence.
+**The load-balancing loss of the routers** is added where the model's config has `output_router_logits: true`,
+weighted by its `router_aux_loss_coef`, as transformers' own class does; few published configs ask for it. The setting
+`router_aux_loss_coef` overrides the config: a number adds the loss with that weight, 0 leaves it out. The plan shows
+the weight (`router_loss`). The definition is that of transformers: over all layers and tokens of a micro-batch,
+padding excluded. A step takes the mean over its micro-batches on all ranks, weighted by their tokens. It is not a sum
+over tokens, so it depends on the size of the micro-batches, but not on how many ranks share them. A step's `loss`
+covers the targets alone; its `figures` have the unweighted `router_loss` beside it. The loss is computed in the
+layers' own forward passes, compiled and checkpointed ones too, and keeps the routers' logits in memory. With tensor,
+context and pipeline parallelism it is refused. Families whose routers are balanced by a bias (DeepSeek-V3, GLM-4.5),
+and others for which transformers has no such loss, refuse the setting in a sentence.
 
-**How evenly routers deal out tokens** is recorded without any setting, as a `routers` event in `events.jsonl`, in the
-first step and every 16 after it, or fewer of long runs (33 times at most): by layer the share of each expert, the
-busiest one's in times the mean, the entropy of the shares (1: even), and experts without a token, over the whole step
-and all ranks. The run's page and report show them; *collapsed routers* is an [alert](ui.md). Not with context and
-pipeline parallelism.
+**How evenly routers deal out tokens** is recorded in every run: `events.jsonl` has a `routers` event for the first
+step and every 16 steps after it, or less often in long runs (33 events at most). By layer it holds the share of each
+expert, that of the busiest one relative to the mean, the entropy of the shares (1: even) and the number of experts
+without a token, over the whole step and all ranks. The run's page and report show them; *collapsed routers* is an
+[alert](ui.md). Nothing is recorded with context and pipeline parallelism.
 
-With `method: qlora` experts are held in nf4 and multiplied a layer at a time. Qwen3-30B-A3B, 16,384 tokens a step, is
-planned at 21.7 GiB of a GPU with 24, and at 10.4 GiB of one with 12, where the layers' frozen weights are in host
-memory and come to the GPU while the layer before them computes. On an H200 held to 24 and 12 GiB it took 21.1 and 10.0
-GiB, at 20,188 and 20,102 tokens a second ([benchmarks](benchmarks.md)). They come by whole layers and not by experts:
-each of a layer's 128 gets 1,024 of 131,072 choices on average, so every step reads all of them, but for a router that
-gives one less than a thousandth of its share. What is on the GPU of them at a time is 0.6 GiB. An expert is left out
-only where a micro-batch has about a hundred tokens or fewer, as in decoding.
+With `method: qlora` experts are held in nf4 and dequantized one layer at a time. For Qwen3-30B-A3B with 16,384 tokens
+a step the plan predicts 21.7 GiB on a GPU with 24 GiB, and 10.4 GiB on one with 12 GiB, where the frozen weights are
+in host memory and each layer's are copied to the GPU while the layer before it computes. An H200 limited to 24 and 12
+GiB measured 21.1 and 10.0 GiB, at 20,188 and 20,102 tokens a second ([benchmarks](benchmarks.md)). Whole layers are
+copied, not single experts: each of a layer's 128 experts gets 1,024 of 131,072 choices on average, so a step needs
+all of them unless the router gives one less than a thousandth of its share. At most 0.6 GiB of them is on the GPU at
+a time. A micro-batch leaves experts unused only when it has about a hundred tokens or fewer, as in decoding.
 """
 
 
@@ -713,13 +723,14 @@ NAMED = """\
 ## What each can do
 
 The families that people tune most, tiny and on the CPU (`python benchmarks/families.py --named`): {count} of {all} so
-far. Numbers are the largest difference of a step's loss from the plain loop's over ten steps, documents packed (where
-the model takes them so) and one a row; of QLoRA, from a plain loop over the weights as nf4 holds them; of *merged*,
-that of the merged model's logits. *Fused*: what the probe found equal, of which kernels are used on a GPU. *Compiled*:
-torch's compiler traces each layer as one graph. *Tensor*: two ranks compute what one does. *GGUF*: written, and read by
-llama.cpp's own package. *On a GPU*: how far memory and speed were predicted from what was measured on an H200, in how
-many runs, with fp8 among them where it says so ([Benchmarks](benchmarks.md)). A number in brackets is a remark below.
-Cells that the result file names as `apart` are of a later call, of GGUF with configs as they are published.
+far. A number is the largest difference between the losses of a step by Tunesmith and by the plain loop, over ten
+steps; *unpacked* has one document a row, the column before it packed documents where the model takes them. For QLoRA
+the plain loop trains over the weights as nf4 holds them; for *merged* the number is the difference of the merged
+model's logits. *Fused*: what the probe found equal, some of which is used on a GPU only. *Compiled*: torch's compiler
+traces each layer as one graph. *Tensor*: two ranks compute what one does. *GGUF*: written, and read by llama.cpp's
+own package. *On a GPU*: how far predicted memory and speed were off what an H200 measured, in how many runs, with fp8
+among them where it says so ([Benchmarks](benchmarks.md)). A number in brackets is a remark below. Cells that the
+result file names as `apart` were measured later, those of GGUF with configs as published.
 """
 CELLS = {
     "lora": "LoRA", "lora_unpacked": "unpacked", "full": "full", "full_unpacked": "unpacked", "qlora": "QLoRA",

@@ -189,7 +189,7 @@ def test_math_answers_are_equal_as_published(expected):
 
 
 def test_instructions_are_checked_as_ifeval_checks_them(expected):
-    given = [instructions.Given(*one) for one in oracle.INSTRUCTIONS]
+    given = [instructions.Instruction(*one) for one in oracle.INSTRUCTIONS]
     assert not [problem for one in given if (problem := instructions.problem_of(one))]
     for answer, wanted in zip(oracle.answered(), expected["instructions"], strict=True):
         strict, loose = instructions.follows(given, answer), instructions.follows_loosely(given, answer)

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from families import VOCABULARY, tiny_model
 from tunesmith.infer import call, captured
-from tunesmith.infer.decoding import Asked, Decoding, History, asked_of, not_streamed, processed
+from tunesmith.infer.decoding import Decoding, GenerationDefaults, History, asked_of, not_streamed, processed
 from tunesmith.infer.sampling import Choice, choose
 from tunesmith.infer.speculate import Draft, Pace
 from tunesmith.serve.engine import Engine, Job, Limits
@@ -52,7 +52,7 @@ def with_config(model: Any, settings: dict[str, Any]) -> Any:
     return model
 
 
-def asked(model: Any, settings: dict[str, Any]) -> Asked:
+def asked(model: Any, settings: dict[str, Any]) -> GenerationDefaults:
     return asked_of(with_config(model, settings))
 
 

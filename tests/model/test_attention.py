@@ -198,7 +198,7 @@ def test_a_plan_with_a_kernel_that_is_not_here_is_refused():
 
 def test_a_kernel_that_is_wrong_or_fails_is_found_out(flex_on_cpu, monkeypatch):
     flex_on_cpu()
-    asked = attention.Asked("flex-attention", torch.float32, (4, 2, 16, 24), 40, 5.0, True, False)
+    asked = attention.AttentionCall("flex-attention", torch.float32, (4, 2, 16, 24), 40, 5.0, True, False)
     assert attention.fault_of(asked, torch.device("cpu")) is None
     right = attention.flex.flex
     monkeypatch.setattr(attention.flex, "flex", lambda *given, **named: right(*given, **named | {"softcap": 2.0}))

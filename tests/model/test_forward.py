@@ -21,8 +21,9 @@ from transformers import (
 )
 
 from tunesmith.errors import UserError
-from tunesmith.model import attention, forward, state_space
-from tunesmith.model.forward import Inputs, _own_losses, confirm_forward_spec, token_losses, trial_inputs
+from tunesmith.model import attention, forward_spec, state_space
+from tunesmith.model.forward import Inputs, token_losses, trial_inputs
+from tunesmith.model.forward_spec import confirm_forward_spec, own_losses
 from tunesmith.plan.plan import ForwardSpec
 
 SMALL = {
@@ -81,7 +82,7 @@ def test_each_family_is_called_the_fastest_right_way(layout, config):
     inputs = trial_inputs(100, torch.device("cpu"))
     found = token_losses(model, inputs, spec)[1]
     model.set_attn_implementation("eager")
-    torch.testing.assert_close(found.double(), _own_losses(model, inputs), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.double(), own_losses(model, inputs), rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_that_leaks_between_rows_is_called_one_by_one_and_refused_where_that_differs_too():
@@ -223,7 +224,7 @@ def test_a_model_that_fails_without_a_word_is_told_by_the_kind_of_its_failure(mo
     def fail(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(forward, "token_losses", fail)
-    own, spec = model.config._attn_implementation, ForwardSpec("padded")
-    found = forward._over_lengths(model, spec, own, SMALL["vocab_size"], long=20)
+    monkeypatch.setattr(forward_spec, "token_losses", fail)
+    trial, spec = forward_spec._Trial.of(model, SMALL["vocab_size"]), ForwardSpec("padded")
+    found = forward_spec._over_lengths(model, spec, trial, long=20)
     assert found == (spec, "documents of more than 20 tokens: AssertionError")

@@ -14,7 +14,8 @@ from tunesmith.config.schema import Lora, Run
 from tunesmith.errors import UserError
 from tunesmith.kernels import nf4
 from tunesmith.model import lora, quantized, structure
-from tunesmith.model.forward import _own_losses, token_losses, trial_inputs
+from tunesmith.model.forward import token_losses, trial_inputs
+from tunesmith.model.forward_spec import own_losses
 from tunesmith.model.fuse import fuse
 from tunesmith.model.save import write_adapter
 from tunesmith.plan.families import from_config
@@ -160,7 +161,7 @@ def test_embedding_and_head_carry_adapters_where_they_are_named(tiny_model, tmp_
     batch = trial_inputs(100, torch.device("cpu"))
     total, _ = token_losses(again, batch, ForwardSpec("padded"))
     total.backward()
-    expected = _own_losses(model, batch)
+    expected = own_losses(model, batch)
     torch.testing.assert_close(total.double(), (expected.double() * batch.weights).sum(), rtol=1e-5, atol=1e-4)
     assert again.lm_head.lora_b.grad.abs().max() > 0
     assert again.model.embed_tokens.lora_embedding_a.grad.abs().max() > 0

@@ -13,8 +13,10 @@ from families import quiet, tiny_config, tiny_model
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.model import attention, load
-from tunesmith.model.forward import find_forward_spec
-from tunesmith.model.probe import build_proxy, kind_of, probe_config, probe_run, try_adapters
+from tunesmith.model.forward_spec import find_forward_spec
+from tunesmith.model.probe import probe_config, probe_run, try_adapters
+from tunesmith.model.proxy import build_proxy
+from tunesmith.model.structure import kind_of
 from tunesmith.plan.models import language_model_class, read_facts
 
 CPU = torch.device("cpu")

@@ -15,12 +15,12 @@ import parity
 from families import tiny_config, tiny_model
 from tunesmith.model import attention
 from tunesmith.model.forward import (
-    find_forward_spec,
     hidden_states,
     packed_hidden_states,
     token_losses,
     trial_inputs,
 )
+from tunesmith.model.forward_spec import find_forward_spec
 from tunesmith.model.kept import count_kept
 from tunesmith.model.probe import probe_config, try_adapters
 from tunesmith.model.rotary import fuse_rope

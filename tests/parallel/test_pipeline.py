@@ -19,7 +19,7 @@ from tunesmith.config.schema import Lora
 from tunesmith.errors import UserError
 from tunesmith.measure.bench import Workload, plan_for
 from tunesmith.model import attention, lora
-from tunesmith.model.forward import confirm_forward_spec
+from tunesmith.model.forward_spec import confirm_forward_spec
 from tunesmith.parallel.pipeline import Pipelined, Stages, check_stages, cut
 from tunesmith.plan.plan import Mesh, Plan
 from tunesmith.run.start import prepare_run

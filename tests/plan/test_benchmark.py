@@ -150,7 +150,7 @@ def test_the_page_is_made_from_the_recorded_runs(planner, tmp_path, monkeypatch)
     page = "\n".join(generate._measured(file))
     assert "| peak memory of a step | 1 | 0.0% | 0.0% |" in page
     assert "| tokens a second | 1 | 10.0% | 10.0% |" in page
-    assert "1 were\nsaid to fit and ran out of memory, and 0 were said not to fit and did" in page
+    assert "1 were\npredicted to fit and ran out of memory, 0 were predicted not to fit and did" in page
 
 
 def test_what_is_measured_again_counts_the_last_time(planner, tmp_path, monkeypatch):

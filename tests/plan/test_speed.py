@@ -94,7 +94,7 @@ def test_the_published_ladder_from_full_sharding_across_nodes_to_hybrid(monkeypa
     """Llama-2-7B at 1,024 tokens: 1,500 over two nodes, 8,000 on one with recomputation, 16,000 with fused attention,
     24,000 with hybrid sharding. How many sequences each GPU had is not published: one, four, and eight are taken.
     Gradients were reduced in bf16."""
-    monkeypatch.setattr(speed, "GRADIENT", 2)
+    monkeypatch.setattr(speed, "GRADIENT_BYTES", 2)
     unfused = MODEL["Llama-2-7B"].changed(has_fused_attention=False)
     plain = replace(EAGER, attention="sdpa", sharding="zero3")
     naive = tokens_per_second(task(unfused, SLOW_NODES, "full", 1024, 8), replace(plain, shard=8))

@@ -121,7 +121,7 @@ def test_without_eval_some_records_are_held_out_evaluated_and_the_same_ones_when
     settings = {key: value for key, value in SETTINGS.items() if key not in ("eval", "epochs")}
     write_data(tmp_path / "train.jsonl", 120)
     (tmp_path / "run.yaml").write_text(json.dumps(settings | {"model": str(tiny_model), "steps": 6}))
-    killed = runs(tmp_path, "train", die=Die("tunesmith.train.loop:_Loop._settle", 10))
+    killed = runs(tmp_path, "train", die=Die("tunesmith.train.loop:_Loop._finish_step", 10))
     assert killed.code == -signal.SIGKILL
     before = [record for record in events.read(tmp_path / "run") if record["event"] == "evaluation"]
     assert before[0]["step"] == 0

@@ -434,7 +434,7 @@ def test_the_same_settings_and_seed_give_the_same_bytes_and_another_seed_does_no
 
 # Launched ahead, as on a GPU: a step is queued before the result of the one before is asked for
 
-AHEAD = {"tunesmith.train.step:TrainStep.looks_first": False}
+AHEAD = {"tunesmith.train.step:TrainStep.checks_before_update": False}
 
 
 def test_steps_launched_ahead_lead_to_the_same_bytes_through_a_kill(runs, reference, tiny_model, tmp_path):

@@ -169,9 +169,9 @@ def test_steps_that_fp16_skips_may_move_nothing_and_have_no_gradient(job, monkey
     monkeypatch.setattr(made.vitals, "see_step", lambda *_: pytest.fail("it was judged"))
     batch = one.loader.step(0)
     skipped = StepResult(2.0, 0.0, {0: 2.0}, is_skipped=True, weights=Weights(1.0, 0.0))
-    made.underway = loop._Underway(batch, 1e-3, 0.0, lambda: skipped)
+    made.underway = loop._LaunchedStep(batch, 1e-3, 0.0, lambda: skipped)
     made.vitals.last = Weights(1.0, None)
-    made._settle()
+    made._finish_step()
     assert made.vitals.said == set()
 
 

@@ -52,7 +52,7 @@ class Waits(TorchDispatchMode):
 def build(monkeypatch):
     """A step as on a GPU: attention by an operator, and the loss looked at when it is asked for."""
     plain_flash4.install(monkeypatch)
-    monkeypatch.setattr(train_step.TrainStep, "looks_first", False)
+    monkeypatch.setattr(train_step.TrainStep, "checks_before_update", False)
 
     def make(method: str = "lora", **changes):
         workload = dataclasses.replace(WORKLOAD, method=method)

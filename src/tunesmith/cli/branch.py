@@ -10,14 +10,14 @@ import typer
 
 def command(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
-    before: Annotated[int, typer.Option("--before", help="Go on from the last checkpoint before this step.", min=1)],
+    before: Annotated[int, typer.Option("--before", help="Continue from the last checkpoint before this step.", min=1)],
     output: Annotated[Path, typer.Option("--output", help="Folder of the new run.")],
     exclude: Annotated[
         Path | None,
         typer.Option("--exclude", help="File of records to leave out from there on, as `tunesmith ui` writes it."),
     ] = None,
 ) -> None:
-    """Go on from a checkpoint of a run in another folder, without some records or with other settings."""
+    """Start a new run from a checkpoint of another, without some records or with other settings."""
     from tunesmith.cli import output as screen
 
     screen.stage(f"Branching {folder}")

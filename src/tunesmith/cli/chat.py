@@ -13,9 +13,11 @@ from tunesmith.errors import UserError
 
 def command(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a run, or of a model.")],
-    prompt: Annotated[str | None, typer.Option(help="Ask this one thing, print the answer and end.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Answer this one prompt and exit.")] = None,
     system: Annotated[str | None, typer.Option(help="System message to begin with.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, max=5.0, help="0 takes the likeliest token.")] = 0.7,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, max=5.0, help="Sampling temperature; 0 takes the likeliest token.")
+    ] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
 ) -> None:
     """Talk to a run, or a merged model. An empty line or Ctrl-D ends, Ctrl-C stops an answer, /new starts over."""

@@ -11,7 +11,7 @@ import typer
 from tunesmith.cli.ranks import RanksOption, ranks_to_start, start_ranks
 
 if TYPE_CHECKING:
-    from tunesmith.cli.tasks import Asked
+    from tunesmith.cli.tasks import TaskOptions
     from tunesmith.evaluate.loss import HeldOut
 
 
@@ -29,33 +29,33 @@ def command(
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option("--against", metavar="TARGET", help="With --tasks: the verdict against this model, or `base`."),
+        typer.Option("--against", metavar="TARGET", help="With --tasks: compare with this model, or with `base`."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: the first so many items of each.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --tasks: at most this many items of each.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="With --tasks: longest generated answer, in tokens.")] = 512,
     judge: Annotated[
         str | None, typer.Option(metavar="URL", help="With --tasks: OpenAI-compatible API of a judge, up to /v1.")
     ] = None,
-    judge_model: Annotated[str | None, typer.Option(metavar="NAME", help="Which model is the judge.")] = None,
+    judge_model: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the judge's model.")] = None,
     output_folder: Annotated[
-        Path | None, typer.Option("--output", metavar="FOLDER", help="With --tasks: where results of items are kept.")
+        Path | None, typer.Option("--output", metavar="FOLDER", help="With --tasks: folder for the results of items.")
     ] = None,
     certificate: Annotated[
-        bool, typer.Option("--certificate", help="Check what training did instead, and write RUN/certificate.json.")
+        bool, typer.Option("--certificate", help="Instead, check what training did, and write RUN/certificate.json.")
     ] = False,
     ranks: RanksOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure the held-out loss of a run's model, for each data set; or any model on tasks; or certify the run."""
+    """Measure a run's held-out loss by data set, score any model on tasks, or certify a run."""
     from tunesmith.errors import UserError
 
     if tasks:
         if data or certificate:
             raise UserError("--tasks goes without --data and --certificate; a data set is a task, as loss:FILE.")
         against = against or ("base" if base else None)
-        from tunesmith.cli.tasks import Asked
+        from tunesmith.cli.tasks import TaskOptions
 
-        asked = Asked(str(folder), tasks, against, limit, max_tokens, output_folder, as_json, judge, judge_model)
+        asked = TaskOptions(str(folder), tasks, against, limit, max_tokens, output_folder, as_json, judge, judge_model)
         _tasks(asked, ranks)
         return
     if against is not None:
@@ -63,7 +63,7 @@ def command(
     _held_out(folder, data, base, certificate, ranks, as_json)
 
 
-def _tasks(asked: Asked, ranks: int | None) -> None:
+def _tasks(asked: TaskOptions, ranks: int | None) -> None:
     from tunesmith.cli.tasks import evaluate_tasks
 
     if (count := ranks_to_start(ranks)) == 1:

@@ -21,7 +21,7 @@ def command(
         str | None,
         typer.Option(
             "--type",
-            help="Of the weights: f16, bf16, f32, q8_0, q4_0 or a K-quant for gguf; int8, int4, fp8 or nvfp4 for "
+            help="Type of the weights: f16, bf16, f32, q8_0, q4_0 or a K-quant for gguf; int8, int4, fp8 or nvfp4 for "
             "compressed-tensors; fp32, bf16 or fp16 for safetensors and adapter.",
         ),
     ] = None,
@@ -32,14 +32,14 @@ def command(
     engine: Annotated[
         str | None,
         typer.Option(
-            help="vllm proves safetensors, adapter and compressed-tensors by vLLM, which takes a minute to start."
+            help="vllm: check safetensors, adapter or compressed-tensors in vLLM, which takes a minute to start."
         ),
     ] = None,
     push: Annotated[
-        str | None, typer.Option("--push", metavar="OWNER/NAME", help="Also send it to this repository on the hub.")
+        str | None, typer.Option("--push", metavar="OWNER/NAME", help="Also upload it to this repository on the hub.")
     ] = None,
 ) -> None:
-    """Export a run to another format, load it back with the engine that runs it, and check that it does the same."""
+    """Export a run to another format, load it back with the engine that runs it, and check that its outputs agree."""
     from tunesmith.cli import output
     from tunesmith.disk import writing
 

@@ -16,14 +16,14 @@ Config = Annotated[Path, typer.Argument(help="The run's settings.", show_default
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's.")
 ]
-Nodes = Annotated[int, typer.Option(help="Machines.")]
-PerNode = Annotated[int, typer.Option(help="Ranks on each machine: its GPUs.")]
+Nodes = Annotated[int, typer.Option(help="Number of machines.")]
+PerNode = Annotated[int, typer.Option(help="Ranks on each machine, one for each GPU.")]
 OnCpu = Annotated[bool, typer.Option("--cpu", help="Ranks on CPUs instead of GPUs.")]
-Name = Annotated[str | None, typer.Option(help="Of the job; the output folder's when left out.")]
+Name = Annotated[str | None, typer.Option(help="Name of the job; that of the output folder when left out.")]
 Out = Annotated[Path | None, typer.Option(help="The file to write.", show_default=False)]
 Image = Annotated[str, typer.Option(help="A container image with tunesmith in it.")]
 Claim = Annotated[str, typer.Option(help="The volume claim that holds settings, data and output.")]
-Mount = Annotated[str, typer.Option(help="Where it is mounted; the run starts there.")]
+Mount = Annotated[str, typer.Option(help="Where the volume is mounted; the run starts there.")]
 Submit = Annotated[bool, typer.Option("--submit", help="Submit it, too.")]
 
 
@@ -41,9 +41,9 @@ def hosts(
     overrides: Overrides = None,
     hosts: Annotated[str, typer.Option(help="Names or addresses, separated by commas; the first leads.")] = "",
     ranks: PerNode = 8,
-    plan_file: Annotated[Path | None, typer.Option("--plan", help="Obey this plan instead of making one.")] = None,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="Use this plan instead of making one.")] = None,
     reach: Annotated[str, typer.Option(help="How a command is run on a host.")] = "ssh -tt {host}",
-    address: Annotated[str | None, typer.Option(help="Of the first host, as the others see it.")] = None,
+    address: Annotated[str | None, typer.Option(help="Address of the first host, as the others see it.")] = None,
     show: Annotated[bool, typer.Option("--print", help="Print the commands instead of running them.")] = False,
 ) -> None:
     """Start the ranks on named hosts, over ssh, and wait for them."""

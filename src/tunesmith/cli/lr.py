@@ -30,7 +30,7 @@ def command(
     highest: Annotated[
         float | None, typer.Option(help="Last rate; a hundred times the plan's when left out.", show_default=False)
     ] = None,
-    plan_file: Annotated[Path | None, typer.Option("--plan", help="Obey this plan instead of making one.")] = None,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="Use this plan instead of making one.")] = None,
     ranks: RanksOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

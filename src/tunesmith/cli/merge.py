@@ -15,7 +15,7 @@ def command(
         str | None, typer.Option(help="fp32, bf16 or fp16; the base model's own when left out.")
     ] = None,
 ) -> None:
-    """Merge a run's adapter into its base model, and check that the result does the same."""
+    """Merge a run's adapter into its base model, and check that the logits agree."""
     from tunesmith.cli import output
     from tunesmith.disk import writing
     from tunesmith.errors import UserError

@@ -46,17 +46,19 @@ def command(
         str | None, typer.Option(help='Plan for this instead: "2 nodes of 4 x A100-80G, 50 Gbit/s", or a YAML file.')
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="Plan for so many ranks on this machine, as `train` has them.")
+        int | None, typer.Option("--ranks", min=1, help="Plan for this many ranks on this machine, as `train --ranks`.")
     ] = None,
     what_if: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Compare with this setting, part of the plan or hardware."),
+        typer.Option(metavar="KEY=VALUE", help="Compare with this setting, plan field or hardware instead."),
     ] = None,
     solve: Annotated[
-        str | None, typer.Option(help="The largest that fits: sequence_length, batch, model; or the fewest gpus.")
+        str | None, typer.Option(help="Find the largest sequence_length, batch or model that fits, or the fewest gpus.")
     ] = None,
-    price: Annotated[float | None, typer.Option(help="Of one GPU for one hour; shows what the run costs.")] = None,
-    tokens: Annotated[float | None, typer.Option(help="Tokens of the whole run, where the files do not tell.")] = None,
+    price: Annotated[
+        float | None, typer.Option(help="Price of one GPU for one hour; shows what the run costs.")
+    ] = None,
+    tokens: Annotated[float | None, typer.Option(help="Tokens of the whole run, if the files do not tell.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the plan here, for `train --plan`.")] = None,
     calibrate: Annotated[bool, typer.Option(help="Measure this machine first, and keep its rates.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

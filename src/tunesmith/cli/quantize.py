@@ -14,7 +14,9 @@ def command(
     ],
     to: Annotated[Path, typer.Option("--to", help="New folder for the quantized model.")],
     method: Annotated[str, typer.Option("--method", help="rtn, gptq, awq, fp8, int8-outliers or kmeans.")] = "gptq",
-    bits: Annotated[int | None, typer.Option("--bits", help="4 or 8; 4 when left out, if that can be.")] = None,
+    bits: Annotated[
+        int | None, typer.Option("--bits", help="4 or 8; 4 when left out, where the method has it.")
+    ] = None,
     group: Annotated[
         int | None, typer.Option("--group", help="Weights that share a scale; 128, 64 or 32, as rows allow.")
     ] = None,
@@ -28,7 +30,7 @@ def command(
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Quantize a model to 4 or 8 bits, show what that costs by layer, and check that it loads and says the same."""
+    """Quantize a model to 4 or 8 bits, show what that costs by layer, and check that it loads and its outputs agree."""
     from tunesmith.cli import output
     from tunesmith.disk import writing
 

@@ -16,7 +16,7 @@ def command(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a run, or of a model.")],
     adapter: Annotated[
         list[str] | None,
-        typer.Option("--adapter", metavar="NAME=RUN", help="Another run over the same base, served by this name."),
+        typer.Option("--adapter", metavar="NAME=RUN", help="Another run over the same base, served under this name."),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; one that others reach needs a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
@@ -30,7 +30,7 @@ def command(
         int | None, typer.Option(min=16, help="Tokens of a prompt and its answer; the model's limit when left out.")
     ] = None,
     cache_tokens: Annotated[
-        int | None, typer.Option(min=16, help="Tokens in the key-value cache; by the free memory when left out.")
+        int | None, typer.Option(min=16, help="Tokens in the key-value cache; as free memory allows when left out.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that a request may take.")] = 600.0,
     draft: Annotated[

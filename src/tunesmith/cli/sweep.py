@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tunesmith.config.sweep import Variant
     from tunesmith.plan.plan import Plan
     from tunesmith.run.assemble import Shared
-    from tunesmith.run.start import Setting
+    from tunesmith.run.start import PreparedRun
     from tunesmith.train.loop import Outcome
 
 
@@ -54,7 +54,7 @@ def train_sweep(run: Run, trackers: Sequence[str] = (), *, accept_changes: bool)
             stack.enter_context(RunLock(Path(variant.run.output), warn=output.warn))
         prepared = {variant.name: _prepare(variant, accept_changes=accept_changes) for variant in left}
         if prepared:
-            show_plans({name: setting.plan for name, (setting, _) in prepared.items()})
+            show_plans({name: ready.plan for name, (ready, _) in prepared.items()})
         shared = Shared()
         for variant in left:
             output.say()
@@ -112,7 +112,7 @@ def _is_left_finished(variant: Variant, *, accept_changes: bool) -> bool:
     return True
 
 
-def _prepare(variant: Variant, *, accept_changes: bool) -> tuple[Setting, list[str]]:
+def _prepare(variant: Variant, *, accept_changes: bool) -> tuple[PreparedRun, list[str]]:
     """What is known of a variant before any of them trains, and what was noticed on the way."""
     from tunesmith.cli import output
     from tunesmith.plan.hardware import probe
@@ -125,7 +125,7 @@ def _prepare(variant: Variant, *, accept_changes: bool) -> tuple[Setting, list[s
 
 
 def _train_variant(
-    setting: Setting,
+    ready: PreparedRun,
     warnings: Sequence[str],
     shared: Shared,
     failures: dict[str, str],
@@ -147,18 +147,18 @@ def _train_variant(
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     try:
-        own = setting.run
+        own = ready.run
         with display.Display() as screen, observed(Path(own.output), screen, own, trackers) as observe:
             for message in warnings:
                 observe(events.Warned(message))
-            outcome, _ = train_prepared(setting, Ranks(), screen, observe, started, shared)
+            outcome, _ = train_prepared(ready, Ranks(), screen, observe, started, shared)
         return outcome
     except NotFinite as error:
         failures[name] = str(error)
         output.error(str(error))
         return None
     finally:
-        if setting.plan.is_compiled:
+        if ready.plan.is_compiled:
             torch.compiler.reset()  # each variant is compiled as it would be alone, whatever ranks were there before
         gc.collect()  # layers and what was made of them know each other
         if torch.cuda.is_available():

@@ -24,7 +24,7 @@ ByTask = dict[str, list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Asked:
+class TaskOptions:
     """What the command line asks for."""
 
     target: str
@@ -38,7 +38,7 @@ class Asked:
     judge_model: str | None = None
 
 
-def evaluate_tasks(asked: Asked) -> None:
+def evaluate_tasks(asked: TaskOptions) -> None:
     """On every rank; the first one shows what was found."""
     from tunesmith.errors import UserError
     from tunesmith.evaluate.tasks import read_tasks
@@ -79,7 +79,7 @@ def evaluate_tasks(asked: Asked) -> None:
         show(tasks, targets, found, as_json=asked.as_json)
 
 
-def _judge(asked: Asked) -> Judge | None:
+def _judge(asked: TaskOptions) -> Judge | None:
     """The key comes from the environment alone: what stands in a command is seen by others."""
     from tunesmith.errors import UserError
 
@@ -93,7 +93,7 @@ def _judge(asked: Asked) -> Judge | None:
     return Judge(asked.judge, asked.judge_model, key or None)
 
 
-def _with_settings(task: Task, asked: Asked) -> Task:
+def _with_settings(task: Task, asked: TaskOptions) -> Task:
     is_generated = task.kind in ("answers", "instructions", "judge")
     return task.with_settings(max_tokens=asked.max_tokens) if is_generated else task
 

@@ -28,22 +28,22 @@ def command(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's.")
     ] = None,
-    plan_file: Annotated[Path | None, typer.Option("--plan", help="Obey this plan instead of making one.")] = None,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="Use this plan instead of making one.")] = None,
     ranks: RanksOption = None,
     restarts: Annotated[
-        int, typer.Option(help="When a rank dies, start all again from the last checkpoint, so many times.")
+        int, typer.Option(help="When a rank dies, restart all from the last checkpoint, up to this many times.")
     ] = 0,
     accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Continue a run whose settings or data have changed since.")
+        bool, typer.Option("--accept-changes", help="Continue a run although its settings or data have changed.")
     ] = False,
     track: Annotated[
         list[str] | None,
         typer.Option(
-            "--track", envvar="TUNESMITH_TRACK", help="Tell a tracker, too: tensorboard, wandb, mlflow, trackio."
+            "--track", envvar="TUNESMITH_TRACK", help="Also log to a tracker: tensorboard, wandb, mlflow, trackio."
         ),
     ] = None,
 ) -> None:
-    """Fine-tune. On a folder that holds an unfinished run: continue it."""
+    """Fine-tune, or continue the unfinished run in the output folder."""
     import time
 
     started = time.monotonic()

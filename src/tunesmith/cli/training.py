@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tunesmith.parallel.ranks import Ranks
     from tunesmith.plan.plan import Plan
     from tunesmith.run.assemble import Shared
-    from tunesmith.run.start import Setting
+    from tunesmith.run.start import PreparedRun
     from tunesmith.train import events
     from tunesmith.train.job import Job
     from tunesmith.train.loop import Outcome
@@ -69,7 +69,7 @@ def observed(
 
 
 def train_prepared(
-    setting: Setting,
+    ready: PreparedRun,
     others: Ranks,
     screen: Display,
     observe: Callable[[events.Event], None],
@@ -82,22 +82,20 @@ def train_prepared(
     from tunesmith.train import events
     from tunesmith.train.loop import train
 
-    run, folder = setting.run, Path(setting.run.output)
+    run, folder = ready.run, Path(ready.run.output)
     if others.is_first:
         (folder / "summary.json").unlink(missing_ok=True)
         if shared is None:
-            screen.show_plan(setting.plan)
+            screen.show_plan(ready.plan)
         screen.stage("Loading the model")
-    with _memory_errors_in_words(setting.plan, folder, run, observe), ExitStack() as stack:
-        job = stack.enter_context(closing(assemble(setting, others, screen.progress, shared)))
+    with _memory_errors_in_words(ready.plan, folder, run, observe), ExitStack() as stack:
+        job = stack.enter_context(closing(assemble(ready, others, screen.progress, shared)))
         for message in job.warnings:
-            if message not in setting.data.leaks:
+            if message not in ready.data.leaks:
                 observe(events.Warned(message))
         trained = sum(parameter.numel() for parameter in job.optimizer.weights.values())
         observe(events.Started(job.loader.total_steps, trained, versions()))
-        for message in (
-            setting.data.leaks if not setting.is_continued else ()
-        ):  # a start forgets what was at steps before
+        for message in ready.data.leaks if not ready.is_continued else ():  # a start forgets what was at steps before
             observe(events.Alert(0, "leak", message, LEAK_ADVICE))
         profiler = _profiler(job, lambda message: observe(events.Warned(message))) if others.is_first else None
         outcome = train(job, observe, started=started, watch=profiler, progress=screen.progress)

@@ -10,8 +10,10 @@ import typer
 
 def command(
     folder: Annotated[Path, typer.Argument(metavar="[RUNS_FOLDER]", help="Folder of the runs.")] = Path("runs"),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 7860,
-    host: Annotated[str, typer.Option(help="Address to answer at; this machine alone when left out.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 7860,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; the default is for this machine alone.")
+    ] = "127.0.0.1",
     open_to_network: Annotated[
         bool, typer.Option("--open-to-network", help="Needed with a --host that others can reach.")
     ] = False,

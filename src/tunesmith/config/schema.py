@@ -159,7 +159,7 @@ class Dataset(Settings):
     subset: Text | None = None
     """Configuration of the hub data set."""
     split: Text = "train"
-    """Split of the hub data set, or of a folder whose files are called by splits."""
+    """Split of the hub data set, or of a folder whose files are named after splits."""
     name: Text | None = None
     """Name in reports; the file's or data set's name when left out."""
     format: FormatName | TaskFormat | None = None
@@ -169,7 +169,7 @@ class Dataset(Settings):
     weight: Annotated[Number, Field(gt=0, le=1000)] = 1.0
     """How often each example is seen per epoch; 0.5 takes a different half each epoch."""
     limit: Count | None = None
-    """Use only the first so many records."""
+    """Use only this many records, the first ones."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Dataset:
@@ -229,11 +229,11 @@ class Lora(Settings):
     bits: Literal[4, 8] = 4
     """Bits of a base weight with `method: qlora`: 4 (nf4), or 8 (int8), which is closer to the base."""
     dora: bool = False
-    """Learn the length of each output's weights apart from their direction (DoRA); slower, helps small ranks most."""
+    """DoRA: learn magnitude and direction of each output's weights apart; slower, helps small ranks most."""
     b_rate: Annotated[Number, Field(gt=0, le=1000)] = 1.0
-    """LoRA+: the second factor (B) learns so many times as fast as the first; 16 is usual."""
+    """LoRA+: learning rate of the second factor (B), in times that of the first; 16 is usual."""
     init: Literal["default", "pissa", "olora", "eva", "lora-ga", "loftq"] = "default"
-    """Where the factors begin: without effect, from weights (`pissa`, `olora`), data (`eva`), gradients or rounding."""
+    """Initial factors: A random, B zero; or from weights (`pissa`, `olora`), data (`eva`), gradients or rounding."""
 
     @property
     def takes_out(self) -> bool:
@@ -280,15 +280,15 @@ class Distillation(Settings):
     teacher: Text | None = None
     """The model to learn from, with the same vocabulary: a folder, a .gguf file, or a name on the hub."""
     loss: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
-    """Divergence: KL from the teacher (learn all it says), KL to it (what it says most), or Jensen-Shannon."""
+    """Divergence: `forward_kl` covers what the teacher finds likely, `reverse_kl` its likeliest, `jsd` is between."""
     temperature: Annotated[Number, Field(gt=0, le=100)] = 1.0
-    """Both models' logits are divided by it; the loss is multiplied by its square, which keeps gradients as large."""
+    """Divides the logits of both models; the loss is multiplied by its square, so that gradients keep their size."""
     weight: Annotated[Number, Field(gt=0, le=1)] = 0.5
     """Share of the teacher's part in the loss; the rest is the loss of the data's own tokens."""
     top_k: Count | None = None
-    """Ask the teacher once, before training, and keep its so many likeliest tokens; when left out, in each step."""
+    """Run the teacher once, before training, and keep this many of its likeliest tokens; in each step when left out."""
     on_policy: Annotated[Number, Field(ge=0, le=1)] = 0.0
-    """Share of the steps in which the student itself answers the prompts, and learns there (GKD's lambda)."""
+    """Share of steps in which the student answers the prompts and learns from its own answers (GKD's lambda)."""
 
 
 class Embedding(Settings):
@@ -297,13 +297,13 @@ class Embedding(Settings):
     pooling: Literal["last", "mean"] = "last"
     """A text's vector: the hidden state of its last token, or the mean over all."""
     temperature: Annotated[Number, Field(gt=0, le=100)] = 0.05
-    """Cosines are divided by it (1 / scale in sentence-transformers); lower ones look at the closest negatives."""
+    """Divides cosines (1 / scale in sentence-transformers); lower values weigh the closest negatives more."""
     matryoshka: list[Count] = []
-    """Numbers of leading dimensions that shall work by themselves, such as [256, 64]; each adds a loss of its own."""
+    """Sizes that vectors can be cut to, such as [256, 64]; each adds a loss over so many leading dimensions."""
 
 
 class Rollout(Settings):
-    """Answers of the model itself, which `rewards` check (`objective: grpo`, `rloo`) or a teacher does (`distill`)."""
+    """The model's own answers, checked by `rewards` (`objective: grpo`, `rloo`) or by a teacher (`distill`)."""
 
     engine: Literal["own", "vllm"] = "own"
     """What answers: the trainer itself, or vLLM in a process of its own, given the adapter before each step."""
@@ -312,15 +312,15 @@ class Rollout(Settings):
     answers: Annotated[Count, Field(ge=2, le=1024)] = 8
     """Answers to each prompt, which are compared with each other (the group size)."""
     max_answer_tokens: Count = 256
-    """Answers are cut off after so many tokens."""
+    """Answers are cut off after this many tokens."""
     temperature: Annotated[Number, Field(gt=0, le=10)] = 1.0
-    """Of sampling; the loss divides logits by it, too."""
+    """Sampling temperature; the loss divides logits by it, too."""
     updates: Annotated[Count, Field(le=64)] = 1
-    """Optimizer updates with the answers of a step; from the second on, ratios are clipped by `epsilon`."""
+    """Optimizer updates on the answers of a step; from the second on, ratios are clipped by `epsilon`."""
     loss: Literal["dapo", "grpo", "dr_grpo", "bnpo"] = "dapo"
-    """With `grpo`: mean over all tokens (`dapo`, `bnpo`), over each answer's and then answers, or by the longest."""
+    """With `grpo`: mean over all tokens (`dapo`, `bnpo`), over answers, or over `max_answer_tokens` (`dr_grpo`)."""
     ratios: Literal["token", "sequence"] = "token"
-    """With `grpo`: how much likelier each token has become, or (GSPO) a token of the answer on average."""
+    """With `grpo`: probability ratios of single tokens, or their geometric mean over the answer (GSPO)."""
     epsilon: Annotated[Number, Field(gt=0)] = 0.2
     """Ratios below 1 - epsilon or above 1 + epsilon_high are clipped."""
     epsilon_high: Annotated[Number, Field(gt=0)] | None = None
@@ -328,26 +328,26 @@ class Rollout(Settings):
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Divide advantages by the spread of rewards; `group` with `grpo` and `none` with `rloo` when left out."""
     beta: Annotated[Number, Field(ge=0)] = 0.0
-    """Weight of the KL divergence from the model without its adapter; above 0 it costs a forward pass more."""
+    """Weight of the KL divergence from the model without its adapter; above 0 it costs one more forward pass."""
 
 
 class Reward(Settings):
     """One check of an answer (`rewards`), or the name of one: `exact`, `tests`, or `file.py:function`."""
 
     kind: Literal["exact", "regex", "json_schema", "tests", "function"]
-    """Gives the record's `answer`, holds a pattern, fits a JSON schema, passes unit tests; or a function of yours."""
+    """The answer equals the record's `answer`, matches a pattern or JSON schema, passes tests; or your function."""
     weight: Number = 1.0
-    """What is found, from 0 to 1 but for functions, is multiplied by it."""
+    """Multiplies what the check finds: 0 to 1, any number from a function."""
     name: Text | None = None
     """Name in figures; the kind, or the function's name, when left out."""
     extract: Text | None = None
     """With `exact`: pattern of what counts as the model's answer, its first group; the last match is taken."""
     pattern: Text | None = None
-    """With `regex`: what an answer must hold somewhere (Python's syntax; dots match line ends)."""
+    """With `regex`: what an answer must match somewhere (Python's syntax; dots match line ends)."""
     file: Text | None = None
     """With `json_schema`: the file with the schema."""
     function: Text | None = None
-    """With `function`: `file.py:name` or `module:name`; called as `name(answer, record)`, gives a number."""
+    """With `function`: `file.py:name` or `module:name`; called as `name(answer, record)`, returns a number."""
     seconds: Annotated[Number, Field(gt=0, le=3600)] = 10.0
     """With `tests`: time limit of one answer."""
     memory_mb: Annotated[Count, Field(ge=64)] = 1024
@@ -466,7 +466,7 @@ class Run(Settings):
     model: Text
     """A folder, a .gguf file, or a name on the Hugging Face hub."""
     method: Literal["full", "lora", "qlora", "peft", "relora", "loqt"] = "lora"
-    """What is trained: all weights, adapters (`qlora`: over 4 bits; `relora`, `loqt`: merged by and by), `peft`'s."""
+    """What is trained: all weights, LoRA (`qlora`: over 4 bits; `relora`, `loqt`: merged at intervals), `peft`."""
     lora: Lora = Lora()
     """Settings of the adapters; used with `method: lora` and `qlora`."""
     objective: ObjectiveName = "sft"
@@ -482,11 +482,11 @@ class Run(Settings):
     rewards: Rewards = []
     """With `objective: grpo` and `rloo`: how answers are checked; the reward is the sum."""
     labels: list[Text] = []
-    """With `objective: classify` and `classify_tokens`: the classes' names; those of the data when left out."""
+    """With `objective: classify` and `classify_tokens`: names of the classes; those in the data when left out."""
     peft: dict[Text, Any] = {}
     """With `method: peft`: its `peft_type`, such as `IA3`, and the fields of that type's config in the peft library."""
     adapter: Text | None = None
-    """Folder of an adapter over the same model, ours or peft's, to train on; its settings come with it."""
+    """Folder of an existing adapter over the same model, ours or peft's, to train on; its settings come with it."""
     data: Annotated[Datasets, Field(min_length=1)]
     """Data sets to train on."""
     eval: Datasets = []
@@ -498,7 +498,7 @@ class Run(Settings):
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Which tokens are targets: all assistant turns, the last one only, or everything."""
     special_tokens: list[Text] = []
-    """Special tokens that the data write out and mean, such as `<|tool_call|>`; all others in texts are plain text."""
+    """Special tokens that texts may contain as such, e.g. `<|tool_call|>`; written out, all others are plain text."""
     new_tokens: list[Text] = []
     """Tokens to add to the vocabulary, which grows to a multiple of 64; their rows are trained."""
     sequence_length: Annotated[Count, Field(ge=8)] = 2048
@@ -514,7 +514,7 @@ class Run(Settings):
     epochs: Annotated[Number, Field(gt=0, le=10000)] | None = None
     """Passes over the data; proposed from its size when left out: one, or as many as make 100 steps of a tiny set."""
     steps: Count | None = None
-    """Stop after so many optimizer steps, instead of after `epochs`."""
+    """Stop after this many optimizer steps, instead of after `epochs`."""
     learning_rate: Annotated[Number, Field(gt=0)] | None = None
     """Peak learning rate; proposed from method and model when left out (2e-4 for adapters of 8B, 2e-5 for all)."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
@@ -541,7 +541,7 @@ class Run(Settings):
     max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0
     """Gradients with a larger norm are scaled down to it; null switches this off."""
     quantization_aware: Literal["int4", "q4_0", "fp8", "nvfp4"] | None = None
-    """Train for a file in few bits: linears compute with weights rounded exactly as that export type holds them."""
+    """Train for a quantized export: linears compute with weights rounded exactly as that export type stores them."""
     z_loss: Annotated[Number, Field(ge=0, le=1)] = 0.0
     """Weight of a penalty that keeps logits near zero (the squared log of each softmax's sum); 1e-4 is usual."""
     neftune_noise_alpha: Annotated[Number, Field(ge=0, le=1000)] = 0.0
@@ -557,15 +557,15 @@ class Run(Settings):
     seed: Annotated[WholeNumber, Field(ge=0, lt=2**63)] = 0
     """Seed of data order, initial adapters and dropout."""
     eval_every: Count | None = None
-    """Steps between evaluations; ten or fewer when left out, in a tenth of training's time, of a sample if need be."""
+    """Steps between evaluations; when left out, up to ten of them in a tenth of training's time, sampled if need be."""
     stop_when: StopRule | None = None
-    """End the run, with its result: `no gain in 3 evaluations` (beyond chance), or that `of TASK`, `loss below 1.2`."""
+    """End the run early: `no gain in 3 evaluations` (or that `of TASK`), `loss below 1.2`, `TASK above 0.6`."""
     save_every: Count | None = None
     """Steps between checkpoints; every ten minutes and at the end of each epoch when left out."""
     keep: Count = 2
     """Newest checkpoints to keep; the best one by held-out loss is kept as well."""
     max_minutes: Annotated[Number, Field(gt=0)] | None = None
-    """Save and stop in time to be done within so many minutes; `train` again continues."""
+    """Save and stop in time to end within this many minutes; `train` again continues."""
     profile_steps: ProfileSteps | None = None
     """Profile these steps inside the run, e.g. `10:12` (the last included); see `profile` in the run's folder."""
     trust_remote_code: bool = False

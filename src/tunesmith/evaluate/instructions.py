@@ -19,14 +19,14 @@ from tunesmith.errors import listed
 
 
 @dataclass(frozen=True)
-class Given:
+class Instruction:
     """An instruction as a record names it."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def problem_of(given: Given) -> str | None:
+def problem_of(given: Instruction) -> str | None:
     """Why an instruction cannot be checked, in words; None where it can."""
     check = CHECKS.get(given.name)
     if check is None:
@@ -47,18 +47,18 @@ def problem_of(given: Given) -> str | None:
     return None
 
 
-def follows(given: Sequence[Given], answer: str) -> list[bool]:
+def follows(given: Sequence[Instruction], answer: str) -> list[bool]:
     return [_follows(one, answer) for one in given]
 
 
-def follows_loosely(given: Sequence[Given], answer: str) -> list[bool]:
+def follows_loosely(given: Sequence[Instruction], answer: str) -> list[bool]:
     lines = answer.split("\n")
     cut = [answer, *("\n".join(some).strip() for some in (lines[1:], lines[:-1], lines[1:-1]))]
     forms = [*cut, *(form.replace("*", "") for form in cut)]
     return [any(_follows(one, form) for form in forms) for one in given]
 
 
-def _follows(one: Given, answer: str) -> bool:
+def _follows(one: Instruction, answer: str) -> bool:
     if not answer.strip():
         return False
     check = CHECKS[one.name]

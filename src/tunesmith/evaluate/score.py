@@ -24,7 +24,8 @@ from torch import nn
 
 from tunesmith.errors import UserError
 from tunesmith.model import attention, load
-from tunesmith.model.forward import Inputs, confirm_forward_spec, own_attention, token_losses
+from tunesmith.model.forward import Inputs, own_attention, token_losses
+from tunesmith.model.forward_spec import confirm_forward_spec
 from tunesmith.model.norms import FusedNorms
 from tunesmith.model.structure import set_attention
 from tunesmith.plan.plan import ForwardSpec

@@ -295,7 +295,7 @@ def _instructed(record: Record) -> Question:
     if not isinstance(options, Sequence) or len(options) != len(ids):
         raise RecordError("wrong type", record.origin, "`kwargs` has not one entry for each of its instructions")
     given = tuple(
-        instructions.Given(name, {key: value for key, value in (some or {}).items() if value is not None})
+        instructions.Instruction(name, {key: value for key, value in (some or {}).items() if value is not None})
         for name, some in zip(ids, options, strict=True)
     )
     for one in given:

@@ -69,7 +69,7 @@ PLAIN = Decoding()
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerationDefaults:
     """What a model's generation config asks for."""
 
     decoding: Decoding = PLAIN
@@ -97,10 +97,10 @@ class Asked:
         return f"The model's generation config asks for {', '.join(self.not_applied)}; answers are made without."
 
 
-ASKS_NOTHING = Asked()
+ASKS_NOTHING = GenerationDefaults()
 
 
-def asked_of(model: nn.Module) -> Asked:
+def asked_of(model: nn.Module) -> GenerationDefaults:
     config: Any = getattr(model, "generation_config", None)
     if config is None:
         return ASKS_NOTHING
@@ -113,7 +113,7 @@ def asked_of(model: nn.Module) -> Asked:
     own = {name: good[name] for name in ("repetition_penalty", "top_k", "min_p") if name in good}
     decoding = Decoding(**own, others={name: good[name] for name in _OTHERS if name in good})
     stops = good.get("stop_strings", ())
-    return Asked(
+    return GenerationDefaults(
         decoding,
         good.get("max_new_tokens"),
         good.get("max_length"),
@@ -127,7 +127,7 @@ def not_streamed(model: nn.Module) -> tuple[dict[str, Any], str | None]:
     it does not try, and what to say."""
     config: Any = getattr(model, "generation_config", None)
     found = {name: value for name in NOT_STREAMED if (value := _wanted(config, name)) is not None}
-    said = Asked(not_applied=tuple(f"{name}: {value}" for name, value in found.items())).sentence
+    said = GenerationDefaults(not_applied=tuple(f"{name}: {value}" for name, value in found.items())).sentence
     return {name: NOT_STREAMED[name] for name in found}, said
 
 

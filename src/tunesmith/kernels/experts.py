@@ -26,10 +26,10 @@ def expert_matmuls(
     """Each row times the matrix [N, K] of its expert: [S, N]. The rows of expert e end before `ends_e[e]`, in int32.
 
     `stack` is what `nf4.quantize` makes of all matrices, or with `scale_n` what `int8.quantize` makes of them."""
-    return _Products.apply(x_sk, ends_e, stack, scale_n, outputs)
+    return _ExpertMatmuls.apply(x_sk, ends_e, stack, scale_n, outputs)
 
 
-class _Products(torch.autograd.Function):
+class _ExpertMatmuls(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_sk, ends_e, stack, scale_n, outputs):
         ctx.save_for_backward(ends_e, stack, scale_n)

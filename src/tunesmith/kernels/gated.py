@@ -18,15 +18,15 @@ from tunesmith.kernels.operator import operator
 def gated_matmul(
     gate_ti: torch.Tensor, up_ti: torch.Tensor, weight_ni: torch.Tensor, gating: str = SILU.text
 ) -> torch.Tensor:
-    return _GatedProduct.apply(gate_ti, up_ti, weight_ni, gating)
+    return _GatedMatmul.apply(gate_ti, up_ti, weight_ni, gating)
 
 
 def joint_gated_matmul(y_t2i: torch.Tensor, weight_ni: torch.Tensor, gating: str = SILU.text) -> torch.Tensor:
     """The same of gate and up side by side."""
-    return _JointGatedProduct.apply(y_t2i, weight_ni, gating)
+    return _JointGatedMatmul.apply(y_t2i, weight_ni, gating)
 
 
-class _GatedProduct(torch.autograd.Function):
+class _GatedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_ti, up_ti, weight_ni, gating):
         ctx.save_for_backward(gate_ti, up_ti, weight_ni)
@@ -40,7 +40,7 @@ class _GatedProduct(torch.autograd.Function):
         return d_gate, d_up, g_tn.t() @ act_ti, None
 
 
-class _JointGatedProduct(torch.autograd.Function):
+class _JointGatedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y_t2i, weight_ni, gating):
         ctx.save_for_backward(y_t2i, weight_ni)

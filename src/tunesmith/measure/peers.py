@@ -34,7 +34,7 @@ from tunesmith.measure.bench import (
     timed,
 )
 from tunesmith.train.loop import peak_memory
-from tunesmith.train.step import reader
+from tunesmith.train.step import start_reading
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -98,7 +98,7 @@ def measure_peer(
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            read = reader(loss.view(1))
+            read = start_reading(loss.view(1))
             return lambda: read()[0]
 
         return timed(step, workload, torch.device(device), warmup=warmup, steps=steps, turn=turn)

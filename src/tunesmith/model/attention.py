@@ -106,7 +106,7 @@ def packed_attention(
     path = _path(kernel, capability, query.is_cuda, sizes)
     if _watched is not None:
         shape = (query.shape[1], key.shape[1], *sizes[:2])
-        _watched[Asked(path, query.dtype, shape, window, softcap, *asked[1:3])] = None
+        _watched[AttentionCall(path, query.dtype, shape, window, softcap, *asked[1:3])] = None
     extras = {"softcap": softcap, "sinks": s_aux, "slopes": alibi_slopes}
     if path == "flex-attention":
         q, k, v = (tensor.squeeze(0) for tensor in (query, key, value))
@@ -127,7 +127,7 @@ def packed_attention(
     return efficient.efficient(q, k, v, *bounds, longest[0], scale, window).unsqueeze(0), None
 
 
-class Asked(NamedTuple):
+class AttentionCall(NamedTuple):
     """What a layer has asked of a path."""
 
     path: Path
@@ -149,11 +149,11 @@ class Asked(NamedTuple):
         )
 
 
-_watched: dict[Asked, None] | None = None
+_watched: dict[AttentionCall, None] | None = None
 
 
 @contextmanager
-def watched() -> Iterator[dict[Asked, None]]:
+def watched() -> Iterator[dict[AttentionCall, None]]:
     """While this lasts, what layers ask for is noted."""
     global _watched
     _watched = {}
@@ -167,7 +167,7 @@ LENGTHS = (150, 1, 40, 65)
 """Of documents on which a kernel is tried."""
 
 
-def fault_of(asked: Asked, device: torch.device) -> str | None:
+def fault_of(asked: AttentionCall, device: torch.device) -> str | None:
     """What is wrong with a kernel, forward or backward, on random heads of this kind; None where nothing is."""
     heads, kv_heads, head_dim, value_dim = asked.shape
     generator = torch.Generator(device).manual_seed(0)

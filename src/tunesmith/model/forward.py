@@ -3,22 +3,17 @@
 Three layouts. `packed`: documents end to end in one row, with attention that keeps them apart; nothing is padded.
 `padded`: one document a row with the model's own attention, for architectures that cannot do the first; the loader
 gives them documents of like length. `encoder-decoder`: the same with two rows for each document, its source and its
-target (`data.paired` lays such documents out). `find_forward_spec` tries them on a proxy in fp32 (`model.probe`) and
-compares with the model's own plain call, so that an architecture nobody has seen is either computed rightly or refused;
-`confirm_forward_spec` tries what was found in another precision.
+target (`data.paired` lays such documents out). Which of them a model takes is found out by `model.forward_spec`.
 
 Legend: T tokens, N target tokens, D documents, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import itertools
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,7 +23,6 @@ from torch import nn
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-from tunesmith.errors import UserError, first_line, listed
 from tunesmith.kernels.linear_cross_entropy import Transposed, chunk_bytes, chunk_rows, linear_cross_entropy
 from tunesmith.kernels.linear_distillation import Lesson, distillation_by_module, linear_distillation
 from tunesmith.model.attention import NAME as PACKED_ATTENTION
@@ -36,14 +30,11 @@ from tunesmith.model.inline_attention import inline_attention
 from tunesmith.model.local import local
 from tunesmith.model.noise import tell_lengths
 from tunesmith.model.state_space import use_chunked_scan
-from tunesmith.model.structure import body, is_encoder_decoder, set_attention, stacks_of
+from tunesmith.model.structure import body, stacks_of
 from tunesmith.plan.plan import ForwardSpec
 
-LEAKS = "documents see each other"
-KERNELS = {"causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm", "fla": "flash-linear-attention"}
-"""Packages with kernels for what runs along tokens, and the names they are installed by."""
-ENLARGED = (1.0, 8.0, 64.0, 512.0, 4096.0, 32768.0)
-"""Times its weight, an output head's logits are compared with the model's."""
+TRIAL_LENGTHS = (7, 3, 12)
+"""Tokens of the documents of `trial_inputs`."""
 
 
 class Documents(Protocol):
@@ -328,7 +319,7 @@ def hidden_states(model: nn.Module, inputs: Inputs, spec: ForwardSpec) -> torch.
     if spec.layout == "packed":
         return packed_hidden_states(model, inputs, seq_idx=spec.seq_idx).squeeze(0)
     if spec.layout == "encoder-decoder":
-        return _decoder_states(model, inputs)
+        return decoder_states(model, inputs)
     documents = torch.repeat_interleave(
         torch.arange(inputs.boundaries.shape[0] - 1, device=inputs.tokens.device), inputs.boundaries.diff()
     )
@@ -344,7 +335,7 @@ def hidden_states(model: nn.Module, inputs: Inputs, spec: ForwardSpec) -> torch.
     return output[0][documents, inputs.positions]
 
 
-def _decoder_states(model: nn.Module, inputs: Inputs) -> torch.Tensor:
+def decoder_states(model: nn.Module, inputs: Inputs) -> torch.Tensor:
     """What the output head sees where the decoder has a token, and 0 elsewhere: [T, H]. A document begins with the
     decoder's: a start and all its targets, of which the last one is only predicted. The encoder's stand behind them."""
     ends = inputs.boundaries.long()
@@ -408,178 +399,6 @@ def packed_hidden_states(
         )[0]
 
 
-def confirm_forward_spec(
-    model: nn.Module, *, vocabulary: int, longest: int = 0, known: ForwardSpec | None = None
-) -> tuple[ForwardSpec, str | None]:
-    """The fastest way of calling this model that gives what the model itself gives.
-
-    `known` is what a proxy of it was found to need; without, the model is its own proxy as far as its precision allows.
-    `longest` is what training will give as the longest document, so that attention compiles no other kernels here.
-    Returns it with a sentence when it is not the fastest there is. Leaves the model with the attention that the layout
-    needs.
-    """
-    if known is None:
-        return find_forward_spec(model, vocabulary=vocabulary, longest=longest)
-    if hasattr(model, "head_files"):  # it has no logits of tokens to compare; its layers are those that were tried
-        set_attention(model, PACKED_ATTENTION if known.layout == "packed" else own_attention(model))
-        return known, None
-    if is_encoder_decoder(model):
-        return _find_encoder_decoder_spec(model, vocabulary, known), None
-    inputs = trial_inputs(vocabulary, next(model.parameters()).device)
-    was_training = model.training
-    model.eval()
-    own = own_attention(model)
-    reasons = []
-    try:
-        set_attention(model, own)
-        expected = _own_losses(model, inputs)
-        if not expected.isfinite().all():  # the weights' fault, which is found elsewhere, and not the layout's
-            set_attention(model, PACKED_ATTENTION if known.layout == "packed" else own)
-            return known, None
-        # In half precision a model's own losses on random tokens are off by some percent, whichever way it is called.
-        is_exact = expected.dtype == torch.float64
-        tolerance = 1e-4 * max(1.0, expected.abs().max().item()) if is_exact else 0.05 * expected.abs().max().item()
-        leak = 1e-5 if is_exact else 0.005
-        for layout in ("packed", "padded") if known.layout == "packed" else ("padded",):
-            spec = replace(known, layout=layout, seq_idx=known.seq_idx and layout == "packed")
-            why = _tried(model, spec, own, inputs, expected, vocabulary, tolerance, leak, longest)
-            if why is None:
-                branches = known.branches and layout == "packed" and _takes_branches(model, spec, own, vocabulary)
-                return replace(spec, branches=branches), None if layout == known.layout else _slower(model, reasons)
-            reasons.append(f"{layout}: {why}")
-    finally:
-        model.train(was_training)
-    raise _cannot(model, reasons)
-
-
-def find_forward_spec(
-    model: nn.Module, *, vocabulary: int, longest: int = 0, long: int | None = None
-) -> tuple[ForwardSpec, str | None]:
-    """`confirm_forward_spec` where nothing is known yet: how the head's logits become the model's, whether the model is
-    causal, and which layout gives its own results. Above `long` tokens its code may compute by other rules: such
-    documents are tried beside shorter ones, and by themselves."""
-    if is_encoder_decoder(model):
-        return _find_encoder_decoder_spec(model, vocabulary), None
-    device = next(model.parameters()).device
-    inputs = trial_inputs(vocabulary, device)
-    was_training = model.training
-    model.eval()
-    own = own_attention(model)
-    try:
-        set_attention(model, own)
-        expected = _own_losses(model, inputs)
-        is_exact = expected.dtype == torch.float64
-        _check_causal(model, inputs, vocabulary, is_exact)
-        scale, softcap = _logit_form(model, inputs, is_exact)
-        tolerance = 1e-4 * max(1.0, expected.abs().max().item()) if is_exact else 0.05 * expected.abs().max().item()
-        leak = 1e-5 if is_exact else 0.005
-        reasons, before = [], None
-        for layout, seq_idx in (("packed", False), ("packed", True), ("padded", False)):
-            spec = ForwardSpec(layout, scale, softcap, seq_idx=seq_idx)
-            why = _tried(model, spec, own, inputs, expected, vocabulary, tolerance, leak, longest)
-            if why is None and long is not None and is_exact:
-                spec, why = _over_lengths(model, spec, own, vocabulary, long)
-            if why is None:
-                branches = layout == "packed" and not seq_idx and _takes_branches(model, spec, own, vocabulary)
-                return replace(spec, branches=branches), None if layout == "packed" else _slower(model, reasons)
-            if seq_idx and why != before:  # most models do not look at `seq_idx`
-                reasons.append(f"with seq_idx: {why.partition('. ')[0]}")
-            elif not seq_idx:
-                reasons.append(f"{layout}: {why}")
-            before = why
-        spec = ForwardSpec("padded", scale, softcap, switch=0)
-        set_attention(model, own)
-        if _one_by_one_differs(model, spec, inputs, expected) <= tolerance:
-            return spec, _slower(model, reasons, alone=True)
-        reasons.append("one by one: losses differ")
-    finally:
-        model.train(was_training)
-    raise _cannot(model, reasons)
-
-
-def _find_encoder_decoder_spec(model: nn.Module, vocabulary: int, known: ForwardSpec | None = None) -> ForwardSpec:
-    """How an encoder-decoder is called: UserError where its losses over padded rows are not the model's own."""
-    inputs, was_training = paired_inputs(vocabulary, next(model.parameters()).device), model.training
-    model.eval()
-    try:
-        logits_nv = _own_paired_logits(model, inputs)
-        is_exact = logits_nv.dtype == torch.float64
-        _check_decoder_causal(model, inputs, vocabulary, logits_nv, is_exact)
-        spec = known
-        if spec is None:
-            with torch.no_grad():
-                try:
-                    _decoder_states(model, inputs)
-                except Exception as error:  # the model's own code, called as it may not expect
-                    raise _cannot(model, [first_line(error)[:200]]) from error
-            form = _paired_form(model, inputs) if is_exact else _form_by_config(model)
-            spec = ForwardSpec("encoder-decoder", *form)
-        expected = F.cross_entropy(logits_nv, inputs.labels, reduction="none")
-        if not expected.isfinite().all():  # the weights' fault, which is found elsewhere
-            return spec
-        with torch.no_grad():
-            found = token_losses(model, inputs, spec)[1].to(expected.dtype)
-    finally:
-        model.train(was_training)
-    largest = max(1.0, expected.abs().max().item())
-    if not (worst := (found - expected).abs().max().item()) <= (1e-4 if is_exact else 0.05) * largest:
-        raise _cannot(model, [f"padded: losses differ by {worst:.2g}"])
-    return spec
-
-
-def _paired_form(model: nn.Module, inputs: Inputs) -> tuple[float, float | None]:
-    return _form_of(model, lambda: (_own_paired_logits(model, inputs), _decoder_states(model, inputs)[inputs.rows]))
-
-
-@torch.no_grad()
-def _own_paired_logits(model: nn.Module, inputs: Inputs) -> torch.Tensor:
-    """Of every target by the model's own forward pass, one document at a time: [N, V], float64 where it is in fp32."""
-    found, bounds = [], inputs.boundaries.tolist()
-    for start, end in itertools.pairwise(bounds):
-        count = int(((inputs.rows >= start) & (inputs.rows < end)).sum())
-        given = {"input_ids": inputs.tokens[None, start + count + 1 : end], "use_cache": False}
-        found.append(model(**given, decoder_input_ids=inputs.tokens[None, start : start + count]).logits[0])
-    logits_nv = torch.cat(found).float()
-    return logits_nv.double() if next(model.parameters()).dtype == torch.float32 else logits_nv
-
-
-def _check_decoder_causal(
-    model: nn.Module, inputs: Inputs, vocabulary: int, logits_nv: torch.Tensor, is_exact: bool
-) -> None:
-    """UserError where a target is predicted from targets behind it; the last document's are changed from the third."""
-    last = int((inputs.rows >= inputs.boundaries[-2]).sum())
-    changed = inputs.tokens.clone()
-    start = int(inputs.boundaries[-2])
-    changed[start + 3 : start + last] = (changed[start + 3 : start + last] + 1) % vocabulary
-    after = _own_paired_logits(model, replace(inputs, tokens=changed))
-    place = len(inputs.rows) - last
-    differ = (after - logits_nv)[place : place + 3].abs().max().item()
-    if differ > (1e-4 if is_exact else 0.05) * max(1.0, logits_nv.abs().max().item()):
-        raise UserError(
-            f"{type(model).__name__} cannot be trained: what its decoder predicts for a token depends on the tokens "
-            "after it."
-        )
-
-
-def paired_inputs(
-    vocabulary: int, device: torch.device, sizes: tuple[tuple[int, int], ...] = ((4, 9), (1, 3), (7, 5))
-) -> Inputs:
-    """Some short documents with so many targets and so many tokens of their source each."""
-    lengths = [1 + targets + source for targets, source in sizes]
-    starts = [0, *itertools.accumulate(lengths)]
-    tokens = torch.randint(vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(0))
-    rows = torch.cat([start + torch.arange(targets) for start, (targets, _) in zip(starts, sizes, strict=False)])
-    return Inputs(
-        tokens=tokens.to(device),
-        positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
-        boundaries=torch.tensor(starts, dtype=torch.int32, device=device),
-        longest=max(lengths),
-        rows=rows.to(device),
-        labels=tokens[rows + 1].to(device),
-        weights=torch.ones(len(rows), device=device),
-    )
-
-
 def own_attention(model: nn.Module) -> str:
     """The attention that defines the model: its own, but not torch's where that leaves something out. transformers
     gives some models with soft caps over to it all the same."""
@@ -588,288 +407,6 @@ def own_attention(model: nn.Module) -> str:
         own = model.get_correct_attn_implementation(None)
     is_capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     return "eager" if own == "sdpa" and is_capped else own
-
-
-def _cannot(model: nn.Module, reasons: list[str]) -> UserError:
-    return UserError(
-        f"{type(model).__name__} cannot be trained: calling it document by document does not give the model's own "
-        f"results ({listed(reasons, '; ')})."
-    )
-
-
-@torch.no_grad()
-def _check_causal(model: nn.Module, inputs: Inputs, vocabulary: int, is_exact: bool) -> None:
-    """UserError where what a token is predicted from has the token itself in it. Only tokens are changed, not their
-    number: a model may compute a longer document by other rules and be causal all the same."""
-    tokens = inputs.tokens[None, -12:]
-    changed = tokens.clone()
-    changed[:, 6:] = (changed[:, 6:] + 1) % vocabulary
-    before, after = (model(input_ids=one, use_cache=False).logits[0, :6].float() for one in (tokens, changed))
-    scale = max(1.0, before.abs().max().item())
-    if (before - after).abs().max().item() > (1e-4 if is_exact else 0.05) * scale:
-        raise UserError(
-            f"{type(model).__name__} is not a causal language model: what it predicts for a token depends on the "
-            "tokens after it; give a model that is made to predict the next token."
-        )
-
-
-def _logit_form(model: nn.Module, inputs: Inputs, is_exact: bool) -> tuple[float, float | None]:
-    """Factor and soft cap between what the output head gives and the model's logits: found by comparing the two in
-    fp32, read from the config otherwise."""
-    return logit_form(model, inputs.tokens[None, -12:]) if is_exact else _form_by_config(model)
-
-
-@torch.no_grad()
-def logit_form(model: nn.Module, tokens: torch.Tensor) -> tuple[float, float | None]:
-    """The same of a model in fp32, by these tokens, [1, T]."""
-
-    def logits_and_states() -> tuple[torch.Tensor, torch.Tensor]:
-        logits = model(input_ids=tokens, use_cache=False).logits[0].double()
-        return logits, body(model)(input_ids=tokens, use_cache=False)[0][0]
-
-    return _form_of(model, logits_and_states)
-
-
-def _form_by_config(model: nn.Module) -> tuple[float, float | None]:
-    config = model.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1.0
-    if getattr(config, "logits_scaling", None):
-        scale = 1.0 / config.logits_scaling
-    if is_encoder_decoder(model) and getattr(config, "scale_decoder_outputs", False):  # T5
-        scale = config.hidden_size**-0.5
-    return scale, getattr(config, "final_logit_softcapping", None)
-
-
-@torch.no_grad()
-def _form_of(
-    model: nn.Module, logits_and_states: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-) -> tuple[float, float | None]:
-    """Factor and soft cap that make the model's logits of its hidden states, over the whole range of logits: those of a
-    few random weights lie where a cap bends them by less than is seen, so the output head is made larger, too. A cap
-    that the config does not name is what logits come to then."""
-    config = model.config.get_text_config()
-    named = [value for name, value in vars(config).items() if "softcap" in name and isinstance(value, int | float)]
-    samples = [_raw_and_logits(model, logits_and_states, factor) for factor in ENLARGED]
-    samples = [(raw, logits) for raw, logits in samples if raw.isfinite().all() and logits.isfinite().all()]
-    highest = [logits.abs().max().item() for _, logits in samples]
-    ceiling = float(f"{highest[-1]:.6g}") if len(samples) > 1 and highest[-1] <= highest[-2] * (1 + 1e-6) else None
-    for cap in (None, *(float(cap) for cap in named if cap), *([ceiling] if ceiling else [])):
-        scale = _fitted_scale(samples, cap)
-        made = [raw * scale if cap is None else cap * torch.tanh(raw * scale / cap) for raw, _ in samples]
-        if all(_is_close(one, logits) for one, (_, logits) in zip(made, samples, strict=True)):
-            rounded = float(f"{scale:.6g}")
-            return 1.0 if abs(scale - 1) < 1e-5 else rounded if abs(rounded / scale - 1) < 1e-7 else scale, cap
-    raise _no_form(model, samples, ceiling)
-
-
-def _raw_and_logits(
-    model: nn.Module, logits_and_states: Callable[[], tuple[torch.Tensor, torch.Tensor]], factor: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the output head, its weight so many times as large, makes of the model's hidden states, and the model's
-    logits: [N, V] each. UserError where there is no such head."""
-    head = model.get_output_embeddings()
-    if head is None or getattr(head, "weight", None) is None:
-        raise _no_head(model)
-    weight, bias, added = local(head.weight), getattr(head, "bias", None), logit_bias(model)
-    before = weight.clone()
-    weight.mul_(factor)
-    try:
-        logits, hidden = logits_and_states()
-        if hidden.ndim != 2 or hidden.shape[1] != weight.shape[-1] or weight.shape[0] != logits.shape[-1]:
-            raise _no_head(model)
-        raw = F.linear(hidden, weight, None if bias is None else local(bias)).double()
-    finally:
-        weight.copy_(before)
-    return raw if added is None else raw + added.double(), logits
-
-
-def _fitted_scale(samples: list[tuple[torch.Tensor, torch.Tensor]], cap: float | None) -> float:
-    """The factor before the cap that comes nearest to these logits, by those that are neither cut off nor nothing."""
-    crossed = squares = 0.0
-    for raw, logits in samples:
-        if cap is None:
-            wanted = logits
-        else:
-            is_told = (logits.abs() < 0.9 * cap) & (logits.abs() > 0.01 * cap)
-            raw, wanted = raw[is_told], cap * torch.atanh(logits[is_told] / cap)
-        weight = 1 / max(1.0, raw.abs().max().item() ** 2) if raw.numel() else 0.0
-        crossed, squares = (
-            crossed + weight * (raw * wanted).sum().item(),
-            squares + weight * raw.square().sum().item(),
-        )
-    return crossed / squares if squares else 1.0
-
-
-def _is_close(found: torch.Tensor, logits: torch.Tensor) -> bool:
-    return (found - logits).abs().max().item() <= 1e-4 * max(1.0, logits.abs().max().item())
-
-
-def _no_form(model: nn.Module, samples: list[tuple[torch.Tensor, torch.Tensor]], ceiling: float | None) -> UserError:
-    """What the model's code does to its logits that the loss here cannot do."""
-    name, differ = type(model).__name__, []
-    for raw, logits in samples[:2]:  # with larger ones what is added is lost in the last digits
-        centered, wanted = raw - raw.mean(0), logits - logits.mean(0)
-        scale = ((centered * wanted).sum() / centered.square().sum()).item()
-        differ.append((logits - scale * raw).mean(0))
-        if not _is_close(scale * raw + differ[-1], logits) or not _is_close(differ[-1], differ[0]):
-            break
-    else:
-        own = [one for one, tensor in (*model.named_parameters(), *model.named_buffers()) if _holds(tensor, differ[0])]
-        what = f"`{own[0]}`" if own else "numbers of its own"
-        return UserError(
-            f"{name} cannot be trained: its code adds {what} to the logits of its output head, which the loss here "
-            "does not do; let its code add them as the bias of that head (nn.Linear)."
-        )
-    if ceiling is not None:
-        return UserError(
-            f"{name} cannot be trained: its code keeps the logits of its output head between -{ceiling:g} and "
-            f"{ceiling:g}, but not by cap * tanh(logits / cap), the only bound that the loss here can compute; let its "
-            "code use that one, or none."
-        )
-    return UserError(
-        f"{name} cannot be trained: its logits are not those of a linear output head over what its layers give, "
-        "neither times a factor nor as cap * tanh(logits / cap), and the loss here is computed from such a head."
-    )
-
-
-def _holds(tensor: torch.Tensor, values_v: torch.Tensor) -> bool:
-    is_alike = tensor.numel() == values_v.numel() and tensor.is_floating_point()
-    return is_alike and _is_close(tensor.detach().reshape(-1).double(), values_v)
-
-
-def _no_head(model: nn.Module) -> UserError:
-    return UserError(
-        f"{type(model).__name__} cannot be trained: its logits are not those of a linear output head over what its "
-        "layers give, which the loss here is computed from."
-    )
-
-
-def _tried(
-    model: nn.Module,
-    spec: ForwardSpec,
-    own: str,
-    inputs: Inputs,
-    expected: torch.Tensor,
-    vocabulary: int,
-    tolerance: float,
-    leak: float,
-    longest: int,
-) -> str | None:
-    """What is wrong with calling the model like this; None where nothing is."""
-    set_attention(model, PACKED_ATTENTION if spec.layout == "packed" else own)
-    given = replace(inputs, longest=max(longest, inputs.longest)) if spec.layout == "packed" else inputs
-    changed = inputs.tokens.clone()
-    changed[:7] = (changed[:7] + 1) % vocabulary
-    if spec.switch is not None and spec.switch < inputs.longest:
-        found = _one_by_one_differs(model, spec, inputs, expected)
-        return None if found <= tolerance else f"losses differ by {found:.2g}"
-    try:
-        with torch.no_grad():
-            found = token_losses(model, given, spec)[1].to(expected.dtype)
-            # In half precision rounding hides a small leak from the comparison below. What stands in the first
-            # document must not reach the others at all, whatever the precision.
-            others = token_losses(model, replace(given, tokens=changed), spec)[1].to(expected.dtype)
-    except Exception as error:  # the model's own code, called as it may not expect
-        return first_line(error)[:200]
-    worst = (found - expected).abs().max().item()
-    if not worst <= tolerance:
-        return f"losses differ by {worst:.2g}"
-    if not (found[7:] - others[7:]).abs().max().item() <= leak:
-        return LEAKS
-    if spec.seq_idx and not _keeps_apart_in_training(model, spec, given, changed, leak):
-        return LEAKS + " in training"
-    return None
-
-
-@torch.no_grad()
-def _takes_branches(model: nn.Module, spec: ForwardSpec, own: str, vocabulary: int) -> bool:
-    """Whether a document that begins with tokens of the one before it, which stand there once, has the losses that it
-    has by itself, and does not see how the other goes on. Leaves the model with the attention of packed calls."""
-    beside = trial_inputs(vocabulary, next(model.parameters()).device, (14, 5, 6))
-    tokens = beside.tokens
-    alone = [tokens[:14], torch.cat([tokens[:9], tokens[14:19]]), tokens[19:]]
-    whole = replace(
-        trial_inputs(vocabulary, tokens.device, (14, 14, 6)),
-        tokens=torch.cat(alone),
-        labels=torch.cat([beside.labels[:14], beside.labels[:9], beside.labels[14:]]),
-    )
-    places = torch.cat([torch.arange(14), torch.arange(9), torch.arange(14, 25)])
-    positions = torch.cat([torch.arange(14), torch.arange(9, 14), torch.arange(6)])
-    branched = replace(
-        beside,
-        positions=positions.to(tokens.device),
-        longest=14,
-        keys=whole.boundaries,
-        places=places.to(tokens.device),
-    )
-    changed = tokens.clone()
-    changed[9:14] = (changed[9:14] + 1) % vocabulary
-    set_attention(model, own)
-    expected = _own_losses(model, whole)
-    set_attention(model, PACKED_ATTENTION)
-    try:
-        found, others = (
-            token_losses(model, replace(branched, tokens=one), spec)[1].to(expected.dtype) for one in (tokens, changed)
-        )
-    except Exception:  # the model's own code, called as it may not expect
-        return False
-    expected = torch.cat([expected[:14], expected[23:]])
-    is_exact, largest = expected.dtype == torch.float64, max(1.0, expected.abs().max().item())
-    differs, leaks = (found - expected).abs().max().item(), (found - others)[14:].abs().max().item()
-    return differs <= (1e-4 if is_exact else 0.05) * largest and leaks <= (1e-5 if is_exact else 0.005)
-
-
-@torch.no_grad()
-def _keeps_apart_in_training(
-    model: nn.Module, spec: ForwardSpec, inputs: Inputs, changed: torch.Tensor, leak: float
-) -> bool:
-    """The same of what a model computes when it is trained: layers with state spaces have other kernels for that."""
-    found = []
-    model.train()
-    try:
-        for tokens in (inputs.tokens, changed):
-            with torch.random.fork_rng():  # the same draws, for models that draw in training
-                torch.manual_seed(0)
-                found.append(token_losses(model, replace(inputs, tokens=tokens), spec)[1])
-    except Exception:  # the model's own code, called as it may not expect
-        return False
-    finally:
-        model.eval()
-    return (found[0][7:] - found[1][7:]).abs().max().item() <= leak
-
-
-def _over_lengths(
-    model: nn.Module, spec: ForwardSpec, own: str, vocabulary: int, long: int
-) -> tuple[ForwardSpec, str | None]:
-    """The same with documents on both sides of `long` tokens; with `switch` where these must not be called together."""
-    device = next(model.parameters()).device
-    inputs = trial_inputs(vocabulary, device, (5, long + 11, 9, long + 4))
-    set_attention(model, own)
-    expected = _own_losses(model, inputs)
-    tolerance = 1e-4 * max(1.0, expected.abs().max().item())
-    set_attention(model, PACKED_ATTENTION if spec.layout == "packed" else own)
-    try:
-        with torch.no_grad():
-            found = token_losses(model, inputs, spec)[1].to(expected.dtype)
-        if (found - expected).abs().max().item() <= tolerance:
-            return spec, None
-        if _one_by_one_differs(model, spec, inputs, expected) <= tolerance:
-            return replace(spec, switch=long), None
-    except Exception as error:  # the model's own code, called as it may not expect
-        return spec, f"documents of more than {long} tokens: {first_line(error)[:200]}"
-    return spec, "long documents differ"
-
-
-@torch.no_grad()
-def _one_by_one_differs(model: nn.Module, spec: ForwardSpec, inputs: Inputs, expected: torch.Tensor) -> float:
-    """How far losses are off with every document called by itself; infinite where it cannot be."""
-    found = []
-    try:
-        for start, end in itertools.pairwise(inputs.boundaries.tolist()):
-            found.append(token_losses(model, part_of(inputs, start, end), spec)[1].to(expected.dtype))
-    except Exception:  # the model's own code, called as it may not expect
-        return float("inf")
-    return (torch.cat(found) - expected).abs().max().item()
 
 
 def part_of(inputs: Inputs, start: int, end: int) -> Inputs:
@@ -887,7 +424,7 @@ def part_of(inputs: Inputs, start: int, end: int) -> Inputs:
     )
 
 
-def trial_inputs(vocabulary: int, device: torch.device, lengths: tuple[int, ...] = (7, 3, 12)) -> Inputs:
+def trial_inputs(vocabulary: int, device: torch.device, lengths: tuple[int, ...] = TRIAL_LENGTHS) -> Inputs:
     """Some short documents of varied tokens, every position a target."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (sum(lengths),), generator=generator)
@@ -901,40 +438,3 @@ def trial_inputs(vocabulary: int, device: torch.device, lengths: tuple[int, ...]
         labels=tokens.roll(-1).to(device),
         weights=torch.ones(sum(lengths), device=device),
     )
-
-
-@torch.no_grad()
-def _own_losses(model: nn.Module, inputs: Inputs) -> torch.Tensor:
-    """The losses by the model's own forward pass, one document at a time; float64 where the model is fp32."""
-    losses = []
-    bounds = inputs.boundaries.tolist()
-    for start, end in itertools.pairwise(bounds):
-        logits = model(input_ids=inputs.tokens[None, start:end], use_cache=False).logits[0]
-        losses.append(F.cross_entropy(logits.float(), inputs.labels[start:end], reduction="none"))
-    found = torch.cat(losses)
-    return found.double() if next(model.parameters()).dtype == torch.float32 else found
-
-
-def _slower(model: nn.Module, reasons: list[str], *, alone: bool = False) -> str:
-    instead = "they are called one by one" if alone else "they are padded"
-    missing = missing_kernels(model)
-    advice = f" Its code has kernels of {listed(missing)}, not installed here, with which packing is tried, too."
-    return (
-        f"{type(model).__name__} does not take packed documents ({listed(reasons, '; ')}); {instead} instead, "
-        f"which is right but slower.{advice if missing else ''}"
-    )
-
-
-def installed_kernels() -> list[str]:
-    """Those of the libraries for what runs along tokens that are there: with others a model may be called otherwise."""
-    return [package for package in KERNELS if importlib.util.find_spec(package) is not None]
-
-
-def missing_kernels(model: nn.Module) -> list[str]:
-    """Libraries for what runs along tokens that the model's code would use if they were there."""
-    source = inspect.getsource(inspect.getmodule(type(model)) or type(model))
-    return [
-        name
-        for package, name in KERNELS.items()
-        if re.search(rf"[\"']({package}|{name})[\"']", source) and package not in installed_kernels()
-    ]

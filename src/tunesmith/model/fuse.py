@@ -16,7 +16,7 @@ from torch import nn
 from tunesmith.kernels.fp8 import FP8_MULTIPLE
 from tunesmith.kernels.lowrank import E4M3, lowrank_linear, lowrank_linear_fp8, quantize_rows
 from tunesmith.kernels.nf4 import BLOCK, cut_rows, dequantize, join
-from tunesmith.model.gated import Found, find_gated
+from tunesmith.model.gated import GatedLinears, find_gated
 from tunesmith.model.local import local
 from tunesmith.model.lora import LoraLinear
 from tunesmith.model.quantized import Nf4Linear
@@ -124,7 +124,7 @@ class JointMlp(nn.Module):
     """A gated MLP with adapters on all its linears, as one operation; takes the place of the model's own. One linear
     that gives gate and up has one adapter for both: its first factor serves each of them."""
 
-    def __init__(self, mlp: nn.Module, found: Found, *, fp8: bool, cache_transposed: bool = False):
+    def __init__(self, mlp: nn.Module, found: GatedLinears, *, fp8: bool, cache_transposed: bool = False):
         super().__init__()
         for name, child in mlp.named_children():
             if name in found.names:
@@ -173,7 +173,7 @@ class JointMlp(nn.Module):
         return out.view(x.shape)
 
 
-def _joint_mlp(module: nn.Module) -> Found | None:
+def _joint_mlp(module: nn.Module) -> GatedLinears | None:
     """A gated MLP whose linears all have adapters that can be computed together, and no biases."""
     linears = [child for child in module.children() if isinstance(child, LoraLinear)]
     if len(linears) < 2 or not all(_can_fuse(linear) and linear.base.bias is None for linear in linears):

@@ -30,7 +30,7 @@ QUICK_GELU = 1.702
 
 
 @dataclass(frozen=True)
-class Found:
+class GatedLinears:
     """A gated MLP: the names of its linears, and what it does with its gate."""
 
     first: tuple[str, ...]
@@ -65,7 +65,7 @@ def use_memory_efficient_gates(model: nn.Module, gates: Collection[str] = GATES)
 
 
 class GatedMlp(nn.Module):
-    def __init__(self, mlp: nn.Module, found: Found):
+    def __init__(self, mlp: nn.Module, found: GatedLinears):
         super().__init__()
         for name, child in mlp.named_children():
             if name in found.names:
@@ -82,7 +82,7 @@ class GatedMlp(nn.Module):
         return y.view(*x.shape[:-1], -1)
 
 
-def find_gated(module: nn.Module) -> Found | None:
+def find_gated(module: nn.Module) -> GatedLinears | None:
     """What a module is found to be by calling it; None where it is no gated MLP. Its weights need not be there yet."""
     linears = {name: sizes for name, child in module.named_children() if (sizes := _sizes(child)) is not None}
     if len(linears) not in (2, 3) or _has_other_weights(module, linears):
@@ -90,7 +90,7 @@ def find_gated(module: nn.Module) -> Found | None:
     for first, down in _roles(linears):
         gating = _gating(module, first, down)
         if gating is not None:
-            return Found(first, down, gating)
+            return GatedLinears(first, down, gating)
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -122,6 +123,11 @@ def put_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
         module.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
     else:
         module.register_buffer(leaf, tensor)
+
+
+def kind_of(name: str) -> str:
+    """A module's name without the number of its layer, expert or the like."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "#", name)
 
 
 def is_transposed(module: nn.Module) -> bool:

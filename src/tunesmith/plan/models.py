@@ -24,19 +24,19 @@ from tunesmith.plan.families import architecture_of, family_of, from_config
 
 
 @dataclass(frozen=True)
-class Found:
+class ModelLocation:
     """Where a model is: a folder with config.json, a GGUF file, or a name on the hub."""
 
     kind: Literal["folder", "gguf", "hub"]
     location: str
 
 
-def find(model: str) -> Found:
+def find(model: str) -> ModelLocation:
     """Find the model, without reading it; raise UserError when it cannot be one."""
     path = expanded(model)
     if path.is_file():
         if path.suffix == ".gguf":
-            return Found("gguf", str(path))
+            return ModelLocation("gguf", str(path))
         raise UserError(f"model: {model} is a file; give a model folder, a .gguf file or a hub name.")
     if path.is_dir():
         if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
@@ -45,10 +45,10 @@ def find(model: str) -> Found:
                 "`tunesmith merge` makes of it."
             )
         if (path / "config.json").exists():
-            return Found("folder", str(path))
+            return ModelLocation("folder", str(path))
         ggufs = sorted(path.glob("*.gguf"))
         if len(ggufs) == 1:
-            return Found("gguf", str(ggufs[0]))
+            return ModelLocation("gguf", str(ggufs[0]))
         if ggufs:
             raise UserError(f"model: {model} holds {len(ggufs)} GGUF files; name the one you mean.")
         if (path / "model" / "config.json").exists():
@@ -62,7 +62,7 @@ def find(model: str) -> Found:
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or path.suffix == ".gguf"
     if looks_like_path or not _is_hub_name(model):
         raise UserError(f"model: {model} does not exist; give a model folder, a .gguf file or a hub name.")
-    return Found("hub", model)
+    return ModelLocation("hub", model)
 
 
 def check_there(model: str) -> None:

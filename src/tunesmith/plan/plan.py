@@ -82,13 +82,13 @@ class Memory(Part):
     """Memory of one rank at one moment, in bytes, by what it is for."""
 
     weights: int = 0
-    """As the forward pass uses them, in the plan's storage."""
+    """The model's weights as the forward pass uses them, in the plan's storage."""
     adapter: int = 0
     """Low-rank factors, in fp32."""
     master: int = 0
     """fp32 copies of trained weights that are held in half precision."""
     gradients: int = 0
-    """Of what is trained, in fp32."""
+    """Gradients of trained weights, in fp32."""
     optimizer: int = 0
     """The optimizer's states."""
     activations: int = 0
@@ -96,9 +96,9 @@ class Memory(Part):
     loss: int = 0
     """A chunk of logits, and the gradients of head and hidden states."""
     gathered: int = 0
-    """Whole parameters out of shards, and buffers of collectives."""
+    """Full parameters gathered from shards, and buffers of collectives."""
     quantization: int = 0
-    """Weights of a layer taken out of 4 or 8 bits."""
+    """Weights of a layer dequantized from 4 or 8 bits."""
     workspace: int = 0
     """Short-lived tensors."""
     context: int = 0

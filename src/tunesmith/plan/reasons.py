@@ -14,8 +14,8 @@ from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.defaults import Decide
 from tunesmith.plan.ranking import best_of, fits_host, saved_by_graphs
 
-OFF = {"int8": "1/254 of the largest of its 128", "int4": "1/14 of the largest of its 64"}
-"""How far rounding takes a value, at most (`parallel.quantized`)."""
+ROUNDING_ERROR = {"int8": "1/254 of the largest of its 128", "int4": "1/14 of the largest of its 64"}
+"""How far quantized collectives round a value, at most (`parallel.quantized`)."""
 
 GIVES_UP = {
     "lisa": "a step trains two layers, drawn at random, and what surrounds the layers",
@@ -50,7 +50,7 @@ def explain(
     _explain_gradients(task, found, decide)
     _explain_offload(task, found, every, limit, has, decide)
     _explain_computing(task, found, decide)
-    _explain_recomputation(task, found, every, has, fits, decide)
+    _explain_checkpointing(task, found, every, has, fits, decide)
     host = memory.host_memory(task, found.choice)
     if task.device == "cuda" and host > task.hardware.available:
         decide(
@@ -61,7 +61,7 @@ def explain(
 
 
 def explain_engine(task: Task, found: Candidate, limit: int, decide: Decide) -> int:
-    """Say what another process has that answers in steps, given what the trainer may use; how much vLLM is told."""
+    """Say what memory vLLM gets where it answers in rollouts, and return it: `limit` is what the trainer may use."""
     if not memory.has_engine(task):
         return 0
     needed, more = memory.engine_memory(task), max(0, limit - found.bytes)
@@ -74,9 +74,8 @@ def explain_engine(task: Task, found: Candidate, limit: int, decide: Decide) -> 
     decide(
         "answers",
         "by vLLM",
-        f"a process of its own beside the trainer, with {has}; it draws by other arithmetic, which is corrected for, "
-        "and a run that was killed goes on, though not to the same bytes; its speed is guessed as if the trainer "
-        "answered",
+        f"a process of its own beside the trainer, with {has}; importance sampling corrects for its other arithmetic; "
+        "a run that was killed continues, but not to the same bytes; its speed is planned as if the trainer answered",
     )
     return given
 
@@ -88,9 +87,9 @@ def _explain_teacher(task: Task, found: Candidate, decide: Decide) -> None:
     size = gib(round(memory.teacher_bytes(task, found.choice)))
     held = f"{size} in {task.precision if storage == 'plain' else storage}"
     if task.teacher_in_steps:
-        decide("teacher", held, "frozen and whole on each rank; it sees every micro-batch before the student does")
+        decide("teacher", held, "frozen, in full on each rank; it runs on every micro-batch before the student does")
     else:
-        decide("teacher", held, "asked once, before the student is loaded; its likeliest tokens are kept in the cache")
+        decide("teacher", held, "runs once, before the student is loaded; its likeliest tokens are kept in the cache")
 
 
 def _explain_ranks(task: Task, found: Candidate, every: list[Candidate], limit: int, decide: Decide) -> None:
@@ -158,11 +157,15 @@ def _explain_blocks(task: Task, found: Candidate, limit: int, decide: Decide) ->
 def _explain_gradients(task: Task, found: Candidate, decide: Decide) -> None:
     choice = found.choice
     if choice.optimizer_in_backward:
-        decide("gradients", "released in the backward pass", "one micro-batch a step and no max_grad_norm: none waits")
+        decide(
+            "gradients",
+            "released in the backward pass",
+            "one micro-batch a step and no max_grad_norm, so none has to be kept",
+        )
     elif task.device == "cuda" and rules.may_release(dataclasses.replace(task, clips=False), choice):
         freed = found.peak.memory.gradients
         if freed and not (choice.checkpointed_layers == 0 and rules.complexity(choice) == 0):
-            why = f"max_grad_norm needs the norm of them all; null would free up to {gib(freed)}"
+            why = f"max_grad_norm needs the norm of all gradients; max_grad_norm: null would free up to {gib(freed)}"
             decide("gradients", "kept to the end of the step", why)
 
 
@@ -186,7 +189,7 @@ def _explain_offload(
         why = f"all else needs at least {_least(others, lambda _: True)} of {has}"
         if fitting := [one.time.total for one in others if one.bytes <= limit]:
             times = max(1.0, min(fitting) / found.time.total)
-            why = f"they go and come beside the computation; what else fits takes {times:.2f} times as long"
+            why = f"copied beside the computation; the fastest other choice that fits takes {times:.2f} times as long"
         decide("offload", "layer inputs to host memory", why)
 
 
@@ -201,7 +204,11 @@ def _explain_computing(task: Task, found: Candidate, decide: Decide) -> None:
         decide("MLP", f"{choice.mlp_slice:,} tokens at a time", f"for all tokens it would make {gib(wide)} at once")
     if choice.cache_transposed:
         transposed = task.facts.matrices / choice.tensor
-        decide("weights", "also transposed", f"{gib(transposed)} more than needed, for a backward pass that turns none")
+        decide(
+            "weights",
+            "also transposed",
+            f"{gib(transposed)} more than needed, so that the backward pass transposes none",
+        )
     if choice.cuda_graphs:
         waiting = f"{saved_by_graphs(task, choice):.0%} of a step the GPU would wait for the CPU"
         decide("launching", "captured passes", f"{waiting} to start kernels; these are captured once and replayed")
@@ -215,7 +222,7 @@ def _explain_computing(task: Task, found: Candidate, decide: Decide) -> None:
     )
 
 
-def _explain_recomputation(
+def _explain_checkpointing(
     task: Task, found: Candidate, every: list[Candidate], has: str, fits: bool, decide: Decide
 ) -> None:
     choice = found.choice
@@ -224,18 +231,18 @@ def _explain_recomputation(
         decide(
             "checkpointing",
             "all layers" if choice.checkpointed_layers else "none",
-            f"even so, about {gib(found.bytes)} are needed of {has}: it may run out of memory; a shorter "
+            f"even so, about {gib(found.bytes)} are needed of {has}, so it may run out of memory; a shorter "
             "sequence_length or method: lora needs less",
         )
     elif choice.checkpointed_layers == 0:
         decide("checkpointing", "none", f"everything fits into {has}")
     else:
-        same = [one.bytes for one in every if _but_recompute(one.choice) == _but_recompute(choice)]
+        same = [one.bytes for one in every if _without_checkpointing(one.choice) == _without_checkpointing(choice)]
         needed = gib(max(same))
         count = (
             "all layers" if choice.checkpointed_layers == layers else f"{choice.checkpointed_layers} of {layers} layers"
         )
-        kept = "; what attention gave is kept" if choice.save_attention else ""
+        kept = "; outputs of attention are kept" if choice.save_attention else ""
         decide("checkpointing", count, f"keeping all activations would need about {needed} of {has}{kept}")
 
 
@@ -265,7 +272,8 @@ def _least(every: list[Candidate], of: Callable[[Choice], bool]) -> str:
     return gib(min(sizes)) if sizes else "more"
 
 
-def _but_recompute(choice: Choice) -> Choice:
+def _without_checkpointing(choice: Choice) -> Choice:
+    """The choice with every activation kept, as far as it decides about that."""
     without = {"checkpointed_layers": 0, "save_attention": False, "mlp_slice": 0, "offload_activations": False}
     return dataclasses.replace(choice, **without)
 
@@ -296,7 +304,7 @@ def _why_sharding(task: Task, found: Candidate, every: list[Candidate], limit: i
     if chosen == "ddp":
         holders = found.choice.tensor * found.choice.pipeline
         held = f"over {holders} ranks" if holders > 1 else "on each rank"
-        return f"a whole copy fits {held}, which costs the least communication"
+        return f"a full copy fits {held}, which costs the least communication"
     parts = []
     replicated = best("ddp")
     if replicated and replicated.bytes > limit:
@@ -311,16 +319,18 @@ def _why_sharding(task: Task, found: Candidate, every: list[Candidate], limit: i
 
 
 def _why_axis(axis: str, task: Task, found: Candidate, every: list[Candidate], limit: int) -> str:
-    """What a pipeline, or experts in their places, are better than."""
+    """What a pipeline or expert parallelism is better than."""
     without = [one for one in every if getattr(one.choice, axis) == 1 and not one.choice.is_lossy]
     quickest = best_of(task, [one for one in without if one.bytes <= limit])
-    gain = f"all that is exact needs at least {_least(without, lambda _: True)} without"
+    gain = f"every exact choice without it needs at least {_least(without, lambda _: True)}"
     if quickest is not None:
-        gain = f"anything else that is exact would take {quickest.time.total / found.time.total:.1f} times as long"
+        gain = (
+            f"the fastest exact choice without it would take {quickest.time.total / found.time.total:.1f} times as long"
+        )
     if axis == "expert":
-        return f"tokens go to their experts, and no expert to all ranks; {gain}"
+        return f"tokens are sent to their experts, instead of weights to all ranks; {gain}"
     waiting = found.time.bubbles / found.time.total
-    return f"stages send each other hidden states alone, and wait for {waiting:.0%} of the time; {gain}"
+    return f"stages send each other hidden states only, and wait {waiting:.0%} of the time; {gain}"
 
 
 def _why_lossy(task: Task, found: Candidate, fitting: list[Candidate]) -> str:
@@ -331,9 +341,9 @@ def _why_lossy(task: Task, found: Candidate, fitting: list[Candidate]) -> str:
         gain = f"; a plan with plain collectives is exact, and takes {times:.1f} times as long over "
         gain += f"{gigabits:.3g} Gbit/s"
     off = "; ".join(
-        OFF[dtype]
+        ROUNDING_ERROR[dtype]
         for dtype in dict.fromkeys((found.choice.quantized_all_gather, found.choice.quantized_reduce_scatter))
-        if dtype in OFF
+        if dtype in ROUNDING_ERROR
     )
     return f"lossy: each value is off by at most {off}{gain}"
 

@@ -1,5 +1,5 @@
 """Seconds of one optimizer step: matmuls at the rate of their shapes, attention by document length, passes over
-memory, communication and offload beside what they can hide behind, and the CPU that starts it all.
+memory, communication and offload as far as computation does not hide them, and the CPU that launches it all.
 
 Rates are the hardware's attainable ones. The constants below are what is left: each says where it comes from.
 Pure arithmetic; nothing here knows what fits.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tunesmith.config.schema import Rollout
 from tunesmith.objectives.distill import Distill
@@ -25,22 +26,34 @@ HALF_RATE_TOKENS = 0.6e-12
 HALF_RATE_TOKENS_CPU = 60
 HALF_RATE_WIDTH = 0.2e-12
 """The same for the narrower side of the matrix: 140 on an H200, a tenth of that on small GPUs."""
-ATTENTION: dict[tuple[str, str], tuple[float, int, float, float]] = {
+
+
+class AttentionRate(NamedTuple):
+    """How fast an attention path is."""
+
+    share: float
+    """Of the half-precision rate."""
+    overhead: int
+    """Tokens that a query seems to look at beside those it does: whole tiles, and what each pass costs in any case."""
+    narrower: float
+    wider: float
+    """By which power of their size heads narrower and wider than `ATTENTION_HEAD` are slower."""
+
+
+ATTENTION: dict[tuple[str, str], AttentionRate] = {
     # By benchmarks/results/attention.json (H200, forward and backward): off by at most 17%, but for soft-capped heads
     # and those with values of another size, where it is 33%.
-    ("flash-attn-4", "new"): (1.25, 1500, 0.2, 0.7),
-    ("varlen", "new"): (0.55, 780, 0.5, 0.25),
-    ("flex-attention", "new"): (0.54, 1200, 0.6, 1.0),
-    ("memory-efficient", "new"): (0.22, 450, 0.5, 1.35),
+    ("flash-attn-4", "new"): AttentionRate(1.25, 1500, 0.2, 0.7),
+    ("varlen", "new"): AttentionRate(0.55, 780, 0.5, 0.25),
+    ("flex-attention", "new"): AttentionRate(0.54, 1200, 0.6, 1.0),
+    ("memory-efficient", "new"): AttentionRate(0.22, 450, 0.5, 1.35),
     # Of older GPUs none was measured with heads of another size than 128.
-    ("flash-attn-4", "old"): (0.85, 450, 0.5, 0.5),
-    ("varlen", "old"): (0.85, 350, 0.5, 0.5),
-    ("flex-attention", "old"): (0.6, 600, 0.6, 1.0),
-    ("memory-efficient", "old"): (0.5, 350, 0.5, 1.35),
+    ("flash-attn-4", "old"): AttentionRate(0.85, 450, 0.5, 0.5),
+    ("varlen", "old"): AttentionRate(0.85, 350, 0.5, 0.5),
+    ("flex-attention", "old"): AttentionRate(0.6, 600, 0.6, 1.0),
+    ("memory-efficient", "old"): AttentionRate(0.5, 350, 0.5, 1.35),
 }
-"""Of each path: the share of the half-precision rate, the tokens that a query seems to look at beside those it does
-(whole tiles, and what each pass costs whatever it sees), and by which power of their size narrower and wider heads than
-`ATTENTION_HEAD` are slower."""
+"""By path, on GPUs of compute capability 9.0 and more ("new") or less."""
 ATTENTION_HEAD = 128
 ATTENTION_SOFT_CAPPED = {"flash-attn-4": 0.9, "flex-attention": 0.73}
 """The rate with a tangent for each score, against the same without."""
@@ -123,7 +136,7 @@ CAPTURED_COLUMNS = 256
 """Tokens that the buffers of a captured step have room for (`infer.captured`)."""
 DRAWN_BYTES = 44
 """Passed over for each value of the vocabulary to draw a token: probabilities in fp32, their sums in fp64."""
-STEP = 2e-3
+STEP_SECONDS = 2e-3
 """Seconds of a step outside of everything: batch, clipping, logging."""
 LINK, NETWORK = 0.75, 0.97
 """Share of a link's published speed that a collective reaches, within and between nodes."""
@@ -137,7 +150,7 @@ EXPOSED = 0.05
 """Of a collective, at least this share is seen: the first and the last one of a pass have nothing to hide behind."""
 
 
-GRADIENT = 4
+GRADIENT_BYTES = 4
 """Bytes of a gradient between ranks: they are reduced in fp32."""
 PACK, UNPACK = {"cpu": 120, "cuda": 40}, {"cpu": 75, "cuda": 12}
 """Bytes that could be passed over in memory while a value is rounded for the wire, and taken back; on a CPU
@@ -156,17 +169,17 @@ def step_time(task: Task, choice: Choice) -> Time:
     compute = forward.total + backward.total + checkpointed
     time = {part: micro_batches * (getattr(forward, part) + getattr(backward, part)) for part in Time.model_fields}
     if task.objective.has_baseline:  # answers to other prompts, without a gradient
-        time = {part: seconds + micro_batches * getattr(forward, part) for part, seconds in time.items()}
+        time = _plus(time, forward, micro_batches)
     if task.objective.has_embeddings and micro_batches > 1:  # all texts once before, without a gradient
-        time = {part: seconds + micro_batches * getattr(forward, part) for part, seconds in time.items()}
+        time = _plus(time, forward, micro_batches)
     if task.teacher_in_steps:
-        taught = _teacher(task, choice)
-        time = {part: seconds + micro_batches * getattr(taught, part) for part, seconds in time.items()}
+        time = _plus(time, _teacher(task, choice), micro_batches)
     if (answers := memory.rolled_out(task, choice)) is not None:
-        rolled, objective = _rollout(task, choice, *answers), task.objective
+        objective = task.objective
         updates = objective.rollout.updates if isinstance(objective, Grpo) else 1
         share = objective.distillation.on_policy if isinstance(objective, Distill) else 1.0
-        time = {part: updates * seconds + share * getattr(rolled, part) for part, seconds in time.items()}
+        time = {part: updates * seconds for part, seconds in time.items()}
+        time = _plus(time, _rollout(task, choice, *answers), share)
     time["recomputation"] = micro_batches * checkpointed
     time["optimizer"], host_update = _optimizer(task, choice)
     if choice.offload_optimizer == "host" and choice.ranks == 1 and not choice.optimizer_in_backward:
@@ -179,8 +192,13 @@ def step_time(task: Task, choice: Choice) -> Time:
     update = 0.0
     if task.optimizer == "adafactor" and task.device == "cuda":
         update = ADAFACTOR["adapters" if task.has_adapters else "full"] * _matrices(task)
-    time["host"] += _waiting(task, choice, micro_batches, compute) + update + STEP
+    time["host"] += _waiting(task, choice, micro_batches, compute) + update + STEP_SECONDS
     return Time(**time)
+
+
+def _plus(time: dict[str, float], passes: Time, count: float) -> dict[str, float]:
+    """With so many passes more."""
+    return {part: seconds + count * getattr(passes, part) for part, seconds in time.items()}
 
 
 # compute
@@ -195,7 +213,7 @@ def _paired_passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     read, written = (float(one) for one in mean[:2])
     half, is_gpu = rates.half if task.width == 2 else rates.fp32, task.device == "cuda"
     rate = _matmul_rate(task, choice, read + written)
-    share = ATTENTION["memory-efficient", "new"][0] if is_gpu else 0.5
+    share = ATTENTION["memory-efficient", "new"].share if is_gpu else 0.5
     head = 2 * facts.embedding * written / half
     both = Time(
         matmuls=work.half.of(mean) / rate + work.full.of(mean) / rates.fp32,
@@ -411,12 +429,12 @@ def _attention_of(task: Task, choice: Choice, kind: Layer) -> float:
         seconds = 2 * flops / (0.4 * best) + passes * scores / rates.bandwidth
         return max(seconds, ATTENTION_CALL / length) if facts.has_fused_attention else seconds
     path = path_of_kind(task, choice.attention, kind)
-    share, more, narrower, wider = ATTENTION[path, generation]
+    rate = ATTENTION[path, generation]
     size = (kind.head_dim or facts.head_dim) / ATTENTION_HEAD
-    share *= size**narrower if size < 1 else size**-wider
+    share = rate.share * (size**rate.narrower if size < 1 else size**-rate.wider)
     share *= ATTENTION_SOFT_CAPPED.get(path, 1.0) if kind.is_soft_capped else 1.0
     share *= ATTENTION_ALIBI if kind.has_alibi else 1.0
-    return flops * (1 + more / facts.tokens_seen(kind, length)) / (best * share)
+    return flops * (1 + rate.overhead / facts.tokens_seen(kind, length)) / (best * share)
 
 
 def _elementwise_bytes(task: Task, choice: Choice) -> float:
@@ -588,7 +606,7 @@ def _weights_sent(task: Task, choice: Choice, micro_batches: float, forward: flo
     gathered = base * task.width
     if choice.storage != "plain":
         gathered -= (facts.matrices - stay) / split * (task.width - model_states.QUANTIZED[choice.storage])
-    reduced = (task.trained - (0 if task.has_adapters else stay)) / split * GRADIENT
+    reduced = (task.trained - (0 if task.has_adapters else stay)) / split * GRADIENT_BYTES
     rounded_weights = base * model_states.COLLECTIVE_BYTES.get(choice.quantized_all_gather, 0.0)
     rounded_gradients = task.trained / split * model_states.COLLECTIVE_BYTES.get(choice.quantized_reduce_scatter, 0.0)
     if choice.sharding != "hierarchical":

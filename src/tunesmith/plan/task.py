@@ -82,7 +82,7 @@ def _say_objective(objective: Objective, decide: Decide) -> None:
     if objective.why:
         decide("objective", objective.name, objective.why)
     if isinstance(objective, Distill) and objective.is_on_policy:
-        why = "there the student itself answers, and is compared with the teacher at the tokens that it gave"
+        why = "in these the student answers, and learns the teacher's probabilities at the tokens of its answers"
         decide("own answers", f"{objective.distillation.on_policy:.0%} of the steps", why)
 
 
@@ -91,13 +91,13 @@ def _say_documents(task: Task, decide: Decide) -> None:
     if not task.facts.packs:
         decide("layout", "padded", _why_padded(task))
     if task.shared:
-        why = "the two answers of a pair share their prompt's computation, which the model was found to do right"
+        why = "the two answers of a pair share their prompt's computation, which the probe found exact on this model"
         decide("prompts of pairs", f"once: {task.shared / (1 + task.shared):.0%} fewer tokens", why)
     if task.device == "cpu" and task.hardware.rates is None:
         why = "CPUs differ by a factor of three and more; `tunesmith plan --calibrate` measures this one"
         decide("speed", "a guess", why)
     if task.document_length < 0.8 * task.sequence_length:
-        why = "the data's own lengths, roughly: attention costs by them, and sequences are packed with several"
+        why = "estimated from the data; several are packed into a sequence, and attention costs by their lengths"
         decide("documents", f"about {task.document_length:,} tokens", why)
 
 

@@ -39,14 +39,16 @@ ROUNDS_INPUTS = ("fp8", "int8-outliers")
 
 
 @dataclass(frozen=True)
-class Asked:
+class Options:
+    """How a model is quantized, as the command line asks for it."""
+
     method: str
     bits: int
     group: int
     act_order: bool = True
 
     @classmethod
-    def of(cls, source: Source, method: str, bits: int | None, group: int | None, act_order: bool = True) -> Asked:
+    def of(cls, source: Source, method: str, bits: int | None, group: int | None, act_order: bool = True) -> Options:
         """UserError for what does not go together."""
         only = {"fp8": 8, "int8-outliers": 8}.get(method)
         if method not in METHODS:
@@ -88,7 +90,7 @@ class Recipe:
     """A method for one model; `stored` has what the layer that was quantized last is stored as."""
 
     source: Source
-    asked: Asked
+    asked: Options
     stored: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """By linear: the tensors that its weight becomes."""
     beside: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -28,7 +28,7 @@ from tunesmith.export.source import Progress, Source
 from tunesmith.measure.picture import layers_svg
 from tunesmith.model.save import remove_leftovers, whole_folder
 from tunesmith.objectives import objective_of
-from tunesmith.quantize.methods import CALIBRATED, ROUNDS_INPUTS, Asked, Recipe
+from tunesmith.quantize.methods import CALIBRATED, ROUNDS_INPUTS, Options, Recipe
 from tunesmith.quantize.report import Report, card_lines
 from tunesmith.quantize.rows import Rows, examples_of, rows_of
 from tunesmith.quantize.walk import LayerWork, Measured, Walk
@@ -79,7 +79,7 @@ def quantize_model(
     on other ones, of `length` tokens at most."""
     with open_target(target, data) as source:
         check_linears(source)
-        asked = Asked.of(source, method, bits, group, act_order)
+        asked = Options.of(source, method, bits, group, act_order)
         recipe = Recipe(source, asked)
         needed = size(source, "int8") if asked.method != "kmeans" else 3 * source.weights.count
         check_place(to, needed, option="--to")
@@ -129,7 +129,7 @@ def _notes_of(source: Source) -> list[str]:
 
 
 def _data(
-    source: Source, asked: Asked, data: Sequence[str], sizes: tuple[int, int, int], progress: Progress
+    source: Source, asked: Options, data: Sequence[str], sizes: tuple[int, int, int], progress: Progress
 ) -> tuple[Rows | None, Rows, str, tuple[str, ...]]:
     """What to calibrate with, what to measure on and what kind of data that is: of a run its training and its held-out
     data, else a quarter of the data is held out."""
@@ -204,7 +204,13 @@ def _write(
 
 
 def _proved(
-    source: Source, asked: Asked, folder: Path, held_out: Rows, logits: torch.Tensor, data: str, progress: Progress
+    source: Source,
+    asked: Options,
+    folder: Path,
+    held_out: Rows,
+    logits: torch.Tensor,
+    data: str,
+    progress: Progress,
 ) -> Proof:
     """By the engine that reads the folder: what any export must show, and that it says what was measured."""
     progress("Loading it back", 0, None)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tunesmith.quantize.methods import Asked
+from tunesmith.quantize.methods import Options
 from tunesmith.quantize.rows import Rows
 from tunesmith.quantize.walk import LayerError, Measured
 
@@ -32,7 +32,14 @@ class Report:
 
     @classmethod
     def of(
-        cls, asked: Asked, found: Measured, *, calibration_tokens: int, held_out: Rows, data: str, outliers: int
+        cls,
+        asked: Options,
+        found: Measured,
+        *,
+        calibration_tokens: int,
+        held_out: Rows,
+        data: str,
+        outliers: int,
     ) -> Report:
         return cls(
             asked.method, asked.bits, asked.group, asked.title, found.full, found.quantized,

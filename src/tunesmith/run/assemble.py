@@ -38,14 +38,14 @@ from tunesmith.plan.plan import ForwardSpec, Plan
 from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder
 from tunesmith.run.base import keep_base
-from tunesmith.run.engine import Engine, Started, started_engine
+from tunesmith.run.engine import Engine, RunningEngine, started_engine
 from tunesmith.run.evaluate import Evaluator, RewardEvaluator, held_out_while_training, with_known_start
 from tunesmith.run.on_policy import OnPolicy, check_prompts
 from tunesmith.run.reference import Progress, Reference
 from tunesmith.run.result import ResultWriter
 from tunesmith.run.rollout import Generator, Rollouts, Sampler, at_temperature
 from tunesmith.run.shape import micro_batch_shape, settle_torch
-from tunesmith.run.start import Setting
+from tunesmith.run.start import PreparedRun
 from tunesmith.run.state import Share, TrainingState
 from tunesmith.run.stop import StopRule
 from tunesmith.run.task_scores import Evaluate, with_tasks
@@ -65,50 +65,50 @@ class Shared:
 
 
 def assemble(
-    setting: Setting,
+    ready: PreparedRun,
     ranks: Ranks | None = None,
     progress: Progress | None = None,
     shared: Shared | None = None,
 ) -> Job:
     """Prepare the model by the plan, and put the job together; it is to be closed."""
-    run, plan, ranks = setting.run, setting.plan, ranks or Ranks()
+    run, plan, ranks = ready.run, ready.plan, ranks or Ranks()
     device = _device(plan, ranks)
     _make_ready(run, plan, device, ranks)
     with ExitStack() as stack:
         started = stack.enter_context(started_engine(run, plan, ranks, progress))
-        job = _assembled(setting, ranks, device, progress, shared, started)
+        job = _assembled(ready, ranks, device, progress, shared, started)
         return replace(job, close=stack.pop_all().close)
 
 
 def _assembled(
-    setting: Setting,
+    ready: PreparedRun,
     ranks: Ranks,
     device: torch.device,
     progress: Progress | None,
     shared: Shared | None,
-    started: Started | None,
+    started: RunningEngine | None,
 ) -> Job:
-    run, plan = setting.run, setting.plan
+    run, plan = ready.run, ready.plan
     objective = objective_of(run)
-    loader = _prompt_loader(setting, objective) if isinstance(objective, Grpo) else _loader(setting, ranks, objective)
+    loader = _prompt_loader(ready, objective) if isinstance(objective, Grpo) else _loader(ready, ranks, objective)
     teach = None
-    check_prompts(run.distillation.on_policy, setting.data.train)
+    check_prompts(run.distillation.on_policy, ready.data.train)
     if isinstance(loader, Loader):
-        teach = teach_of(run, plan, setting.data.train, loader.seen, device, ranks, progress)
-    prepared = _prepare(setting, device, ranks, loader.total_steps, shared.base if shared else None)
+        teach = teach_of(run, plan, ready.data.train, loader.seen, device, ranks, progress)
+    prepared = _prepare(ready, device, ranks, loader.total_steps, shared.base if shared else None)
     model, called = prepared.model, prepared.called
     merges = Merges.of(model, run, loader.total_steps)
-    optimizer = _optimizer(setting, model, loader.total_steps)
+    optimizer = _optimizer(ready, model, loader.total_steps)
     if called is model:
         optimizer.overlap_update(body(model), decoder_layers(model))
     shape = micro_batch_shape(plan)
     context_shard = context_shard_of(plan, ranks.rank, shape)
-    began = f"{setting.identity.model}:{run.peft}:{run.seed}" if run.method == "peft" else setting.identity.model
+    began = f"{ready.identity.model}:{run.peft}:{run.seed}" if run.method == "peft" else ready.identity.model
     about = {"weights": began, "ranks": ranks, "context_shard": context_shard, "progress": progress}
     reference = Reference(called, plan.forward, plan, device, **about)
     if isinstance(loader, Loader):
-        loader.refer(*reference.of(setting.data.train, objective, loader.seen))
-    evals, note = held_out_while_training(run, plan, setting.data.evals, loader.total_steps)
+        loader.refer(*reference.of(ready.data.train, objective, loader.seen))
+    evals, note = held_out_while_training(run, plan, ready.data.evals, loader.total_steps)
     evals, eval_mismatched = reference.of(evals, objective)
     few = None if objective.has_rollouts else _few_steps(run, loader.total_steps)
     notes = [one for one in (note, few) if one]
@@ -116,21 +116,21 @@ def _assembled(
     schedule = RankSchedule.of(prepared.tuned)
     rule = StopRule.of(run, plan, objective, has_held_out=bool(evals))
     fingerprints = tuple(store.fingerprint for store in evals)
-    state = TrainingState(optimizer, share, setting.checkpoints, schedule or merges, rule=rule, held_out=fingerprints)
+    state = TrainingState(optimizer, share, ready.checkpoints, schedule or merges, rule=rule, held_out=fingerprints)
     told = {"steps": loader.total_steps, "losses": state.losses}
-    result = ResultWriter.of(run, plan, model, optimizer, share, setting.data, **told, tuned=prepared.tuned)
+    result = ResultWriter.of(run, plan, model, optimizer, share, ready.data, **told, tuned=prepared.tuned)
     engine = None if started is None else Engine(started, result.write_current, ranks)
-    answering = _answering(setting, called, objective, device, ranks, engine)
+    answering = _answering(ready, called, objective, device, ranks, engine)
     evaluate, samples = None, SampleLog(Path(run.output), is_first=ranks.is_first)
     if answering.generator is not None and evals:
         evaluate = RewardEvaluator(answering.generator, evals, ranks, state.losses)
     elif evals:
         told = (state.losses, objective, eval_mismatched, rule if rule and rule.task is None else None)
         evaluate = Evaluator(called, plan.forward, plan, evals, device, ranks, context_shard, *told, samples)
-        evaluate = _knowing_the_base(evaluate, setting, shared) if rule is None else evaluate
+        evaluate = _knowing_the_base(evaluate, ready, shared) if rule is None else evaluate
     if run.eval_tasks:
         given = (called, device, ranks, loader.total_steps, rule, samples)
-        evaluate = with_tasks(evaluate, run, plan, setting.data, *given)
+        evaluate = with_tasks(evaluate, run, plan, ready.data, *given)
         notes += [evaluate.note] if evaluate.note else []
     return Job(
         run=run,
@@ -140,11 +140,11 @@ def _assembled(
         model=called,
         spec=answering.spec,
         loader=loader,
-        titles=tuple(store.title for store in setting.data.train),
-        sets=tuple((store.title, store.key) for store in setting.data.train),
+        titles=tuple(store.title for store in ready.data.train),
+        sets=tuple((store.title, store.key) for store in ready.data.train),
         optimizer=optimizer,
-        checkpoints=setting.checkpoints,
-        resume_from=setting.resume_from,
+        checkpoints=ready.checkpoints,
+        resume_from=ready.resume_from,
         evaluate=evaluate,
         ends=(lambda: rule.reason) if rule is not None else (lambda: None),
         save=state.save,
@@ -152,7 +152,7 @@ def _assembled(
         write_result=result.write,
         finish=lambda summary: run_folder.write_summary(Path(run.output), summary),
         shape=shape,
-        warnings=(*setting.data.warnings, *setting.warnings, *notes),
+        warnings=(*ready.data.warnings, *ready.warnings, *notes),
         ranks=ranks,
         context_shard=context_shard,
         objective=objective,
@@ -177,20 +177,20 @@ def _make_ready(run: Run, plan: Plan, device: torch.device, ranks: Ranks) -> Non
     check_parallelism(run, plan, device)
 
 
-def _prepare(setting: Setting, device: torch.device, ranks: Ranks, steps: int, base: SharedBase | None) -> Prepared:
+def _prepare(ready: PreparedRun, device: torch.device, ranks: Ranks, steps: int, base: SharedBase | None) -> Prepared:
     """The model, whose base is known by its content from here on."""
-    run, plan = setting.run, setting.plan
+    run, plan = ready.run, ready.plan
     content = (base.content(run, plan) if base else None) or Content()
     ways = {"content": content, "meanwhile": _imports_for(plan), "steps": steps}
     prepared = prepare(run, plan, device, **ways, base=base)
-    _keep_base(setting, content, plan, ranks)
+    _keep_base(ready, content, plan, ranks)
     return prepared
 
 
-def _knowing_the_base(evaluate: Evaluator, setting: Setting, shared: Shared | None) -> Evaluate:
+def _knowing_the_base(evaluate: Evaluator, ready: PreparedRun, shared: Shared | None) -> Evaluate:
     """In a sweep, what the base's losses were found to be once is not computed again."""
-    run = setting.run
-    if shared is None or run.adapter is not None or not SharedBase.suits(run, setting.plan):
+    run = ready.run
+    if shared is None or run.adapter is not None or not SharedBase.suits(run, ready.plan):
         return evaluate
     return with_known_start(evaluate, run, shared.evaluated)
 
@@ -204,18 +204,18 @@ class _Answering(NamedTuple):
 
 
 def _answering(
-    setting: Setting,
+    ready: PreparedRun,
     called: nn.Module,
     objective: Objective,
     device: torch.device,
     ranks: Ranks,
     engine: Engine | None,
 ) -> _Answering:
-    run, plan, encoder, folder = setting.run, setting.plan, setting.data.encoder, Path(setting.run.output)
+    run, plan, encoder, folder = ready.run, ready.plan, ready.data.encoder, Path(ready.run.output)
     if isinstance(objective, Grpo):
         generator = Generator(called, encoder, run.rollout, Rewards(run.rewards), run.seed, engine)
         spec = at_temperature(plan.forward, run.rollout.temperature)
-        longest = max(int(store.lengths.max()) for store in setting.data.train)
+        longest = max(int(store.lengths.max()) for store in ready.data.train)
         return _Answering(spec, Rollouts(generator, objective, spec, plan, device, ranks, folder, longest), generator)
     if isinstance(objective, Distill) and objective.is_on_policy:
         sampler = Sampler(called, encoder, run.rollout, run.seed)
@@ -223,8 +223,8 @@ def _answering(
     return _Answering(plan.forward)
 
 
-def _optimizer(setting: Setting, model: nn.Module, steps: int) -> Optimizer:
-    run, plan = setting.run, setting.plan
+def _optimizer(ready: PreparedRun, model: nn.Module, steps: int) -> Optimizer:
+    run, plan = ready.run, ready.plan
     if run.algorithm not in BLOCKWISE:
         return build(model, run, plan)
     schedule = BlockSchedule.of(model, decoder_layers(model), run, steps=steps)
@@ -233,19 +233,19 @@ def _optimizer(setting: Setting, model: nn.Module, steps: int) -> Optimizer:
     return BlockOptimizer(model.named_parameters(), run, schedule, **options)
 
 
-def _keep_base(setting: Setting, content: Content, plan: Plan, ranks: Ranks) -> None:
+def _keep_base(ready: PreparedRun, content: Content, plan: Plan, ranks: Ranks) -> None:
     """The base is known again by what was read of it, by all ranks where each has read a part."""
     if is_cut(plan):
         content.join(ranks.gather)
     if ranks.is_first:
-        ways = {"is_continued": setting.is_continued, "accept_changes": setting.accept_changes}
-        keep_base(Path(setting.run.output), setting.run, content, **ways)
+        ways = {"is_continued": ready.is_continued, "accept_changes": ready.accept_changes}
+        keep_base(Path(ready.run.output), ready.run, content, **ways)
 
 
-def _loader(setting: Setting, ranks: Ranks, objective: Objective) -> Loader:
-    run, plan = setting.run, setting.plan
+def _loader(ready: PreparedRun, ranks: Ranks, objective: Objective) -> Loader:
+    run, plan = ready.run, ready.plan
     return Loader(
-        setting.data.train,
+        ready.data.train,
         [dataset.weight for dataset in run.data],
         seed=run.seed,
         sequence_length=plan.sequence_length,
@@ -261,10 +261,10 @@ def _loader(setting: Setting, ranks: Ranks, objective: Objective) -> Loader:
     )
 
 
-def _prompt_loader(setting: Setting, objective: Grpo) -> PromptLoader:
-    run, weights = setting.run, [dataset.weight for dataset in setting.run.data]
-    amount = {"epochs": run.epochs or setting.plan.epochs, "steps": run.steps}
-    return PromptLoader(setting.data.train, weights, seed=run.seed, prompts=objective.rollout.prompts, **amount)
+def _prompt_loader(ready: PreparedRun, objective: Grpo) -> PromptLoader:
+    run, weights = ready.run, [dataset.weight for dataset in ready.run.data]
+    amount = {"epochs": run.epochs or ready.plan.epochs, "steps": run.steps}
+    return PromptLoader(ready.data.train, weights, seed=run.seed, prompts=objective.rollout.prompts, **amount)
 
 
 def _few_steps(run: Run, total_steps: int) -> str | None:

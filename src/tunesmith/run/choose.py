@@ -80,8 +80,8 @@ def found_facts(run: Run, hardware: Hardware, probed: Probed) -> ModelFacts:
 
 
 def facts_before(run: Run, hardware: Hardware, tell: Callable[[str], None] = lambda _: None) -> ModelFacts:
-    """The same before a run is begun: a model of a family without a formula here is probed, on the CPU. `tell` is told
-    so: the first time that takes up to a minute."""
+    """The same before a run is begun. Only models of families without a formula are probed, on the CPU; `tell` is told
+    so, since the first time takes up to a minute."""
     facts = facts_of(run)
     if facts.note is None and facts.is_causal:
         return facts
@@ -100,9 +100,9 @@ def facts_before(run: Run, hardware: Hardware, tell: Callable[[str], None] = lam
 def plan_run(
     run: Run, hardware: Hardware | None = None, data: Prepared | None = None, probed: Probed | None = None
 ) -> Plan:
-    """The plan for a run on this machine (or the hardware given). Reads the model's config, not its weights, and a
-    little of the data: roughly what its files tell, unless it is tokenized already. Without what the probe has found,
-    the model is taken for what its family usually is."""
+    """The plan for a run on this machine (or the hardware given). Reads the model's config, not its weights, and of the
+    data a sample, unless it is tokenized already. Without what the probe has found, the model is assumed to be like
+    others of its family."""
     hardware = hardware or probe()
     facts = facts_of(run) if probed is None else found_facts(run, hardware, probed)
     size = data.size if data else measure(run)
@@ -113,12 +113,13 @@ def plan_run(
         lengths=sample_lengths(run),
         size=size,
         held_out=data.held_out if data else guess_held_out(run, size),
-        draw=partial(_drawn, run, data, probed) if data and probed else None,
+        draw=partial(_padded_documents, run, data, probed) if data and probed else None,
     ).plan
 
 
-def _drawn(run: Run, data: Prepared, probed: Probed, amount: Amount) -> Padded | None:
-    """The documents of the run's steps, of as many as can be looked at in a second or two."""
+def _padded_documents(run: Run, data: Prepared, probed: Probed, amount: Amount) -> Padded | None:
+    """The documents of the run's first steps, of as many as can be looked at in a second or two; None where documents
+    are packed."""
     from tunesmith.data.loader import Loader
 
     lengths = probed.spec.lengths(amount.sequence_length)
@@ -143,8 +144,8 @@ def _drawn(run: Run, data: Prepared, probed: Probed, amount: Amount) -> Padded |
 
 
 def choose_plan(run: Run, *, plan: Plan | None = None, ranks: int | None = None) -> Plan:
-    """The plan by which ranks are started on this machine, in all that it takes to start them: the one that
-    `make_plan` settles on, or, where there is one rank whatever the data are, a rough one."""
+    """The plan that ranks are started by on this machine: a rough one where their number cannot depend on the data,
+    else the one that `make_plan` would make."""
     if (kept := _kept_plan(run, plan, ranks)) is not None:
         return kept
     run = run_folder.as_begun(run, _begun(run))
@@ -166,18 +167,18 @@ def make_plan(
     ranks: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Plan, Prepared]:
-    """The plan that a run obeys, and its data: the plan given, that of the run's folder where it still fits, the one
-    that its ranks were started for, or a new one, made for the data as they are when they are tokenized. What the probe
-    has found stands in it."""
+    """The plan that a run obeys, and its tokenized data. The first of these: the plan given, that of the run's folder
+    where it still fits, the one that its ranks were started by, a new one made for the tokenized data. It has what the
+    probe has found."""
     _check_objective(run, probed)
-    if (known := _kept_plan(run, plan, ranks) or _made_for_ranks()) is not None:
-        known = _settled(known, run, probed)
+    if (known := _kept_plan(run, plan, ranks) or _plan_from_launcher()) is not None:
+        known = _completed(known, run, probed)
         return known, tokenize_as_called(run, known, probed.spec, progress)
     run = run_folder.as_begun(run, _begun(run))
     hardware = _hardware(ranks)
     plan_run(run, hardware)  # what is wrong with the settings is said before an hour of tokenizing
     data = tokenize_as_called(run, None, probed.spec, progress)
-    return _settled(plan_run(run, hardware, data, probed), run, probed), data
+    return _completed(plan_run(run, hardware, data, probed), run, probed), data
 
 
 def _asks_router_loss(run: Run) -> bool:
@@ -191,8 +192,8 @@ def _asks_router_loss(run: Run) -> bool:
     return (text if isinstance(text, dict) else config).get("output_router_logits") is True
 
 
-def _settled(plan: Plan, run: Run, probed: Probed) -> Plan:
-    """The plan with what the probe has found, and what the load-balancing loss of the model's routers counts."""
+def _completed(plan: Plan, run: Run, probed: Probed) -> Plan:
+    """The plan with what the probe has found, and the weight of the routers' load-balancing loss."""
     plan, given = with_findings(plan, probed), run.router_aux_loss_coef
     if _shares_prompts(run, plan.forward):  # captured passes have one number of keys
         plan = plan.model_copy(update={"cuda_graphs": False})
@@ -320,8 +321,8 @@ def _kept_plan(run: Run, plan: Plan | None, ranks: int | None) -> Plan | None:
     return None
 
 
-def _made_for_ranks() -> Plan | None:
-    """The plan that whoever started these ranks has made for them."""
+def _plan_from_launcher() -> Plan | None:
+    """The plan that these ranks were started by, where a launcher started them."""
     text = os.environ.get(PLAN) if read_rank_environment().is_started else None
     return Plan.model_validate_json(text) if text else None
 

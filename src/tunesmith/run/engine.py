@@ -88,7 +88,7 @@ def engine_environment(plan: Plan) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Started:
+class RunningEngine:
     """The server as a rank knows it."""
 
     client: Client
@@ -97,7 +97,9 @@ class Started:
 
 
 @contextmanager
-def started_engine(run: Run, plan: Plan, ranks: Ranks, progress: Progress | None = None) -> Iterator[Started | None]:
+def started_engine(
+    run: Run, plan: Plan, ranks: Ranks, progress: Progress | None = None
+) -> Iterator[RunningEngine | None]:
     """vLLM for this run, until it ends; None where the trainer itself answers."""
     if run.rollout.engine != "vllm":
         yield None
@@ -115,7 +117,7 @@ def started_engine(run: Run, plan: Plan, ranks: Ranks, progress: Progress | None
                 tell=lambda _: progress("Starting vLLM", 0, None) if progress else None,
             )
         said = json.loads(ranks.tell(json.dumps([server.port, server.key] if server else [])))
-        yield Started(Client(Address(*said), lambda: _why_ended(server)), folder)
+        yield RunningEngine(Client(Address(*said), lambda: _why_ended(server)), folder)
     finally:
         if server is not None:
             server.close()
@@ -132,7 +134,7 @@ def _why_ended(server: Server | None) -> str | None:
 class Engine:
     """What answers in the place of the trainer's own model."""
 
-    def __init__(self, started: Started, write: Callable[[Path], Any], ranks: Ranks):
+    def __init__(self, started: RunningEngine, write: Callable[[Path], Any], ranks: Ranks):
         """`write`: the adapter as it is now, into a folder; a matter of all ranks."""
         self.client, self.folder, self.write, self.ranks = started.client, started.folder, write, ranks
         self._name = ""

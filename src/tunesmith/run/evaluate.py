@@ -19,7 +19,7 @@ from tunesmith.data.store import TokenStore
 from tunesmith.evaluate.loss import HeldOut, TokenLosses, held_out_losses, overall, overall_figures
 from tunesmith.model import attention, load
 from tunesmith.model.content import Content
-from tunesmith.model.forward import confirm_forward_spec
+from tunesmith.model.forward_spec import confirm_forward_spec
 from tunesmith.model.probe import probe
 from tunesmith.objectives import objective_of
 from tunesmith.objectives.base import Objective

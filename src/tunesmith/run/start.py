@@ -35,7 +35,7 @@ from tunesmith.run.teacher import check_teacher
 
 
 @dataclass(frozen=True)
-class Setting:
+class PreparedRun:
     """What is known before the weights are loaded: enough to find every mistake in settings and data."""
 
     run: Run
@@ -60,7 +60,7 @@ def prepare_run(
     saves: bool = True,
     warn: Callable[[str], None],
     progress: Progress | None = None,
-) -> Setting:
+) -> PreparedRun:
     """Everything up to the weights: plan, tokens, and whether the run folder may be continued and, where the run
     `saves` anything, has room.
 
@@ -116,7 +116,7 @@ def prepare_run(
                 warn(f"{one.title}: not read of its records: {listed(names, most=6)}.")
     make_start(adapted, chosen, data.train, is_continued=is_continued)
     more = {"warnings": (*said, *dict.fromkeys(notes)), "is_continued": is_continued, "accept_changes": accept_changes}
-    return Setting(adapted, chosen, data, identity, checkpoints, resume_from, **more)
+    return PreparedRun(adapted, chosen, data, identity, checkpoints, resume_from, **more)
 
 
 def _refuse_changes(
@@ -162,21 +162,21 @@ def _stores(
     return checkpoints, max(stores, key=lambda one: found.step if (found := one.latest()) else -1)
 
 
-def start_run(run: Run, others: Ranks, **how: Any) -> Setting:
+def start_run(run: Run, others: Ranks, **how: Any) -> PreparedRun:
     """`prepare_run` on the first rank, as `how` says, then `join_run` on the others: on each node the first of them,
     which may have to tokenize for it, before the rest."""
-    setting = prepare_run(run, **how) if others.is_first else None
+    ready = prepare_run(run, **how) if others.is_first else None
     others.wait()
     is_local_first = others.environment.local_rank == 0
     for is_turn in (is_local_first, not is_local_first):
-        if setting is None and is_turn:
-            setting = join_run(run)
+        if ready is None and is_turn:
+            ready = join_run(run)
         others.wait()
-    assert setting is not None
-    return setting
+    assert ready is not None
+    return ready
 
 
-def join_run(run: Run) -> Setting:
+def join_run(run: Run) -> PreparedRun:
     """What `prepare_run` has decided on the first rank, for the others: they read its folder and write nothing."""
     folder = Path(run.output)
     plan, identity = run_folder.read_plan(folder), run_folder.read_identity(folder)
@@ -188,4 +188,4 @@ def join_run(run: Run) -> Setting:
     checkpoints = CheckpointStore(folder / "checkpoints", identity.lineage, keep=run.keep)
     if plan.adapted is not None:
         run = run.model_copy(update={"lora": run.lora.model_copy(update={"targets": list(plan.adapted)})})
-    return Setting(run, plan, data, identity, checkpoints, checkpoints)
+    return PreparedRun(run, plan, data, identity, checkpoints, checkpoints)

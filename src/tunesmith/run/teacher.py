@@ -37,7 +37,8 @@ from tunesmith.errors import UserError
 from tunesmith.kernels.linear_cross_entropy import chunk_rows
 from tunesmith.kernels.linear_distillation import Lesson, Taught, rest_of
 from tunesmith.model import load
-from tunesmith.model.forward import Inputs, confirm_forward_spec, hidden_states, logits_of, moved, part_of, to_device
+from tunesmith.model.forward import Inputs, hidden_states, logits_of, moved, part_of, to_device
+from tunesmith.model.forward_spec import confirm_forward_spec
 from tunesmith.model.probe import probe
 from tunesmith.parallel.prepare import load_model
 from tunesmith.parallel.ranks import Ranks

@@ -17,7 +17,7 @@ from torch import nn
 
 from tunesmith.data.chat import Encoder
 from tunesmith.errors import UserError
-from tunesmith.infer.decoding import ASKS_NOTHING, Asked, asked_of
+from tunesmith.infer.decoding import ASKS_NOTHING, GenerationDefaults, asked_of
 from tunesmith.infer.generate import stop_tokens
 from tunesmith.model import lora, side_files
 from tunesmith.model.structure import replace_module
@@ -42,7 +42,7 @@ class Served:
     """What stands in the place of the base's modules."""
     step: int | None = None
     """Of the checkpoint it was taken from; None for a finished result."""
-    defaults: Asked = ASKS_NOTHING
+    defaults: GenerationDefaults = ASKS_NOTHING
     """What its generation config asks for, where a request does not."""
 
     def __str__(self) -> str:

@@ -135,7 +135,7 @@ def loss_scale_of(job: Job) -> LossScale | None:
 
 
 @dataclass(frozen=True)
-class _Underway:
+class _LaunchedStep:
     """A step that was launched and whose result nobody has asked for yet."""
 
     batch: StepBatch
@@ -188,9 +188,9 @@ class _Loop:
         self.observe = observe
         self.started = started
         self.scale = loss_scale_of(job)
-        self.step_of = step_of(job, self.scale)
+        self.train_step = step_of(job, self.scale)
         trained = job.optimizer.weights.values()
-        self.step_of.sample = Sample(trained if job.merges is None else job.merges.factors())
+        self.train_step.sample = Sample(trained if job.merges is None else job.merges.factors())
         self.vitals = Vitals(job.run, job.plan.learning_rate, resumes=False)
         self.alerts = Alerts(judges_loss=job.roll_out is None, clip=job.run.max_grad_norm)
         self.machine = Machine(job.ranks, job.device)
@@ -201,18 +201,18 @@ class _Loop:
         self.hang_watch = HangWatch(job.folder, job.ranks)
         self.watch = watch or (lambda _: nullcontext())
         self.progress = progress
-        self.waits = self.step_of.looks_first or job.roll_out is not None
+        self.waits_for_each_step = self.train_step.checks_before_update or job.roll_out is not None
         """Whether each step is waited for before the next is launched."""
         self.total = job.loader.total_steps
         self.done = 0
-        self.underway: _Underway | None = None
+        self.underway: _LaunchedStep | None = None
         self.last_end = 0.0
         self.saving: _Saving | None = None
         self.saved_at: int | None = None
         self.metric_at: tuple[int, float] | None = None
         self.first_loss: float | None = None
         self.speed = Speed()
-        self.warm_up_steps = 1 if self.waits else EAGER_STEPS + 1
+        self.warm_up_steps = 1 if self.waits_for_each_step else EAGER_STEPS + 1
         """Of this sitting: memory is allocated and passes are captured in them, on a device that is launched ahead."""
         self.spent: dict[str, float] = {}
         self.before = {"step": 0.0, "evaluation": 0.0}
@@ -330,23 +330,23 @@ class _Loop:
                 try:
                     batch = given if job.roll_out is None else self._roll_out(job.roll_out, given, is_stopping)
                     assert isinstance(batch, StepBatch)
-                    result = self.step_of.launch(batch, rate, self._before_micro_batch(batch, is_stopping))
+                    result = self.train_step.launch(batch, rate, self._before_micro_batch(batch, is_stopping))
                 except Interrupted:
                     reason = asked_to_stop()
                     break
-                was_busy = self._settle()  # the step before, while the device is busy with this one
-                self.underway = _Underway(batch, rate, began, result, 0.0 if was_busy else waited)
+                was_busy = self._finish_step()  # the step before, while the device is busy with this one
+                self.underway = _LaunchedStep(batch, rate, began, result, 0.0 if was_busy else waited)
                 launched = batch.step + 1
                 evaluates = self._is_evaluation_due(launched)
-                if self.waits or evaluates or self._is_save_due(launched):
-                    self._settle()
+                if self.waits_for_each_step or evaluates or self._is_save_due(launched):
+                    self._finish_step()
             if evaluates:
                 with self._stage("Evaluating"):
                     self._evaluate()
             if self.underway is None and self._is_save_due(launched):
                 with self._stage("Saving"):
                     self._begin_saving(is_async=job.plan.async_checkpoint)
-        self._settle()
+        self._finish_step()
         return reason
 
     def _ends(self) -> bool:
@@ -379,7 +379,7 @@ class _Loop:
         with record_function("rollout"):
             return roll_out(batch, tell)
 
-    def _settle(self) -> bool:
+    def _finish_step(self) -> bool:
         """Wait for the step that is under way, if one is, and say how it went; whether it had to be waited for."""
         if self.underway is None:
             return False
@@ -417,8 +417,8 @@ class _Loop:
                 is_warm_up=is_warm_up,
             )
         )
-        if result.routers and self.step_of.routing is not None:
-            self._tell(events.Routers.of(self.done, self.step_of.routing.layers, result.routers))
+        if result.routers and self.train_step.routing is not None:
+            self._tell(events.Routers.of(self.done, self.train_step.routing.layers, result.routers))
         if result.documents is not None:
             self.documents.write(self.done, result.documents)
         self._tell_of_compiling(compiled)
@@ -433,10 +433,10 @@ class _Loop:
                 self._warn(self.vitals.see_step(self.done, result.loss, result.grad_norm, step.rate))
         return now - asked > WAITED_SECONDS
 
-    def _look_at_weights(self) -> None:
+    def _check_weights(self) -> None:
         """Before they are kept."""
         with self._failing():
-            self._warn(self.vitals.see_weights(self.step_of.look(), self.done))
+            self._warn(self.vitals.see_weights(self.train_step.weights_now(), self.done))
         has_turns = self.job.merges is not None or self.job.run.algorithm in BLOCKWISE  # not all move all the time
         if self.done >= self.begun_at + SHORT and not has_turns:
             self._alert(self.alerts.see_unmoved(self.done, *self._unmoved()))
@@ -444,9 +444,9 @@ class _Loop:
     def _unmoved(self) -> tuple[list[str], int]:
         """Trained tensors of which no sampled value has changed in this sitting, and how many were looked at. A matter
         of all ranks. Embeddings are not among them: rows of tokens that the data do not have stay what they are."""
-        assert self.step_of.sample is not None
+        assert self.train_step.sample is not None
         rows = {f"{name}.weight" for name, one in self.job.model.named_modules() if isinstance(one, nn.Embedding)}
-        found = zip(self.job.optimizer.weights, self.step_of.sample.moved(), strict=True)
+        found = zip(self.job.optimizer.weights, self.train_step.sample.moved(), strict=True)
         here = {name: is_moved for name, is_moved in found if is_moved is not None and name not in rows}
         moved: dict[str, bool] = {}
         for said in self.job.ranks.gather(json.dumps(here)):
@@ -580,7 +580,7 @@ class _Loop:
         if self.job.evaluate is None:
             return
         self.job.model.eval()
-        evaluation, capture = None, self.step_of.capture
+        evaluation, capture = None, self.train_step.capture
 
         def progress(documents: int, total: int | None) -> None:
             self.progress("Evaluating", documents, total)
@@ -653,7 +653,7 @@ class _Loop:
         self._finish_saving()
         if self.saved_at == self.done:
             return
-        self._look_at_weights()
+        self._check_weights()
         began = time.monotonic()
         metric = self.metric_at[1] if self.metric_at and self.metric_at[0] == self.done else None
         state = {

@@ -43,8 +43,8 @@ from tunesmith.train.documents import rows_of
 from tunesmith.train.graph import EAGER_STEPS, GraphCapture
 from tunesmith.train.vitals import EVERY, FIRST, MEASURED, Sample, Weights, weights_of
 
-Found = dict[int, list[float]]
-"""By data set."""
+BySource = dict[int, list[float]]
+"""What a step has found, by data set."""
 
 
 Teach = Callable[[MicroBatch, Inputs], Lesson]
@@ -96,7 +96,7 @@ class _Documents:
     def send(self) -> None:
         """Begin to copy them to the host."""
         if self._losses:
-            self._read = sent(torch.cat(self._losses).float())
+            self._read = start_copy_to_host(torch.cat(self._losses).float())
 
     def found(self) -> tuple[np.ndarray | None, list[str]]:
         """Rows of `train.documents`, and where those documents came from whose losses are no finite numbers."""
@@ -256,7 +256,7 @@ class TrainStep:
             tally, documents = self._gradients(batch, scale, should_stop)
             with record_function("optimizer"):
                 result = self._result_of(batch, tally, documents, self._clip(scale))
-            known = result() if self.looks_first else None
+            known = result() if self.checks_before_update else None
             if known is None or not known.is_skipped:
                 with record_function("optimizer"):
                     self.optimizer.step(learning_rate)
@@ -293,7 +293,7 @@ class TrainStep:
         told = [self.measured()] if is_measured else []
         told += [self.routing.told(self.device)] if self.routing is not None else []
         read_routers = self.routing.reader() if self.routing is not None else None
-        read = self._reader(tally, norm, torch.cat(told) if told else None)
+        read = self._start_reading_totals(tally, norm, torch.cat(told) if told else None)
         documents.send()
 
         def result() -> StepResult:
@@ -347,7 +347,7 @@ class TrainStep:
         return Tally() if self.objective is None else Tally(*reported(self.objective))
 
     @property
-    def looks_first(self) -> bool:
+    def checks_before_update(self) -> bool:
         """Whether the loss is looked at before the update: on a CPU it costs nothing, and fp16 needs it."""
         return self.device.type == "cpu" or self.loss_scale is not None
 
@@ -356,22 +356,22 @@ class TrainStep:
         assert self.sample is not None
         return self.sample.measure(self.device)
 
-    def look(self) -> Weights:
-        """At the weights as they are now; waits for them. A matter of all ranks."""
+    def weights_now(self) -> Weights:
+        """Figures of the weights as they are now; waits for them. A matter of all ranks."""
         self.optimizer.finish_update()
-        return weights_of(*reader(self.ranks.sum(self.measured()))())
+        return weights_of(*start_reading(self.ranks.sum(self.measured()))())
 
-    def _reader(
+    def _start_reading_totals(
         self, tally: Tally, norm: torch.Tensor, measured: torch.Tensor | None = None
-    ) -> Callable[[], tuple[Found, Found, float, list[float]]]:
+    ) -> Callable[[], tuple[BySource, BySource, float, list[float]]]:
         """Sums and what they are to be divided by, by data set, both of the whole step, the norm, and what was measured
         of the weights, once waited for."""
         width = len(tally.names)
         if self.ranks.count == 1:
             values = torch.cat([norm.view(1), *tally.sums.values()])
-            read = reader(values if measured is None else torch.cat([values.double(), measured]))
+            read = start_reading(values if measured is None else torch.cat([values.double(), measured]))
 
-            def alone() -> tuple[Found, Found, float, list[float]]:
+            def alone() -> tuple[BySource, BySource, float, list[float]]:
                 grad_norm, *found = read()
                 totals = {source: found[n * width : (n + 1) * width] for n, source in enumerate(tally.sums)}
                 return totals, tally.weights, grad_norm, found[len(tally.sums) * width :]
@@ -386,9 +386,9 @@ class TrainStep:
         if self.context_shard.copies > 1:
             values /= self.context_shard.copies
         flat = values.view(-1) if measured is None else torch.cat([values.view(-1), measured])
-        read_all = reader(torch.cat([norm.double().view(1), self.ranks.sum(flat)]))
+        read_all = start_reading(torch.cat([norm.double().view(1), self.ranks.sum(flat)]))
 
-        def together() -> tuple[Found, Found, float, list[float]]:
+        def together() -> tuple[BySource, BySource, float, list[float]]:
             grad_norm, *found = read_all()
             size = self.sources * width
             each = [found[n * width : (n + 1) * width] for n in range(2 * self.sources)]
@@ -397,7 +397,7 @@ class TrainStep:
 
         return together
 
-    def _check(self, batch: StepBatch, totals: Found, grad_norm: float, documents: list[str]) -> bool:
+    def _check(self, batch: StepBatch, totals: BySource, grad_norm: float, documents: list[str]) -> bool:
         """Whether fp16 gradients overflowed; NotFinite for everything else that is not finite."""
         if not all(math.isfinite(one) for total in totals.values() for one in total):
             raise NotFinite(self._blame(batch, totals, "loss", documents))
@@ -570,7 +570,7 @@ class TrainStep:
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def _blame(self, batch: StepBatch, totals: Found, what: str, documents: list[str]) -> str:
+    def _blame(self, batch: StepBatch, totals: BySource, what: str, documents: list[str]) -> str:
         """The step and the documents behind a value that is not finite: those whose loss is not, where that is known,
         or else those of the data sets whose loss is not."""
         bad = {source for source, total in totals.items() if not all(map(math.isfinite, total))} or set(totals)
@@ -597,13 +597,13 @@ def live_tokens(micro_batch: MicroBatch) -> int:
     return 0 if is_idle else micro_batch.tokens.shape[0]
 
 
-def reader(values: torch.Tensor) -> Callable[[], list[float]]:
-    """The numbers of `sent`."""
-    read = sent(values)
+def start_reading(values: torch.Tensor) -> Callable[[], list[float]]:
+    """The numbers of `start_copy_to_host`."""
+    read = start_copy_to_host(values)
     return lambda: read().tolist()
 
 
-def sent(values: torch.Tensor) -> Callable[[], torch.Tensor]:
+def start_copy_to_host(values: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Start copying numbers to the host; what is returned waits for them, and for nothing queued later."""
     if values.device.type == "cpu":
         return lambda: values

@@ -36,7 +36,7 @@ Signature = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundRun:
     name: str
     folder: Path
 
@@ -47,7 +47,7 @@ class Runs:
     def __init__(self, folder: Path):
         self.folder = Path(folder)
         self._lock = threading.Lock()
-        self._found: dict[str, Found] = {}
+        self._found: dict[str, FoundRun] = {}
         self._found_at = float("-inf")
         self._known: dict[str, tuple[Signature, Digest, Settled]] = {}
         self._logs: OrderedDict[str, GrowingLog] = OrderedDict()
@@ -56,7 +56,7 @@ class Runs:
         self._completed = 0
         self._labelled: dict[str, tuple[Any, dict[str, Any]]] = {}
 
-    def find(self) -> dict[str, Found]:
+    def find(self) -> dict[str, FoundRun]:
         """The runs that there are now, by id."""
         with self._lock:
             if time.monotonic() - self._found_at > FRESH:
@@ -66,7 +66,7 @@ class Runs:
                     self._known.pop(gone, None)
             return self._found
 
-    def get(self, run: str) -> Found | None:
+    def get(self, run: str) -> FoundRun | None:
         found = self.find().get(run)
         return found if found is not None and (found.folder / "run.json").exists() else None  # deleted a moment ago
 
@@ -110,7 +110,7 @@ class Runs:
         seen = tuple((one, signature_of(its.folder), is_held(its.folder)) for one, its in wanted.items())
         return (self._completed, *seen) if run is None else seen
 
-    def _overview(self, run: str, found: Found) -> dict[str, Any]:
+    def _overview(self, run: str, found: FoundRun) -> dict[str, Any]:
         now = signature_of(found.folder)
         known = self._known.get(run)
         if known is None or known[0] != now:
@@ -121,7 +121,7 @@ class Runs:
                 self._incomplete.append(run)
         return overview(found.folder, known[1], known[2])
 
-    def _labels(self, run: str, found: Found) -> dict[str, Any]:
+    def _labels(self, run: str, found: FoundRun) -> dict[str, Any]:
         now = _status(found.folder / LABELS)
         known = self._labelled.get(run)
         if known is None or known[0] != now:
@@ -171,11 +171,11 @@ def _status(path: Path) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_size
 
 
-def find_runs(folder: Path) -> list[Found]:
+def find_runs(folder: Path) -> list[FoundRun]:
     """Every folder with a run.json in or below `folder`; those that symbolic links lead to are not looked at."""
     found = []
     for here, entries in walk(folder, depth=DEPTH, folders=MOST_FOLDERS, ends=is_run):
         if is_run(entries):
             name = here.resolve().name if here == Path(folder) else os.path.relpath(here, folder)
-            found.append(Found(name, here))
+            found.append(FoundRun(name, here))
     return found
