@@ -198,7 +198,7 @@ def test_an_evaluation_that_runs_out_of_memory_gets_that_of_the_passes(monkeypat
 
     loop = object.__new__(_Loop)
     loop.job = SimpleNamespace(evaluate=evaluate, model=torch.nn.Linear(1, 1))
-    loop.step_of = SimpleNamespace(capture=capture)
+    loop.train_step = SimpleNamespace(capture=capture)
     loop.done, loop.observe, loop.alerts = 7, lambda event: None, SimpleNamespace(see=lambda event: [])
     capture.passes = object()
     loop._evaluate()

@@ -226,8 +226,8 @@ def language_model_class(config: Any) -> Any:
     found = next((kind for kind, known in kinds.items() if type(config) in known), None)
     if found is None and not has_own_code:
         raise UserError(
-            f"transformers has no class of {config.model_type} models that writes text when it is given text alone; "
-            "choose another model."
+            f"transformers has no class of {config.model_type} models that writes text when it is given text alone: it "
+            "is an encoder or another kind of model; choose another."
         )
     return found or next(iter(kinds))
 

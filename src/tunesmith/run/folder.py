@@ -54,8 +54,6 @@ FREE_SETTINGS = frozenset(
 
 FORMAT = 2
 """Of run.json and plan.json. Folders of format 1 (0.1, which did not write it down) are continued."""
-ADDED = ("peft", "adapter", "new_tokens")
-"""Settings that there were not from the beginning."""
 SWEEP = "sweep.json"
 """In the folder of a sweep, whose variants are runs in folders below."""
 WRITTEN = ("adapter", "model", "checkpoints", "profile", "stacks", "start", "documents")
@@ -223,7 +221,7 @@ def _completed(identity: Identity) -> Identity:
     """A run that was begun before there were some settings, with what they are when left out. Its checkpoints have the
     lineage that it had."""
     given = identity.settings
-    usual = Run(model="model", data="data").model_dump(mode="json", include=set(ADDED))
+    usual = Run(model="model", data="data").model_dump(mode="json")
     lora = {**Lora().model_dump(mode="json"), **given["lora"]} if isinstance(given.get("lora"), dict) else None
     full = {**usual, **given, **({} if lora is None else {"lora": lora})}
     if full == given or "model" not in given:
