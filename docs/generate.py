@@ -621,7 +621,8 @@ Python code of its own (`trust_remote_code: true`). The probe finds the followin
 | scale and soft cap of the logits | the proxy's logits against its hidden states, large ones too | `forward` |
 | which linears carry adapters, fused or not | an adapter against a changed weight | `adapted`, `fuse_adapters` |
 | the attention path of each kind of layer | its heads; tried on the GPU | `attention_paths`, with a reason |
-| fused RoPE, of all or a part of each head, halves or neighbours, one linear or three; gated MLPs (`swiglu`, `geglu`, `clamped_swiglu`) | our module against the model's own | `kernels` |
+| fused RoPE: all or a part of a head, halves or neighbours | our module against the model's own | `kernels` |
+| gated MLPs (`swiglu`, `geglu`, `clamped_swiglu`) | the same | `kernels` |
 | the scan of Mamba-2 mixers (`scan`) | with the layout: losses, and no leak between documents | `kernels` |
 | sizes | the model built without weights | `memory`, `time` |
 | what its layers keep for backward | counted at their own widths, on meta tensors | `memory` |
