@@ -635,9 +635,11 @@ def test_thoughts_inside_an_answer_are_written_once_by_a_template_that_writes_it
     assert targets(make_tokenizer(adds), item) == ["<think>\nfour\n</think>\n\nHello<|im_end|>"]
     plain = loop("{{ m.content + '<|im_end|>' }}")
     assert targets(make_tokenizer(plain), item) == ["<think>\nfour\n</think>\n\nHello<|im_end|>"]
-    always_empty = adds.replace("m.reasoning_content", "none")
+    always_empty = make_tokenizer(adds.replace("m.reasoning_content", "none"))
+    assert targets(always_empty, item) == ["<think>\nfour\n</think>\n\nHello<|im_end|>"]
+    later = Conversation((Message("user", "Hi"), Message("assistant", "So. <think>\nfour\n</think>\n\nHello")))
     with pytest.raises(UserError, match="writes thoughts of its own before those of message 2"):
-        targets(make_tokenizer(always_empty), item)
+        targets(always_empty, later)
 
 
 def test_a_long_text_is_tokenized_in_windows_with_the_same_tokens(base, inst, monkeypatch):
@@ -811,6 +813,94 @@ def test_reasoning_is_trained_in_the_mode_in_which_the_template_writes_it(answer
     assert targets(tokenizer, Conversation((Message("user", "one"), answer))) == ["so</think>two<|endoftext|>"]
     plain = Conversation((Message("user", "one"), Message("assistant", "two")))
     assert targets(tokenizer, plain) == ["two<|endoftext|>"]
+
+
+HELD_BACK = """
+{%- for m in messages %}
+  {%- if m.role == 'assistant' %}{{- '<|Assistant|>' + FINISHED + m.content + '<|endoftext|>' }}
+  {%- else %}{{- '<|User|>' + m.content }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|Assistant|>' + (THINKING if MODE else PLAIN) }}{%- endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("finished", "mode", "thinking", "plain", "thoughtful", "closed"),
+    [
+        # as DeepSeek-V3.1's, llama.cpp's of QwQ, Kimi-K2-Thinking's, Hy3's
+        ("<think></think>", "thinking", "<think>", "<think></think>", "so</think>two", "two"),
+        ("", "enable_thinking", "<think>\\n", "<think>\\n</think>", "so\n</think>\n\ntwo", "two"),
+        ("<think></think>", "true", "", "", "<think>so</think>two", "<think></think>two"),
+        ("", "reasoning_effort == 'high'", "<think>", "<think></think>", "so</think>two", "two"),
+    ],
+)
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_thoughts_that_finished_turns_leave_out_are_put_back_in_the_mode_that_asks_for_them(
+    finished, mode, thinking, plain, thoughtful, closed, is_inside
+):
+    words = {"FINISHED": finished, "THINKING": thinking, "PLAIN": plain}
+    template = HELD_BACK.replace("MODE", mode)
+    for name, text in words.items():
+        template = template.replace(name, f"'{text}'")
+    tokenizer = templates.make_tokenizer(template)
+    question, plain_answer = Message("user", "one"), Message("assistant", "two")
+    answer = Message("assistant", "two", extra={"reasoning_content": "so"})
+    if is_inside:
+        answer = Message("assistant", "<think>so</think>two")
+    once, twice = Conversation((question, answer)), Conversation((question, answer, question, answer))
+    assert targets(tokenizer, once) == [f"{thoughtful}<|endoftext|>"]
+    assert targets(tokenizer, twice) == [f"{thoughtful}<|endoftext|>"] * 2
+    assert targets(tokenizer, Conversation((question, plain_answer))) == [f"{closed}<|endoftext|>"]
+    made = encoder_of(tokenizer)
+    asked = made.prompt([question], reasons=True)
+    assert made.encode(once, HERE).ids.tolist()[: len(asked)] == asked
+    assert tokenizer.decode(asked) == "<|User|>one<|Assistant|>" + thinking.replace("\\n", "\n")
+
+
+def test_thoughts_that_a_finished_turn_would_not_close_are_put_back_before_answers_and_calls():
+    """As Nemotron-Nano-v2 writes a last answer, and a last call."""
+    template = (
+        loop(
+            "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments | tojson }}{% endfor %}"
+            "{{ '<think>\\n' if m.content and m.role == 'assistant' and loop.last else '' }}"
+            "{{ m.content + '<|im_end|>' }}"
+        )
+        + "{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
+    )
+    tokenizer = templates.make_tokenizer(template, eos="<|im_end|>")
+    _, call, result, _ = calling(None).messages
+    thought = {"reasoning_content": "so"}
+    item = Conversation(
+        (
+            Message("user", "one"),
+            replace(call, extra={**call.extra, **thought}),
+            result,
+            Message("assistant", "two", extra=thought),
+        )
+    )
+    closed = "so\n</think>\n\n"
+    assert targets(tokenizer, item) == [closed + 'find{"x": 1}<|im_end|>', f"{closed}two<|im_end|>"]
+    with pytest.raises(
+        UserError, match=r"asks for reasoning with '<think>.*message 2 has none; give its `reasoning_co"
+    ):
+        targets(tokenizer, Conversation((Message("user", "one"), call)))
+
+
+def test_an_answer_without_reasoning_that_the_template_asks_for_is_refused_by_that_name():
+    """As MiniMax-M2 asks; Cohere's asks for none where it is told `reasoning: false`."""
+    mind = "('<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '')"
+    template = loop("{{ " + mind + " + m.content + '<|im_end|>' }}") + (
+        "{% if add_generation_prompt %}{{ '<think>' }}{% endif %}"
+    )
+    plain = Conversation((Message("user", "one"), Message("assistant", "two")))
+    with pytest.raises(
+        UserError, match=r"asks for reasoning with '<think>', and message 2 has none; give its `reasoni"
+    ):
+        targets(templates.make_tokenizer(template, eos="<|im_end|>"), plain)
+    told = template.replace("'<think>' }}", "'<think>' + ('</think>' if reasoning is false else '') }}")
+    tokenizer = templates.make_tokenizer(told, eos="<|im_end|>")
+    assert targets(tokenizer, plain) == ["two<|im_end|>"]
+    warnings = check_encoder(encoder_of(tokenizer), tokenizer, len(tokenizer))
+    assert any("without thinking (`reasoning: false`)" in warning for warning in warnings)
 
 
 def test_thoughts_inside_an_answer_get_the_marks_of_the_template():

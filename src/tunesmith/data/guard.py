@@ -374,7 +374,7 @@ def _check_template(encoder: Encoder, tokenizer: Any) -> list[str]:
         (
             bool(encoder.mode),
             "answers without reasoning are trained in the chat template's mode without thinking "
-            "(`enable_thinking: false`); ask for answers in that mode too.",
+            f"({_shown(encoder.mode)}); ask for answers in that mode too.",
         ),
         (
             bool(header.strip()),
@@ -392,6 +392,12 @@ def _check_template(encoder: Encoder, tokenizer: Any) -> list[str]:
         ),
     )
     return [warning for is_so, warning in found if is_so]
+
+
+def _shown(mode: Mapping[str, Any]) -> str:
+    """The first of the variables: the others are other templates' names for it."""
+    name, value = next(iter(mode.items()), ("", ""))
+    return f"`{name}: {str(value).lower()}`"
 
 
 def _examples_of(encoder: Encoder, messages: Sequence[Message]) -> tuple[list[Example], bool]:
