@@ -747,6 +747,52 @@ def test_calls_get_the_ids_that_the_template_asks_for(ids):
     assert "tool\nfunctions.find:141<" in text
 
 
+def test_results_name_the_calls_as_a_template_that_counts_them_itself_does():
+    """As the older template of Kimi-K2."""
+    template = loop(
+        "{% for c in m.tool_calls or [] %}{{ 'functions.' + c.function.name + ':' + loop.index0 | string }}"
+        "{{ c.function.arguments | tojson }}{% endfor %}"
+        "{{ (m.tool_call_id + '=' if m.role == 'tool' else '') + m.content + '<|im_end|>\\n' }}"
+    )
+    tokenizer = templates.make_tokenizer(template, eos="<|im_end|>")
+    for ids in (("call_a", "call_b"), (None, None), ("functions.find:7", "functions.find:8")):
+        once = calling(*ids).messages
+        (example,) = encoder_of(tokenizer).encode_all(Conversation((*once, *once)), HERE)
+        text = tokenizer.decode(example.ids.tolist())
+        assert re.findall(r"functions.find:\d\S", text) == ["functions.find:0{", "functions.find:1{"] * 2
+        assert re.findall(r"\S+=4", text) == ["functions.find:0=4", "functions.find:1=4"] * 2
+
+
+OPEN_TURN = """
+{{- tools | tojson if tools else '' }}
+{%- set ns = namespace(open=false) %}
+{%- for m in messages %}
+  {%- if m.role == 'user' %}
+    {{- ('<|end|>' if ns.open else '') + '<|user|>' + m.content }}{%- set ns.open = false %}
+  {%- elif m.role == 'tool' %}{{- '[' + m.content + ']' }}
+  {%- else %}
+    {{- '' if ns.open else '<|assistant|>' }}{{- m.content }}{%- set ns.open = true %}
+    {%- for c in m.tool_calls or [] %}{{- '<|start|>' + c.function | tojson + '<|call|>' }}{%- endfor %}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+
+
+def test_an_answer_after_the_result_of_a_tool_has_its_place_where_the_turn_is_kept_open():
+    """As Apertus's template has it: asked for the answer, it begins the turn anew; a call ends with its own mark."""
+    tokenizer = templates.make_tokenizer(OPEN_TURN, eos="<|endoftext|>")
+    item = calling(None)
+    call = '<|start|>{"name": "find", "arguments": {"x": 1}}<|call|>'
+    assert targets(tokenizer, item) == [call, "two<|end|>"]
+    assert targets(tokenizer, Conversation(item.messages[:2])) == [call]
+    made = encoder_of(tokenizer)
+    asked = made.prompt(item.messages[:3])
+    assert tokenizer.decode(asked) == f"<|user|>one<|assistant|>{call}[40]<|assistant|>"
+    assert made.encode_all(item, HERE)[1].ids.tolist()[: len(asked)] == asked
+    ends = {tokenizer.convert_ids_to_tokens(i) for i in made.end_ids}
+    assert {"<|end|>", "<|call|>"} <= ends
+
+
 def encoder_of(tokenizer) -> Encoder:
     return Encoder(tokenizer, template=None, train_on="assistant")
 

@@ -383,8 +383,8 @@ class Encoder:
         written = place.answer[: offsets[kept - 1][1] if kept else 0]
         in_full = full.startswith(place.prompt + written)
         ids = ids[:kept]
-        if self._next_turns:
-            role = "tool" if chat.messages[i].extra.get("tool_calls") else "user"
+        role = "tool" if chat.messages[i].extra.get("tool_calls") else "user"
+        if self._next_turns and not self._is_ended(role, ids):
             text, end = self._next_turn(role, full[len(place.prompt + written) :] if in_full else "")
             written, ids = written + text, [*ids, *end]
         is_left_out = self.leaves_out_thoughts and not in_full and "reasoning_content" in chat.messages[i].extra
@@ -399,6 +399,11 @@ class Encoder:
             self._message_span(chat, i, full)  # refuses: the weight has no place in the full text
         start = len(place.prompt)
         return _Turn(place.prompt, start, start + len(written), ids, weight, in_full)
+
+    def _is_ended(self, role: str, ids: list[int]) -> bool:
+        """Whether the template, which ends no answer, does end this one: calls may have a mark of their own."""
+        last = ids[-1] if ids else None
+        return last in self.end_ids or (role == "tool" and "tool" not in self._next_turns and last in self._special)
 
     def _next_turn(self, role: str, rest: str) -> tuple[str, list[int]]:
         """With what an answer ends, of the text that follows it, and its tokens: what begins a turn of this role where
@@ -423,7 +428,7 @@ class Encoder:
                 if _fits(place, dicts[i]):
                     return place
                 found = found or place
-        return found or self._place_after_dropped(dicts, i, tools)
+        return found or self._place_after_dropped(dicts, i, tools) or self._place_in_open_turn(dicts, i, tools)
 
     def _place_after(
         self, prompt: str, upto: str, mode: dict[str, Any], answer: dict[str, Any], reasons: bool
@@ -448,6 +453,20 @@ class Encoder:
             closed = traits.with_thoughts(prompt, upto, "")
             return _Place(prompt, closed, mode) if closed is not None else None
         return None
+
+    def _place_in_open_turn(
+        self, dicts: list[dict[str, Any]], i: int, tools: Sequence[dict[str, Any]]
+    ) -> _Place | None:
+        """Templates may keep the assistant's turn open through the results of its tools (Apertus), and begin one anew
+        where they are asked for the answer: what is asked is what generation gives, and the answer what follows."""
+        if i == 0 or dicts[i - 1]["role"] != "tool":
+            return None
+        unasked, prompt = (self.render(dicts[:i], tools, generation=asks) for asks in (False, True))
+        upto = self.render(dicts[: i + 1], tools)
+        header, answer = prompt[len(unasked) :], upto[len(unasked) :]
+        if not (header.strip() and prompt.startswith(unasked) and upto.startswith(unasked)) or answer[:1] == header[:1]:
+            return None
+        return _Place(prompt, answer, {})
 
     def _place_after_dropped(
         self, dicts: list[dict[str, Any]], i: int, tools: Sequence[dict[str, Any]]

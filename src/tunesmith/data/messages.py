@@ -99,9 +99,12 @@ def write_tools(
     return made, ()
 
 
-CALL_IDS = {"none": "", "any": ".+", "short": "[A-Za-z0-9]{9}", "named": r"functions\.NAME:[0-9]+"}
+CALL_IDS = {
+    "none": "", "any": ".+", "short": "[A-Za-z0-9]{9}", "named": r"functions\.NAME:[0-9]+", "counted": "(?!)",
+}  # fmt: skip
 """Which ids of tool calls templates ask for: none, any, nine letters and digits (Mistral's), or the name of the
-function with the number of the call (Kimi's, whose templates write the name nowhere else)."""
+function with the number of the call (Kimi's, whose templates write the name nowhere else). `counted` are those that a
+template makes itself, from the number of the call in its message (Kimi-K2's older one): results must name the same."""
 
 
 def with_call_ids(messages: list[Message], kind: str) -> list[Message]:
@@ -115,6 +118,7 @@ def with_call_ids(messages: list[Message], kind: str) -> list[Message]:
         extra = dict(message.extra)
         if calls := extra.get("tool_calls"):
             extra["tool_calls"] = []
+            count = 0 if kind == "counted" else count
             for call in calls:
                 own = call.get("id", "")
                 new[own] = _call_id(call, kind, count)
@@ -135,7 +139,7 @@ def _call_id(call: dict[str, Any], kind: str, number: int) -> str:
     own, name = str(call.get("id", "")), call["function"]["name"]
     if re.fullmatch(CALL_IDS[kind].replace("NAME", re.escape(name)), own):
         return own
-    if kind == "named":
+    if kind in ("named", "counted"):
         return f"functions.{name}:{number}"
     told = own or json.dumps([number, call["function"]], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(told.encode(errors="surrogatepass")).hexdigest()[:9]

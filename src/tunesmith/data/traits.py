@@ -195,7 +195,7 @@ def with_thoughts(prompt: str, upto: str, thoughts: str) -> str | None:
 
 
 _CALL_IDS = {"none": "", "any": "call_vwkyi", "short": "abcdefghi", "named": "functions.vwkyt:0"}
-"""An id of each kind of `messages.CALL_IDS`."""
+"""An id of each kind of `messages.CALL_IDS` that may be asked for."""
 
 
 def call_ids(render: Render) -> str:
@@ -215,13 +215,31 @@ def call_ids(render: Render) -> str:
             except TemplateRefusal:
                 continue
             if "vwkyt" in called:
-                return kind
+                return "counted" if _counts_calls(render, arguments) else kind
     return "none"
+
+
+def _counts_calls(render: Render, arguments: Any) -> bool:
+    """Whether calls get ids that the template makes itself, one count for each message, while results name those of the
+    data, which then are of no call (Kimi-K2's)."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "vwkya"}]
+    ids = ("call_vwkyi", "call_vwkyj", "call_vwkyk")
+    for some in (ids[:2], ids[2:]):
+        function = {"name": "vwkyt", "arguments": arguments}
+        calls = [{"id": one, "type": "function", "function": function} for one in some]
+        messages.append({"role": "assistant", "content": "", "tool_calls": calls})
+        messages += [{"role": "tool", "content": "qxzjr", "name": "vwkyt", "tool_call_id": one} for one in some]
+    try:
+        text = render([*messages, {"role": "assistant", "content": "qxzjb"}])
+    except TemplateRefusal:
+        return False
+    counted = re.findall(r"functions\.vwkyt:(\d+)", text)
+    return counted == ["0", "1", "0"] and all(text.count(one) == 1 for one in ids)
 
 
 def tool_parts(render: Render, ids: str) -> frozenset[str]:
     """Asked with ids of the kind that the template wants, and arguments such as the strictest do."""
-    call_id = _CALL_IDS[ids] or _CALL_IDS["short"]
+    call_id = _CALL_IDS.get(ids) or _CALL_IDS["short"]
     function = {"name": "vwkyt", "description": "qxzjd", "parameters": {"type": "object", "properties": {}}}
     asked = [{"role": "user", "content": "vwkya"}]
     told = [
