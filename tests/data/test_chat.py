@@ -17,7 +17,7 @@ from tunesmith.config.schema import Dataset
 from tunesmith.data import chat as chat_module
 from tunesmith.data.chat import Encoder, read_template
 from tunesmith.data.formats import convert, recognise
-from tunesmith.data.guard import check_encoder
+from tunesmith.data.guard import Watch, check_encoder
 from tunesmith.data.messages import fold_system
 from tunesmith.data.types import Completion, Conversation, Document, Message, Origin, Record, Tokens
 from tunesmith.errors import UserError
@@ -272,7 +272,7 @@ def test_templates_without_a_default_one_are_refused_by_name(chatml, make_tokeni
 
 
 def test_the_template_s_own_refusal_is_reported_with_the_record(gemma):
-    item = Conversation((*TWO_TURNS.messages[:2], Message("assistant", "two")))
+    item = Conversation(TWO_TURNS.messages[1:])
     with pytest.raises(UserError, match=r"data.jsonl, line 7: .*roles must alternate"):
         encoded(gemma, item)
 
@@ -759,8 +759,38 @@ def test_results_name_the_calls_as_a_template_that_counts_them_itself_does():
         once = calling(*ids).messages
         (example,) = encoder_of(tokenizer).encode_all(Conversation((*once, *once)), HERE)
         text = tokenizer.decode(example.ids.tolist())
-        assert re.findall(r"functions.find:\d\S", text) == ["functions.find:0{", "functions.find:1{"] * 2
+        assert re.findall(r"functions.find:\d{", text) == ["functions.find:0{", "functions.find:1{"] * 2
         assert re.findall(r"\S+=4", text) == ["functions.find:0=4", "functions.find:1=4"] * 2
+
+
+ALTERNATES = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def test_messages_of_one_role_are_joined_where_a_template_must_have_them_alternate():
+    strict = templates.make_tokenizer(ALTERNATES)
+    user, answer = (lambda text: Message("user", text)), (lambda text, w=None: Message("assistant", text, w))
+    item = Conversation((user("one"), user("two"), answer("three"), answer("four"), user("five"), answer("six")))
+    (example,) = encoder_of(strict).encode_all(item, HERE)
+    assert strict.decode(example.ids.tolist()) == (
+        "<|user|>one\n\ntwo<|end|><|assistant|>three\n\nfour<|end|><|user|>five<|end|><|assistant|>six<|end|>"
+    )
+    assert targets(strict, item) == ["three\n\nfour<|end|>six<|end|>"]
+    watch = Watch(encoder_of(strict).end_ids, len(strict))
+    watch.see(Record({}, HERE), item, example, encoder_of(strict))
+    assert any("written as one, with a blank line between them (1 record)" in said for said in watch.warnings())
+    asked = encoder_of(strict).prompt(item.messages[:2])
+    assert example.ids.tolist()[: len(asked)] == asked
+    with pytest.raises(UserError, match=r"messages 2 and 3 are both of the assistant.*give both the same weight"):
+        targets(strict, Conversation((user("one"), answer("two", 0.0), answer("three"))))
+    # Where the template takes them, they stay as they are.
+    free = templates.make_tokenizer(templates.TEMPLATES["phi"])
+    assert targets(free, item) == ["three<|end|>four<|end|>six<|end|>"]
+    assert not encoder_of(free).joins_messages(item.messages, ())
 
 
 OPEN_TURN = """

@@ -27,6 +27,7 @@ from tunesmith.data.messages import (
     as_conversation,
     as_dict,
     fold_system,
+    joined,
     tool_parts_of,
     with_call_ids,
     with_thoughts_apart,
@@ -151,6 +152,8 @@ class Encoder:
         """The template takes lists of parts, not texts."""
         self.folds_system = False
         """The template has no place for a system message, so it goes in front of the first user message."""
+        self._alternate = frozenset[str]()
+        """Roles of which the template takes no two messages one after the other."""
         self.mode: dict[str, Any] = {}
         """Variables with which the template is asked for answers without reasoning."""
         self._tool_parts = frozenset[str]()
@@ -330,6 +333,7 @@ class Encoder:
             messages = with_call_ids(messages, self._call_ids)
         if self.folds_system:
             messages = fold_system(messages, origin)
+        messages = joined(messages, self._alternate, origin)
         if self._takes_reasoning:
             messages = [with_thoughts_apart(message) for message in messages]
         return messages, marked(tools, self.controls)
@@ -646,6 +650,7 @@ class Encoder:
         self.end_ids |= {i for i in (self.turn_end_id,) if i is not None}
         self._special |= self.end_ids
         self.folds_system = traits.has_no_system_role(self.render)
+        self._alternate = traits.must_alternate(self.render)
         self.mode = self._find_mode()
         self._call_ids = traits.call_ids(self.render)
         self._tool_parts = traits.tool_parts(self.render, self._call_ids)
@@ -699,6 +704,15 @@ class Encoder:
     def writes_tools_as_text(self, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
         """Whether the template has no place for what these messages do with tools, so that it is written for it."""
         return not tool_parts_of(messages, tools) <= self._tool_parts
+
+    def joins_messages(self, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
+        """Whether messages of one role stand one after the other, and are written as one since the template refuses
+        them."""
+        if not self._alternate:
+            return False
+        if self.writes_tools_as_text(messages, tools):
+            messages = write_tools(list(messages), tuple(tools))[0]
+        return len(joined(list(messages), self._alternate)) < len(messages)
 
     def _is_parsed(self, token: str) -> bool:
         return any(token in looked for text in self._templates.values() for looked in templates.parsed(text))

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -166,6 +166,32 @@ def fold_system(messages: list[Message], origin: Origin | None = None) -> list[M
         raise RecordError(REFUSED, origin, reason) if origin else UserError(f"{reason}.")
     first, *rest = after
     return [replace(first, content="\n\n".join(message.content for message in [*before, first])), *rest]
+
+
+def joined(messages: list[Message], roles: Collection[str], origin: Origin | None = None) -> list[Message]:
+    """For a template in which turns must alternate: messages of one of these roles that stand one after the other as
+    one, a blank line between them. What only an answer by itself can hold (calls, reasoning) stays apart."""
+    made: list[Message] = []
+    for number, message in enumerate(messages, start=1):
+        before = made[-1] if made else None
+        if before is None or not _can_join(before, message, roles):
+            made.append(message)
+            continue
+        if before.weight != message.weight:
+            reason = (
+                f"messages {number - 1} and {number} are both of the {message.role}, which the chat template refuses, "
+                "and cannot be written as one, since their weights differ; give both the same weight"
+            )
+            raise RecordError(REFUSED, origin, reason) if origin else UserError(f"{reason}.")
+        content = "\n\n".join(text for text in (before.content, message.content) if text.strip())
+        made[-1] = replace(before, content=content, extra=message.extra)
+    return made
+
+
+def _can_join(before: Message, message: Message, roles: Collection[str]) -> bool:
+    """Calls may follow what was said before them; reasoning does not."""
+    own = message.extra.keys() - {"tool_calls"} if message.role == "assistant" else message.extra.keys()
+    return message.role == before.role and message.role in roles and not before.extra and not own
 
 
 def as_dict(message: Message, text_arguments: bool = False) -> dict[str, Any]:

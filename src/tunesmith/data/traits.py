@@ -194,6 +194,23 @@ def with_thoughts(prompt: str, upto: str, thoughts: str) -> str | None:
     return None
 
 
+def must_alternate(render: Render) -> frozenset[str]:
+    """Roles of which the template refuses two messages one after the other, and takes one."""
+    asked, answer = {"role": "user", "content": "vwkya"}, {"role": "assistant", "content": "qxzja"}
+
+    def takes(*messages: dict[str, str]) -> bool:
+        try:
+            render(list(messages))
+        except TemplateRefusal:
+            return False
+        return True
+
+    if not takes(asked, answer, asked, answer):
+        return frozenset()
+    twice = {"user": (asked, asked, answer), "assistant": (asked, answer, answer)}
+    return frozenset(role for role, messages in twice.items() if not takes(*messages))
+
+
 _CALL_IDS = {"none": "", "any": "call_vwkyi", "short": "abcdefghi", "named": "functions.vwkyt:0"}
 """An id of each kind of `messages.CALL_IDS` that may be asked for."""
 
