@@ -17,7 +17,7 @@ from tunesmith.errors import UserError
 from tunesmith.evaluate import answers, choices, instructions
 from tunesmith.evaluate.results import Results
 from tunesmith.evaluate.score import SHARED, Document, Scorer, Tree, common, keys_of, nodes_of, one_ahead
-from tunesmith.evaluate.tasks import read_task, read_tasks
+from tunesmith.evaluate.tasks import equal_choices, read_task, read_tasks
 from tunesmith.model.forward import token_losses
 from tunesmith.run.tasks import cut_of
 
@@ -277,6 +277,31 @@ def test_a_record_that_cannot_be_scored_is_told_with_its_line(tmp_path, record, 
     with pytest.raises(UserError, match=r"q\.jsonl, line 1") as told:
         read_task(written(tmp_path / "q.jsonl", record))
     assert words in str(told.value)
+
+
+def test_an_answer_is_right_where_it_is_one_of_those_of_a_list(tmp_path):
+    task = read_task(written(tmp_path / "q.jsonl", {"question": "q", "answer": ["Mount Everest", "Everest", 8848]}))
+    assert (task.kind, task.rule) == ("answers", "exact")
+    (item,) = task.items
+    scored = [answers.score(task, item.question, said)["exact"] for said in ("everest.", "8848", "K2")]
+    assert scored == [1, 1, 0]
+    for wrong in ([], [None], ["x", ""]):
+        with pytest.raises(
+            UserError, match=r"q\.jsonl, line 2: the field `answer` is missing, or no text or number, nor a"
+        ):
+            read_task(
+                written(tmp_path / "q.jsonl", {"question": "q", "answer": ["x"]}, {"question": "p", "answer": wrong})
+            )
+
+
+@pytest.mark.parametrize("kind", ["choices", "letters"])
+def test_equal_choices_of_an_item_are_said(tmp_path, kind):
+    fine = {"question": "q", "choices": ["x", "y"], "answer": 0}
+    assert equal_choices(read_task(written(tmp_path / "q.jsonl", fine), kind)) is None
+    said = equal_choices(read_task(written(tmp_path / "q.jsonl", fine, {**fine, "choices": ["x", "y", "x "]}), kind))
+    assert said is not None
+    assert said.startswith("q: 1 of 2 questions have two choices that are the same")
+    assert said.endswith("q.jsonl, line 2.")
 
 
 def test_questions_that_lose_their_beginning_are_counted_and_choices_are_never_cut(opened, scorer, tmp_path):

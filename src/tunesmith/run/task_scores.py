@@ -28,7 +28,7 @@ from tunesmith.errors import UserError
 from tunesmith.evaluate import answers, choices
 from tunesmith.evaluate.figures import figure, finite, measures_of
 from tunesmith.evaluate.loss import by_document
-from tunesmith.evaluate.tasks import Choices, Item, Question, Task, task_of
+from tunesmith.evaluate.tasks import Choices, Item, Question, Task, equal_choices, task_of
 from tunesmith.infer.decoding import asked_of
 from tunesmith.infer.rollout import Wanted
 from tunesmith.model.forward import Entrance, to_device, token_losses
@@ -117,7 +117,7 @@ def with_tasks(
     reasons = answers_reason(data.encoder, data.train)
     asking = Asking(called, data.encoder, plan, device, ranks, tasks, reasons=reasons)
     return TaskEvaluator(
-        evaluate, asking, rule, " ".join(filter(None, [note, asking.in_vain, *asking.cuts])) or None, samples
+        evaluate, asking, rule, " ".join(filter(None, [note, asking.in_vain, *asking.doubts])) or None, samples
     )
 
 
@@ -203,8 +203,8 @@ class Asking:
         self.called, self.encoder, self.plan, self.device, self.ranks = called, encoder, plan, device, ranks
         self.tasks, self.reasons = tasks, reasons
         self._share = {"rank": plan.mesh.data_rank(ranks.rank), "ranks": plan.mesh.data_ranks}
-        self.cuts: list[str] = []
-        """What to say of questions that are too long, of each task."""
+        self.doubts = [said for task in tasks if (said := equal_choices(task))]
+        """What to say of each task's questions: that some are too long, or have equal choices."""
         self._documents = {task.title: self._packed(task) for task in tasks if task.kind in ("choices", "letters")}
         self._prompts = {task.title: self._asked(task) for task in tasks if task.title not in self._documents}
         # To tokens that tensor ranks share evenly.
@@ -262,7 +262,7 @@ class Asking:
 
     def _say_cut(self, task: Task, cut: Sequence[Item], room: str) -> None:
         if cut:
-            self.cuts.append(
+            self.doubts.append(
                 f"{task.title}: {len(cut):,} of {len(task.items):,} questions are longer than {room} and lose their "
                 f"beginning; the first is {cut[0].origin}."
             )

@@ -16,7 +16,7 @@ from tunesmith.errors import UserError
 from tunesmith.evaluate import answers, choices, harness, texts
 from tunesmith.evaluate.results import Results
 from tunesmith.evaluate.score import Scorer
-from tunesmith.evaluate.tasks import Item, Task
+from tunesmith.evaluate.tasks import Item, Task, equal_choices
 from tunesmith.infer.decoding import asked_of
 from tunesmith.model.forward import own_attention
 from tunesmith.model.structure import set_attention
@@ -70,7 +70,9 @@ def evaluate(
     for results in found.values():
         results.read()
     if warn is not None and ranks.is_first:
-        for sentence in filter(None, (cut_of(task, found[task.title]) for task in tasks)):
+        for sentence in filter(
+            None, (one for task in tasks for one in (cut_of(task, found[task.title]), equal_choices(task)))
+        ):
             warn(f"{target.name}: {sentence}")
     return found
 
