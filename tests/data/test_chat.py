@@ -17,7 +17,7 @@ from tunesmith.config.schema import Dataset
 from tunesmith.data import chat as chat_module
 from tunesmith.data.chat import Encoder, read_template
 from tunesmith.data.formats import convert, recognise
-from tunesmith.data.guard import check_encoder
+from tunesmith.data.guard import Watch, check_encoder
 from tunesmith.data.messages import fold_system
 from tunesmith.data.types import Completion, Conversation, Document, Message, Origin, Record, Tokens
 from tunesmith.errors import UserError
@@ -272,7 +272,7 @@ def test_templates_without_a_default_one_are_refused_by_name(chatml, make_tokeni
 
 
 def test_the_template_s_own_refusal_is_reported_with_the_record(gemma):
-    item = Conversation((*TWO_TURNS.messages[:2], Message("assistant", "two")))
+    item = Conversation(TWO_TURNS.messages[1:])
     with pytest.raises(UserError, match=r"data.jsonl, line 7: .*roles must alternate"):
         encoded(gemma, item)
 
@@ -635,9 +635,11 @@ def test_thoughts_inside_an_answer_are_written_once_by_a_template_that_writes_it
     assert targets(make_tokenizer(adds), item) == ["<think>\nfour\n</think>\n\nHello<|im_end|>"]
     plain = loop("{{ m.content + '<|im_end|>' }}")
     assert targets(make_tokenizer(plain), item) == ["<think>\nfour\n</think>\n\nHello<|im_end|>"]
-    always_empty = adds.replace("m.reasoning_content", "none")
+    always_empty = make_tokenizer(adds.replace("m.reasoning_content", "none"))
+    assert targets(always_empty, item) == ["<think>\nfour\n</think>\n\nHello<|im_end|>"]
+    later = Conversation((Message("user", "Hi"), Message("assistant", "So. <think>\nfour\n</think>\n\nHello")))
     with pytest.raises(UserError, match="writes thoughts of its own before those of message 2"):
-        targets(make_tokenizer(always_empty), item)
+        targets(always_empty, later)
 
 
 def test_a_long_text_is_tokenized_in_windows_with_the_same_tokens(base, inst, monkeypatch):
@@ -745,6 +747,82 @@ def test_calls_get_the_ids_that_the_template_asks_for(ids):
     assert "tool\nfunctions.find:141<" in text
 
 
+def test_results_name_the_calls_as_a_template_that_counts_them_itself_does():
+    """As the older template of Kimi-K2."""
+    template = loop(
+        "{% for c in m.tool_calls or [] %}{{ 'functions.' + c.function.name + ':' + loop.index0 | string }}"
+        "{{ c.function.arguments | tojson }}{% endfor %}"
+        "{{ (m.tool_call_id + '=' if m.role == 'tool' else '') + m.content + '<|im_end|>\\n' }}"
+    )
+    tokenizer = templates.make_tokenizer(template, eos="<|im_end|>")
+    for ids in (("call_a", "call_b"), (None, None), ("functions.find:7", "functions.find:8")):
+        once = calling(*ids).messages
+        (example,) = encoder_of(tokenizer).encode_all(Conversation((*once, *once)), HERE)
+        text = tokenizer.decode(example.ids.tolist())
+        assert re.findall(r"functions.find:\d{", text) == ["functions.find:0{", "functions.find:1{"] * 2
+        assert re.findall(r"\S+=4", text) == ["functions.find:0=4", "functions.find:1=4"] * 2
+
+
+ALTERNATES = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def test_messages_of_one_role_are_joined_where_a_template_must_have_them_alternate():
+    strict = templates.make_tokenizer(ALTERNATES)
+    user, answer = (lambda text: Message("user", text)), (lambda text, w=None: Message("assistant", text, w))
+    item = Conversation((user("one"), user("two"), answer("three"), answer("four"), user("five"), answer("six")))
+    (example,) = encoder_of(strict).encode_all(item, HERE)
+    assert strict.decode(example.ids.tolist()) == (
+        "<|user|>one\n\ntwo<|end|><|assistant|>three\n\nfour<|end|><|user|>five<|end|><|assistant|>six<|end|>"
+    )
+    assert targets(strict, item) == ["three\n\nfour<|end|>six<|end|>"]
+    watch = Watch(encoder_of(strict).end_ids, len(strict))
+    watch.see(Record({}, HERE), item, example, encoder_of(strict))
+    assert any("written as one, with a blank line between them (1 record)" in said for said in watch.warnings())
+    asked = encoder_of(strict).prompt(item.messages[:2])
+    assert example.ids.tolist()[: len(asked)] == asked
+    with pytest.raises(UserError, match=r"messages 2 and 3 are both of the assistant.*give both the same weight"):
+        targets(strict, Conversation((user("one"), answer("two", 0.0), answer("three"))))
+    # Where the template takes them, they stay as they are.
+    free = templates.make_tokenizer(templates.TEMPLATES["phi"])
+    assert targets(free, item) == ["three<|end|>four<|end|>six<|end|>"]
+    assert not encoder_of(free).joins_messages(item.messages, ())
+
+
+OPEN_TURN = """
+{{- tools | tojson if tools else '' }}
+{%- set ns = namespace(open=false) %}
+{%- for m in messages %}
+  {%- if m.role == 'user' %}
+    {{- ('<|end|>' if ns.open else '') + '<|user|>' + m.content }}{%- set ns.open = false %}
+  {%- elif m.role == 'tool' %}{{- '[' + m.content + ']' }}
+  {%- else %}
+    {{- '' if ns.open else '<|assistant|>' }}{{- m.content }}{%- set ns.open = true %}
+    {%- for c in m.tool_calls or [] %}{{- '<|start|>' + c.function | tojson + '<|call|>' }}{%- endfor %}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+
+
+def test_an_answer_after_the_result_of_a_tool_has_its_place_where_the_turn_is_kept_open():
+    """As Apertus's template has it: asked for the answer, it begins the turn anew; a call ends with its own mark."""
+    tokenizer = templates.make_tokenizer(OPEN_TURN, eos="<|endoftext|>")
+    item = calling(None)
+    call = '<|start|>{"name": "find", "arguments": {"x": 1}}<|call|>'
+    assert targets(tokenizer, item) == [call, "two<|end|>"]
+    assert targets(tokenizer, Conversation(item.messages[:2])) == [call]
+    made = encoder_of(tokenizer)
+    asked = made.prompt(item.messages[:3])
+    assert tokenizer.decode(asked) == f"<|user|>one<|assistant|>{call}[40]<|assistant|>"
+    assert made.encode_all(item, HERE)[1].ids.tolist()[: len(asked)] == asked
+    ends = {tokenizer.convert_ids_to_tokens(i) for i in made.end_ids}
+    assert {"<|end|>", "<|call|>"} <= ends
+
+
 def encoder_of(tokenizer) -> Encoder:
     return Encoder(tokenizer, template=None, train_on="assistant")
 
@@ -811,6 +889,94 @@ def test_reasoning_is_trained_in_the_mode_in_which_the_template_writes_it(answer
     assert targets(tokenizer, Conversation((Message("user", "one"), answer))) == ["so</think>two<|endoftext|>"]
     plain = Conversation((Message("user", "one"), Message("assistant", "two")))
     assert targets(tokenizer, plain) == ["two<|endoftext|>"]
+
+
+HELD_BACK = """
+{%- for m in messages %}
+  {%- if m.role == 'assistant' %}{{- '<|Assistant|>' + FINISHED + m.content + '<|endoftext|>' }}
+  {%- else %}{{- '<|User|>' + m.content }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|Assistant|>' + (THINKING if MODE else PLAIN) }}{%- endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("finished", "mode", "thinking", "plain", "thoughtful", "closed"),
+    [
+        # as DeepSeek-V3.1's, llama.cpp's of QwQ, Kimi-K2-Thinking's, Hy3's
+        ("<think></think>", "thinking", "<think>", "<think></think>", "so</think>two", "two"),
+        ("", "enable_thinking", "<think>\\n", "<think>\\n</think>", "so\n</think>\n\ntwo", "two"),
+        ("<think></think>", "true", "", "", "<think>so</think>two", "<think></think>two"),
+        ("", "reasoning_effort == 'high'", "<think>", "<think></think>", "so</think>two", "two"),
+    ],
+)
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_thoughts_that_finished_turns_leave_out_are_put_back_in_the_mode_that_asks_for_them(
+    finished, mode, thinking, plain, thoughtful, closed, is_inside
+):
+    words = {"FINISHED": finished, "THINKING": thinking, "PLAIN": plain}
+    template = HELD_BACK.replace("MODE", mode)
+    for name, text in words.items():
+        template = template.replace(name, f"'{text}'")
+    tokenizer = templates.make_tokenizer(template)
+    question, plain_answer = Message("user", "one"), Message("assistant", "two")
+    answer = Message("assistant", "two", extra={"reasoning_content": "so"})
+    if is_inside:
+        answer = Message("assistant", "<think>so</think>two")
+    once, twice = Conversation((question, answer)), Conversation((question, answer, question, answer))
+    assert targets(tokenizer, once) == [f"{thoughtful}<|endoftext|>"]
+    assert targets(tokenizer, twice) == [f"{thoughtful}<|endoftext|>"] * 2
+    assert targets(tokenizer, Conversation((question, plain_answer))) == [f"{closed}<|endoftext|>"]
+    made = encoder_of(tokenizer)
+    asked = made.prompt([question], reasons=True)
+    assert made.encode(once, HERE).ids.tolist()[: len(asked)] == asked
+    assert tokenizer.decode(asked) == "<|User|>one<|Assistant|>" + thinking.replace("\\n", "\n")
+
+
+def test_thoughts_that_a_finished_turn_would_not_close_are_put_back_before_answers_and_calls():
+    """As Nemotron-Nano-v2 writes a last answer, and a last call."""
+    template = (
+        loop(
+            "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments | tojson }}{% endfor %}"
+            "{{ '<think>\\n' if m.content and m.role == 'assistant' and loop.last else '' }}"
+            "{{ m.content + '<|im_end|>' }}"
+        )
+        + "{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
+    )
+    tokenizer = templates.make_tokenizer(template, eos="<|im_end|>")
+    _, call, result, _ = calling(None).messages
+    thought = {"reasoning_content": "so"}
+    item = Conversation(
+        (
+            Message("user", "one"),
+            replace(call, extra={**call.extra, **thought}),
+            result,
+            Message("assistant", "two", extra=thought),
+        )
+    )
+    closed = "so\n</think>\n\n"
+    assert targets(tokenizer, item) == [closed + 'find{"x": 1}<|im_end|>', f"{closed}two<|im_end|>"]
+    with pytest.raises(
+        UserError, match=r"asks for reasoning with '<think>.*message 2 has none; give its `reasoning_co"
+    ):
+        targets(tokenizer, Conversation((Message("user", "one"), call)))
+
+
+def test_an_answer_without_reasoning_that_the_template_asks_for_is_refused_by_that_name():
+    """As MiniMax-M2 asks; Cohere's asks for none where it is told `reasoning: false`."""
+    mind = "('<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '')"
+    template = loop("{{ " + mind + " + m.content + '<|im_end|>' }}") + (
+        "{% if add_generation_prompt %}{{ '<think>' }}{% endif %}"
+    )
+    plain = Conversation((Message("user", "one"), Message("assistant", "two")))
+    with pytest.raises(
+        UserError, match=r"asks for reasoning with '<think>', and message 2 has none; give its `reasoni"
+    ):
+        targets(templates.make_tokenizer(template, eos="<|im_end|>"), plain)
+    told = template.replace("'<think>' }}", "'<think>' + ('</think>' if reasoning is false else '') }}")
+    tokenizer = templates.make_tokenizer(told, eos="<|im_end|>")
+    assert targets(tokenizer, plain) == ["two<|im_end|>"]
+    warnings = check_encoder(encoder_of(tokenizer), tokenizer, len(tokenizer))
+    assert any("without thinking (`reasoning: false`)" in warning for warning in warnings)
 
 
 def test_thoughts_inside_an_answer_get_the_marks_of_the_template():

@@ -172,7 +172,7 @@ PLANTED = {
     "wrong type": {"conversations": [{"from": "human", "value": True}, {"from": "gpt", "value": "x"}]},
     "NaN or Infinity": '{"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": NaN}]}',
     "refused by the chat template": {
-        "conversations": [{"from": who, "value": "Hi"} for who in ("human", "human", "gpt")]
+        "conversations": [{"from": who, "value": "Hi"} for who in ("gpt", "human", "gpt")]
     },
 }
 

@@ -171,6 +171,7 @@ def test_a_folder_of_texts_is_read_and_a_hidden_folder_above_does_not_matter(tmp
 
 
 BROKEN = {
+    "commas": ("a.jsonl", '{"a": 1},\n{"a": 2}\n', r"a\.jsonl, line 1: the line ends with a comma, .*: remove the"),
     "cut off": ("a.jsonl", '{"a": 1}\n{"a": \n{"a": 3}\n', r"a\.jsonl, line 2: not valid JSON at column 6:"),
     "not an object": ("a.jsonl", '{"a": 1}\n"text"\n', r"a\.jsonl, line 2: expected an object.*found a text"),
     "a number": ("a.jsonl", "5\n", r"a\.jsonl, line 1: expected an object.*found a number"),

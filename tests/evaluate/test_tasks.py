@@ -17,8 +17,9 @@ from tunesmith.errors import UserError
 from tunesmith.evaluate import answers, choices, instructions
 from tunesmith.evaluate.results import Results
 from tunesmith.evaluate.score import SHARED, Document, Scorer, Tree, common, keys_of, nodes_of, one_ahead
-from tunesmith.evaluate.tasks import read_task, read_tasks
+from tunesmith.evaluate.tasks import equal_choices, read_task, read_tasks
 from tunesmith.model.forward import token_losses
+from tunesmith.run.tasks import cut_of
 
 
 @pytest.fixture(scope="module")
@@ -278,15 +279,44 @@ def test_a_record_that_cannot_be_scored_is_told_with_its_line(tmp_path, record, 
     assert words in str(told.value)
 
 
+def test_an_answer_is_right_where_it_is_one_of_those_of_a_list(tmp_path):
+    task = read_task(written(tmp_path / "q.jsonl", {"question": "q", "answer": ["Mount Everest", "Everest", 8848]}))
+    assert (task.kind, task.rule) == ("answers", "exact")
+    (item,) = task.items
+    scored = [answers.score(task, item.question, said)["exact"] for said in ("everest.", "8848", "K2")]
+    assert scored == [1, 1, 0]
+    for wrong in ([], [None], ["x", ""]):
+        with pytest.raises(
+            UserError, match=r"q\.jsonl, line 2: the field `answer` is missing, or no text or number, nor a"
+        ):
+            read_task(
+                written(tmp_path / "q.jsonl", {"question": "q", "answer": ["x"]}, {"question": "p", "answer": wrong})
+            )
+
+
+@pytest.mark.parametrize("kind", ["choices", "letters"])
+def test_equal_choices_of_an_item_are_said(tmp_path, kind):
+    fine = {"question": "q", "choices": ["x", "y"], "answer": 0}
+    assert equal_choices(read_task(written(tmp_path / "q.jsonl", fine), kind)) is None
+    said = equal_choices(read_task(written(tmp_path / "q.jsonl", fine, {**fine, "choices": ["x", "y", "x "]}), kind))
+    assert said is not None
+    assert said.startswith("q: 1 of 2 questions have two choices that are the same")
+    assert said.endswith("q.jsonl, line 2.")
+
+
 def test_questions_that_lose_their_beginning_are_counted_and_choices_are_never_cut(opened, scorer, tmp_path):
     from tunesmith.serve.batch import generate
 
     short, long = {"question": "q", "choices": ["x", "y"], "answer": 0}, "long " * 200
-    said = []
-    items = read_task(written(tmp_path / "q.jsonl", short, {**short, "question": long})).items
-    assert len(list(choices.scores(scorer, opened.tokenizer, items, said.append))) == 2
-    assert said[0].startswith("1 of 2 questions are longer than the 512 tokens that the model sees and lose their")
-    assert said[0].endswith("q.jsonl, line 2.")
+    task = read_task(written(tmp_path / "q.jsonl", short, {**short, "question": long}))
+    results = Results(tmp_path / "results", "q", model="m", task="t")
+    for item, found in choices.scores(scorer, opened.tokenizer, task.items):
+        results.add(item.id, found)
+    results.close()
+    again = cut_of(task, Results(tmp_path / "results", "q", model="m", task="t"))  # as kept by another process
+    assert again is not None
+    assert "1 of 2 questions are longer than the 512 tokens that the model sees and lose their beginning" in again
+    assert again.endswith("q.jsonl, line 2.")
     items = read_task(written(tmp_path / "q.jsonl", short, {**short, "choices": ["x", long]})).items
     with pytest.raises(
         UserError, match=r"q\.jsonl, line 2: one of its choices has 1,001 tokens, and the model sees 512"
@@ -294,7 +324,7 @@ def test_questions_that_lose_their_beginning_are_counted_and_choices_are_never_c
         list(choices.scores(scorer, opened.tokenizer, items))
     scorer.as_it_was()
     prompts = [opened.encoder.prompt([Message("user", text)]) for text in ("q", long)]
-    said.clear()
+    said = []
     list(generate(opened.model, opened.encoder, prompts, max_tokens=4, cut=lambda *told: said.append(told)))
     assert said == [([1], 508)]
 

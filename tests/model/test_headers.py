@@ -187,6 +187,27 @@ def test_a_tokenizer_that_takes_another_package_says_which(tmp_path, model, monk
         load.load_tokenizer(Run(model=str(model), data="none.jsonl"))
 
 
+@pytest.mark.parametrize("settings", [None, {"model_max_length": 64}])
+def test_a_tokenizer_that_names_no_class_is_the_same_beside_an_adapter(tiny_model, tmp_path, settings):
+    """Its class, and with it its special tokens, are known by the model's config alone, which no adapter has."""
+    folder = parity.write_model("qwen2", tmp_path / "model")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    shutil.copyfile(tiny_model / "tokenizer.json", folder / "tokenizer.json")
+    if settings is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    run = Run(model=str(folder), data="none.jsonl")
+    known = load.load_tokenizer(run)
+    side_files.make(run, tmp_path / "side", template=known.chat_template, ends=[2], texts={})
+    (tmp_path / "adapter").mkdir()
+    side_files.put_beside(tmp_path / "side", tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / "config.json").exists()
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "adapter")
+    assert known.eos_token is not None
+    assert (read.eos_token, type(read)) == (known.eos_token, type(known))
+    assert read("Hello there")["input_ids"] == known("Hello there")["input_ids"]
+
+
 @pytest.mark.parametrize("chat_template", [None, "chatml.jinja"])
 def test_a_tokenizer_of_words_stays_one_in_a_folder_of_any_architecture(tmp_path, chat_template):
     """transformers reads it as the byte-level BPE that Qwen2 usually has, and most words are lost."""

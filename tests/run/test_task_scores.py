@@ -34,6 +34,8 @@ def asked(runs, tiny_model, tmp_path_factory):
             for n in range(7)
         ]
         sums = [{"question": f"What is {n} and {n}?", "answer": f"{2 * n}"} for n in range(3)]
+        sums[1]["question"] = "And so on. " * 60 + sums[1]["question"]
+        quiz[2]["question"] = "And so on. " * 60 + quiz[2]["question"]
         for path, records in (("quiz", quiz), ("sums", sums)):
             (folder / f"{path}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
         die = Die("tunesmith.run.task_scores:Asking.__call__", count=2) if name == "killed" else ()
@@ -63,6 +65,22 @@ def test_each_evaluation_has_the_scores_of_each_task(asked):
     assert "quiz: acc" in said
     warned = [one["message"] for one in events.read(folder / "run") if one["event"] == "warning"]
     assert any("generation config asks for num_beams: 4; answers are made without" in one for one in warned)
+    for title, place, room in (
+        ("quiz", 3, "sequence_length"),
+        ("lettered", 3, "sequence_length"),
+        ("sums", 2, "answer"),
+    ):
+        told = next(one for one in warned if f"{title}: 1 of " in one).split(f"{title}: 1 of ")[1]
+        assert f"{room} and lose their beginning; the first is " in told
+        assert f".jsonl, line {place}." in told
+
+
+def test_questions_that_were_cut_are_said_again_where_results_are_known(asked, runs):
+    folder, _ = asked[0]
+    for _ in range(2):
+        done = runs(folder, "eval", "run", "--tasks", "answers:sums.jsonl", "--max-tokens", "4")
+        assert done.code == 0, done.err
+        assert "sums: 1 of 3 questions are longer than the 508 tokens that are left beside an answer" in done.err
 
 
 def test_a_run_that_was_killed_has_the_same_scores_and_bytes(asked):

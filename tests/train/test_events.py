@@ -42,6 +42,33 @@ def test_a_line_cut_short_by_a_kill_is_removed(tmp_path):
         assert [record["message"] for record in events.read(tmp_path)] == ["a", "b"]
 
 
+def test_a_damaged_line_is_left_out_and_said_and_loses_no_other(tmp_path):
+    from tunesmith.ui.log import GrowingLog, digest
+
+    lines = [b'{"event": "step", "step": %d, "time": 1.0, "loss": 2.0}' % n for n in range(1, 5)]
+    later = b'{"event": "of another version"}'
+    damaged = [
+        lines[0],
+        lines[1][:20],
+        b"\x00\xff\xfe",
+        b'{"event": "step", "step": "x"}',
+        later,
+        b"",
+        lines[2],
+        lines[3],
+    ]
+    (tmp_path / "events.jsonl").write_bytes(b"\n".join(damaged) + b"\n" + lines[0][:30])  # the last is being written
+    log = GrowingLog(tmp_path)
+    log.update()
+    for found in (events.read(tmp_path), log.records):
+        assert [one["step"] for one in found if one["event"] == "step"] == [1, 3, 4]
+        said = "3 lines of events.jsonl cannot be read and are left out of the history; the first is line 2."
+        assert [one["message"] for one in found if one["event"] == "warning"] == [said] == [events.damage(found)]
+    assert digest(tmp_path).step == 4
+    (tmp_path / "events.jsonl").write_bytes(b"\n".join([lines[0], lines[1]]) + b"\n")
+    assert events.damage(events.read(tmp_path)) is None
+
+
 def test_a_file_of_one_partial_line_becomes_empty(tmp_path):
     (tmp_path / events.FILE).write_text('{"event": "st')
     events.EventLog(tmp_path).close()

@@ -27,6 +27,7 @@ from tunesmith.data.messages import (
     as_conversation,
     as_dict,
     fold_system,
+    joined,
     tool_parts_of,
     with_call_ids,
     with_thoughts_apart,
@@ -37,7 +38,7 @@ from tunesmith.data.types import Completion, Conversation, Document, Example, Me
 from tunesmith.disk import expanded
 from tunesmith.errors import UserError
 
-VERSION = "encoder 3"  # part of every fingerprint: raise it when the same input gives other tokens or targets
+VERSION = "encoder 4"  # part of every fingerprint: raise it when the same input gives other tokens or targets
 TEMPLATE_DATE = templates.DATE
 WINDOW = 1 << 17
 """Characters of a text that are tokenized at a time: memory for tokens' names and places is 300 times the text."""
@@ -151,7 +152,9 @@ class Encoder:
         """The template takes lists of parts, not texts."""
         self.folds_system = False
         """The template has no place for a system message, so it goes in front of the first user message."""
-        self.mode: dict[str, bool] = {}
+        self._alternate = frozenset[str]()
+        """Roles of which the template takes no two messages one after the other."""
+        self.mode: dict[str, Any] = {}
         """Variables with which the template is asked for answers without reasoning."""
         self._tool_parts = frozenset[str]()
         """What the template writes of tools: descriptions, calls, arguments, results."""
@@ -160,7 +163,9 @@ class Encoder:
         self._takes_reasoning = False
         """Thoughts go to the template apart from the answer."""
         self.opens_thoughts = False
-        """Prompts open an answer for thoughts that the template leaves out of finished turns; they are put back."""
+        """Prompts open an answer for thoughts, and finished turns hold none: without any they are closed at once."""
+        self.leaves_out_thoughts = False
+        """Finished turns leave out thoughts that the model is asked for; they are put back."""
         self.controls: re.Pattern[str] | None = None
         """Special tokens, as the data may write them out: they become plain text."""
         self._spoken_controls: re.Pattern[str] | None = None
@@ -232,7 +237,7 @@ class Encoder:
         earlier = [turn for turn in turns[:-1] if turn.in_full] if last.in_full else []
         return self._lay_out(last.prompt, [*earlier, replace(last, ids=[])], [], origin).ids.tolist()
 
-    def mode_of(self, reasons: bool) -> dict[str, bool]:
+    def mode_of(self, reasons: bool) -> dict[str, Any]:
         """Variables with which the template is asked for answers with reasoning, or without."""
         return self._find_mode(True) if reasons else self.mode
 
@@ -241,7 +246,7 @@ class Encoder:
         messages: list[dict[str, Any]],
         tools: Sequence[dict[str, Any]] = (),
         generation: bool = False,
-        mode: dict[str, bool] | None = None,
+        mode: dict[str, Any] | None = None,
     ) -> str:
         """The template's text for these messages. Raises TemplateRefusal."""
         return self._render(messages, tools, generation, mode)[0]
@@ -328,6 +333,7 @@ class Encoder:
             messages = with_call_ids(messages, self._call_ids)
         if self.folds_system:
             messages = fold_system(messages, origin)
+        messages = joined(messages, self._alternate, origin)
         if self._takes_reasoning:
             messages = [with_thoughts_apart(message) for message in messages]
         return messages, marked(tools, self.controls)
@@ -381,11 +387,12 @@ class Encoder:
         written = place.answer[: offsets[kept - 1][1] if kept else 0]
         in_full = full.startswith(place.prompt + written)
         ids = ids[:kept]
-        if self._next_turns:
-            role = "tool" if chat.messages[i].extra.get("tool_calls") else "user"
+        role = "tool" if chat.messages[i].extra.get("tool_calls") else "user"
+        if self._next_turns and not self._is_ended(role, ids):
             text, end = self._next_turn(role, full[len(place.prompt + written) :] if in_full else "")
             written, ids = written + text, [*ids, *end]
-        if self.train_on == "all" and self.opens_thoughts and "reasoning_content" in chat.messages[i].extra:
+        is_left_out = self.leaves_out_thoughts and not in_full and "reasoning_content" in chat.messages[i].extra
+        if self.train_on == "all" and is_left_out:
             raise RecordError(
                 "dropped by the chat template",
                 chat.origin,
@@ -396,6 +403,11 @@ class Encoder:
             self._message_span(chat, i, full)  # refuses: the weight has no place in the full text
         start = len(place.prompt)
         return _Turn(place.prompt, start, start + len(written), ids, weight, in_full)
+
+    def _is_ended(self, role: str, ids: list[int]) -> bool:
+        """Whether the template, which ends no answer, does end this one: calls may have a mark of their own."""
+        last = ids[-1] if ids else None
+        return last in self.end_ids or (role == "tool" and "tool" not in self._next_turns and last in self._special)
 
     def _next_turn(self, role: str, rest: str) -> tuple[str, list[int]]:
         """With what an answer ends, of the text that follows it, and its tokens: what begins a turn of this role where
@@ -410,9 +422,7 @@ class Encoder:
         """What the template asks for turn i with, and what follows it in the finished turn."""
         reasons = bool(dicts[i].get("reasoning_content")) or "</think>" in dicts[i]["content"]
         found: _Place | None = None
-        for mode in _MODES:
-            if mode.get("enable_thinking", reasons) != reasons:
-                continue
+        for mode in traits.modes_for(reasons):
             prompt = self.render(dicts[:i], tools, generation=True, mode=mode)
             if full is not None and i == len(dicts) - 1 and not mode:
                 upto = full
@@ -422,11 +432,20 @@ class Encoder:
                 if _fits(place, dicts[i]):
                     return place
                 found = found or place
-        return found or self._place_after_dropped(dicts, i, tools)
+        return found or self._place_after_dropped(dicts, i, tools) or self._place_in_open_turn(dicts, i, tools)
 
     def _place_after(
-        self, prompt: str, upto: str, mode: dict[str, bool], answer: dict[str, Any], reasons: bool
+        self, prompt: str, upto: str, mode: dict[str, Any], answer: dict[str, Any], reasons: bool
     ) -> _Place | None:
+        thoughts = answer.get("reasoning_content", "").strip("\n")
+        if (
+            self.leaves_out_thoughts
+            and thoughts
+            and not (upto.startswith(prompt) and _holds(upto[len(prompt) :], thoughts))
+        ):
+            thought = traits.with_thoughts(prompt, upto, thoughts)
+            if thought is not None:
+                return _Place(prompt, thought, mode)
         if upto.startswith(prompt):
             return _Place(prompt, upto[len(prompt) :], mode)
         shared = len(_common_prefix(prompt, upto))
@@ -435,9 +454,23 @@ class Encoder:
         if is_skipped and not upto[shared:].lstrip().startswith("</"):
             return _Place(prompt, upto[shared:], mode)
         if self.opens_thoughts and traits.OPENED.fullmatch(prompt[shared:]):
-            thoughts = answer.get("reasoning_content", "").strip("\n")
-            return _Place(prompt, f"{thoughts}\n</think>\n\n{upto[shared:]}", mode)
+            closed = traits.with_thoughts(prompt, upto, "")
+            return _Place(prompt, closed, mode) if closed is not None else None
         return None
+
+    def _place_in_open_turn(
+        self, dicts: list[dict[str, Any]], i: int, tools: Sequence[dict[str, Any]]
+    ) -> _Place | None:
+        """Templates may keep the assistant's turn open through the results of its tools (Apertus), and begin one anew
+        where they are asked for the answer: what is asked is what generation gives, and the answer what follows."""
+        if i == 0 or dicts[i - 1]["role"] != "tool":
+            return None
+        unasked, prompt = (self.render(dicts[:i], tools, generation=asks) for asks in (False, True))
+        upto = self.render(dicts[: i + 1], tools)
+        header, answer = prompt[len(unasked) :], upto[len(unasked) :]
+        if not (header.strip() and prompt.startswith(unasked) and upto.startswith(unasked)) or answer[:1] == header[:1]:
+            return None
+        return _Place(prompt, answer, {})
 
     def _place_after_dropped(
         self, dicts: list[dict[str, Any]], i: int, tools: Sequence[dict[str, Any]]
@@ -474,6 +507,13 @@ class Encoder:
         prompt = self.render(chat.dicts[:i], chat.tools, generation=True)
         upto = self.render(chat.dicts[: i + 1], chat.tools)
         same = len(_common_prefix(prompt, upto))
+        if not _NO_THOUGHTS.fullmatch(prompt[same:]) and self._needs_thoughts(chat, i):
+            return RecordError(
+                "answer without reasoning",
+                chat.origin,
+                f"the chat template asks for reasoning with {prompt[same:][:40]!r}, and message {i + 1} has none; give "
+                "its `reasoning_content`, or a `chat_template` that asks for answers without",
+            )
         return RecordError(
             "answer without a place",
             chat.origin,
@@ -481,6 +521,14 @@ class Encoder:
             f"turns with {upto[same:][:40]!r} in its place, so what the model generates cannot be told; "
             "give a `chat_template` that writes both alike",
         )
+
+    def _needs_thoughts(self, chat: _Chat, i: int) -> bool:
+        """Whether an answer without reasoning would have its place if it had some."""
+        if chat.dicts[i].get("reasoning_content") or not self._takes_reasoning:
+            return False
+        thoughtful = chat.dicts[i] | dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "vwkyc")
+        place = self._place([*chat.dicts[:i], thoughtful], i, chat.tools)
+        return place is not None and _fits(place, thoughtful)
 
     def _message_span(self, chat: _Chat, i: int, full: str) -> tuple[int, int]:
         upto = self.render(chat.dicts[: i + 1], chat.tools)
@@ -579,7 +627,7 @@ class Encoder:
         messages: list[dict[str, Any]],
         tools: Sequence[dict[str, Any]],
         generation: bool = False,
-        mode: dict[str, bool] | None = None,
+        mode: dict[str, Any] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         text, messages = self._templates[name], self.as_wanted(messages)
@@ -602,11 +650,13 @@ class Encoder:
         self.end_ids |= {i for i in (self.turn_end_id,) if i is not None}
         self._special |= self.end_ids
         self.folds_system = traits.has_no_system_role(self.render)
+        self._alternate = traits.must_alternate(self.render)
         self.mode = self._find_mode()
         self._call_ids = traits.call_ids(self.render)
         self._tool_parts = traits.tool_parts(self.render, self._call_ids)
         self.opens_thoughts = traits.opens_thoughts(self.render)
-        self._takes_reasoning = self.opens_thoughts or traits.writes_reasoning(self.render)
+        self.leaves_out_thoughts = traits.leaves_out_thoughts(self.render)
+        self._takes_reasoning = self.leaves_out_thoughts or traits.writes_reasoning(self.render)
         self.end_ids |= self._find_call_ends()
         self._special |= self.end_ids
 
@@ -633,7 +683,7 @@ class Encoder:
             return set()
         return {i for i in turns[-1].ids[-1:] if i in self._special}
 
-    def _find_mode(self, reasons: bool = False) -> dict[str, bool]:
+    def _find_mode(self, reasons: bool = False) -> dict[str, Any]:
         """How the template is asked for answers without reasoning, or with it."""
         thoughts = {"reasoning_content": "vwkyc", "reasoning": "vwkyc", "thinking": "vwkyc"} if reasons else {}
         messages = [{"role": "user", "content": "vwkya"}, {"role": "assistant", "content": "qxzja", **thoughts}]
@@ -654,6 +704,15 @@ class Encoder:
     def writes_tools_as_text(self, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
         """Whether the template has no place for what these messages do with tools, so that it is written for it."""
         return not tool_parts_of(messages, tools) <= self._tool_parts
+
+    def joins_messages(self, messages: Sequence[Message], tools: Sequence[Any]) -> bool:
+        """Whether messages of one role stand one after the other, and are written as one since the template refuses
+        them."""
+        if not self._alternate:
+            return False
+        if self.writes_tools_as_text(messages, tools):
+            messages = write_tools(list(messages), tuple(tools))[0]
+        return len(joined(list(messages), self._alternate)) < len(messages)
 
     def _is_parsed(self, token: str) -> bool:
         return any(token in looked for text in self._templates.values() for looked in templates.parsed(text))
@@ -714,8 +773,8 @@ class Encoder:
                 "thoughts without an end",
                 chat.origin,
                 f"the chat template opens message {i + 1} for thoughts and does not close them, so that the answer "
-                "would be learned as a thought; put the reasoning and `</think>` before the answer, or give a "
-                "`chat_template` that closes them",
+                "would be learned as a thought; give its `reasoning_content`, or put the reasoning and `</think>` "
+                "before the answer, or give a `chat_template` that closes them",
             )
         thoughts = message.content.count("<think>")
         if thoughts and (place.prompt + place.answer).count("<think>") > thoughts + self.render(
@@ -746,12 +805,6 @@ class Encoder:
                 )
 
 
-# Templates of reasoning models open an answer for thinking, or not; which of the two a finished turn fits, shows.
-_MODES: tuple[dict[str, bool], ...] = (
-    {},
-    {"enable_thinking": False, "thinking": False},
-    {"enable_thinking": True, "thinking": True},
-)
 _NO_THOUGHTS = re.compile(
     r"\s*(<think>\s*</think>|<\|channel>\w*\s*<channel\|>|<\|START_THINKING\|><\|END_THINKING\|>)\s*"
 )
@@ -775,7 +828,7 @@ class _Place:
 
     prompt: str
     answer: str
-    mode: dict[str, bool]
+    mode: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

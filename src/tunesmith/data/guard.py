@@ -66,6 +66,8 @@ class Watch:
     written_out: dict[str, Finding] = field(default_factory=dict)
     """Special tokens that the texts write out, and that are plain text therefore."""
     tools_as_text: Finding = field(default_factory=lambda: Finding())
+    joined: Finding = field(default_factory=lambda: Finding())
+    """Conversations with messages of one role one after the other, where the template must have them alternate."""
     unranked: Finding = field(default_factory=lambda: Finding())
     """Pairs with scores, of which that of the chosen answer is not above the other's."""
     repeated: Finding = field(default_factory=lambda: Finding())
@@ -108,6 +110,8 @@ class Watch:
                 self.repeated.add(record.origin)
             if encoder and isinstance(item, Conversation) and encoder.writes_tools_as_text(item.messages, item.tools):
                 self.tools_as_text.add(record.origin)
+            if encoder and isinstance(item, Conversation) and encoder.joins_messages(item.messages, item.tools):
+                self.joined.add(record.origin)
 
     def merge(self, other: Watch) -> None:
         """Add what another watch saw in later records of the same data set."""
@@ -117,6 +121,7 @@ class Watch:
         self.untargeted.merge(other.untargeted)
         self.bad += other.bad
         self.tools_as_text.merge(other.tools_as_text)
+        self.joined.merge(other.joined)
         self.unranked.merge(other.unranked)
         self.repeated.merge(other.repeated)
         for mine, theirs in (
@@ -149,6 +154,11 @@ class Watch:
                 f"{self.tools_as_text.first}: the chat template has no place for tools: they are described in the "
                 "system message, and their calls and results written as <tool_call> and <tool_response> "
                 f"({_records(self.tools_as_text.count)})."
+            )
+        if self.joined.count:
+            found.append(
+                f"{self.joined.first}: the chat template refuses two messages of one role one after the other: they "
+                f"are written as one, with a blank line between them ({_records(self.joined.count)})."
             )
         if self.unranked.count:
             found.append(
@@ -374,7 +384,7 @@ def _check_template(encoder: Encoder, tokenizer: Any) -> list[str]:
         (
             bool(encoder.mode),
             "answers without reasoning are trained in the chat template's mode without thinking "
-            "(`enable_thinking: false`); ask for answers in that mode too.",
+            f"({_shown(encoder.mode)}); ask for answers in that mode too.",
         ),
         (
             bool(header.strip()),
@@ -392,6 +402,12 @@ def _check_template(encoder: Encoder, tokenizer: Any) -> list[str]:
         ),
     )
     return [warning for is_so, warning in found if is_so]
+
+
+def _shown(mode: Mapping[str, Any]) -> str:
+    """The first of the variables: the others are other templates' names for it."""
+    name, value = next(iter(mode.items()), ("", ""))
+    return f"`{name}: {str(value).lower()}`"
 
 
 def _examples_of(encoder: Encoder, messages: Sequence[Message]) -> tuple[list[Example], bool]:

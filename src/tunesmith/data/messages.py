@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -99,9 +99,12 @@ def write_tools(
     return made, ()
 
 
-CALL_IDS = {"none": "", "any": ".+", "short": "[A-Za-z0-9]{9}", "named": r"functions\.NAME:[0-9]+"}
+CALL_IDS = {
+    "none": "", "any": ".+", "short": "[A-Za-z0-9]{9}", "named": r"functions\.NAME:[0-9]+", "counted": "(?!)",
+}  # fmt: skip
 """Which ids of tool calls templates ask for: none, any, nine letters and digits (Mistral's), or the name of the
-function with the number of the call (Kimi's, whose templates write the name nowhere else)."""
+function with the number of the call (Kimi's, whose templates write the name nowhere else). `counted` are those that a
+template makes itself, from the number of the call in its message (Kimi-K2's older one): results must name the same."""
 
 
 def with_call_ids(messages: list[Message], kind: str) -> list[Message]:
@@ -115,6 +118,7 @@ def with_call_ids(messages: list[Message], kind: str) -> list[Message]:
         extra = dict(message.extra)
         if calls := extra.get("tool_calls"):
             extra["tool_calls"] = []
+            count = 0 if kind == "counted" else count
             for call in calls:
                 own = call.get("id", "")
                 new[own] = _call_id(call, kind, count)
@@ -135,7 +139,7 @@ def _call_id(call: dict[str, Any], kind: str, number: int) -> str:
     own, name = str(call.get("id", "")), call["function"]["name"]
     if re.fullmatch(CALL_IDS[kind].replace("NAME", re.escape(name)), own):
         return own
-    if kind == "named":
+    if kind in ("named", "counted"):
         return f"functions.{name}:{number}"
     told = own or json.dumps([number, call["function"]], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(told.encode(errors="surrogatepass")).hexdigest()[:9]
@@ -162,6 +166,32 @@ def fold_system(messages: list[Message], origin: Origin | None = None) -> list[M
         raise RecordError(REFUSED, origin, reason) if origin else UserError(f"{reason}.")
     first, *rest = after
     return [replace(first, content="\n\n".join(message.content for message in [*before, first])), *rest]
+
+
+def joined(messages: list[Message], roles: Collection[str], origin: Origin | None = None) -> list[Message]:
+    """For a template in which turns must alternate: messages of one of these roles that stand one after the other as
+    one, a blank line between them. What only an answer by itself can hold (calls, reasoning) stays apart."""
+    made: list[Message] = []
+    for number, message in enumerate(messages, start=1):
+        before = made[-1] if made else None
+        if before is None or not _can_join(before, message, roles):
+            made.append(message)
+            continue
+        if before.weight != message.weight:
+            reason = (
+                f"messages {number - 1} and {number} are both of the {message.role}, which the chat template refuses, "
+                "and cannot be written as one, since their weights differ; give both the same weight"
+            )
+            raise RecordError(REFUSED, origin, reason) if origin else UserError(f"{reason}.")
+        content = "\n\n".join(text for text in (before.content, message.content) if text.strip())
+        made[-1] = replace(before, content=content, extra=message.extra)
+    return made
+
+
+def _can_join(before: Message, message: Message, roles: Collection[str]) -> bool:
+    """Calls may follow what was said before them; reasoning does not."""
+    own = message.extra.keys() - {"tool_calls"} if message.role == "assistant" else message.extra.keys()
+    return message.role == before.role and message.role in roles and not before.extra and not own
 
 
 def as_dict(message: Message, text_arguments: bool = False) -> dict[str, Any]:

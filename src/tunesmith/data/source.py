@@ -524,7 +524,13 @@ def _parse(text: str, origin: Origin) -> Any:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         column = min(error.pos, len(text.rstrip())) + 1  # of a line that breaks off, its end
-        raise RecordError(kind, origin, f"not valid JSON at column {column}: {_plain(error.msg)}") from error
+        reason = f"not valid JSON at column {column}: {_plain(error.msg)}"
+        if error.msg == "Extra data" and text[error.pos :].strip() == ",":
+            reason = (
+                "the line ends with a comma, as in a list; in JSONL each line is a record by itself: remove the "
+                "commas, or put all of it between [ and ] and name the file .json"
+            )
+        raise RecordError(kind, origin, reason) from error
     except RecursionError as error:
         raise RecordError(kind, origin, "the JSON is nested too deeply") from error
     except ValueError as error:

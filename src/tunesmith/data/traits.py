@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 from tunesmith.data.marked import TextTokenizer
 from tunesmith.data.template import TemplateRefusal
@@ -101,14 +102,30 @@ def has_no_system_role(render: Render) -> bool:
         return True
 
 
+MODES: tuple[tuple[dict[str, Any], bool | None], ...] = (
+    ({}, None),
+    ({"enable_thinking": False, "thinking": False}, False),
+    ({"enable_thinking": True, "thinking": True}, True),
+    ({"reasoning": False}, False),
+    ({"reasoning_effort": "high"}, True),
+)
+"""Variables with which templates are asked for an answer without reasoning, or with it; without variables, for either.
+Which of them a finished turn fits, shows."""
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Templates disagree on the name."""
+
+
+def modes_for(reasons: bool) -> list[dict[str, Any]]:
+    return [mode for mode, thinks in MODES if thinks in (None, reasons)]
+
+
 def writes_reasoning(render: Render) -> bool:
     """Whether thoughts that are given apart from the answer are written once, before it; in whatever marks, and be it
     only where the template is asked to think."""
-    answer = {"role": "assistant", "content": "qxzjb", "reasoning_content": "qxzja"}
-    dicts = [{"role": "user", "content": "vwkya"}, answer | {"reasoning": "qxzja", "thinking": "qxzja"}]
-    for mode in ({}, {"enable_thinking": True, "thinking": True}):
+    answer = {"role": "assistant", "content": "qxzjb", **dict.fromkeys(_THOUGHTS, "qxzja")}
+    for mode in modes_for(True):
         try:
-            text = render(dicts, mode=mode)
+            text = render([{"role": "user", "content": "vwkya"}, answer], mode=mode)
         except TemplateRefusal:
             continue
         if text.count("qxzja") == 1 and text.index("qxzja") < text.find("qxzjb"):
@@ -116,14 +133,32 @@ def writes_reasoning(render: Render) -> bool:
     return False
 
 
+def leaves_out_thoughts(render: Render) -> bool:
+    """Whether finished turns hold none of the thoughts that were given with them, and show where they stood: prompts
+    open an answer for them (DeepSeek-R1's), be it in one mode, or the turn has empty ones (Kimi-K2-Thinking's)."""
+    question, answer = {"role": "user", "content": "vwkya"}, {"role": "assistant", "content": "qxzja"}
+    for mode in modes_for(True):
+        try:
+            asked = render([question], generation=True, mode=mode)
+            finished = render([question, answer | dict.fromkeys(_THOUGHTS, "qxzjb")], mode=mode)
+        except TemplateRefusal:
+            continue
+        back = None if "qxzjb" in finished else with_thoughts(asked, finished, "qxzjb")
+        if back is not None and back.rpartition("</think>")[2].lstrip().startswith("qxzja"):
+            return True
+    return False
+
+
 OPENED = re.compile(r"\s*<think>\s*")
 """With which a prompt opens an answer for its thoughts."""
+_OPENED_LAST = re.compile(r"\s*(<think>\s*)$")
+_EMPTY = re.compile(r"(\s*<think>)(\s*)(?=</think>)")
 
 
 def opens_thoughts(render: Render) -> bool:
     """Whether prompts open an answer for its thoughts, and finished turns hold none (DeepSeek-R1's)."""
     question, answer = {"role": "user", "content": "vwkya"}, {"role": "assistant", "content": "qxzja"}
-    thoughts = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "qxzjb")
+    thoughts = dict.fromkeys(_THOUGHTS, "qxzjb")
     try:
         asked = render([question], generation=True)
         finished = [render([question, answer]), render([question, answer | thoughts])]
@@ -135,8 +170,49 @@ def opens_thoughts(render: Render) -> bool:
     return all(text[len(before) :].startswith("qxzja") for text in finished)
 
 
+def with_thoughts(prompt: str, upto: str, thoughts: str) -> str | None:
+    """What the model says after the prompt when it thinks, where the finished turn (`upto`) leaves its thoughts out:
+    the thoughts, put back where the prompt opens for them or the turn has empty ones, and the answer. None where
+    neither is so. They stand in lines of their own where the template's mark does."""
+    opened = _OPENED_LAST.search(prompt)
+    before = prompt[: opened.start(1)] if opened else prompt
+    shared = next(
+        (n for n, (x, y) in enumerate(zip(before, upto, strict=False)) if x != y), min(len(before), len(upto))
+    )
+    if shared < (opened.start() if opened else len(prompt)):
+        return None
+    rest = upto[shared:]
+    empty = _EMPTY.match(rest)
+    if opened:
+        line = "\n" if opened[1].endswith("\n") else ""
+        if empty:
+            return thoughts + line + rest[empty.end() :]
+        return f"{thoughts}{line}</think>{line}{line}{rest.removeprefix(opened[1])}"
+    if empty:
+        line = "\n" if "\n" in empty[2] else ""
+        return empty[1] + line + thoughts + line + rest[empty.end() :]
+    return None
+
+
+def must_alternate(render: Render) -> frozenset[str]:
+    """Roles of which the template refuses two messages one after the other, and takes one."""
+    asked, answer = {"role": "user", "content": "vwkya"}, {"role": "assistant", "content": "qxzja"}
+
+    def takes(*messages: dict[str, str]) -> bool:
+        try:
+            render(list(messages))
+        except TemplateRefusal:
+            return False
+        return True
+
+    if not takes(asked, answer, asked, answer):
+        return frozenset()
+    twice = {"user": (asked, asked, answer), "assistant": (asked, answer, answer)}
+    return frozenset(role for role, messages in twice.items() if not takes(*messages))
+
+
 _CALL_IDS = {"none": "", "any": "call_vwkyi", "short": "abcdefghi", "named": "functions.vwkyt:0"}
-"""An id of each kind of `messages.CALL_IDS`."""
+"""An id of each kind of `messages.CALL_IDS` that may be asked for."""
 
 
 def call_ids(render: Render) -> str:
@@ -156,13 +232,31 @@ def call_ids(render: Render) -> str:
             except TemplateRefusal:
                 continue
             if "vwkyt" in called:
-                return kind
+                return "counted" if _counts_calls(render, arguments) else kind
     return "none"
+
+
+def _counts_calls(render: Render, arguments: Any) -> bool:
+    """Whether calls get ids that the template makes itself, one count for each message, while results name those of the
+    data, which then are of no call (Kimi-K2's)."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "vwkya"}]
+    ids = ("call_vwkyi", "call_vwkyj", "call_vwkyk")
+    for some in (ids[:2], ids[2:]):
+        function = {"name": "vwkyt", "arguments": arguments}
+        calls = [{"id": one, "type": "function", "function": function} for one in some]
+        messages.append({"role": "assistant", "content": "", "tool_calls": calls})
+        messages += [{"role": "tool", "content": "qxzjr", "name": "vwkyt", "tool_call_id": one} for one in some]
+    try:
+        text = render([*messages, {"role": "assistant", "content": "qxzjb"}])
+    except TemplateRefusal:
+        return False
+    counted = re.findall(r"functions\.vwkyt:(\d+)", text)
+    return counted == ["0", "1", "0"] and all(text.count(one) == 1 for one in ids)
 
 
 def tool_parts(render: Render, ids: str) -> frozenset[str]:
     """Asked with ids of the kind that the template wants, and arguments such as the strictest do."""
-    call_id = _CALL_IDS[ids] or _CALL_IDS["short"]
+    call_id = _CALL_IDS.get(ids) or _CALL_IDS["short"]
     function = {"name": "vwkyt", "description": "qxzjd", "parameters": {"type": "object", "properties": {}}}
     asked = [{"role": "user", "content": "vwkya"}]
     told = [

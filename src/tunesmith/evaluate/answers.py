@@ -42,10 +42,12 @@ def score(task: Task, question: Question, answer: str) -> dict[str, Any]:
             "followed_loosely": sum(loose),
             "instructions": len(strict),
         }
+    references = question.target if isinstance(question.target, tuple) else (question.target,)
     if task.rule == "gsm8k":
-        return {"answer": answer, **{name: int(value) for name, value in gsm8k(answer, question.target).items()}}
-    same = is_equivalent(answer, question.target) if task.rule == "math" else is_same(answer, question.target)
-    return {"answer": answer, "exact": int(same)}
+        each = [gsm8k(answer, one) for one in references]
+        return {"answer": answer, **{name: int(any(one[name] for one in each)) for name in each[0]}}
+    is_right = is_equivalent if task.rule == "math" else is_same
+    return {"answer": answer, "exact": int(any(is_right(answer, one) for one in references))}
 
 
 # GSM8K

@@ -8,7 +8,7 @@ the loss of the right choice among all, is not lm-eval's: it moves with every it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tunesmith.data.types import RecordError
@@ -20,21 +20,14 @@ AT_ONCE = 2048
 ONLY_IDS = {"return_attention_mask": False, "return_token_type_ids": False}
 
 
-def scores(
-    scorer: Scorer, tokenizer: Any, items: Sequence[Item], warn: Callable[[str], None] | None = None
-) -> Iterator[tuple[Item, dict[str, Any]]]:
-    """Each item with what it scored, batch by batch."""
+def scores(scorer: Scorer, tokenizer: Any, items: Sequence[Item]) -> Iterator[tuple[Item, dict[str, Any]]]:
+    """Each item with what it scored, batch by batch; `cut` of one that lost its beginning is what the model sees."""
     trees = trees_of(tokenizer, items)
-    cut = [item for item, tree in zip(items, trees, strict=True) if _is_cut(item, tree, scorer.longest)]
-    if cut and warn:
-        warn(
-            f"{len(cut):,} of {len(items):,} questions are longer than the {scorer.longest:,} tokens that the model "
-            f"sees and lose their beginning; the first is {cut[0].origin}."
-        )
+    cut = [_is_cut(item, tree, scorer.longest) for item, tree in zip(items, trees, strict=True)]
     for place, found in scorer.choices(trees):
         content = items[place].content
         assert isinstance(content, Choices)
-        yield items[place], score(content, found)
+        yield items[place], score(content, found) | ({"cut": scorer.longest} if cut[place] else {})
 
 
 def _is_cut(item: Item, tree: Tree, longest: int) -> bool:

@@ -47,6 +47,8 @@ class Choices:
     lengths: tuple[int, ...]
     """Characters of each choice, by which its log-likelihood is divided for `acc_norm`."""
     gold: int
+    has_equal: bool = False
+    """Two of the choices are the same, so that one of them is right and the other is not."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Question:
 
     turns: tuple[str, ...]
     target: Any = None
-    """The reference answer, or the instructions; None where a judge decides."""
+    """The reference answer, a tuple of those that are as right, or the instructions; None where a judge decides."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def recognise(records: Sequence[Record]) -> Kind:
         return "choices"
     if {"problem", "solution"} <= names:
         return "answers"
-    if {"question", "answer"} <= names and isinstance(records[0].fields["answer"], str | int | float):
+    if {"question", "answer"} <= names and isinstance(records[0].fields["answer"], str | int | float | list | tuple):
         return "answers"
     return "loss"
 
@@ -187,7 +189,9 @@ def _by_text(record: Record) -> Choices:
     """As lm-eval asks ARC and its like: each choice's text after `Answer:`."""
     question, choices, gold, name = _choices_of(record)
     context = question.strip() if name == "ctx" else f"Question: {question.strip()}\nAnswer:"
-    return Choices(context, tuple(f" {one}" for one in choices), tuple(len(one) for one in choices), gold)
+    return Choices(
+        context, tuple(f" {one}" for one in choices), tuple(len(one) for one in choices), gold, _has_equal(choices)
+    )
 
 
 def _by_letter(record: Record) -> Choices:
@@ -200,7 +204,28 @@ def _by_letter(record: Record) -> Choices:
     description = f"The following are multiple choice questions (with answers){about}.\n\n" if about else ""
     letters = [chr(ord("A") + number) for number in range(len(choices))]
     lines = [question.strip(), *(f"{letter}. {one}" for letter, one in zip(letters, choices, strict=True)), "Answer:"]
-    return Choices(description + "\n".join(lines), tuple(f" {one}" for one in letters), (1,) * len(letters), gold)
+    return Choices(
+        description + "\n".join(lines),
+        tuple(f" {one}" for one in letters),
+        (1,) * len(letters),
+        gold,
+        _has_equal(choices),
+    )
+
+
+def equal_choices(task: Task) -> str | None:
+    """What to say of items with two choices that are the same; some published tasks have a few."""
+    found = [item for item in task.items if isinstance(item.content, Choices) and item.content.has_equal]
+    if not found:
+        return None
+    return (
+        f"{task.title}: {len(found):,} of {len(task.items):,} questions have two choices that are the same, of which "
+        f"one counts as wrong; the first is {found[0].origin}."
+    )
+
+
+def _has_equal(choices: Sequence[str]) -> bool:
+    return len({one.strip() for one in choices}) < len(choices)
 
 
 def _choices_of(record: Record) -> tuple[str, list[str], int, str]:
@@ -268,7 +293,7 @@ def _rule_of(records: Sequence[Record]) -> tuple[Rule, Callable[[Record], Questi
             f"{records[0].origin}: answers need a `question` with an `answer`, or a `problem` with a `solution`; found "
             f"{listed(f'`{name}`' for name in fields)}."
         )
-    reference = str(fields[wanted])
+    reference = " ".join(map(str, _references(fields[wanted])))
     if "solution" in fields and "\\boxed" in str(fields["solution"]):
         rule, wanted = "math", "solution"
     else:
@@ -276,15 +301,27 @@ def _rule_of(records: Sequence[Record]) -> tuple[Rule, Callable[[Record], Questi
 
     def make(record: Record) -> Question:
         target = record.fields.get(wanted)
-        if isinstance(target, bool) or not isinstance(target, str | int | float) or not str(target).strip():
-            raise RecordError("missing field", record.origin, f"the field `{wanted}` is missing, or no text or number")
-        if rule == "gsm8k" and "####" not in str(target):
+        each = _references(target)
+        if not each or not all(_is_reference(one) for one in each):
+            reason = f"the field `{wanted}` is missing, or no text or number, nor a list of such"
+            raise RecordError("missing field", record.origin, reason)
+        if rule == "gsm8k" and not all("####" in str(one) for one in each):
             raise RecordError("no final answer", record.origin, f"`{wanted}` has no `####` before its final answer")
-        if rule == "math" and "\\boxed" not in str(target) and wanted == "solution":
+        if rule == "math" and wanted == "solution" and not all("\\boxed" in str(one) for one in each):
             raise RecordError("no final answer", record.origin, f"`{wanted}` has no \\boxed final answer")
-        return Question((_text_of(record, asked),), str(target))
+        is_list = isinstance(target, list | tuple)
+        return Question((_text_of(record, asked),), tuple(map(str, each)) if is_list else str(target))
 
     return rule, make
+
+
+def _references(target: Any) -> tuple[Any, ...]:
+    """All answers that are right: one, or those of a list."""
+    return tuple(target) if isinstance(target, list | tuple) else (target,)
+
+
+def _is_reference(one: Any) -> bool:
+    return isinstance(one, str | int | float) and not isinstance(one, bool) and bool(str(one).strip())
 
 
 def _instructed(record: Record) -> Question:

@@ -90,7 +90,7 @@ class Engine(Protocol):
         """Of text in which special tokens stand for themselves; nothing is put around it."""
         ...
 
-    def prompt(self, messages: Messages, mode: dict[str, bool]) -> list[int] | None:
+    def prompt(self, messages: Messages, mode: dict[str, Any]) -> list[int] | None:
         """By its own chat template; None where it has no place for the template's variables."""
         ...
 
@@ -154,7 +154,7 @@ class Transformers:
     def tokenize(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def prompt(self, messages: Messages, mode: dict[str, bool]) -> list[int] | None:
+    def prompt(self, messages: Messages, mode: dict[str, Any]) -> list[int] | None:
         text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **mode)
         return self.tokenize(text)
 
@@ -322,7 +322,7 @@ class LlamaCpp:
     def tokenize(self, text: str) -> list[int]:
         return self._ask("/tokenize", {"content": text, "add_special": False, "parse_special": True})["tokens"]
 
-    def prompt(self, messages: Messages, mode: dict[str, bool]) -> list[int] | None:
+    def prompt(self, messages: Messages, mode: dict[str, Any]) -> list[int] | None:
         body = {"messages": list(messages), **({"chat_template_kwargs": mode} if mode else {})}
         text = self._ask("/apply-template", body)["prompt"]
         return self._ask("/tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"]
@@ -385,7 +385,7 @@ class Vllm:
         asked = {"model": EXPORT, "prompt": text, "add_special_tokens": False}
         return self.server.ask("/tokenize", asked)["tokens"]
 
-    def prompt(self, messages: Messages, mode: dict[str, bool]) -> list[int] | None:
+    def prompt(self, messages: Messages, mode: dict[str, Any]) -> list[int] | None:
         asked = {"model": EXPORT, "messages": list(messages), "chat_template_kwargs": mode}
         return self.server.ask("/tokenize", asked)["tokens"]
 

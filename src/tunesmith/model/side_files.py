@@ -136,7 +136,7 @@ def _write_generation(settings: dict[str, Any], folder: Path, ends: list[int]) -
 
 
 def _write_tokenizer(run: Run, base: Path, folder: Path, template: Any) -> list[str]:
-    is_plain = run.chat_template is None and not run.trust_remote_code and (base / "tokenizer.json").is_file()
+    is_plain = run.chat_template is None and not run.trust_remote_code and _names_its_class(base)
     is_asked_in_batches = run.objective == "embed" or has_head(run)
     tokenizer = None if is_plain and not is_asked_in_batches else load_tokenizer(run)
     needs_padding = tokenizer is not None and is_asked_in_batches and tokenizer.pad_token is None
@@ -161,6 +161,16 @@ def _write_tokenizer(run: Run, base: Path, folder: Path, template: Any) -> list[
             f"model: the tokenizer of {run.model} cannot be saved so that it reads back the same: {second}."
         )
     return [f"the tokenizer's files are carried as they are, since saved by transformers they differ: {reason}."]
+
+
+def _names_its_class(base: Path) -> bool:
+    """Whether its files are all that transformers needs to read the tokenizer. Where they do not name the class, it
+    goes by the model's config, which adapters do not have."""
+    try:
+        settings = json.loads((base / "tokenizer_config.json").read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return (base / "tokenizer.json").is_file() and isinstance(settings, dict) and bool(settings.get("tokenizer_class"))
 
 
 def _copy_tokenizer(base: Path, folder: Path) -> None:

@@ -28,7 +28,7 @@ from tunesmith.errors import UserError
 from tunesmith.evaluate import answers, choices
 from tunesmith.evaluate.figures import figure, finite, measures_of
 from tunesmith.evaluate.loss import by_document
-from tunesmith.evaluate.tasks import Choices, Item, Question, Task, task_of
+from tunesmith.evaluate.tasks import Choices, Item, Question, Task, equal_choices, task_of
 from tunesmith.infer.decoding import asked_of
 from tunesmith.infer.rollout import Wanted
 from tunesmith.model.forward import Entrance, to_device, token_losses
@@ -116,7 +116,9 @@ def with_tasks(
     tasks, note = sampled(run, tasks, total_steps * plan.sequences_per_step * plan.sequence_length)
     reasons = answers_reason(data.encoder, data.train)
     asking = Asking(called, data.encoder, plan, device, ranks, tasks, reasons=reasons)
-    return TaskEvaluator(evaluate, asking, rule, " ".join(filter(None, [note, asking.in_vain])) or None, samples)
+    return TaskEvaluator(
+        evaluate, asking, rule, " ".join(filter(None, [note, asking.in_vain, *asking.doubts])) or None, samples
+    )
 
 
 def read_tasks(run: Run, plan: Plan) -> list[Task]:
@@ -201,12 +203,10 @@ class Asking:
         self.called, self.encoder, self.plan, self.device, self.ranks = called, encoder, plan, device, ranks
         self.tasks, self.reasons = tasks, reasons
         self._share = {"rank": plan.mesh.data_rank(ranks.rank), "ranks": plan.mesh.data_ranks}
+        self.doubts = [said for task in tasks if (said := equal_choices(task))]
+        """What to say of each task's questions: that some are too long, or have equal choices."""
         self._documents = {task.title: self._packed(task) for task in tasks if task.kind in ("choices", "letters")}
-        self._prompts = {
-            task.title: [self._prompt(task, item) for item in task.items]
-            for task in tasks
-            if task.title not in self._documents
-        }
+        self._prompts = {task.title: self._asked(task) for task in tasks if task.title not in self._documents}
         # To tokens that tensor ranks share evenly.
         self._fill = context_shard_of(plan, ranks.rank, micro_batch_shape(plan))
         self._generator: Generator | None = None
@@ -241,9 +241,12 @@ class Asking:
     def _packed(self, task: Task) -> list[PackedDocument]:
         """A document for each choice, in the order of the items."""
         made: list[PackedDocument] = []
+        cut: dict[str, Item] = {}
         most = self.plan.sequence_length
         for item, tree in zip(task.items, choices.trees_of(self.encoder.tokenizer, task.items), strict=True):
             for one in tree.continuations:
+                if len(tree.context) + len(one) > most:
+                    cut[item.id] = item
                 ids = [*tree.context, *one][-most:]  # a question that is too long loses its beginning, as in lm-eval
                 if len(one) >= len(ids):
                     raise UserError(
@@ -254,7 +257,15 @@ class Asking:
                 weights[-len(one) :] = 1
                 place = {"origin": str(item.origin), "number": len(made)}
                 made.append(PackedDocument(np.array(ids, dtype=np.int32), weights, 0, **place))
+        self._say_cut(task, list(cut.values()), f"the {most:,} tokens of sequence_length")
         return made
+
+    def _say_cut(self, task: Task, cut: Sequence[Item], room: str) -> None:
+        if cut:
+            self.doubts.append(
+                f"{task.title}: {len(cut):,} of {len(task.items):,} questions are longer than {room} and lose their "
+                f"beginning; the first is {cut[0].origin}."
+            )
 
     @torch.no_grad()
     def _chosen(self, task: Task, tell: Callable[[float], None]) -> list[dict[str, Any]]:
@@ -310,14 +321,19 @@ class Asking:
         ends = [place for stop in answers.STOPS if (place := answer.find(stop)) >= 0]
         return answer[: min(ends)].strip() if ends else answer
 
-    def _prompt(self, task: Task, item: Item) -> list[int]:
+    def _asked(self, task: Task) -> list[list[int]]:
         """A prompt that leaves no room for an answer loses its beginning."""
+        room = self._room - self._most(task)
+        prompts = [self._prompt(task, item) for item in task.items]
+        cut = [item for item, ids in zip(task.items, prompts, strict=True) if len(ids) > room]
+        self._say_cut(task, cut, f"the {room:,} tokens that are left beside an answer")
+        return [ids[-room:] for ids in prompts]
+
+    def _prompt(self, task: Task, item: Item) -> list[int]:
         turn = item.question.turns[0]
         if self.encoder.has_template:
-            ids = self.encoder.prompt(asked_as_turns([Message("user", turn)]), reasons=self.reasons)
-        else:
-            ids = self.encoder.text_prompt(answers.plain_prompt(task, turn))
-        return list(ids)[-(self._room - self._most(task)) :]
+            return list(self.encoder.prompt(asked_as_turns([Message("user", turn)]), reasons=self.reasons))
+        return list(self.encoder.text_prompt(answers.plain_prompt(task, turn)))
 
     def _most(self, task: Task) -> int:
         """Tokens of an answer; of a model with few positions no more than half of them."""

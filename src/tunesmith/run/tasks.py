@@ -16,7 +16,7 @@ from tunesmith.errors import UserError
 from tunesmith.evaluate import answers, choices, harness, texts
 from tunesmith.evaluate.results import Results
 from tunesmith.evaluate.score import Scorer
-from tunesmith.evaluate.tasks import Item, Task
+from tunesmith.evaluate.tasks import Item, Task, equal_choices
 from tunesmith.infer.decoding import asked_of
 from tunesmith.model.forward import own_attention
 from tunesmith.model.structure import set_attention
@@ -69,7 +69,25 @@ def evaluate(
     ranks.wait()
     for results in found.values():
         results.read()
+    if warn is not None and ranks.is_first:
+        for sentence in filter(
+            None, (one for task in tasks for one in (cut_of(task, found[task.title]), equal_choices(task)))
+        ):
+            warn(f"{target.name}: {sentence}")
     return found
+
+
+def cut_of(task: Task, results: Results) -> str | None:
+    """What to say of questions that were too long: kept with the results, it is said whenever they are shown."""
+    cut = [item for item in task.items if "cut" in results.known.get(item.id, {})]
+    if not cut:
+        return None
+    room = results.known[cut[0].id]["cut"]
+    seen = "the model sees" if task.kind in ("choices", "letters") else "are left beside an answer"
+    return (
+        f"{task.title}: {len(cut):,} of {len(task.items):,} questions are longer than the {room:,} tokens that {seen} "
+        f"and lose their beginning; the first is {cut[0].origin}."
+    )
 
 
 def results_of(task: Task, results: Results) -> list[dict[str, Any]]:
@@ -104,7 +122,7 @@ class Session:
             assert task.dataset is not None
             found = texts.scores(self.scorer, encoder, items, task.dataset)
         elif task.kind in ("choices", "letters"):
-            found = choices.scores(self.scorer, encoder.tokenizer, items, partial(self._say_of, task))
+            found = choices.scores(self.scorer, encoder.tokenizer, items)
         else:
             found = self._answers(task, items)
         for item, result in found:
@@ -127,37 +145,33 @@ class Session:
             self._asks_in_vain = None
         set_attention(self.opened.model, self._own_attention)
         said: dict[str, list[str]] = {item.id: [] for item in items}
+        cut: dict[str, dict[str, Any]] = {}
         asking = list(items)
         while asking:  # turn by turn; conversations end when their turns do
             going_on = []
             prompts = [self._prompt(task, item, said[item.id]) for item in asking]
-            for place, answer in self._generated(task, prompts, asking):
+            for place, answer in self._generated(task, prompts, asking, cut):
                 item = asking[place]
                 question = item.question
                 said[item.id].append(answer)
                 if len(said[item.id]) < len(question.turns):
                     going_on.append(item)
                 elif task.kind == "judge":
-                    yield item, {"answers": said[item.id]}
+                    yield item, {"answers": said[item.id], **cut.get(item.id, {})}
                 else:
-                    yield item, answers.score(task, question, answer)
+                    yield item, answers.score(task, question, answer) | cut.get(item.id, {})
             asking = going_on
 
-    def _generated(self, task: Task, prompts: Sequence[list[int]], items: Sequence[Item]) -> Iterator[tuple[int, str]]:
-        def cut(places: Sequence[int], room: int) -> None:
-            self._say_of(
-                task,
-                f"{len(places):,} of {len(prompts):,} questions are longer than the {room:,} tokens that are left "
-                f"beside an answer and lose their beginning; the first is {items[places[0]].origin}.",
-            )
+    def _generated(
+        self, task: Task, prompts: Sequence[list[int]], items: Sequence[Item], cut: dict[str, dict[str, Any]]
+    ) -> Iterator[tuple[int, str]]:
+        def tell(places: Sequence[int], room: int) -> None:
+            cut.update({items[place].id: {"cut": room} for place in places})
 
         encoder = self.opened.encoder
         stops = () if encoder.has_template else answers.STOPS
         ask = partial(self._generate, self.opened.model, encoder, prompts)
-        return ask(max_tokens=task.settings["max_tokens"], stops=stops, cut=cut)
-
-    def _say_of(self, task: Task, sentence: str) -> None:
-        self._warn(f"{self._name}: {task.title}: {sentence}")
+        return ask(max_tokens=task.settings["max_tokens"], stops=stops, cut=tell)
 
     def _prompt(self, task: Task, item: Item, said: Sequence[str]) -> list[int]:
         encoder, turns = self.opened.encoder, item.question.turns

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -131,7 +132,7 @@ def _precision(folder: Path, *, has_adapter: bool, is_run: bool, has_gpu: bool) 
     return ["--dtype", "float32"] if is_wide and not has_gpu else []
 
 
-def _template_mode(folder: Path, is_run: bool) -> dict[str, bool]:
+def _template_mode(folder: Path, is_run: bool) -> dict[str, Any]:
     """The chat template's variables with which the model was asked in training."""
     if is_run:
         asked = side_files.read_asked(folder / side_files.FOLDER)

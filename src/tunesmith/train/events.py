@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -251,8 +251,28 @@ class History:
     """
 
     def __init__(self) -> None:
-        self.records: list[dict[str, Any]] = []
+        self._records: list[dict[str, Any]] = []
+        self._lines = 0
+        self._damaged: list[int] = []
         self._has_just_started = False
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """All of them; and a warning, where lines of the file could not be read."""
+        if not self._damaged:
+            return self._records
+        lines = "1 line" if len(self._damaged) == 1 else f"{len(self._damaged)} lines"
+        message = f"{lines} of {FILE} cannot be read and are left out of the history; the first is line "
+        time = self._records[-1].get("time", 0.0) if self._records else 0.0
+        return [*self._records, {"event": Warned.kind, "time": time, "message": f"{message}{self._damaged[0]}."}]
+
+    def add_line(self, line: bytes) -> None:
+        """A line of the file, whole; a damaged one does not lose the others."""
+        self._lines += 1
+        if (record := parse(line)) is not None:
+            self.add(record)
+        elif _is_damaged(line):
+            self._damaged.append(self._lines)
 
     def add(self, record: dict[str, Any]) -> None:
         if record["event"] == "started":
@@ -263,18 +283,27 @@ class History:
             elif self._has_just_started:
                 self._forget_after(-1)
             self._has_just_started = False
-        self.records.append(record)
+        self._records.append(record)
 
     def _forget_after(self, step: int) -> None:
-        self.records = [old for old in self.records if not _is_after(old, step)]
+        self._records = [old for old in self._records if not _is_after(old, step)]
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """The run's events as one history."""
     history = History()
-    for record in _records(folder / FILE):
-        history.add(record)
+    if (folder / FILE).exists():
+        with (folder / FILE).open("rb") as stream:
+            for line in stream:
+                if line.endswith(b"\n"):  # else it is being written, or was cut short by a kill
+                    history.add_line(line)
     return history.records
+
+
+def damage(records: list[dict[str, Any]]) -> str | None:
+    """What `read` says of lines that it left out."""
+    last = records[-1] if records else {}
+    return last["message"] if last.get("event") == Warned.kind and "cannot be read and" in last["message"] else None
 
 
 def comparable(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -286,24 +315,26 @@ def comparable(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def parse(line: str | bytes) -> dict[str, Any] | None:
     """The record of a line; None of one that was cut short by a kill, or that another version wrote."""
+    record = _object(line)
+    return record if record is not None and record.get("event") in KINDS else None
+
+
+def _object(line: str | bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and record.get("event") in KINDS else None
+    is_sound = isinstance(record, dict) and isinstance(record.get("event"), str)
+    return record if is_sound and isinstance(record.get("step", 0), int) else None
+
+
+def _is_damaged(line: bytes) -> bool:
+    """Neither empty nor an event, be it one of another version."""
+    return bool(line.strip()) and _object(line) is None
 
 
 def _is_after(record: dict[str, Any], step: int) -> bool:
     return record.get("step", -1) > step and record["event"] != "resumed"
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as stream:
-        for line in stream:
-            if (record := parse(line)) is not None:
-                yield record
 
 
 def _remove_partial_line(path: Path) -> None:

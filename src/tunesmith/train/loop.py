@@ -279,7 +279,10 @@ class _Loop:
         self.vitals.has_learned = True
         self.begun_at = found.step
         if self.job.ranks.is_first:
-            records = [one for one in events.read(self.job.folder) if one.get("step", 0) <= found.step]
+            history = events.read(self.job.folder)
+            if (damage := events.damage(history)) is not None:
+                self._warn(damage)
+            records = [one for one in history if one.get("step", 0) <= found.step]
             known = events.comparable(records)
             self.alerts.recall(one for one in known if not has_other or one["event"] != "evaluation")
             for record in records:

@@ -61,8 +61,8 @@ class GrowingLog:
             added = stream.read()
         whole = added[: added.rfind(b"\n") + 1]
         self._offset += len(whole)
-        for record in _sound(whole.split(b"\n")):
-            self._history.add(record)
+        for line in whole.split(b"\n")[:-1]:
+            self._history.add_line(line)
         return is_other or bool(whole)
 
 
