@@ -259,7 +259,8 @@ def _tried_with_peft(run: Run, found: Probed) -> Probed:
         return found
     if config.is_prompt_learning:
         found = replace(found, spec=replace(found.spec, layout="padded"))
-    small = load.build_small_proxy(run, dtype="fp32", device=torch.device("cpu"), layers=2, width=WIDTH)
+    layers = layers_of_every_kind(run)
+    small = load.build_small_proxy(run, dtype="fp32", device=torch.device("cpu"), layers=layers, width=WIDTH)
     try:
         tuned = adapters.put_on(small, run)
     except UserError:  # it may be for layers or tokens that a small model does not have
@@ -270,6 +271,7 @@ def _tried_with_peft(run: Run, found: Probed) -> Probed:
             if weight.requires_grad:
                 weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
     vocabulary = load.vocabulary_size(small.config)
+    _check_call(tuned, vocabulary)
     try:
         spec, note = confirm_forward_spec(tuned.model, vocabulary=vocabulary, known=found.spec)
     except UserError:
@@ -278,6 +280,33 @@ def _tried_with_peft(run: Run, found: Probed) -> Probed:
         except UserError as error:
             raise UserError(f"peft: with {config.peft_type.value} as it is set here, {error}") from error
     return replace(found, spec=spec, note=found.note or note)
+
+
+@torch.no_grad()
+def _check_call(tuned: adapters.Tuned, vocabulary: int) -> None:
+    """UserError where the model cannot be called with the adapter, or gives what it gives without. peft hands a prefix
+    over as keys and values, for one: layers with a state want other caches, and models without attention none."""
+    model, kind = tuned.model.eval(), tuned.config.peft_type.value
+    name = type(tuned.peft.get_base_model()).__name__
+    tokens = torch.arange(4, device=next(model.parameters()).device)[None] % vocabulary
+    try:
+        found = model(input_ids=tokens, use_cache=False).logits
+        with adapters.without(tuned):
+            plain = model(input_ids=tokens, use_cache=False).logits
+    except Exception as error:  # the model's own code, called by peft
+        raise UserError(
+            f"peft.peft_type: {name} cannot be called with {kind} on it ({first_line(error)}); use another type, or "
+            "method: lora."
+        ) from error
+    if torch.equal(found, plain):
+        raise UserError(
+            f"peft.peft_type: {kind} changes nothing of what {name} gives; use another type, or method: lora."
+        )
+
+
+def layers_of_every_kind(run: Run) -> int:
+    """How many layers of the run's model, from the first, are of every kind that it has, as far as a proxy goes."""
+    return _depth(load.load_skeleton(run), load.load_config(run))
 
 
 def _in_half_precision(run: Run, found: Probed, device: torch.device) -> Probed:
