@@ -352,6 +352,15 @@ def vocabulary_size(config: PreTrainedConfig) -> int:
     return int(config.get_text_config().vocab_size)
 
 
+def usable_tokens(config: PreTrainedConfig) -> int:
+    """How many of the tokens have a row in every embedding: Gemma's tables for each layer may have fewer than there are
+    tokens in the vocabulary, the last of which then are no text's."""
+    text = config.get_text_config()
+    rows = getattr(text, "vocab_size_per_layer_input", None)
+    has_tables = bool(rows and getattr(text, "hidden_size_per_layer_input", None))
+    return min(vocabulary_size(config), rows) if has_tables else vocabulary_size(config)
+
+
 def decoder_start(config: PreTrainedConfig) -> int | None:
     """The token that the decoder of an encoder-decoder begins with; None where its code takes the last one of the
     targets for it, as mBART's does."""

@@ -270,7 +270,7 @@ def _tried_with_peft(run: Run, found: Probed) -> Probed:
         for weight in tuned.model.parameters():
             if weight.requires_grad:
                 weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
-    vocabulary = load.vocabulary_size(small.config)
+    vocabulary = load.usable_tokens(small.config)
     _check_call(tuned, vocabulary)
     try:
         spec, note = confirm_forward_spec(tuned.model, vocabulary=vocabulary, known=found.spec)
@@ -314,7 +314,7 @@ def _in_half_precision(run: Run, found: Probed, device: torch.device) -> Probed:
     known of a model of which no proxy in fp32 could be made."""
     dtype = "fp32" if device.type == "cpu" else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
     small = load.build_small_proxy(run, dtype=dtype, device=device, layers=2, width=WIDTH)
-    sizes = {"vocabulary": load.vocabulary_size(small.config), "longest": run.sequence_length}
+    sizes = {"vocabulary": load.usable_tokens(small.config), "longest": run.sequence_length}
     wrong: dict[str, str] = {}
     try:
         # From the fastest kernel to none; most often the first is right.
@@ -485,7 +485,7 @@ def build_proxy(config: Any, *, device: torch.device, trust_remote_code: bool = 
         made = _skeleton(small, trust_remote_code)
         if made is None or load.parameter_count(made) > LARGEST:
             continue
-        vocabulary = load.vocabulary_size(small)
+        vocabulary = load.usable_tokens(small)
         model = _drawn(small, device, trust_remote_code, vocabulary)
         if model is not None:
             return Proxy(model, vocabulary, long, switch)
@@ -754,7 +754,7 @@ def _real_form(
     elif any(len(some) != 1 for some in values.values()) and not is_encoder_decoder(model):
         wider = _wider_proxy(model, config, device, trust_remote_code)
         if wider is not None:
-            tokens = trial_inputs(load.vocabulary_size(wider.config), device).tokens[None, -12:]
+            tokens = trial_inputs(load.usable_tokens(wider.config), device).tokens[None, -12:]
             form = dict(zip(found, logit_form(wider, tokens), strict=True))
             made.append((form, _numbers_of(wider.config, wider)))
             values = {name: _real_values(name, made, real) for name in found}
@@ -828,7 +828,7 @@ def _wider_proxy(model: nn.Module, config: Any, device: torch.device, trust_remo
     made = _skeleton(wider, trust_remote_code)
     if made is None or load.parameter_count(made) > LARGEST:
         return None
-    return _drawn(wider, device, trust_remote_code, load.vocabulary_size(wider))
+    return _drawn(wider, device, trust_remote_code, load.usable_tokens(wider))
 
 
 def try_adapters(model: nn.Module, vocabulary: int) -> tuple[dict[str, str], bool]:
