@@ -11,10 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config, MixtralConfig, Qwen3MoeConfig
 
+from families import tiny_model
+from tunesmith.checkpoint.codec import ShardSlice
+from tunesmith.checkpoint.result import stored_parts
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.model import files, load
 from tunesmith.model.content import Content
+from tunesmith.model.files import read_ahead
+from tunesmith.model.source import files_of
 from tunesmith.parallel.prepare import load_model
 
 SMALL = {
@@ -178,3 +183,15 @@ def test_memory_is_taken_again_when_nobody_has_what_was_in_it(small_pages, monke
     assert (kept, sum(len(pages) for pages in memory._free.values())) == (2, 0)
     del large
     assert not any(memory._free.values()), "what is larger is the system's again"
+
+
+def test_a_body_without_its_head_is_read_tensor_by_tensor_and_written_as_the_whole_model(tmp_path):
+    model = tiny_model("llama", tie_word_embeddings=True)
+    model.model.save_pretrained(tmp_path)
+    held = files_of(model, tmp_path)
+    assert held is not None
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert [entry.name for entry in held[name].entries] == ["layers.0.mlp.up_proj.weight"]
+    assert [stored for stored, _ in stored_parts(name, ShardSlice(torch.zeros(1), 0, 1), held)] == [name]
+    found = {name: tensor for name, tensor, _ in read_ahead(held, pin=False)}
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in found.items())

@@ -19,8 +19,12 @@ from families import VOCABULARY, quiet
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.export.export import export_run
-from tunesmith.model.load import build_small_proxy
+from tunesmith.model.grown import grown
+from tunesmith.model.headers import read_headers
+from tunesmith.model.load import build_small_proxy, load_empty
+from tunesmith.model.source import files_of
 from tunesmith.plan.models import check_kind, language_model_class
+from tunesmith.quantize.quantize import quantize_model
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": VOCABULARY, "initializer_range": 0.2, "max_position_embeddings": 128}
@@ -64,6 +68,30 @@ def test_results_load_as_the_base_does_and_have_what_makes_pixels_of_images(trai
     assert made.proof.agreement == 1.0
     assert "model = AutoModelForImageTextToText.from_pretrained(folder)" in (tmp_path / "out/README.md").read_text()
     assert json.loads((tmp_path / "out/preprocessor_config.json").read_text())["image_processor_type"]
+
+
+def test_they_are_read_tensor_by_tensor_although_their_files_have_other_names(seeing):
+    model, folder = load_empty(Run(model=str(seeing), data="x"), dtype="fp32")
+    held = files_of(model, folder)
+    assert held is not None
+    assert held["model.language_model.layers.0.mlp.up_proj.weight"].name == "model.layers.0.mlp.up_proj.weight"
+    assert held.keys() == dict(model.named_parameters()).keys()
+
+
+def test_what_no_text_passes_through_is_not_quantized(trained, tmp_path):
+    data = [str(_documents(tmp_path))]
+    made = quantize_model(str(trained.job.folder), tmp_path / "few", method="gptq", data=data)
+    assert made.proof is not None
+    names = read_headers(tmp_path / "few")
+    assert "model.layers.0.mlp.up_proj.weight_packed" in names
+    assert "visual.blocks.0.mlp.up_proj.weight" in names
+
+
+def test_new_tokens_grow_the_embedding_that_files_have_under_another_name(seeing, tmp_path):
+    run = Run(model=str(seeing), data="x", output=str(tmp_path / "run"), new_tokens=["<|new|>"])
+    base = grown(run).model
+    assert read_headers(Path(base))["model.embed_tokens.weight"].shape[0] == 128
+    assert AutoModelForImageTextToText.from_pretrained(base).get_input_embeddings().num_embeddings == 128
 
 
 def _documents(folder: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,16 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen
 from loads_elsewhere import check_results
 from parallel.on_ranks import STEPS, made
 from parallel.test_resume import assert_close
+from parity import write_model
 from tiny import SETTINGS, write_data
 from tiny_model import make_tiny_model
 from tunesmith.config.load import from_mapping
+from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
+from tunesmith.model.experts import experts_of_layers
+from tunesmith.parallel import check
 from tunesmith.parallel.expert import check_experts
+from tunesmith.plan.plan import Mesh
 from tunesmith.run.start import prepare_run
 
 SMALL = {
@@ -142,6 +148,15 @@ def test_experts_that_do_not_sum_up_by_the_router_s_weights_are_not_cut_over_ran
         check_experts(model)
 
 
+def test_experts_are_tried_also_where_the_first_layers_are_dense(tmp_path, monkeypatch):
+    folder = write_model("deepseek_v3", tmp_path / "model", num_hidden_layers=4, first_k_dense_replace=3)
+    tried = []
+    monkeypatch.setattr(check, "check_experts", tried.append)
+    plan = SimpleNamespace(mesh=Mesh(**EXPERT), schedule="1f1b")
+    check.check_parallelism(Run(model=str(folder), data="x"), plan, torch.device("cpu"))
+    assert [*experts_of_layers(tried[0])] == ["model.layers.3.mlp.experts"]
+
+
 REFUSED = {
     "uneven": ("full", {"shard": 3, "expert": 3}, "zero3", "experts are cut evenly over ranks"),
     "replicated": ("full", {"replicate": 2, "expert": 2}, "ddp", "experts cut over other ranks than all"),
@@ -160,7 +175,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(settings, tmp_path, way):
 def test_a_model_without_experts_is_refused(settings, tiny_model, tmp_path):
     content = json.loads((settings("mixtral") / "run.yaml").read_text())
     run = from_mapping(content | {"model": str(tiny_model), "method": "full", "output": str(tmp_path)})
-    with pytest.raises(UserError, match="this model has none"):
+    with pytest.raises(UserError, match="none of this model's layers has any"):
         prepare_run(run, plan=made(run, EXPERT, "zero3"), warn=print)
 
 

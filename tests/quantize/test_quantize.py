@@ -181,7 +181,7 @@ def test_what_does_not_go_together_is_said_first(trained, llama, tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "said"),
-    [(RobertaConfig, "an encoder of BERT's kind"), (CanineConfig, "an encoder or another kind of model")],
+    [(RobertaConfig, "an encoder of BERT's kind"), (CanineConfig, "no class of canine models that writes")],
 )
 def test_encoders_by_themselves_are_called_that(llama, tmp_path, config, said):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

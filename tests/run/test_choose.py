@@ -6,11 +6,16 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+from parity import write_documents, write_model
 from tiny import write_all
 from tunesmith.config.load import from_mapping, load
+from tunesmith.config.schema import Run
+from tunesmith.errors import UserError
 from tunesmith.launch.rank_environment import PLAN
 from tunesmith.model.probe import probe_run
-from tunesmith.run.choose import make_plan, plan_run, with_findings
+from tunesmith.run.choose import make_plan, plan_run, tokenize, with_findings
 from tunesmith.run.start import prepare_run
 
 CODE = """
@@ -50,3 +55,13 @@ def test_a_new_run_says_which_fields_of_its_records_are_not_read(tiny_model, tmp
     said: list[str] = []
     prepare_run(from_mapping(given | {"steps": 2, "held_out": 0}), warn=said.append)
     assert [one for one in said if "not read" in one] == ["train: not read of its records: source, id."]
+
+
+def test_tokens_that_an_embedding_of_the_layers_lacks_are_refused_where_the_data_have_them(tmp_path):
+    folder = write_model("gemma4_text", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size_per_layer_input": 50}))
+    run = Run(model=str(folder), data=str(write_documents(tmp_path / "train.jsonl")), sequence_length=64, held_out=0)
+    assert probe_run(run)[1].spec is not None
+    with pytest.raises(UserError, match="vocab_size_per_layer_input 50 and vocab_size 100, and the data have"):
+        tokenize(run, None)

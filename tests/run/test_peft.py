@@ -13,11 +13,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import parity
 from tiny import Die, assert_same, write_all
 from tiny_model import make_tiny_model
 from tunesmith.config.load import from_mapping
 from tunesmith.errors import UserError
 from tunesmith.model import adapters, attention, lora
+from tunesmith.model.probe import probe_run
 from tunesmith.model.save import write_adapter
 from tunesmith.run.folder import read_plan, read_summary
 from tunesmith.run.open import open_run
@@ -132,10 +134,30 @@ def test_families_that_peft_does_not_know_get_targets(family, kind, expected):
     assert {name.rpartition(".")[2] for name in tuned.config.target_modules} == expected
 
 
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("falcon_h1", "peft.peft_type: FalconH1ForCausalLM cannot be called with PREFIX_TUNING on it (Cannot get conv"),
+        ("mamba2", "peft.peft_type: PREFIX_TUNING changes nothing of what Mamba2ForCausalLM gives; use another type"),
+    ],
+)
+def test_a_prefix_that_a_model_cannot_take_is_refused_before_training(tmp_path, family, message):
+    folder = parity.write_model(family, tmp_path / "model")
+    run = from_mapping({"model": str(folder), "data": "x", "sequence_length": 64, **settings("PREFIX_TUNING")})
+    with pytest.raises(UserError) as said:
+        probe_run(run)
+    assert message in str(said.value)
+
+
+def test_a_list_of_factors_as_long_as_there_are_layers_is_not_cut_with_them(tmp_path):
+    folder = parity.write_model("falcon_h1", tmp_path / "model")  # of two layers, whose MLPs have two multipliers
+    fields = {"peft_type": "BOFT", "boft_block_size": 4, "target_modules": ["q_proj"]}
+    run = from_mapping({"model": str(folder), "data": "x", "method": "peft", "peft": fields})
+    assert adapters.trained_parameters(run) == 2 * (8 * 4 * 4 + 32)  # its code needs weights
+
+
 def test_names_that_peft_takes_for_experts_carry_no_adapter(tmp_path):
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    from tunesmith.model.probe import probe_run
 
     folder = make_tiny_model(tmp_path / "model")
     sizes = json.loads((folder / "config.json").read_text())

@@ -29,7 +29,7 @@ from tunesmith.kernels.rounding import (
 )
 from tunesmith.model.experts import experts_of_layers
 from tunesmith.model.side_files import CONFIG
-from tunesmith.model.structure import holds_most_elsewhere, is_transposed, linears_of_layers
+from tunesmith.model.structure import decoder_layers, holds_most_elsewhere, is_transposed, linears_of_layers
 from tunesmith.run.merge import put_side_files
 from tunesmith.run.streamed import merged_weights, rounded
 
@@ -70,9 +70,9 @@ def check_linears(source: Source) -> None:
             f"The experts of this {type(model).__name__} cannot be quantized here; `tunesmith export` writes them to "
             "gguf or safetensors."
         )
-    if any(is_transposed(module) for module in linears_of_layers(model).values()):
+    if any(is_transposed(module) for module in linears_for_text(model).values()):
         raise UserError(f"{type(model).__name__} stores its linears transposed, which engines do not read in few bits.")
-    plain = [one.weight for one in linears_of_layers(model).values() if type(one) is torch.nn.Linear]
+    plain = [one.weight for one in linears_for_text(model).values() if type(one) is torch.nn.Linear]
     if (odd := holds_most_elsewhere(model, plain)) is not None:
         raise UserError(
             f"Most weights in the layers of this {type(model).__name__} are those of {odd} modules, which cannot be "
@@ -86,12 +86,20 @@ def check_linears(source: Source) -> None:
                 "next token, can be quantized here; give one of those, or use the encoder as it is."
             )
         raise UserError(
-            "The files of this model are in a layout that only transformers knows; it cannot be quantized here."
+            "The files of this model hold its tensors in a layout that only transformers knows, and the linears cannot "
+            "be quantized one by one; `tunesmith export --to gguf` writes it in few bits if llama.cpp has the model."
         )
 
 
+def linears_for_text(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The linears that are quantized. Those that no text passes through, as in a vision tower, stay in 16 bits: nothing
+    here could tell what rounding costs them, and their rows are of other sizes."""
+    inside = {module for layer in decoder_layers(model) for module in layer.modules()}
+    return {name: module for name, module in linears_of_layers(model).items() if module in inside}
+
+
 def size(source: Source, kind: str) -> int:
-    few = sum(module.weight.numel() for module in linears_of_layers(source.weights.model).values())
+    few = sum(module.weight.numel() for module in linears_for_text(source.weights.model).values())
     return int(2 * (source.weights.count - few) + BYTES[kind] * few)
 
 
@@ -102,7 +110,7 @@ def rounding_of(source: Source, kind: str, group: int | None = None) -> Rounding
 
 
 def widths_of(source: Source) -> set[int]:
-    return {module.weight.shape[1] for module in linears_of_layers(source.weights.model).values()}
+    return {module.weight.shape[1] for module in linears_for_text(source.weights.model).values()}
 
 
 def write_compressed(source: Source, folder: Path, kind: str, progress: Progress) -> None:
@@ -136,7 +144,7 @@ def write_bitsandbytes(source: Source, folder: Path, kind: str, progress: Progre
 
 def _write(source: Source, folder: Path, quantize: Quantize, config: dict[str, Any], progress: Progress) -> None:
     half = getattr(torch, half_of(source))
-    chosen = {f"{name}.weight" for name in linears_of_layers(source.weights.model)}
+    chosen = {f"{name}.weight" for name in linears_for_text(source.weights.model)}
     describe(source, folder, config)
     parts = Parts(folder)
     for name, tensor in merged_weights(source.weights, progress):
@@ -209,7 +217,7 @@ def _nf4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def skipped(source: Source) -> list[str]:
     """Linears that stay as they are."""
-    chosen = set(linears_of_layers(source.weights.model))
+    chosen = set(linears_for_text(source.weights.model))
     named = source.weights.model.named_modules()
     return [name for name, module in named if isinstance(module, torch.nn.Linear) and name not in chosen]
 

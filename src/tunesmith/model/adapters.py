@@ -296,9 +296,19 @@ def _trained_parameters(run: Run) -> int:
     except UserError as error:
         if "meta" not in str(error).lower():
             raise
-    one, two = (_count(put_on(load_shallow(run, layers=layers), run)) for layers in (1, 2))
+    one, two = (_count(put_on(_shallow(run, layers), run)) for layers in (1, 2))
     layers = getattr(load_config(run).get_text_config(), "num_hidden_layers", 1)
     return one + (layers - 1) * (two - one)
+
+
+def _shallow(run: Run, layers: int) -> nn.Module:
+    try:
+        return load_shallow(run, layers=layers)
+    except UserError as error:
+        raise UserError(
+            f"peft.peft_type: how much {make_config(run).peft_type.value} trains cannot be told without loading the "
+            f"model, of which none with {layers} of its layers can be built; use another type, or method: lora."
+        ) from error
 
 
 def _count(tuned: Tuned) -> int:

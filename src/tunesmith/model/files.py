@@ -58,6 +58,8 @@ class Tensor:
     """Held as the model has it."""
 
     entry: Entry
+    written_as: str = ""
+    """What files that are written in the layout of these call it, where that is another name."""
 
     @property
     def path(self) -> Path:
@@ -65,7 +67,7 @@ class Tensor:
 
     @property
     def name(self) -> str:
-        return self.entry.name
+        return self.written_as or self.entry.name
 
     @property
     def entries(self) -> list[Entry]:
@@ -76,8 +78,8 @@ class Tensor:
 
     def read(self, opened: Opened, block: Block = ()) -> torch.Tensor:
         if not block:
-            return opened[self.path].get_tensor(self.name)
-        return opened[self.path].get_slice(self.name)[block]
+            return opened[self.path].get_tensor(self.entry.name)
+        return opened[self.path].get_slice(self.entry.name)[block]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ from tunesmith.config.schema import Run
 from tunesmith.disk import expanded
 from tunesmith.errors import UserError
 from tunesmith.model import load
+from tunesmith.model.headers import read_headers
 from tunesmith.model.save import whole_folder
+from tunesmith.model.source import names_in_model
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +73,7 @@ def _make(run: Run, folder: Path, wanted: dict[str, Any]) -> None:
         for file in base.iterdir():
             if file.is_file() and file.suffix not in (".safetensors", ".bin", ".gguf", ".pt", ".pth"):
                 shutil.copyfile(file, partial / file.name)
-        _grow_files(run, base, partial, _ends(skeleton), ids, before, size)
+        _grow_files(run, base, partial, skeleton, ids, before, size)
         config = json.loads((base / "config.json").read_text(encoding="utf-8"))
         for part in (config, *(one for one in config.values() if isinstance(one, dict))):
             if part.get("vocab_size") == before:
@@ -92,14 +94,15 @@ def _ends(skeleton: Any) -> set[str]:
     }
 
 
-def _grow_files(run: Run, base: Path, folder: Path, ends: set[str], ids: list[int], before: int, size: int) -> None:
+def _grow_files(run: Run, base: Path, folder: Path, skeleton: Any, ids: list[int], before: int, size: int) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 
-    found = 0
+    names = names_in_model(skeleton, read_headers(base))
+    ends, found = _ends(skeleton), 0
     for file in sorted(base.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
-            mine = [key for key in opened.keys() if key in ends]  # noqa: SIM118  (no mapping)
+            mine = [key for key in opened.keys() if names.get(key) in ends]  # noqa: SIM118  (no mapping)
             metadata = opened.metadata()
         if not mine:
             (folder / file.name).symlink_to(file.resolve())

@@ -301,20 +301,25 @@ def load_shallow(run: Run, *, layers: int) -> PreTrainedModel:
     """The model as wide as it is, with so few layers and tokens, and random weights."""
     import torch
 
-    config = load_config(run)
-    cut(config, layers)
+    options = {"dtype": torch.float32, "trust_remote_code": run.trust_remote_code}
+    with quiet():
+        try:
+            cut(config := load_config(run), layers)
+            return language_model_class(config).from_config(config, **options)
+        except Exception:  # the model's own code: a list of factors may be as long as there are layers by chance
+            cut(config := load_config(run), layers, cuts_factors=False)
     with reading(run, "config"), quiet():
-        return language_model_class(config).from_config(
-            config, dtype=torch.float32, trust_remote_code=run.trust_remote_code
-        )
+        return language_model_class(config).from_config(config, **options)
 
 
-def cut(config: Any, layers: int) -> None:
-    """The config of so few layers, the first ones, and few tokens."""
+def cut(config: Any, layers: int, *, cuts_factors: bool = True) -> None:
+    """The config of so few layers, the first ones, and few tokens. What it lists for each layer is cut, too, lists of
+    fractions if `cuts_factors`."""
     text = config.get_text_config()
     depth = text.num_hidden_layers
     for name, value in vars(text).items():
-        if isinstance(value, list) and len(value) == depth:
+        is_factors = isinstance(value, list) and all(isinstance(one, float) for one in value)
+        if isinstance(value, list) and len(value) == depth and (cuts_factors or not is_factors):
             setattr(text, name, value[:layers])
     text.num_hidden_layers = min(layers, depth)
     text.vocab_size, text.pad_token_id = min(text.vocab_size, PROXY_TOKENS), None
@@ -345,6 +350,15 @@ def max_positions(config: PreTrainedConfig) -> int | None:
 
 def vocabulary_size(config: PreTrainedConfig) -> int:
     return int(config.get_text_config().vocab_size)
+
+
+def usable_tokens(config: PreTrainedConfig) -> int:
+    """How many of the tokens have a row in every embedding: Gemma's tables for each layer may have fewer than there are
+    tokens in the vocabulary, the last of which then are no text's."""
+    text = config.get_text_config()
+    rows = getattr(text, "vocab_size_per_layer_input", None)
+    has_tables = bool(rows and getattr(text, "hidden_size_per_layer_input", None))
+    return min(vocabulary_size(config), rows) if has_tables else vocabulary_size(config)
 
 
 def decoder_start(config: PreTrainedConfig) -> int | None:

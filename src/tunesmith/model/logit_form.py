@@ -69,7 +69,7 @@ def real_form(
     elif any(len(some) != 1 for some in values.values()) and not is_encoder_decoder(model):
         wider = build_wider_proxy(model, config, device, trust_remote_code)
         if wider is not None:
-            tokens = trial_inputs(load.vocabulary_size(wider.config), device).tokens[None, -12:]
+            tokens = trial_inputs(load.usable_tokens(wider.config), device).tokens[None, -12:]
             form = dict(zip(found, logit_form(wider, tokens), strict=True))
             made.append((form, _numbers_of(wider.config, wider)))
             values = {name: _real_values(name, made, real) for name in found}

@@ -34,7 +34,7 @@ from tunesmith.model.fuse import fuse
 from tunesmith.model.gated import use_memory_efficient_gates
 from tunesmith.model.kept import count_kept
 from tunesmith.model.logit_form import real_form
-from tunesmith.model.proxy import WIDTH, build_proxy
+from tunesmith.model.proxy import WIDTH, build_proxy, layers_of_every_kind
 from tunesmith.model.rotary import fuse_rope
 from tunesmith.model.routers import router_loss_of
 from tunesmith.model.state_space import has_own_kernels, mixers_of, use_chunked_scan
@@ -235,7 +235,8 @@ def _with_adapter_of_peft(run: Run, found: Probed) -> Probed:
         return found
     if config.is_prompt_learning:
         found = replace(found, spec=replace(found.spec, layout="padded"))
-    small = load.build_small_proxy(run, dtype="fp32", device=torch.device("cpu"), layers=2, width=WIDTH)
+    layers = layers_of_every_kind(load.load_skeleton(run), load.load_config(run))
+    small = load.build_small_proxy(run, dtype="fp32", device=torch.device("cpu"), layers=layers, width=WIDTH)
     try:
         tuned = adapters.put_on(small, run)
     except UserError:  # it may be for layers or tokens that a small model does not have
@@ -245,7 +246,8 @@ def _with_adapter_of_peft(run: Run, found: Probed) -> Probed:
         for weight in tuned.model.parameters():
             if weight.requires_grad:
                 weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
-    vocabulary = load.vocabulary_size(small.config)
+    vocabulary = load.usable_tokens(small.config)
+    _check_call(tuned, vocabulary)
     try:
         spec, note = confirm_forward_spec(tuned.model, vocabulary=vocabulary, known=found.spec)
     except UserError:
@@ -256,12 +258,34 @@ def _with_adapter_of_peft(run: Run, found: Probed) -> Probed:
     return replace(found, spec=spec, note=found.note or note)
 
 
+@torch.no_grad()
+def _check_call(tuned: adapters.Tuned, vocabulary: int) -> None:
+    """UserError where the model cannot be called with the adapter, or gives what it gives without. peft hands a prefix
+    over as keys and values, for one: layers with a state want other caches, and models without attention none."""
+    model, kind = tuned.model.eval(), tuned.config.peft_type.value
+    name = type(tuned.peft.get_base_model()).__name__
+    tokens = torch.arange(4, device=next(model.parameters()).device)[None] % vocabulary
+    try:
+        found = model(input_ids=tokens, use_cache=False).logits
+        with adapters.without(tuned):
+            plain = model(input_ids=tokens, use_cache=False).logits
+    except Exception as error:  # the model's own code, called by peft
+        raise UserError(
+            f"peft.peft_type: {name} cannot be called with {kind} on it ({first_line(error)}); use another type, or "
+            "method: lora."
+        ) from error
+    if torch.equal(found, plain):
+        raise UserError(
+            f"peft.peft_type: {kind} changes nothing of what {name} gives; use another type, or method: lora."
+        )
+
+
 def _in_half_precision(run: Run, found: Probed, device: torch.device) -> Probed:
     """The same with kernels that fp32 does not reach, on a small model in the precision that is trained in; all that is
     known of a model of which no proxy in fp32 could be made."""
     dtype = "fp32" if device.type == "cpu" else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
     small = load.build_small_proxy(run, dtype=dtype, device=device, layers=2, width=WIDTH)
-    sizes = {"vocabulary": load.vocabulary_size(small.config), "longest": run.sequence_length}
+    sizes = {"vocabulary": load.usable_tokens(small.config), "longest": run.sequence_length}
     wrong: dict[str, str] = {}
     try:
         # From the fastest kernel to none; most often the first is right.
@@ -396,9 +420,6 @@ def _reuses_weights(model: nn.Module) -> bool:
         for hook in hooks:
             hook.remove()
     return any(count > 1 for count in calls.values())
-
-
-# The proxy
 
 
 def try_adapters(model: nn.Module, vocabulary: int) -> tuple[dict[str, str], bool]:

@@ -61,7 +61,7 @@ def build_proxy(config: Any, *, device: torch.device, trust_remote_code: bool = 
     if skeleton is None:
         return None
     size = load.parameter_count(skeleton)
-    depth = _depth(skeleton, config)
+    depth = layers_of_every_kind(skeleton, config)
     shrinkings: list[Callable[[Any], None]] = [lambda small: None] if size <= SMALL else []
     shrinkings += [
         lambda small: _shrink(small, depth),
@@ -76,7 +76,7 @@ def build_proxy(config: Any, *, device: torch.device, trust_remote_code: bool = 
         made = _skeleton(small, trust_remote_code)
         if made is None or load.parameter_count(made) > LARGEST:
             continue
-        vocabulary = load.vocabulary_size(small)
+        vocabulary = load.usable_tokens(small)
         model = _drawn(small, device, trust_remote_code, vocabulary)
         if model is not None:
             return Proxy(model, vocabulary, long, switch)
@@ -98,7 +98,7 @@ def build_wider_proxy(model: nn.Module, config: Any, device: torch.device, trust
     made = _skeleton(wider, trust_remote_code)
     if made is None or load.parameter_count(made) > LARGEST:
         return None
-    return _drawn(wider, device, trust_remote_code, load.vocabulary_size(wider))
+    return _drawn(wider, device, trust_remote_code, load.usable_tokens(wider))
 
 
 def _skeleton(config: Any, trust_remote_code: bool) -> nn.Module | None:
@@ -137,7 +137,7 @@ def _drawn(config: Any, device: torch.device, trust_remote_code: bool, vocabular
     return None
 
 
-def _depth(skeleton: nn.Module, config: Any) -> int:
+def layers_of_every_kind(skeleton: nn.Module, config: Any) -> int:
     """How many layers, from the first, show every kind of module and every kind of layer that there is."""
     kinds: dict[str, int] = {}
     for name, module in skeleton.named_modules():

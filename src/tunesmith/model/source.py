@@ -11,6 +11,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +21,7 @@ from torch import nn
 from tunesmith.model.content import Content
 from tunesmith.model.experts import STACKS, experts_of_layers
 from tunesmith.model.files import (
+    SINGLE_EXPERT,
     Block,
     Held,
     Memory,
@@ -148,8 +150,12 @@ def files_of(empty: nn.Module, folder: Path) -> dict[str, Held] | None:
     """
     transposed = {f"{name}.weight" for name, module in empty.named_modules() if is_transposed(module)}
     wanted = empty.state_dict()
+    if _has_fp32_parts(empty):
+        return None
     tensors = _with_head(empty, read_tensors(folder), wanted)
-    found = None if _has_fp32_parts(empty) else find(tensors, wanted, transposed)
+    found = find(tensors, wanted, transposed)
+    if found is None and len(names := names_in_model(empty, tensors)) == len(tensors):
+        found = find(_renamed(tensors, names), wanted, transposed)
     if found is None:
         return None
     tied = getattr(empty, "all_tied_weights_keys", None) or {}
@@ -159,6 +165,38 @@ def files_of(empty: nn.Module, folder: Path) -> dict[str, Held] | None:
     found = {tied[name] if name in tied and tied[name] not in found else name: held for name, held in found.items()}
     missing = [name for name in wanted if name not in found and tied.get(name) not in found]
     return None if missing else found
+
+
+def names_in_model(model: nn.Module, stored: Collection[str]) -> dict[str, str]:
+    """What the model calls the tensors that files call so, where transformers only renames them; without those that it
+    makes something else of, but for experts, which are found one by one."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:  # an older transformers
+        return {name: name for name in stored}
+    transforms = get_model_conversion_mapping(model)
+    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    wanted, prefix = model.state_dict(), getattr(model, "base_model_prefix", "")
+    found: dict[str, str] = {}
+    for name in sorted(stored):
+        renamed, _ = rename_source_key(name, renamings, [], prefix, wanted)
+        _, converted = rename_source_key(name, renamings, converters, prefix, wanted)
+        if renamed not in wanted and name in wanted:  # that transformers would not have renamed
+            renamed, converted = name, None
+        if converted is None or SINGLE_EXPERT.fullmatch(renamed):
+            found[name] = renamed
+    return found if len(set(found.values())) == len(found) else {}
+
+
+def _renamed(tensors: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """By their names in the model. Those of a model without its head are written with it, so under these names."""
+    is_body = all(name.endswith(f".{stored}") for stored, name in names.items())
+    return {
+        names[stored]: replace(held, written_as=names[stored]) if is_body and isinstance(held, Tensor) else held
+        for stored, held in tensors.items()
+    }
 
 
 def _untied(name: str, other: str) -> str:

@@ -13,6 +13,7 @@ from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.kernels.nf4 import BLOCK
 from tunesmith.model import attention, load, lora, quantized
+from tunesmith.model.experts import experts_of_layers
 from tunesmith.model.structure import set_attention
 from tunesmith.parallel.context import check_context
 from tunesmith.parallel.expert import check_experts
@@ -35,7 +36,8 @@ def check_parallelism(run: Run, plan: Plan, device: torch.device) -> None:
     tensor, stages = plan.mesh.tensor, min(MOST_STAGES, plan.mesh.pipeline * PER_RANK[plan.schedule])
     width = BLOCK * tensor  # whole blocks of weights in nf4 for each rank
     # In fp32, whatever the run computes in: what differs is then the cut, and not what half precision rounds.
-    proxy = load.build_small_proxy(run, dtype="fp32", device=device, layers=max(2, stages), width=width)
+    layers = max(2, stages, _layers_to_experts(run) if plan.mesh.expert > 1 else 0)
+    proxy = load.build_small_proxy(run, dtype="fp32", device=device, layers=layers, width=width)
     if plan.mesh.expert > 1:
         check_experts(proxy)
     if axes == ["expert"]:
@@ -64,3 +66,9 @@ def check_parallelism(run: Run, plan: Plan, device: torch.device) -> None:
             work.split.connect(proxy)
 
         check_split(proxy, tensor, make_split)
+
+
+def _layers_to_experts(run: Run) -> int:
+    """How many layers, from the first, have experts among them: the first ones may be dense."""
+    layers = (lora.layer_of(name) for name in experts_of_layers(load.load_skeleton(run)))
+    return 1 + min((layer for layer in layers if layer is not None), default=0)

@@ -30,7 +30,7 @@ from tunesmith.errors import UserError
 from tunesmith.model.attention import packed_attention, settled
 from tunesmith.model.forward import Shape, filled, hidden_states, to_device
 from tunesmith.model.inline_attention import inline_attention
-from tunesmith.model.load import vocabulary_size
+from tunesmith.model.load import usable_tokens
 from tunesmith.model.structure import body, set_attention
 from tunesmith.parallel.collectives import Group, gather_rows, group_of
 from tunesmith.parallel.mesh import context_mesh
@@ -123,7 +123,7 @@ def check_context(model: nn.Module, plan: Plan) -> None:
     Leaves the model as it is."""
     mesh = context_mesh(plan)
     rank, ranks, device = mesh.get_local_rank(), mesh.size(), model.get_input_embeddings().weight.device
-    whole = _trial(vocabulary_size(model.config), 2 * ranks)
+    whole = _trial(usable_tokens(model.config), 2 * ranks)
     chunks = torch.arange(len(whole.tokens)).chunk(2 * ranks)
     mine = torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
     small, spec = copy.deepcopy(model).eval(), ForwardSpec("packed")

@@ -42,7 +42,7 @@ from tunesmith.model.forward import (
     packed_hidden_states,
     trial_inputs,
 )
-from tunesmith.model.load import DTYPES, vocabulary_size
+from tunesmith.model.load import DTYPES, usable_tokens
 from tunesmith.model.local import local
 from tunesmith.model.structure import decoder_layers
 from tunesmith.optim.build import Optimizer
@@ -124,7 +124,7 @@ def check_stages(model: nn.Module, count: int) -> None:
     """UserError where so many stages, one after the other, do not give what the whole model gives."""
     _, _, layers = _find_layers(model)
     parts = [Stage(model, own, number, count) for number, own in enumerate(stages.cut([1.0] * len(layers), count))]
-    inputs = trial_inputs(vocabulary_size(model.config), model.get_input_embeddings().weight.device)
+    inputs = trial_inputs(usable_tokens(model.config), model.get_input_embeddings().weight.device)
     was_training = model.training
     model.eval()
     expected = hidden_states(model, inputs, ForwardSpec("packed"))

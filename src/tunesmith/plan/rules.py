@@ -298,8 +298,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "only: not sharded, compiled or checkpointed, nor trained in half precision",
     ),
     (
-        lambda task, choice: choice.expert > 1 and any(count % choice.expert for count in experts(task) or [1]),
-        "experts are cut evenly over ranks, and this model has none or another number of them",
+        lambda task, choice: choice.expert > 1 and not experts(task),
+        "expert parallelism cuts experts over ranks, and none of this model's layers has any",
+    ),
+    (
+        lambda task, choice: choice.expert > 1 and any(count % choice.expert for count in experts(task)),
+        "experts are cut evenly over ranks, and this model has another number of them",
     ),
     (
         lambda task, choice: not _has_kernel(task, choice),

@@ -252,7 +252,7 @@ def _losses_of_last(opened: Opened, spec: ForwardSpec, documents: list[Any]) -> 
 
 
 def _vocabulary(model: nn.Module) -> int:
-    return load.vocabulary_size(model.config)
+    return load.usable_tokens(model.config)
 
 
 def _evaluated(folder: Path, run: Run, plan: Plan, data: Prepared, opened: Opened, precision: str) -> Check:

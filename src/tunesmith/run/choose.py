@@ -276,6 +276,7 @@ def tokenize(run: Run, plan: Plan | None, progress: Progress | None = None, toke
         if len(errors.bad) > 1:
             errors.messages.append(f"All of them are in {run_folder.write_bad_records(Path(run.output), errors.bad)}.")
         raise
+    _check_embedded(data, usable=load.usable_tokens(config), vocabulary=load.vocabulary_size(config))
     longest = max(int(store.lengths.max()) for store in data.train)
     if plan is not None and longest > plan.sequence_length:
         raise UserError(
@@ -283,6 +284,20 @@ def tokenize(run: Run, plan: Plan | None, progress: Progress | None = None, toke
             "after being cut to sequence_length; raise sequence_length in the plan, or lower it in the settings."
         )
     return data
+
+
+def _check_embedded(data: Prepared, *, usable: int, vocabulary: int) -> None:
+    """UserError where the data have tokens of which some embedding has no row."""
+    if usable == vocabulary:
+        return
+    for store in (*data.train, *data.evals):
+        highest = max((int(store.document(d)[0].max()) for d in range(store.document_count)), default=-1)
+        if highest >= usable:
+            raise UserError(
+                f"model: its config.json has vocab_size_per_layer_input {usable:,} and vocab_size {vocabulary:,}, and "
+                f"the data have the token id {highest:,}, which the first has no embedding for; correct that file by "
+                "the original's, or leave such tokens out of the data."
+            )
 
 
 def _check_objective(run: Run, probed: Probed) -> None:

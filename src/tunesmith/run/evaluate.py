@@ -197,7 +197,7 @@ def evaluate_run(
     mismatched: Sequence[TokenStore] = ()
 
     def ready(model: nn.Module) -> tuple[ForwardSpec, torch.device]:
-        spec, _ = confirm_forward_spec(model, vocabulary=load.vocabulary_size(model.config), known=plan.forward)
+        spec, _ = confirm_forward_spec(model, vocabulary=load.usable_tokens(model.config), known=plan.forward)
         where = next(model.parameters()).device
         # Fused as in training, since in half precision the same sums in another order are other losses.
         make_fast(model, run, plan, where)

@@ -271,7 +271,7 @@ def _card(run: Run, folder: Path, step: int | None) -> str:
 
 def _trial(model: nn.Module) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    vocabulary = load.vocabulary_size(model.config)
+    vocabulary = load.usable_tokens(model.config)
     length = min(TRIAL_TOKENS, load.max_positions(model.config) or TRIAL_TOKENS)
     return torch.randint(vocabulary, (2, length), generator=generator)
 
