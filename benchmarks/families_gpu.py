@@ -188,7 +188,8 @@ def measure(orders: list[tuple[Case, str]], options: argparse.Namespace) -> None
 
     has_gpu = torch.cuda.is_available()
     total = torch.cuda.get_device_properties(0).total_memory if has_gpu else 1 << 60
-    threads = {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, (os.cpu_count() or 1) // options.workers))}
+    # The compiler's processes are in sessions of their own, and would go on while a worker is stopped for another's turn.
+    threads = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
     os.environ.update({**SETTINGS, **threads, **os.environ})
     began = time.monotonic()
     with (
