@@ -188,7 +188,7 @@ def measure(orders: list[tuple[Case, str]], options: argparse.Namespace) -> None
 
     has_gpu = torch.cuda.is_available()
     total = torch.cuda.get_device_properties(0).total_memory if has_gpu else 1 << 60
-    # The compiler's processes are in sessions of their own, and would go on while a worker is stopped for another's turn.
+    # The compiler's processes are in sessions of their own: they would go on while a worker is stopped for others.
     threads = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
     os.environ.update({**SETTINGS, **threads, **os.environ})
     began = time.monotonic()
