@@ -127,6 +127,26 @@ def test_other_attention_is_left_alone(config):
     assert model.config._attn_implementation == before
 
 
+class Unseen(torch.nn.Module):
+    """The parts of an attention with one linear for queries, keys and values; what it does with them is its own."""
+
+    def __init__(self, mixer: torch.nn.Module):
+        super().__init__()
+        self.mixer, self.o_proj = mixer, torch.nn.Linear(32, 32)
+        self.config, self.head_dim = LlamaConfig(**SMALL), 8
+
+    def forward(self, hidden_states, position_embeddings, attention_mask):
+        raise KeyError("not called like this")
+
+
+@pytest.mark.parametrize("mixer", [torch.nn.Linear(32, 64), torch.nn.Conv1d(32, 64, 1)], ids=["linear", "convolution"])
+def test_unseen_code_that_cannot_be_tried_is_left_alone(mixer):
+    model = torch.nn.ModuleList([Unseen(mixer)])
+    before = model[0].config._attn_implementation
+    assert fuse_rope(model, torch.float32) == 0
+    assert model[0].config._attn_implementation == before
+
+
 def test_with_a_cache_the_models_own_module_answers():
     model = build(LlamaConfig(**SMALL))
     tokens = torch.arange(3, 9)[None]

@@ -40,7 +40,6 @@ class Form:
     """That its attention function is told."""
     into: tuple[str, ...]
     """The linears for queries, keys and values, or the one for all three."""
-    out: str
     key_heads: int
     rotated: int
     """Values of each head that are rotated."""
@@ -52,8 +51,7 @@ class Form:
     @property
     def is_plain(self) -> bool:
         """As in Llama and its descendants: separate linears, all of a head rotated, in halves."""
-        is_whole = self.pairs == HALVES and self.norms != "wide"
-        return is_whole and self.into == SEPARATE
+        return self.pairs == HALVES and self.norms != "wide" and self.into == SEPARATE
 
 
 def fuse_rope(model: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> int:
@@ -82,7 +80,7 @@ class RotaryAttention(nn.Module):
         self.own = (own,)  # a tuple, so that it is no child, and its own keep their names
         self.config, self.options = own.config, form.options
         # One by one, so that the compiler sees numbers and names.
-        self.into, self.out, self.norms = form.into, form.out, form.norms
+        self.into, self.norms = form.into, form.norms
         self.rotated_values, self.key_heads, self.pairs = form.rotated, form.key_heads, form.pairs
         for name in ("layer_idx", "kind_of_layer", "is_causal", "head_dim"):
             setattr(self, name, getattr(own, name, None))
@@ -102,7 +100,7 @@ class RotaryAttention(nn.Module):
         parts = (part.transpose(0, 1).unsqueeze(0) for part in self.rotated(hidden_states, *position_embeddings))
         function = self.functions[self.config._attn_implementation]
         attended, _ = function(self, *parts, None, **named | self.options)
-        return getattr(self, self.out)(attended.reshape(*hidden_states.shape[:-1], -1)), None
+        return self.o_proj(attended.reshape(*hidden_states.shape[:-1], -1)), None
 
     def rotated(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries, keys and values of one row of tokens, [T, heads, D]."""
@@ -127,20 +125,20 @@ def attention_form(module: nn.Module, dtype: torch.dtype, device: torch.device |
     """How an attention module rotates, or None where ours would not do the same."""
     if (found := _tried_module(module, dtype, device)) is None:
         return None
-    module, names = found
+    module, into = found
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(next(module.parameters()).device, dtype)
 
     for size in _rotated_sizes(module):
-        x = draw(1, TRIED, _inputs(module.get_submodule(names[0])))
+        x = draw(1, TRIED, _inputs(getattr(module, into[0])))
         angles = draw(1, TRIED, size), draw(1, TRIED, size)
         with torch.no_grad():
             try:
-                form = _form_by_trial(module, names, x, angles)
-            except (TypeError, ValueError, RuntimeError):
-                continue  # called in another way
+                form = _form_by_trial(module, into, x, angles)
+            except Exception:  # the model's own code, which may be called in another way
+                continue
         if form is not None:
             return form
     return None
@@ -149,15 +147,17 @@ def attention_form(module: nn.Module, dtype: torch.dtype, device: torch.device |
 def _tried_module(
     module: nn.Module, dtype: torch.dtype, device: torch.device | None
 ) -> tuple[nn.Module, tuple[str, ...]] | None:
-    """A module that can be tried, itself or one like it with weights, and its linears, that for the output last; None
-    where it is no attention of the kinds that are known here."""
+    """A module that can be tried, itself or one like it with weights, and its linears for queries, keys and values;
+    None where it is no attention of the kinds that are known here."""
     children = {name: child for name, child in module.named_children() if name not in NORMS}
     norms = [name for name in NORMS if hasattr(module, name)]
-    if set(children) == {*SEPARATE, OUT}:
-        names = (*SEPARATE, OUT)
-    elif len(children) == 2 and not norms and OUT in children:
-        names = (*(name for name in children if name != OUT), OUT)
-    else:
+    into = tuple(name for name in children if name != OUT)
+    if set(into) == set(SEPARATE):
+        into = SEPARATE
+    elif len(into) != 1 or norms:
+        return None
+    are_linears = all(isinstance(one, LoraLinear) or hasattr(one, "in_features") for one in children.values())
+    if OUT not in children or not are_linears:
         return None
     if len(norms) == 1 or getattr(module, "head_dim", None) is None or getattr(module, "config", None) is None:
         return None
@@ -165,14 +165,14 @@ def _tried_module(
         return None
     held = list(itertools.chain(module.parameters(), module.buffers()))
     if not any(tensor.is_meta for tensor in held):
-        return module, names
+        return module, into
     if device is None or not all(tensor.is_meta for tensor in held):
         return None  # nothing to try
     if device.type == "meta":
-        return module, names
+        return module, into
     if not all(tensor.is_floating_point() for tensor in held):
         return None  # what these would be is not known
-    return _stand_in_for(module, dtype, device), names
+    return _stand_in_for(module, dtype, device), into
 
 
 def _rotated_sizes(module: nn.Module) -> list[int]:
@@ -185,7 +185,7 @@ def _rotated_sizes(module: nn.Module) -> list[int]:
 
 
 def _form_by_trial(
-    module: nn.Module, names: tuple[str, ...], x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
+    module: nn.Module, into: tuple[str, ...], x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]
 ) -> Form | None:
     """The form that gives what the module gives; some error where it takes no such angles."""
     with _observed(module.config) as calls:
@@ -195,13 +195,13 @@ def _form_by_trial(
         return None
     norms = ("head", "wide") if hasattr(module, NORMS[0]) else ("none",)
     for pairs, norm in itertools.product(PAIRS, norms):
-        form = Form(options, names[:-1], names[-1], parts[1].shape[1], angles[0].shape[-1], pairs, norm)
+        form = Form(options, into, parts[1].shape[1], angles[0].shape[-1], pairs, norm)
         ours = RotaryAttention(module, form)
         try:
             found = [part.transpose(0, 1).unsqueeze(0) for part in ours.rotated(x, *angles)]
         except RuntimeError:
             continue  # norms or linears of another size
-        again = getattr(ours, form.out)(_stand_in(parts[0]).reshape(1, TRIED, -1))
+        again = ours.o_proj(_stand_in(parts[0]).reshape(1, TRIED, -1))
         if all(_is_close(*pair) for pair in [*zip(parts, found, strict=True), (out, again)]):
             return form
     return None
