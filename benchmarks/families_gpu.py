@@ -42,6 +42,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -618,8 +619,13 @@ def their_model(name: str, config: Any, attention: str, checkpointing: bool, tar
 
 
 def has_scan_kernels() -> bool:
-    """Libraries by which transformers keeps packed documents apart in state spaces."""
-    return bool(find_spec("mamba_ssm") and find_spec("causal_conv1d"))
+    """Libraries by which transformers keeps packed documents apart in state spaces; one that is there but cannot be
+    imported would leave it with its plain code, which mixes them."""
+    if not (find_spec("mamba_ssm") and find_spec("causal_conv1d")):
+        return False
+    for name in ("mamba_ssm", "causal_conv1d"):
+        import_module(name)
+    return True
 
 
 def put_liger_on(model: Any) -> None:
