@@ -30,6 +30,7 @@ beside rows that are there already.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import math
 import os
@@ -66,6 +67,8 @@ SECONDS = 30
 """For the timed steps of others, at most, where one does not take longer."""
 KERNELS = 60
 """That are kept of each row, those that take the most time."""
+STILL = 100
+"""Seconds after which a process says in the log where it is, again and again."""
 FEW_WORDS = 16_384
 """Of the rehearsal."""
 SYSTEMS = ("ours", "transformers", "unsloth")
@@ -279,6 +282,7 @@ def learn_tokenizer(files: list[Path], words: int) -> Any:
 
 def work(folder: Path, files: list[str]) -> None:
     order = next(pool.orders())
+    faulthandler.dump_traceback_later(STILL, repeat=True)
     order.pop("name")
     system = order.pop("system")
     try:
