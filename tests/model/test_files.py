@@ -185,6 +185,21 @@ def test_memory_is_taken_again_when_nobody_has_what_was_in_it(small_pages, monke
     assert not any(memory._free.values()), "what is larger is the system's again"
 
 
+def test_weights_of_a_model_on_a_cpu_are_read_without_mapping_their_file(tmp_path, small_pages, monkeypatch):
+    """A file that is mapped beside the weights that were copied from it would count in the process's peak."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+
+    def mapped(*_):
+        raise AssertionError("the file was mapped")
+
+    monkeypatch.setattr(files.Tensor, "read", mapped)
+    loaded = load_model(Run(model=str(tmp_path), data=["-"]), dtype="fp32", device="cpu").state_dict()
+    assert stored.keys() <= loaded.keys()
+    assert all(torch.equal(loaded[name], stored[name]) for name in stored), "each has pages of its own"
+    assert len({loaded[name].untyped_storage().data_ptr() for name in stored}) == len(stored)
+
+
 def test_a_body_without_its_head_is_read_tensor_by_tensor_and_written_as_the_whole_model(tmp_path):
     model = tiny_model("llama", tie_word_embeddings=True)
     model.model.save_pretrained(tmp_path)

@@ -257,9 +257,10 @@ class Memory:
     """Memory for tensors, taken again when nobody has the one that was in it any more: the system clears new pages,
     which took longer than anything else of a merge (0.9 s a GB on an ARM core, and reading past the cache 0.1)."""
 
-    def __init__(self, *, is_past_cache: bool = False):
-        """`is_past_cache`: what the page cache does not have is read without it, and does not come into it."""
-        self.is_past_cache = is_past_cache
+    def __init__(self, *, is_past_cache: bool = False, is_lent: bool = False):
+        """`is_past_cache`: what the page cache does not have is read without it, and does not come into it. `is_lent`:
+        who keeps what is in it makes a copy, and the next tensor is read into the same pages."""
+        self.is_past_cache, self.is_lent = is_past_cache, is_lent
         self._free: dict[int, list[mmap.mmap]] = {}
 
     def take(self, size: int) -> torch.Tensor:
@@ -279,6 +280,12 @@ class Memory:
         array = np.frombuffer(pages, np.uint8)  # which lives as long as tensors in it do
         weakref.finalize(array, kept.append, pages).atexit = False
         return torch.from_numpy(array)
+
+
+def memory_for(device: torch.device) -> Memory | None:
+    """What the weights of a model on `device` are read into: on a CPU a file that is mapped beside its copy would
+    count twice in what the process uses."""
+    return Memory(is_lent=True) if device.type == "cpu" else None
 
 
 def _new_pages(size: int) -> mmap.mmap:

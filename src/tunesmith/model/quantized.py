@@ -142,7 +142,7 @@ def put_weights(
             replace_module(model, owner, _quantized(linears[owner], value, _bias_of(module), storage))
         else:
             value = value.to(dtype) if value.is_floating_point() and not source.knows_dtypes else value
-            value = own_copy(value) if value is part and source.is_mapped else value  # not the file itself
+            value = own_copy(value) if value is part and source.is_lent else value  # not the file itself
             if leaf in module._parameters:
                 module._parameters[leaf] = nn.Parameter(value, requires_grad=value.is_floating_point())
             else:

@@ -53,8 +53,9 @@ class WeightSource(Protocol):
     """Of the tensors that it has, as the model calls them."""
     files: Mapping[str, str]
     """Their files, where known."""
-    is_mapped: bool
-    """What it gives lies in a file that is mapped into memory, and is copied to be kept."""
+    is_lent: bool
+    """What it gives lies in a file that is mapped into memory, or where others will be read to: it is copied to be
+    kept."""
     knows_dtypes: bool
     """What it gives has the precision that it is to have."""
 
@@ -71,7 +72,8 @@ class Files:
     knows_dtypes = False
 
     def __init__(self, held: Mapping[str, Held], content: Content | None = None, memory: Memory | None = None):
-        self.held, self.content, self.memory, self.is_mapped = held, content, memory, memory is None
+        self.held, self.content, self.memory = held, content, memory
+        self.is_lent = memory is None or memory.is_lent
         self.names = held.keys()
         self.files = {name: one.entries[0].path.name for name, one in held.items()}
 
@@ -83,7 +85,7 @@ class Files:
 class StateDict:
     """What transformers has made of files that it knows how to translate."""
 
-    is_mapped = False
+    is_lent = False
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, knows_dtypes: bool):
         self.tensors, self.knows_dtypes = dict(tensors), knows_dtypes
@@ -99,7 +101,7 @@ class StateDict:
 class RandomWeights:
     """Weights that nobody has trained, for measurements: drawn on the device as they are asked for."""
 
-    is_mapped = False
+    is_lent = False
     knows_dtypes = True
 
     def __init__(self, empty: nn.Module, dtype: torch.dtype, device: torch.device):
@@ -127,9 +129,9 @@ def find_source(
     content: Content | None = None,
     memory: Memory | None = None,
 ) -> WeightSource:
-    """For a model built by `build_empty`. What is read from files is hashed into `content`. Where a model is gone
-    through a layer at a time, files are read into `memory` and not mapped, so that what was read leaves it. UserError
-    or ValueError where the files do not fit the model."""
+    """For a model built by `build_empty`. What is read from files is hashed into `content`. Given `memory`, files are
+    read into that and not mapped, so that what was read leaves the process. UserError or ValueError where the files do
+    not fit the model."""
     held = files_of(empty, folder)
     if held is None:
         is_plain = storage == "plain"

@@ -31,7 +31,7 @@ from tunesmith.model import adapters, attention, load, lora
 from tunesmith.model.content import Content
 from tunesmith.model.experts import use_early_weights
 from tunesmith.model.fake_quantize import FakeQuantization
-from tunesmith.model.files import Read, own_copy
+from tunesmith.model.files import Read, memory_for, own_copy
 from tunesmith.model.forward import is_adapted
 from tunesmith.model.fp8 import use_fp8_head_gradient, use_fp8_linears
 from tunesmith.model.fuse import fuse
@@ -487,7 +487,8 @@ class SharedBase:
             dtype = getattr(torch, load.DTYPES[plan.precision])
             model, folder = load.load_empty(run, dtype=plan.precision)
             with load.reading(run, "weights"), load.quiet(), beside(meanwhile):
-                source = find_source(model, folder, dtype=dtype, storage="plain", content=content)
+                memory = memory_for(device)
+                source = find_source(model, folder, dtype=dtype, storage="plain", content=content, memory=memory)
                 Preparation(model, run, device, dtype, source=source).apply([read])
             model.requires_grad_(False)
             self._known, self._model, self._content = self._key(run, plan), model, content
@@ -539,7 +540,8 @@ def prepare(
         set_attention(model, attention.NAME)
     dtype = getattr(torch, load.DTYPES[plan.precision])
     with load.reading(run, "weights"), load.quiet(), beside(meanwhile):
-        source = find_source(model, folder, dtype=dtype, storage=plan.storage, content=content)
+        memory = memory_for(device)
+        source = find_source(model, folder, dtype=dtype, storage=plan.storage, content=content, memory=memory)
         if run.method == "peft":
             return _prepare_with_peft(Preparation(model, run, device, dtype, source=source), plan, steps)
         work = Preparation.for_training(model, run, plan, device, source)
@@ -580,7 +582,8 @@ def load_model(
     model, folder = load.load_empty(run, dtype=dtype)
     kind = getattr(torch, load.DTYPES[dtype])
     with load.reading(run, "weights"), load.quiet():
-        source = find_source(model, folder, dtype=kind, storage=storage, content=content)
+        memory = memory_for(torch.device(device))
+        source = find_source(model, folder, dtype=kind, storage=storage, content=content, memory=memory)
         Preparation(model, run, torch.device(device), kind, storage, source=source).apply([read])
     return model.eval()
 
