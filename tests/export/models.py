@@ -89,6 +89,107 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "smollm3": ("SmolLM3Config", "llama-bpe", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "gpt_oss": (
+        "GptOssConfig",
+        "gpt-4o",
+        {
+            "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        "qwen2",
+        {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 96,
+        },
+    ),
+    "olmoe": ("OlmoeConfig", "llama-bpe", {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4}),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        "smollm",
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.125, "residual_multiplier": 0.44, "logits_scaling": 4.0,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        "llama-bpe",
+        {
+            "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1, "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5,
+        },
+    ),
+    "granite4": (
+        "GraniteMoeHybridConfig",
+        "smollm",
+        {
+            "layer_types": ["mamba", "attention"], "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 8,
+            "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2, "shared_intermediate_size": 96,
+            "position_embedding_type": "nope", "embedding_multiplier": 12.0, "attention_multiplier": 0.125,
+            "residual_multiplier": 0.44, "logits_scaling": 4.0, "tie_word_embeddings": True,
+        },
+    ),
+    "granite4_moe": (
+        "GraniteMoeHybridConfig",
+        "smollm",
+        {
+            "layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2, "mamba_n_heads": 8,
+            "mamba_d_head": 16, "mamba_d_state": 16, "mamba_expand": 2, "shared_intermediate_size": 96,
+            "position_embedding_type": "nope", "attention_multiplier": 0.125,
+        },
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        "llama-bpe",
+        {
+            "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        "qwen35",
+        {
+            "num_hidden_layers": 4, "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 6, "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "deepseek-v3",
+        {
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+            "n_group": 1, "topk_group": 1, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4,
+        },
+    ),
+    "ministral3": (
+        "Ministral3Config",
+        "tekken",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+                "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    "olmo3": ("Olmo3Config", "llama-bpe", {"num_hidden_layers": 4, "sliding_window": 8}),
+    "cohere2": ("Cohere2Config", "smollm", {"num_hidden_layers": 4, "sliding_window": 8, "logit_scale": 0.5}),
+    "seed_oss": ("SeedOssConfig", "llama-bpe", {"head_dim": 16, "attention_bias": True}),
+    "exaone4": (
+        "Exaone4Config",
+        "llama-bpe",
+        {"sliding_window": None, "sliding_window_pattern": 4, "layer_types": ["full_attention"] * 2},
+    ),
+    "ernie4_5": ("Ernie4_5Config", "sentencepiece", {"head_dim": 16}),
+    "hunyuan": ("HunYuanDenseV1Config", "llama-bpe", {"head_dim": 16}),
+    "arcee": ("ArceeConfig", "llama-bpe", {}),
+    "starcoder2": ("Starcoder2Config", "smollm", {"tie_word_embeddings": True}),
+    "gpt2": ("GPT2Config", "gpt-2", {"num_key_value_heads": 4, "n_inner": 128}),
     "glm4": ("Glm4Config", "llama-bpe", {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True}),
 }  # fmt: skip
 """Of each: its config class, its tokenizer's kind, and what it has besides `SHAPE`."""
@@ -117,8 +218,8 @@ def make_tokenizer(kind: str):
         plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind in ("smollm", "gpt-2"))
         first = {"smollm": [pre_tokenizers.Digits(individual_digits=True)], "gpt-2": []}.get(kind)
         if first is None:
-            pattern = next(pattern for pattern, name in SPLITS.items() if name == kind)
-            first = [pre_tokenizers.Split(Regex(pattern), "isolated")]
+            patterns = next(patterns for patterns, name in SPLITS.items() if name == kind)
+            first = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
         backend.pre_tokenizer = pre_tokenizers.Sequence([*first, plain]) if first else plain
         backend.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()

@@ -121,7 +121,8 @@ def _kind(name: str, tensor: torch.Tensor, kind: str) -> Any:
     import gguf
 
     types = gguf.GGMLQuantizationType
-    if tensor.ndim < 2 or "norm" in name or "ffn_gate_inp" in name or name.startswith("rope_"):
+    is_small = tensor.ndim < 2 or name.endswith(".bias") or name.startswith("rope_")
+    if is_small or "norm" in name or "ffn_gate_inp" in name:
         return types.F32
     if kind == "q4_0" and name in WIDE:
         kind = "q8_0"

@@ -16,17 +16,26 @@ from tunesmith.errors import UserError
 
 LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*")
+ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+MARKS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {
-    f"{LETTERS}|\\p{{N}}{{1,3}}{REST}": "llama-bpe",
-    f"{LETTERS}|\\p{{N}}{REST}": "qwen2",
-    LETTERS.replace(r"\p{L}+", r"[\p{L}\p{M}]+")
-    + r"|\p{N}"
-    + REST.replace(r"\p{L}\p{N}", r"\p{L}\p{M}\p{N}"): "qwen35",
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?"
-    r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|"
-    r"\s+(?!\S)|\s+": "tekken",
+    (f"{LETTERS}|\\p{{N}}{{1,3}}{REST}",): "llama-bpe",
+    (f"{LETTERS}|\\p{{N}}{REST}",): "qwen2",
+    (
+        LETTERS.replace(r"\p{L}+", r"[\p{L}\p{M}]+") + r"|\p{N}" + REST.replace(r"\p{L}\p{N}", r"\p{L}\p{M}\p{N}"),
+    ): "qwen35",
+    (rf"{CASED[0]}|{CASED[1]}|\p{{N}}{MARKS}",): "tekken",
+    (rf"{CASED[0]}{ENDINGS}|{CASED[1]}{ENDINGS}|\p{{N}}{{1,3}}{MARKS}",): "gpt-4o",
+    (
+        r"\p{N}{1,3}",
+        "[一-龥\u3040-ゟ゠-ヿ]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ): "deepseek-v3",
 }
-"""Patterns by which texts are split before bytes are merged, and what llama.cpp calls them."""
+"""Patterns by which texts are split, one after the other, before bytes are merged; and what llama.cpp calls them."""
 
 
 def write_tokenizer(writer: Any, tokenizer: Any, *, vocabulary: int, ends: Iterable[int], begins: bool = True) -> None:
@@ -61,8 +70,8 @@ def pre_tokenizer_name(found: dict[str, Any]) -> str:
             name = "gpt-2"
         elif kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits") and uses_own:
             name = "smollm"
-        elif kinds == ["Split", "ByteLevel"] and not uses_own and _keeps_matches(steps[0]):
-            name = SPLITS.get(steps[0].get("pattern", {}).get("Regex", ""))
+        elif set(kinds[:-1]) == {"Split"} and not uses_own and _keep_all(steps[:-1]):
+            name = SPLITS.get(tuple(_pattern_of(step) for step in steps[:-1]))
     if name == "llama-bpe" and not found["model"].get("ignore_merges"):
         name = "dbrx"  # the same pattern; words that are tokens themselves are made by merges as others are
     if name is None:
@@ -74,9 +83,16 @@ def pre_tokenizer_name(found: dict[str, Any]) -> str:
     return name
 
 
-def _keeps_matches(split: dict[str, Any]) -> bool:
-    """Whether what the pattern matches becomes pieces: it matches all of any text, so nothing else is left."""
-    return (split.get("behavior"), bool(split.get("invert"))) in (("Isolated", False), ("Removed", True))
+def _pattern_of(split: dict[str, Any]) -> str:
+    """In one of the two ways to write the ends of lines: DeepSeek's has the characters themselves."""
+    return split.get("pattern", {}).get("Regex", "").replace("\r", r"\r").replace("\n", r"\n")
+
+
+def _keep_all(splits: list[dict[str, Any]]) -> bool:
+    """Whether all of a text becomes pieces. A pattern that is alone matches all of any text, so that what it does not
+    match may be removed."""
+    ways = [(split.get("behavior"), bool(split.get("invert"))) for split in splits]
+    return set(ways) == {("Isolated", False)} or ways == [("Removed", True)]
 
 
 def _write_bytes(writer: Any, found: dict[str, Any], tokenizer: Any, vocabulary: int) -> None:
