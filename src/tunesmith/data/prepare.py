@@ -17,23 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from tunesmith.data import (
-    build,
-    chat,
-    excluded,
-    formats,
-    guard,
-    marked,
-    messages,
-    preferences,
-    source,
-    store,
-    template,
-    token_files,
-    traits,
-    types,
-)
+from tunesmith.data import build, chat, excluded, formats, guard, preferences, source, types
 from tunesmith.data.build import Progress
+from tunesmith.data.files import data_files, searched_folder
 from tunesmith.data.held_out import split
 from tunesmith.data.paired import PairEncoder
 from tunesmith.data.store import TokenStore, Whole, cut
@@ -253,7 +239,7 @@ def check_output(run: Run) -> None:
     """Refuse an output below a folder of data: the run's own files would be trained on."""
     output = expanded(run.output).resolve()
     for dataset in (*run.data, *run.eval):
-        folder = source.searched_folder(dataset)
+        folder = searched_folder(dataset)
         if folder is not None and output.is_relative_to(folder.resolve()):
             raise UserError(
                 f"output: {run.output} lies inside the data {dataset.path}, so the run's own files would be trained "
@@ -313,7 +299,7 @@ class _Work:
         """Find the files and, unless the cache has them already, recognise their format."""
         dataset = self._dataset
         # Examples know the file they came from, so the files' names belong here too.
-        names = [str(path) for path in source.files(dataset)] if dataset.path else [dataset.hub]
+        names = [str(path) for path in data_files(dataset)] if dataset.path else [dataset.hub]
         self._key = _hash(
             names,
             source.fingerprint(dataset),
@@ -464,7 +450,7 @@ def _hash(*parts: Any) -> str:
 
 @cache
 def _code() -> str:
-    """Of the code that turns records into examples: what another version made is not taken for ours."""
-    encoding = (template, traits, messages, marked, chat)
-    modules = (types, source, formats, *encoding, preferences, guard, build, token_files, store)
-    return sha256(b"".join(Path(module.__file__ or "").read_bytes() for module in modules)).hexdigest()
+    """A hash of this package's code, which turns records into examples: what another version made is not taken for
+    ours."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
