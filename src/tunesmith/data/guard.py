@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tunesmith.data.chat import TEMPLATE_DATE, Encoder, TemplateRefusal
-from tunesmith.data.formats import texts_of
+from tunesmith.data.convert import texts_of
 from tunesmith.data.types import (
     Completion,
     Conversation,

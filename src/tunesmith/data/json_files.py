@@ -159,7 +159,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-# NaN and Infinity, which pandas writes for missing values, stay what they are: `formats` knows where they may stand.
+# NaN and Infinity, which pandas writes for missing values, stay what they are: `convert` knows where they may stand.
 _DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates)
 
 

@@ -6,8 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from tunesmith.config.schema import Dataset, Run
-from tunesmith.data import formats, source
+from tunesmith.data import source
+from tunesmith.data.convert import convert
+from tunesmith.data.formats import FORMATS, WANTED
 from tunesmith.data.prepare import sample
+from tunesmith.data.recognise import recognise
 from tunesmith.data.types import Labelled, RecordError, Tagged
 from tunesmith.errors import UserError, listed
 from tunesmith.objectives import objective_of
@@ -37,12 +40,12 @@ def with_labels(run: Run) -> Run:
 def _found(dataset: Dataset, run: Run) -> Iterator[Found]:
     """Records that cannot be read are left out here: preparing the data names them all."""
     records = objective_of(run).records
-    known = dataset.format if dataset.format in formats.FORMATS[records] else None
-    format = known or formats.recognise(sample(dataset), dataset, records)
+    known = dataset.format if dataset.format in FORMATS[records] else None
+    format = known or recognise(sample(dataset), dataset, records)
     first, is_any = None, False
     for record in source.read(dataset, lambda _: None):
         try:
-            item = formats.convert(record, format, dataset)
+            item = convert(record, format, dataset)
         except RecordError as error:
             is_score = isinstance(record.fields.get(dataset.fields.get("label", "label")), float)
             if error.kind == "wrong label" and is_score and run.bad_records == "stop":
@@ -60,7 +63,7 @@ def _found(dataset: Dataset, run: Run) -> Iterator[Found]:
 
 def _told(dataset: Dataset, run: Run) -> list[str]:
     """The classes of a data set whose columns name them."""
-    names = formats.WANTED["tagged"][1] if run.objective == "classify_tokens" else ("label",)
+    names = WANTED["tagged"][1] if run.objective == "classify_tokens" else ("label",)
     mapped = [dataset.fields[name] for name in names if name in dataset.fields]
     return source.class_names(dataset, mapped or names)
 

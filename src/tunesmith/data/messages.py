@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,11 @@ def as_conversation(item: Completion) -> Conversation:
     return Conversation(tuple(asked_as_turns(both)))
 
 
+def as_context(messages: Iterable[Message]) -> list[Message]:
+    """The same messages with the weight 0 for answers: what is asked, of which nothing is a target."""
+    return [replace(message, weight=0.0) if message.role == "assistant" else message for message in messages]
+
+
 def asked_as_turns(messages: Sequence[Message]) -> list[Message]:
     """The same messages; where the first question is a dialogue in one text that ends with an empty answer, its turns,
     of which the answers are context."""
@@ -48,11 +53,10 @@ def asked_as_turns(messages: Sequence[Message]) -> list[Message]:
     turns = turns_of(asked.content) if asked is not None and asked.role == "user" else None
     if not turns or turns[0].role != "user" or turns[-1] != Message("assistant", ""):
         return list(messages)
-    context = [replace(turn, weight=0.0) if turn.role == "assistant" else turn for turn in turns[:-1]]
     after = list(messages[before + 1 :])
     if after and after[0].role == "assistant":  # what stands behind "Assistant:" has a space before it
         after[0] = replace(after[0], content=after[0].content.strip())
-    return [*messages[:before], *context, *after]
+    return [*messages[:before], *as_context(turns[:-1]), *after]
 
 
 def tool_parts_of(messages: Sequence[Message], tools: Sequence[Any]) -> set[str]:

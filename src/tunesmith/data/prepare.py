@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from tunesmith.data import build, chat, excluded, formats, guard, preferences, source, types
+from tunesmith.data import build, chat, excluded, guard, preferences, source, types
 from tunesmith.data.build import Progress
+from tunesmith.data.convert import convert, unread
 from tunesmith.data.files import data_files, searched_folder
+from tunesmith.data.formats import FORMATS
 from tunesmith.data.held_out import split
 from tunesmith.data.paired import PairEncoder
+from tunesmith.data.recognise import recognise
 from tunesmith.data.store import TokenStore, Whole, cut
 from tunesmith.data.token_cache import stored
 from tunesmith.data.types import Example, Record, RecordError
@@ -313,11 +316,11 @@ class _Work:
         )
         self._stored = stored(self._key)
         if self._stored is None:
-            is_other = dataset.format not in (None, *formats.FORMATS[self._records])
+            is_other = dataset.format not in (None, *FORMATS[self._records])
             if dataset.format and not is_other:
                 self._format = dataset.format
             else:
-                self._format = formats.recognise(sample(dataset), dataset, self._records)
+                self._format = recognise(sample(dataset), dataset, self._records)
 
     def whole(self, title: str, progress: Progress | None, workers: int | None) -> Whole:
         # Looked up again: a data set may be used twice in a run.
@@ -325,18 +328,18 @@ class _Work:
             return found
         assert self._format
         watch = guard.Watch(self._encoder.end_ids, self._vocab_size)
-        unread: list[RecordError] = []
+        unreadable: list[RecordError] = []
 
         def bad() -> list[RecordError]:
-            return sorted((*unread, *watch.bad), key=lambda error: (error.origin.file, error.origin.line))
+            return sorted((*unreadable, *watch.bad), key=lambda error: (error.origin.file, error.origin.line))
 
         def notice(noticed: guard.Watch) -> None:
             watch.merge(noticed)
-            if not watch.examples and len(unread) + len(watch.bad) >= HOPELESS:
+            if not watch.examples and len(unreadable) + len(watch.bad) >= HOPELESS:
                 raise BadRecords(bad())
 
         def judge() -> list[str]:
-            if not watch.examples and (unread or watch.bad):
+            if not watch.examples and (unreadable or watch.bad):
                 raise BadRecords(bad())
             guard.check_dataset(title, watch)
             return watch.warnings()
@@ -344,7 +347,7 @@ class _Work:
         return build.build(
             self._key,
             title,
-            source.read(self._dataset, unread.append),
+            source.read(self._dataset, unreadable.append),
             _Encode(self._encoder, self._format, self._dataset, self._vocab_size, self._records),
             format=self._format,
             vocab_size=self._vocab_size,
@@ -371,7 +374,7 @@ class _Encode:
         examples = []
         for record in records:
             try:
-                item = formats.convert(record, self.format, self.dataset)
+                item = convert(record, self.format, self.dataset)
                 made, documents = preferences.encode(item, self.encoder, record.origin, self.records)
                 for part, document in documents:
                     watch.see(record, part, document, self.encoder)
@@ -399,7 +402,7 @@ def sample(dataset: Dataset) -> list[Record]:
 def unread_fields(dataset: Dataset, records: Records) -> list[str]:
     """Fields of the first records that nothing is made of."""
     first = sample(dataset)
-    return formats.unread(first[:UNREAD_SAMPLE], formats.recognise(first, dataset, records), dataset)
+    return unread(first[:UNREAD_SAMPLE], recognise(first, dataset, records), dataset)
 
 
 def _losses(one: TokenStore, records_of: Records) -> list[str]:

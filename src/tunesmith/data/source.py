@@ -2,7 +2,7 @@
 
 JSONL, CSV and Parquet are streamed, so memory does not grow with the file. A record that cannot be read is told with
 its file and line, and the next one is read; a file that cannot be read is an error. Only blank lines are skipped. Which
-files there are is the business of `files`, what the records mean that of `formats`.
+files there are is the business of `files`, what the records mean that of `convert`.
 """
 
 from __future__ import annotations

@@ -73,6 +73,17 @@ def messages_of(value: Any, name: str, origin: Origin, dataset: Dataset) -> list
     return messages
 
 
+def conversation_of(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, origin: Origin
+) -> tuple[list[Message], tuple[dict[str, Any], ...]]:
+    """Messages and tools of a request, read as training reads records of the format `messages`; without weights."""
+    from tunesmith.config.schema import Dataset
+
+    unweighted = [{**item, "weight": 0} if item.get("role") == "assistant" else item for item in messages]
+    turns = messages_of(unweighted, "messages", origin, Dataset(path=origin.file))
+    return [replace(turn, weight=None) for turn in turns], tools_of({"tools": tools}, origin)
+
+
 def _message(item: Any, where: str, origin: Origin, dataset: Dataset) -> Message:
     if not isinstance(item, dict):
         raise RecordError("wrong type", origin, f"{where} is not an object with `role` and `content`")

@@ -1,6 +1,6 @@
 """The shapes data has on its way from a file to the model; types only.
 
-    file --source--> Record --formats--> Conversation | Document | Tokens | Preference | Judged --chat--> Example
+    file --source--> Record --convert--> Conversation | Document | Tokens | Preference | Judged --chat--> Example
          --store--> TokenStore --loader--> MicroBatch
 
 Legend: T tokens of a micro-batch, D documents in it.

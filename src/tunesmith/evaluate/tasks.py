@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunesmith.config.schema import TASK_FORMATS, Dataset
-from tunesmith.data import formats, source
+from tunesmith.data import source
+from tunesmith.data.recognise import recognise as recognise_format
 from tunesmith.data.types import Origin, Record, RecordError
 from tunesmith.errors import UserError, listed
 from tunesmith.evaluate import instructions
@@ -357,7 +358,7 @@ def _asked(record: Record) -> Question:
 
 
 def _texts(records: Sequence[Record], dataset: Dataset) -> Callable[[Record], Text]:
-    format = formats.recognise(records[:64], dataset)
+    format = recognise_format(records[:64], dataset)
     return lambda record: Text(record, format)
 
 

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tunesmith.data.formats import conversation_of
+from tunesmith.data.turns import conversation_of
 from tunesmith.data.types import Origin, RecordError
 from tunesmith.errors import UserError
 from tunesmith.infer.sampling import Token
