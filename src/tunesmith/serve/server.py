@@ -20,8 +20,9 @@ from tunesmith.errors import UserError
 from tunesmith.infer.call import Tried, try_out
 from tunesmith.infer.speculate import Draft
 from tunesmith.run.open import open_model, open_plain
-from tunesmith.serve.app import Access, Guard, make_app
+from tunesmith.serve.app import make_app
 from tunesmith.serve.engine import LONGEST, Engine, Limits, cache_tokens
+from tunesmith.serve.guard import Access, Guard
 from tunesmith.serve.models import Models, Served, open_models
 
 DRAIN_SECONDS = 30
