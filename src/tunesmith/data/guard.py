@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from tunesmith.data.chat import TEMPLATE_DATE, Encoder, TemplateRefusal
+from tunesmith.data.chat import TEMPLATE_DATE, Encoder
 from tunesmith.data.convert import texts_of
+from tunesmith.data.template import TemplateRefusal
 from tunesmith.data.types import (
     Completion,
     Conversation,

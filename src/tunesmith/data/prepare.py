@@ -19,6 +19,7 @@ import numpy as np
 
 from tunesmith.data import build, chat, excluded, guard, preferences, source, types
 from tunesmith.data.build import Progress
+from tunesmith.data.chat_template import read_template
 from tunesmith.data.convert import convert, unread
 from tunesmith.data.files import data_files, searched_folder
 from tunesmith.data.formats import FORMATS
@@ -138,7 +139,7 @@ def prepare(
         raise UserError(
             f"sequence_length {length} is beyond the model's {max_length} positions; set it to {max_length} or less."
         )
-    text = chat.read_template(run.chat_template) if run.chat_template else None
+    text = read_template(run.chat_template) if run.chat_template else None
     options = {"template": text, "train_on": run.train_on, "special_tokens": run.special_tokens}
     if decoder_start is None:
         encoder = chat.Encoder(tokenizer, **options)
