@@ -112,7 +112,8 @@ class Encoder:
         self.turn_end_id: int | None = None
         """The token with which the template ends an assistant's turn."""
         self._next_turns: dict[str, tuple[str, int]] = {}
-        """Where it ends them with nothing: what begins the next one, which then is what answers end with."""
+        """What the template begins the next turn with, by its role, where it ends an assistant's turn with nothing:
+        answers then end with it."""
         self.folds_system = False
         """The template has no place for a system message, so it goes in front of the first user message."""
         self._alternate = frozenset[str]()
@@ -126,7 +127,7 @@ class Encoder:
         self.controls: re.Pattern[str] | None = None
         """Special tokens, as the data may write them out: they become plain text."""
         self._spoken_controls: re.Pattern[str] | None = None
-        """The same for what the assistant says, without tokens that the template looks for in it (`</think>`)."""
+        """`controls` in what the assistant says: without tokens that the template looks for in it (`</think>`)."""
         if self.has_template:
             self._ask_template()
         self._find_controls()
@@ -227,7 +228,7 @@ class Encoder:
         return [self._example(ids, weights, origin)]
 
     def _document(self, item: Document, origin: Origin) -> Example:
-        """In arrays from the start: a text may have fifty megabytes."""
+        """The example of a text, made in arrays from the start: a text may have fifty megabytes."""
         text, eos = marked(item.text, self.controls), self.tokenizer.eos_token_id
         parts = [np.asarray([self.bos_id] if self.bos_id is not None else [], dtype=np.int32)]
         place = 0
@@ -350,7 +351,7 @@ class Encoder:
         return last in self.end_ids or (role == "tool" and "tool" not in self._next_turns and last in self._special)
 
     def _next_turn(self, role: str, rest: str) -> tuple[str, list[int]]:
-        """With what an answer ends, of the text that follows it, and its tokens: what begins a turn of this role where
+        """What an answer ends with, of the text that follows it, and its tokens: what begins a turn of this role where
         nothing follows; nothing, where another answer does."""
         if not rest:
             return "", [self._next_turns.get(role, self._next_turns["user"])[1]]

@@ -104,12 +104,13 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _links_last(folder: str) -> Callable[[str], Any]:
-    """So that a file is known by its own name, where it has one below the folder."""
+    """A sorting key that puts links last, so that a file is known by its own name where it has one below the folder."""
     return lambda name: (os.path.islink(os.path.join(folder, name)), name)
 
 
 def _matching(pattern: Path) -> Iterator[Path]:
-    """As `glob` finds them; but for `**`, `glob` goes round and round where links lead back."""
+    """The files that a glob matches, as `glob` finds them; but not for `**`, with which `glob` goes round and round
+    where links lead back."""
     if "**" not in pattern.parts:
         return (Path(name) for name in glob.iglob(str(pattern)))
     root = _fixed_part(pattern)
@@ -148,7 +149,8 @@ def _readable(candidates: Iterable[Path], where: Path) -> list[Path]:
 
 
 def _of_split(found: list[Path], folder: Path, asked: str) -> list[Path]:
-    """Without the files of other splits, where there are several."""
+    """The files of the split that is asked for, and those of no split; all of them, where there are not several
+    splits."""
     by_file = {path: _split_of(path, folder) for path in found}
     there = {split for split in by_file.values() if split is not None}
     if len(there) < 2:
@@ -160,7 +162,7 @@ def _of_split(found: list[Path], folder: Path, asked: str) -> list[Path]:
 
 
 def _split_of(path: Path, folder: Path) -> str | None:
-    """By its name, or by that of the folder it is in."""
+    """The split a file belongs to by its name, or by that of a folder it is in; None where neither says one."""
     *parents, name = _parts_below(path, folder)
     names = (_split_named(part) for part in (name.partition(".")[0], *reversed(parents)))
     return next((split for split in names if split is not None), None)
@@ -172,7 +174,7 @@ def _split_named(name: str) -> str | None:
 
 
 def _check_name(path: Path) -> None:
-    """What is kept of a run names its files, in UTF-8."""
+    """UserError for a name that is not UTF-8, in which what is kept of a run names its files."""
     try:
         str(path).encode()
     except UnicodeEncodeError as error:
@@ -185,7 +187,7 @@ def _parts_below(path: Path, folder: Path) -> tuple[str, ...]:
 
 
 def _near_miss(path: Path) -> str:
-    """The end of a sentence about a path that is not there."""
+    """The end of a sentence about a path that is not there: which paths are, whose names are like it."""
     if path.exists():
         return "."
     folder = path.parent

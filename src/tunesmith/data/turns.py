@@ -38,7 +38,7 @@ ROLES = {
 TURNS = ("prompt", "completion", "response", "chosen", "rejected")
 """Fields that hold text, or messages."""
 MOST_WEIGHT = 1000
-"""Of a message, as of a data set."""
+"""The largest weight of a message, as of a data set."""
 _WRITTEN = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 
 

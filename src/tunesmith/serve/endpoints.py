@@ -40,7 +40,7 @@ from tunesmith.serve.shapes import ChatShape, CompletionShape
 
 BODY_BYTES = 8 << 20
 BODY_SECONDS = 30.0
-"""For a client to send its request."""
+"""Seconds that a client has to send its request."""
 COMPILERS = 2
 """Schemas that are compiled at a time."""
 COMPLETION_TOKENS = 16

@@ -22,7 +22,7 @@ from tunesmith.serve.service import Service
 from tunesmith.serve.shapes import Shape
 
 READ_SECONDS = 30.0
-"""For a client to take a piece of its answer; then it counts as gone."""
+"""Seconds that a client has to take a piece of its answer; then it counts as gone."""
 GONE = object()
 """The event that the client has left."""
 log = logging.getLogger("tunesmith.serve")

@@ -64,7 +64,8 @@ class ChatShape(Shape):
         return {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def chunks(self, event: Piece | str) -> list[dict[str, Any]]:
-        """With tools, text from the beginning of a call on is kept until the end, when it is known to be one."""
+        """Chunks of a piece, or of the answer's end. With tools, text from the beginning of a call on is held until the
+        end, when it is known to be one."""
         chunks = [] if self._is_begun else [self._chunk({"role": "assistant", "content": ""}, None, None)]
         self._is_begun = True
         if isinstance(event, Piece):
