@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 SAMPLE = 64
 """Records that a format is recognised from."""
 SAMPLE_BYTES = 1 << 24
-"""Of long records, fewer."""
+"""Bytes of records that a format is recognised from: of long ones, fewer."""
 UNREAD_SAMPLE = 20
 """Records that are looked at for fields which nothing is made of."""
 HOPELESS = 1000
@@ -83,11 +83,11 @@ class Prepared:
 
     train: tuple[TokenStore, ...]
     weights: tuple[float, ...]
-    """Of the training data sets, as the run gives them."""
+    """Weights of the training data sets, as the run gives them."""
     evals: tuple[TokenStore, ...]
     warnings: list[str]
     fingerprint: str
-    """Of the training data and its weights: what must be the same for a run to be continued."""
+    """A hash of the training data and its weights: what must be the same for a run to be continued."""
     encoder: chat.Encoder
     """What made the examples; prompts of the trained model are made by one like it."""
     bad: tuple[RecordError, ...] = ()
@@ -95,16 +95,17 @@ class Prepared:
     held_out: int = 0
     """Records of the training data that were to be among `evals` instead; duplicates go with them."""
     leaks: tuple[str, ...] = ()
-    """Those of the warnings that say of held-out examples that they are trained on."""
+    """The warnings that say of held-out examples that they are trained on."""
 
     def sharing(self) -> Prepared:
-        """With the prompts of pairs once (`TokenStore.sharing`)."""
+        """The same data with the prompts of pairs once (`TokenStore.sharing`)."""
         train, evals = (tuple(store.sharing() for store in some) for some in (self.train, self.evals))
         return replace(self, train=train, evals=evals, fingerprint=_fingerprint_of(train, self.weights))
 
     @property
     def size(self) -> DataSize:
-        """Of what is trained on in an epoch; no example of it, or of what is evaluated, is longer."""
+        """The size of what is trained on in an epoch; no example of it, or of what is evaluated, is longer than
+        `longest`."""
         weighed = list(zip(self.train, self.weights, strict=True))
         return DataSize(
             examples=sum(weight * len(store) for store, weight in weighed),
@@ -139,13 +140,7 @@ def prepare(
         raise UserError(
             f"sequence_length {length} is beyond the model's {max_length} positions; set it to {max_length} or less."
         )
-    text = read_template(run.chat_template) if run.chat_template else None
-    options = {"template": text, "train_on": run.train_on, "special_tokens": run.special_tokens}
-    if decoder_start is None:
-        encoder = chat.Encoder(tokenizer, **options)
-    else:
-        encoder = PairEncoder(tokenizer, start=decoder_start[0], **options)
-    encoder.labels = tuple(run.labels)
+    encoder = _encoder_of(run, tokenizer, decoder_start)
     warnings = list(guard.check_encoder(encoder, tokenizer, vocab_size))
 
     records_of = objective_of(run).records
@@ -154,6 +149,46 @@ def prepare(
     _each(works, _Work.look)
     check_output(run)
     wholes, bad = _tokenized(run, works, titles, progress, workers)
+    stores = _stores_of(run, wholes, titles, eval_length=eval_length, is_paired=decoder_start is not None)
+    train, evals = tuple(stores[: len(run.data)]), tuple(stores[len(run.data) :])
+    if run.exclude is not None:
+        train, warning = excluded.leave_out(train, Path(run.exclude))
+        warnings.append(warning)
+    for store in stores:
+        warnings += [text for text in (*store.warnings, *_losses(store, records_of)) if text not in warnings]
+    if held_out is None:
+        held_out = held_out_records(run, [store.record_count for store in train])
+    kept, held = split(train, held_out)
+    train, evals = tuple(kept), (*evals, *held)
+    warnings += guard.missing_kinds(run.objective, run.labels, [store.single_values for store in train])
+    leaks = guard.overlap_warnings({s.title: s.hashes for s in train}, {s.title: s.hashes for s in evals})
+    warnings += leaks
+    weights = tuple(dataset.weight for dataset in run.data)
+    fingerprint = _fingerprint_of(train, weights)
+    return Prepared(train, weights, evals, warnings, fingerprint, encoder, tuple(bad), held_out, tuple(leaks))
+
+
+def _encoder_of(run: Run, tokenizer: Any, decoder_start: tuple[int | None] | None) -> chat.Encoder:
+    template = read_template(run.chat_template) if run.chat_template else None
+    if decoder_start is None:
+        encoder = chat.Encoder(tokenizer, template=template, train_on=run.train_on, special_tokens=run.special_tokens)
+    else:
+        encoder = PairEncoder(
+            tokenizer,
+            start=decoder_start[0],
+            template=template,
+            train_on=run.train_on,
+            special_tokens=run.special_tokens,
+        )
+    encoder.labels = tuple(run.labels)
+    return encoder
+
+
+def _stores_of(
+    run: Run, wholes: Sequence[Whole], titles: Sequence[str], *, eval_length: int | None, is_paired: bool
+) -> list[TokenStore]:
+    """The data sets cut to the length of a sequence; the held-out ones, which come last, to `eval_length`."""
+    length, records_of = run.sequence_length, objective_of(run).records
     stores = []
     for number, (whole, title) in enumerate(zip(wholes, titles, strict=True)):
         longest = length if number < len(run.data) else min(length, eval_length or length)
@@ -162,24 +197,9 @@ def prepare(
             continue
         # A chat's beginning is a whole turn or two; of a text, all is as good as its beginning.
         too_long = run.too_long or ("split" if whole.format == "text" else "truncate")
-        made = cut(whole, title, sequence_length=longest, too_long=too_long)
-        stores.append(made if decoder_start is None else _with_sources(made, longest))
-    train, evals = tuple(stores[: len(run.data)]), tuple(stores[len(run.data) :])
-    if run.exclude is not None:
-        train, said = excluded.leave_out(train, Path(run.exclude))
-        warnings.append(said)
-    for one in stores:
-        warnings += [warning for warning in (*one.warnings, *_losses(one, records_of)) if warning not in warnings]
-    if held_out is None:
-        held_out = held_out_records(run, [one.record_count for one in train])
-    kept, held = split(train, held_out)
-    train, evals = tuple(kept), (*evals, *held)
-    warnings += guard.missing_kinds(run.objective, run.labels, [one.single_values for one in train])
-    leaks = guard.overlap_warnings({s.title: s.hashes for s in train}, {s.title: s.hashes for s in evals})
-    warnings += leaks
-    weights = tuple(dataset.weight for dataset in run.data)
-    fingerprint = _fingerprint_of(train, weights)
-    return Prepared(train, weights, evals, warnings, fingerprint, encoder, tuple(bad), held_out, tuple(leaks))
+        store = cut(whole, title, sequence_length=longest, too_long=too_long)
+        stores.append(_with_sources(store, longest) if is_paired else store)
+    return stores
 
 
 def _fingerprint_of(stores: Sequence[TokenStore], weights: Sequence[float]) -> str:
@@ -205,7 +225,8 @@ def _tokenized(
 
 
 def _cut_prompts(whole: Whole, title: str, run: Run) -> TokenStore:
-    """Answers need room behind them, and a part of a question is another question."""
+    """Prompts cut so that answers have room behind them; long ones are dropped unless asked for, since a part of a
+    question is another question."""
     _check_room(whole, title, run)
     room = run.sequence_length - run.rollout.max_answer_tokens
     return cut(whole, title, sequence_length=room, too_long=run.too_long or "drop")
@@ -224,7 +245,7 @@ def _check_room(whole: Whole, title: str, run: Run) -> None:
 
 
 def _with_sources(store: TokenStore, longest: int) -> TokenStore:
-    """Without the examples of which the target alone fills the sequence."""
+    """The examples whose target leaves room for a source, as pairs; UserError where none does."""
     store = replace(store, is_paired=True)
     has_source = store.widths[:, 0] >= 1
     if not has_source.any():
@@ -362,7 +383,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Encode:
-    """Runs in the workers."""
+    """Turns records into examples, in the workers; what it sees of them goes into a `Watch`."""
 
     encoder: chat.Encoder
     format: FormatName
@@ -406,46 +427,48 @@ def unread_fields(dataset: Dataset, records: Records) -> list[str]:
     return unread(first[:UNREAD_SAMPLE], recognise(first, dataset, records), dataset)
 
 
-def _losses(one: TokenStore, records_of: Records) -> list[str]:
-    """What cutting to length cost is said, not only counted."""
-    report, lines = one.report, []
-    is_grouped = one.document_count > len(one)
+def _losses(store: TokenStore, records_of: Records) -> list[str]:
+    """Sentences about what was left out, dropped and truncated."""
+    report, lines = store.report, []
+    is_grouped = store.document_count > len(store)
     both = " A sequence must hold both answers of a pair with their prompts: a longer sequence_length may help."
     more = both if is_grouped else ""
     if records_of == "prompts":
         more = " A prompt must leave room for an answer of rollout.max_answer_tokens."
-    if one.bad:
-        lines.append(f"{one.title}: left out {len(one.bad):,} of {report.records:,} records ({kinds(one.bad)}).")
+    if store.bad:
+        lines.append(f"{store.title}: left out {len(store.bad):,} of {report.records:,} records ({kinds(store.bad)}).")
     if report.dropped_targets_cut_off:
         count = report.dropped_targets_cut_off
         lines.append(
-            f"{one.title}: dropped for having no target left within sequence_length: {count} examples or pieces.{more}"
+            f"{store.title}: dropped for having no target left within sequence_length: {count} examples or pieces."
+            f"{more}"
         )
     if report.dropped_too_long:
         count = report.dropped_too_long
         lines.append(
-            f"{one.title}: dropped for being longer than sequence_length: {count} (of {report.records} records).{more}"
+            f"{store.title}: dropped for being longer than sequence_length: {count} (of {report.records} records)."
+            f"{more}"
         )
     if report.truncated:
         lines.append(
-            f"{one.title}: {report.truncated} examples (of {report.records} records) were truncated; the longest has "
+            f"{store.title}: {report.truncated} examples (of {report.records} records) were truncated; the longest has "
             f"{report.longest_uncut} tokens."
         )
     return lines
 
 
 def _each(items: Sequence[T], look: Callable[[T], None]) -> None:
-    """Do it for all, then raise all errors for people at once."""
-    found: list[UserError] = []
+    """Looks at all items, then raises all errors for people at once."""
+    errors: list[UserError] = []
     for item in items:
         try:
             look(item)
         except UserError as error:
-            found.append(error)
-    if len(found) == 1:
-        raise found[0]
-    if found:
-        raise UserErrors([text for one in found for text in getattr(one, "messages", [str(one)])])
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise UserErrors([text for error in errors for text in getattr(error, "messages", [str(error)])])
 
 
 def _hash(*parts: Any) -> str:
