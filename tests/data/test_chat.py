@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 import templates
 from tunesmith.config.schema import Dataset
 from tunesmith.data import chat as chat_module
-from tunesmith.data.chat import Encoder, read_template
-from tunesmith.data.formats import convert, recognise
+from tunesmith.data.chat import Encoder
+from tunesmith.data.chat_template import read_template
+from tunesmith.data.convert import convert
 from tunesmith.data.guard import Watch, check_encoder
 from tunesmith.data.messages import fold_system
+from tunesmith.data.recognise import recognise
 from tunesmith.data.types import Completion, Conversation, Document, Message, Origin, Record, Tokens
 from tunesmith.errors import UserError
 

@@ -11,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunesmith.config.schema import Dataset
-from tunesmith.data import formats, source
+from tunesmith.data import source
+from tunesmith.data.convert import convert, unread
+from tunesmith.data.formats import FORMATS, WANTED
+from tunesmith.data.recognise import recognise
 from tunesmith.data.types import Completion, Conversation, Document, Message, Origin, Record, RecordError, Tokens
 from tunesmith.errors import UserError
 
@@ -27,7 +30,7 @@ def record(fields, line=7) -> Record:
 
 def converted(fields, dataset=PLAIN, records="texts"):
     one = record(fields)
-    return formats.convert(one, formats.recognise([one], dataset, records), dataset)
+    return convert(one, recognise([one], dataset, records), dataset)
 
 
 def turns(item) -> list[tuple[str, str]]:
@@ -122,7 +125,7 @@ def test_null_arguments_of_tool_calls_are_kept_but_for_those_that_columns_were_f
     written = {"messages": messages, "tools": [tool]}
 
     def arguments(fields, **more):
-        made = formats.convert(Record(fields, HERE, **more), "messages", Dataset(path="d.jsonl"))
+        made = convert(Record(fields, HERE, **more), "messages", Dataset(path="d.jsonl"))
         return made.messages[1].extra["tool_calls"][0]["function"]["arguments"], made.tools[0]["function"]
 
     assert arguments(written) == (call["arguments"], tool)
@@ -164,9 +167,9 @@ def test_nan_in_a_field_that_may_be_missing_is_nothing():
 
 def test_a_few_records_of_another_kind_do_not_hide_the_format():
     good = [Record({"prompt": "Hi", "completion": "x"}, HERE)] * 9
-    assert formats.recognise([Record({"odd": 1}, HERE), *good], Dataset(path="d.jsonl")) == "prompt_completion"
+    assert recognise([Record({"odd": 1}, HERE), *good], Dataset(path="d.jsonl")) == "prompt_completion"
     with pytest.raises(UserError, match="lacks the field"):
-        formats.recognise([Record({"odd": 1}, HERE), *good[:2]], Dataset(path="d.jsonl"))
+        recognise([Record({"odd": 1}, HERE), *good[:2]], Dataset(path="d.jsonl"))
 
 
 def test_reasoning_is_kept_apart_under_one_name():
@@ -229,13 +232,13 @@ def test_fields_rename_also_inside_messages():
 
 def test_the_format_is_recognised_from_all_records_and_can_be_insisted_on():
     both = {"prompt": "Hi", "completion": "Hello", "text": "Hi Hello"}
-    assert formats.recognise([record(both)], PLAIN) == "prompt_completion"
-    assert formats.recognise([record(both), record({"text": "x"})], PLAIN) == "text"
-    assert formats.recognise([record(both)], Dataset(path="d", format="text")) == "text"
+    assert recognise([record(both)], PLAIN) == "prompt_completion"
+    assert recognise([record(both), record({"text": "x"})], PLAIN) == "text"
+    assert recognise([record(both)], Dataset(path="d", format="text")) == "text"
     with pytest.raises(UserError, match=r"line 2: 1 of the first 2 records are in the text format, but this one lacks"):
-        formats.recognise([record({"text": "x"}, 1), record({"body": "x"}, 2)], PLAIN)
+        recognise([record({"text": "x"}, 1), record({"body": "x"}, 2)], PLAIN)
     with pytest.raises(UserError, match=r"`format: text` wants the field `text`, but the record has `query`, `reply`"):
-        formats.recognise([record({"query": "Hi", "reply": "x"})], Dataset(path="d", format="text"))
+        recognise([record({"query": "Hi", "reply": "x"})], Dataset(path="d", format="text"))
 
 
 SUGGESTED = [
@@ -251,13 +254,13 @@ SUGGESTED = [
 @pytest.mark.parametrize(("fields", "mapping"), SUGGESTED)
 def test_unknown_fields_are_named_with_a_mapping_that_works(fields, mapping):
     with pytest.raises(UserError) as caught:
-        formats.recognise([record(fields)], PLAIN)
+        recognise([record(fields)], PLAIN)
     message = str(caught.value)
     assert message.startswith("data.jsonl, line 7: ")
     assert f"say `fields: {mapping}`" in message
     assert all(f"`{name}`" in message for name in fields)
     wanted = dict(pair.split(": ") for pair in mapping.strip("{}").split(", "))
-    formats.recognise([record(fields)], Dataset(path="d", fields=wanted))
+    recognise([record(fields)], Dataset(path="d", fields=wanted))
 
 
 def chat(*answers, **more):
@@ -325,7 +328,7 @@ def test_a_label_that_json_does_not_have_is_refused_in_a_sentence():
         ("tagged", {"tokens": ["a"], "ner_tags": [b"\xff"]}),
     ):
         with pytest.raises(UserError, match=r"found \"b'\\"):
-            formats.convert(record(fields), format, Dataset(path="d"))
+            convert(record(fields), format, Dataset(path="d"))
 
 
 def test_the_mapping_offered_for_preferred_answers_works():
@@ -336,24 +339,24 @@ def test_the_mapping_offered_for_preferred_answers_works():
 
 def test_a_mapping_that_cannot_be_is_named():
     with pytest.raises(UserError, match="no format wants a field `promt`; did you mean `prompt`"):
-        formats.recognise([record({"q": "Hi"})], Dataset(path="d", fields={"promt": "q"}))
+        recognise([record({"q": "Hi"})], Dataset(path="d", fields={"promt": "q"}))
     with pytest.raises(UserError, match="maps prompt to `q`, but the record has `question`"):
-        formats.recognise([record({"question": "Hi"})], Dataset(path="d", fields={"prompt": "q"}))
+        recognise([record({"question": "Hi"})], Dataset(path="d", fields={"prompt": "q"}))
 
 
 def test_fields_that_nothing_is_made_of_are_known():
-    def unread(*fields, **more):
+    def names(*fields, **more):
         rows, dataset = [record(one) for one in fields], Dataset(path="d.jsonl", **more)
-        return formats.unread(rows, formats.recognise(rows, dataset), dataset)
+        return unread(rows, recognise(rows, dataset), dataset)
 
     pair = {"prompt": "Hi", "completion": "Hello"}
-    assert unread({**pair, "thinking": "Hm", "system": ""}) == ["thinking"]
-    assert unread({**pair, "system": ""}, {**pair, "system": "Be brief"}) == []
-    assert unread({"q": "Hi", "a": "x", "id": 3}, fields={"prompt": "q", "completion": "a"}) == ["id"]
-    assert unread({"messages": chat({"content": "x"})["messages"], "images": [], "score": 0}) == ["score"]
+    assert names({**pair, "thinking": "Hm", "system": ""}) == ["thinking"]
+    assert names({**pair, "system": ""}, {**pair, "system": "Be brief"}) == []
+    assert names({"q": "Hi", "a": "x", "id": 3}, fields={"prompt": "q", "completion": "a"}) == ["id"]
+    assert names({"messages": chat({"content": "x"})["messages"], "images": [], "score": 0}) == ["score"]
     turns = [{"role": "user", "content": "Hi", "id": 1}, {"role": "assistant", "content": "x", "thought": "Hm"}]
-    assert unread({"messages": turns, "": 0}) == ["messages.id", "messages.thought"]
-    assert unread({"prompt": "Hi", "completion": "x", "turns": turns}) == ["turns"]
+    assert names({"messages": turns, "": 0}) == ["messages.id", "messages.thought"]
+    assert names({"prompt": "Hi", "completion": "x", "turns": turns}) == ["turns"]
 
 
 VALUES = st.recursive(
@@ -375,8 +378,8 @@ NAMES = st.sampled_from(
 @settings(max_examples=100, deadline=None)
 @given(
     fields=st.dictionaries(NAMES, VALUES, max_size=4),
-    insisted=st.sampled_from([None, *formats.WANTED]),
-    records=st.sampled_from([*formats.FORMATS]),
+    insisted=st.sampled_from([None, *WANTED]),
+    records=st.sampled_from([*FORMATS]),
 )
 def test_any_record_is_converted_or_refused_in_a_sentence(fields, insisted, records):
     said = ""
@@ -406,9 +409,9 @@ def test_data_as_people_publish_it(name):
     dataset = Dataset(path=str(SHARED / name))
     records = list(islice(source.read(dataset), 300))
     kind = {"preference": "pairs", "judged": "judged"}.get(PUBLIC[name], "texts")
-    assert formats.recognise(records, dataset, kind) == PUBLIC[name]
+    assert recognise(records, dataset, kind) == PUBLIC[name]
     for one in records:
-        formats.convert(one, PUBLIC[name], dataset)
+        convert(one, PUBLIC[name], dataset)
 
 
 @pytest.mark.parametrize(
@@ -423,7 +426,7 @@ def test_data_as_people_publish_it(name):
 def test_reasoning_in_a_field_of_its_own_belongs_to_the_answer(fields):
     dataset = Dataset(path="d", fields={"reasoning_content": "Complex_CoT"})
     record = Record({**fields, "Complex_CoT": "one and one"}, Origin("d", 1, "line"))
-    made = formats.convert(record, formats.recognise([record], dataset), dataset)
+    made = convert(record, recognise([record], dataset), dataset)
     assert [(one.role, one.content, one.extra) for one in made.messages] == [
         ("user", "Sum?", {}),
         ("assistant", "two", {"reasoning_content": "one and one"}),
@@ -448,11 +451,11 @@ def test_tools_beside_a_question_and_its_answer_are_told_to_the_model(records, f
     """They were left out of records that are no conversations."""
     given = {**fields, "tools": json.dumps([TOOL])}
     record, dataset = Record(given, Origin("a.jsonl", 1)), Dataset(path="a.jsonl")
-    format = formats.recognise([record], dataset, records)
-    made = formats.convert(record, format, dataset)
+    format = recognise([record], dataset, records)
+    made = convert(record, format, dataset)
     made = made.chosen if records == "pairs" else made.answer if records == "judged" else made
     assert [tool["function"] for tool in made.tools] == [TOOL]
-    assert formats.unread([record], format, dataset) == []
+    assert unread([record], format, dataset) == []
 
 
 @pytest.mark.parametrize(
@@ -465,11 +468,11 @@ def test_tools_beside_a_question_and_its_answer_are_told_to_the_model(records, f
 )
 def test_no_mapping_is_proposed_that_takes_a_system_text_or_tools_for_a_question(fields, mapping):
     with pytest.raises(UserError, match=re.escape(f"`fields: {mapping}`")):
-        formats.recognise([Record(fields, Origin("a.jsonl", 1))], Dataset(path="a.jsonl"))
+        recognise([Record(fields, Origin("a.jsonl", 1))], Dataset(path="a.jsonl"))
 
 
 @pytest.mark.parametrize(("records", "wanted"), [("judged", "label"), ("ranked", "score")])
 def test_the_mapping_in_a_refusal_is_one_of_what_the_objective_learns_from(records, wanted):
     record = Record({"prompt": "Where?", "completion": "Here.", "rating": 5}, Origin("a.jsonl", 1))
     with pytest.raises(UserError, match=re.escape(f"`fields: {{{wanted}: NAME}}`")):
-        formats.recognise([record], Dataset(path="a.jsonl"), records)
+        recognise([record], Dataset(path="a.jsonl"), records)

@@ -8,9 +8,10 @@ import pytest
 
 from tunesmith.config.load import from_mapping
 from tunesmith.config.schema import Dataset
-from tunesmith.data import formats
+from tunesmith.data.convert import convert
 from tunesmith.data.labels import with_labels
 from tunesmith.data.prepare import prepare
+from tunesmith.data.recognise import recognise
 from tunesmith.data.types import Document, Origin, Record
 from tunesmith.errors import UserError
 
@@ -198,4 +199,4 @@ def test_what_has_no_one_text_and_label_is_refused_with_what_to_do(fields, said)
 
 def item(fields, **mapping):
     record, dataset = Record(fields, Origin("a.jsonl", 1)), Dataset(path="a.jsonl", fields=mapping)
-    return formats.convert(record, formats.recognise([record], dataset, "labelled"), dataset)
+    return convert(record, recognise([record], dataset, "labelled"), dataset)

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tunesmith.config.schema import Dataset
-from tunesmith.data import formats
 from tunesmith.data.build import store_of
 from tunesmith.data.chat import Encoder
+from tunesmith.data.convert import convert
 from tunesmith.data.loader import Loader
 from tunesmith.data.preferences import encode, mismatched
+from tunesmith.data.recognise import recognise
 from tunesmith.data.store import shortened
 from tunesmith.data.types import Completion, Example, Judged, Origin, Preference, Record
 from tunesmith.errors import UserError
@@ -59,7 +60,7 @@ SHAPES = {
 def converted(fields, records="pairs"):
     record = Record(fields, ORIGIN)
     dataset = Dataset(path="d")
-    return formats.convert(record, formats.recognise([record], dataset, records), dataset)
+    return convert(record, recognise([record], dataset, records), dataset)
 
 
 def said(answer) -> tuple[str, str]:
@@ -285,7 +286,7 @@ def test_a_prompt_that_is_a_dialogue_in_one_text_is_asked_as_its_turns(tiny_mode
     encoder = Encoder(tokenizer, template=None, train_on="assistant")
     encoder.labels = ("good",) if records == "labelled" else ()
     record, dataset = Record(fields, Origin("a.jsonl", 1)), Dataset(path="a.jsonl")
-    item = formats.convert(record, formats.recognise([record], dataset, records), dataset)
+    item = convert(record, recognise([record], dataset, records), dataset)
     made, _ = encode(item, encoder, record.origin, records)
     text = tokenizer.decode(made[0].ids.tolist())
     before = "<|im_start|>system\nBe brief.<|im_end|>\n" if "system" in fields else ""

@@ -20,7 +20,8 @@ from tiny_model import make_tiny_model
 from tunesmith.cli.main import main
 from tunesmith.config.load import from_mapping
 from tunesmith.config.schema import Dataset
-from tunesmith.data import formats
+from tunesmith.data.convert import convert
+from tunesmith.data.recognise import recognise
 from tunesmith.data.types import Origin, Record, RecordError
 from tunesmith.errors import UserError
 from tunesmith.plan.plan import ForwardSpec
@@ -239,8 +240,8 @@ def test_a_text_that_belongs_to_an_anchor_is_no_negative_of_it():
 def test_shapes_that_people_have_are_recognised(fields, form, made):
     record = Record(fields, Origin("f", 1))
     dataset = Dataset(path="f")
-    assert formats.recognise([record], dataset, "related") == form
-    item = formats.convert(record, form, dataset)
+    assert recognise([record], dataset, "related") == form
+    item = convert(record, form, dataset)
     assert (item.anchor, item.positives, item.negatives) == made
 
 
@@ -257,7 +258,7 @@ def test_shapes_that_people_have_are_recognised(fields, form, made):
 def test_records_that_cannot_be_embedded(fields, said):
     record, dataset = Record(fields, Origin("f", 1)), Dataset(path="f")
     with pytest.raises(RecordError, match=said):
-        formats.convert(record, formats.recognise([record], dataset, "related"), dataset)
+        convert(record, recognise([record], dataset, "related"), dataset)
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,8 @@ def test_batches_of_tokens_are_refused(tiny_model):
 
 def test_prompts_are_read_as_people_write_them(tmp_path):
     from tunesmith.config.schema import Dataset
-    from tunesmith.data.formats import convert, recognise
+    from tunesmith.data.convert import convert
+    from tunesmith.data.recognise import recognise
     from tunesmith.data.types import Origin, Record
 
     user = {"role": "user", "content": "2+2?"}

@@ -19,8 +19,9 @@ from tunesmith.cli.check import examine
 from tunesmith.cli.main import main
 from tunesmith.config.load import from_mapping
 from tunesmith.config.schema import Dataset
-from tunesmith.data import formats
+from tunesmith.data.convert import convert
 from tunesmith.data.loader import Loader
+from tunesmith.data.recognise import recognise
 from tunesmith.data.types import Origin, Record, RecordError
 from tunesmith.errors import UserError
 from tunesmith.plan.plan import ForwardSpec
@@ -206,8 +207,8 @@ def test_two_ranks_give_the_losses_of_one(world, tiny_model, tmp_path, method, w
 )
 def test_shapes_that_people_have_are_recognised(fields):
     record, dataset = Record(fields, Origin("f", 1)), Dataset(path="f")
-    assert formats.recognise([record], dataset, "tagged") == "tagged"
-    item = formats.convert(record, "tagged", dataset)
+    assert recognise([record], dataset, "tagged") == "tagged"
+    item = convert(record, "tagged", dataset)
     assert item.words == ("a", "b")
     assert item.tags in ((0, 1), ("O", "B-PER"))
 
@@ -224,7 +225,7 @@ def test_shapes_that_people_have_are_recognised(fields):
 def test_records_that_cannot_be_labelled(fields, said):
     record, dataset = Record(fields, Origin("f", 1)), Dataset(path="f")
     with pytest.raises(RecordError, match=said):
-        formats.convert(record, "tagged", dataset)
+        convert(record, "tagged", dataset)
 
 
 @pytest.mark.parametrize(

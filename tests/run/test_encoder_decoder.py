@@ -17,9 +17,10 @@ from tiny import TRAIN, Die, Runs, assert_resumes, write_all
 from tunesmith.cli.main import main
 from tunesmith.config.load import from_mapping
 from tunesmith.config.schema import Dataset
-from tunesmith.data import formats
+from tunesmith.data.convert import convert
 from tunesmith.data.loader import Loader
 from tunesmith.data.paired import PairEncoder
+from tunesmith.data.recognise import recognise
 from tunesmith.data.types import Completion, Conversation, Document, Message, Origin, Record, RecordError
 from tunesmith.errors import UserError
 from tunesmith.model import load
@@ -306,5 +307,5 @@ def test_shapes_that_people_have_become_pairs(models, fields, mapping):
     tokenizer = load.load_tokenizer(from_mapping({"model": str(models["t5"]), "data": "x"}))
     encoder = PairEncoder(tokenizer, start=0, template=None, train_on="assistant")
     record, dataset = Record(fields, HERE), Dataset(path="f", fields=mapping)
-    item = formats.convert(record, formats.recognise([record], dataset), dataset)
+    item = convert(record, recognise([record], dataset), dataset)
     assert encoder.encode(item, HERE).ids.tolist() == encoder.encode(Completion("ask", "say"), HERE).ids.tolist()

@@ -20,7 +20,7 @@ from loads_elsewhere import answer, check_result
 from tiny import SETTINGS, write_all, write_data
 from tiny_model import CHATML, make_tiny_model
 from tunesmith.config.load import from_mapping
-from tunesmith.data.chat import read_template
+from tunesmith.data.chat_template import read_template
 from tunesmith.errors import UserError
 from tunesmith.infer.generate import answers
 from tunesmith.run.assemble import assemble

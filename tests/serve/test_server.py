@@ -26,10 +26,11 @@ from tunesmith.data.types import Message
 from tunesmith.errors import UserError
 from tunesmith.infer.sampling import Token
 from tunesmith.run.open import open_model
-from tunesmith.serve import app
+from tunesmith.serve import endpoints, reply
 from tunesmith.serve.answer import Answer, tool_calls
 from tunesmith.serve.models import Served
 from tunesmith.serve.server import Options, listen, prepare
+from tunesmith.serve.shapes import Shape
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 QUESTION = [{"role": "user", "content": "What is red?"}]
@@ -256,7 +257,7 @@ def test_keys_are_asked_for_and_nothing_that_was_written_is_logged(trained, capl
 
 
 def test_what_is_refused_is_logged_without_what_was_written(server, monkeypatch, caplog):
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(endpoints, "BODY_SECONDS", 0.2)
     caplog.set_level(logging.DEBUG)
 
     def ask(text, **headers):
@@ -307,10 +308,10 @@ def test_a_client_that_leaves_frees_its_cache(server):
 
 
 def test_a_client_that_does_not_read_is_left(trained, monkeypatch):
-    monkeypatch.setattr(app, "READ_SECONDS", 0.2)
+    monkeypatch.setattr(reply, "READ_SECONDS", 0.2)
     sent = []
 
-    class Unread(app.Reply):
+    class Unread(reply.Reply):
         async def __call__(self, scope, receive, send):
             async def stuck(message):
                 sent.append(message)
@@ -318,7 +319,7 @@ def test_a_client_that_does_not_read_is_left(trained, monkeypatch):
 
             await super().__call__(scope, receive, stuck)
 
-    monkeypatch.setattr(app, "Reply", Unread)
+    monkeypatch.setattr(endpoints, "Reply", Unread)
     with serving(trained[0]) as server:
         with pytest.raises(httpx2.RemoteProtocolError):
             server.stream(COMPLETIONS, model="run", prompt="a", max_tokens=400, temperature=3)
@@ -418,8 +419,8 @@ def test_a_token_of_log_probabilities_has_the_space_that_it_begins_with():
     )
     ids = tokenizer.encode("who are", add_special_tokens=False)
     assert tokenizer.decode(ids) == "who are"
-    shape = app.Shape(Served("run", Encoder(tokenizer, template=None, train_on="all"), False, frozenset()))
-    assert "".join(map(shape._said, ids)) == " who are"
+    shape = Shape(Served("run", Encoder(tokenizer, template=None, train_on="all"), False, frozenset()))
+    assert "".join(map(shape._token_text, ids)) == " who are"
 
 
 def test_sigterm_finishes_what_is_under_way_and_nothing_new_begins(runs, trained, tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tiny import Die, write_all
-from tunesmith.config.schema import stop_rule
+from tunesmith.config.values import stop_rule
 from tunesmith.run.stop import StopRule
 
 STILL = {"learning_rate": 1e-9, "eval_every": 1, "save_every": 1, "stop_when": "no gain in 2 evaluations"}

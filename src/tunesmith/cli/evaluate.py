@@ -114,7 +114,7 @@ def _held_out(
     environment = read_rank_environment()
     progress = output.progress if environment.rank == 0 else None
     output.stage("Loading the model")
-    from tunesmith.data.formats import given_by_option
+    from tunesmith.data.recognise import given_by_option
     from tunesmith.objectives import objective_of
     from tunesmith.parallel.ranks import connected
     from tunesmith.run.evaluate import evaluate_run

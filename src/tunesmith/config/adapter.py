@@ -121,7 +121,8 @@ def _names(folder: Path) -> list[str]:
 
 
 def _shortest(names: list[str], modules: object) -> list[str]:
-    """As peft names them where that is a list of words, each the end of a name; else one by one."""
+    """Names of the adapted modules as peft shortens them, where that is a list of words, each the end of a name; else
+    all of them."""
     if isinstance(modules, list) and all(isinstance(word, str) for word in modules):
         words = sorted(modules)
         layers = {re.sub(r"\.\d+\.", ".#.", name) for name in names}

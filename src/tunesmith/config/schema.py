@@ -1,28 +1,36 @@
 """What the user wants: `Run` and its parts, small, typed, frozen and closed.
 
-A setting exists only where the plan cannot decide for the user. Every field carries the sentence that the
-settings reference, the JSON Schema and `tunesmith init` show, so this file is the one place to read.
-Cross-field rules that need the machine, the model or the data live where those are known, not here.
-"""
+A setting exists only where the plan cannot decide for the user. Every field carries the sentence that the settings
+reference, the JSON Schema and `tunesmith init` show, so this file is the one place to read; the kinds of values they
+have are in `values`. Cross-field rules that need the machine, the model or the data live where those are known, not
+here."""
 
 from __future__ import annotations
 
 import math
-import os
 import re
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
-    Tag,
-    WithJsonSchema,
     model_validator,
+)
+
+from tunesmith.config.values import (
+    Count,
+    Folder,
+    Number,
+    ProfileSteps,
+    StopRule,
+    Sweep,
+    Targets,
+    Text,
+    WholeNumber,
+    stop_rule,
 )
 
 
@@ -34,83 +42,6 @@ class Settings(BaseModel):
     )
 
 
-def _whole_number(value: object) -> object:
-    """YAML reads `1e5` as text and JSON writers emit `65536.0`; both mean a whole number."""
-    if isinstance(value, str):
-        value = _number(value)
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _number(value: object) -> object:
-    """YAML 1.1 reads `2e-4` as text, since it wants a dot: take it as the number it plainly is."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-def _not_bool(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("it needs a number, not yes or no")
-    return value
-
-
-def _not_absurd(count: int) -> int:
-    """A slip of the keyboard, and too much for the arithmetic further on."""
-    if count > 10**15:
-        raise ValueError("it is larger than anything there is to count")
-    return count
-
-
-Number = Annotated[float, BeforeValidator(_number), BeforeValidator(_not_bool)]
-WholeNumber = Annotated[int, BeforeValidator(_whole_number), BeforeValidator(_not_bool)]
-Count = Annotated[WholeNumber, Field(ge=1), AfterValidator(_not_absurd)]
-
-
-def _not_blank(text: str) -> str:
-    if not text.strip():
-        raise ValueError("it is blank")
-    if "\0" in text or any("\ud800" <= char <= "\udfff" for char in text):
-        raise ValueError("it holds a character that no file name or text can have")
-    return text
-
-
-Text = Annotated[str, AfterValidator(_not_blank)]
-Folder = Annotated[Text, AfterValidator(os.path.expanduser)]
-"""Here, for it is made: what is only read is looked for where it is read."""
-
-
-class Stop(NamedTuple):
-    """What `stop_when` says."""
-
-    kind: Literal["no gain", "below", "above"]
-    number: float
-    """Of evaluations without a gain; or the loss, or a task's score, that is enough."""
-    task: str | None = None
-    """By which the run is judged, instead of its held-out loss."""
-
-
-def stop_rule(text: str) -> Stop:
-    if found := re.fullmatch(r"no gain in ([1-9]\d{0,5}) evaluations?(?: of (\S.*))?", text.strip()):
-        return Stop("no gain", int(found[1]), found[2])
-    if found := re.fullmatch(r"loss below (\d{1,6}(?:\.\d{1,12})?)", text.strip()):
-        return Stop("below", float(found[1]))
-    if found := re.fullmatch(r"(\S.*?) above (0?\.\d{1,12}|0)", text.strip()):
-        return Stop("above", float(found[2]), found[1])
-    raise ValueError(
-        "it must be `no gain in N evaluations`, `no gain in N evaluations of TASK`, `loss below X` or `TASK above X` "
-        "(a share, such as 0.6)"
-    )
-
-
-def _is_stop_rule(text: str) -> str:
-    stop_rule(text)
-    return text
-
-
-StopRule = Annotated[Text, AfterValidator(_is_stop_rule)]
 FormatName = Literal[
     "messages",
     "sharegpt",
@@ -130,7 +61,7 @@ FormatName = Literal[
     "tagged",
 ]
 TaskFormat = Literal["choices", "letters", "answers", "instructions", "samples"]
-"""Of `eval` alone: records that are asked as tasks, as `tunesmith eval --tasks` asks them."""
+"""Formats of `eval` alone: records that are asked as tasks, as `tunesmith eval --tasks` asks them."""
 TASK_FORMATS: tuple[TaskFormat, ...] = get_args(TaskFormat)
 ObjectiveName = Literal[
     "sft",
@@ -190,27 +121,6 @@ class Dataset(Settings):
         return PurePath(name).stem or name
 
 
-def _patterns(value: object) -> object:
-    """`targets: q_proj` and `targets: q_proj, v_proj` are what people write for a list."""
-    if not isinstance(value, str) or value == "all-linear" or not value.strip():
-        return value
-    if value.strip().lower().startswith(("all", "linear")):
-        raise ValueError("did you mean `all-linear`?")
-    return [part.strip() for part in value.split(",")]
-
-
-def _kind_of_targets(value: object) -> str:
-    """Chooses the branch that the user meant, so that a mistake gives one message and not two."""
-    return "patterns" if isinstance(value, list | tuple) else "name"
-
-
-Targets = Annotated[
-    Annotated[Literal["all-linear"], Tag("name")] | Annotated[list[Text], Field(min_length=1), Tag("patterns")],
-    Discriminator(_kind_of_targets),
-    BeforeValidator(_patterns, json_schema_input_type=list[str] | Literal["all-linear"] | str),
-]
-
-
 class Lora(Settings):
     """Low-rank adapters (`method: lora` and `qlora`)."""
 
@@ -237,12 +147,12 @@ class Lora(Settings):
 
     @property
     def takes_out(self) -> bool:
-        """The first factors' product is taken out of the base's weights, so that the model begins as it was."""
+        """Whether the first factors' product is taken out of the base's weights, so that the model begins as it was."""
         return self.init in ("pissa", "olora", "lora-ga")
 
     @property
     def has_ends(self) -> bool:
-        """Adapters may be on the embedding or the output head, as models usually call them."""
+        """Whether adapters may be on the embedding or the output head, as models usually call them."""
         words = ("embed", "head", "wte", "output")
         return self.targets != "all-linear" and any(word in name for name in self.targets for word in words)
 
@@ -384,10 +294,11 @@ def _as_rewards(value: object) -> object:
         value = [value]
     if not isinstance(value, list):
         return value
-    return [
-        ({"kind": "function", "function": one} if ":" in one else {"kind": one}) if isinstance(one, str) else one
-        for one in value
-    ]
+    return [_reward_named(reward) if isinstance(reward, str) else reward for reward in value]
+
+
+def _reward_named(text: str) -> dict[str, str]:
+    return {"kind": "function", "function": text} if ":" in text else {"kind": text}
 
 
 Rewards = Annotated[
@@ -405,6 +316,7 @@ def _as_list(value: object) -> object:
 
 
 def named_source(text: str) -> dict[str, str]:
+    """The settings of a data set that is given as one text: `hub:NAME`, or a path."""
     return {"hub": text.removeprefix("hub:").strip()} if text.startswith("hub:") else {"path": text}
 
 
@@ -412,52 +324,6 @@ Datasets = Annotated[
     list[Dataset],
     BeforeValidator(_as_list, json_schema_input_type=list[Dataset | str] | Dataset | str),
 ]
-
-
-def _step_range(text: str) -> str:
-    first, colon, last = text.replace(" ", "").partition(":")
-    if not (first.isascii() and first.isdigit() and (not colon or (last.isascii() and last.isdigit()))):
-        raise ValueError("it needs two steps such as `10:12`")
-    if not 1 <= int(first) <= int(last or first):
-        raise ValueError("steps count from 1, and the first of the two comes first")
-    return f"{int(first)}:{int(last or first)}"
-
-
-ProfileSteps = Annotated[
-    str, BeforeValidator(lambda value: str(value) if type(value) is int else value), AfterValidator(_step_range)
-]
-
-
-def _as_sweep(value: object) -> object:
-    """By dotted settings: `{lora: {rank: [8, 16]}}` is what overrides on the command line make of `sweep.lora.rank`."""
-    wanted = "it must be a mapping of settings to lists of values, or a list of variants, each a mapping of settings"
-    if value is None:
-        return {}
-    if isinstance(value, list) and all(isinstance(one, dict) and one for one in value):
-        return [_dotted(one) for one in value]
-    if not isinstance(value, dict):
-        raise ValueError(wanted)
-    flat = _dotted(value)
-    for name, values in flat.items():
-        if not isinstance(values, list) or not values:
-            shown = name if name.isprintable() else repr(name)[1:-1]
-            raise ValueError(f"needs a list of values for `{shown}`, such as `{shown}: [A, B]`")
-    return flat
-
-
-def _dotted(values: dict[Any, Any]) -> dict[str, Any]:
-    parts = ("lora", "preference", "distillation", "peft")
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if name in parts and isinstance(value, dict):
-            flat |= {f"{name}.{inner}": one for inner, one in value.items()}
-        else:
-            flat[str(name)] = value
-    return flat
-
-
-_SWEEP_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "object"}}]}
-Sweep = Annotated[Any, AfterValidator(_as_sweep), WithJsonSchema(_SWEEP_SCHEMA)]
 
 
 class Run(Settings):
@@ -577,18 +443,19 @@ class Run(Settings):
 
     @model_validator(mode="after")
     def _tasks_are_evaluated(self) -> Run:
-        if trained := next((one for one in self.data if one.format in TASK_FORMATS), None):
-            raise ValueError(f"data: `format: {trained.format}` is a task's, which is evaluated; put it under `eval`")
+        if task_data := next((dataset for dataset in self.data if dataset.format in TASK_FORMATS), None):
+            raise ValueError(f"data: `format: {task_data.format}` is a task's, which is evaluated; put it under `eval`")
         if self.eval_tasks and self.objective in ("reward", "classify", "embed"):
             raise ValueError(f"eval: tasks need a model that predicts tokens, and objective is {self.objective}")
         task = stop_rule(self.stop_when).task if self.stop_when else None
-        known = [one.title for one in self.eval_tasks]
-        if task is not None and any(one.title == task and one.format == "samples" for one in self.eval_tasks):
+        known = [dataset.title for dataset in self.eval_tasks]
+        samples = [dataset.title for dataset in self.eval_tasks if dataset.format == "samples"]
+        if task is not None and task in samples:
             raise ValueError(f"stop_when: {task} has prompts, whose answers are shown and not scored")
         if task is not None and task not in known:
             named = f"it has {', '.join(known)}" if known else "none of its data sets has the `format` of a task"
             raise ValueError(f"stop_when: {task} is no task of `eval`: {named}")
-        if twice := next((one for one in known if known.count(one) > 1), None):
+        if twice := next((title for title in known if known.count(title) > 1), None):
             raise ValueError(f"eval: two tasks are called {twice}; give each a `name`")
         return self
 
@@ -647,12 +514,12 @@ class Run(Settings):
     @property
     def eval_texts(self) -> list[Dataset]:
         """The held-out data sets whose loss is measured."""
-        return [one for one in self.eval if one.format not in TASK_FORMATS]
+        return [dataset for dataset in self.eval if dataset.format not in TASK_FORMATS]
 
     @property
     def eval_tasks(self) -> list[Dataset]:
-        """Those that are asked as tasks."""
-        return [one for one in self.eval if one.format in TASK_FORMATS]
+        """The held-out data sets that are asked as tasks."""
+        return [dataset for dataset in self.eval if dataset.format in TASK_FORMATS]
 
     @property
     def has_adapters(self) -> bool:
@@ -660,18 +527,18 @@ class Run(Settings):
 
     @property
     def has_lora(self) -> bool:
-        """Low-rank adapters of our own."""
+        """Whether the trained adapters are low-rank ones of our own."""
         return self.method in ("lora", "qlora", "relora", "loqt")
 
     @property
     def unused_lora(self) -> list[str]:
         """Settings of `lora` that say something, where the method has no use for them."""
         fields = {} if self.has_lora else Lora.model_fields
-        return [f"lora.{name}" for name, one in fields.items() if getattr(self.lora, name) != one.default]
+        return [f"lora.{name}" for name, field in fields.items() if getattr(self.lora, name) != field.default]
 
     @property
     def is_merged(self) -> bool:
-        """Adapters are merged into the base while it trains, and the result is a model."""
+        """Whether adapters are merged into the base while it trains, so that the result is a model."""
         return self.method in ("relora", "loqt")
 
     @property
@@ -708,7 +575,7 @@ _PREFERENCE_SETTINGS: dict[str, tuple[str, ...]] = {
 
 
 def _unsuited(run: Run) -> str | None:
-    """What of the settings does not go with the objective, in a sentence."""
+    """Which setting does not go with the objective, in a sentence; None where all do."""
     objective, preference = run.objective, run.preference
     used = _PREFERENCE_SETTINGS[objective]
     changed = {name for name, field in Preference.model_fields.items() if getattr(preference, name) != field.default}
@@ -740,7 +607,7 @@ def _unsuited(run: Run) -> str | None:
 
 
 def _unsuited_merge(run: Run) -> str | None:
-    """What does not go with adapters that are merged while they are trained."""
+    """Which setting does not go with adapters that are merged while they are trained, in a sentence."""
     lora, method = run.lora, f"`method: {run.method}`"
     if run.adapter is not None or run.new_tokens:
         return f"{'adapter' if run.adapter else 'new_tokens'}: {method} merges adapters of its own into the base"
@@ -754,9 +621,10 @@ def _unsuited_merge(run: Run) -> str | None:
 
 
 def _unsuited_teacher(run: Run) -> str | None:
+    """Which setting does not go with a teacher, or is for one alone, in a sentence."""
     if run.objective != "distill":
-        is_given = run.distillation != Distillation()
-        return f"distillation is for `objective: distill`, and objective is {run.objective}" if is_given else None
+        is_set = run.distillation != Distillation()
+        return f"distillation is for `objective: distill`, and objective is {run.objective}" if is_set else None
     if run.distillation.teacher is None:
         return "distillation: `objective: distill` needs a `teacher`, such as `distillation: {teacher: FOLDER}`"
     if run.distillation.on_policy and run.distillation.top_k is not None:
@@ -778,6 +646,7 @@ LAYERS_ALONE = (
 
 
 def _unsuited_head(run: Run) -> str | None:
+    """Which setting does not go with a head for labels or rewards, or is for one alone, in a sentence."""
     classifies = run.objective in ("classify", "classify_tokens")
     if not classifies and run.labels:
         return f"labels are for `objective: classify` and `classify_tokens`, and objective is {run.objective}"
@@ -798,9 +667,10 @@ def _unsuited_head(run: Run) -> str | None:
 
 
 def _unsuited_embedding(run: Run) -> str | None:
+    """Which setting does not go with embeddings, or is for them alone, in a sentence."""
     if run.objective != "embed":
-        is_given = run.embedding != Embedding()
-        return f"embedding is for `objective: embed`, and objective is {run.objective}" if is_given else None
+        is_set = run.embedding != Embedding()
+        return f"embedding is for `objective: embed`, and objective is {run.objective}" if is_set else None
     if run.method not in ("full", "lora", "qlora") or run.adapter is not None:
         return "`objective: embed`: method may be full, lora or qlora, without `adapter`"
     if run.has_lora and (run.lora.has_ends or run.lora.init != "default"):
@@ -817,6 +687,7 @@ def _unsuited_embedding(run: Run) -> str | None:
 
 
 def _unsuited_rollout(run: Run) -> str | None:
+    """Which setting does not go with the model's own answers, or is for them alone, in a sentence."""
     objective, rollout = run.objective, run.rollout
     if objective == "distill" and run.distillation.on_policy and not run.rewards:
         used = {"max_answer_tokens", "temperature"}
@@ -831,8 +702,8 @@ def _unsuited_rollout(run: Run) -> str | None:
         return f"rewards: `objective: {objective}` needs at least one, such as `rewards: [exact]`"
     if rollout.engine == "vllm" and (why := _unsuited_to_vllm(run)):
         return f"rollout.engine: vllm {why}; use engine: own"
-    titles = [one.title for one in run.rewards]
-    if twice := next((one for one in titles if titles.count(one) > 1), None):
+    titles = [reward.title for reward in run.rewards]
+    if twice := next((title for title in titles if titles.count(title) > 1), None):
         return f"rewards: two of them are called {twice}; give each a `name`"
     if rollout.max_answer_tokens > run.sequence_length - 8:
         return f"rollout.max_answer_tokens leaves no room for a prompt in sequence_length {run.sequence_length}"

@@ -49,14 +49,14 @@ FIXED = {
 @dataclass(frozen=True)
 class Variant:
     name: str
-    """Of its folder, below the sweep's."""
+    """The name of its folder, below the sweep's."""
     changes: dict[str, Any]
-    """By dotted settings."""
+    """What it changes, by dotted settings."""
     run: Run
 
 
 def variants(run: Run) -> list[Variant]:
-    """Those of the run's sweep, in the order of their values; UserError where one cannot be had."""
+    """The variants of the run's sweep, in the order of their values; UserError where one cannot be had."""
     if run.method == "full" or run.is_merged:
         raise UserError(
             f"sweep: its variants are adapters over one frozen base, and method: {run.method} trains the base itself; "

@@ -22,7 +22,7 @@ ALLOWANCE, ALLOWANCE_PER_CHARACTER = 20_000_000, 64
 """Steps and characters that a template may take to write a conversation. The ten of `tests/templates.py` take 2 to 5 a
 character."""
 SECONDS = 20
-"""Of CPU time, for single steps that are slow."""
+"""Seconds of CPU time that a template may take, for single steps that are slow."""
 LARGEST_NUMBER, LARGEST_BITS = 1_000_000, 10_000
 
 
@@ -63,7 +63,8 @@ def spend(amount: float) -> None:
 
 
 def tick(amount: int) -> str:
-    """In the body of every loop and macro; the time is looked at each time, which counting alone does not bound."""
+    """Spends from the allowance in the body of every loop and macro, and looks at the time, which counting alone does
+    not bound."""
     spend(amount)
     if time.thread_time() > getattr(_under_way, "until", math.inf):
         raise TemplateRunaway

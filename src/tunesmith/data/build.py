@@ -30,7 +30,7 @@ PARALLEL_FROM = 2000
 CHUNK = 256
 """Records that travel to a worker at a time."""
 CHUNK_BYTES, PARALLEL_FROM_BYTES = 1 << 22, 1 << 24
-"""The same for records that are long: so many bytes of them in their files, but one at least."""
+"""`CHUNK` and `PARALLEL_FROM` for records that are long: so many bytes of them in their files, but one at least."""
 
 Progress = Callable[[str, int, int | None], None]
 """Told what is being done, how far it is, and out of how much (None: not known)."""

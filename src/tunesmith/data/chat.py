@@ -21,6 +21,7 @@ import numpy as np
 
 from tunesmith.data import template as templates
 from tunesmith.data import traits
+from tunesmith.data.chat_template import ChatTemplate
 from tunesmith.data.marked import TextTokenizer, any_of, clean, marked
 from tunesmith.data.messages import (
     REFUSED,
@@ -33,9 +34,9 @@ from tunesmith.data.messages import (
     with_thoughts_apart,
     write_tools,
 )
+from tunesmith.data.places import NO_THOUGHTS, Place, Places, closes_thoughts, common_prefix, fits, holds
 from tunesmith.data.template import TemplateRefusal
 from tunesmith.data.types import Completion, Conversation, Document, Example, Message, Origin, RecordError, Tokens
-from tunesmith.disk import expanded
 from tunesmith.errors import UserError
 
 VERSION = "encoder 4"  # part of every fingerprint: raise it when the same input gives other tokens or targets
@@ -44,41 +45,6 @@ WINDOW = 1 << 17
 """Characters of a text that are tokenized at a time: memory for tokens' names and places is 300 times the text."""
 LONGEST_CHAT = 1 << 22
 """Characters of a conversation, a million tokens or more, which no sequence holds."""
-
-
-def read_template(path: str) -> str | dict[str, str]:
-    """The chat template in a file (`chat_template:` of the run), for `Encoder(template=...)`: Jinja, or JSON as in
-    tokenizer_config.json, whatever the file is called. No template is valid JSON, so the two cannot be mixed up."""
-    try:
-        text = expanded(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise UserError(f"chat_template: {path} cannot be read ({reason}).") from error
-    try:
-        found = _in_json(json.loads(text))
-    except (ValueError, RecursionError) as error:
-        found = text
-        if path.endswith(".json"):
-            raise UserError(f"chat_template: {path} is not valid JSON: {error}.") from error
-    if found is None:
-        raise UserError(f"chat_template: {path} is JSON without a text `chat_template`.")
-    if not all(one.strip() for one in ([found] if isinstance(found, str) else found.values())):
-        raise UserError(f"chat_template: {path} holds no template.")
-    return found
-
-
-def _in_json(content: Any) -> str | dict[str, str] | None:
-    """The template itself, an object with `chat_template`, or a list of `name` and `template`."""
-    if isinstance(content, dict):
-        content = content.get("chat_template")
-    if isinstance(content, str):
-        return content
-    try:
-        named = {one["name"]: one["template"] for one in content}
-    except (TypeError, KeyError):
-        return None
-    is_whole = named and all(isinstance(text, str) for pair in named.items() for text in pair)
-    return named if is_whole else None
 
 
 def _check_tokenizer(tokenizer: Any, special_tokens: Sequence[str]) -> None:
@@ -91,18 +57,6 @@ def _check_tokenizer(tokenizer: Any, special_tokens: Sequence[str]) -> None:
     for name in special_tokens:
         if name not in known:
             raise UserError(f"special_tokens: the tokenizer has no token {name}.")
-
-
-def _by_use(templates: str | dict[str, str] | None, owner: str) -> dict[str, str]:
-    """One for everything is called `default`."""
-    found = templates if isinstance(templates, dict) else {"default": templates} if templates else {}
-    if found and "default" not in found:
-        named = ", ".join(f"`{name}`" for name in sorted(found))
-        raise UserError(
-            f"the {owner} has chat templates for special uses alone ({named}), none of them `default`; "
-            "give the one that is meant as a file by `chat_template:`."
-        )
-    return found
 
 
 class Encoder:
@@ -129,11 +83,22 @@ class Encoder:
         self._text = TextTokenizer(tokenizer)
         own = tokenizer.chat_template if template is None else template
         self.template: str | dict[str, str] | None = own
-        self._templates = _by_use(own, "tokenizer" if template is None else "file")
-        self.has_template = bool(self._templates)
+        owner = "tokenizer" if template is None else "file"
+        self._template = ChatTemplate(own, owner, dict(tokenizer.special_tokens_map))
+        self._places = Places(self._template)
+        self.render = self._template.render
+        self.as_wanted = self._template.as_wanted
+        self.has_template = bool(self._template.by_use)
         """Without one, only texts, prompt/completion texts and tokens can be encoded."""
-        self.writes_date = any("strftime_now" in text for text in self._templates.values())
-        self._variables = dict(tokenizer.special_tokens_map)
+        self.writes_date = self._template.writes_date
+        self.wants_parts = self._template.wants_parts
+        """The template takes lists of parts, not texts."""
+        self.mode = self._places.mode
+        """Variables with which the template is asked for answers without reasoning."""
+        self.opens_thoughts = self._places.opens_thoughts
+        """Prompts open an answer for thoughts, and finished turns hold none: without any they are closed at once."""
+        self.leaves_out_thoughts = self._places.leaves_out_thoughts
+        """Finished turns leave out thoughts that the model is asked for; they are put back."""
         self.fingerprint: str = self._make_fingerprint()
 
         self._special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
@@ -147,29 +112,22 @@ class Encoder:
         self.turn_end_id: int | None = None
         """The token with which the template ends an assistant's turn."""
         self._next_turns: dict[str, tuple[str, int]] = {}
-        """Where it ends them with nothing: what begins the next one, which then is what answers end with."""
-        self.wants_parts = False
-        """The template takes lists of parts, not texts."""
+        """What the template begins the next turn with, by its role, where it ends an assistant's turn with nothing:
+        answers then end with it."""
         self.folds_system = False
         """The template has no place for a system message, so it goes in front of the first user message."""
         self._alternate = frozenset[str]()
         """Roles of which the template takes no two messages one after the other."""
-        self.mode: dict[str, Any] = {}
-        """Variables with which the template is asked for answers without reasoning."""
         self._tool_parts = frozenset[str]()
         """What the template writes of tools: descriptions, calls, arguments, results."""
         self._call_ids = "none"
         """Which ids of tool calls the template wants."""
         self._takes_reasoning = False
         """Thoughts go to the template apart from the answer."""
-        self.opens_thoughts = False
-        """Prompts open an answer for thoughts, and finished turns hold none: without any they are closed at once."""
-        self.leaves_out_thoughts = False
-        """Finished turns leave out thoughts that the model is asked for; they are put back."""
         self.controls: re.Pattern[str] | None = None
         """Special tokens, as the data may write them out: they become plain text."""
         self._spoken_controls: re.Pattern[str] | None = None
-        """The same for what the assistant says, without tokens that the template looks for in it (`</think>`)."""
+        """`controls` in what the assistant says: without tokens that the template looks for in it (`</think>`)."""
         if self.has_template:
             self._ask_template()
         self._find_controls()
@@ -239,26 +197,7 @@ class Encoder:
 
     def mode_of(self, reasons: bool) -> dict[str, Any]:
         """Variables with which the template is asked for answers with reasoning, or without."""
-        return self._find_mode(True) if reasons else self.mode
-
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: Sequence[dict[str, Any]] = (),
-        generation: bool = False,
-        mode: dict[str, Any] | None = None,
-    ) -> str:
-        """The template's text for these messages. Raises TemplateRefusal."""
-        return self._render(messages, tools, generation, mode)[0]
-
-    def as_wanted(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """With contents in the form that the template writes."""
-        if not self.wants_parts:
-            return messages
-        return [
-            {**one, "content": traits.as_parts(one["content"])} if isinstance(one.get("content"), str) else one
-            for one in messages
-        ]
+        return self._places.mode_of(True) if reasons else self.mode
 
     # Items
 
@@ -289,7 +228,7 @@ class Encoder:
         return [self._example(ids, weights, origin)]
 
     def _document(self, item: Document, origin: Origin) -> Example:
-        """In arrays from the start: a text may have fifty megabytes."""
+        """The example of a text, made in arrays from the start: a text may have fifty megabytes."""
         text, eos = marked(item.text, self.controls), self.tokenizer.eos_token_id
         parts = [np.asarray([self.bos_id] if self.bos_id is not None else [], dtype=np.int32)]
         place = 0
@@ -376,7 +315,9 @@ class Encoder:
         return 1.0 if is_last or self.train_on != "last" else 0.0
 
     def _turn(self, chat: _Chat, i: int, full: str, weight: float) -> _Turn | None:
-        place = self._marked_place(chat.dicts, i, chat.tools, full) or self._place(chat.dicts, i, chat.tools, full)
+        place = self._places.find_marked(chat.dicts, i, chat.tools, full) or self._places.find(
+            chat.dicts, i, chat.tools, full
+        )
         if place is None:
             if self.train_on == "all" and chat.messages[i].weight is None:
                 return None  # all of the full text is trained; there is no turn to set apart
@@ -410,104 +351,17 @@ class Encoder:
         return last in self.end_ids or (role == "tool" and "tool" not in self._next_turns and last in self._special)
 
     def _next_turn(self, role: str, rest: str) -> tuple[str, list[int]]:
-        """With what an answer ends, of the text that follows it, and its tokens: what begins a turn of this role where
+        """What an answer ends with, of the text that follows it, and its tokens: what begins a turn of this role where
         nothing follows; nothing, where another answer does."""
         if not rest:
             return "", [self._next_turns.get(role, self._next_turns["user"])[1]]
         return next(((text, [i]) for text, i in self._next_turns.values() if rest.startswith(text)), ("", []))
 
-    def _place(
-        self, dicts: list[dict[str, Any]], i: int, tools: Sequence[dict[str, Any]], full: str | None = None
-    ) -> _Place | None:
-        """What the template asks for turn i with, and what follows it in the finished turn."""
-        reasons = bool(dicts[i].get("reasoning_content")) or "</think>" in dicts[i]["content"]
-        found: _Place | None = None
-        for mode in traits.modes_for(reasons):
-            prompt = self.render(dicts[:i], tools, generation=True, mode=mode)
-            if full is not None and i == len(dicts) - 1 and not mode:
-                upto = full
-            else:
-                upto = self.render(dicts[: i + 1], tools, mode=mode)
-            if place := self._place_after(prompt, upto, mode, dicts[i], reasons):
-                if _fits(place, dicts[i]):
-                    return place
-                found = found or place
-        return found or self._place_after_dropped(dicts, i, tools) or self._place_in_open_turn(dicts, i, tools)
-
-    def _place_after(
-        self, prompt: str, upto: str, mode: dict[str, Any], answer: dict[str, Any], reasons: bool
-    ) -> _Place | None:
-        thoughts = answer.get("reasoning_content", "").strip("\n")
-        if (
-            self.leaves_out_thoughts
-            and thoughts
-            and not (upto.startswith(prompt) and _holds(upto[len(prompt) :], thoughts))
-        ):
-            thought = traits.with_thoughts(prompt, upto, thoughts)
-            if thought is not None:
-                return _Place(prompt, thought, mode)
-        if upto.startswith(prompt):
-            return _Place(prompt, upto[len(prompt) :], mode)
-        shared = len(_common_prefix(prompt, upto))
-        # The template thinks for the model, of nothing, and finished turns leave that out.
-        is_skipped = not reasons and _NO_THOUGHTS.fullmatch(prompt[shared:])
-        if is_skipped and not upto[shared:].lstrip().startswith("</"):
-            return _Place(prompt, upto[shared:], mode)
-        if self.opens_thoughts and traits.OPENED.fullmatch(prompt[shared:]):
-            closed = traits.with_thoughts(prompt, upto, "")
-            return _Place(prompt, closed, mode) if closed is not None else None
-        return None
-
-    def _place_in_open_turn(
-        self, dicts: list[dict[str, Any]], i: int, tools: Sequence[dict[str, Any]]
-    ) -> _Place | None:
-        """Templates may keep the assistant's turn open through the results of its tools (Apertus), and begin one anew
-        where they are asked for the answer: what is asked is what generation gives, and the answer what follows."""
-        if i == 0 or dicts[i - 1]["role"] != "tool":
-            return None
-        unasked, prompt = (self.render(dicts[:i], tools, generation=asks) for asks in (False, True))
-        upto = self.render(dicts[: i + 1], tools)
-        header, answer = prompt[len(unasked) :], upto[len(unasked) :]
-        if not (header.strip() and prompt.startswith(unasked) and upto.startswith(unasked)) or answer[:1] == header[:1]:
-            return None
-        return _Place(prompt, answer, {})
-
-    def _place_after_dropped(
-        self, dicts: list[dict[str, Any]], i: int, tools: Sequence[dict[str, Any]]
-    ) -> _Place | None:
-        """Templates may write what led to a call of a tool until the answer follows, and drop it then (gpt-oss). The
-        model sees it when it answers, and the answer is what the template writes where there is nothing to drop."""
-        before = [_without_thoughts(one) if one["role"] == "assistant" else one for one in dicts[:i]]
-        if before == dicts[:i]:
-            return None
-        place = self._place([*before, dicts[i]], i, tools)
-        if place is None or not self.render(dicts[: i + 1], tools, mode=place.mode).endswith(place.answer):
-            return None
-        return replace(place, prompt=self.render(dicts[:i], tools, generation=True, mode=place.mode))
-
-    def _marked_place(
-        self, dicts: list[dict[str, Any]], i: int, tools: Sequence[dict[str, Any]], full: str
-    ) -> _Place | None:
-        """The template may say itself which characters are generated, with {% generation %}; but for what the
-        generation prompt gives, which some of them mark as well."""
-        if not self._marks:
-            return None
-        upto, blocks = self._render(dicts[: i + 1], tools)
-        if len(blocks) != sum(message["role"] == "assistant" for message in dicts[: i + 1]):
-            blocks = blocks[len(self._render(dicts[:i], tools)[1]) :]
-        else:
-            blocks = blocks[-1:]
-        if not blocks:
-            return None
-        start, end = blocks[0][0], blocks[-1][1]
-        asked = self._place(dicts, i, tools, full)
-        return asked if asked and len(asked.prompt) > start else _Place(upto[:start], upto[start:end], {})
-
     def _unplaceable(self, chat: _Chat, i: int) -> RecordError:
         prompt = self.render(chat.dicts[:i], chat.tools, generation=True)
         upto = self.render(chat.dicts[: i + 1], chat.tools)
-        same = len(_common_prefix(prompt, upto))
-        if not _NO_THOUGHTS.fullmatch(prompt[same:]) and self._needs_thoughts(chat, i):
+        same = len(common_prefix(prompt, upto))
+        if not NO_THOUGHTS.fullmatch(prompt[same:]) and self._needs_thoughts(chat, i):
             return RecordError(
                 "answer without reasoning",
                 chat.origin,
@@ -527,8 +381,8 @@ class Encoder:
         if chat.dicts[i].get("reasoning_content") or not self._takes_reasoning:
             return False
         thoughtful = chat.dicts[i] | dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "vwkyc")
-        place = self._place([*chat.dicts[:i], thoughtful], i, chat.tools)
-        return place is not None and _fits(place, thoughtful)
+        place = self._places.find([*chat.dicts[:i], thoughtful], i, chat.tools)
+        return place is not None and fits(place, thoughtful)
 
     def _message_span(self, chat: _Chat, i: int, full: str) -> tuple[int, int]:
         upto = self.render(chat.dicts[: i + 1], chat.tools)
@@ -622,28 +476,22 @@ class Encoder:
 
     # The template
 
-    def _render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: Sequence[dict[str, Any]],
-        generation: bool = False,
-        mode: dict[str, Any] | None = None,
-    ) -> tuple[str, list[tuple[int, int]]]:
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        text, messages = self._templates[name], self.as_wanted(messages)
-        return templates.render(text, messages, list(tools) or None, generation, {**self._variables, **(mode or {})})
-
     def _make_fingerprint(self) -> str:
-        parts = [VERSION, self.train_on, self._templates, self._variables, str(TEMPLATE_DATE), sorted(self._asked)]
+        parts = [
+            VERSION,
+            self.train_on,
+            self._template.by_use,
+            self._template.variables,
+            str(TEMPLATE_DATE),
+            sorted(self._asked),
+        ]
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode())
         digest.update(self.tokenizer.backend_tokenizer.to_str().encode())
         return digest.hexdigest()
 
     def _ask_template(self) -> None:
-        """What it does with turns, system messages, tools and thoughts."""
-        self._marks = any("endgeneration" in text for text in self._templates.values())
+        """Finds out what the template does with turns, system messages, tools and thoughts."""
         self._special |= self.end_ids
-        self.wants_parts = traits.wants_parts(self.render)
         self.turn_end_id = traits.turn_end(self.render, self._text, self._special)
         if self.turn_end_id is None and (found := traits.next_turns(self.render, self._text)):
             self._next_turns, self.turn_end_id = found, found["user"][1]
@@ -651,11 +499,8 @@ class Encoder:
         self._special |= self.end_ids
         self.folds_system = traits.has_no_system_role(self.render)
         self._alternate = traits.must_alternate(self.render)
-        self.mode = self._find_mode()
         self._call_ids = traits.call_ids(self.render)
         self._tool_parts = traits.tool_parts(self.render, self._call_ids)
-        self.opens_thoughts = traits.opens_thoughts(self.render)
-        self.leaves_out_thoughts = traits.leaves_out_thoughts(self.render)
         self._takes_reasoning = self.leaves_out_thoughts or traits.writes_reasoning(self.render)
         self.end_ids |= self._find_call_ends()
         self._special |= self.end_ids
@@ -665,7 +510,7 @@ class Encoder:
         added = self.tokenizer.added_tokens_decoder
         ends = {str(added[i]) for i in self.end_ids if i in added}
         controls = {str(added[i]) for i in self._control_ids()} - self._asked
-        spoken = controls - ({t for t in controls if self._is_parsed(t)} - ends)
+        spoken = controls - ({t for t in controls if self._template.is_parsed(t)} - ends)
         self.controls, self._spoken_controls = any_of(controls), any_of(spoken)
         self._text.controls = self.controls
         self._ends = any_of(ends - self._asked)
@@ -682,16 +527,6 @@ class Encoder:
         except UserError:
             return set()
         return {i for i in turns[-1].ids[-1:] if i in self._special}
-
-    def _find_mode(self, reasons: bool = False) -> dict[str, Any]:
-        """How the template is asked for answers without reasoning, or with it."""
-        thoughts = {"reasoning_content": "vwkyc", "reasoning": "vwkyc", "thinking": "vwkyc"} if reasons else {}
-        messages = [{"role": "user", "content": "vwkya"}, {"role": "assistant", "content": "qxzja", **thoughts}]
-        try:
-            place = self._place(messages, 1, ())
-        except TemplateRefusal:
-            return {}
-        return place.mode if place else {}
 
     def _control_ids(self) -> set[int]:
         """Tokens that are the template's to write: those flagged special, and others with which it begins and ends the
@@ -714,17 +549,14 @@ class Encoder:
             messages = write_tools(list(messages), tuple(tools))[0]
         return len(joined(list(messages), self._alternate)) < len(messages)
 
-    def _is_parsed(self, token: str) -> bool:
-        return any(token in looked for text in self._templates.values() for looked in templates.parsed(text))
-
     def _check_nothing_dropped(self, chat: _Chat, full: str) -> None:
         for number, message in enumerate(chat.messages, start=1):
             content = message.content
             if message.role == "assistant":
                 content = content.rpartition("</think>")[2]  # dropping earlier reasoning is what some templates do
-            is_there = _holds(full, content, is_data=message.role == "tool")
+            is_there = holds(full, content, is_data=message.role == "tool")
             if not is_there and message.role == "assistant" and self.train_on != "all":  # or is dropped later alone
-                is_there = _holds(clean(self.render(chat.dicts[:number], chat.tools)), content)
+                is_there = holds(clean(self.render(chat.dicts[:number], chat.tools)), content)
             if not is_there:
                 raise RecordError(
                     "dropped by the chat template",
@@ -766,9 +598,9 @@ class Encoder:
                 "template",
             )
 
-    def _check_answer_kept(self, chat: _Chat, i: int, place: _Place) -> None:
+    def _check_answer_kept(self, chat: _Chat, i: int, place: Place) -> None:
         message, answer = chat.messages[i], clean(place.answer)
-        if not _closes_thoughts(place):
+        if not closes_thoughts(place):
             raise RecordError(
                 "thoughts without an end",
                 chat.origin,
@@ -795,7 +627,7 @@ class Encoder:
                     f"(message {i + 1}); give a `chat_template` that knows tools",
                 )
         for name, part in (("answer", message.content), ("reasoning", message.extra.get("reasoning_content", ""))):
-            if not _holds(answer, part):
+            if not holds(answer, part):
                 inside = ", put it into the answer between <think> and </think>" if name == "reasoning" else ""
                 raise RecordError(
                     "dropped by the chat template",
@@ -805,9 +637,6 @@ class Encoder:
                 )
 
 
-_NO_THOUGHTS = re.compile(
-    r"\s*(<think>\s*</think>|<\|channel>\w*\s*<channel\|>|<\|START_THINKING\|><\|END_THINKING\|>)\s*"
-)
 _NO_TEMPLATE = (
     "the model has no chat template, so a conversation cannot be written for it; give one with `chat_template:`, or "
     "train on prompt and completion texts (`format: prompt_completion`) or on plain text."
@@ -820,15 +649,6 @@ class _Chat:
     dicts: list[dict[str, Any]]
     tools: tuple[dict[str, Any], ...]
     origin: Origin
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where an answer stands: after which prompt, and how the template's variables were set for it."""
-
-    prompt: str
-    answer: str
-    mode: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -857,44 +677,3 @@ def _word_boundary(text: str, place: int) -> int:
 def _append(ids: list[int], weights: list[float], more: list[int], weight: float) -> None:
     ids.extend(more)
     weights.extend([weight] * len(more))
-
-
-def _fits(place: _Place, answer: dict[str, Any]) -> bool:
-    """Whether the answer stands there whole, in a mode of the template that is meant for it."""
-    return _holds(place.answer, answer.get("reasoning_content", "")) and _closes_thoughts(place)
-
-
-def _closes_thoughts(place: _Place) -> bool:
-    return not place.prompt.rstrip().endswith("<think>") or "</think>" in place.answer
-
-
-def _without_thoughts(answer: dict[str, Any]) -> dict[str, Any]:
-    """Nor with what was said beside a call of a tool."""
-    kept = {name: value for name, value in answer.items() if name not in ("reasoning_content", "reasoning", "thinking")}
-    return {**kept, "content": ""} if kept.get("tool_calls") else kept
-
-
-def _common_prefix(a: str, b: str) -> str:
-    """What both begin with, up to the end of a word or tag."""
-    size = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    while size and a[size - 1] not in ">\n ":
-        size -= 1
-    return a[:size]
-
-
-def _holds(text: str, part: str, is_data: bool = False) -> bool:
-    """Whether the text holds the part, give or take blanks, which templates trim; data may be written as JSON."""
-    part = part.strip()
-    if part in text:
-        return True
-    squeezed = "".join(text.split())
-    if "".join(part.split()) in squeezed:
-        return True
-    if not is_data:
-        return False
-    if json.dumps(part)[1:-1] in text or json.dumps(part, ensure_ascii=False)[1:-1] in text:
-        return True
-    try:
-        return "".join(json.dumps(json.loads(part), ensure_ascii=False).split()) in squeezed
-    except (ValueError, RecursionError):
-        return False

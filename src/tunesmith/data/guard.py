@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from tunesmith.data.chat import TEMPLATE_DATE, Encoder, TemplateRefusal
-from tunesmith.data.formats import texts_of
+from tunesmith.data.chat import TEMPLATE_DATE, Encoder
+from tunesmith.data.convert import texts_of
+from tunesmith.data.template import TemplateRefusal
 from tunesmith.data.types import (
     Completion,
     Conversation,
@@ -216,8 +217,8 @@ def example_hash(example: Example) -> int:
 
 
 def missing_kinds(objective: str, labels: Sequence[str], values: Sequence[np.ndarray]) -> list[str]:
-    """Of judged answers, labelled texts and answers with scores: what no training record is an example of, given what
-    each is (`values`)."""
+    """Warnings about kinds of records that training lacks: good or bad answers, a label, different scores. `values`
+    says of which kind each record is."""
     if objective == "reward":
         scores = {float(value) for one in values for value in np.unique(one)}
         if len(scores) != 1 or sum(map(len, values)) < 2:
@@ -411,7 +412,7 @@ def _shown(mode: Mapping[str, Any]) -> str:
 
 
 def _examples_of(encoder: Encoder, messages: Sequence[Message]) -> tuple[list[Example], bool]:
-    """Of a plain conversation; and whether its answers need thoughts for that."""
+    """The examples of a plain conversation; and whether its answers need thoughts to become examples."""
     origin = Origin("a test conversation for the chat template", 1, "record")
     try:
         return encoder.encode_all(Conversation(tuple(messages)), origin), False

@@ -40,9 +40,10 @@ _SHUFFLED_SEQUENCES = 2  # stream of random numbers; mix.py has 0 and 1
 
 
 Sequenced = tuple[np.ndarray, np.ndarray]
-"""Of a packed sequence, the data set and the number in it of each example."""
+"""A packed sequence: of each example the data set, and its number in that."""
 Lengths = tuple[bool, int | None]
-"""Of documents: whether those of a micro-batch are of like length, and above how many tokens one is by itself."""
+"""How documents are batched: whether those of a micro-batch are of like length, and above how many tokens one is by
+itself."""
 
 
 class PackedDocument(NamedTuple):

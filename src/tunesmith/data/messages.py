@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,9 +35,15 @@ def turns_of(text: str) -> list[Message] | None:
 
 
 def as_conversation(item: Completion) -> Conversation:
-    """For a model with a chat template: a question and its answer, or the turns that the prompt is the text of."""
+    """A completion as a model with a chat template is given it: a question and its answer, or the turns that the prompt
+    is the text of."""
     both = [Message("user", item.prompt), Message("assistant", item.completion)]
     return Conversation(tuple(asked_as_turns(both)))
+
+
+def as_context(messages: Iterable[Message]) -> list[Message]:
+    """The same messages with the weight 0 for answers: what is asked, of which nothing is a target."""
+    return [replace(message, weight=0.0) if message.role == "assistant" else message for message in messages]
 
 
 def asked_as_turns(messages: Sequence[Message]) -> list[Message]:
@@ -48,11 +54,10 @@ def asked_as_turns(messages: Sequence[Message]) -> list[Message]:
     turns = turns_of(asked.content) if asked is not None and asked.role == "user" else None
     if not turns or turns[0].role != "user" or turns[-1] != Message("assistant", ""):
         return list(messages)
-    context = [replace(turn, weight=0.0) if turn.role == "assistant" else turn for turn in turns[:-1]]
     after = list(messages[before + 1 :])
     if after and after[0].role == "assistant":  # what stands behind "Assistant:" has a space before it
         after[0] = replace(after[0], content=after[0].content.strip())
-    return [*messages[:before], *context, *after]
+    return [*messages[:before], *as_context(turns[:-1]), *after]
 
 
 def tool_parts_of(messages: Sequence[Message], tools: Sequence[Any]) -> set[str]:
@@ -70,7 +75,8 @@ def tool_parts_of(messages: Sequence[Message], tools: Sequence[Any]) -> set[str]
 def write_tools(
     messages: list[Message], tools: tuple[dict[str, Any], ...]
 ) -> tuple[list[Message], tuple[dict[str, Any], ...]]:
-    """For a template that has no place for tools: as text, in the form that most models know (Hermes)."""
+    """The messages with tools, calls and results as text, in the form that most models know (Hermes), for a template
+    that has no place for tools."""
     made: list[Message] = []
     if tools:
         lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
@@ -156,7 +162,8 @@ def with_thoughts_apart(message: Message) -> Message:
 
 
 def fold_system(messages: list[Message], origin: Origin | None = None) -> list[Message]:
-    """For a template that has no system role: system messages at the beginning in front of the first user message."""
+    """The messages with system messages at the beginning written in front of the first user message, for a template
+    that has no system role."""
     before = list(itertools.takewhile(lambda message: message.role == "system", messages))
     if not before:
         return messages
@@ -169,8 +176,8 @@ def fold_system(messages: list[Message], origin: Origin | None = None) -> list[M
 
 
 def joined(messages: list[Message], roles: Collection[str], origin: Origin | None = None) -> list[Message]:
-    """For a template in which turns must alternate: messages of one of these roles that stand one after the other as
-    one, a blank line between them. What only an answer by itself can hold (calls, reasoning) stays apart."""
+    """The messages with neighbours of one of these roles joined, a blank line between them, for a template in which
+    turns must alternate. What only an answer by itself can hold (calls, reasoning) stays apart."""
     made: list[Message] = []
     for number, message in enumerate(messages, start=1):
         before = made[-1] if made else None
@@ -189,7 +196,8 @@ def joined(messages: list[Message], roles: Collection[str], origin: Origin | Non
 
 
 def _can_join(before: Message, message: Message, roles: Collection[str]) -> bool:
-    """Calls may follow what was said before them; reasoning does not."""
+    """Whether two neighbours of one role may be written as one: calls may follow what was said before them, reasoning
+    not."""
     own = message.extra.keys() - {"tool_calls"} if message.role == "assistant" else message.extra.keys()
     return message.role == before.role and message.role in roles and not before.extra and not own
 

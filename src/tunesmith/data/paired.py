@@ -26,8 +26,8 @@ from tunesmith.errors import UserError
 
 
 class PairEncoder(Encoder):
-    """The same for models that read with an encoder. `start` is the token that the decoder begins with; None where that
-    is the last one of its targets."""
+    """An `Encoder` for models that read with an encoder: a target and its source. `start` is the token that the decoder
+    begins with; None where that is the last one of its targets."""
 
     def __init__(self, tokenizer: Any, *, start: int | None, **options: Any):
         super().__init__(tokenizer, **options)

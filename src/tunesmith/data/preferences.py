@@ -150,7 +150,8 @@ def _to_be_scored(
 
 
 def _ids_of(text: Conversation | Document | Completion, encoder: Encoder, origin: Origin) -> np.ndarray:
-    """As whoever asks the model later gets them: from the tokenizer's chat template, or from the tokenizer alone."""
+    """The token ids of a text as whoever asks the model later gets them: from the tokenizer's chat template, or from
+    the tokenizer alone."""
     if isinstance(text, Completion) and encoder.has_template:
         text = as_conversation(text)
     if isinstance(text, Conversation):

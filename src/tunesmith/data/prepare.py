@@ -17,25 +17,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from tunesmith.data import (
-    build,
-    chat,
-    excluded,
-    formats,
-    guard,
-    marked,
-    messages,
-    preferences,
-    source,
-    store,
-    template,
-    token_files,
-    traits,
-    types,
-)
+from tunesmith.data import build, chat, excluded, guard, preferences, source, types
 from tunesmith.data.build import Progress
+from tunesmith.data.chat_template import read_template
+from tunesmith.data.convert import convert, unread
+from tunesmith.data.files import data_files, searched_folder
+from tunesmith.data.formats import FORMATS
 from tunesmith.data.held_out import split
 from tunesmith.data.paired import PairEncoder
+from tunesmith.data.recognise import recognise
 from tunesmith.data.store import TokenStore, Whole, cut
 from tunesmith.data.token_cache import stored
 from tunesmith.data.types import Example, Record, RecordError
@@ -51,7 +41,7 @@ if TYPE_CHECKING:
 SAMPLE = 64
 """Records that a format is recognised from."""
 SAMPLE_BYTES = 1 << 24
-"""Of long records, fewer."""
+"""Bytes of records that a format is recognised from: of long ones, fewer."""
 UNREAD_SAMPLE = 20
 """Records that are looked at for fields which nothing is made of."""
 HOPELESS = 1000
@@ -93,11 +83,11 @@ class Prepared:
 
     train: tuple[TokenStore, ...]
     weights: tuple[float, ...]
-    """Of the training data sets, as the run gives them."""
+    """Weights of the training data sets, as the run gives them."""
     evals: tuple[TokenStore, ...]
     warnings: list[str]
     fingerprint: str
-    """Of the training data and its weights: what must be the same for a run to be continued."""
+    """A hash of the training data and its weights: what must be the same for a run to be continued."""
     encoder: chat.Encoder
     """What made the examples; prompts of the trained model are made by one like it."""
     bad: tuple[RecordError, ...] = ()
@@ -105,16 +95,17 @@ class Prepared:
     held_out: int = 0
     """Records of the training data that were to be among `evals` instead; duplicates go with them."""
     leaks: tuple[str, ...] = ()
-    """Those of the warnings that say of held-out examples that they are trained on."""
+    """The warnings that say of held-out examples that they are trained on."""
 
     def sharing(self) -> Prepared:
-        """With the prompts of pairs once (`TokenStore.sharing`)."""
+        """The same data with the prompts of pairs once (`TokenStore.sharing`)."""
         train, evals = (tuple(store.sharing() for store in some) for some in (self.train, self.evals))
         return replace(self, train=train, evals=evals, fingerprint=_fingerprint_of(train, self.weights))
 
     @property
     def size(self) -> DataSize:
-        """Of what is trained on in an epoch; no example of it, or of what is evaluated, is longer."""
+        """The size of what is trained on in an epoch; no example of it, or of what is evaluated, is longer than
+        `longest`."""
         weighed = list(zip(self.train, self.weights, strict=True))
         return DataSize(
             examples=sum(weight * len(store) for store, weight in weighed),
@@ -149,13 +140,7 @@ def prepare(
         raise UserError(
             f"sequence_length {length} is beyond the model's {max_length} positions; set it to {max_length} or less."
         )
-    text = chat.read_template(run.chat_template) if run.chat_template else None
-    options = {"template": text, "train_on": run.train_on, "special_tokens": run.special_tokens}
-    if decoder_start is None:
-        encoder = chat.Encoder(tokenizer, **options)
-    else:
-        encoder = PairEncoder(tokenizer, start=decoder_start[0], **options)
-    encoder.labels = tuple(run.labels)
+    encoder = _encoder_of(run, tokenizer, decoder_start)
     warnings = list(guard.check_encoder(encoder, tokenizer, vocab_size))
 
     records_of = objective_of(run).records
@@ -164,6 +149,46 @@ def prepare(
     _each(works, _Work.look)
     check_output(run)
     wholes, bad = _tokenized(run, works, titles, progress, workers)
+    stores = _stores_of(run, wholes, titles, eval_length=eval_length, is_paired=decoder_start is not None)
+    train, evals = tuple(stores[: len(run.data)]), tuple(stores[len(run.data) :])
+    if run.exclude is not None:
+        train, warning = excluded.leave_out(train, Path(run.exclude))
+        warnings.append(warning)
+    for store in stores:
+        warnings += [text for text in (*store.warnings, *_losses(store, records_of)) if text not in warnings]
+    if held_out is None:
+        held_out = held_out_records(run, [store.record_count for store in train])
+    kept, held = split(train, held_out)
+    train, evals = tuple(kept), (*evals, *held)
+    warnings += guard.missing_kinds(run.objective, run.labels, [store.single_values for store in train])
+    leaks = guard.overlap_warnings({s.title: s.hashes for s in train}, {s.title: s.hashes for s in evals})
+    warnings += leaks
+    weights = tuple(dataset.weight for dataset in run.data)
+    fingerprint = _fingerprint_of(train, weights)
+    return Prepared(train, weights, evals, warnings, fingerprint, encoder, tuple(bad), held_out, tuple(leaks))
+
+
+def _encoder_of(run: Run, tokenizer: Any, decoder_start: tuple[int | None] | None) -> chat.Encoder:
+    template = read_template(run.chat_template) if run.chat_template else None
+    if decoder_start is None:
+        encoder = chat.Encoder(tokenizer, template=template, train_on=run.train_on, special_tokens=run.special_tokens)
+    else:
+        encoder = PairEncoder(
+            tokenizer,
+            start=decoder_start[0],
+            template=template,
+            train_on=run.train_on,
+            special_tokens=run.special_tokens,
+        )
+    encoder.labels = tuple(run.labels)
+    return encoder
+
+
+def _stores_of(
+    run: Run, wholes: Sequence[Whole], titles: Sequence[str], *, eval_length: int | None, is_paired: bool
+) -> list[TokenStore]:
+    """The data sets cut to the length of a sequence; the held-out ones, which come last, to `eval_length`."""
+    length, records_of = run.sequence_length, objective_of(run).records
     stores = []
     for number, (whole, title) in enumerate(zip(wholes, titles, strict=True)):
         longest = length if number < len(run.data) else min(length, eval_length or length)
@@ -172,24 +197,9 @@ def prepare(
             continue
         # A chat's beginning is a whole turn or two; of a text, all is as good as its beginning.
         too_long = run.too_long or ("split" if whole.format == "text" else "truncate")
-        made = cut(whole, title, sequence_length=longest, too_long=too_long)
-        stores.append(made if decoder_start is None else _with_sources(made, longest))
-    train, evals = tuple(stores[: len(run.data)]), tuple(stores[len(run.data) :])
-    if run.exclude is not None:
-        train, said = excluded.leave_out(train, Path(run.exclude))
-        warnings.append(said)
-    for one in stores:
-        warnings += [warning for warning in (*one.warnings, *_losses(one, records_of)) if warning not in warnings]
-    if held_out is None:
-        held_out = held_out_records(run, [one.record_count for one in train])
-    kept, held = split(train, held_out)
-    train, evals = tuple(kept), (*evals, *held)
-    warnings += guard.missing_kinds(run.objective, run.labels, [one.single_values for one in train])
-    leaks = guard.overlap_warnings({s.title: s.hashes for s in train}, {s.title: s.hashes for s in evals})
-    warnings += leaks
-    weights = tuple(dataset.weight for dataset in run.data)
-    fingerprint = _fingerprint_of(train, weights)
-    return Prepared(train, weights, evals, warnings, fingerprint, encoder, tuple(bad), held_out, tuple(leaks))
+        store = cut(whole, title, sequence_length=longest, too_long=too_long)
+        stores.append(_with_sources(store, longest) if is_paired else store)
+    return stores
 
 
 def _fingerprint_of(stores: Sequence[TokenStore], weights: Sequence[float]) -> str:
@@ -215,7 +225,8 @@ def _tokenized(
 
 
 def _cut_prompts(whole: Whole, title: str, run: Run) -> TokenStore:
-    """Answers need room behind them, and a part of a question is another question."""
+    """Prompts cut so that answers have room behind them; long ones are dropped unless asked for, since a part of a
+    question is another question."""
     _check_room(whole, title, run)
     room = run.sequence_length - run.rollout.max_answer_tokens
     return cut(whole, title, sequence_length=room, too_long=run.too_long or "drop")
@@ -234,7 +245,7 @@ def _check_room(whole: Whole, title: str, run: Run) -> None:
 
 
 def _with_sources(store: TokenStore, longest: int) -> TokenStore:
-    """Without the examples of which the target alone fills the sequence."""
+    """The examples whose target leaves room for a source, as pairs; UserError where none does."""
     store = replace(store, is_paired=True)
     has_source = store.widths[:, 0] >= 1
     if not has_source.any():
@@ -253,7 +264,7 @@ def check_output(run: Run) -> None:
     """Refuse an output below a folder of data: the run's own files would be trained on."""
     output = expanded(run.output).resolve()
     for dataset in (*run.data, *run.eval):
-        folder = source.searched_folder(dataset)
+        folder = searched_folder(dataset)
         if folder is not None and output.is_relative_to(folder.resolve()):
             raise UserError(
                 f"output: {run.output} lies inside the data {dataset.path}, so the run's own files would be trained "
@@ -313,7 +324,7 @@ class _Work:
         """Find the files and, unless the cache has them already, recognise their format."""
         dataset = self._dataset
         # Examples know the file they came from, so the files' names belong here too.
-        names = [str(path) for path in source.files(dataset)] if dataset.path else [dataset.hub]
+        names = [str(path) for path in data_files(dataset)] if dataset.path else [dataset.hub]
         self._key = _hash(
             names,
             source.fingerprint(dataset),
@@ -327,11 +338,11 @@ class _Work:
         )
         self._stored = stored(self._key)
         if self._stored is None:
-            is_other = dataset.format not in (None, *formats.FORMATS[self._records])
+            is_other = dataset.format not in (None, *FORMATS[self._records])
             if dataset.format and not is_other:
                 self._format = dataset.format
             else:
-                self._format = formats.recognise(sample(dataset), dataset, self._records)
+                self._format = recognise(sample(dataset), dataset, self._records)
 
     def whole(self, title: str, progress: Progress | None, workers: int | None) -> Whole:
         # Looked up again: a data set may be used twice in a run.
@@ -339,18 +350,18 @@ class _Work:
             return found
         assert self._format
         watch = guard.Watch(self._encoder.end_ids, self._vocab_size)
-        unread: list[RecordError] = []
+        unreadable: list[RecordError] = []
 
         def bad() -> list[RecordError]:
-            return sorted((*unread, *watch.bad), key=lambda error: (error.origin.file, error.origin.line))
+            return sorted((*unreadable, *watch.bad), key=lambda error: (error.origin.file, error.origin.line))
 
         def notice(noticed: guard.Watch) -> None:
             watch.merge(noticed)
-            if not watch.examples and len(unread) + len(watch.bad) >= HOPELESS:
+            if not watch.examples and len(unreadable) + len(watch.bad) >= HOPELESS:
                 raise BadRecords(bad())
 
         def judge() -> list[str]:
-            if not watch.examples and (unread or watch.bad):
+            if not watch.examples and (unreadable or watch.bad):
                 raise BadRecords(bad())
             guard.check_dataset(title, watch)
             return watch.warnings()
@@ -358,7 +369,7 @@ class _Work:
         return build.build(
             self._key,
             title,
-            source.read(self._dataset, unread.append),
+            source.read(self._dataset, unreadable.append),
             _Encode(self._encoder, self._format, self._dataset, self._vocab_size, self._records),
             format=self._format,
             vocab_size=self._vocab_size,
@@ -372,7 +383,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Encode:
-    """Runs in the workers."""
+    """Turns records into examples, in the workers; what it sees of them goes into a `Watch`."""
 
     encoder: chat.Encoder
     format: FormatName
@@ -385,7 +396,7 @@ class _Encode:
         examples = []
         for record in records:
             try:
-                item = formats.convert(record, self.format, self.dataset)
+                item = convert(record, self.format, self.dataset)
                 made, documents = preferences.encode(item, self.encoder, record.origin, self.records)
                 for part, document in documents:
                     watch.see(record, part, document, self.encoder)
@@ -413,49 +424,51 @@ def sample(dataset: Dataset) -> list[Record]:
 def unread_fields(dataset: Dataset, records: Records) -> list[str]:
     """Fields of the first records that nothing is made of."""
     first = sample(dataset)
-    return formats.unread(first[:UNREAD_SAMPLE], formats.recognise(first, dataset, records), dataset)
+    return unread(first[:UNREAD_SAMPLE], recognise(first, dataset, records), dataset)
 
 
-def _losses(one: TokenStore, records_of: Records) -> list[str]:
-    """What cutting to length cost is said, not only counted."""
-    report, lines = one.report, []
-    is_grouped = one.document_count > len(one)
+def _losses(store: TokenStore, records_of: Records) -> list[str]:
+    """Sentences about what was left out, dropped and truncated."""
+    report, lines = store.report, []
+    is_grouped = store.document_count > len(store)
     both = " A sequence must hold both answers of a pair with their prompts: a longer sequence_length may help."
     more = both if is_grouped else ""
     if records_of == "prompts":
         more = " A prompt must leave room for an answer of rollout.max_answer_tokens."
-    if one.bad:
-        lines.append(f"{one.title}: left out {len(one.bad):,} of {report.records:,} records ({kinds(one.bad)}).")
+    if store.bad:
+        lines.append(f"{store.title}: left out {len(store.bad):,} of {report.records:,} records ({kinds(store.bad)}).")
     if report.dropped_targets_cut_off:
         count = report.dropped_targets_cut_off
         lines.append(
-            f"{one.title}: dropped for having no target left within sequence_length: {count} examples or pieces.{more}"
+            f"{store.title}: dropped for having no target left within sequence_length: {count} examples or pieces."
+            f"{more}"
         )
     if report.dropped_too_long:
         count = report.dropped_too_long
         lines.append(
-            f"{one.title}: dropped for being longer than sequence_length: {count} (of {report.records} records).{more}"
+            f"{store.title}: dropped for being longer than sequence_length: {count} (of {report.records} records)."
+            f"{more}"
         )
     if report.truncated:
         lines.append(
-            f"{one.title}: {report.truncated} examples (of {report.records} records) were truncated; the longest has "
+            f"{store.title}: {report.truncated} examples (of {report.records} records) were truncated; the longest has "
             f"{report.longest_uncut} tokens."
         )
     return lines
 
 
 def _each(items: Sequence[T], look: Callable[[T], None]) -> None:
-    """Do it for all, then raise all errors for people at once."""
-    found: list[UserError] = []
+    """Looks at all items, then raises all errors for people at once."""
+    errors: list[UserError] = []
     for item in items:
         try:
             look(item)
         except UserError as error:
-            found.append(error)
-    if len(found) == 1:
-        raise found[0]
-    if found:
-        raise UserErrors([text for one in found for text in getattr(one, "messages", [str(one)])])
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise UserErrors([text for error in errors for text in getattr(error, "messages", [str(error)])])
 
 
 def _hash(*parts: Any) -> str:
@@ -464,7 +477,7 @@ def _hash(*parts: Any) -> str:
 
 @cache
 def _code() -> str:
-    """Of the code that turns records into examples: what another version made is not taken for ours."""
-    encoding = (template, traits, messages, marked, chat)
-    modules = (types, source, formats, *encoding, preferences, guard, build, token_files, store)
-    return sha256(b"".join(Path(module.__file__ or "").read_bytes() for module in modules)).hexdigest()
+    """A hash of this package's code, which turns records into examples: what another version made is not taken for
+    ours."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

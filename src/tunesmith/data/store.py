@@ -130,9 +130,9 @@ class TokenStore:
         return 0 if self._shared is None else int(self._shared.sum())
 
     def sharing(self) -> TokenStore:
-        """The same pairs, their prompts once: of the second answer, what it begins with as the first one does is left
-        out, up to the token that predicts its first target. Where only whole documents count, and every token is a
-        target, up to its last token."""
+        """A store of the same pairs with their prompts once: of the second answer, what it begins with as the first one
+        does is left out, up to the token that predicts its first target. Where only whole documents count, and every
+        token is a target, up to its last token."""
         if self.document_count == len(self) or self._shared is not None:
             return self
         shared = np.zeros(self.document_count, dtype=np.int64)
@@ -166,7 +166,7 @@ class TokenStore:
 
     @property
     def single_values(self) -> np.ndarray:
-        """The same of the documents that are an example by themselves."""
+        """float32: what the data say of the documents that are an example by themselves."""
         firsts = self._firsts[:-1][np.diff(self._firsts) == 1]
         return self._values[firsts]
 
@@ -182,11 +182,11 @@ class TokenStore:
 
     @property
     def key(self) -> str:
-        """Under which the token cache has the whole examples; nothing where they are not there."""
+        """The key under which the token cache has the whole examples; "" where it has not."""
         return self._whole.key
 
     def origin(self, i: int) -> str:
-        """Where an example came from."""
+        """The file and line or record that an example came from, for messages to people."""
         file, line = self._whole.origins[self._owners[i]].tolist()
         name, unit = self._whole.files[file]
         return f"{name}, {unit} {line}"
@@ -208,7 +208,7 @@ class TokenStore:
         return np.maximum.reduceat(self._sizes, self._firsts[:-1]) * np.diff(self._firsts)
 
     def referred(self, references: np.ndarray) -> TokenStore:
-        """The same with what a reference thinks of each document."""
+        """The same store with what a reference thinks of each document."""
         assert references.shape == self._sizes.shape
         return replace(self, references=references)
 
@@ -233,7 +233,8 @@ class TokenStore:
         return len(np.unique(self.records))
 
     def part(self, chosen: np.ndarray, title: str) -> TokenStore:
-        """Those of the examples that are `chosen` (bool [N]). Its report tells what was cut and dropped of them all."""
+        """A store of the examples that are `chosen` (bool [N]). Its report tells what was cut and dropped of them
+        all."""
         lengths, owners = self.lengths[chosen], self._owners[chosen]
         counts = np.diff(self._firsts)
         documents = np.repeat(chosen, counts)
@@ -274,7 +275,7 @@ class Whole:
     format: str
     records: int
     bad: tuple[RecordError, ...]
-    """Of the records, those that cannot be trained on; no example is from them."""
+    """The records that cannot be trained on; no example is from them."""
     warnings: tuple[str, ...]
     files: list[tuple[str, str]]
     """Name and unit (line, record) of each file that examples came from."""
@@ -369,7 +370,7 @@ def cut(whole: Whole, title: str, *, sequence_length: int, too_long: TooLong) ->
 
 
 def _cut_groups(whole: Whole, title: str, *, sequence_length: int, too_long: TooLong) -> TokenStore:
-    """The same for examples of several documents, such as pairs, which are never torn apart: where one is too long, the
+    """`cut` for examples of several documents, such as pairs, which are never torn apart: where one is too long, the
     ends of its longest documents go, as much of each as makes it fit."""
     counts, sizes = np.asarray(whole.counts, dtype=np.int64), np.array(whole.sizes)
     firsts = _firsts_of(counts)
@@ -417,7 +418,7 @@ def _cut_groups(whole: Whole, title: str, *, sequence_length: int, too_long: Too
 
 
 def shortened(sizes: np.ndarray, room: int) -> np.ndarray:
-    """As much of each as fits into the room together: short ones whole, the long ones alike."""
+    """The sizes that fit into the room together: short ones stay as they are, long ones become alike."""
     made = np.array(sizes, dtype=np.int64)
     left = room
     order = np.argsort(made, kind="stable")

@@ -24,7 +24,7 @@ from tunesmith.plan.hardware import usable_cores
 
 LAYOUT = 4
 HASHED_BYTES = 1 << 26
-"""Of a file that are hashed together, so that threads can check a large one."""
+"""Bytes of a file that are hashed together, so that threads can check a large one."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Chunk:
     sizes: list[int]
     """Tokens of each document."""
     values: list[float]
-    """Of each document."""
+    """What the record says of each document (`Example.values`)."""
     facts: list[bytes]
-    """Of each example: what its record says besides."""
+    """What the record of each example says besides; as JSON."""
 
 
 class Damaged(Exception):
@@ -204,7 +204,7 @@ _COLUMNS = {
 
 
 class _Digests:
-    """Of a file as it is written: one for every `HASHED_BYTES` of it."""
+    """The hashes of a file as it is written: one for every `HASHED_BYTES` of it."""
 
     def __init__(self) -> None:
         self._done: list[str] = []
@@ -225,7 +225,8 @@ class _Digests:
 
 
 def _check_digests(folder: Path, digests: dict[str, list[str]]) -> None:
-    """In threads, since hashing takes 2.4 s a GiB on a slow core."""
+    """Raises `Damaged` where a file's bytes are not those that were written. In threads, since hashing takes 2.4 s a
+    GiB on a slow core."""
     places = [(name, n, wanted) for name, all_of_it in digests.items() for n, wanted in enumerate(all_of_it)]
 
     def is_right(place: tuple[str, int, str]) -> bool:

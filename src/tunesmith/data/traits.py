@@ -56,8 +56,8 @@ def as_parts(text: str) -> list[dict[str, str]]:
 
 
 def next_turns(render: Render, text_tokenizer: TextTokenizer) -> dict[str, tuple[str, int]]:
-    """Of a template that writes nothing after an answer (GLM's): the token with which it begins what may come next, a
-    user's turn or the result of a tool, and its text. It is what the model says when it is done."""
+    """What a template that writes nothing after an answer (GLM's) begins the next turn with, a user's or the result of
+    a tool, as text and token: it is what the model says when it is done."""
     tokenizer = text_tokenizer.tokenizer
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "vwkyt", "arguments": {"qxzjp": "qxzjv"}}}
     answers = {"user": {"content": "qxzja"}, "tool": {"content": "", "tool_calls": [call]}}
@@ -150,7 +150,7 @@ def leaves_out_thoughts(render: Render) -> bool:
 
 
 OPENED = re.compile(r"\s*<think>\s*")
-"""With which a prompt opens an answer for its thoughts."""
+"""What a prompt opens an answer with for its thoughts."""
 _OPENED_LAST = re.compile(r"\s*(<think>\s*)$")
 _EMPTY = re.compile(r"(\s*<think>)(\s*)(?=</think>)")
 

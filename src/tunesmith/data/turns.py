@@ -38,7 +38,7 @@ ROLES = {
 TURNS = ("prompt", "completion", "response", "chosen", "rejected")
 """Fields that hold text, or messages."""
 MOST_WEIGHT = 1000
-"""Of a message, as of a data set."""
+"""The largest weight of a message, as of a data set."""
 _WRITTEN = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 
 
@@ -71,6 +71,17 @@ def messages_of(value: Any, name: str, origin: Origin, dataset: Dataset) -> list
     if messages and messages[0].role == "system" and not messages[0].content.strip():
         messages = messages[1:]
     return messages
+
+
+def conversation_of(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, origin: Origin
+) -> tuple[list[Message], tuple[dict[str, Any], ...]]:
+    """Messages and tools of a request, read as training reads records of the format `messages`; without weights."""
+    from tunesmith.config.schema import Dataset
+
+    unweighted = [{**item, "weight": 0} if item.get("role") == "assistant" else item for item in messages]
+    turns = messages_of(unweighted, "messages", origin, Dataset(path=origin.file))
+    return [replace(turn, weight=None) for turn in turns], tools_of({"tools": tools}, origin)
 
 
 def _message(item: Any, where: str, origin: Origin, dataset: Dataset) -> Message:

@@ -1,6 +1,6 @@
 """The shapes data has on its way from a file to the model; types only.
 
-    file --source--> Record --formats--> Conversation | Document | Tokens | Preference | Judged --chat--> Example
+    file --source--> Record --convert--> Conversation | Document | Tokens | Preference | Judged --chat--> Example
          --store--> TokenStore --loader--> MicroBatch
 
 Legend: T tokens of a micro-batch, D documents in it.
@@ -103,7 +103,7 @@ class Preference:
     chosen: Conversation | Completion
     rejected: Conversation | Completion
     margin: float = 0.0
-    """By how much it is better, where the data say so."""
+    """How much better it is, where the data say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Labelled:
     text: Conversation | Document | Completion
     label: str | float
     name: str | None = None
-    """Of a label that is a number, where the record says it beside."""
+    """The name of a label that is a number, where the record says it beside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class Example:
     """What the record says of each of its documents: 1 for an answer that is wanted, 0 for one that is not, or the
     number of its label, its score, or the margin of a pair. 1 where it says nothing."""
     facts: str = ""
-    """Of a prompt, what its record says besides; as JSON."""
+    """What the record of a prompt says besides; as JSON."""
     is_tagged: bool = False
     """Tokens have labels of their own: a weight is the number of the label and 1 more, or 0 where there is none."""
     is_whole: bool = False
@@ -211,7 +211,8 @@ class MicroBatch:
     origins: tuple[str, ...]
     """[D]: where each document came from, for messages to people"""
     pieces: Pieces | None = None
-    """Where this is one rank's part of a micro-batch that several compute (`parallel.context`)."""
+    """The pieces of this rank, where it is one rank's part of a micro-batch that several compute
+    (`parallel.context`)."""
     parts: Any = None
     """int64 [D]: the number of each document within its example; -1 where it counts nothing"""
     values: Any = None
@@ -260,4 +261,4 @@ class StepBatch:
     figures: Mapping[str, float] = field(default_factory=dict)
     """What is known of the step before it is computed: rewards of the answers it has."""
     figures_of: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """The same by data set."""
+    """`figures` by data set."""

@@ -114,7 +114,8 @@ def check_numbers(value: Any, name: str, origin: Origin) -> None:
 
 
 def without_nulls(value: Any) -> Any:
-    """Of a record from columns (Parquet), where a field that only other records have stands as null."""
+    """The value without its nulls: in a record from columns (Parquet), a field that only other records have stands
+    so."""
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):

@@ -17,11 +17,11 @@ from tunesmith.evaluate.tasks import Question, Task
 STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
 FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
 STOPS = ("Question:", "Problem:")
-"""Where a model without a chat template goes on with a question of its own."""
+"""Texts with which a model without a chat template goes on with a question of its own, and is stopped."""
 
 
 def plain_prompt(task: Task, question: str) -> str:
-    """For a model without a chat template."""
+    """The prompt of a question for a model without a chat template."""
     if task.kind == "answers":
         return f"{'Problem' if task.rule == 'math' else 'Question'}: {question}\nAnswer:"
     return f"{question}\n"
@@ -155,6 +155,6 @@ def is_same(answer: str, reference: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """As SQuAD compares: in lower case, without articles, punctuation and spaces around."""
+    """The text as SQuAD compares it: in lower case, without articles, punctuation and spaces around."""
     text = "".join(char for char in text.lower() if char not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())

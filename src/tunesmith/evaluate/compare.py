@@ -21,13 +21,13 @@ from tunesmith.evaluate.figures import Measure, figure, usable
 
 LEVEL = 0.05
 POWER_Z = 0.8416212335729143
-"""So many standard errors more, and a true difference of this size is told four times out of five."""
+"""Standard errors by which a true difference must be larger to be told four times out of five."""
 Verdict = Literal["better", "worse", "no difference told", "equal", "too few"]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of the first model to the second, over the items that both have."""
+    """The difference of the first model to the second, over the items that both have."""
 
     first: float
     second: float
@@ -45,7 +45,7 @@ class Difference:
 def compare(
     measure: Measure, first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]
 ) -> Difference | None:
-    """Of the same items in the same order; None where nothing is counted."""
+    """The difference between results of the same items in the same order; None where nothing is counted."""
     assert len(first) == len(second)
     both = [(a, b) for a, b in zip(first, second, strict=True) if usable(measure, [a]) and usable(measure, [b])]
     mine, theirs = ([pair[number] for pair in both] for number in (0, 1))

@@ -96,13 +96,13 @@ def _of_metric(name: str, values: Sequence[float]) -> Measure:
 
 
 def usable(measure: Measure, results: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those that have numbers for it: a judge may have given no answer that could be read."""
+    """The results that have numbers for the measure: a judge may have given no answer that could be read."""
     names = [measure.of, *([measure.by] if measure.by else [])]
     return [one for one in results if all(one.get(name) is not None for name in names)]
 
 
 def figure(measure: Measure, results: Sequence[Mapping[str, Any]]) -> Figure | None:
-    """With its interval of 95%; None where nothing is counted."""
+    """The figure of a measure over results, with its interval of 95%; None where nothing is counted."""
     above, below = measure.values(usable(measure, results))
     count = len(above)
     if not count or below.sum() <= 0:

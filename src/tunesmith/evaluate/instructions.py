@@ -244,7 +244,7 @@ KINDS: dict[str, type] = {
         int,
     ),
 }  # fmt: skip
-"""Of options; those that are not here are texts."""
+"""Types of instructions' options; those that are not here are texts."""
 WORDS: dict[type, str] = {list: "list of texts", int: "whole number", str: "text"}
 RELATIONS = ("relation", "let_relation", "capital_relation")
 

@@ -31,9 +31,9 @@ from tunesmith.errors import UserError
 from tunesmith.evaluate.figures import wilson
 
 VERSION = 1
-"""Of the prompts below."""
+"""Version of the prompts below."""
 ATTEMPTS = 8
-"""Of one request that fails in a way that may pass."""
+"""Attempts at one request that fails in a way that may pass."""
 ASKED_AGAIN = 2
 """How often a judgement that cannot be read is asked for once more."""
 LONGEST_WAIT = 120.0
@@ -188,7 +188,8 @@ def choice_of(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class Wins:
-    """Of pairs: the share of wins (ties half), at the lengths as they are and at equal lengths, each with 95%."""
+    """The share of pairs that are won (ties half), at the lengths as they are and at equal lengths, each with its
+    interval of 95%."""
 
     rate: float
     low: float

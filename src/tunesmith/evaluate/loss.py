@@ -73,7 +73,7 @@ class TokenLosses:
 
 @dataclass(frozen=True)
 class Sums:
-    """Of a data set: numbers, and what each is to be divided by."""
+    """What is summed over a data set: numbers, and what each is to be divided by."""
 
     names: Sequence[str]
     is_loss: Sequence[bool]
@@ -170,10 +170,10 @@ class _Totals:
         self.objective, self.device = objective, device
         self.names, self.is_loss = reported(objective) if objective else (("loss",), (True,))
         self.sums = torch.zeros(2, len(self.names), dtype=torch.float64, device=device)
-        """Of each of the names, and what it is to be divided by."""
+        """The sum of each of the names, and what it is to be divided by."""
         labels = len(objective.labels) if isinstance(objective, ClassifyTokens) else 0
         self.counts = torch.zeros(3, labels, dtype=torch.float64, device=device)
-        """As `TagScoring.counts`."""
+        """Counts of labels, as in `TagScoring.counts`."""
 
     def add(self, total: torch.Tensor, batch: MicroBatch) -> None:
         self.sums[0] += total.double()
@@ -231,7 +231,7 @@ def _embedding_sums(
 def by_document(
     store: int, batch: MicroBatch, inputs: Inputs, losses_n: torch.Tensor
 ) -> dict[str, tuple[float, float]]:
-    """By the numbers of the data set and of the document in it."""
+    """Loss and weight of each document, by the numbers of its data set and of itself in that (`0:17`)."""
     count = inputs.boundaries.shape[0] - 1
     owners_n = torch.bucketize(inputs.rows, inputs.boundaries[1:], right=True)
     both = torch.stack([losses_n.double() * inputs.weights, inputs.weights.double()])
@@ -246,7 +246,7 @@ def overall(results: Sequence[HeldOut]) -> float:
 
 
 def overall_figures(results: Sequence[HeldOut]) -> dict[str, float]:
-    """The same of what the objective reports."""
+    """The figures that the objective reports, over all data sets."""
     names = dict.fromkeys(name for result in results for name in result.figures)
     having = {name: [result for result in results if name in result.figures] for name in names}
     return {name: mean_of(some, [result.figures[name] for result in some]) for name, some in having.items()}

@@ -31,7 +31,7 @@ from tunesmith.model.structure import set_attention
 from tunesmith.plan.plan import ForwardSpec
 
 TOKENS = {"cpu": 1024, "cuda": 16384}
-"""Of a batch, padding included."""
+"""Tokens of a batch, padding included."""
 SHARED = 8
 """Tokens that texts must begin with together to be computed once: less is not worth a node of its own."""
 KEYS = 16
@@ -142,7 +142,7 @@ class Scorer:
         return [(start, end) for start, end in ends if any(document.weights[start + 1 : end + 1])]
 
     def _batches(self, pieces: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-        """Of pieces that are sorted, the longest first."""
+        """Batches of pieces that are sorted, the longest first."""
         batch: list[tuple[int, int, int]] = []
         tokens = 0
         for piece in pieces:
@@ -217,7 +217,7 @@ class Scorer:
         return self.shares_contexts and tree.longest <= min(self.longest, self._window or self.longest)
 
     def _tree_batches(self, trees: Sequence[Tree], places: Sequence[int]) -> Iterator[list[int]]:
-        """Of trees that are sorted by their contexts, so that those with a common beginning lie together."""
+        """Batches of trees that are sorted by their contexts, so that those with a common beginning lie together."""
         batch: list[int] = []
         tokens = keys = 0
         for place in places:
@@ -359,7 +359,7 @@ def nodes_of(texts: Sequence[list[int]]) -> tuple[list[Node], list[int]]:
 
 
 def keys_of(nodes: Sequence[Node]) -> list[np.ndarray]:
-    """Of each node the places in the row of all tokens that its last one sees."""
+    """The places in the row of all tokens that the last token of each node sees."""
     found: list[np.ndarray] = []
     for node in nodes:
         own = np.arange(node.at, node.at + len(node.tokens))

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tunesmith.config.schema import TASK_FORMATS, Dataset
-from tunesmith.data import formats, source
+from tunesmith.data import source
+from tunesmith.data.recognise import recognise as recognise_format
 from tunesmith.data.types import Origin, Record, RecordError
 from tunesmith.errors import UserError, listed
 from tunesmith.evaluate import instructions
@@ -35,7 +36,7 @@ OWN = {"general": "choices"}
 GROUPS = ("group", "subject", "category")
 """Fields that say to which group a record belongs, the first that is there."""
 VERSION = 1
-"""Of prompts and scores: raise it when the same record and model give other results."""
+"""Version of prompts and scores: raise it when the same record and model give other results."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Text:
 @dataclass(frozen=True)
 class Item:
     id: str
-    """Of the record's content, so that results are found again."""
+    """A hash of the record's content, by which results are found again."""
     content: Choices | Question | Text
     origin: Origin
     group: str | None = None
@@ -88,14 +89,14 @@ class Task:
     title: str
     items: tuple[Item, ...] = ()
     rule: Rule | None = None
-    """By which answers are compared."""
+    """The rule by which answers are compared."""
     dataset: Dataset | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What decides about scores besides the records and the model, such as the longest answer."""
 
     @property
     def key(self) -> str:
-        """Of everything that decides about an item's scores but the item and the model."""
+        """A hash of everything that decides about an item's scores but the item and the model."""
         known = [VERSION, self.kind, self.rule, dict(self.settings)]
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -163,7 +164,8 @@ def _task_of(records: Sequence[Record], dataset: Dataset, found: Kind) -> Task:
 
 
 def recognise(records: Sequence[Record]) -> Kind:
-    """By the fields of the first record; that the others have them, too, is seen when they are read."""
+    """The kind of task, by the fields of the first record; that the others have them, too, is seen when they are
+    read."""
     names = records[0].fields.keys()
     if "instruction_id_list" in names:
         return "instructions"
@@ -186,7 +188,7 @@ GOLD = ("answer", "answerKey", "label", "gold")
 
 
 def _by_text(record: Record) -> Choices:
-    """As lm-eval asks ARC and its like: each choice's text after `Answer:`."""
+    """Choices as lm-eval asks ARC and its like: the text of each after `Answer:`."""
     question, choices, gold, name = _choices_of(record)
     context = question.strip() if name == "ctx" else f"Question: {question.strip()}\nAnswer:"
     return Choices(
@@ -195,7 +197,7 @@ def _by_text(record: Record) -> Choices:
 
 
 def _by_letter(record: Record) -> Choices:
-    """As lm-eval asks MMLU: the choices listed, each letter after `Answer:`."""
+    """Choices as lm-eval asks MMLU: all listed, the letter of each after `Answer:`."""
     question, choices, gold, _ = _choices_of(record)
     if len(choices) > 26:
         raise RecordError("too many choices", record.origin, f"{len(choices)} choices are more than there are letters")
@@ -357,7 +359,7 @@ def _asked(record: Record) -> Question:
 
 
 def _texts(records: Sequence[Record], dataset: Dataset) -> Callable[[Record], Text]:
-    format = formats.recognise(records[:64], dataset)
+    format = recognise_format(records[:64], dataset)
     return lambda record: Text(record, format)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from tunesmith.config.schema import Dataset
 from tunesmith.data.chat import Encoder
-from tunesmith.data.formats import convert
+from tunesmith.data.convert import convert
 from tunesmith.evaluate.score import Document, Scorer
 from tunesmith.evaluate.tasks import Item, Text
 

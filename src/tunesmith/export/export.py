@@ -18,7 +18,7 @@ import torch
 from tunesmith import disk, hub
 from tunesmith.checkpoint.room import with_slack
 from tunesmith.config.schema import Dataset
-from tunesmith.data.formats import given_by_option
+from tunesmith.data.recognise import given_by_option
 from tunesmith.errors import UserError, first_line, listed
 from tunesmith.export import adapter, gguf, onnx, quantized, safetensors
 from tunesmith.export.describe import copy_licence, write_card

@@ -2,7 +2,7 @@
 
 An objective is a subclass of `base.Objective`; `objective_of` finds the one that a run names. To add one: its file
 here, its name in `config.schema.ObjectiveName`, a line in the table below and a section of docs/objectives.md. Where
-its records have a new shape, `data.formats` and `data.preferences` learn to read it.
+its records have a new shape, `data.formats`, `data.convert` and `data.preferences` learn to read it.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Answers:
     weights_n: Tensor
     """Weight of each in its answer; 0 for tokens of prompts"""
     text_weights_n: Tensor
-    """The same with the prompts' tokens, where these count (`Objective.counts_prompts`)"""
+    """Weight of each in its text: of prompts' tokens too, where these count (`Objective.counts_prompts`)"""
     lengths_d: Tensor
     """int64: how many of these tokens each document has"""
     references_d: Tensor
@@ -59,7 +59,7 @@ class Answers:
     baseline: Tensor
     """How much more likely than for the reference an answer has become to a prompt it does not belong to."""
     advantages_d: Tensor | None = None
-    """By how much each answer is better than others to its prompt, where the model itself has given them."""
+    """How much better each answer is than others to its prompt, where the model itself has given them."""
     sampled_n: Tensor | None = None
     """Log-probability of each target token before the first update with these answers; None: as it is now."""
     references_n: Tensor | None = None
@@ -74,7 +74,7 @@ class Answers:
 
     @cached_property
     def text_logps_d(self) -> Tensor:
-        """The same with its prompt's tokens, where these count."""
+        """Log-probability of each answer with its prompt's tokens, where these count."""
         return self.by_document(self.logps_n * self.text_weights_n)
 
     @cached_property
@@ -153,9 +153,9 @@ class Objective(ABC):
     counts_prompts: ClassVar[bool] = False
     """The prompts of wanted answers are targets of its SFT loss, too."""
     rate: ClassVar[float] = 1.0
-    """Of the learning rate that is usual for SFT, what is usual for this objective."""
+    """The learning rate that is usual for this objective, as a share of SFT's."""
     documents: ClassVar[int] = 1
-    """Of an example."""
+    """Documents of an example."""
 
     @property
     def has_pairs(self) -> bool:
@@ -181,11 +181,11 @@ class Objective(ABC):
         raise NotImplementedError
 
     def columns_of_scores(self, scores: Scores) -> Mapping[str, Column]:
-        """The same of an objective with a head of its own over the last token."""
+        """`columns` of an objective with a head of its own over the last token."""
         raise NotImplementedError
 
     def columns_of_tags(self, tags: Tags) -> Mapping[str, Column]:
-        """The same of one whose head is over tokens with labels."""
+        """`columns` of an objective whose head is over tokens with labels."""
         raise NotImplementedError
 
 
@@ -206,7 +206,7 @@ def share_above_0(each: Tensor) -> Tensor:
 
 
 def pair_loss(margin_e: Tensor, loss: str, beta: float, label_smoothing: float) -> Tensor:
-    """Of each pair, by how much more likely its chosen answer is: the usual choices, as TRL defines them."""
+    """The loss of each pair by how much more likely its chosen answer is: the usual choices, as TRL defines them."""
     from torch.nn.functional import logsigmoid
 
     if loss == "hinge":

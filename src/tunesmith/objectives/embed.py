@@ -66,7 +66,7 @@ class Embed(Objective):
         return [hidden, *self.embedding.matryoshka]
 
     def losses(self, batch: Embedded) -> Iterator[tuple[Tensor, Mapping[str, Column]]]:
-        """Of some examples at a time: which they are [E], and their loss and figures. Whoever takes gradients does so
+        """Some examples at a time: which they are [E], and their loss and figures. Whoever takes gradients does so
         between them."""
         import torch
 

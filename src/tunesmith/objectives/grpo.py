@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SPREAD = 1e-4
 """Added to the spread of rewards that they are divided by."""
 MOST = 3.0
-"""Of the weight of a token, or with `rloo` of an answer, that another engine has drawn."""
+"""The largest weight of a token, or with `rloo` of an answer, that another engine has drawn."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Grpo(Objective):
     rate = 0.1
 
     def advantages(self, rewards_pa: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Of each answer, given the rewards of the answers to each prompt."""
+        """The advantage of each answer, from the rewards of the answers to each prompt."""
         import numpy as np
 
         each_pa = np.array(rewards_pa, dtype=np.float64)
@@ -141,7 +141,7 @@ def _known(answers: Answers) -> tuple[Tensor, Tensor]:
 
 
 def _gaps(answers: Answers, sampled_n: Tensor) -> Tensor:
-    """By how much the trainer's log-probability of each token, before the first update, is above that with which it was
+    """How far the trainer's log-probability of each token, before the first update, is above that with which it was
     drawn: exactly 0 where the trainer itself has answered."""
     return sampled_n - (sampled_n if answers.sampler_n is None else answers.sampler_n)
 

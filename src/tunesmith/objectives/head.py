@@ -15,8 +15,8 @@ def padding_id(tokenizer: Any) -> int | None:
 
 
 class Reward(Objective):
-    """Of pairs, the chosen answer should score higher, by Bradley and Terry's model (with a margin where the data give
-    one); of answers with a score, the head should give it."""
+    """The chosen answer of a pair should score higher, by Bradley and Terry's model (with a margin where the data give
+    one); where an answer has a score, the head should give it."""
 
     name = "reward"
     why = "a head with one output is trained over the last token; a step costs less than SFT's, which has logits"
@@ -92,7 +92,7 @@ class ClassifyTokens(Objective):
         return {"loss": Column(each_e[0], "tokens", is_loss=True), "accuracy": Column(each_e[1], "tokens")}
 
     def f1(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Of each label that was met or given, and their mean, from how often each was given rightly, was given, and
+        """F1 of each label that was met or given, and their mean, from how often each was given rightly, was given, and
         was right to give. Counts words: of a name of three words, each by itself."""
         rows = zip(self.labels, *counts, strict=True)
         found = {f"f1_{name}": 2 * both / (given + true) for name, both, given, true in rows if given + true}

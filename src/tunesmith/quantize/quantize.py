@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tunesmith.config.schema import Dataset
-from tunesmith.data.formats import given_by_option
+from tunesmith.data.recognise import given_by_option
 from tunesmith.errors import UserError
 from tunesmith.export.describe import copy_licence, write_card
 from tunesmith.export.engines import Transformers

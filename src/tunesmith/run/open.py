@@ -12,7 +12,8 @@ from torch import nn
 
 from tunesmith.checkpoint.store import CheckpointStore
 from tunesmith.config.schema import Run
-from tunesmith.data.chat import Encoder, read_template
+from tunesmith.data.chat import Encoder
+from tunesmith.data.chat_template import read_template
 from tunesmith.data.paired import PairEncoder
 from tunesmith.disk import expanded
 from tunesmith.errors import UserError

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from tunesmith.config.schema import Run, stop_rule
+from tunesmith.config.schema import Run
+from tunesmith.config.values import stop_rule
 from tunesmith.errors import UserError
 from tunesmith.evaluate.compare import LEVEL, paired_ratios
 from tunesmith.objectives.base import Objective

@@ -13,7 +13,7 @@ from tunesmith.errors import UserError
 
 
 def embed(model: nn.Module, tokens: list[int]) -> list[float]:
-    """Of one text, which is read alone, without padding."""
+    """The vector of one text, which is read alone, without padding."""
     inner: Any = getattr(model, "base_model", model)
     if inner is model:
         raise UserError(f"{type(model).__name__} does not tell its final hidden state, so it gives no embeddings.")
@@ -26,7 +26,7 @@ def embed(model: nn.Module, tokens: list[int]) -> list[float]:
 
 
 def written(vector: list[float], form: str) -> list[float] | str:
-    """As a list, or as OpenAI's client asks for it: the bytes of little-endian fp32 in base64."""
+    """A vector as a list, or as OpenAI's client asks for it: the bytes of little-endian fp32 in base64."""
     if form != "base64":
         return vector
     return base64.b64encode(torch.tensor(vector).numpy().astype("<f4").tobytes()).decode("ascii")

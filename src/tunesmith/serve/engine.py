@@ -33,7 +33,7 @@ from tunesmith.infer.speculate import MOST, Draft, Drafted, Lookup, Pace
 PROMPT_TOKENS_A_STEP = 2048
 """Prompts are read until they have so many tokens together; then those that wait for their next token have it."""
 SHARE = {"cuda": 0.4, "cpu": 0.25}
-"""Of the memory that is free once the model is loaded, for the cache: rows that join or leave have it copied."""
+"""Share of the memory that is free once the model is loaded, for the cache: rows that join or leave have it copied."""
 QUIET = 8
 """Steps without proposals after which the next step is begun before its tokens are read: proposals undo that."""
 LONGEST = 8192
@@ -53,7 +53,7 @@ class Limits:
     cache_tokens: int
     """Tokens that the cache may hold, padding included."""
     cache_bytes: int | None = None
-    """The same in memory, where that is known."""
+    """Bytes of these tokens in the cache, where that is known."""
 
 
 class Busy(Exception):
@@ -94,15 +94,15 @@ class Job:
     seed: int | None = None
     top_logprobs: int | None = None
     deadline: float = float("inf")
-    """By `time.monotonic`."""
+    """When it must have ended, by `time.monotonic`."""
     grammar: Grammar | None = None
     decoding: Decoding = PLAIN
     history: History | None = None
-    """Once its prompt is read, where more is asked of decoding than that."""
+    """The tokens so far, once its prompt is read, where `decoding` asks for more than plain sampling."""
     generated: int = 0
     is_cancelled: bool = False
     fault: Reason | None = None
-    """Where its own text or grammar has failed."""
+    """Why it ends, where its own text or grammar has failed."""
     is_ended: bool = False
     chance: random.Random = field(init=False)
     lookup: Lookup = field(init=False)
@@ -433,7 +433,7 @@ class Engine:
         self._pace.note(rows, sum(made), time.perf_counter() - began, is_wide=width > 1)
 
     def _proposed(self, group: Group) -> list[list[int]]:
-        """For each row, tokens that may come next; none where they do not pay."""
+        """Tokens that may come next, for each row; none where they do not pay."""
         room = min(MOST, self.limits.length - max(group.lengths) - 1)
         if not self._speculates or room < 1 or not self._pace.may_try(len(group.jobs)):
             return [[] for _ in group.jobs]

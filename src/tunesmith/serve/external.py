@@ -74,7 +74,8 @@ def _command_of(engine: str) -> str | None:
 def engine_command(
     engine: str, folder: Path, adapters: Mapping[str, Path], options: Options, *, gpus: int = 1
 ) -> Command:
-    """For the run or model in `folder`, with further adapters by their names; `gpus`: 0 where there is none."""
+    """The command that serves the run or model in `folder`, with further adapters by their names; `gpus`: 0 where there
+    is none."""
     is_run = read_identity(folder) is not None
     if is_run:
         refuse_head(folder, "be served here")
@@ -140,8 +141,13 @@ def _template_mode(folder: Path, is_run: bool) -> dict[str, Any]:
     if not (asked := side_files.read_asked(folder)):
         return {}
     alone = Run(model=str(folder), data=str(folder))
-    given = {"train_on": asked.get("train_on", alone.train_on), "special_tokens": asked.get("special_tokens", ())}
-    return make_encoder(alone, load_tokenizer(alone), **given).mode_of(bool(asked.get("reasons")))
+    encoder = make_encoder(
+        alone,
+        load_tokenizer(alone),
+        train_on=asked.get("train_on", alone.train_on),
+        special_tokens=asked.get("special_tokens", ()),
+    )
+    return encoder.mode_of(bool(asked.get("reasons")))
 
 
 def _check_asked_alike(folder: Path, other: Path) -> None:

@@ -39,7 +39,7 @@ PARAM = "response_format"
 VALUES = ("const", "enum", "default", "examples")
 """Keywords of a schema with values, in which nothing is a keyword."""
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Those with schemas by names, none of which is a keyword."""
+"""Keywords of a schema with schemas by names, none of which is a keyword."""
 
 
 class JsonGrammar:
@@ -65,7 +65,8 @@ class JsonGrammar:
 
 @dataclass(eq=False)
 class Compiler:
-    """For one model: its tokenizer as llguidance has it, and matchers at their beginning, the oldest first."""
+    """What is compiled for one model: its tokenizer as llguidance has it, and matchers at their beginning, the oldest
+    first."""
 
     tokenizer: Any
     matchers: OrderedDict[bytes, Any] = field(default_factory=OrderedDict)
@@ -92,7 +93,7 @@ class Grammars:
     def __init__(self) -> None:
         self._compilers: weakref.WeakKeyDictionary[Served, Compiler] = weakref.WeakKeyDictionary()
         self._known: OrderedDict[bytes, None] = OrderedDict()
-        """By their content, the oldest first."""
+        """Grammars that are known to compile, by their content, the oldest first."""
 
     def prepare(self, served: Served) -> None:
         """Before `of`, where nobody else uses its tokenizer. ApiError where it has none that will do."""

@@ -41,7 +41,7 @@ class Served:
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
     """What stands in the place of the base's modules."""
     step: int | None = None
-    """Of the checkpoint it was taken from; None for a finished result."""
+    """Step of the checkpoint it was taken from; None for a finished result."""
     defaults: GenerationDefaults = ASKS_NOTHING
     """What its generation config asks for, where a request does not."""
 
@@ -146,7 +146,7 @@ def _check_names(name: str, more: Mapping[str, Path]) -> None:
 
 
 def check_same_base(folder: Path, other: Path) -> None:
-    """Of what training kept of both bases: each tensor's hash."""
+    """UserError where two runs were trained over different bases, by the hashes of their tensors that training kept."""
     for one in (folder, other):
         if read_identity(one) is None:
             raise UserError(f"{one} is no run, so whether both have the same base is not known.")

@@ -42,7 +42,7 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _part(part: dict[str, Any]) -> dict[str, Any]:
-    """Of a message's content; what is no text is refused with the prompt, by its type."""
+    """Checks a part of a message's content; what is no text is refused with the prompt, by its type."""
     if part.get("type") == "text" and not isinstance(part.get("text"), str):
         raise ValueError("a part of type text needs its `text`, which is a string")
     return part
@@ -227,7 +227,7 @@ class EmbeddingRequest(BaseModel):
 
 
 class LoadRequest(BaseModel):
-    """As vLLM's."""
+    """What vLLM's endpoint of the same name takes to load an adapter."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     lora_name: str = Field(min_length=1, max_length=100, pattern=r"^[a-zA-Z0-9._-]+$")

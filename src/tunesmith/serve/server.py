@@ -20,14 +20,15 @@ from tunesmith.errors import UserError
 from tunesmith.infer.call import Tried, try_out
 from tunesmith.infer.speculate import Draft
 from tunesmith.run.open import open_model, open_plain
-from tunesmith.serve.app import Access, Guard, make_app
+from tunesmith.serve.app import make_app
 from tunesmith.serve.engine import LONGEST, Engine, Limits, cache_tokens
+from tunesmith.serve.guard import Access, Guard
 from tunesmith.serve.models import Models, Served, open_models
 
 DRAIN_SECONDS = 30
-"""For answers that are under way when the server is told to end."""
+"""Seconds for answers that are under way when the server is told to end."""
 HEADER_SECONDS = 15.0
-"""For a new connection to send its first request."""
+"""Seconds that a new connection has to send its first request."""
 log = logging.getLogger("tunesmith.serve")
 
 
@@ -57,7 +58,7 @@ class Ready:
 
 
 def check_options(options: Options) -> None:
-    """Before anything is loaded."""
+    """UserError, before anything is loaded, for options that cannot be."""
     if options.api_key is not None and (not options.api_key.isascii() or len(options.api_key.strip()) < 8):
         raise UserError("--api-key: a key has 8 characters or more, all of them ASCII.")
     if options.api_key is None and not is_loopback(options.host):
@@ -88,19 +89,25 @@ def prepare(folder: Path, adapters: Mapping[str, Path], options: Options) -> Rea
     tried = _tried(models)
     draft, draft_tried = _draft(options.draft, models, tried) if options.draft else (None, None)
     limits = limits_of(models, tried, options, draft_tried)
-    is_wide = tried.is_wide and options.speculates
-    ways = {"is_shared": tried.is_shared, "is_wide": is_wide, "compiles": True}
-    engine = Engine(models.model, models.select, limits, **ways, draft=draft)
+    engine = Engine(
+        models.model,
+        models.select,
+        limits,
+        is_shared=tried.is_shared,
+        is_wide=tried.is_wide and options.speculates,
+        compiles=True,
+        draft=draft,
+    )
     engine.warm_up(next(iter(models.served.values())))
     access = Access(options.api_key, is_loopback(options.host))
 
     def load(name: str, where: Path) -> Served:
-        made = models.read_adapter(name, where)
-        models.select(made)
-        found = try_out(models.model)
-        if found.is_shared < tried.is_shared or found.is_wide < tried.is_wide:
+        served = models.read_adapter(name, where)
+        models.select(served)
+        with_adapter = try_out(models.model)
+        if with_adapter.is_shared < tried.is_shared or with_adapter.is_wide < tried.is_wide:
             raise UserError(f"{where} changes how the model is called; serve it by a server of its own.")
-        return made
+        return served
 
     app = make_app(
         models, engine, access, timeout=options.timeout, load=load if options.loads_adapters else None
@@ -188,7 +195,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but the signal is not raised again afterwards: having drained is a good end."""
+        """Captures signals as uvicorn does, but does not raise them again afterwards: having drained is a good end."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

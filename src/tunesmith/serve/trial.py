@@ -10,14 +10,14 @@ from contextlib import suppress
 
 CPU_SECONDS = 3
 SECONDS = 15.0
-"""Of a machine that is busy."""
+"""Seconds that compiling may take on a machine that is busy."""
 BYTES = 1 << 30
 LIMITS = {"max_items_in_row": 20_000, "step_max_items": 100_000}
-"""Of the parser: a place of an answer where thousands of properties may come has thousands of items."""
+"""Limits of the parser: a place of an answer where thousands of properties may come has thousands of items."""
 
 
 def is_compiled(grammar: str) -> bool:
-    """Without faults or with them, but within bounds."""
+    """Whether the grammar can be compiled within bounds of time and memory, with or without faults."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", __file__], input=grammar.encode(), capture_output=True, timeout=SECONDS, check=False

@@ -27,15 +27,15 @@ from tunesmith.ui.samples import read_tokenizer, shown
 SHOWN, OUTLIERS = 40, 20
 """Documents of a step, and of the whole run, that are listed."""
 TOKENS = 400
-"""Of each, that are shown."""
+"""Tokens of each document that are shown."""
 PLACES = 12
-"""Other places and steps of each."""
+"""Other places and steps of each document that are shown."""
 FAR = 6.0
 """Times the usual spread around the other documents of its step, from which on a document stands out."""
 
 
 class Documents:
-    """Of the runs that were looked at last. Safe to use from several threads."""
+    """The documents of the runs that were looked at last. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -75,7 +75,7 @@ class Explorer:
         return _told(found) | {"yaml": yaml.safe_dump(settings | {"model": shown}, sort_keys=False, allow_unicode=True)}
 
     def _model(self, id: str, folder: Path) -> tuple[str, str]:
-        """Where its config is, and how a run.yaml would name it."""
+        """Where a model's config is, and how a run.yaml would name the model."""
         if id.startswith("known-") and id.removeprefix("known-").isdecimal():
             place = int(id.removeprefix("known-"))
             if place < len(MODELS):
@@ -137,7 +137,7 @@ def _asked(given: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _told(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what `tunesmith plan --json` prints, what the page shows."""
+    """What the page shows of what `tunesmith plan --json` prints."""
     plan = found.get("plan") if isinstance(found.get("plan"), dict) else {}
     model = found.get("model") if isinstance(found.get("model"), dict) else {}
     run = found.get("run") if isinstance(found.get("run"), dict) else {}

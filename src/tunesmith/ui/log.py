@@ -71,7 +71,7 @@ class Digest:
     """What a list says of a run's events."""
 
     kind: str | None = None
-    """Of the last event that says how the run stands: started, stopping, stopped or finished."""
+    """Kind of the last event that says how the run stands: started, stopping, stopped or finished."""
     reason: str = ""
     began: float | None = None
     last: float | None = None
@@ -109,7 +109,7 @@ def digest(folder: Path) -> Digest:
 
 
 def glance(folder: Path) -> Digest:
-    """The same from a long file's beginning, its end and some places between, in a fifth of the time: a list of
+    """The digest from a long file's beginning, its end and some places between, in a fifth of the time: a list of
     hundreds of runs is there at once, and held-out losses, which may stand anywhere, follow."""
     try:
         fd = os.open(folder / events.FILE, os.O_RDONLY | os.O_CLOEXEC)

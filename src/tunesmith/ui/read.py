@@ -27,7 +27,7 @@ from tunesmith.ui.thin import PIXELS, smoothed, thinned
 QUIET = 120.0
 """Seconds without an event after which a run on a file system without locks counts as ended."""
 WARNINGS = 200
-"""So many of the last ones are shown."""
+"""Warnings that are shown, the last ones."""
 FIGURES = 24
 """Curves of one kind (data sets, figures) that are drawn, at most."""
 
@@ -281,8 +281,8 @@ def curves(records: Sequence[Mapping[str, Any]], *, steps: tuple[int, int] | Non
 
 
 def _balance(records: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> list[dict[str, float]]:
-    """Of each step in which routers were looked at: the busiest expert's share in the least even layer, and in the
-    middle one, in times the mean."""
+    """The busiest expert's share in the least even layer, and in the middle one, in times the mean, of each step in
+    which routers were looked at."""
     found: dict[int, dict[str, float]] = {}
     for one in records:
         given = one.get("busiest") if one["event"] == "routers" else None
@@ -319,12 +319,12 @@ def by_name(rows: Sequence[Mapping[str, Any]], field: str, overall: str = "") ->
 
 
 def _points(values: Sequence[float]) -> list[list[float | None]]:
-    """Of a column that has few values: place and value of each."""
+    """Place and value of each value of a column that has few."""
     return [[place, compact(value)] for place, value in enumerate(values) if math.isfinite(value)]
 
 
 def _task_points(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[list[float | None]]]]:
-    """By task and measure: place and score, with its interval, of each evaluation that has them."""
+    """Place and score, with its interval, of each evaluation that has them, by task and measure."""
     found: dict[str, dict[str, list[list[float | None]]]] = {}
     for place, row in enumerate(rows):
         tasks = row.get("tasks")
@@ -399,7 +399,7 @@ def reasons(plan: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def checkpoints(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Those that were written, the last 200, and which of them are still there."""
+    """The last 200 checkpoints that were written, and which of them are still there."""
     try:
         there = {one.name for one in os.scandir(folder / "checkpoints") if one.is_dir()}
     except OSError:

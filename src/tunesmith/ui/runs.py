@@ -158,7 +158,7 @@ def run_id(name: str) -> str:
 
 
 def signature_of(folder: Path) -> Signature:
-    """Of the files that a page is made from."""
+    """The signature of the files that a page is made from, which changes with them."""
     names = (events.FILE, "run.json", "plan.json", "summary.json", f"evaluations/{verdicts.FILE}", PROFILE, LABELS)
     return tuple(_status(folder / name) for name in names)
 

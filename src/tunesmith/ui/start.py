@@ -171,7 +171,7 @@ class Starter:
         self._changes += 1
 
     def _run(self, start: Start, arguments: Sequence[str], *, shows: bool = True) -> int:
-        """In a session of its own, so that Ctrl-C in the terminal of the pages ends the pages alone."""
+        """Runs a command in a session of its own, so that Ctrl-C in the terminal of the pages ends the pages alone."""
         out = start.log if shows else start.log.with_suffix(".json")
         with out.open("ab") as said, start.log.open("ab") as complaints:
             process = subprocess.Popen(
@@ -185,7 +185,7 @@ class Starter:
             return process.wait()
 
     def _named(self, error: UserError) -> str:
-        """With files named as in the list, by where they lie below the folder."""
+        """The error with files named as in the list, by where they lie below the folder."""
         return str(error).replace(f"{self.here}{os.sep}", "")
 
     def _files(self) -> list[Path]:
