@@ -920,7 +920,8 @@ def _table(model: dict[str, Any], prefix: str = "") -> list[str]:
     rows = ["| setting | value | default | meaning |", "| --- | --- | --- | --- |"]
     for name, spec in model["properties"].items():
         default = "needed" if name in model.get("required", ()) else _default(spec)
-        rows.append(f"| `{prefix}{name}` | {_kind(spec)} | {default} | {spec['description']} |".replace("  ", " "))
+        meaning = spec["description"].replace("|", r"\|")
+        rows.append(f"| `{prefix}{name}` | {_kind(spec)} | {default} | {meaning} |".replace("  ", " "))
     return rows
 
 

@@ -48,6 +48,19 @@ def test_every_link_and_every_test_that_is_named_resolves(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_link_to_a_heading_leads_to_one(page):
+    for link, heading in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        assert heading in headings(page.parent / link if link else page), f"{link}#{heading}"
+
+
+def headings(page: Path) -> set[str]:
+    """As links name them: small letters, spaces as hyphens, and no other marks."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_whole_run_yaml_is_valid(page):
     for block in re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
         settings = yaml.safe_load(block)

@@ -143,7 +143,7 @@ class Lora(Settings):
     b_rate: Annotated[Number, Field(gt=0, le=1000)] = 1.0
     """LoRA+: learning rate of the second factor (B), in times that of the first; 16 is usual."""
     init: Literal["default", "pissa", "olora", "eva", "lora-ga", "loftq"] = "default"
-    """Initial factors: A random, B zero; or from weights (`pissa`, `olora`), data (`eva`), gradients or rounding."""
+    """Initial factors: random, or from weights (`pissa`, `olora`), data (`eva`), gradients or quantization errors."""
 
     @property
     def takes_out(self) -> bool:
@@ -173,7 +173,7 @@ class Preference(Settings):
     label_smoothing: Annotated[Number, Field(ge=0, lt=0.5)] = 0.0
     """Share of pairs that are taken to be labelled the wrong way round (cDPO with the sigmoid loss)."""
     length_normalised: bool = False
-    """With `dpo`: compare log-probabilities a token, so that longer answers have no advantage."""
+    """With `dpo`: compare log-probabilities per token, so that longer answers have no advantage."""
     sft_weight: Annotated[Number, Field(ge=0)] | None = None
     """Weight of the chosen answers' SFT loss beside the pairs'; 0 when left out, 1 with `orpo` and `cpo`."""
     margin: Annotated[Number, Field(ge=0)] = 1.0
@@ -358,19 +358,19 @@ class Run(Settings):
     eval: Datasets = []
     """Held-out data sets, and tasks (by `format`): losses and scores before, during and after training."""
     held_out: Annotated[Number, Field(ge=0)] | None = None
-    """Training records held out for evaluation: a share when below 1, else a number; a few without `eval`; 0: none."""
+    """Training records to hold out: a share below 1, or a number; 0: none. Default: 5% (200 at most) without `eval`."""
     chat_template: Text | None = None
     """File with a chat template (Jinja, or JSON with one) to use instead of the model's own."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Which tokens are targets: all assistant turns, the last one only, or everything."""
     special_tokens: list[Text] = []
-    """Special tokens that texts may contain as such, e.g. `<|tool_call|>`; written out, all others are plain text."""
+    """Special tokens that keep their meaning in texts, e.g. `<|tool_call|>`; all others in texts are plain text."""
     new_tokens: list[Text] = []
     """Tokens to add to the vocabulary, which grows to a multiple of 64; their rows are trained."""
     sequence_length: Annotated[Count, Field(ge=8)] = 2048
     """Longest sequence, in tokens (never more than the model was made for); examples are packed into such sequences."""
     too_long: Literal["truncate", "split", "drop"] | None = None
-    """What happens to examples longer than `sequence_length`; texts are split, others truncated, when left out."""
+    """What happens to examples longer than `sequence_length`; by default texts are split and others truncated."""
     bad_records: Literal["stop", "skip"] = "stop"
     """Records that cannot be trained on: name them all and stop, or leave them out and say how many."""
     exclude: Text | None = None
@@ -423,7 +423,7 @@ class Run(Settings):
     seed: Annotated[WholeNumber, Field(ge=0, lt=2**63)] = 0
     """Seed of data order, initial adapters and dropout."""
     eval_every: Count | None = None
-    """Steps between evaluations; when left out, up to ten of them in a tenth of training's time, sampled if need be."""
+    """Steps between evaluations; by default up to ten, in a tenth of the training time, on a sample if needed."""
     stop_when: StopRule | None = None
     """End the run early: `no gain in 3 evaluations` (or that `of TASK`), `loss below 1.2`, `TASK above 0.6`."""
     save_every: Count | None = None
