@@ -274,8 +274,16 @@ def read(work: Preparation, unit: Unit) -> None:
     """Weights from their source to the device, quantized on the way where the plan says so."""
     if work.source is None:
         return
-    form = {"dtype": work.dtype, "device": work.device, "storage": work.storage, "linears": work.linears}
-    put_weights(work.model, work.reads_of(unit), **form, source=work.source, reading=work.reading)
+    put_weights(
+        work.model,
+        work.reads_of(unit),
+        dtype=work.dtype,
+        device=work.device,
+        storage=work.storage,
+        linears=work.linears,
+        source=work.source,
+        reading=work.reading,
+    )
     stages = work.stages
     if not unit.name and (stages is None or (stages.tied and stages.parts[-1].is_last)):
         work.model.tie_weights()
@@ -381,8 +389,13 @@ def checkpoint(work: Preparation, unit: Unit) -> None:
 
 def compile_layers(work: Preparation, unit: Unit) -> None:
     for layer in unit.layers if work.plan.is_compiled else ():
-        alike = {"kind": structure_of(layer), "failed": work.uncompiled}
-        layer.forward = compiled(layer.forward, type(layer).__name__, fullgraph=_is_checkpointed(work, layer), **alike)
+        layer.forward = compiled(
+            layer.forward,
+            type(layer).__name__,
+            fullgraph=_is_checkpointed(work, layer),
+            kind=structure_of(layer),
+            failed=work.uncompiled,
+        )
 
 
 def offload(work: Preparation, unit: Unit) -> None:
@@ -415,7 +428,7 @@ def shard(work: Preparation, unit: Unit) -> None:
         rows = read_rows(work.source, later, where)
     with torch.no_grad():
         if not work.on_gpu:  # where FSDP has put rows in between whole weights
-            others = [one for name, one in weights.items() if name not in later and isinstance(one, DTensor)]
+            others = [weight for name, weight in weights.items() if name not in later and isinstance(weight, DTensor)]
             rows |= {weight: own_copy(weight.to_local()) for weight in others}
         put_rows(module, rows)
         if not work.on_gpu:
@@ -502,8 +515,8 @@ class SharedBase:
         """Have the layers below the first adapter compute each input once for all runs, on a CPU."""
         is_plain = not (plan.is_compiled or plan.checkpointed_layers or plan.mlp_slice)
         if plan.device == "cpu" and is_plain and plan.forward is not None and plan.forward.layout == "packed":
-            sizes = {"vocabulary": load.vocabulary_size(model.config), "room": int(PREFIX_ROOM * plan.memory.total)}
-            self.prefix.put_on(model, decoder_layers(model), **sizes)
+            vocabulary, room = load.vocabulary_size(model.config), int(PREFIX_ROOM * plan.memory.total)
+            self.prefix.put_on(model, decoder_layers(model), vocabulary=vocabulary, room=room)
 
     def free(self) -> None:
         self._known = self._model = self._content = None

@@ -158,7 +158,7 @@ def held_out_records(run: Run, records: Sequence[int]) -> int:
         return count
     if run.eval_texts:
         return 0
-    return min(HELD_OUT_MOST, math.ceil(HELD_OUT_SHARE * sum(one for one in records if one >= HELD_OUT_FROM)))
+    return min(HELD_OUT_MOST, math.ceil(HELD_OUT_SHARE * sum(count for count in records if count >= HELD_OUT_FROM)))
 
 
 def _enough(size: DataSize | None, batch: int, epochs: float) -> float:

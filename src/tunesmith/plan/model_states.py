@@ -272,11 +272,11 @@ def _projected_states(task: Task) -> float:
 
     def of(kind: Layer) -> float:
         values = 2.0 * kind.parameters
-        for one in kind.linears:
-            short, long = sorted((one.inputs, one.outputs))
+        for linear in kind.linears:
+            short, long = sorted((linear.inputs, linear.outputs))
             rank = projected_rank(task.optimizer, short)
             held = 2 * rank * long + (short * rank if task.optimizer == "galore" else 0)
-            values += (held - 2 * short * long) if one.count == 1 else 0  # stacks of experts are AdamW's
+            values += (held - 2 * short * long) if linear.count == 1 else 0  # stacks of experts are AdamW's
         return values
 
     facts = task.facts

@@ -403,13 +403,13 @@ def kernels(task: Task, choice: Choice) -> tuple[Kernel, ...]:
         has_gates = choice.matmul_dtype == "plain" and choice.tensor == 1
     has_gates = has_gates and not task.is_quantization_aware
     gates = {kind.gate for kind in task.facts.kinds} if has_gates else set()
-    found: dict[Kernel, bool] = {
+    is_used: dict[Kernel, bool] = {
         "rope": choice.tensor == 1 and any(kind.is_rope_fused for kind in task.facts.kinds),
         **{gate: gate in gates for gate in GATES},
         "experts": choice.expert == 1 and any(kind.has_early_weights for kind in task.facts.kinds),
         "fp8_head": model_states.has_fp8_head(task, choice),
     }
-    return tuple(name for name, applies in found.items() if applies)
+    return tuple(name for name, applies in is_used.items() if applies)
 
 
 def may_cache_transposed(task: Task, choice: Choice) -> bool:
@@ -476,15 +476,17 @@ def _has_kernel(task: Task, choice: Choice) -> bool:
 
 
 def _splits(task: Task) -> bool:
-    return all(one.count == 1 and _last(one) in COLWISE | ROWWISE for kind in task.facts.kinds for one in kind.linears)
+    return all(
+        linear.count == 1 and _last(linear) in COLWISE | ROWWISE for kind in task.facts.kinds for linear in kind.linears
+    )
 
 
 def _cuts(task: Task) -> list[tuple[int, int]]:
     """Of each linear, the width that tensor parallelism cuts, and how many weights in a row lie together behind it."""
-    linears = [one for kind in task.facts.kinds for one in kind.linears]
+    linears = [linear for kind in task.facts.kinds for linear in kind.linears]
     return [
-        *((one.inputs, 1) for one in linears if _last(one) in ROWWISE),
-        *((one.outputs, one.inputs) for one in linears if _last(one) in COLWISE),
+        *((linear.inputs, 1) for linear in linears if _last(linear) in ROWWISE),
+        *((linear.outputs, linear.inputs) for linear in linears if _last(linear) in COLWISE),
     ]
 
 

@@ -210,7 +210,7 @@ def _paired_passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
     assert facts.paired is not None
     assert padded is not None
     mean, work = padded.mean(choice.room(task)), facts.paired
-    read, written = (float(one) for one in mean[:2])
+    read, written = (float(count) for count in mean[:2])
     half, is_gpu = rates.half if task.width == 2 else rates.fp32, task.device == "cuda"
     rate = _matmul_rate(task, choice, read + written)
     share = ATTENTION["memory-efficient", "new"].share if is_gpu else 0.5
@@ -222,7 +222,9 @@ def _paired_passes(task: Task, choice: Choice) -> tuple[Time, Time, float]:
         quantization=_quantization(task, choice, read + written),
         loss=head * (2 if task.has_adapters else 3) + 20 * facts.vocabulary * written / rates.bandwidth,
     )
-    forward, backward = (Time(**{name: part * one for name, one in dict(both).items()}) for part in (1 / 3, 2 / 3))
+    forward, backward = (
+        Time(**{name: part * seconds for name, seconds in dict(both).items()}) for part in (1 / 3, 2 / 3)
+    )
     return forward, backward, forward.total * choice.checkpointed_layers / facts.layers
 
 
@@ -385,7 +387,7 @@ def _last_share(task: Task) -> float:
 def _expert_share(task: Task) -> float:
     """Of the parameters that a token passes through."""
     active = task.facts.total(
-        lambda kind: sum(one.active * one.inputs * one.outputs for one in kind.linears if one.count > 1)
+        lambda kind: sum(linear.active * linear.inputs * linear.outputs for linear in kind.linears if linear.count > 1)
     )
     return active / task.facts.active
 
