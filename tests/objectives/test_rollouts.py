@@ -18,7 +18,7 @@ from tunesmith.cli.main import main
 from tunesmith.config.load import from_mapping
 from tunesmith.config.schema import Lora
 from tunesmith.infer.rollout import Wanted, sample
-from tunesmith.model import lora
+from tunesmith.model import lora, lora_modules
 from tunesmith.run.assemble import assemble
 from tunesmith.run.choose import plan_run
 from tunesmith.run.start import prepare_run
@@ -153,9 +153,11 @@ def test_likeliest_answers_are_those_of_transformers(model):
 def test_lengths_of_dora_are_measured_once_for_all_answers(tiny_model, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     lora.attach(model, Lora(rank=4, dora=True), seed=0)
-    adapters = [module for module in model.modules() if isinstance(module, lora.LoraLinear)]
-    measured, own = [], lora.LoraLinear._lengths
-    monkeypatch.setattr(lora.LoraLinear, "_lengths", lambda self, dtype: measured.append(self) or own(self, dtype))
+    adapters = [module for module in model.modules() if isinstance(module, lora_modules.LoraLinear)]
+    measured, own = [], lora_modules.LoraLinear._lengths
+    monkeypatch.setattr(
+        lora_modules.LoraLinear, "_lengths", lambda self, dtype: measured.append(self) or own(self, dtype)
+    )
     with torch.no_grad():
         for module in adapters:
             module.lora_b.normal_(0.0, 0.3)

@@ -32,7 +32,7 @@ from tunesmith.errors import UserError
 from tunesmith.kernels.linear_cross_entropy import VocabularyPart
 from tunesmith.kernels.nf4 import cut_columns, cut_rows
 from tunesmith.model.local import local
-from tunesmith.model.lora import LoraLinear
+from tunesmith.model.lora_modules import LoraLinear
 from tunesmith.model.quantized import Nf4Linear
 from tunesmith.model.structure import body
 from tunesmith.parallel.collectives import Group, gather_rows, group_of, scatter_rows

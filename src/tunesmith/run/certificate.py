@@ -31,7 +31,7 @@ from tunesmith.data.prepare import Prepared
 from tunesmith.data.store import TokenStore
 from tunesmith.errors import UserError, listed
 from tunesmith.evaluate.loss import held_out_losses, overall
-from tunesmith.model import attention, load, lora
+from tunesmith.model import attention, load, lora, lora_modules
 from tunesmith.model.files import read_ahead
 from tunesmith.model.forward import to_device, token_losses
 from tunesmith.model.source import files_of
@@ -149,7 +149,7 @@ def _moved(folder: Path, run: Run) -> Check:
         for key, tensor in adapter.tensors.items():
             name = key.removeprefix(lora.PREFIX).rsplit(".lora_", 1)[0]
             if key.endswith("lora_A.weight"):
-                is_still = torch.equal(tensor, lora.initial_a(tuple(tensor.shape), run.seed, name))
+                is_still = torch.equal(tensor, lora_modules.initial_a(tuple(tensor.shape), run.seed, name))
             else:
                 is_still = key.endswith("lora_B.weight") and not tensor.any()
             still += [key] if is_still else []

@@ -26,7 +26,7 @@ from torch import nn
 from tunesmith.config.schema import Run
 from tunesmith.errors import UserError
 from tunesmith.kernels.update import halve_into, halved
-from tunesmith.model import adapters, load, lora
+from tunesmith.model import adapters, load, lora, lora_modules
 from tunesmith.model.content import Content
 from tunesmith.model.fake_quantize import FakeQuantization
 from tunesmith.model.files import Held, Memory, Read, at_block, own_copy, read_tensors
@@ -251,7 +251,7 @@ def _halved(
     """Fill the matrix `to`, in bf16, with values that `piece` puts into room for some rows of it in fp32, which stay in
     a core's cache: 1.5 ns a weight with the adapter's matmul, not 14. `look` is asked where they are not finite."""
     chance, room = random.Random(zlib.crc32(name.encode())), None
-    for rows in lora.row_pieces(to):
+    for rows in lora_modules.row_pieces(to):
         room = torch.empty(to[rows].shape) if room is None else room[: rows.stop - rows.start]
         piece(rows, room)
         total = room.sum().item()
