@@ -20,7 +20,7 @@ from tunesmith.config.schema import Lora
 from tunesmith.infer.rollout import Wanted, sample
 from tunesmith.model import lora, lora_modules
 from tunesmith.run.assemble import assemble
-from tunesmith.run.choose import plan_run
+from tunesmith.run.choose import new_plan
 from tunesmith.run.start import prepare_run
 from tunesmith.train import events
 
@@ -97,7 +97,7 @@ def test_the_divergence_from_the_base_is_part_of_rloos_reward(tiny_model, tmp_pa
     (folder / "run").mkdir()
     monkeypatch.chdir(folder)
     run = from_mapping(json.loads((folder / "run.yaml").read_text()))
-    job = assemble(prepare_run(run, plan=plan_run(run).changed(threads=1), warn=print))
+    job = assemble(prepare_run(run, plan=new_plan(run).changed(threads=1), warn=print))
     torch.manual_seed(0)
     with torch.no_grad():
         for weight in job.optimizer.masters.values():
@@ -231,10 +231,10 @@ def test_vectors_before_a_text_are_refused_before_data_are_read(tiny_model, tmp_
 
 def test_batches_of_tokens_are_refused(tiny_model):
     from tunesmith.errors import UserError
-    from tunesmith.run.choose import plan_run
+    from tunesmith.run.choose import new_plan
 
     with pytest.raises(UserError, match="batch_tokens is not for objective: grpo"):
-        plan_run(from_mapping(settings_of(tiny_model, batch_tokens=512)))
+        new_plan(from_mapping(settings_of(tiny_model, batch_tokens=512)))
 
 
 def test_prompts_are_read_as_people_write_them(tmp_path):

@@ -216,7 +216,7 @@ class Preparation:
             pass
 
     def each(self, transforms: Sequence[Transform]) -> Iterator[Unit]:
-        """The same for those who take a unit when it is ready, and may free it before the next one is read."""
+        """Every unit when it has gone through all transforms, for those who may free it before the next one is read."""
         with self._reading_ahead():
             for unit in self.units:
                 for transform in transforms:
@@ -456,7 +456,7 @@ TRANSFORMS: tuple[Transform, ...] = (
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedModel:
     model: nn.Module
     called: nn.Module
     """What is to be called: the model, or what stands before its shards or stages."""
@@ -536,14 +536,14 @@ def prepare(
     meanwhile: Callable[[], None] = lambda: None,
     steps: int = adapters.STEPS,
     base: SharedBase | None = None,
-) -> Prepared:
+) -> PreparedModel:
     """The run's model by its plan, ready to train. What this rank reads is hashed into `content`; `meanwhile` is done
     in a thread while files are read; `steps` is how many the run has; `base` has the weights, where they are shared."""
     if base is not None and base.suits(run, plan):
         model = base.model_for(run, plan, device, content, meanwhile)
         called = make_trainable(model, run, plan)
         base.share_prefix(model, plan)
-        return Prepared(model, called)
+        return PreparedModel(model, called)
     if base is not None:
         base.free()
     model, folder = load.load_empty(run, dtype=plan.precision)
@@ -557,21 +557,21 @@ def prepare(
             return _prepare_with_peft(Preparation(model, run, device, dtype, source=source), plan, steps)
         work = Preparation.for_training(model, run, plan, device, source)
         work.apply(TRANSFORMS)
-    return Prepared(model, work.called())
+    return PreparedModel(model, work.called())
 
 
-def _prepare_with_peft(work: Preparation, plan: Plan, steps: int) -> Prepared:
+def _prepare_with_peft(work: Preparation, plan: Plan, steps: int) -> PreparedModel:
     """Adapters of peft's are put on a model that is whole; all else is done to it then as to any other."""
     work.apply([read])
     start = Path(work.run.output) / lora.START if work.run.adapter is not None else None
     tuned = adapters.put_on(work.model, work.run, steps=steps, start=start)
     ready = Preparation.for_training(tuned.model, work.run, plan, work.device, None)
     ready.apply(TRANSFORMS)
-    return Prepared(tuned.model, ready.called(), tuned)
+    return PreparedModel(tuned.model, ready.called(), tuned)
 
 
 def make_trainable(model: nn.Module, run: Run, plan: Plan) -> nn.Module:
-    """The same with a model whose weights are there already; returns what is to be called."""
+    """Make a model whose weights are there already ready to train; returns what is to be called."""
     work = Preparation.for_training(model, run, plan, torch.device(plan.device), None)
     work.apply(TRANSFORMS)
     return work.called()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tunesmith.plan import memory, model_states, paths, rules, speed
+from tunesmith.plan import memory, model_states, paths, refusals, rules, speed
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.plan import Phase, Time
 
@@ -106,7 +106,7 @@ def candidates_of(
             if choice in seen or (choice.pipeline > 1 and not _has_work(task, choice, is_asked_for=wanted is not None)):
                 continue
             seen.add(choice)
-            refusal = rules.refused(task, choice)
+            refusal = refusals.refused(task, choice)
             if refusal is None and (missing := rules.beyond(task, choice)):
                 refusal = f"this version of Tunesmith cannot do {missing[0]}"
             if refusal is None and choice.ranks > task.hardware.nodes * task.ranks_per_node:

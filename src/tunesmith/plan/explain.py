@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 from tunesmith.config.schema import Run
 from tunesmith.disk import gib
 from tunesmith.errors import UserError
-from tunesmith.plan import memory, rules, speed
+from tunesmith.plan import memory, refusals, rules, speed
 from tunesmith.plan.candidates import Candidate
 from tunesmith.plan.catalogue import MODELS
 from tunesmith.plan.choice import Choice
@@ -48,7 +48,7 @@ def alternatives(searched: Search) -> list[Alternative]:
     for what, choice, remark in _variants(searched):
         if choice.cuda_graphs and not rules.may_capture(task, choice):
             choice = dataclasses.replace(choice, cuda_graphs=False)
-        if choice == chosen.choice or choice in rows or rules.refused(task, choice):
+        if choice == chosen.choice or choice in rows or refusals.refused(task, choice):
             continue
         time = speed.step_time(task, choice)
         size = memory.peak(memory.timeline(task, choice)).memory.total

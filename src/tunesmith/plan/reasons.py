@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tunesmith.config.schema import Run
 from tunesmith.disk import gib
 from tunesmith.errors import listed
-from tunesmith.plan import memory, model_states, paths, rules
+from tunesmith.plan import memory, model_states, paths, refusals, rules
 from tunesmith.plan.candidates import Candidate
 from tunesmith.plan.choice import Choice, Task
 from tunesmith.plan.defaults import Decide
@@ -153,7 +153,7 @@ def _explain_blocks(task: Task, chosen: Candidate, limit: int, decide: Decide) -
         other = dataclasses.replace(task, optimizer=optimizer)
         plain = Choice(attention=choice.attention, checkpointed_layers=facts.layers)
         size = memory.peak(memory.timeline(other, plain)).memory.total
-        if size <= limit and rules.refused(other, plain) is None:
+        if size <= limit and refusals.refused(other, plain) is None:
             decide("instead", f"optimizer: {optimizer}", f"about {gib(size)} would do on the device, but {gives_up}")
 
 

@@ -16,7 +16,7 @@ from tunesmith.config.schema import Run
 from tunesmith.disk import gib
 from tunesmith.errors import UserError
 from tunesmith.objectives import objective_of
-from tunesmith.plan import memory, model_states, paths, rules
+from tunesmith.plan import memory, model_states, paths, refusals, rules
 from tunesmith.plan.candidates import Candidate, Refused, candidates_of, tiers_of
 from tunesmith.plan.choice import OF_PEFT, Choice, Task
 from tunesmith.plan.defaults import Amount, DataSize, Decide
@@ -43,9 +43,10 @@ class Search:
         return memory.timeline(self.task, self.chosen.choice)
 
 
-def make_plan(
+def best_plan(
     run: Run, facts: ModelFacts, hardware: Hardware, *, lengths: Sequence[int] = (), size: DataSize | None = None
 ) -> Plan:
+    """The plan alone that `search` finds."""
     return search(run, facts, hardware, lengths=lengths, size=size).plan
 
 
@@ -231,7 +232,7 @@ def refusal(run: Run, plan: Plan, facts: ModelFacts, hardware: Hardware) -> str 
     counted = run.model_copy(update={"batch_tokens": None})  # by the plan
     make_task(counted, facts, hardware, lambda *_: None)  # what refuses the run refuses it here
     task, choice = _of_plan(run, plan, facts, hardware)
-    if (refused := rules.refused(task, choice)) is not None:
+    if (refused := refusals.refused(task, choice)) is not None:
         return refused
     return next((f"this version of Tunesmith cannot do {missing}" for missing in rules.beyond(task, choice)), None)
 

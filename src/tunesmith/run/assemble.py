@@ -31,7 +31,7 @@ from tunesmith.parallel import compile
 from tunesmith.parallel.check import check_parallelism
 from tunesmith.parallel.context import ContextShard, context_shard_of
 from tunesmith.parallel.mesh import check_ranks
-from tunesmith.parallel.prepare import Prepared, SharedBase, is_cut, prepare
+from tunesmith.parallel.prepare import PreparedModel, SharedBase, is_cut, prepare
 from tunesmith.parallel.ranks import Ranks
 from tunesmith.plan.defaults import few_steps
 from tunesmith.plan.model_states import BLOCKWISE
@@ -256,7 +256,7 @@ class _Assembly:
         train = self.ready.data.train
         return teach_of(self.run, self.plan, train, loader.seen, self.device, self.ranks, self.progress)
 
-    def prepared_model(self, total_steps: int) -> Prepared:
+    def prepared_model(self, total_steps: int) -> PreparedModel:
         """The model, ready to train; its base is known by its content from here on."""
         run, plan = self.run, self.plan
         base = self.shared.base if self.shared else None
@@ -274,7 +274,7 @@ class _Assembly:
             is_continued, accept_changes = self.ready.is_continued, self.ready.accept_changes
             keep_base(self.folder, self.run, content, is_continued=is_continued, accept_changes=accept_changes)
 
-    def optimizer(self, prepared: Prepared, total_steps: int) -> Optimizer:
+    def optimizer(self, prepared: PreparedModel, total_steps: int) -> Optimizer:
         """The optimizer of the trained weights, which overlaps updates with the next step where the model is whole."""
         run, plan, model = self.run, self.plan, prepared.model
         if run.algorithm in BLOCKWISE:

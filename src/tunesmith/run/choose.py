@@ -100,12 +100,12 @@ def facts_before(run: Run, hardware: Hardware, tell: Callable[[str], None] = lam
     return facts if probed.spec is None else found_facts(run, hardware, probed)
 
 
-def plan_run(
+def new_plan(
     run: Run, hardware: Hardware | None = None, data: Prepared | None = None, probed: Probed | None = None
 ) -> Plan:
-    """The plan for a run on this machine (or the hardware given). Reads the model's config, not its weights, and of the
-    data a sample, unless it is tokenized already. Without what the probe has found, the model is assumed to be like
-    others of its family."""
+    """A new plan for a run on this machine (or the hardware given), whatever its folder holds. Reads the model's
+    config, not its weights, and of the data a sample, unless it is tokenized already. Without what the probe has found,
+    the model is assumed to be like others of its family."""
     hardware = hardware or probe()
     facts = facts_of(run) if probed is None else found_facts(run, hardware, probed)
     size = data.size if data else measure(run)
@@ -151,23 +151,24 @@ def _padded_documents(run: Run, data: Prepared, probed: Probed, amount: Amount) 
     return Padded(widths_of_steps, outermost(longest), objective.documents, len(steps) == loader.total_steps)
 
 
-def choose_plan(run: Run, *, plan: Plan | None = None, ranks: int | None = None) -> Plan:
-    """The plan that ranks are started by on this machine: a rough one where their number cannot depend on the data,
-    else the one that `make_plan` would make."""
+def launch_plan(run: Run, *, plan: Plan | None = None, ranks: int | None = None) -> Plan:
+    """The plan by which a launcher starts ranks on this machine, before they find theirs by `plan_and_data`: that of
+    the run's folder where it still fits, a rough one where the number of ranks cannot depend on the data, else the same
+    as theirs."""
     if (kept := _kept_plan(run, plan, ranks)) is not None:
         return kept
     run = run_folder.as_begun(run, _begun(run))
     hardware = _hardware(ranks)
-    rough = plan_run(run, hardware)
+    rough = new_plan(run, hardware)
     depends_on_data = run.batch_tokens is None or run.batch_tokens < run.sequence_length
     if depends_on_data and (hardware.gpu_count > 1 or hardware.processes > 1):
         from tunesmith.model.probe import probe_run
 
-        return make_plan(run, ranks=ranks, probed=probe_run(run)[1])[0]
+        return plan_and_data(run, ranks=ranks, probed=probe_run(run)[1])[0]
     return rough
 
 
-def make_plan(
+def plan_and_data(
     run: Run,
     *,
     probed: Probed,
@@ -184,9 +185,9 @@ def make_plan(
         return known, tokenize_as_called(run, known, probed.spec, progress)
     run = run_folder.as_begun(run, _begun(run))
     hardware = _hardware(ranks)
-    plan_run(run, hardware)  # what is wrong with the settings is said before an hour of tokenizing
+    new_plan(run, hardware)  # what is wrong with the settings is said before an hour of tokenizing
     data = tokenize_as_called(run, None, probed.spec, progress)
-    return _completed(plan_run(run, hardware, data, probed), run, probed), data
+    return _completed(new_plan(run, hardware, data, probed), run, probed), data
 
 
 def _asks_router_loss(run: Run) -> bool:

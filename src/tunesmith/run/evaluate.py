@@ -32,7 +32,7 @@ from tunesmith.plan.plan import ForwardSpec, Plan
 from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder
 from tunesmith.run.base import check_base
-from tunesmith.run.choose import Progress, plan_run, tokenize, with_findings
+from tunesmith.run.choose import Progress, new_plan, tokenize, with_findings
 from tunesmith.run.open import encoder_of, open_run, placement, tokenizer_of
 from tunesmith.run.reference import Reference
 from tunesmith.run.rollout import Generator, held_out_rewards
@@ -183,7 +183,7 @@ def evaluate_run(
     before training if asked for, after it, and the checkpoint's step where there is no result. Several ranks share
     the documents; each has the whole model."""
     ranks = ranks or Ranks()
-    plan = run_folder.read_plan(folder) or plan_run(run)
+    plan = run_folder.read_plan(folder) or new_plan(run)
     if plan.forward is None:  # planned by an earlier version, or not at all
         plan = with_findings(plan, probe(run, device=placement(plan)[0]))
     for is_turn in (ranks.is_first, not ranks.is_first):  # what the first has tokenized, the others find

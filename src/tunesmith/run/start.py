@@ -26,7 +26,7 @@ from tunesmith.plan.pairs import check_pairs
 from tunesmith.plan.plan import Plan
 from tunesmith.rewards import Rewards
 from tunesmith.run import folder as run_folder
-from tunesmith.run.choose import Progress, make_plan, tokenize_as_called, will_write, with_label_reason
+from tunesmith.run.choose import Progress, plan_and_data, tokenize_as_called, will_write, with_label_reason
 from tunesmith.run.engine import check_engine
 from tunesmith.run.initial import make_start
 from tunesmith.run.rollout import check_rewards
@@ -74,7 +74,7 @@ def prepare_run(
     rewards = _check_settings(run)
     model = load.model_fingerprint(run)
     adapted, probed, notes = _try_model(run)  # what cannot be trained is refused before data are read
-    chosen, data = make_plan(run, probed=probed, plan=plan, ranks=ranks, progress=progress)
+    chosen, data = plan_and_data(run, probed=probed, plan=plan, ranks=ranks, progress=progress)
     if is_labelled:
         chosen = with_label_reason(chosen, run)
     check_rewards(rewards, (*data.train, *data.evals))
