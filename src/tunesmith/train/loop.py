@@ -10,11 +10,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import secrets
-import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,7 +23,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from tunesmith import disk
-from tunesmith.checkpoint.store import Checkpoint, CheckpointStore, Saving
+from tunesmith.checkpoint.store import Checkpoint, CheckpointStore
 from tunesmith.data.prompts import PromptBatch
 from tunesmith.data.types import StepBatch
 from tunesmith.errors import UserError, listed
@@ -43,6 +40,8 @@ from tunesmith.train.hang import HangWatch
 from tunesmith.train.job import Job, RollOut
 from tunesmith.train.machine import Machine
 from tunesmith.train.phases import OutOfMemory, PhaseMemory, is_out_of_memory
+from tunesmith.train.saving import CheckpointWriting
+from tunesmith.train.signals import stop_signals
 from tunesmith.train.speed import Speed
 from tunesmith.train.step import Interrupted, LossScale, NotFinite, StepResult, TrainStep
 from tunesmith.train.vitals import Failing, Sample, Vitals
@@ -146,42 +145,6 @@ class _LaunchedStep:
     """Seconds in which the device had nothing to do, for want of this step's data."""
 
 
-class _Saving:
-    """A checkpoint on its way to the disk: written at once, or by a thread beside training."""
-
-    def __init__(self, step: int, began: float, checkpoint: Saving, *, is_async: bool):
-        self.step = step
-        self.seconds = 0.0
-        """From the first copy to the last byte."""
-        self._began = began
-        self._checkpoint = checkpoint
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True) if is_async else None
-        if self._thread is None:
-            self._write()
-        else:
-            self._thread.start()
-
-    @property
-    def is_written(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
-
-    def finish(self) -> bool:
-        """Wait for it; whether it is on the disk. A matter of all ranks."""
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return bool(self._checkpoint.finish())
-
-    def _write(self) -> None:
-        try:
-            self._checkpoint.write()
-        except BaseException as error:  # for the thread that waits
-            self._error = error
-        self.seconds = time.monotonic() - self._began
-
-
 class _Loop:
     def __init__(self, job: Job, observe: Observer, started: float, watch: Watch | None, progress: Progress):
         self.job = job
@@ -207,7 +170,7 @@ class _Loop:
         self.done = 0
         self.underway: _LaunchedStep | None = None
         self.last_end = 0.0
-        self.saving: _Saving | None = None
+        self.saving: CheckpointWriting | None = None
         self.saved_at: int | None = None
         self.metric_at: tuple[int, float] | None = None
         self.first_loss: float | None = None
@@ -229,7 +192,7 @@ class _Loop:
     def run(self) -> Outcome:
         self._restore()
         self.next_save_time = time.monotonic() + SAVE_SECONDS
-        with _signals(lambda reason: self.observe(events.Stopping(reason))) as asked_to_stop:
+        with stop_signals(lambda reason: self.observe(events.Stopping(reason))) as asked_to_stop:
             self.asked_to_stop = asked_to_stop
             try:
                 reason = self._steps(asked_to_stop)
@@ -669,7 +632,7 @@ class _Loop:
             "clean_steps": self.scale.clean_steps if self.scale else None,
         }
         self.retry_time = None
-        self.saving = _Saving(
+        self.saving = CheckpointWriting(
             self.done, began, self.job.save(self.done, state, metric, is_async=is_async), is_async=is_async
         )
         if not is_async:
@@ -734,46 +697,3 @@ def peak_memory(device: torch.device) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-@contextmanager
-def _signals(acknowledge: Callable[[str], None]) -> Iterator[Callable[[], str | None]]:
-    """The first Ctrl-C or SIGTERM asks for a stop; a second Ctrl-C stops at once.
-
-    A handler runs when the main thread is back from what it waits for, which may be a whole step on a GPU. So a thread
-    of its own, woken by the system, acknowledges what was asked for."""
-    asked: list[str] = []
-
-    def handle(number: int, _frame: object) -> None:
-        if asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked.append(_stopped_by(number))
-
-    def listen() -> None:
-        while said := os.read(reader, 1):
-            if said[0] in (signal.SIGINT, signal.SIGTERM):
-                acknowledge(_stopped_by(said[0]))
-                return
-
-    if threading.current_thread() is not threading.main_thread():  # where signals cannot be handled
-        yield lambda: None
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    listener = threading.Thread(target=listen, name="signals", daemon=True)
-    listener.start()
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    try:
-        yield lambda: asked[0] if asked else None
-    finally:
-        signal.set_wakeup_fd(woken)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        os.close(writer)
-        listener.join()
-        os.close(reader)
-
-
-def _stopped_by(number: int) -> str:
-    return "stopped by Ctrl-C" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
