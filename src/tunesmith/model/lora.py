@@ -90,7 +90,7 @@ class Start:
 
     @classmethod
     def of(cls, run: Run, folder: Path | None = None) -> Start | None:
-        """Those of a run whose output is `folder`; None where its adapters are drawn."""
+        """The first factors of a run whose output is `folder`; None where its adapters are drawn."""
         if not run.has_lora or (run.adapter is None and run.lora.init == "default"):
             return None
         return cls((folder or Path(run.output)) / START, run.adapter is None and run.lora.takes_out)

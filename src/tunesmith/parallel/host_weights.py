@@ -78,7 +78,7 @@ class _Held:
 
 
 class _Weights:
-    """Those of one layer: a block of host memory, and one of the device that has memory while they are there."""
+    """The weights of one layer: a block of host memory, and one of the device that has memory while they are there."""
 
     def __init__(self, frozen: Sequence[tuple[dict, str, torch.Tensor]], device: torch.device):
         tensors = {id(tensor): tensor for *_, tensor in frozen}

@@ -166,7 +166,7 @@ class Preparation:
 
     @cached_property
     def layers(self) -> list[nn.Module]:
-        """Those that are on this rank."""
+        """The decoder layers that are on this rank."""
         return decoder_layers(self.model) if self.stages is None else self.stages.layers
 
     @cached_property

@@ -80,7 +80,7 @@ class Sharded(Entrance):
         self.numbers: list[nn.Parameter] = []
         """Trained weights without dimensions, which are no part of FSDP's."""
         self.listed: list[nn.Module] = []
-        """Those of lists inside layers, which a micro-batch may not call."""
+        """Modules in lists inside layers, which a micro-batch may not call."""
         self._called: set[nn.Module] = set()
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
@@ -135,7 +135,7 @@ class Sharded(Entrance):
         return norm
 
     def free_full_weights(self) -> None:
-        """Those that a forward pass without a backward pass has left."""
+        """Free the full weights that a forward pass without a backward pass has left."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -240,7 +240,7 @@ def _reach_all(modules: Sequence[nn.Module], _unit: nn.Module, _arguments: objec
 
 
 def _first_changed(output: Any, change: Callable[[torch.Tensor], Any]) -> tuple[Any, bool]:
-    """The same with another tensor for the first that has a gradient; whether there was one."""
+    """The output with another tensor for the first that has a gradient; and whether there was one."""
     if isinstance(output, torch.Tensor):
         return (change(output), True) if output.requires_grad else (output, False)
     if isinstance(output, tuple | list):

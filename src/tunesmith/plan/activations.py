@@ -147,8 +147,9 @@ def _structured_bytes(
     attention_kernel: Attention | None = None,
     is_frozen: bool = False,
 ) -> float:
-    """The same from the layer's structure. Eager: as autograd's own hooks count it. Compiled: norms and
-    activations are computed again from what stands before them, save where an adapter keeps its input."""
+    """What a layer keeps for backward, for each token, by its structure. Eager: as autograd's own hooks count it.
+    Compiled: norms and activations are computed again from what stands before them, save where an adapter keeps its
+    input."""
     if is_compiled:
         norms, attention, mlp = _compiled_parts(task, kind, matmul_dtype, storage, tensor)
     else:
@@ -218,7 +219,7 @@ def _compiled_parts(
 def _eager_parts(
     task: Task, kind: Layer, matmul_dtype: str, storage: str, tensor: int, is_frozen: bool
 ) -> tuple[float, float, float]:
-    """The same of a layer that is run as it is."""
+    """Norms with what they give to matmuls, attention, and the MLP, of a layer that is run as it is."""
     width, hidden, is_full = task.width, task.facts.hidden, not task.has_adapters
     qk_norms = (kind.query + kind.key) if kind.has_qk_norm else 0
     # An RMS norm keeps its input in fp32 and, where its own weight is trained, what it multiplies with that.
@@ -248,7 +249,7 @@ def _eager_parts(
 
 
 def _has_gate_kernels(task: Task, tensor: int) -> bool:
-    """Of trained weights (`model.gated`)."""
+    """Whether kernels for the gates of trained MLPs are used (`model.gated`)."""
     return task.device == "cuda" and tensor == 1
 
 

@@ -111,8 +111,8 @@ def propose(run: Run, width: int, limit: int, size: DataSize | None, decide: Dec
 
 
 def _of_rollouts(run: Run, width: int, limit: int, size: DataSize | None, epochs: float, decide: Decide) -> Amount:
-    """The same where a step is a number of prompts, and its tokens are the model's own: with answers as long as they
-    may be."""
+    """What is proposed where a step is a number of prompts, and its tokens are the model's own: with answers as long as
+    they may be."""
     rollout = run.rollout
     longest = min(limit, rollout.max_answer_tokens + (size.longest if size and size.longest else limit))
     count = rollout.prompts * rollout.answers

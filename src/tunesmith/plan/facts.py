@@ -63,7 +63,7 @@ class Work(Part):
     half: tuple[float, float]
     """Operations of matmuls in half precision."""
     full: tuple[float, float]
-    """The same in fp32."""
+    """Operations of matmuls in fp32."""
     kernels: int
 
 
@@ -91,7 +91,7 @@ class PairedWork(Part):
     kept: Rows
     """Bytes for the backward pass, of all layers and what surrounds them."""
     layer: Rows
-    """The same of the largest layer."""
+    """Bytes for the backward pass, of the largest layer."""
     workspace: Rows
     """Bytes that exist besides at the worst moment of the backward pass, but for gradients of weights."""
     bytes: Rows
@@ -147,7 +147,7 @@ class Layer(Part):
     head_dim: int | None = None
     """Of queries and keys, where it is not the model's `head_dim`."""
     value_dim: int | None = None
-    """The same of values (MLA)."""
+    """Size of a head of the values, where it is another (MLA)."""
     is_soft_capped: bool = False
     """Attention scores are, as Gemma 2's."""
     has_sinks: bool = False

@@ -98,7 +98,7 @@ def _together(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _blocks(content: bytes) -> Iterator[tuple[int, np.ndarray]]:
-    """Those that are whole."""
+    """The step and the rows of each block that is whole."""
     at = 0
     while at + HEAD.itemsize <= len(content):
         head = np.frombuffer(content, dtype=HEAD, count=1, offset=at)[0]

@@ -307,7 +307,7 @@ def damage(records: list[dict[str, Any]]) -> str | None:
 
 
 def comparable(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same without evaluations of other held-out data than the newest ones are of."""
+    """The records without evaluations of other held-out data than the newest ones are of."""
     changes = (
         n for n, record in enumerate(records) if record["event"] == Resumed.kind and record.get("has_other_held_out")
     )

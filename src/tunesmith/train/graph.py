@@ -244,7 +244,7 @@ class _Lent:
 
 
 def _lent(room: torch.Tensor) -> torch.Tensor:
-    """The same bytes, for the loss alone: when `room` is gone, the backward pass may use them, too."""
+    """The bytes of `room` for the loss alone: when `room` is gone, the backward pass may use them, too."""
     return torch.as_tensor(_Lent(room), device=room.device) if room.is_cuda else room
 
 

@@ -72,7 +72,7 @@ class StepResult:
     figures: dict[str, float] = field(default_factory=dict)
     """What the objective reports besides its loss."""
     figures_of: dict[int, dict[str, float]] = field(default_factory=dict)
-    """The same by data set."""
+    """What the objective reports besides its loss, by data set."""
     routers: list[Balance] = field(default_factory=list)
     """How evenly each router of an MoE model has dealt out the step's tokens, in steps in which that is counted."""
     documents: np.ndarray | None = field(default=None, compare=False)
@@ -535,7 +535,7 @@ class TrainStep:
     def _replay(
         self, capture: GraphCapture, inputs: Inputs, factor: float, weigh: Weigh | None, *, is_only: bool
     ) -> torch.Tensor:
-        """The same with captured passes."""
+        """The weighted losses of the targets [N], by captured passes."""
         with record_function("forward"):
             hidden_th = capture.forward(inputs)
         total, losses_n = losses_of_hidden(

@@ -47,7 +47,7 @@ class Weights:
     size: float
     """Root of the mean square."""
     moved: float | None
-    """The same of how far they have moved since they were measured before."""
+    """Root of the mean square of how far they have moved since they were measured before."""
 
 
 class Sample:
